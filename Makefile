@@ -1,0 +1,42 @@
+# make demo   stock against holmes on two emulated clusters, from a fresh clone, with one command
+# make test   everything that is tested
+# make .venv  the environment that both use (Python 3.11 or newer; PYTHON=... chooses the interpreter)
+
+#
+# Where pip would take a torch with gigabytes of CUDA libraries: make demo TORCH_ARGS="--index-url <an index of CPU builds>"
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input
+STAMP := .venv/installed
+TESTS := $(wildcard tests integration_tests)
+
+.PHONY: demo test .venv tools clean
+
+demo: tools .venv
+	$(BIN)/holmes demo
+
+test: tools .venv
+	$(BIN)/python -m pytest --timeout=900 $(TESTS) $(PYTEST_ARGS)
+
+.venv: $(STAMP)
+
+$(STAMP): requirements/torch.txt requirements/dev.txt requirements/constraints.txt setup.py pyproject.toml holmes_ext.pth
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make: the pinned versions need Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "make: python has no venv: apt-get install python3-venv" >&2; exit 1; }
+	@echo "make: installing the pinned versions into .venv (some minutes, once)"
+	@$(PYTHON) -m venv .venv
+	@$(PIP) -c requirements/constraints.txt -r requirements/torch.txt $(TORCH_ARGS)
+	@$(PIP) -c requirements/constraints.txt -r requirements/dev.txt
+	@$(PIP) --no-deps -e .
+	@touch $@
+
+# What is needed besides Python packages: iproute2, and the right to make network namespaces.
+tools:
+	@for tool in ip tc unshare; do command -v $$tool >/dev/null || { \
+	   echo "make: there is no '$$tool': apt-get install iproute2 util-linux" >&2; exit 1; }; done
+	@test "$$(id -u)" = 0 || unshare --user --map-root-user --net true 2>/dev/null || { \
+	   echo "make: emulated clusters need root or unprivileged user namespaces: sudo make ... (or sysctl kernel.unprivileged_userns_clone=1)" >&2; exit 1; }
+
+clean:
+	rm -rf .venv build *.egg-info
