@@ -1,0 +1,179 @@
+"""What there is: nodes, the fabrics that each is attached to, and which of them two nodes share.
+
+A Site is either planned from cluster.toml alone (no NIC names yet) or what the running nodes reported.
+
+    site.clusters:   a ------- fabric "a" (ib)        b ------- fabric "b" (roce)
+    site.nodes:      a0 a1                            b0 b1
+    all nodes:       fabric "ethernet"
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, Iterable, Mapping
+
+from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.errors import HolmesError
+
+ETHERNET = "ethernet"
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """A network over which any two of its nodes can talk. rate_bps: bits/s of one node, each way; latency in seconds."""
+
+    name: str
+    kind: str
+    rate_bps: int
+    latency_s: float
+
+    @property
+    def preference(self) -> tuple[int, bool, str]:
+        """The greatest is the one to use; at equal rates RDMA goes before Ethernet."""
+        return self.rate_bps, self.name != ETHERNET, self.name
+
+
+@dataclass(frozen=True)
+class Port:
+    """How one node reaches one fabric: the interface that sockets bind to, the HCA ports that RDMA uses.
+
+    fault: what is wrong with it, "" when nothing is known to be; usable: False where no group may use it.
+    """
+
+    fabric: str
+    interface: str = ""
+    address: str = ""
+    hcas: tuple[str, ...] = ()
+    gid_index: int | None = None
+    rate_bps: int = 0
+    fault: str = ""
+    usable: bool = True
+
+    @property
+    def name(self) -> str:
+        """What users call it: "roce0 (mlx5_0:1)", "eth0"."""
+        hcas = ", ".join(self.hcas)
+        return f"{self.interface} ({hcas})" if self.interface and hcas else self.interface or hcas or "its NIC"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A host with its `processes` (one a GPU) and its ports, the fastest first, Ethernet last."""
+
+    name: str
+    cluster: str
+    processes: int
+    ports: tuple[Port, ...]
+
+    def __post_init__(self):
+        assert self.ports and self.ports[-1].fabric == ETHERNET, f"node {self.name} is not on Ethernet"
+
+    @cached_property
+    def fabrics(self) -> tuple[str, ...]:
+        """The fabrics that groups on this node may use."""
+        return tuple(port.fabric for port in self.ports if port.usable)
+
+    def port(self, fabric: str) -> Port:
+        return next(port for port in self.ports if port.fabric == fabric)
+
+
+@dataclass(frozen=True)
+class Site:
+    """All nodes, in the order in which the launcher numbered them, and the fabrics."""
+
+    nodes: tuple[Node, ...]
+    fabrics: tuple[Fabric, ...]
+    source: str = "the nodes' own reports"
+
+    def __post_init__(self):
+        counts = sorted({node.processes for node in self.nodes})
+        if len(counts) > 1:
+            few = next(node.name for node in self.nodes if node.processes == counts[0])
+            many = next(node.name for node in self.nodes if node.processes == counts[-1])
+            raise HolmesError(
+                f"{self.source}: node {few!r} has {counts[0]} processes and node {many!r} has {counts[-1]};"
+                " start the same number on every node"
+            )
+
+    @cached_property
+    def node_by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def fabric_by_name(self) -> dict[str, Fabric]:
+        return {fabric.name: fabric for fabric in self.fabrics}
+
+    @cached_property
+    def clusters(self) -> tuple[str, ...]:
+        """Cluster names in the order of their first node."""
+        return tuple(dict.fromkeys(node.cluster for node in self.nodes))
+
+    @property
+    def processes(self) -> int:
+        """Processes on each node."""
+        return self.nodes[0].processes
+
+    @property
+    def world_size(self) -> int:
+        return len(self.nodes) * self.processes
+
+    def shared_fabric(self, names: Iterable[str]) -> Fabric:
+        """The fastest fabric that all the nodes `names` are attached to (Ethernet at worst)."""
+        nodes = [self.node_by_name[name] for name in dict.fromkeys(names)]
+        shared = set(nodes[0].fabrics).intersection(*(node.fabrics for node in nodes[1:]))
+        return max((self.fabric_by_name[name] for name in shared), key=lambda fabric: fabric.preference)
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 (hex) of nodes, clusters and fabrics; the launcher's order, NIC names and what is broken do not count."""
+        fabrics = {node.name: tuple(port.fabric for port in node.ports) for node in self.nodes}
+        content = [sorted((node.name, node.cluster, node.processes, fabrics[node.name]) for node in self.nodes)]
+        content.append(sorted((fabric.name, fabric.kind, fabric.rate_bps) for fabric in self.fabrics))
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def without(self, faults: Mapping[tuple[str, str], str]) -> Site:
+        """The same site on which no group uses these ports: {(node, fabric): what is wrong}."""
+        nodes = []
+        for node in self.nodes:
+            found = [(port, faults.get((node.name, port.fabric))) for port in node.ports]
+            ports = tuple(replace(port, fault=fault, usable=False) if fault else port for port, fault in found)
+            nodes.append(replace(node, ports=ports))
+        return replace(self, nodes=tuple(nodes))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"source": self.source, "nodes": [asdict(n) for n in self.nodes], "fabrics": [asdict(f) for f in self.fabrics]}
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> Site:
+        """The inverse of to_dict, for documents that holmes itself sent over the store."""
+        nodes = tuple(
+            Node(n["name"], n["cluster"], n["processes"], tuple(Port(**{**p, "hcas": tuple(p["hcas"])}) for p in n["ports"]))
+            for n in document["nodes"]
+        )
+        return cls(nodes, tuple(Fabric(**f) for f in document["fabrics"]), document["source"])
+
+
+def fabrics_of_spec(spec: SiteSpec) -> tuple[Fabric, ...]:
+    """Ethernet and every fabric that a cluster names; where clusters share one, its slowest rate and longest latency."""
+    fabrics = {ETHERNET: Fabric(ETHERNET, "ethernet", spec.ethernet_rate_bps, spec.ethernet_latency_s)}
+    for cluster in spec.clusters:
+        if cluster.fabric == ETHERNET:
+            continue
+        known = fabrics.get(cluster.fabric)
+        rate = min(cluster.rate_bps, known.rate_bps) if known else cluster.rate_bps
+        latency = max(cluster.latency_s, known.latency_s) if known else cluster.latency_s
+        fabrics[cluster.fabric] = Fabric(cluster.fabric, cluster.kind, rate, latency)
+    return tuple(fabrics.values())
+
+
+def site_from_spec(spec: SiteSpec) -> Site:
+    """The site as cluster.toml describes it, before any node has reported: nodes in the file's order, no NIC names."""
+    nodes = []
+    for cluster in spec.clusters:
+        ethernet = Port(ETHERNET, rate_bps=spec.ethernet_rate_bps)
+        fast = () if cluster.fabric == ETHERNET else (Port(cluster.fabric, rate_bps=cluster.rate_bps),)
+        nodes += [Node(name, cluster.name, cluster.processes, (*fast, ethernet)) for name in cluster.nodes]
+    return Site(tuple(nodes), fabrics_of_spec(spec), spec.source)
