@@ -1,0 +1,96 @@
+"""The parallel sizes of a job, and which ranks they put together.
+
+Both engines lay ranks out as one grid, first axis of `order` innermost (megatron.core.parallel_state.RankGenerator's
+`order`; DeepSpeed's ProcessTopology has pipe outermost, then data, then model):
+
+    order "tp-cp-ep-dp-pp", world 8, tensor 2, pipeline 2:   grid[pp, dp, tp] = arange(8).reshape(2, 2, 2)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from holmes_ext.errors import HolmesError
+
+AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of each parallel dimension. data = 0: what the world size leaves. expert divides data x context x tensor."""
+
+    pipeline: int = 1
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    data: int = 0
+    order: str = DEFAULT_ORDER
+
+    def __post_init__(self):
+        for name in ("pipeline", "tensor", "context", "expert"):
+            if getattr(self, name) < 1:
+                raise HolmesError(f"parallel size {name} is {getattr(self, name)}; it must be 1 or more")
+        if self.data < 0:
+            raise HolmesError(f"parallel size data is {self.data}; it must be 1 or more, or 0 for what the world size leaves")
+        axes = self.order.split("-")
+        unknown = [axis for axis in axes if axis not in (*AXES, "ep")]
+        if unknown or len(set(axes)) != len(axes):
+            raise HolmesError(f"order {self.order!r}: its parts are tp, cp, ep, dp, pp, each at most once")
+        named = {**AXES, "ep": "expert"}
+        absent = [axis for axis, name in named.items() if axis not in axes and getattr(self, name) > 1]
+        if absent:
+            raise HolmesError(f"order {self.order!r} lacks {absent[0]}, whose size is {getattr(self, named[absent[0]])}")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Innermost first, without the expert axis (it subdivides the others)."""
+        named = [axis for axis in self.order.split("-") if axis != "ep"]
+        return (*named, *(axis for axis in AXES if axis not in named))
+
+    def complete(self, world_size: int) -> Sizes:
+        """The same with `data` worked out; HolmesError when the sizes do not multiply to `world_size`."""
+        model = self.pipeline * self.tensor * self.context
+        data = self.data or world_size // model
+        if model * data != world_size or data == 0:
+            product = f"pipeline {self.pipeline} x tensor {self.tensor} x context {self.context}"
+            product += f" x data {self.data}" if self.data else ""
+            raise HolmesError(f"{product} does not divide the world size {world_size}; change a size or the number of processes")
+        if (data * self.context * self.tensor) % self.expert:
+            raise HolmesError(f"expert size {self.expert} does not divide data {data} x context x tensor")
+        return Sizes(self.pipeline, self.tensor, self.context, self.expert, data, self.order)
+
+    def size(self, axis: str) -> int:
+        return getattr(self, AXES[axis])
+
+    def strides(self) -> dict[str, int]:
+        """Distance in ranks between neighbours along each axis; of complete sizes."""
+        assert self.data, "complete() first"
+        sizes = [self.size(axis) for axis in self.axes]
+        return {axis: math.prod(sizes[:index]) for index, axis in enumerate(self.axes)}
+
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that share every coordinate with `rank` but that of `axis` ("dp": its data-parallel group)."""
+        stride, size = self.strides()[axis], self.size(axis)
+        first = rank - (rank // stride % size) * stride
+        return tuple(first + index * stride for index in range(size))
+
+    def stage(self, rank: int) -> int:
+        """Pipeline stage of `rank`."""
+        return rank // self.strides()["pp"] % self.pipeline
+
+
+def parse_sizes(text: str, where: str) -> Sizes:
+    """Sizes from "pipeline=2,tensor=1" (keys: pipeline, tensor, context, expert, data, order)."""
+    values: dict[str, int | str] = {}
+    for part in filter(None, text.replace(" ", "").split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or key not in Sizes.__dataclass_fields__:
+            raise HolmesError(f"{where}: {part!r} is not KEY=VALUE with a key of {', '.join(Sizes.__dataclass_fields__)}")
+        if key != "order" and not (value.isdecimal() and len(value) < 10):
+            raise HolmesError(f"{where}: {key} is {value!r:.80}, which is not a whole number that a job can have")
+        if key in values:
+            raise HolmesError(f"{where}: {key} is given twice")
+        values[key] = value if key == "order" else int(value)
+    return Sizes(**values)
