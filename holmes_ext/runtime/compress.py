@@ -1,0 +1,123 @@
+"""What crosses the slow network in fewer bytes: codecs for the step between clusters of a two-level reduction.
+
+    bf16   2 bytes an element: rounded to bfloat16
+    int8   1 byte an element and a float32 scale for each 256 of them: rounded to 1/127 of the block's largest magnitude, and what
+           the rounding left out is added to the same elements in the next step (error feedback: Seide et al. 2014; Karimireddy
+           et al. 2019, arXiv 1901.09847, show that it keeps SGD's rate of convergence)
+
+Both are functions of their input alone, and everybody, the sender too, goes on with what was decoded: all ranks end with the same
+bits. A NaN or infinity makes its whole block NaN (int8) or stays (bf16): neither is hidden, nor remembered in the residual.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.nn import functional as F
+
+from holmes_ext.errors import HolmesError
+
+KINDS = ("off", "bf16", "int8")
+#: Elements that share a scale.
+BLOCK = 256
+
+
+class Codec(Protocol):
+    """wire = encode(x, residual) and x' = decode(wire, like=x), flat tensors of one device.
+
+    share: bytes on the wire for each byte of float32. feedback: whether encode() needs a residual, which it updates in place.
+    """
+
+    share: float
+    feedback: bool
+
+    def applies(self, dtype: torch.dtype) -> bool: ...
+    def buffer(self, like: torch.Tensor) -> torch.Tensor: ...
+    def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor: ...
+    def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor: ...
+
+
+class Bf16:
+    share, feedback = 0.5, False
+
+    def applies(self, dtype: torch.dtype) -> bool:
+        return dtype.is_floating_point and dtype.itemsize > 2
+
+    def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.numel(), dtype=torch.bfloat16, device=like.device)
+
+    def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        return x.to(torch.bfloat16)
+
+    def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return wire.to(like.dtype)
+
+
+class Int8:
+    """The wire: a uint8 tensor, first the blocks' scales, then the elements; a multiple of 4 bytes, so that several may stand in a row."""
+
+    share, feedback = (1 + 4 / BLOCK) / 4, True
+
+    def applies(self, dtype: torch.dtype) -> bool:
+        return dtype.is_floating_point
+
+    def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(4 * (_blocks(like.numel()) + -(-like.numel() // 4)), dtype=torch.uint8, device=like.device)
+
+    def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        wanted = x.float() if residual is None else x.float() + residual
+        blocks = F.pad(wanted, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+        scales = blocks.abs().amax(1) / 127
+        steps = (blocks / torch.where(scales == 0, 1.0, scales)[:, None]).round_().nan_to_num_(0.0, 0.0, 0.0)
+        wire = self.buffer(x)
+        cut = 4 * len(scales)
+        wire[:cut].view(torch.float32).copy_(scales)
+        wire[cut : cut + x.numel()].view(torch.int8).copy_(steps.view(-1)[: x.numel()])
+        wire[cut + x.numel() :].zero_()
+        if residual is not None:
+            torch.sub(wanted, self._values(wire, x.numel()), out=residual).nan_to_num_(0.0, 0.0, 0.0)
+        return wire
+
+    def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return self._values(wire, like.numel()).to(like.dtype)
+
+    def _values(self, wire: torch.Tensor, numel: int) -> torch.Tensor:
+        cut = 4 * _blocks(numel)
+        scales, steps = wire[:cut].view(torch.float32), wire[cut : cut + numel].view(torch.int8)
+        whole = F.pad(steps.float(), (0, -numel % BLOCK)).view(-1, BLOCK)
+        return (whole * scales[:, None]).view(-1)[:numel]
+
+
+def _blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def codec(kind: str) -> Codec | None:
+    """The codec of that name, None for "off"."""
+    if kind not in KINDS:
+        raise HolmesError(f"compress: {kind!r} is not one of {', '.join(KINDS)}")
+    return {"off": None, "bf16": Bf16(), "int8": Int8()}[kind]
+
+
+class Residuals:
+    """What int8 has left out so far, for each part of each tensor that is reduced step after step.
+
+    A tensor is known by its identity: the residuals live as long as it does. They are as many floats as this rank sends across
+    (its cluster's sum divided by the cluster's ranks), and are not part of checkpoints: a resumed job starts with none.
+    """
+
+    def __init__(self) -> None:
+        self._of = torch.utils.weak.WeakTensorKeyDictionary()
+
+    def of(self, whole: torch.Tensor) -> dict[tuple[int, int], torch.Tensor]:
+        if whole not in self._of:
+            self._of[whole] = {}
+        return self._of[whole]
+
+
+def residual_of(known: dict[tuple[int, int], torch.Tensor] | None, key: tuple[int, int], part: torch.Tensor) -> torch.Tensor | None:
+    """The residual of `part` among those of its tensor; key: (step, where in the tensor it begins). Zeros at first; None without any."""
+    if known is not None and key not in known:
+        known[key] = torch.zeros(part.numel(), dtype=torch.float32, device=part.device)
+    return known[key] if known is not None else None

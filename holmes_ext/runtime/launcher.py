@@ -1,0 +1,123 @@
+"""Who this process is, from the environment that its launcher set: torchrun, the deepspeed launcher, srun or mpirun."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Mapping
+
+from holmes_ext.errors import HolmesError
+
+
+@dataclass(frozen=True)
+class Process:
+    """Identity as the launcher gave it. local_world_size 0: the launcher does not say (it is counted from the reports)."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    launcher: str
+    agent_store: bool = False
+    restart: int = 0
+
+    def __post_init__(self):
+        if not 0 <= self.rank < self.world_size:
+            raise HolmesError(f"{self.launcher}: rank {self.rank} is not below the world size {self.world_size}")
+
+
+NONE = "no launcher"
+#: For each launcher: names of rank, world size, local rank, local world size.
+VARIABLES = {
+    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    "mpirun (Open MPI)": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mpirun (Hydra)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+# A Slurm batch script has SLURM_PROCID=0 too; only what srun starts has a SLURM_STEP_ID.
+#: What scripts read to learn their rank; the MPI library's own (PMI_RANK, PMIX_RANK) stay as they are.
+RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+
+
+def detect(environ: Mapping[str, str]) -> Process:
+    """The Process of `environ`; a single one when no launcher's variables are there.
+
+    HolmesError when variables are missing or are not numbers.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return _from_torch(environ)
+    for launcher, names in VARIABLES.items():
+        if names[0] in environ and names[1] in environ and (launcher != "srun" or "SLURM_STEP_ID" in environ):
+            return _from_mpi_like(environ, launcher, names)
+    return Process(0, 1, 0, 1, "127.0.0.1", 0, NONE)
+
+
+def _number(environ: Mapping[str, str], name: str, launcher: str, default: int | None = None) -> int:
+    text = environ.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
+        state = f"is {text!r}, not a number" if text else "is not set"
+        raise HolmesError(f"{launcher}: environment variable {name} {state}")
+    return int(text)
+
+
+def _from_torch(environ: Mapping[str, str]) -> Process:
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "deepspeed" if "CROSS_RANK" in environ else "environment"
+    world_size = _number(environ, "WORLD_SIZE", launcher)
+    if world_size > 1 and not environ.get("MASTER_ADDR"):
+        raise HolmesError(f"{launcher}: environment variable MASTER_ADDR is not set; it names the host of rank 0's store")
+    local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "LOCAL_SIZE"
+    return Process(
+        rank=_number(environ, "RANK", launcher),
+        world_size=world_size,
+        local_rank=_number(environ, "LOCAL_RANK", launcher, 0 if world_size == 1 else None),
+        local_world_size=_number(environ, local_size, launcher, 0),
+        master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_number(environ, "MASTER_PORT", launcher, 29500),
+        launcher=launcher,
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", launcher, 0),
+    )
+
+
+def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: tuple[str, str, str, str]) -> Process:
+    rank, size, local, per_node = names
+    address = environ.get("MASTER_ADDR") or _first_slurm_host(environ)
+    world_size = _number(environ, size, launcher)
+    if world_size > 1 and not address:
+        raise HolmesError(f"{launcher}: environment variable MASTER_ADDR is not set; export the name of rank 0's host")
+    # Without MASTER_PORT: one port for each Slurm job, as in the launch scripts of PyTorch's Slurm examples.
+    port = 10000 + int(environ["SLURM_JOB_ID"]) % 20000 if environ.get("SLURM_JOB_ID", "").isdecimal() else 29500
+    return Process(
+        rank=_number(environ, rank, launcher),
+        world_size=world_size,
+        local_rank=_number(environ, local, launcher),
+        local_world_size=_number({per_node: re.sub(r"\(x\d+\)$", "", environ.get(per_node, "0"))}, per_node, launcher, 0),
+        master_addr=address or "127.0.0.1",
+        master_port=_number(environ, "MASTER_PORT", launcher, port),
+        launcher=launcher,
+    )
+
+
+def _first_slurm_host(environ: Mapping[str, str]) -> str:
+    """First host of "gpu[003-008,012],x1": "gpu003"; rank 0 runs there under srun's block distribution."""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    match = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
+    return "".join(part or "" for part in match.groups()) if match else ""
+
+
+def exported(process: Process, rank: int, processes: int) -> dict[str, str]:
+    """Environment variables, in torchrun's names, that make `process` run as `rank` on a node with `processes` of them."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(process.world_size),
+        "LOCAL_RANK": str(process.local_rank),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": process.master_addr,
+        "MASTER_PORT": str(process.master_port),
+    }

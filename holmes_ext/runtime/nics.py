@@ -1,0 +1,135 @@
+"""This node's NICs while the job runs: have they a link, what do their counters say, does a neighbour still answer?
+
+The kernel is asked, not the framework: the flags of the net device (of this process's network namespace), the state of the HCA port, and
+whether the other end answers a connection attempt (a refusal is an answer).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from holmes_ext.cluster.site import ETHERNET, Port
+from holmes_ext.runtime.session import Session
+
+_SIOCGIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8913, 0x1, 0x40
+PROBE_S = 3.0
+_PROBED_PORT = 9  # discard: nearly always closed, so that the kernel at the other end refuses
+_MOST_PROBES = 8
+#: What tells of a bad link, where it grows: under class/net/DEVICE and under class/infiniband/HCA/ports/N.
+_NET_COUNTERS = ("carrier_down_count", "statistics/rx_errors", "statistics/tx_errors", "statistics/tx_carrier_errors",
+                 "statistics/rx_dropped", "statistics/tx_dropped")  # fmt: skip
+_HCA_COUNTERS = ("counters/link_downed", "counters/link_error_recovery", "counters/symbol_error", "counters/port_rcv_errors",
+                 "counters/port_xmit_discards", "hw_counters/local_ack_timeout_err", "hw_counters/packet_seq_err")  # fmt: skip
+
+
+def in_use(current: Session) -> list[Port]:
+    """The ports of this node that its groups travel on; all usable ones while there are no groups yet."""
+    fabrics = {record.transport.fabric for record in current.groups}
+    ports = [port for port in current.node.ports if port.usable]
+    return [port for port in ports if not fabrics or port.fabric in fabrics or port.fabric == ETHERNET]
+
+
+def trouble(port: Port) -> str:
+    """Why the port carries nothing now ("no link"), or ""."""
+    if port.interface:
+        problem = _interface_trouble(port.interface)
+        if problem:
+            return problem
+    return next(filter(None, map(_hca_trouble, port.hcas)), "")
+
+
+def _interface_trouble(name: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("16sH14x", name.encode()[:15], 0))
+        except OSError as error:
+            return f"is gone ({error.strerror})"
+    flags = struct.unpack("16sH14x", answer)[1]
+    return "is set down" if not flags & _IFF_UP else "has no link" if not flags & _IFF_RUNNING else ""
+
+
+def _hca_trouble(name: str) -> str:
+    device, _, number = name.partition(":")
+    text = _read(_sysfs() / "class/infiniband" / device / "ports" / (number or "1") / "state")
+    return "" if text is None or "ACTIVE" in text else f"has its port {name} in state {text}"
+
+
+def _sysfs() -> Path:
+    return Path(os.environ.get("HOLMES_SYSFS") or "/sys")
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return None
+
+
+def counters(ports: list[Port]) -> dict[str, dict[str, int]]:
+    """Error counters of every port, by its name; those that this kernel or driver does not have are left out."""
+    found: dict[str, dict[str, int]] = {}
+    for port in ports:
+        values = found.setdefault(port.name, {})
+        places = [(Path("/sys/class/net") / port.interface, _NET_COUNTERS)] if port.interface else []
+        places += [(_sysfs() / "class/infiniband" / hca.split(":")[0] / "ports" / (hca.partition(":")[2] or "1"), _HCA_COUNTERS) for hca in port.hcas]
+        for place, names in places:
+            for name in names:
+                text = _read(place / name)
+                if text is not None and text.isdecimal():
+                    key = name.rpartition("/")[2]
+                    values[key] = values.get(key, 0) + int(text)
+    return found
+
+
+def grown(before: dict[str, dict[str, int]], now: dict[str, dict[str, int]], port: Port) -> str:
+    """ "carrier_down_count +1, tx_errors +3" of a port, or ""."""
+    old = before.get(port.name, {})
+    grew = {key: value - old.get(key, value) for key, value in now.get(port.name, {}).items()}
+    return ", ".join(f"{key} +{value}" for key, value in grew.items() if value > 0)
+
+
+def unreachable(current: Session) -> list[str]:
+    """Neighbours in this rank's groups that do not answer over the NIC of the group, each as half a sentence; in about PROBE_S seconds."""
+    todo: dict[tuple[str, str], Port] = {}
+    for record in current.groups:
+        if record.transport.fabric not in current.node.fabrics or current.rank not in record.ranks:
+            continue
+        place = record.ranks.index(current.rank)
+        for rank in (record.ranks[place - 1], record.ranks[(place + 1) % len(record.ranks)]):
+            name = current.plan.node_of(rank)
+            if name != current.node.name:
+                for fabric in (record.transport.fabric, ETHERNET):
+                    todo.setdefault((name, fabric), current.site.node_by_name[name].port(fabric))
+    todo = dict(list(todo.items())[:_MOST_PROBES])
+    if not todo:
+        return []
+    with ThreadPoolExecutor(len(todo)) as pool:
+        answers = dict(zip(todo, pool.map(lambda key: answers_at(current.node.port(key[1]).address, todo[key].address), todo)))
+    told = []
+    for name in dict.fromkeys(name for name, _ in todo):
+        silent = [fabric for node, fabric in todo if node == name and not answers[node, fabric]]
+        alive = [fabric for node, fabric in todo if node == name and answers[node, fabric]]
+        if silent:
+            dead = " and ".join(f"{todo[name, f].name} {todo[name, f].address}" for f in silent)
+            rest = f"but does over {' and '.join(todo[name, fabric].name for fabric in alive)}" if alive else "over no NIC: the node is lost"
+            mine = current.node.port(silent[0])
+            told.append(f"node {name} does not answer on {dead} (from {mine.name} {mine.address}) within {PROBE_S:g} s, {rest}")
+    return told
+
+
+def answers_at(source: str, target: str, port: int = _PROBED_PORT, seconds: float = PROBE_S) -> bool:
+    """Whether the kernel at `target` answers a connection attempt from address `source`; True where one of them has no address."""
+    if not source or not target:
+        return True
+    try:
+        socket.create_connection((target, port), timeout=seconds, source_address=(source, 0)).close()
+        return True
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
