@@ -1,0 +1,310 @@
+"""DeepSpeed's pipeline engine with its gradient reduction overlapped.
+
+The engine's schedule ends every batch with ReduceTiedGrads, ReduceGrads, OptimizerStep: the network idles while the last
+micro-batch's backward runs, and the GPUs while the network works. Under this patch the stage's gradients leave
+as they become final:
+
+    schedule            ... BackwardPass m-1 | BackwardPass m              | ReduceTiedGrads | ReduceGrads | OptimizerStep
+    stock                                    |                             | tied            | everything  |
+    here                                     | bucket 0, bucket 1, ...     | tied            | tied, last  |
+
+The sums are the engine's own: same group, same dtype on the wire, same divisors; only the cut into buckets differs. What is reduced
+is the gradient where the optimizer reads it: .grad, BF16_Optimizer's high-precision buffer, or ZeRO 1's accumulated gradient.
+ZeRO 1 then runs its own reduce_gradients, which puts its partition together, with the communication left out.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.patches.patch import Patch
+from holmes_ext.runtime import session
+
+#: BF16_Optimizer's and ZeRO 1's insides were read in this version.
+DEEPSPEED = "deepspeed>=0.19.8,<0.20"
+
+#: engine -> its _Overlap, or None where its configuration is not supported.
+_overlaps: weakref.WeakKeyDictionary[Any, _Overlap | None] = weakref.WeakKeyDictionary()
+
+
+def unsupported(engine: Any) -> str | None:
+    """Why this engine's reduction cannot be overlapped, or None. The same on all ranks: it reads the configuration only."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    kind = type(engine.optimizer)
+    known = (BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer, DeepSpeedZeroOptimizer)
+    plain = engine.optimizer is engine.basic_optimizer
+    compact = kind is DeepSpeedZeroOptimizer and any(
+        engine.optimizer._use_compact_grad_partition_buffer(group) for group in range(len(engine.optimizer.bit16_groups))
+    )
+    reasons = {
+        f"the engine is a {type(engine).__name__}, whose schedule is its own": type(engine) is not PipelineEngine,
+        "the optimizer reduces gradients itself": not engine.pipeline_enable_backward_allreduce,
+        f"the optimizer is a {kind.__name__}": not plain and kind not in known,
+        f"ZeRO stage {int(engine.zero_optimization_stage())}": engine.zero_optimization_stage() > 1,
+        "mixture-of-experts layers": bool(engine.has_moe_layers),
+        "expert parallelism": getattr(engine, "_autoep_folding_spec", None) is not None,
+        "sparse gradients": any(getattr(module, "sparse", False) for module in engine.module.modules()),
+        "sequence parallelism": engine.sequence_parallel_size != 1,
+        "torch_autocast": bool(engine.torch_autocast_enabled()),
+        "the optimizer's state is offloaded": bool(engine.zero_use_cpu_optimizer()),
+        "ZenFlow": bool(engine.zenflow),
+        "DeepCompile": bool(engine.is_deepcompile_enabled()),
+        "ZeRO 1 accumulates in float32 beside the gradients": compact,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+class _Overlap:
+    """One engine's reducer, and where in the batch the engine is."""
+
+    def __init__(self, engine: Any):
+        from deepspeed.runtime.pipe.schedule import TrainSchedule
+
+        self.engine = engine
+        self.schedule_type = TrainSchedule
+        self.source = _gradients(engine)
+        self.reducer: Any = None
+        self.backwards_left = 0
+
+    def begin(self, schedule: Any) -> None:
+        """A new schedule starts: count its backward passes down; zero stands for a schedule that is not ours."""
+        self.backwards_left = self.engine.micro_batches if type(schedule) is self.schedule_type else 0
+
+    def backward(self, run: Callable[[], Any]) -> Any:
+        self.backwards_left -= 1
+        if self.backwards_left != 0:
+            return run()
+        self._prepare()
+        self.reducer.arm()
+        with self.source.folding():
+            return run()
+
+    def reduce(self) -> None:
+        """ReduceGrads: launch the tied gradients (now summed over the stages), wait for all, let the optimizer take over."""
+        with self.source.last_use():
+            self.reducer.finish()
+            self.source.after()
+
+    @property
+    def armed(self) -> bool:
+        return self.reducer is not None and self.reducer.armed
+
+    def _prepare(self) -> None:
+        """The reducer, anew when the set of trained parameters changed (frozen layers)."""
+        named = self.engine.module.named_parameters()
+        trained = [(name, p) for name, p in named if p.requires_grad and p.numel() and self.source.reduces(p)]
+        if self.reducer is not None and self.reducer.covers(p for _, p in trained):
+            return
+        if self.reducer is not None:
+            self.reducer.close()
+        self.reducer = _make_reducer(self.engine, trained, self.source)
+
+
+def _make_reducer(engine: Any, trained: list[tuple[str, Any]], source: Any) -> Any:
+    """A GradientReducer that does the engine's arithmetic (DeepSpeedEngine.allreduce_bucket, ZeRO's average_tensor)."""
+    from holmes_ext.runtime.reducer import GradientReducer
+
+    current = session.active()
+    return GradientReducer(
+        trained,
+        engine.mpu.get_data_parallel_group(),
+        bucket_bytes=current.options.bucket_bytes if current else None,
+        average=engine.gradient_average,
+        predivide=source.predivide(engine.dp_world_size),
+        communication_dtype=source.communication_dtype,
+        deferred=[weight for weight, _ in engine.module.get_tied_weights_and_groups()],
+        gradient=source.gradient,
+    )
+
+
+def _gradients(engine: Any) -> Any:
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    kinds = {BF16_Optimizer: _Bf16Gradients, DeepSpeedZeroOptimizer: _ZeroGradients}
+    return kinds.get(type(engine.optimizer), _PlainGradients)(engine)
+
+
+class _PlainGradients:
+    """ZeRO 0: the optimizer reads .grad."""
+
+    def __init__(self, engine: Any):
+        self.engine, self.optimizer = engine, engine.optimizer
+        self.communication_dtype = engine.communication_data_type
+
+    def gradient(self, parameter: Any) -> Any:
+        return parameter.grad
+
+    def reduces(self, parameter: Any) -> bool:
+        """Whether stock reduces this one: all of the module's (ZeRO 0), or those that the optimizer was given."""
+        return True
+
+    def predivide(self, ranks: int) -> float:
+        """What gradients are divided by before the sum (DeepSpeedEngine.allreduce_bucket)."""
+        if not self.engine.gradient_average:
+            return 1.0
+        return float(self.engine.gradient_predivide_factor() if self.engine.postscale_gradients() else ranks)
+
+    @contextmanager
+    def folding(self) -> Iterator[None]:
+        """Around the last backward pass."""
+        yield
+
+    @contextmanager
+    def last_use(self) -> Iterator[None]:
+        """Around the end of the reduction."""
+        yield
+
+    def after(self) -> None:
+        """All gradients are averaged."""
+
+
+class _Bf16Gradients(_PlainGradients):
+    """BF16_Optimizer: each micro-batch's .grad is folded into a high-precision buffer, which is what is reduced.
+
+    Stock folds after a backward pass, in update_hp_grads (or, with immediate_grad_update, in a hook before ours). In the
+    last one each parameter is folded when its bucket leaves, once, and update_hp_grads finds nothing to do.
+    """
+
+    def __init__(self, engine: Any):
+        super().__init__(engine)
+        groups = self.optimizer.bf16_groups
+        self.places = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group)}
+        self.folded: set[int] = set()
+
+    def reduces(self, parameter: Any) -> bool:
+        return id(parameter) in self.places
+
+    def gradient(self, parameter: Any) -> Any:
+        i, j = self.places[id(parameter)]
+        self._fold(parameter, i, j)
+        return self.optimizer.fp32_groups_gradients[i][j]
+
+    def _fold(self, parameter: Any, i: int, j: int) -> None:
+        if id(parameter) not in self.folded and not self.engine._config.bfloat16_config.immediate_grad_update:
+            self.optimizer._update_hp_grad(parameter, i, j, clear_lp_grads=False)
+        self.folded.add(id(parameter))
+
+    @contextmanager
+    def folding(self) -> Iterator[None]:
+        self.folded.clear()
+        before = self.optimizer.immediate_grad_update
+        self.optimizer.immediate_grad_update = True  # update_hp_grads returns at once
+        try:
+            yield
+        finally:
+            self.optimizer.immediate_grad_update = before
+        for i, group in enumerate(self.optimizer.bf16_groups):  # tied weights among them: ReduceTiedGrads reads the buffer
+            for j, parameter in enumerate(group):
+                self._fold(parameter, i, j)
+
+
+class _ZeroGradients(_PlainGradients):
+    """ZeRO 1: reduced in place where the optimizer collects its partition from."""
+
+    def __init__(self, engine: Any):
+        super().__init__(engine)
+        self.communication_dtype = self.optimizer.communication_data_type
+        self.given = {id(parameter) for group in self.optimizer.bit16_groups for parameter in group}
+
+    def reduces(self, parameter: Any) -> bool:
+        return id(parameter) in self.given
+
+    def gradient(self, parameter: Any) -> Any:
+        return self.optimizer.get_gradient_for_reduction(parameter)
+
+    def predivide(self, ranks: int) -> float:
+        # average_tensor divides before the sum with reduce_scatter (the default), else as the engine does
+        return float(ranks) if self.optimizer.reduce_scatter and self.engine.gradient_average else super().predivide(ranks)
+
+    @contextmanager
+    def last_use(self) -> Iterator[None]:
+        names = ("average_tensor", "buffered_reduce_fallback")  # with and without contiguous_gradients
+        for name in names:
+            setattr(self.optimizer, name, lambda *args, **kwargs: None)
+        try:
+            yield
+        finally:
+            for name in names:
+                delattr(self.optimizer, name)
+
+    def after(self) -> None:
+        self.engine._force_grad_boundary = True
+        self.engine.allreduce_gradients()
+        self.engine._force_grad_boundary = False
+
+
+def overlap_of(engine: Any) -> _Overlap | None:
+    """The engine's _Overlap; None where nothing is to be reduced, or it cannot be overlapped (said once, by rank 0)."""
+    current = session.active()
+    if current is not None and current.options.overlap != "on":
+        return None
+    if engine not in _overlaps:
+        reason = unsupported(engine) if engine.is_data_parallel else "no data-parallel ranks"
+        if reason and engine.is_data_parallel and current is not None and "overlap" in current.options.required_features:
+            raise HolmesError(f"--holmes-require overlap: DeepSpeed's gradient reduction cannot be overlapped: {reason}")
+        if reason and engine.is_data_parallel and engine.global_rank == 0:
+            print(f"holmes: the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}", file=sys.stderr)
+        _overlaps[engine] = None if reason else _Overlap(weakref.proxy(engine))
+    return _overlaps[engine]
+
+
+def _begin(wrapped, instance, args, kwargs):
+    """_exec_schedule: a batch begins."""
+    if instance.optimizer is not None and (overlap := overlap_of(instance)):
+        overlap.begin(args[0] if args else kwargs["pipe_schedule"])
+    return wrapped(*args, **kwargs)
+
+
+def _backward(wrapped, instance, args, kwargs):
+    """_exec_backward_pass: the last one of the batch sends gradients as they become final."""
+    overlap = overlap_of(instance)
+    return overlap.backward(lambda: wrapped(*args, **kwargs)) if overlap else wrapped(*args, **kwargs)
+
+
+def _reduce(wrapped, instance, args, kwargs):
+    """_exec_reduce_grads: only what is still on its way is waited for."""
+    overlap = _overlaps.get(instance)
+    if overlap is None or not overlap.armed:
+        return wrapped(*args, **kwargs)
+    return overlap.reduce()
+
+
+_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
+
+PATCHES = (
+    Patch(
+        feature="overlap",
+        target=f"{_ENGINE}._exec_schedule",
+        versions=DEEPSPEED,
+        parameters=("pipe_schedule",),
+        wrap=_begin,
+        reason="where a batch begins, to know which backward pass is its last",
+    ),
+    Patch(
+        feature="overlap",
+        target=f"{_ENGINE}._exec_backward_pass",
+        versions=DEEPSPEED,
+        parameters=("buffer_id",),
+        wrap=_backward,
+        rebind=(f"{_ENGINE}._INSTRUCTION_MAP[BackwardPass]",),
+        reason="the engine reduces nothing before its last backward pass has ended",
+    ),
+    Patch(
+        feature="overlap",
+        target=f"{_ENGINE}._exec_reduce_grads",
+        versions=DEEPSPEED,
+        wrap=_reduce,
+        rebind=(f"{_ENGINE}._INSTRUCTION_MAP[ReduceGrads]",),
+        reason="what is left of the reduction, in place of the whole of it",
+    ),
+)
