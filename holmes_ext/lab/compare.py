@@ -1,0 +1,166 @@
+"""The same training script run in several ways, alternating, so that the ways can be compared.
+
+    repetition 1:  stock  holmes  all-RDMA
+    repetition 2:  holmes  all-RDMA  stock          each run: a launch, `skip` warm-up steps, then measured steps
+    repetition 3:  all-RDMA  stock  holmes
+
+The figure of a run is the median of its measured steps; of a variant the median over its runs, with the least and the
+greatest as spread.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Callable, Mapping, Sequence
+
+from holmes_ext.cluster.spec import ClusterSpec, SiteSpec
+from holmes_ext.errors import HolmesError
+from holmes_ext.lab import trace
+from holmes_ext.lab.lab import Lab
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the script. order: nodes as the launcher numbers them; flags: added to the script's arguments."""
+
+    name: str
+    spec: SiteSpec
+    order: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Series:
+    """What was measured of one variant. steps: seconds of the measured steps of each run; losses: of each step of the last run;
+    sent: node -> NIC -> bytes sent for each step (last run, its start-up included)."""
+
+    name: str
+    steps: list[list[float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    sent: dict[str, dict[str, float]] = field(default_factory=dict)
+    emulated: bool = False
+    realtime: bool = True
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def medians(self) -> list[float]:
+        return [statistics.median(run) for run in self.steps]
+
+    @property
+    def median(self) -> float:
+        """Seconds for each step."""
+        return statistics.median(self.medians)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        return min(self.medians), max(self.medians)
+
+    @property
+    def megabytes(self) -> tuple[float, float]:
+        """MB that a node sent for each step, the mean over the nodes: on Ethernet, and on its fast NIC."""
+        ethernet = sum(nics["eth0"] for nics in self.sent.values())
+        everything = sum(sum(nics.values()) for nics in self.sent.values())
+        return ethernet / len(self.sent) / 1e6, (everything - ethernet) / len(self.sent) / 1e6
+
+
+def all_rdma(spec: SiteSpec) -> Variant:
+    """The bound: stock on one homogeneous cluster with the nodes of `spec` and the fastest of its fabrics for everything.
+
+    Its NIC is named in GLOO_SOCKET_IFNAME, as a user of gloo on one InfiniBand cluster would; NCCL would find it itself.
+    """
+    best = max(spec.clusters, key=lambda cluster: cluster.rate_bps)
+    nodes = tuple(node for cluster in spec.clusters for node in cluster.nodes)
+    one: ClusterSpec = replace(best, nodes=nodes, name="all", fabric="all")
+    single = replace(spec, name=f"{spec.name}, all {best.kind}", clusters=(one,), overrides={})
+    return Variant("all-RDMA", single, nodes, env={"GLOO_SOCKET_IFNAME": f"{best.kind}0"})
+
+
+def compare(
+    variants: Sequence[Variant],
+    script: Sequence[str],
+    *,
+    repetitions: int,
+    steps: int,
+    skip: int,
+    accelerator: Mapping[str, Any] | None,
+    traces: Path | None = None,
+    on_run: Callable[[str, int], None] = lambda name, repetition: None,
+    timeout: float = 300.0,
+    preload: Sequence[str] = ("torch", "deepspeed"),
+) -> dict[str, Series]:
+    """Series of every variant, in the given order.
+
+    script: path and arguments of a script that takes --steps N and --log FILE (JSON lines with "loss" and "seconds", as
+    examples/deepspeed_pipeline); traces: a directory for DIR/VARIANT/rank*.json of each variant's last run; on_run is called
+    before each run. HolmesError with the failing rank's last line when a run fails; timeout in seconds for one run. preload:
+    modules that are imported once for all runs of a cluster.
+    """
+    series = {variant.name: Series(variant.name) for variant in variants}
+    with ExitStack() as stack:
+        labs: dict[str, Lab] = {}
+        for variant in variants:
+            if variant.spec.digest not in labs:
+                labs[variant.spec.digest] = stack.enter_context(Lab(variant.spec, realtime=True))
+        for repetition in range(repetitions):
+            turn = repetition % len(variants)
+            for variant in (*variants[turn:], *variants[:turn]):
+                on_run(variant.name, repetition)
+                last = repetition == repetitions - 1
+                place = traces / variant.name if traces is not None and last else None
+                _run(labs[variant.spec.digest], variant, script, steps, skip, accelerator, place, timeout, preload, series[variant.name])
+    return series
+
+
+def _run(
+    lab: Lab,
+    variant: Variant,
+    script: Sequence[str],
+    steps: int,
+    skip: int,
+    accelerator: Mapping[str, Any] | None,
+    traces: Path | None,
+    timeout: float,
+    preload: Sequence[str],
+    series: Series,
+) -> None:
+    env = {"DS_ACCELERATOR": "cpu", **variant.env}
+    if traces is not None:
+        traces.mkdir(parents=True, exist_ok=True)
+        env[trace.VARIABLE] = str(traces)
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory, "log.jsonl")
+        command = [sys.executable, *script, "--steps", str(steps), "--log", str(log), *variant.flags]
+        before = lab.counters()
+        result = lab.run(
+            command, order=variant.order, env=env, preload=preload, timeout=timeout, accelerator=accelerator
+        )
+        after = lab.counters()
+        if result.returncode:
+            raise HolmesError(_why(variant, result))
+        records = [json.loads(line) for line in log.read_text().splitlines()]
+    series.steps.append([record["seconds"] for record in records[skip:]])
+    series.losses = [record["loss"] for record in records]
+    series.emulated, series.realtime = result.emulated, series.realtime and result.realtime
+    series.lines = [line for _, line in result.lines[0]]
+    series.sent = {
+        node: {nic: (after[node][nic][1] - before[node][nic][1]) / steps for nic in nics} for node, nics in after.items()
+    }
+
+
+def _why(variant: Variant, result: Any) -> str:
+    rank = result.first_failed if result.first_failed is not None else 0
+    lines = [line for _, line in result.lines[rank] if line.strip()]
+    return f"the {variant.name} run ended with status {result.returncode}; rank {rank} said last: {lines[-1] if lines else 'nothing'}"
+
+
+def max_loss_difference(a: Series, b: Series) -> float:
+    """Greatest difference of the two variants' losses at any step."""
+    assert len(a.losses) == len(b.losses)
+    return max(abs(x - y) for x, y in zip(a.losses, b.losses))

@@ -1,0 +1,283 @@
+"""Lab: brings the nodes of a SiteSpec up, runs jobs in them, reads their counters, breaks their links."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Mapping, Sequence
+
+from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.errors import HolmesError
+from holmes_ext.lab import network, ranks, state, sysfs_tree, trace, wire, zygote
+from holmes_ext.lab.job import Job, OnLine, RunResult
+
+_KEEPER_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from holmes_ext.lab.keeper import main; main(sys.argv[2:])"
+_ROOT = str(Path(__file__).parents[2])
+_SWITCH = ""
+_FIRST_PORT = 29500  # the nodes' port space is the lab's own; below the ephemeral ports
+
+
+class Lab:
+    """A context manager: the nodes exist inside the `with` block.
+
+    spec: the site; scale: factor on every rate; realtime: ranks run under SCHED_RR where that is permitted (RunResult says
+    whether it was). HolmesError when the machine lacks a right or a tool, naming it.
+    """
+
+    def __init__(self, spec: SiteSpec, scale: float = 1.0, realtime: bool = False):
+        self.spec, self.scale, self.realtime = spec, scale, realtime
+        self.nodes = network.lay_out(spec, scale)
+        self._by_name = {node.name: node for node in self.nodes}
+        self._tools = {name: _tool(name) for name in ("ip", "tc")}
+        self._ports = itertools.count(_FIRST_PORT)
+        self._zygotes: dict[Any, socket.socket] = {}
+        self._pids: dict[str, tuple[int, int]] = {}
+
+    def __enter__(self) -> Lab:
+        self.directory = state.new_directory()
+        try:
+            self._start_keeper()
+            self._make_nodes()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every job and free everything; returns when it is gone."""
+        if hasattr(self, "_keeper"):
+            self._control.close()
+            self._keeper.wait()
+            for zygote_control in self._zygotes.values():
+                zygote_control.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def run(self, command: Sequence[str], **options: Any) -> RunResult:
+        """start with these options, and wait; an exception (Ctrl-C too) ends the job."""
+        job = self.start(command, **options)
+        try:
+            return job.wait()
+        except BaseException:
+            job.kill()
+            raise
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        order: Sequence[str] | None = None,
+        processes: int | None = None,
+        env: Mapping[str, str] | None = None,
+        preload: Sequence[str] = (),
+        timeout: float | None = None,
+        on_line: OnLine | None = None,
+        logs: Path | None = None,
+        accelerator: Mapping[str, Any] | None = None,
+        grace: float = 5.0,
+        cwd: str | Path | None = None,
+    ) -> Job:
+        """Start `command` once for each process; the Job has pids, poll, wait and kill.
+
+        order: the nodes in the launcher's order, default the file's (some of them: a smaller job); processes: for each
+        node, default the file's; env: on top of this process's environment; preload: modules imported once, then every
+        rank is forked (`command` must be python SCRIPT or python -m MODULE); timeout in seconds (returncode 124);
+        on_line(rank, line, "stdout" or "stderr") is called in a thread; logs: a directory for rank0.log, ...;
+        accelerator: configuration of holmes_ext.lab.accelerator; grace: seconds that others get when one fails.
+        """
+        nodes = list(self.nodes) if order is None else [self._node(name) for name in order]
+        ranks.check_order(nodes)
+        count = ranks.processes_for_each(nodes, processes, self.spec.source)
+        common, emulated = ranks.common_environment(env or {}, accelerator)
+        directory = str(cwd or os.getcwd())
+        argv, zygote_control = list(command), None
+        if preload:
+            found = zygote.script_of(argv)
+            if found is None:
+                wanted = "`python SCRIPT ...` or `python -m MODULE ...`"
+                raise HolmesError(f"--preload: the command must be {wanted}, not {' '.join(argv[:2])!r}")
+            argv = found[1]
+            zygote_control = self._zygote(found[0], tuple(preload), common, directory)
+        port = next(self._ports)
+        messages: list[dict[str, Any]] = [
+            {
+                "rank": position * count + local,
+                "holder": self._pids[node.name][0],
+                "argv": argv,
+                "env": {**common, **ranks.rank_environment(nodes, position, local, count, port), **self._places(node)},
+                "cwd": directory,
+                "realtime": self.realtime,
+            }
+            for position, node in enumerate(nodes)
+            for local in range(count)
+        ]
+        options = {"on_line": on_line, "logs": logs and Path(logs), "timeout": timeout, "grace": grace, "emulated": emulated}
+        ours, theirs = wire.pair()
+        try:
+            if zygote_control is None:
+                self._ask("job", descriptors=[theirs.fileno()])
+            else:
+                wire.send(zygote_control, {}, [theirs.fileno()])
+            theirs.close()
+            return Job(messages, ours, options)
+        except OSError as error:  # --logs cannot be written, too many open files, an environment beyond a message, a dead zygote
+            raise HolmesError(f"lab: the job cannot be started: {error}") from None
+
+    def counters(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """node -> NIC -> (bytes received, bytes sent) since the lab came up."""
+        result: dict[str, dict[str, tuple[int, int]]] = {}
+        for node in self.nodes:
+            lines = Path(f"/proc/{self._pids[node.name][0]}/net/dev").read_text().splitlines()[2:]
+            fields = {name.strip(): rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+            result[node.name] = {nic.name: (int(fields[nic.name][0]), int(fields[nic.name][8])) for nic in node.nics}
+        return result
+
+    def set_link(self, node: str, nic: str, up: bool) -> None:
+        """Pull (or plug in) the NIC's cable: its switch port goes down, the node sees no carrier."""
+        link = self._node(node).nic(nic)
+        self._tool(_SWITCH, "ip", f"link set dev {link.port} {'up' if up else 'down'}\n")
+        sysfs_tree.set_link(self.sysfs(node), link, up)
+
+    def set_silent(self, node: str, nic: str, silent: bool) -> None:
+        """Take the NIC's switch port out of its bridge (or put it back): every frame is lost, and neither end sees anything of it."""
+        link = self._node(node).nic(nic)
+        self._tool(_SWITCH, "ip", f"link set dev {link.port} {'nomaster' if silent else f'master {link.bridge}'}\n")
+
+    def configure(self, node: str, line: str) -> None:
+        """Run `ip LINE` on the node."""
+        self._tool(node, "ip", f"{line}\n")
+
+    def set_rate(self, node: str, nic: str, bps: int) -> None:
+        """Shape the NIC to `bps` bits/s, both ways (the scale does not apply); what its sysfs announces stays."""
+        link = self._node(node).nic(nic)
+        for place, device in ((node, link.name), (_SWITCH, link.port)):
+            limit, shape = network.shape_commands(device, bps)
+            self._tool(place, "ip", limit + "\n")
+            self._tool(place, "tc", shape + "\n")
+
+    def _places(self, node: network.LabNode) -> dict[str, str]:
+        return {
+            "HOLMES_SYSFS": str(self.sysfs(node.name)),
+            "HOLMES_LAB_NODE": node.name,
+            "HOLMES_LAB_CLUSTER": node.cluster,
+        }
+
+    def sysfs(self, node: str) -> Path:
+        """The node's captured-style sysfs tree."""
+        return self.directory / "sysfs" / node
+
+    def holder(self, node: str) -> int:
+        """Pid of the process that holds the node's namespaces (for nsenter -t PID -n -u -m)."""
+        return self._pids[self._node(node).name][0]
+
+    def _node(self, name: str) -> network.LabNode:
+        if name not in self._by_name:
+            raise HolmesError(f"{self.spec.source}: no node {name!r}; it has {', '.join(self._by_name)}")
+        return self._by_name[name]
+
+    def _start_keeper(self) -> None:
+        self._control, theirs = wire.pair()
+        owner = state.identity(os.getpid())
+        describe = {"owner": owner, "source": self.spec.source, "nodes": list(self._by_name)}
+        state.record(self.directory, keeper=[0, 0], **describe)
+        caller = os.pidfd_open(os.getpid())
+        with open(self.directory / "keeper.log", "w") as log:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _KEEPER_BOOT, _ROOT, str(theirs.fileno()), str(caller), str(self.directory)],
+                pass_fds=(theirs.fileno(), caller),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        theirs.close()
+        os.close(caller)
+        state.record(self.directory, keeper=state.identity(self._keeper.pid), **describe)
+        answer = self._answer()
+        if "denied" in answer:
+            raise HolmesError(_denied(answer["denied"]))
+
+    def _make_nodes(self) -> None:
+        hosts, nsswitch = self.directory / "hosts", self.directory / "nsswitch.conf"
+        hosts.write_text(network.hosts_file(self.nodes))
+        nsswitch.write_text("passwd: files\ngroup: files\nhosts: files\n")  # no name server can be reached from a node
+        for node in self.nodes:
+            answer = self._ask("node", name=node.name, hosts=str(hosts), nsswitch=str(nsswitch))
+            self._pids[node.name] = tuple(answer["pids"])
+            sysfs_tree.write_tree(self.sysfs(node.name), node)
+        batches = {_SWITCH: network.switch_batches(self.nodes, {name: pids[1] for name, pids in self._pids.items()})}
+        batches.update({node.name: network.node_batches(node) for node in self.nodes})
+        for place, (ip, tc) in batches.items():
+            self._tool(place, "ip", ip)
+            self._tool(place, "tc", tc)
+
+    def _tool(self, place: str, tool: str, batch: str) -> None:
+        answer = self._ask("tool", name=place, argv=[self._tools[tool], "-batch", "-"], text=batch)
+        if answer["status"] != 0:
+            raise HolmesError(f"lab: `{tool}` failed on {place or 'the switch'}: {answer['error'].strip()}")
+
+    def _zygote(self, interpreter: str, modules: tuple[str, ...], env: dict[str, str], directory: str) -> socket.socket:
+        """The control socket of a Python with `modules` imported in that environment; started when first needed."""
+        env = {name: value for name, value in env.items() if name not in ("HOLMES", trace.VARIABLE)}  # each rank's own
+        key = (interpreter, modules, tuple(sorted(env.items())), directory)
+        if key not in self._zygotes:
+            ours, theirs = wire.pair()
+            log = self.directory / f"preload{len(self._zygotes)}.log"
+            argv = [interpreter, "-c", zygote.BOOT, _ROOT, ",".join(modules)]
+            with open(log, "wb") as file:
+                self._ask("zygote", descriptors=[theirs.fileno(), file.fileno()], argv=argv, env=env, cwd=directory)
+            theirs.close()
+            message, _ = wire.receive(ours)
+            if message is None or "failed" in message:
+                lines = log.read_text(errors="replace").strip().splitlines() or ["no message"]
+                raise HolmesError(f"--preload {','.join(modules)}: {message['failed'] if message else lines[-1]}")
+            self._zygotes[key] = ours
+        return self._zygotes[key]
+
+    def _ask(self, do: str, descriptors: Sequence[int] = (), **arguments: Any) -> dict[str, Any]:
+        """One request to the keeper."""
+        try:
+            wire.send(self._control, {"do": do, **arguments}, descriptors)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # _answer says why
+        answer = self._answer()
+        if "error" in answer and "status" not in answer:
+            raise HolmesError(f"lab: {answer['error']}")
+        return answer
+
+    def _answer(self) -> dict[str, Any]:
+        message, _ = wire.receive(self._control)
+        if message is None:
+            log = self.directory / "keeper.log"
+            lines = log.read_text().strip().splitlines() if log.exists() else []
+            raise HolmesError(f"the lab's keeper (pid {self._keeper.pid}) has ended: {lines[-1] if lines else 'it was killed'}")
+        return message
+
+
+def _tool(name: str) -> str:
+    """Path of ip or tc, which ordinary users may not have in PATH."""
+    path = shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
+    if path is None:
+        raise HolmesError(f"the lab needs `{name}`, which is missing; install the package iproute2 (iproute on Red Hat)")
+    return path
+
+
+def _denied(reason: str) -> str:
+    """One line on what forbids namespaces here, and the way out."""
+    for sysctl, bad in (
+        ("kernel.unprivileged_userns_clone", "0"),
+        ("kernel.apparmor_restrict_unprivileged_userns", "1"),
+        ("user.max_user_namespaces", "0"),
+    ):
+        path = Path("/proc/sys") / sysctl.replace(".", "/")
+        if path.exists() and path.read_text().strip() == bad:
+            way_out = "run it as root or set that"
+            return f"the lab needs root, or user namespaces, which {sysctl}={bad} forbids ({reason}); {way_out}"
+    return f"the lab needs root, or unprivileged user namespaces, which this machine refuses ({reason}); run it as root"

@@ -1,0 +1,178 @@
+"""A SiteSpec as addresses, links and shaping: what `ip -batch` and `tc -batch` are told.
+
+    node a0 [eth0]--veth--[e0]  bridge "eth" in the switch namespace   10.77.0.0/16, every node
+            [ib0 ]--veth--[f0]  bridge "fab0" (fabric "a")             10.100.0.0/16, the fabric's nodes
+
+Both ends of each veth are shaped with tbf: the node's egress and the switch port's egress (what the node receives).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Iterable
+
+from holmes_ext.cluster.site import ETHERNET
+from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.errors import HolmesError
+
+MAX_NODES = 128
+MTU = 1500
+TBF_LATENCY_MS = 20  # with less, several senders to one receiver lose packets
+_FRAME_BYTES, _PAYLOAD_BYTES = MTU + 14, MTU - 52  # Ethernet; IPv4 and TCP with timestamps
+_FAST_NIC = {"ib": "ib0", "roce": "roce0"}
+
+
+@dataclass(frozen=True)
+class Nic:
+    """One emulated NIC.
+
+    rate_bps: bits/s each way as shaped; nominal_bps: as cluster.toml says, which is what its sysfs shows; port: its other
+    end in the switch namespace; number: of its fabric among the fast ones (0 for Ethernet).
+    """
+
+    name: str
+    kind: str
+    fabric: str
+    address: str
+    mac: str
+    rate_bps: int
+    nominal_bps: int
+    port: str
+    bridge: str
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class LabNode:
+    """A node of the lab; `nics` has eth0 first, then the fast NIC if its cluster has one. `index` counts from 0."""
+
+    name: str
+    cluster: str
+    index: int
+    processes: int
+    nics: tuple[Nic, ...]
+
+    @property
+    def address(self) -> str:
+        """IPv4 address of eth0."""
+        return self.nics[0].address
+
+    def nic(self, name: str) -> Nic:
+        for nic in self.nics:
+            if nic.name == name:
+                return nic
+        raise HolmesError(f"node {self.name}: no NIC {name!r}; it has {', '.join(nic.name for nic in self.nics)}")
+
+
+def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
+    """The nodes in the file's order, every rate multiplied by `scale`. HolmesError for more nodes than a lab holds."""
+    count = sum(len(cluster.nodes) for cluster in spec.clusters)
+    if count > MAX_NODES:
+        raise HolmesError(f"{spec.source}: {count} nodes; the lab emulates at most {MAX_NODES} on one machine")
+    if not 0 < scale < 1e6:
+        raise HolmesError(f"--scale: {scale} is not a factor above 0, such as 0.1")
+    fabrics = list(dict.fromkeys(cluster.fabric for cluster in spec.clusters if cluster.fabric != ETHERNET))
+    nodes: list[LabNode] = []
+    for cluster in spec.clusters:
+        for name in cluster.nodes:
+            index = len(nodes)
+            nics = [_nic(index, "eth0", "ethernet", ETHERNET, 0, spec.ethernet_rate_bps, scale)]
+            if cluster.fabric != ETHERNET:
+                number = fabrics.index(cluster.fabric)
+                nics.append(
+                    _nic(index, _FAST_NIC[cluster.kind], cluster.kind, cluster.fabric, number, cluster.rate_bps, scale)
+                )
+            nodes.append(LabNode(name, cluster.name, index, cluster.processes, tuple(nics)))
+    return tuple(nodes)
+
+
+def _nic(index: int, name: str, kind: str, fabric: str, number: int, nominal_bps: int, scale: float) -> Nic:
+    ethernet = fabric == ETHERNET
+    net = 77 if ethernet else 100 + number
+    high, low = divmod(index + 1, 256)
+    return Nic(
+        name=name,
+        kind=kind,
+        fabric=fabric,
+        address=f"10.{net}.{high}.{low}",
+        mac=f"02:48:4d:{net:02x}:{high:02x}:{low:02x}",
+        rate_bps=max(1, round(nominal_bps * scale)),
+        nominal_bps=nominal_bps,
+        port=f"{'e' if ethernet else 'f'}{index}",
+        bridge="eth" if ethernet else f"fab{number}",
+        number=number,
+    )
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """What tbf and the veth are told. Bytes; bits/s on the wire; peak_bps and peak_burst 0: no peak rate.
+
+    tbf lets `burst` bytes pass at once after a pause. Up to 700 Mb/s a small burst with small packets keeps that below 10 %
+    of 128 KiB. Faster links need a large burst, to make up for timers that fire late; there a peak rate of 1.06 x paces it,
+    packet by packet: a single message of 128 KiB after a pause is carried at 1.0 x the rate at 2 Gb/s; without, at 2 x.
+    """
+
+    rate_bps: int
+    burst: int
+    gso_max_size: int
+    peak_bps: int = 0
+    peak_burst: int = 0
+
+
+def shaping(rate_bps: int) -> Shaping:
+    """The shaping with which a TCP stream's data, without headers, gets `rate_bps` bits/s."""
+    wire_bps = round(rate_bps * _FRAME_BYTES / _PAYLOAD_BYTES)
+    if rate_bps <= 300_000_000:
+        return Shaping(wire_bps, 10_000, 8_000)
+    if rate_bps <= 700_000_000:
+        return Shaping(wire_bps, 20_000, 16_000)
+    packet = min(65_536, round(rate_bps * 150e-6 / 8))  # fewer packets for each second cost less CPU
+    peak_burst = round(packet * _FRAME_BYTES / _PAYLOAD_BYTES) + 2_000  # tbf cuts a packet above it into frames, at great cost
+    return Shaping(wire_bps, max(70_000, round(rate_bps * 1e-3 / 8)), packet, round(wire_bps * 1.06), peak_burst)
+
+
+def shape_commands(device: str, rate_bps: int) -> tuple[str, str]:
+    """One line for `ip -batch` and one for `tc -batch` that shape `device`'s egress to `rate_bps` bits/s."""
+    s = shaping(rate_bps)
+    peak = f" peakrate {s.peak_bps}bit minburst {s.peak_burst}" if s.peak_bps else ""
+    return (
+        f"link set dev {device} gso_max_size {s.gso_max_size}",
+        f"qdisc replace dev {device} root tbf rate {s.rate_bps}bit burst {s.burst} latency {TBF_LATENCY_MS}ms{peak}",
+    )
+
+
+def switch_batches(nodes: Iterable[LabNode], inner_pid: dict[str, int]) -> tuple[str, str]:
+    """(ip, tc) batches for the switch: bridges, and a veth into each node (named by its pid as the switch sees it)."""
+    bridges: dict[str, None] = {}
+    ip, tc = ["link set dev lo up"], []
+    for node in nodes:
+        for nic in node.nics:
+            if nic.bridge not in bridges:
+                bridges[nic.bridge] = None
+                ip.append(f"link add name {nic.bridge} type bridge stp_state 0 forward_delay 0 mcast_snooping 0")
+                ip.append(f"link set dev {nic.bridge} up")
+            peer = f"peer name {nic.name} address {nic.mac} mtu {MTU} netns {inner_pid[node.name]}"
+            ip.append(f"link add name {nic.port} mtu {MTU} type veth {peer}")
+            ip.append(f"link set dev {nic.port} master {nic.bridge} up")
+            limit, shape = shape_commands(nic.port, nic.rate_bps)
+            ip.append(limit)
+            tc.append(shape)
+    return "\n".join(ip) + "\n", "\n".join(tc) + "\n"
+
+
+def node_batches(node: LabNode) -> tuple[str, str]:
+    """(ip, tc) batches for one node: addresses, links up, egress shaped."""
+    ip, tc = ["link set dev lo up"], []
+    for nic in node.nics:
+        ip += [f"address add {nic.address}/16 dev {nic.name}", f"link set dev {nic.name} up"]
+        limit, shape = shape_commands(nic.name, nic.rate_bps)
+        ip.append(limit)
+        tc.append(shape)
+    return "\n".join(ip) + "\n", "\n".join(tc) + "\n"
+
+
+def hosts_file(nodes: Iterable[LabNode]) -> str:
+    """/etc/hosts: every node's name is its eth0, so that what resolves a host name uses Ethernet."""
+    lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
+    return "\n".join(lines + [f"{node.address} {node.name}" for node in nodes]) + "\n"
