@@ -1,0 +1,35 @@
+"""holmes_ext: one training job over several GPU clusters whose NICs differ.
+
+    import holmes_ext
+    holmes_ext.enable()          # before init_process_group; or add --holmes to the command instead
+"""
+
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["GradientReducer", "HolmesError", "disable", "enable", "initialize_model_parallel", "step_done"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, loaded when they are used: importing holmes_ext alone stays cheap."""
+    if name in ("enable", "disable"):
+        from holmes_ext import switch
+
+        return getattr(switch, name)
+    if name == "initialize_model_parallel":  # megatron.core.parallel_state's, imported only now
+        from holmes_ext.patches.megatron_core import drop_in
+
+        return drop_in()
+    if name == "GradientReducer":
+        from holmes_ext.runtime.reducer import GradientReducer
+
+        return GradientReducer
+    if name == "step_done":
+        from holmes_ext.runtime.telemetry import step_done
+
+        return step_done
+    if name == "HolmesError":
+        from holmes_ext.errors import HolmesError
+
+        return HolmesError
+    raise AttributeError(f"module 'holmes_ext' has no attribute {name!r}")

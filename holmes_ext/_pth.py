@@ -1,0 +1,170 @@
+"""Switching on without touching the script: what the one-line holmes_ext.pth does.
+
+Python's `site` runs the line in every interpreter of the environment, before the main program. The line
+imports nothing unless a flag starting with `--holmes` is among the arguments or HOLMES is 1; then it calls
+arm(), which waits, by an audit hook, for the moment right before the main program starts: now
+sys.path is complete, and the interpreter says what it is about to run.
+
+    site -> .pth line -> arm() ... "cpython.run_file" -> decide() -> start() -> holmes_ext.switch.activate
+
+decide() answers by what runs and how holmes was asked for:
+
+    what runs                                       --holmes       HOLMES=1 alone
+    a launcher (torchrun, deepspeed, accelerate,    leave          leave
+      holmes, pip, ...), a helper process of
+      multiprocessing, a child of a worker
+    anything, when HOLMES=0 or HOLMES_DISABLE=all   strip          (leave)
+    a worker: a rank in the environment             activate       activate a file or module
+    one process, no rank: FILE.py or -m MODULE      activate       activate, not in a batch step
+    one process, no rank: -c CODE, standard input   activate       leave
+    one process, no rank: another installed         leave: a launcher we do not know needs its
+      command (no .py suffix)                         flags for the workers that it starts
+
+"leave" touches nothing; "strip" removes the flags, so that the same command runs stock.
+
+A worker marks its environment (HOLMES_WORKER_PID = its process id), and a process that has that very
+process as an ancestor (data-loader workers, checkpoint writers, compilers) is left alone. The price: a
+torchrun started from inside a worker gets no holmes. A process that replaces itself with exec keeps
+its id and is activated again.
+
+Only os and sys are imported here; both are loaded in every interpreter already.
+"""
+
+import os
+import sys
+
+MARKER = "HOLMES_WORKER_PID"
+
+# Modules (run by -m) and installed commands that start other programs, or that can never be a training script.
+_LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "deepspeed", "accelerate", "holmes_ext",
+                     "pip", "pytest", "venv", "ensurepip")
+_LAUNCHER_COMMANDS = ("torchrun", "deepspeed", "deepspeed.pt", "ds", "accelerate", "accelerate-launch", "holmes",
+                      "pip", "pip3", "pytest", "py.test")
+# The same launchers, run as files of an installed package.
+_LAUNCHER_FILES = ("torch/distributed/run.py", "torch/distributed/launch.py", "deepspeed/launcher/runner.py",
+                   "deepspeed/launcher/launch.py", "accelerate/commands/launch.py")
+
+_EVENTS = {"cpython.run_file": "file", "cpython.run_module": "module", "cpython.run_command": "command",
+           "cpython.run_stdin": "stdin"}
+
+_started = False
+
+
+def arm():
+    """Wait for the main program; called by holmes_ext.pth. The hook stays, at some 50 ns for each audit event."""
+    sys.addaudithook(_on_event)
+
+
+def _on_event(event, args):
+    kind = _EVENTS.get(event)
+    if kind is None:
+        return
+    action = decide(kind, str(args[0]) if args else "", sys.argv[1:], os.environ, is_child(os.environ))
+    if action == "activate":
+        start(sys.argv)
+    elif action == "strip":
+        strip_flags(sys.argv)
+
+
+def decide(kind, program, arguments, environ, child):
+    """"leave", "strip" or "activate": what to do with the program that is about to start.
+
+    kind is "file", "module", "command" or "stdin"; program the file, module or code; arguments those
+    after the program; child whether this process descends from a worker. See the table above.
+    """
+    flagged = any(is_flag(argument) for argument in arguments)
+    if child or is_launcher(kind, program) or (kind == "command" and program.startswith("from multiprocessing.")):
+        return "leave"
+    if is_off(environ):
+        return "strip" if flagged else "leave"
+    if not flagged and kind in ("command", "stdin"):
+        return "leave"
+    if is_worker(environ):
+        return "activate"
+    if kind == "file" and not program.endswith((".py", ".pyc")):
+        return "leave"
+    in_batch_step = "SLURM_PROCID" in environ  # is_worker was false: a helper in a batch script, with srun still to come
+    return "activate" if flagged or not in_batch_step else "leave"
+
+
+def is_flag(argument):
+    """Whether a command-line argument is one of holmes's flags."""
+    return argument == "--holmes" or argument.startswith(("--holmes-", "--holmes="))
+
+
+def is_launcher(kind, program):
+    """Whether the program starts workers (or is a tool) instead of being a worker."""
+    if kind == "module":
+        return any(program == name or program.startswith(name + ".") for name in _LAUNCHER_MODULES)
+    return kind == "file" and (os.path.basename(program) in _LAUNCHER_COMMANDS or program.endswith(_LAUNCHER_FILES))
+
+
+def is_worker(environ):
+    """Whether a launcher gave this process a rank.
+
+    Slurm sets SLURM_PROCID in the batch script itself too; only inside srun is there a SLURM_STEP_ID.
+    """
+    return (("RANK" in environ and "WORLD_SIZE" in environ) or ("SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ)
+            or "OMPI_COMM_WORLD_RANK" in environ or "PMI_RANK" in environ)
+
+
+def is_off(environ):
+    """Whether the environment switches all of holmes off: HOLMES=0, or "all" in HOLMES_DISABLE."""
+    disabled = [name.strip() for name in environ.get("HOLMES_DISABLE", "").split(",")]
+    return environ.get("HOLMES") == "0" or "all" in disabled
+
+
+def is_child(environ):
+    """Whether this process descends from an activated worker (Linux: read from /proc).
+
+    A marker that names this process (after exec), or none of its ancestors (it came over ssh, or from a
+    saved environment), does not count.
+    """
+    marker = environ.get(MARKER)
+    ancestor = os.getppid() if marker else 0
+    while ancestor:
+        if str(ancestor) == marker:
+            return True
+        ancestor = _parent(ancestor)
+    return False
+
+
+def _parent(pid):
+    """The parent of process pid; 0 at the top, or where the system hides the process."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return int(stat.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def start(argv):
+    """Activate holmes in this process, once: later calls do nothing.
+
+    argv is the program's argument list; holmes_ext.switch.activate removes the flags from it in place.
+    Raises SystemExit(2) when activate does, after it has printed what is wrong.
+    """
+    global _started
+    if _started:
+        return
+    _started = True
+    if is_worker(os.environ):
+        os.environ[MARKER] = str(os.getpid())
+    from holmes_ext.switch import activate
+    activate(argv)
+
+
+def strip_flags(argv):
+    """Remove holmes's flags from argv, in place, without reading them.
+
+    Each `--holmes-NAME` takes one value (`--holmes-NAME VALUE` or `--holmes-NAME=VALUE`); `--holmes` takes none.
+    """
+    kept, skip = [], False
+    for argument in argv:
+        if skip:
+            skip = False
+        elif is_flag(argument):
+            skip = argument.startswith("--holmes-") and "=" not in argument
+        else:
+            kept.append(argument)
+    argv[:] = kept

@@ -1,0 +1,163 @@
+"""`holmes lab`: run a command on emulated clusters, measure their links, clear what a crash left."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.errors import HolmesError
+
+QUIET_TAIL = 20  # lines that --quiet shows of a rank that failed
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser("lab", help="emulate the clusters of a cluster.toml on this machine")
+    actions = parser.add_subparsers(dest="lab_action", required=True, metavar="ACTION")
+
+    start = actions.add_parser("run", help="run a command once for each process, in network namespaces")
+    _add_site(start)
+    order = start.add_mutually_exclusive_group()
+    order.add_argument("--order", metavar="a0,b0,...", help="nodes in the launcher's order (default: the file's)")
+    order.add_argument("--interleave", action="store_true", help="take the clusters' nodes in turn: a0,b0,a1,b1,...")
+    start.add_argument("--processes", type=int, metavar="N", help="processes for each node (default: the file's)")
+    start.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable in every process")
+    start.add_argument("--preload", metavar="M,N", help="import these modules once and fork every rank (python commands)")
+    start.add_argument("--accelerator", metavar="JSON", help='emulate a GPU: {"flops": 5e9, "classes": ["Block"]}')
+    start.add_argument("--realtime", action="store_true", help="run the ranks under SCHED_RR where permitted")
+    start.add_argument("--logs", type=Path, metavar="DIR", help="write each rank's output to DIR/rankN.log")
+    start.add_argument("--timeout", type=float, metavar="SECONDS", help="end the job after this time (status 124)")
+    start.add_argument("--quiet", action="store_true", help="only rank 0's output; of others the end, when they fail")
+    start.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+
+    measure = actions.add_parser("measure", help="achieved against configured bandwidth of every kind of link")
+    _add_site(measure)
+    measure.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+    down = actions.add_parser("down", help="end labs whose owner is gone and remove their files")
+    down.add_argument("--all", action="store_true", help="also end the labs that are in use")
+    down.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def _add_site(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster.toml")
+    parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="factor on every rate (default 1.0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status: the command's (130 after Ctrl-C); `measure` 1 when a link is off by more than 10 %."""
+    return {"run": _run, "measure": _measure, "down": _down}[args.lab_action](args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from holmes_ext.lab import Lab, interleave
+
+    spec = load_spec(args.cluster)
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        raise HolmesError("holmes lab run: no command; write it after --, for example: -- python train.py")
+    env = dict(_key_value(text) for text in args.env)
+    order = interleave(spec) if args.interleave else args.order.split(",") if args.order else None
+    try:
+        with Lab(spec, args.scale, realtime=args.realtime) as lab:
+            printer = _Printer(args.quiet, _labels(lab, spec, order, args.processes))
+            result = lab.run(
+                command,
+                order=order,
+                processes=args.processes,
+                env=env,
+                preload=args.preload.split(",") if args.preload else (),
+                accelerator=_configuration(args.accelerator),
+                logs=args.logs,
+                timeout=args.timeout,
+                on_line=printer,
+            )
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # who reads our output has enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    if result.emulated:
+        print("holmes lab: an emulated accelerator made the timings of this run", file=sys.stderr)
+    if args.timeout is not None and result.returncode == 124 and result.first_failed is None:
+        print(f"holmes lab: ended after {args.timeout:g} s (--timeout)", file=sys.stderr)
+    elif result.first_failed is not None:
+        printer.failed(result.first_failed, result.returncode, result.lines)
+    return result.returncode
+
+
+def _labels(lab, spec: SiteSpec, order, processes: int | None) -> list[str]:
+    """ "node:local_rank" of each rank."""
+    names = order or [node.name for node in lab.nodes]
+    return [f"{name}:{local}" for name in names for local in range(processes or spec.cluster_of(name).processes)]
+
+
+class _Printer:
+    """Prints ranks' lines, stdout to stdout and stderr to stderr."""
+
+    def __init__(self, quiet: bool, labels: list[str]):
+        self.quiet, self.labels = quiet, labels
+
+    def __call__(self, rank: int, line: str, stream: str) -> None:
+        file = sys.stdout if stream == "stdout" else sys.stderr
+        if not self.quiet:
+            print(f"[{self.labels[rank]}] {line}", file=file, flush=True)
+        elif rank == 0:
+            print(line, file=file, flush=True)
+
+    def failed(self, rank: int, status: int, lines: dict[int, list[tuple[str, str]]]) -> None:
+        if self.quiet and rank != 0:
+            for _, line in lines[rank][-QUIET_TAIL:]:
+                print(f"[{self.labels[rank]}] {line}", file=sys.stderr)
+        print(f"holmes lab: rank {rank} ({self.labels[rank]}) failed first, with status {status}", file=sys.stderr)
+
+
+def _key_value(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise HolmesError(f"--env: {text!r} is not K=V")
+    return name, value
+
+
+def _configuration(text: str | None) -> dict | None:
+    try:
+        return None if text is None else json.loads(text)
+    except json.JSONDecodeError as error:
+        raise HolmesError(f"--accelerator: not JSON: {error}") from None
+
+
+def _measure(args: argparse.Namespace) -> int:
+    from holmes_ext.lab import measure
+
+    rows = measure.measure(load_spec(args.cluster), args.scale)
+    if args.json:
+        print(json.dumps({"cluster": args.cluster, "scale": args.scale, "rows": [dataclasses.asdict(row) for row in rows]}))
+    else:
+        measure.print_table(rows, args.cluster, args.scale)
+    return 0 if all(row.within for row in rows if row.counts) else 1
+
+
+def _down(args: argparse.Namespace) -> int:
+    from holmes_ext.lab import state
+
+    found = state.clear(running_too=args.all)
+    if args.json:
+        print(json.dumps([dataclasses.asdict(lab) for lab in found]))
+        return 0
+    for lab in found:
+        owner = f"owner {lab.owner} {'runs' if lab.owner_alive else 'is gone'}"
+        if not lab.cleared:
+            print(f"{lab.directory} ({lab.source}; {owner}): in use, left alone; --all ends it")
+        else:
+            ended = f"keeper {lab.keeper} ended with all its processes, " if lab.keeper_alive else ""
+            print(f"{lab.directory} ({lab.source}; {owner}): {ended}files removed")
+    if not found:
+        print("no lab has left anything behind")
+    return 0

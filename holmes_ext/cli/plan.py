@@ -1,0 +1,201 @@
+"""`holmes plan`: where each stage of a job should run, over which network, and what that is worth."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Iterable
+
+from holmes_ext.cli import explain, search
+from holmes_ext.cluster.site import Site, site_from_spec
+from holmes_ext.cluster.spec import load_spec, tomllib
+from holmes_ext.document import Table
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.build import LOCAL, build_plan
+from holmes_ext.plan.cost import Workload, step_seconds
+from holmes_ext.plan.layout import groups
+from holmes_ext.plan.model import load_model
+from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.profile import load_profile
+from holmes_ext.plan.sizes import Sizes, parse_sizes
+
+_NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
+_WORKLOAD = {  # field of Workload -> (option, what it is)
+    "forward_s": ("forward-seconds", "computing one micro-batch forward on one stage"),
+    "backward_s": ("backward-seconds", "the same backward"),
+    "micro_batches": ("micro-batches", "micro-batches in a step"),
+    "gradient_bytes": ("gradient-bytes", "gradients of one rank"),
+    "activation_bytes": ("activation-bytes", "what one rank sends to the next stage for one micro-batch"),
+    "tensor_bytes": ("tensor-bytes", "all-reduced by a tensor group for one micro-batch on one stage"),
+    "context_bytes": ("context-bytes", "passed around a context ring for one micro-batch on one stage"),
+    "expert_bytes": ("expert-bytes", "sent by one rank in all-to-alls for one micro-batch on one stage"),
+}
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Teach `holmes` the command `plan`."""
+    parser = subparsers.add_parser("plan", help="order the nodes for a job and say what crosses which network", description=__doc__)
+    parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster.toml")
+    parser.add_argument("--sizes", metavar="TEXT", help='parallel sizes, such as "pipeline=2,tensor=1"; what is left is data')
+    for name in ("pipeline", "tensor", "context", "expert"):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{name}-parallel size")
+    parser.add_argument("--order", metavar="O", help="order of the axes in the ranks, innermost first (default: tp-cp-ep-dp-pp)")
+    parser.add_argument("--output", metavar="FILE", help="write plan.json here")
+    parser.add_argument("--json", action="store_true", help="print plan.json instead of the table")
+    group = parser.add_argument_group("what the model computes and sends (nominal values unless given)")
+    group.add_argument("--workload", metavar="FILE", help="TOML with keys like the options below (forward_seconds = 0.03, ...)")
+    for field in fields(Workload):
+        option, text = _WORKLOAD[field.name]
+        kind = int if field.name == "micro_batches" else float
+        group.add_argument(f"--{option}", dest=field.name, type=kind, metavar="N", help=text)
+    explain.add_arguments(parser)
+    search.add_arguments(parser)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print (or write) the plan. 0: nothing straddles; 1: some group does. HolmesError on bad input."""
+    if search.wanted(args):
+        return search.run(args)
+    site = site_from_spec(load_spec(args.cluster))
+    sizes, workload = _sizes(args), _workload(args)
+    model = load_model(args.model) if args.model else None
+    profile = load_profile(args.profile) if args.profile else None
+    known = model if profile is None else profile
+    if (args.explain or args.picture) and known is None:
+        raise HolmesError("--explain and --picture need to know the model: give --model FILE (examples/models has some) or --profile FILE")
+    if known is not None and workload is not None:
+        raise HolmesError("--model or --profile says what the model computes and sends; give it or --workload (--gradient-bytes, ...), not both")
+    overlap = args.overlap == "on"
+    plan = build_plan(site, sizes, workload, args.partition, model, args.alpha, overlap, profile=profile)
+    if args.output:
+        plan.save(args.output)
+    if args.explain or args.picture:
+        costs, found = explain.outcomes(site, plan, model, args.alpha, overlap, profile)
+        if args.picture:
+            explain.picture(costs, found, args.picture)
+    if args.explain and args.json:
+        print(json.dumps(explain.document(costs, found)))
+    elif args.json:
+        sys.stdout.write(plan.to_json())
+    else:
+        if workload is None and known is not None and plan.sizes is not None:
+            workload = model.workload(plan.sizes) if profile is None else profile.workload()
+        _show(site, plan, workload or Workload(), nominal=workload is None)
+        if args.explain:
+            explain.show(costs, found)
+        if args.picture:
+            print(f"written: {args.picture}")
+        if args.output:
+            print(f"written: {args.output}")
+    return 1 if plan.straddling else 0
+
+
+def _sizes(args: argparse.Namespace) -> Sizes | None:
+    given = {name: getattr(args, name) for name in ("pipeline", "tensor", "context", "expert", "order")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if args.sizes is None and not given:
+        return None
+    return replace(parse_sizes(args.sizes or "", "--sizes"), **given)
+
+
+def _workload(args: argparse.Namespace) -> Workload | None:
+    """None when nothing about the model was given."""
+    given = load_workload(args.workload) if args.workload else {}
+    given.update({name: getattr(args, name) for name in _WORKLOAD if getattr(args, name) is not None})
+    return Workload(**given) if given else None
+
+
+def load_workload(path: str) -> dict[str, float]:
+    """Fields of Workload from a TOML file whose keys are the options' names with underscores."""
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise HolmesError(f"{path}: not a readable TOML file: {getattr(error, 'strerror', None) or error}") from None
+    table, given = Table(document, path), {}
+    for name, (option, _) in _WORKLOAD.items():
+        key = option.replace("-", "_")
+        value = table.take(key, int if name == "micro_batches" else float, None)
+        if value is not None:
+            given[name] = value
+    table.done()
+    return given
+
+
+def compress_hosts(names: Iterable[str]) -> str:
+    """ "a[0-3] b0" from a0 a1 a2 a3 b0: runs of consecutive numbers, in the order given (what expand_hosts reads)."""
+    runs: list[list[str]] = []
+    for name in names:
+        last = _NUMBERED.fullmatch(runs[-1][-1]) if runs else None
+        if last and name == f"{last[1]}{int(last[2]) + 1:0{len(last[2])}d}{last[3]}":
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return " ".join(_bracket(run) for run in runs)
+
+
+def _bracket(run: list[str]) -> str:
+    if len(run) == 1:
+        return run[0]
+    first, last = _NUMBERED.fullmatch(run[0]), _NUMBERED.fullmatch(run[-1])
+    return f"{first[1]}[{first[2]}-{last[2]}]{first[3]}"
+
+
+def _show(site: Site, plan: Plan, workload: Workload, nominal: bool) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table as Grid
+
+    console = Console(highlight=False, emoji=False)
+    if plan.sizes is None:
+        clusters = ", ".join(dict.fromkeys(site.node_by_name[name].cluster for name in plan.nodes))
+        console.print(escape(f"parallel sizes unknown: clusters as blocks, the fastest fabric first ({clusters})"))
+        console.print(escape(f"nodes: {compress_hosts(plan.nodes)}"))
+        return
+    breakdown = step_seconds(site, plan.nodes, plan.sizes, workload)
+    grid = Grid("stage", "nodes", "data-parallel over", "to the next stage", "reduction", title=escape(_title(site, plan)))
+    for stage, row in enumerate(_stage_rows(site, plan)):
+        grid.add_row(*map(escape, (str(stage), *row, f"{breakdown.reduction_s[stage]:.3g} s")))
+    console.print(grid)
+    for straddle in plan.straddling:
+        which = f"{straddle.kind} group{'s straddle' if straddle.groups > 1 else ' straddles'}"
+        text = f"! {straddle.groups} {which} (one has {', '.join(straddle.example)})"
+        text += f": on {straddle.fabric}, costs {straddle.seconds:.3g} s a step"
+        console.print(escape(text), style="yellow")
+    if not plan.straddling:
+        console.print("no data-, tensor-, context- or expert-parallel group leaves its fabric", style="green")
+    step, stock = plan.predicted["step_seconds"], plan.predicted["stock_step_seconds"]
+    console.print(f"predicted step: {step:.4g} s; stock: {stock:.4g} s ({stock / step:.2f} times as long)", style="bold")
+    if plan.stage_layers:
+        console.print(escape(f"layers of the stages ({plan.partition}): {' '.join(map(str, plan.stage_layers))}"))
+    if nominal:
+        console.print("for a nominal model (10^9 parameters in each rank); give --workload or --gradient-bytes and so on for yours")
+
+
+def _title(site: Site, plan: Plan) -> str:
+    sizes = plan.sizes
+    names = [f"{name} {getattr(sizes, name)}" for name in ("pipeline", "tensor", "context", "data", "expert")]
+    shown = [text for text in names if not text.endswith(" 1") or text.startswith(("pipeline", "data"))]
+    return f"{plan.world_size} ranks on {len(plan.nodes)} nodes: {' x '.join(shown)}"
+
+
+def _stage_rows(site: Site, plan: Plan) -> list[tuple[str, str, str]]:
+    """For each stage its nodes, the fabrics of its data-parallel groups, and those of its edges to the next stage."""
+    stride, count = plan.sizes.strides()["pp"], plan.sizes.pipeline
+    nodes, data, edges = ([{} for _ in range(count)] for _ in range(3))
+    for rank in range(plan.world_size):
+        nodes[rank // stride % count][plan.node_of(rank)] = None
+    reducing = groups(plan.sizes, "data")
+    fabrics = plan.transports["data"]
+    for group, fabric in zip(reducing, fabrics if len(fabrics) > 1 else fabrics * len(reducing)):
+        data[group[0] // stride % count][fabric] = None
+    for group in groups(plan.sizes, "pipeline"):
+        for stage, pair in enumerate(zip(group, group[1:])):
+            fabric = plan.fabric_of(pair, site)
+            edges[stage][LOCAL if fabric is None else fabric.name] = None
+    return [(compress_hosts(nodes[stage]), ", ".join(data[stage]), ", ".join(edges[stage])) for stage in range(count)]

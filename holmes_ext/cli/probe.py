@@ -1,0 +1,81 @@
+"""`holmes probe`: measure every fabric of a job's nodes and keep the curves in cluster.toml."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+
+from holmes_ext.errors import HolmesError
+
+_EPILOG = """\
+Start it on every node as the training is started, one process for each node is enough:
+
+  torchrun --nnodes 8 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --no-python holmes probe --cluster cluster.toml
+  srun --ntasks-per-node 1 holmes probe --cluster cluster.toml
+  holmes lab run --cluster cluster.toml -- holmes probe --cluster cluster.toml      on emulated clusters
+
+Rank 0 replaces the file's [link.FABRIC] tables and leaves the rest as it is. Exit status: 0 measured, 2 bad usage, input or network.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "probe",
+        help="measure messages and rings on every fabric, into cluster.toml",
+        description="Measure how long messages and all-reduces take on every fabric, for `holmes plan`.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster.toml, which gets the curves")
+    parser.add_argument("--largest", type=float, default=16.0, metavar="MIB", help="largest message in MiB (default 16)")
+    parser.add_argument("--dry-run", action="store_true", help="print the tables, write nothing")
+    parser.add_argument("--json", action="store_true", help="print the curves as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when every fabric was measured; rank 0 writes and tells."""
+    from holmes_ext.cluster.measured import render, store
+    from holmes_ext.cluster.spec import load_spec
+    from holmes_ext.runtime.launcher import detect
+
+    load_spec(args.cluster)
+    if not 0.004 <= args.largest <= 1024:
+        raise HolmesError(f"--largest: {args.largest:g} MiB; it must be 0.004 to 1024")
+    process = detect(os.environ)
+    if process.world_size < 2:
+        raise HolmesError("holmes probe: one process has no link to measure; start it on two nodes or more (holmes probe --help says how)")
+    links = _measure(args, process)
+    if process.rank == 0:
+        print(json.dumps({name: dataclasses.asdict(link) for name, link in links.items()}) if args.json else render(links), end="\n" if args.json else "")
+        if not args.dry_run:
+            store(args.cluster, links)
+            print(f"holmes probe: wrote {', '.join(links)} to {args.cluster}", file=sys.stderr)
+    return 0
+
+
+def _measure(args: argparse.Namespace, process):
+    """All ranks; whatever goes wrong on the way is one line."""
+    import torch
+    import torch.distributed as dist
+
+    import holmes_ext
+    from holmes_ext.runtime import probe, session
+
+    holmes_ext.enable(cluster=args.cluster)
+    gpu = torch.accelerator.is_available()
+    if gpu:
+        torch.accelerator.set_device_index(process.local_rank)
+    try:
+        dist.init_process_group("nccl" if gpu else "gloo")
+        tell = (lambda text: print(f"holmes probe: {text}", file=sys.stderr, flush=True)) if process.rank == 0 else (lambda text: None)
+        links = probe.measure(session.require(), int(args.largest * 2**20), tell)
+        dist.destroy_process_group()
+    except (RuntimeError, ValueError, OSError) as error:
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        raise HolmesError(f"holmes probe: rank {process.rank} ({session.require().node.name}): {first[0]:.200}; nothing was written") from None
+    if not links:
+        raise HolmesError("holmes probe: all processes are on one node, which has no link to measure; start one on every node")
+    return links

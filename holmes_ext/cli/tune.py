@@ -1,0 +1,76 @@
+"""`holmes tune -- COMMAND`: run the job for a few steps, measure its stages, leave the plan to start the real run with."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from holmes_ext.cluster.site import Site
+from holmes_ext.errors import HolmesError
+from holmes_ext.options import STOP
+from holmes_ext.plan import stages
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
+        "tune",
+        help="measure a job for a few steps and leave the plan to start the real run with",
+        description=f"{__doc__.strip()} COMMAND is the whole command (torchrun ..., deepspeed ..., holmes lab run ...); it runs under holmes,"
+        " ends by itself after the steps that are measured, and needs no flag. On several machines run it on each, with the same files.",
+    )
+    parser.add_argument("--cluster", metavar="FILE", help="cluster.toml, unless COMMAND names one or the nodes' NICs tell")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps to measure, after 2 of warm-up (default 5)")
+    parser.add_argument("--profile", default="profile.json", metavar="FILE", help="what was measured (default profile.json)")
+    parser.add_argument("--output", default="plan.json", metavar="FILE", help="the plan (default plan.json)")
+    parser.add_argument("--partition", choices=stages.METHODS, default="balanced", help="how layers go to stages (default balanced)")
+    parser.add_argument("--alpha", type=float, default=1.0, metavar="X", help="of the partition by speed (default 1)")
+    parser.add_argument("--overlap", choices=("on", "off"), default="off", help="the real run reduces gradients under the last backward (default off)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the job")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: plan.json is there; 1: COMMAND failed; HolmesError: it measured nothing, or bad input."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        raise HolmesError("holmes tune: no command; write it after --, for example: holmes tune -- torchrun --nproc-per-node 8 train.py")
+    if shutil.which(command[0]) is None:
+        raise HolmesError(f"holmes tune: {command[0]}: no such command")
+    if not 0 < args.steps < 100_000:
+        raise HolmesError(f"holmes tune: --steps {args.steps} is not 1 or more")
+    profile = Path(args.profile).absolute()
+    profile.unlink(missing_ok=True)
+    env = {**os.environ, "HOLMES": "1", "HOLMES_PROFILE": f"{args.steps},{profile}{STOP}"}
+    if args.cluster:
+        env["HOLMES_CLUSTER"] = str(Path(args.cluster).absolute())
+    status = subprocess.run(command, env=env).returncode
+    if status:
+        print(f"holmes tune: {command[0]} ended with status {status}; nothing was planned", file=sys.stderr)
+        return 1
+    if not profile.exists():
+        raise HolmesError(
+            f"holmes tune: the command ended and left no {profile}: on this machine if rank 0 ran on another (its plan counts), else because it"
+            f" trained fewer than {args.steps + 2} steps, or with neither DeepSpeed's pipeline engine nor megatron-core's schedules"
+        )
+    return make(args, profile)
+
+
+def make(args: argparse.Namespace, path: Path) -> int:
+    """plan.json from the profile."""
+    from holmes_ext.plan.build import build_plan
+    from holmes_ext.plan.profile import load_profile
+
+    profile = load_profile(path)
+    site = Site.from_dict(profile.site)
+    overlap = args.overlap == "on"
+    plan = build_plan(site, profile.sizes, partition=args.partition, alpha=args.alpha, overlap=overlap, profile=profile)
+    plan.save(args.output)
+    now = [len(stage.blocks) for stage in profile.stages]
+    said = f"layers {'+'.join(map(str, plan.stage_layers or now))} ({plan.partition}), measured with {'+'.join(map(str, now))}"
+    print(f"holmes: {args.output}: {said}; a step took {profile.step_s:.4g} s, predicted are {plan.predicted['step_seconds']:.4g} s")
+    print(f"holmes: start the real run with --holmes --holmes-plan {args.output} (and the --holmes-cluster FILE of this one, if any)")
+    return 0

@@ -1,0 +1,11 @@
+"""Errors that reach users: one line that names the file, key, rank, node or NIC, and the way out."""
+
+
+class HolmesError(Exception):
+    """Bad input or a situation that only the user can resolve.
+
+    The message is one line. Commands print it without a traceback and exit with status 2.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))
