@@ -1,0 +1,259 @@
+"""Train a byte-level GPT with megatron-core on English text that every Python installation has.
+
+    torchrun --nproc-per-node 4 train.py --pipeline 2          two pipeline stages x two data-parallel ranks
+    torchrun --nproc-per-node 4 train.py --tensor 2 --pipeline 2
+    python train.py                                            one process
+
+An ordinary megatron-core script: its GPTModel, DistributedDataParallel, optimizer, schedules and checkpoints, NCCL on GPUs and gloo on CPUs.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+
+from options import Parser, parse_args
+
+STARTED = time.time()
+SHIM = Path(__file__).resolve().parents[2] / "integration_tests" / "megatron_cpu_shim.py"
+
+
+def prepare():
+    """What must be before megatron is imported; checkpoint writers that megatron spawns come here too."""
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|torch_dist|autocast|_all_gather_base|reduce_scatter_base)")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    import torch
+
+    if not torch.cuda.is_available():  # megatron-core is written for CUDA; this file lets it run on a CPU, for trying things out
+        spec = importlib.util.spec_from_file_location("megatron_cpu_shim", SHIM)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+prepare()
+
+import torch  # noqa: E402
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+
+from data import Batches, load_text  # noqa: E402
+from model import HAVE_TE, build_chunk, transformer_config  # noqa: E402
+
+
+def start_distributed(args, parser: Parser):
+    """Join the job and make megatron-core's process groups."""
+    if args.context > 1 and not HAVE_TE:
+        parser.error(f"--context {args.context} needs Transformer Engine, which is not installed")
+    if not torch.distributed.is_initialized():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("nccl" if torch.version.cuda else "gloo")
+    parallel_state.initialize_model_parallel(
+        args.tensor,
+        args.pipeline,
+        args.virtual_pipeline if args.virtual_pipeline > 1 else None,
+        context_parallel_size=args.context,
+        expert_model_parallel_size=args.expert,
+        num_distributed_optimizer_instances=args.instances,
+        order=args.order,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+
+
+def build(args):
+    """Model chunks, each in megatron-core's data parallelism, their optimizer, and the configuration that both obey."""
+    config = transformer_config(args)
+    chunks = config.virtual_pipeline_model_parallel_size
+    modules = [build_chunk(config, args, stage).cuda() for stage in (range(chunks) if chunks else [None])]
+    if args.dtype == "bf16":
+        from megatron.core.transformer.module import Float16Module
+
+        modules = [Float16Module(config, module) for module in modules]
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=args.overlap,
+        bucket_size=args.bucket_size,
+        overlap_param_gather=args.overlap and args.distributed_optimizer,
+        use_distributed_optimizer=args.distributed_optimizer,
+        num_distributed_optimizer_instances=args.instances,
+    )
+    models = [DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0) for index, module in enumerate(modules)]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=args.lr,
+            weight_decay=0.0,
+            adam_beta2=0.95,
+            clip_grad=args.clip,
+            bf16=args.dtype == "bf16",
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=args.distributed_optimizer,
+            overlap_param_gather=args.overlap and args.distributed_optimizer,
+        ),
+        models,
+    )
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if args.overlap:
+        config.no_sync_func = [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
+    return config, models, optimizer
+
+
+def loss_of(labels, losses):
+    """Mean loss of a micro-batch. The schedule multiplies it by the context-parallel size, and divides it in place, hence the clone."""
+    loss = losses.float().mean()
+    return loss / parallel_state.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
+
+
+def forward_step(batches, model):
+    """One micro-batch through this rank's part of the model, as megatron-core's schedules ask for it."""
+    tokens, labels = (tensor.cuda() for tensor in next(batches))
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).triu(1)
+    batch = {"tokens": tokens, "labels": labels, "positions": positions}
+    if parallel_state.get_context_parallel_world_size() > 1:
+        from megatron.core.utils import get_batch_on_this_cp_rank
+
+        batch = get_batch_on_this_cp_rank(batch)
+    output = model(batch["tokens"], batch["positions"], mask, labels=batch["labels"])
+    return output, functools.partial(loss_of, batch["labels"])
+
+
+def train_step(args, batches, step, config, models, optimizer) -> tuple[float, float]:
+    """One optimizer step; the loss of the global batch and the gradient norm, on every rank."""
+    for model in models:
+        model.zero_grad_buffer()
+    optimizer.zero_grad()
+    data = [batches.step(step) for _ in models]
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=data if len(models) > 1 else data[0],
+        model=models if len(models) > 1 else models[0],
+        num_microbatches=args.micro_batches,
+        seq_length=args.sequence,
+        micro_batch_size=args.micro_batch,
+        forward_only=False,
+    )
+    ok, norm, _ = optimizer.step()
+    assert ok, "only a loss scaler skips steps, and there is none"
+    loss = torch.zeros(1, device=torch.cuda.current_device())
+    if parallel_state.is_pipeline_last_stage():
+        loss += torch.stack([report["loss"] for report in reports]).mean()
+        torch.distributed.all_reduce(loss, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        loss /= parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    torch.distributed.broadcast(loss, last, group=parallel_state.get_pipeline_model_parallel_group())
+    return loss.item(), float(norm or 0.0)
+
+
+def state(models, optimizer, step: int, loading: bool) -> dict:
+    """What a checkpoint holds, as megatron-core's sharded state: independent of the split that wrote it."""
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    parts = {f"model{index}": model.module.sharded_state_dict() for index, model in enumerate(models)}
+    whole = parts["model0"] if len(models) == 1 else parts
+    return {**parts, "optimizer": optimizer.sharded_state_dict(whole, is_loading=loading, metadata=metadata), "step": step}
+
+
+def identity(args) -> dict:
+    """What a checkpoint and the job that resumes it must have in common."""
+    data = int(os.environ["WORLD_SIZE"]) // (args.tensor * args.pipeline * args.context)
+    names = ("layers", "hidden", "heads", "experts", "sequence", "tied", "dtype", "distributed_optimizer", "seed")
+    return {name: getattr(args, name) for name in names} | {"global_batch": args.micro_batch * args.micro_batches * data}
+
+
+def save(args, models, optimizer, step: int):
+    """Write a checkpoint under args.save, which all nodes must share."""
+    if args.overlap and args.distributed_optimizer:
+        for model in models:  # the new weights would be gathered during the next forward
+            model.start_param_sync(force_sync=True)
+    place = Path(args.save) / f"step{step}"
+    if torch.distributed.get_rank() == 0:
+        place.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(state(models, optimizer, step, loading=False), str(place))
+    if torch.distributed.get_rank() == 0:
+        (Path(args.save) / "latest.json").write_text(json.dumps({"step": step, **identity(args)}, indent=1) + "\n")
+
+
+def resume(args, models, optimizer, parser: Parser) -> int:
+    """Continue from the latest checkpoint under args.load: weights, optimizer, step."""
+    file = Path(args.load) / "latest.json"
+    if not file.is_file():
+        parser.error(f"--load {args.load}: no checkpoint of this script there (no latest.json)")
+    saved = json.loads(file.read_text())
+    for name, value in identity(args).items():
+        if saved.get(name) != value:
+            parser.error(f"--load {args.load}: saved with {name} {saved.get(name)}, but this job has {name} {value}")
+    if saved["step"] >= args.steps:
+        parser.error(f"--load {args.load}: the checkpoint has {saved['step']} steps, --steps {args.steps} leaves nothing to do")
+    loaded = dist_checkpointing.load(state(models, optimizer, 0, loading=True), str(Path(args.load) / f"step{saved['step']}"))
+    for index, model in enumerate(models):
+        model.module.load_state_dict(loaded[f"model{index}"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    return loaded["step"]
+
+
+def describe(args, models, batches) -> str:
+    """One line: how the model is split and how large it is. A collective call."""
+    layers = torch.zeros(args.pipeline, dtype=torch.long, device=torch.cuda.current_device())
+    modules = [model.module.module if args.dtype == "bf16" else model.module for model in models]
+    layers[parallel_state.get_pipeline_model_parallel_rank()] = sum(len(module.decoder.layers) for module in modules)
+    torch.distributed.all_reduce(layers, group=parallel_state.get_pipeline_model_parallel_group())
+    parameters = sum(param.numel() for model in models for param in model.parameters())
+    tokens = batches.data_ranks * args.micro_batches * args.micro_batch * args.sequence
+    return (f"{os.environ['WORLD_SIZE']} processes: tensor {args.tensor} x pipeline {args.pipeline} x data {batches.data_ranks}, "
+            f"stages of {'+'.join(map(str, layers.tolist()))} layers; {parameters / 1e6:.2f} M parameters on rank 0, {args.dtype}; "
+            f"{tokens:,} tokens a step of the text's {len(batches.text):,}; ready after {time.time() - STARTED:.1f} s")  # fmt: skip
+
+
+def train(args, parser: Parser) -> list[dict]:
+    """Train from the first or the resumed step to args.steps and tell how it went; returns the log's entries."""
+    from tqdm import tqdm
+
+    start_distributed(args, parser)
+    config, models, optimizer = build(args)
+    rank = torch.distributed.get_rank()
+    try:
+        batches = Batches(load_text(), args.sequence, args.micro_batch, args.micro_batches,
+                          parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank(), args.seed)  # fmt: skip
+    except ValueError as error:
+        parser.error(f"--sequence {args.sequence}: {error}")
+    first = resume(args, models, optimizer, parser) if args.load else 0
+    line = describe(args, models, batches)
+    if rank == 0:
+        print(line, flush=True)
+    tokens = batches.data_ranks * args.micro_batches * args.micro_batch * args.sequence
+    entries = []
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(tqdm(total=args.steps, initial=first, unit="step", disable=rank != 0, dynamic_ncols=True,
+                                       mininterval=0.1 if sys.stderr.isatty() else 10))  # fmt: skip
+        log = stack.enter_context(open(args.log, "a" if args.load else "w")) if args.log and rank == 0 else None
+        for step in range(first, args.steps):
+            begin = time.perf_counter()
+            loss, norm = train_step(args, batches, step, config, models, optimizer)
+            seconds = time.perf_counter() - begin
+            entries.append({"step": step + 1, "loss": loss, "grad_norm": norm, "seconds": seconds, "tokens_per_second": tokens / seconds})
+            bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            bar.update()
+            if log:
+                print(json.dumps(entries[-1]), file=log, flush=True)
+            if args.save and (step + 1 == args.steps or args.save_every and (step + 1) % args.save_every == 0):
+                save(args, models, optimizer, step + 1)
+    if rank == 0:
+        median = statistics.median(entry["seconds"] for entry in entries)
+        print(f"{len(entries)} steps: loss {entries[0]['loss']:.4f} -> {entries[-1]['loss']:.4f}, median step {median:.4f} s, "
+              f"{tokens / median:,.0f} tokens/s", flush=True)  # fmt: skip
+    return entries
+
+
+if __name__ == "__main__":
+    train(*parse_args())
+    torch.distributed.destroy_process_group()
