@@ -1,0 +1,67 @@
+"""cli/lab.py: bad usage is one line; what is printed of which rank."""
+
+import argparse
+
+import pytest
+
+from holmes_ext.cli import lab
+from holmes_ext.errors import HolmesError
+
+FILE = """
+version = 1
+[ethernet]
+rate = "1Gb/s"
+[[cluster]]
+name = "a"
+kind = "ethernet"
+nodes = ["a0", "a1"]
+"""
+
+
+@pytest.fixture
+def parse(tmp_path):
+    (tmp_path / "c.toml").write_text(FILE)
+    parser = argparse.ArgumentParser()
+    lab.add_parser(parser.add_subparsers())
+    return lambda *words: parser.parse_args(["lab", *(str(tmp_path / "c.toml") if word == "FILE" else word for word in words)])
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["run", "--cluster", "FILE"], "no command"),
+        (["run", "--cluster", "FILE", "--"], "no command"),
+        (["run", "--cluster", "no.toml", "--", "true"], "no.toml"),
+        (["run", "--cluster", "FILE", "--env", "X", "--", "true"], "--env: 'X'"),
+        (["run", "--cluster", "FILE", "--scale", "0", "--", "true"], "--scale"),
+        (["measure", "--cluster", "no.toml"], "no.toml"),
+    ],
+)
+def test_bad_usage_is_one_line(parse, words, message):
+    args = parse(*words)
+    with pytest.raises(HolmesError, match=message):
+        args.run(args)
+
+
+def test_the_command_keeps_its_own_flags(parse):
+    args = parse("run", "--cluster", "FILE", "--quiet", "--", "python", "x.py", "--quiet", "--", "--cluster", "z")
+    assert args.command == ["--", "python", "x.py", "--quiet", "--", "--cluster", "z"] and args.quiet
+
+
+def test_lines_carry_node_and_local_rank(capsys):
+    printer = lab._Printer(False, ["a0:0", "a0:1"])
+    printer(1, "hello", "stdout")
+    printer(0, "oops", "stderr")
+    assert capsys.readouterr() == ("[a0:1] hello\n", "[a0:0] oops\n")
+
+
+def test_quiet_prints_rank_0_and_the_end_of_one_that_failed(capsys):
+    printer = lab._Printer(True, ["a0:0", "a1:0"])
+    lines = {0: [("stdout", "zero")], 1: [("stdout", f"line {number}") for number in range(30)]}
+    for rank in lines:
+        for stream, line in lines[rank]:
+            printer(rank, line, stream)
+    printer.failed(1, 3, lines)
+    out, err = capsys.readouterr()
+    assert out == "zero\n"
+    assert err.splitlines()[0] == "[a1:0] line 10" and len(err.splitlines()) == 21 and "rank 1 (a1:0)" in err

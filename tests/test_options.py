@@ -1,0 +1,63 @@
+import pytest
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.options import Options, options_from, parse_flags
+
+
+def test_flags_are_read_and_removed():
+    options, rest = parse_flags(["--lr", "1", "--holmes", "--holmes-cluster", "c.toml", "--holmes-plan=p.json", "x"], {})
+    assert (options.cluster, options.plan) == ("c.toml", "p.json")
+    assert rest == ["--lr", "1", "x"]
+    assert options.given == {"cluster", "plan"}
+
+
+def test_flag_wins_over_environment():
+    environ = {"HOLMES_CLUSTER": "env.toml", "HOLMES_TIMEOUT": "7"}
+    options, _ = parse_flags(["--holmes-cluster=flag.toml"], environ)
+    assert (options.cluster, options.timeout_s) == ("flag.toml", 7.0)
+
+
+def test_after_a_lone_dash_dash_arguments_are_the_scripts():
+    assert parse_flags(["--holmes", "--", "--holmes-plan", "x"], {})[1] == ["--", "--holmes-plan", "x"]
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--holmes", "--holmes"], "--holmes stands twice"),
+        (["--holmes-plan=a", "--holmes-plan", "b"], "--holmes-plan stands twice"),
+        (["--holmes-clutser", "x"], "did you mean --holmes-cluster?"),
+        (["--holmes-zzz"], "known: --holmes-cluster"),
+        (["--holmes-plan"], "--holmes-plan needs a value"),
+        (["--holmes-plan", "--lr"], "--holmes-plan needs a value"),
+        (["--holmes=1"], "takes no value"),
+        (["--holmes-timeout", "soon"], "not a number of seconds"),
+        (["--holmes-timeout", "0"], "not a number of seconds"),
+        (["--holmes-verbose", "yes"], "not one of on, off"),
+        (["--holmes-overlap", "yes"], "not one of auto, on, off"),
+        (["--holmes-bucket", "0"], "not a number of megabytes"),
+        (["--holmes-bucket", "25MB"], "not a number of megabytes"),
+        (["--holmes-partition", "best"], "'best' is not one of uniform, speed, balanced, nor layers of each stage"),
+        (["--holmes-partition", "3,0"], "'3,0' is not one of"),
+    ],
+)
+def test_bad_flags_are_named(argv, message):
+    with pytest.raises(HolmesError) as error:
+        parse_flags(argv, {})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_enable_options():
+    assert options_from(plan="p", timeout=5) == Options(plan="p", timeout="5", given=frozenset({"plan", "timeout"}))
+    with pytest.raises(HolmesError, match="did you mean 'cluster'"):
+        options_from(clusters="x")
+
+
+def test_layers_of_each_stage():
+    assert parse_flags(["--holmes-partition", "5,3"], {})[0].stage_layers == (5, 3)
+    assert parse_flags(["--holmes-partition=balanced"], {})[0].stage_layers == ()
+
+
+def test_agreed_lists_every_option():
+    assert set(Options().agreed()) == set(Options.__dataclass_fields__) - {"given"}

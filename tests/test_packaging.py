@@ -1,0 +1,88 @@
+"""What a wheel and an editable install put into an environment, and what the bare install asks for."""
+
+import re
+import sys
+import zipfile
+from importlib.metadata import PathDistribution
+
+import pytest
+import venvs
+from packaging.requirements import Requirement
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """(the sources, their wheel, their editable wheel)"""
+    top = tmp_path_factory.mktemp("packaging")
+    sources = venvs.copy_sources(top / "src")
+    return sources, venvs.build(sources, top / "wheel"), venvs.build(sources, top / "editable", editable=True)
+
+
+@pytest.fixture(scope="module")
+def metadata(built):
+    return PathDistribution(zipfile.Path(built[1], "holmes_ext-0.1.0.dist-info/"))
+
+
+@pytest.fixture(scope="module", params=["wheel", "editable"])
+def python(request, built, tmp_path_factory):
+    return venvs.make(tmp_path_factory.mktemp(request.param) / "venv", built[1 + (request.param == "editable")])
+
+
+def test_the_wheel_holds_every_source_file_and_the_pth(built):
+    sources, wheel, _ = built
+    expected = {str(path.relative_to(sources)) for path in (sources / "holmes_ext").rglob("*") if path.is_file()}
+    expected |= {f"holmes_ext/patches/{path.name}" for path in (sources / "patches").iterdir() if path.is_file()}
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if "dist-info/" not in name}
+    assert names == expected | {"holmes_ext.pth"}
+    assert wheel.name.endswith("-py3-none-any.whl")
+
+
+def test_the_pth_is_one_line(built):
+    for wheel in built[1:]:
+        text = zipfile.ZipFile(wheel).read("holmes_ext.pth").decode()
+        assert text.startswith("import ") and text.count("\n") == 1 and text.endswith("\n")
+
+
+def test_installed(python, built, tmp_path):
+    modules = "holmes_ext, holmes_ext.cli.main, holmes_ext._pth, holmes_ext.cluster, holmes_ext.plan, holmes_ext.runtime, holmes_ext.lab"
+    result = venvs.run(python, "-c", f"import {modules}; import importlib.util as u; print(u.find_spec('holmes_ext.patches').origin)", cwd=tmp_path)
+    assert result.returncode == 0 and result.stdout.strip().endswith("patches/__init__.py"), result.stderr
+    site_packages = next(python.parent.parent.glob("lib/*/site-packages"))
+    assert (site_packages / "holmes_ext.pth").read_text() == (built[0] / "holmes_ext.pth").read_text()
+    result = venvs.run(python.parent / "holmes", "--version", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, "holmes_ext 0.1.0\n")
+
+
+def test_without_the_flag_nothing_of_holmes_is_imported(python, tmp_path):
+    def imported(*arguments, **environ):
+        result = venvs.run(python, "-X", "importtime", "-c", "pass", *arguments, cwd=tmp_path, **environ)
+        return re.findall(r"\| +((?:holmes_ext|torch)[\w.]*)$", result.stderr, re.MULTILINE)
+
+    assert imported() == imported("--unrelated") == imported(HOLMES="0") == []
+    assert imported(HOLMES="1") == imported("--holmes", HOLMES="0") == ["holmes_ext", "holmes_ext._pth"]
+
+
+def test_the_bare_install_asks_for_small_libraries_only(metadata):
+    bare = [Requirement(line) for line in metadata.requires if "extra ==" not in line]
+    assert {requirement.name for requirement in bare} == {"wrapt", "packaging", "rich", "tomli"}
+    assert [str(requirement.marker) for requirement in bare if requirement.name == "tomli"] == ['python_version < "3.11"']
+    assert not any("==" in str(requirement.specifier) or "<" in str(requirement.specifier) for requirement in bare)
+
+
+def test_extras(metadata):
+    assert set(metadata.metadata.get_all("Provides-Extra")) == {"deepspeed", "megatron", "lab", "plot", "test"}
+    requirements = {str(Requirement(line)) for line in metadata.requires}
+    assert {'deepspeed>=0.19; extra == "deepspeed"', 'megatron-core>=0.14; extra == "megatron"'} <= requirements
+    assert not any(Requirement(line).name == "torch" for line in metadata.requires)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the pins are tried on the interpreter that make .venv uses")
+def test_every_requirement_has_one_pin():
+    pins = {}
+    for file in sorted((venvs.ROOT / "requirements").glob("*.txt")):
+        for line in file.read_text().splitlines():
+            if line and not line.startswith(("#", "-")):
+                requirement = Requirement(line)
+                assert re.fullmatch(r"==[\w.+]+", str(requirement.specifier)), f"{file.name}: {line}"
+                pins.setdefault((requirement.name, str(requirement.marker)), set()).add(str(requirement.specifier))
+    assert pins and all(len(versions) == 1 for versions in pins.values())

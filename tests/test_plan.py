@@ -1,0 +1,163 @@
+"""plan.json: round trips, every kind of bad file, and a few hundred mutated ones."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.plan import Plan, Straddle, check_plan, load_plan, parse_plan
+from holmes_ext.plan.sizes import Sizes
+
+TEXT = """
+version = 1
+[ethernet]
+rate = "250Mb/s"
+[[cluster]]
+name = "a"
+kind = "ib"
+rate = "2Gb/s"
+nodes = ["a[0-1]"]
+processes = 2
+[[cluster]]
+name = "b"
+kind = "roce"
+rate = "1.6Gb/s"
+nodes = ["b[0-1]"]
+processes = 2
+"""
+SITE = site_from_spec(parse_spec(TEXT))
+
+
+def plan(**changes):
+    values = dict(
+        site_digest=SITE.digest,
+        nodes=("a0", "a1", "b0", "b1"),
+        processes=2,
+        sizes=Sizes(2, 2).complete(8),
+        transports={"data": ("a", "b"), "world": ("ethernet",)},
+        straddling=(Straddle("data", 1, ("a0", "b0"), "ethernet", 0.5),),
+        stage_layers=(3, 5),
+        predicted={"step_seconds": 1.5},
+    )
+    return Plan(**{**values, **changes})
+
+
+def edited(**changes):
+    """plan.json with changed keys and the old digest, which is checked last."""
+    return json.dumps({**json.loads(plan().to_json()), **changes})
+
+
+def test_round_trip(tmp_path):
+    path = tmp_path / "plan.json"
+    for original in (plan(), plan(sizes=None, stage_layers=(), straddling=(), predicted={})):
+        original.save(path)
+        assert replace(load_plan(path), source=original.source) == original
+        assert list(tmp_path.iterdir()) == [path]
+
+
+def test_where_ranks_are():
+    assert [plan().node_of(rank) for rank in range(8)] == ["a0", "a0", "a1", "a1", "b0", "b0", "b1", "b1"]
+    assert plan().fabric_of((0, 2), SITE).name == "a"
+    assert plan().fabric_of((0, 4), SITE).name == "ethernet"
+    assert plan().fabric_of((0, 1), SITE) is None
+
+
+def test_digest():
+    assert plan().digest == plan(source="elsewhere").digest
+    assert plan().digest != plan(nodes=("b0", "a1", "a0", "b1")).digest
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"nodes": ["a0", "a0", "b0", "b1"]}, "'nodes': node 'a0' stands twice"),
+        ({"nodes": ["a0", 3]}, "'nodes'"),
+        ({"nodes": []}, "'sizes'|name no rank"),
+        ({"nodes": [], "sizes": None, "stage_layers": []}, "name no rank"),
+        ({"nodes": ["a1", "a0", "b0", "b1"]}, "'digest' does not match: the file was edited"),
+        ({"predicted": {"step_seconds": 9.0}}, "'digest' does not match"),
+        ({"predicted": {"step_seconds": "fast"}}, "'predicted.step_seconds'"),
+        ({"version": 2}, "'version' is 2"),
+        ({"processes": 0}, "'sizes'"),
+        ({"processes": "2"}, "'processes'"),
+        ({"sizes": {"pipeline": 3, "tensor": 1, "context": 1, "expert": 1, "data": 2, "order": "tp-cp-ep-dp-pp"}}, "'sizes': pipeline 3"),
+        ({"sizes": {"pipeline": 0, "tensor": 1, "context": 1, "expert": 1, "data": 2, "order": "tp-cp-ep-dp-pp"}}, "'sizes': parallel size pipeline"),
+        ({"sizes": {"pipeline": 2, "tensor": 2, "context": 1, "expert": 1, "data": 0, "order": "tp-cp-ep-dp-pp"}}, "leaves the data size open"),
+        ({"sizes": {"pipeline": 2}}, "'sizes.tensor' is missing"),
+        ({"sizes": [2]}, "'sizes' is not a table"),
+        ({"stage_layers": [1, 2, 3]}, "'stage_layers' has 3 entries for 2 stages"),
+        ({"transports": {"data": "a"}}, "'transports.data'"),
+        ({"straddling": [{"kind": "data"}]}, r"'straddling\[0\].groups' is missing"),
+        ({"colour": "red"}, "'colour' is not known"),
+    ],
+)
+def test_bad_plan(changes, message):
+    with pytest.raises(HolmesError, match=message) as error:
+        parse_plan(edited(**changes), "p.json")
+    assert str(error.value).startswith("p.json: ")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"version": 1}', '{"version": ' + "9" * 5000 + "}", "[" * 100_000])
+def test_not_a_plan(text):
+    with pytest.raises(HolmesError, match="^p.json: "):
+        parse_plan(text, "p.json")
+
+
+def test_files(tmp_path):
+    with pytest.raises(HolmesError, match="missing.json: cannot be read"):
+        load_plan(tmp_path / "missing.json")
+    with pytest.raises(HolmesError, match="cannot be written"):
+        plan().save(tmp_path / "none" / "plan.json")
+
+
+def test_plan_for_another_site():
+    assert check_plan(plan(), SITE) == plan()
+    fewer = replace(SITE, nodes=SITE.nodes[:3])
+    with pytest.raises(HolmesError, match="the plan has node 'b1', which did not report"):
+        check_plan(plan(), fewer)
+    with pytest.raises(HolmesError, match="node 'b1' reported and is not in the plan"):
+        check_plan(plan(nodes=("a0", "a1", "b0"), sizes=None, stage_layers=()), SITE)
+    one = site_from_spec(parse_spec(TEXT.replace("processes = 2", "processes = 1")))
+    with pytest.raises(HolmesError, match="'processes' is 2, but 1 were started on each node .world size 8 in the plan, 4 here"):
+        check_plan(plan(), one)
+    slower = site_from_spec(parse_spec(TEXT.replace("1.6Gb/s", "1Gb/s")))
+    with pytest.raises(HolmesError, match="'site_digest'"):
+        check_plan(plan(), slower)
+
+
+def test_mutated_files_give_a_plan_or_one_clear_line():
+    rng, text = random.Random(3), plan().to_json()
+    junk = ['"', "[", "]", "{", "}", ",", ":", "null", "true", "-1", "1e999", "NaN", "9" * 500, '"x"', "[]", "{}", "\\ud800", "\x00"]
+    refused = 0
+    for _ in range(600):
+        start = rng.randrange(len(text))
+        stop = start + rng.choice((0, 1, 4, 30))
+        changed = rng.choice((text[:start], text[:start] + rng.choice(junk) + text[stop:], text[:start] + text[stop:]))
+        try:
+            assert parse_plan(changed, "p.json").digest == plan().digest
+        except HolmesError as error:
+            refused += 1
+            assert str(error).startswith("p.json: ")
+    assert refused > 500
+
+
+def test_values_of_every_type_in_every_place_never_crash():
+    values = [None, True, -1, 0, 10**30, 1.5, "x", "", [], ["x"], [1], {}, {"x": 1}, [[]], [{}]]
+    document = json.loads(plan().to_json())
+    places = [(key,) for key in document] + [("sizes", key) for key in document["sizes"]]
+    places += [("straddling", 0, key) for key in document["straddling"][0]]
+    for place in places:
+        for value in values:
+            changed = json.loads(plan().to_json())
+            target = changed
+            for key in place[:-1]:
+                target = target[key]
+            target[place[-1]] = value
+            try:
+                parse_plan(json.dumps(changed), "p.json")
+            except HolmesError as error:
+                assert str(error).startswith("p.json: "), (place, value)

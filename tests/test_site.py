@@ -1,0 +1,89 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site, site_from_spec
+from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.errors import HolmesError
+
+TEXT = """
+version = 1
+[ethernet]
+rate = "250Mb/s"
+[[cluster]]
+name = "a"
+kind = "ib"
+rate = "2Gb/s"
+nodes = ["a[0-1]"]
+processes = 2
+[[cluster]]
+name = "b"
+kind = "roce"
+rate = "1.6Gb/s"
+nodes = ["b0"]
+processes = 2
+[[cluster]]
+name = "c"
+kind = "ethernet"
+nodes = ["c0"]
+processes = 2
+"""
+
+
+def site():
+    return site_from_spec(parse_spec(TEXT))
+
+
+def test_what_the_file_says():
+    here = site()
+    assert [node.name for node in here.nodes] == ["a0", "a1", "b0", "c0"]
+    assert here.clusters == ("a", "b", "c")
+    assert (here.processes, here.world_size) == (2, 8)
+    assert here.node_by_name["a1"].fabrics == ("a", ETHERNET)
+    assert here.node_by_name["c0"].fabrics == (ETHERNET,)
+    assert here.node_by_name["a0"].port("a").rate_bps == 2_000_000_000
+    assert here.fabric_by_name["b"] == Fabric("b", "roce", 1_600_000_000, 4e-6)
+
+
+def test_shared_fabric():
+    here = site()
+    assert here.shared_fabric(["a0", "a1"]).name == "a"
+    assert here.shared_fabric(["a0", "a0"]).name == "a"
+    assert here.shared_fabric(["a0", "b0"]).name == ETHERNET
+    assert here.shared_fabric(["c0"]).name == ETHERNET
+
+
+def test_rdma_goes_before_ethernet_at_equal_rates():
+    for name in ("a", "z"):
+        ports = (Port(name), Port(ETHERNET))
+        nodes = tuple(Node(f"n{index}", "n", 1, ports) for index in range(2))
+        here = Site(nodes, (Fabric(ETHERNET, "ethernet", 100, 0.0), Fabric(name, "roce", 100, 0.0)))
+        assert here.shared_fabric(["n0", "n1"]).name == name
+
+
+def test_clusters_on_one_fabric():
+    text = TEXT.replace('kind = "roce"', 'kind = "ib"\nfabric = "a"\nlatency = "9us"')
+    here = site_from_spec(parse_spec(text))
+    assert here.shared_fabric(["a0", "b0"]) == Fabric("a", "ib", 1_600_000_000, 9e-6)
+
+
+def test_unequal_processes():
+    with pytest.raises(HolmesError, match="cluster.toml: node 'b0' has 1 processes and node 'a0' has 2"):
+        site_from_spec(parse_spec(TEXT.replace('nodes = ["b0"]\nprocesses = 2', 'nodes = ["b0"]\nprocesses = 1')))
+
+
+def test_json_round_trip():
+    here = site()
+    node = replace(here.nodes[0], ports=(Port("a", "ib0", "10.0.0.1", ("mlx5_0", "mlx5_1"), 3, 5), here.nodes[0].ports[1]))
+    here = Site((node, *here.nodes[1:]), here.fabrics)
+    assert Site.from_dict(json.loads(json.dumps(here.to_dict()))) == here
+
+
+def test_digest():
+    here = site()
+    assert Site(tuple(reversed(here.nodes)), here.fabrics).digest == here.digest
+    named = replace(here.nodes[0], ports=(replace(here.nodes[0].ports[0], interface="ib7"), here.nodes[0].ports[1]))
+    assert Site((named, *here.nodes[1:]), here.fabrics).digest == here.digest
+    assert Site(here.nodes[:-1], here.fabrics).digest != here.digest
+    assert Site(here.nodes, (replace(here.fabrics[0], rate_bps=1), *here.fabrics[1:])).digest != here.digest
