@@ -1,0 +1,121 @@
+"""Every row of table.py happens to a small job in the lab, and must end, or go on, as the row says."""
+
+import json
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+from conftest import CLUSTER  # noqa: E402
+from table import FAULTS, Fault  # noqa: E402
+
+from holmes_ext.cluster.site import site_from_spec  # noqa: E402
+from holmes_ext.plan.build import build_plan  # noqa: E402
+from holmes_ext.plan.sizes import Sizes  # noqa: E402
+
+TINY = str(HERE / "tiny.py")
+PRELOAD = ("torch", "holmes_ext.switch", "holmes_ext.patches.registry", *(f"holmes_ext.runtime.{name}" for name in ("start", "preflight", "nic_watch")))
+CHOSEN = [fault for fault in FAULTS if fault.default or os.environ.get("HOLMES_TEST_FULL") == "1"]
+
+
+@pytest.fixture(scope="module")
+def plan(two_clusters):
+    """A plan.json for the four nodes."""
+    path = two_clusters.lab.directory / "fault-plan.json"
+    build_plan(site_from_spec(two_clusters.spec), Sizes(pipeline=2)).save(path)
+    return str(path)
+
+
+class Changes:
+    """Does changes to the lab and undoes them, the last first, once."""
+
+    def __init__(self, lab):
+        self.lab, self.done, self.lock = lab, [], threading.Lock()
+
+    def do(self, changes):
+        with self.lock:
+            for method, arguments, undo in changes:
+                getattr(self.lab, method)(*arguments)
+                self.done.append((method, undo))
+
+    def undo(self):
+        with self.lock:
+            while self.done:
+                method, arguments = self.done.pop()
+                getattr(self.lab, method)(*arguments)
+
+
+def happen(two_clusters, fault: Fault, plan: str):
+    """The job's result, and its lines."""
+    changes, hit = Changes(two_clusters.lab), threading.Event()
+
+    def on_line(rank, line, stream):
+        if fault.during and line.startswith("step 2") and not hit.is_set():
+            hit.set()
+            changes.do(fault.during)
+        elif fault.undo_during and re.search(fault.undo_during, line):
+            changes.undo()
+
+    changed = json.loads(json.dumps(fault.ranks).replace("{plan}", plan))
+    flags = ["--holmes-cluster", str(CLUSTER), "--holmes-sizes", "pipeline=2", *fault.flags]
+    command = (TINY, json.dumps({"ranks": changed, "flags": flags, "env": fault.env}))
+    try:
+        changes.do(fault.before)
+        result = two_clusters.run(*command, preload=PRELOAD, timeout=fault.within_s, grace=fault.grace_s, on_line=on_line)
+    finally:
+        changes.undo()
+    assert hit.is_set() or not fault.during, result.outputs
+    return result, [line for lines in result.lines.values() for _, line in lines]
+
+
+@pytest.mark.parametrize("fault", CHOSEN, ids=[fault.name for fault in CHOSEN])
+def test_fault(two_clusters, plan, fault):
+    result, lines = happen(two_clusters, fault, plan)
+    told = "\n".join(lines)
+    assert result.returncode != 124, f"not over within {fault.within_s} s:\n{told}"
+    for pattern in fault.says:
+        assert any(re.search(pattern, line) for line in lines), f"no line matches {pattern!r}:\n{told}"
+    for pattern in fault.silent:
+        assert not any(re.search(pattern, line) for line in lines), f"a line matches {pattern!r}:\n{told}"
+    ended = {rank: status for rank, status in result.statuses.items() if rank not in fault.gone}
+    if fault.gone:  # the others may not see it in time: then the launcher (the lab, after some seconds) ends them
+        ended = {rank: status for rank, status in ended.items() if status != 143}
+    assert set(ended.values()) == {fault.status}, f"{result.statuses}\n{told}"
+    if fault.status == 2 and not fault.during:
+        assert not any("Traceback" in result.outputs[rank] for rank in ended), told
+
+
+def test_the_table_has_what_was_promised():
+    names = [fault.name for fault in FAULTS]
+    assert len(set(names)) == len(names) >= 40
+    assert all(0 < fault.within_s <= 120 for fault in FAULTS)
+
+
+FULL_DISK = """
+set -e
+mkdir -p {folder}; mount -t tmpfs -o size=4k none {folder}; echo old > {folder}/{file}
+{command} && exit 7
+test $? = 2; test "$(cat {folder}/{file})" = "{left}"; test "$(ls -A {folder})" = {file}
+"""
+
+
+@pytest.mark.parametrize("what", ["plan", "report"])
+def test_the_disk_is_full(two_clusters, tmp_path, what):
+    """Status 2 and one line; what was there stays as it was, and nothing half-written lies about."""
+    file = {"plan": "p.json", "report": "report.html"}[what]
+    python = f"{sys.executable} -c"
+    write = "import sys, pathlib; from holmes_ext.cli import demo, main; from holmes_ext.errors import HolmesError\ntry: demo._write(pathlib.Path(sys.argv[1]), chr(120) * 100000)\nexcept HolmesError as error: sys.exit(print(f\"holmes: {error}\", file=sys.stderr) or 2)"
+    command = {
+        "plan": f"{sys.executable} -m holmes_ext.cli.main plan --cluster {CLUSTER} --pipeline 2 --output {tmp_path}/{file}",
+        "report": f"{python} '{write}' {tmp_path}/{file}",
+    }[what]
+    script = FULL_DISK.format(folder=tmp_path, file=file, command=command, left='old')
+    result = two_clusters.lab.run(["sh", "-c", script], order=["a0"], timeout=90)
+    told = result.outputs[0]
+    assert result.returncode == 0, told
+    assert re.search(rf"holmes: .*{file}.*No space left on device", told) and "Traceback" not in told, told

@@ -1,0 +1,111 @@
+"""Runs a checkout's own pretrain_gpt.py in the lab: its corpus, its arguments, and what its log says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+LOSS = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: ([\d.E+-]+)")
+SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32".split()
+#: Without a GPU there are no fused kernels, and DeepSpeed's own Adam is not to be compiled.
+ON_CPU = (
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion"
+    " --no-async-tensor-model-parallel-allreduce --ds_fused_adam"
+).split()
+TRAINING = (
+    "--lr 1e-3 --lr-decay-style constant --weight-decay 0 --clip-grad 0 --attention-dropout 0 --hidden-dropout 0 --seed 1234"
+    " --init-method-std 0.05 --split 90,5,5 --data-impl mmap --num-workers 0 --log-interval 1 --eval-interval 100000 --eval-iters 0"
+).split()
+
+
+@dataclass(frozen=True)
+class Log:
+    """Of every iteration in the log: losses, and seconds. lines: all that holmes said."""
+
+    losses: dict[int, float]
+    seconds: dict[int, float]
+    lines: list[str]
+
+
+class Checkout:
+    """A copy of a Megatron-DeepSpeed checkout (running it compiles and writes into it), with a corpus made by its own tool.
+
+    vocabulary: files of tokens and merges, instead of GPT-2's.
+    """
+
+    def __init__(self, source: str | Path, folder: Path, vocabulary: tuple[Path, Path] | None = None):
+        self.folder = folder / "checkout"
+        shutil.copytree(source, self.folder, ignore=shutil.ignore_patterns(".git", "images", "docs"))
+        # Its Makefile calls python3; DeepSpeed finds its accelerator by this name.
+        self.env = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join([str(HERE / "site"), str(self.folder), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+        rebase = self.folder / "examples_deepspeed" / "rebase"
+        tokens, merges = vocabulary or (rebase / "gpt2-vocab.json", rebase / "gpt2-merges.txt")
+        self.vocabulary = ["--vocab-file", str(tokens), "--merge-file", str(merges)]
+        self.corpus = self._make_corpus(folder)
+        self.check(["make"], cwd=self.folder / "megatron" / "data")
+
+    def check(self, command: list[str], cwd: Path | None = None) -> None:
+        done = subprocess.run(command, cwd=cwd or self.folder, env={**os.environ, **self.env}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def _make_corpus(self, folder: Path) -> Path:
+        """English that every Python installation has, one document for each topic."""
+        from pydoc_data import topics
+
+        text = folder / "topics.jsonl"
+        text.write_text("".join(json.dumps({"text": topic}) + "\n" for _, topic in sorted(topics.topics.items())))
+        tool = [sys.executable, "tools/preprocess_data.py", "--input", str(text), "--output-prefix", str(folder / "topics")]
+        self.check([*tool, *self.vocabulary, "--tokenizer-type", "GPT2BPETokenizer", "--dataset-impl", "mmap", "--append-eod", "--workers", "1"])
+        return folder / "topics_text_document"
+
+    def config(self, zero: int = 0, dtype: str = "fp32", **more) -> Path:
+        """A ds_config.json; its text is the file's name, so that equal ones are one file."""
+        document = {
+            "train_batch_size": 16,
+            "train_micro_batch_size_per_gpu": 2,
+            "steps_per_print": 1000,
+            "zero_optimization": {"stage": zero, "reduce_bucket_size": 10_000_000, **more.pop("zero_optimization", {})},
+            **({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}} if dtype == "bf16" else {}),
+            **more,
+        }
+        text = json.dumps(document, indent=1)
+        path = self.folder / f"ds_{abs(hash(text)):x}.json"
+        path.write_text(text)
+        return path
+
+    def arguments(self, steps: int, *flags: str, zero: int = 0, dtype: str = "fp32", config: Path | None = None, shape=SHAPE) -> list[str]:
+        """The command line of pretrain_gpt.py; `flags` come last and win."""
+        return [
+            str(self.folder / "pretrain_gpt.py"), *shape, *TRAINING, *ON_CPU, *self.vocabulary, "--data-path", str(self.corpus),
+            "--micro-batch-size", "2", "--global-batch-size", "16", "--train-iters", str(steps), *(["--bf16"] if dtype == "bf16" else []),
+            "--deepspeed", "--deepspeed_config", str(config or self.config(zero, dtype)), "--zero-stage", str(zero), *flags,
+        ]  # fmt: skip
+
+    def run(self, clusters, *arguments: str, env=None, **more):
+        """Run it on every node of `clusters` (a LabOf); the lab's RunResult."""
+        return clusters.run(
+            *arguments, preload=("torch", "deepspeed"), env={**self.env, **(env or {})}, cwd=self.folder, **more
+        )
+
+
+def read_log(result) -> Log:
+    """From the outputs of all ranks; AssertionError shows them when the run failed."""
+    assert result.returncode == 0, result.outputs[result.first_failed][-6000:]
+    lines = [line for output in result.outputs.values() for line in output.splitlines()]
+    found = [match for match in map(LOSS.search, lines) if match]
+    losses = {int(match[1]): float(match[3]) for match in found}
+    seconds = {int(match[1]): float(match[2]) / 1e3 for match in found}
+    return Log(losses, seconds, [line for line in lines if line.startswith("holmes:")])

@@ -1,0 +1,97 @@
+"""What Megatron-DeepSpeed (2025-07) itself needs to start with current packages on a machine without GPUs; holmes has no part in it.
+
+    PYTHONPATH=<this folder>    Python imports sitecustomize at start-up
+
+Modules that a GPT run imports and never uses are served empty when they are not installed; four places are mended when they are
+imported: CoreAttention views strided tensors (micro-batches above 1), DeepSpeed's shared-memory op leaves its buffers in /dev/shm,
+without flash attention --ds-sequence-parallel-size passes the mask where DistributedAttention has come to expect a dimension, and its loss
+gathers in shapes that NCCL takes and gloo does not.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+
+import wrapt
+
+#: Imported by Megatron-DeepSpeed, or by what it imports, and never called by pretrain_gpt.py.
+UNUSED = ("deepspeed.compression", "torchvision", "transformers", "nltk", "PIL", "six", "requests")
+
+
+class _Name:
+    """Stands for anything that an unused module would hold: a class to derive from, a function, a decorator."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+
+class _Empty(types.ModuleType):
+    __path__: list = []
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        spec = importlib.util.find_spec(f"{self.__name__}.{name}")
+        return importlib.import_module(spec.name) if spec and name.islower() else type(name, (_Name,), {})
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Last on sys.meta_path: asked only when no real module was found."""
+
+    def find_spec(self, name, path=None, target=None):
+        if any(name == unused or name.startswith(unused + ".") for unused in UNUSED):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return _Empty(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+def _contiguous(wrapped, instance, args, kwargs):
+    query, key, value, *rest = args
+    return wrapped(query.contiguous(), key.contiguous(), value.contiguous(), *rest, **kwargs)
+
+
+def _ulysses(wrapped, instance, args, kwargs):
+    """DistributedAttention.forward(q, k, v, mask) as it once was; heads stay apart, [s, b, heads, head] (CoreAttention joins them)."""
+    query, key, value, mask, *rest = args
+    if isinstance(mask, int):
+        return wrapped(*args, **kwargs)
+    if not instance.local_attn._forward_hooks:
+        instance.local_attn.register_forward_hook(lambda core, _, out: out.view(*out.shape[:2], core.num_attention_heads_per_partition, -1))
+    return wrapped(query, key, value, 1, None, mask, *rest, **kwargs).flatten(2)
+
+
+def _mend_attention(module):
+    wrapt.wrap_function_wrapper(module, "CoreAttention.forward", _contiguous)
+
+
+def _mend_ulysses(module):
+    wrapt.wrap_function_wrapper(module, "DistributedAttention.forward", _ulysses)
+
+
+def _flat(wrapped, instance, args, kwargs):
+    def call(output_tensor, input_tensor, *rest, **more):
+        return wrapped(output_tensor.view(-1), input_tensor.reshape(-1), *rest, **more)
+
+    return call(*args, **kwargs)
+
+
+def _mend_sequence_loss(module):
+    wrapt.wrap_function_wrapper(module.torch.distributed, "all_gather_into_tensor", _flat)
+
+
+def _mend_shm(module):
+    module.build_shm_op = lambda: None
+
+
+sys.meta_path.append(Finder())
+wrapt.register_post_import_hook(_mend_attention, "megatron.model.transformer")
+wrapt.register_post_import_hook(_mend_shm, "deepspeed.comm.torch")
+wrapt.register_post_import_hook(_mend_ulysses, "deepspeed.sequence.layer")
+wrapt.register_post_import_hook(_mend_sequence_loss, "megatron.core.sequence_parallel.cross_entropy")

@@ -1,0 +1,47 @@
+"""A megatron-core program without --holmes that calls holmes_ext.initialize_model_parallel, then makes groups with HyperCommGrid as well.
+
+Prints, as JSON, on which rank and node it ended up, what its groups are, and over which fabrics.
+"""
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import megatron_cpu_shim  # noqa: E402, F401
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import ModelParallelConfig, parallel_state  # noqa: E402
+from megatron.core.hyper_comm_grid import HyperCommGrid  # noqa: E402
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
+
+import holmes_ext  # noqa: E402
+from holmes_ext.runtime import session  # noqa: E402
+
+dist.init_process_group("gloo")
+before = dist.get_rank()
+holmes_ext.initialize_model_parallel(1, pipeline_model_parallel_size=2)
+rank, data = dist.get_rank(), parallel_state.get_data_parallel_group()
+value = torch.ones(1) * rank
+dist.all_reduce(value, group=data)
+records = session.require().groups
+made = next(record for record in records if record.name == "DATA_PARALLEL_GROUP")
+
+HyperCommGrid([2, 2], ["dp", "pp"], backend="gloo").create_pg("dp")
+grid = records[-1]
+# Four stages in a chain, each adding 1: the pairs' groups are made on the first send.
+stages = P2PCommunicator(HyperCommGrid([4], ["pp"], backend="gloo").create_pg("pp"), ModelParallelConfig(pipeline_dtype=torch.float32))
+chain = torch.ones(2, 1, 4) if rank == 0 else stages.recv_forward((2, 1, 4), False) + 1
+stages.send_forward(chain, rank == 3)
+
+report = {
+    "rank": rank, "before": before, "node": socket.gethostname(), "local_rank": os.environ["LOCAL_RANK"],
+    "data": dist.get_process_group_ranks(data), "sum": value.item(), "fabric": made.transport.kind,
+    "grid": grid.ranks, "grid_fabric": grid.transport.kind, "chain": chain[0, 0, 0].item(),
+    "pairs": [record.transport.kind for record in records if record.name == "pipeline pair"],
+}  # fmt: skip
+print(json.dumps(report), flush=True)
+dist.destroy_process_group()

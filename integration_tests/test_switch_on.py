@@ -1,0 +1,245 @@
+"""An unmodified script on two emulated clusters: every way to switch holmes on, every way to make a group, every bad input."""
+
+import json
+import sys
+
+import pytest
+from conftest import CLUSTER, SCRIPTS
+
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.sizes import Sizes
+
+GROUPS = str(SCRIPTS / "groups.py")
+FLAGS = ("--holmes", "--holmes-cluster", str(CLUSTER))
+
+
+def test_stock_is_stock(two_clusters):
+    before = two_clusters.lab.counters()
+    lines = two_clusters.json(two_clusters.run(GROUPS))
+    assert [line["node"] for line in lines] == ["a0", "b0", "a1", "b1"]
+    assert not any(line["holmes"] for line in lines)
+    sent = two_clusters.sent(before)
+    assert all(nics["eth0"] > 7 and max(size for nic, size in nics.items() if nic != "eth0") < 0.01 for nics in sent.values())
+
+
+def assert_planned(two_clusters, lines, sent):
+    assert [line["node"] for line in lines] == ["a0", "a1", "b0", "b1"]
+    assert [line["env"] for line in lines] == [0, 1, 2, 3] == [line["rank"] for line in lines]
+    assert all(line["local"] == "0" for line in lines)
+    for line in lines:
+        inside = 1.0 if line["rank"] < 2 else 5.0
+        assert line["sums"] == {"world": 6.0, "new_group": inside, "new_subgroups": inside, "mesh": inside}
+    # 4 all-reduces of 2 MB over 2 ranks: 8 MB on the fast NIC of every node, hardly anything on Ethernet
+    for node, nics in sent.items():
+        fast = "ib0" if node.startswith("a") else "roce0"
+        assert nics[fast] > 7 and nics["eth0"] < 0.5, (node, nics)
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["flag", "flag without a file", "HOLMES=1", "python -m holmes_ext", "enable()", "mpirun's variables"],
+)
+def test_every_way_to_switch_on(two_clusters, tmp_path, how):
+    before = two_clusters.lab.counters()
+    if how == "flag":
+        result = two_clusters.run("sh", "-c", f"exec {sys.executable} {GROUPS} --lr 1 {' '.join(FLAGS)}")
+    elif how == "flag without a file":
+        result = two_clusters.run(GROUPS, "--lr", "1", "--holmes")
+    elif how == "HOLMES=1":
+        result = two_clusters.run(GROUPS, "--lr", "1", env={"HOLMES": "1", "HOLMES_CLUSTER": str(CLUSTER)})
+    elif how == "python -m holmes_ext":
+        result = two_clusters.run("sh", "-c", f"exec {sys.executable} -m holmes_ext {GROUPS} --lr 1")
+    elif how == "mpirun's variables":
+        names = "OMPI_COMM_WORLD_RANK=$RANK OMPI_COMM_WORLD_SIZE=$WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1"
+        clean = "env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE -u LOCAL_SIZE"
+        result = two_clusters.run("sh", "-c", f"exec {clean} {names} {sys.executable} {GROUPS} --lr 1 --holmes")
+    else:
+        script = tmp_path / "enabled.py"
+        script.write_text(f"import holmes_ext\nholmes_ext.enable(cluster={str(CLUSTER)!r})\n" + open(GROUPS).read())
+        result = two_clusters.run(str(script), "--lr", "1")
+    lines = two_clusters.json(result)
+    assert all(line["argv"] == ["--lr", "1"] and line["holmes"] for line in lines)
+    assert_planned(two_clusters, lines, two_clusters.sent(before))
+    said = [line for output in result.outputs.values() for line in output.splitlines() if line.startswith("holmes:")]
+    assert len(said) == 1 and "2 clusters" in said[0] and "ranks renumbered" in said[0]
+
+
+def test_torchrun_with_its_own_store(two_clusters):
+    """One agent for each node; the agents' store is the job's, and the planned rank 0 need not be on its host."""
+    torchrun = (
+        f"exec {sys.executable} -m torch.distributed.run --nnodes 4 --nproc-per-node 1 --node-rank $NODE_RANK"
+        f" --master-addr $MASTER_ADDR --master-port $MASTER_PORT {GROUPS} --holmes --holmes-plan $PLAN"
+    )
+    site = site_from_spec(load_spec(CLUSTER))
+    plan = build_plan(site, Sizes(pipeline=2))
+    nodes = (*plan.nodes[2:], *plan.nodes[:2])  # rank 0 on b0, while MASTER_ADDR is a0
+    path = two_clusters.lab.directory / "plan.json"
+    from dataclasses import replace
+
+    replace(plan, nodes=nodes).save(path)
+    result = two_clusters.run("sh", "-c", torchrun, env={"PLAN": str(path), "HOLMES_CLUSTER": str(CLUSTER)})
+    lines = two_clusters.json(result)
+    assert [line["node"] for line in lines] == ["b0", "b1", "a0", "a1"]
+
+
+def test_deepspeeds_launcher(two_clusters):
+    """What `deepspeed --hostfile` runs on every node: deepspeed.launcher.launch, which adds --local_rank."""
+    import base64
+
+    world = base64.urlsafe_b64encode(json.dumps({node: [0] for node in two_clusters.order}).encode()).decode()
+    command = (
+        f"exec {sys.executable} -m deepspeed.launcher.launch --world_info={world} --node_rank=$NODE_RANK"
+        f" --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT {GROUPS} {' '.join(FLAGS)}"
+    )
+    before = two_clusters.lab.counters()
+    clean = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE LOCAL_SIZE GROUP_RANK; "
+    result = two_clusters.run("sh", "-c", clean + command, env={"DS_ACCELERATOR": "cpu"})
+    lines = [
+        json.loads(line) for output in result.stdout.values() for line in output.splitlines() if line.startswith('{"rank"')
+    ]
+    assert result.returncode == 0, result.outputs
+    assert_planned(two_clusters, sorted(lines, key=lambda line: line["rank"]), two_clusters.sent(before))
+
+
+def test_a_users_own_variable_wins(two_clusters):
+    before = two_clusters.lab.counters()
+    result = two_clusters.run(GROUPS, *FLAGS, env={"GLOO_SOCKET_IFNAME": "eth0"})
+    assert result.returncode == 0
+    assert "GLOO_SOCKET_IFNAME=eth0 was set by you and stays" in "".join(result.outputs.values())
+    assert all(nics["eth0"] > 7 for nics in two_clusters.sent(before).values())
+
+
+def test_holmes_disable_runs_stock_placement_of_nics(two_clusters):
+    before = two_clusters.lab.counters()
+    result = two_clusters.run(GROUPS, *FLAGS, env={"HOLMES_DISABLE": "nics"})
+    assert [line["node"] for line in two_clusters.json(result)] == ["a0", "a1", "b0", "b1"]
+    assert all(nics["eth0"] > 7 for nics in two_clusters.sent(before).values())
+
+
+TOML = CLUSTER.read_text()
+BAD_FILES = {
+    "missing": (None, ["cannot be read"]),
+    "empty": ("", ["the file is empty"]),
+    "truncated": (TOML[:-30], ["not valid TOML"]),
+    "contradictory": (TOML.replace('kind = "roce"', 'kind = "roce"\nfabric = "a"'), ["key 'cluster.b.fabric'"]),
+    "node in two clusters": (TOML.replace("b[0-1]", "a[1-2]"), ["node 'a1' is already in cluster 'a'"]),
+    "node that reports and is not in the file": (TOML.replace("b[0-1]", "b[0-0]"), ["node 'b1' reported but is in no cluster"]),
+    "node of the file that does not report": (TOML.replace("b[0-1]", "b[0-2]"), ["node 'b2' of cluster 'b' did not report"]),
+    "wrong kind": (TOML.replace('kind = "roce"', 'kind = "ib"'), ["node 'b0' of cluster 'b' has no ib NIC that is up"]),
+    "processes": (TOML.replace("processes = 1", "processes = 2"), ["'cluster.a.processes' is 2, but node 'a0' started 1"]),
+    "NIC that does not exist": (TOML + 'include = ["mlx5_7"]\n', ["node 'b0'", "mlx5_7"]),
+    "interface that does not exist": (TOML + '[node.a0]\nethernet = "eth7"\n', ["node 'a0' has no interface 'eth7'"]),
+    "unknown key": (TOML + "layers = 3\n", ["key 'cluster.b.layers' is not known"]),
+}
+
+
+def assert_one_line(result, parts):
+    """Every rank ends with status 2; one line says why; no traceback."""
+    said = [line for output in result.outputs.values() for line in output.splitlines() if "socket.cpp" not in line and line.strip()]
+    assert set(result.statuses.values()) == {2}, result.outputs
+    assert len(said) == 1 and said[0].startswith("holmes: "), said
+    assert all(part in said[0] for part in parts), said[0]
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_cluster_file(two_clusters, tmp_path, case):
+    text, parts = BAD_FILES[case]
+    file = tmp_path / "c.toml"
+    if text is not None:
+        file.write_text(text)
+    assert_one_line(two_clusters.run(GROUPS, "--holmes", "--holmes-cluster", str(file)), ["c.toml", *parts])
+
+
+def edited(plan, **changes):
+    document = json.loads(plan.to_json())
+    document.update(changes)
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize("case", ["other cluster", "other world size", "edited by hand", "not JSON", "missing"])
+def test_bad_plan_file(two_clusters, tmp_path, case):
+    site = site_from_spec(load_spec(CLUSTER))
+    good = build_plan(site, Sizes(pipeline=2))
+    other = TOML.replace("2Gb/s", "4Gb/s") if case == "other cluster" else TOML.replace("processes = 1", "processes = 2")
+    (tmp_path / "other.toml").write_text(other)
+    planned = build_plan(site_from_spec(load_spec(tmp_path / "other.toml")), Sizes(pipeline=2))
+    file = tmp_path / "p.json"
+    texts = {"other cluster": planned.to_json(), "other world size": planned.to_json(), "not JSON": good.to_json()[:-9],
+             "edited by hand": edited(good, nodes=["b0", "a0", "a1", "b1"])}  # fmt: skip
+    if case in texts:
+        file.write_text(texts[case])
+    parts = {"other cluster": "site_digest", "other world size": "world size 8 in the plan, 4 here", "edited by hand": "edited",
+             "not JSON": "not valid JSON", "missing": "cannot be read"}[case]  # fmt: skip
+    assert_one_line(two_clusters.run(GROUPS, *FLAGS, "--holmes-plan", str(file)), ["p.json", parts])
+
+
+@pytest.mark.parametrize(
+    "flags, parts",
+    [
+        (["--holmes"], ["--holmes stands twice"]),
+        (["--holmes-clutser=x"], ["did you mean --holmes-cluster"]),
+        (["--holmes-sizes=pipeline=3"], ["pipeline 3", "does not divide the world size 4"]),
+        (["--pipeline-model-parallel-size", "3"], ["pipeline 3", "does not divide the world size 4"]),
+        (["--holmes-require=deepspeed-p2q"], ["deepspeed-p2q", "did you mean 'deepspeed-p2p'"]),
+    ],
+)
+def test_bad_flags(two_clusters, flags, parts):
+    assert_one_line(two_clusters.run(GROUPS, *FLAGS, *flags), parts)
+
+
+@pytest.mark.parametrize(
+    "change, parts",
+    [
+        ("--holmes-timeout 77", ["disagree on timeout", "rank 0 on a0 has '300'", "rank 2 on a1 has '77'"]),
+        ("--holmes-cluster other.toml", ["rank 2 on a1: other.toml", "cannot be read"]),
+        ("--holmes-clutser x", ["rank 2 on a1: --holmes-clutser", "did you mean --holmes-cluster"]),
+        ("", []),
+    ],
+)
+def test_ranks_that_were_given_different_flags(two_clusters, change, parts):
+    flags = f"--holmes {'' if change.startswith('--holmes-cluster') else f'--holmes-cluster {CLUSTER}'}"
+    command = f"[ $RANK = 2 ] && more='{change}'; exec {sys.executable} {GROUPS} {flags} $more"
+    result = two_clusters.run("sh", "-c", command)
+    if change:
+        assert_one_line(result, parts)
+    else:
+        assert result.returncode == 0
+
+
+@pytest.fixture
+def deepspeed_from_the_future(tmp_path):
+    """A folder for PYTHONPATH whose metadata say that deepspeed 0.99.0 is installed."""
+    info = tmp_path / "deepspeed-0.99.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.99.0\n")
+    return str(tmp_path)
+
+
+def test_an_unsupported_framework_switches_its_features_off_and_training_goes_on(two_clusters, deepspeed_from_the_future):
+    result = two_clusters.run(GROUPS, *FLAGS, env={"PYTHONPATH": deepspeed_from_the_future})
+    assert [line["node"] for line in two_clusters.json(result)] == ["a0", "a1", "b0", "b1"]
+    said = [line for output in result.outputs.values() for line in output.splitlines() if "deepspeed-p2p is off" in line]
+    assert len(said) == 1 and "deepspeed 0.99.0 is not supported (needs" in said[0], result.outputs
+
+
+def test_an_unsupported_framework_stops_the_job_that_asked_for_it_by_name(two_clusters, deepspeed_from_the_future):
+    result = two_clusters.run(GROUPS, *FLAGS, "--holmes-require", "deepspeed-p2p", env={"PYTHONPATH": deepspeed_from_the_future})
+    assert_one_line(result, ["feature deepspeed-p2p cannot be used: deepspeed 0.99.0 is not supported"])
+
+
+def test_a_rank_without_holmes_is_named(two_clusters):
+    command = f"[ $RANK != 3 ] && more='--holmes --holmes-timeout 6'; exec {sys.executable} {GROUPS} $more"
+    result = two_clusters.run("sh", "-c", command, timeout=60)
+    assert result.returncode == 2
+    assert any("1 of 4 ranks did not report within 6 s: rank 3" in output for output in result.outputs.values()), result.outputs
+
+
+def test_a_fast_nic_that_is_down(two_clusters):
+    two_clusters.lab.set_link("b1", "roce0", up=False)
+    try:
+        result = two_clusters.run(GROUPS, *FLAGS, "--holmes-fallback", "fail")
+        assert_one_line(result, ["node 'b1' of cluster 'b' has no roce NIC that is up", "mlx5_0:1"])
+    finally:
+        two_clusters.lab.set_link("b1", "roce0", up=True)
