@@ -1,0 +1,90 @@
+"""What every benchmark shares: rows in the contract's form, the machine they were made on, the table, the file.
+
+{"machine": ..., "versions": ..., "rows": [{"scene", "metric", "value", "unit", "spread": [min, max], "emulated", "target", "met"}]}
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+PACKAGES = ("holmes_ext", "torch", "deepspeed", "megatron-core")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. target: what the project set itself, as text (">= 1.6"); met: whether the value reaches it."""
+
+    scene: str
+    metric: str
+    value: float
+    unit: str
+    spread: tuple[float, float]
+    emulated: bool
+    target: str = ""
+    met: bool | None = None
+
+    @classmethod
+    def of(cls, scene: str, metric: str, value: float, unit: str, spread: tuple[float, float], emulated: bool, target: str = "") -> Row:
+        """With `met` worked out from a target such as ">= 1.6" or "<= 0.01"."""
+        met = None
+        if target:
+            sign, limit = target.split()
+            met = value >= float(limit) if sign == ">=" else value <= float(limit)
+        return cls(scene, metric, value, unit, spread, emulated, target, met)
+
+    def to_dict(self) -> dict[str, Any]:
+        document = asdict(self)
+        return document if self.target else {key: value for key, value in document.items() if key not in ("target", "met")}
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures come from."""
+    model = next(line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line)
+    memory = next(line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    return {"cpu": model, "cores": os.cpu_count(), "memory_gib": round(int(memory) / 2**20, 1), "kernel": platform.release(),
+            "load_average": os.getloadavg()}  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in PACKAGES}}
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    made.add_argument("--scenes", default="", metavar="NAME,...", help="only these scenes")
+    return made
+
+
+def tell(message: str) -> None:
+    """Progress, on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def finish(rows: list[Row], path: Path | None, title: str) -> int:
+    """Print the table, write the file; 1 when a target is not met."""
+    table = Table(title=title)
+    for column in ("scene", "metric", "value", "spread", "unit", "emulated", "target", "met"):
+        table.add_column(column, justify="right" if column in ("value", "spread") else "left")
+    for row in rows:
+        if row.metric.startswith("bytes "):
+            continue  # in the file: too many for a screen
+        met = "" if row.met is None else "yes" if row.met else "NO"
+        table.add_row(row.scene, row.metric, f"{row.value:.4g}", f"{row.spread[0]:.4g} - {row.spread[1]:.4g}", row.unit,
+                      "yes" if row.emulated else "", row.target, met)  # fmt: skip
+    Console(width=max(150, Console().width)).print(table)
+    if path is not None:
+        document = {"machine": machine(), "versions": versions(), "rows": [row.to_dict() for row in rows]}
+        path.write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if any(row.met is False for row in rows) else 0

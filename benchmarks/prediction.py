@@ -1,0 +1,311 @@
+"""Predicted against measured step times: plan/schedule.py against real engines on emulated clusters, and against the Holmes paper's bars.
+
+    python benchmarks/prediction.py --json FILE [--scenes NAME,...|recorded|paper] [--store FILE] [--predict]
+
+Nothing is tuned for a scene. Once for all: `holmes probe` in the lab of each cluster file (what a user would run), the emulated
+accelerator's known seconds, and for each engine three numbers fitted to three runs of CALIBRATION, which are not among the scenes: CPU
+seconds of a pass, of a parameter and of a step, without a network to speak of. The lab's nodes share this machine's cores, so these three count ranks / cores
+times where there are more ranks than cores. --store keeps what was measured: scenes that are in it are not run again (--predict runs nothing), so that a
+long run can be made in parts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Sequence
+
+from harness import Row, finish, parser, tell
+from prediction_paper import paper_rows
+from prediction_recorded import recorded_rows
+
+from holmes_ext.cluster.site import Site, site_from_spec
+from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.lab import Lab, interleave
+from holmes_ext.lab.compare import Variant, all_rdma, compare
+from holmes_ext.lab.samples import examples
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.cost import stock_fabric
+from holmes_ext.plan.links import Links
+from holmes_ext.plan.model import Model
+from holmes_ext.plan.schedule import Options, simulate
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.stage_costs import StageCosts
+
+STORE = Path(__file__).parent / "results" / "prediction_measured.json"
+STEPS, SKIP = 11, 3
+CORES = 2
+
+
+@dataclass(frozen=True)
+class Scene:
+    """way: stock (nodes in turn, all on Ethernet), holmes, or rdma (the calibration's one fast cluster). overlap, two_level, zero, layers_of: as in Options; flags: what makes the engine do so."""
+
+    name: str
+    engine: str
+    file: str
+    way: str
+    stages: int = 2
+    layers: int = 6
+    hidden: int = 288
+    micro_batches: int = 4
+    flops: float = 2.3e9
+    virtual: int = 1
+    overlap: str = "off"
+    two_level: bool = False
+    zero: int = 0
+    layers_of: tuple[int, ...] = ()
+    flags: tuple[str, ...] = ()
+
+
+def _scenes() -> tuple[Scene, ...]:
+    two, four, six, eight, slow, three = "two_nodes", "two_clusters_4", "two_clusters_6", "two_clusters_8", "two_clusters_8_slow_roce", "three_clusters_8"
+    on, off = ("--holmes-overlap", "on"), ("--holmes-overlap", "off")
+
+    def ds(name: str, file: str, way: str, **more) -> Scene:
+        return Scene(f"deepspeed {name}", "deepspeed", file, way, **more)
+
+    def mc(name: str, file: str, way: str, **more) -> Scene:
+        return Scene(f"megatron {name}", "megatron", file, way, **more)
+
+    def plain(name: str, file: str, way: str, **more) -> Scene:
+        return Scene(f"plain {name}", "plain", file, way, **{"stages": 1, "hidden": 192, "micro_batches": 2, "flops": 8e8, **more})
+
+    fast = dict(flops=6.7e9, micro_batches=8)
+    return (
+        ds("1+1 holmes", two, "holmes", flags=off, **fast),
+        ds("2+2 stock", four, "stock", **fast),
+        ds("2+2 holmes", four, "holmes", flags=off, **fast),
+        ds("2+2 holmes overlap", four, "holmes", overlap="on", flags=on, **fast),
+        ds("2+2 holmes 4,2 layers", four, "holmes", layers_of=(4, 2), flags=(*off, "--holmes-partition", "4,2"), **fast),
+        ds("2+4 stock", six, "stock", stages=3, micro_batches=6, flops=3.3e9),
+        ds("2+4 holmes", six, "holmes", stages=3, micro_batches=6, flops=3.3e9, flags=off),
+        ds("4+4 stock", eight, "stock"),
+        ds("4+4 holmes", eight, "holmes", flags=off),
+        ds("4+4 holmes overlap", eight, "holmes", overlap="on", flags=on),
+        ds("4+4 slow RoCE holmes", slow, "holmes", flags=off),
+        ds("4+4 slow RoCE holmes overlap", slow, "holmes", overlap="on", flags=on),
+        ds("three clusters stock", three, "stock", stages=4, layers=8),
+        ds("three clusters holmes", three, "holmes", stages=4, layers=8, flags=off),
+        mc("1+1 holmes", two, "holmes", flags=off, **fast),
+        mc("2+2 stock", four, "stock", **fast),
+        mc("2+2 holmes", four, "holmes", flags=off, **fast),
+        mc("2+2 holmes overlap", four, "holmes", overlap="on", flags=on, **fast),
+        mc("2+2 holmes 4,2 layers", four, "holmes", layers_of=(4, 2), flags=(*off, "--layout", "Etttt|ttL"), **fast),
+        mc("2+2 interleaved stock", four, "stock", virtual=2, layers=8, **fast),
+        mc("2+2 interleaved holmes", four, "holmes", virtual=2, layers=8, flags=off, **fast),
+        mc("4+4 stock", eight, "stock"),
+        mc("4+4 holmes", eight, "holmes", flags=off),
+        mc("4+4 holmes overlap", eight, "holmes", overlap="on", flags=on),
+        mc("4+4 interleaved holmes", eight, "holmes", virtual=2, layers=8, flags=off),
+        mc("three clusters holmes", three, "holmes", stages=4, layers=8, flags=off),
+        plain("2+2 flat ring", four, "stock", flags=("--no-overlap",)),
+        plain("2+2 flat ring overlap", four, "stock", overlap="on", flags=("--bucket-mb", "1")),
+        plain("4+4 flat ring overlap", eight, "stock", overlap="on", flags=("--bucket-mb", "1")),
+        plain("4+4 two levels overlap", eight, "holmes", overlap="on", two_level=True, flags=("--bucket-mb", "2")),
+        plain("4+4 two levels", eight, "holmes", two_level=True, flags=("--no-overlap", "--bucket-mb", "100")),
+    )
+
+
+SCENES = _scenes()
+
+
+def _calibration() -> tuple[Scene, ...]:
+    found = []
+    for engine, stages in (("deepspeed", 2), ("megatron", 2), ("plain", 1)):
+        base = Scene("", engine, "two_clusters_4", "rdma", stages=stages, flops=2.3e9, overlap="off", flags=("--no-overlap",) if engine == "plain" else ())
+        for number, change in enumerate((dict(micro_batches=2), dict(micro_batches=10), dict(micro_batches=2, hidden=96))):
+            found.append(replace(base, name=f"calibration {engine} {number}", **change))
+    return tuple(found)
+
+
+CALIBRATION = _calibration()
+
+
+@dataclass
+class Measured:
+    """What is known so far: seconds and spread by scene, links by cluster file (TOML text)."""
+
+    steps: dict[str, list[float]] = field(default_factory=dict)
+    probes: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> Measured:
+        return cls(**json.loads(path.read_text())) if path.exists() else cls()
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps({"steps": self.steps, "probes": self.probes}, indent=1) + "\n")
+
+
+def cluster_file(name: str) -> Path:
+    own = Path(__file__).parent / f"{name}.toml"
+    return own if own.exists() else examples() / "clusters" / f"{name}.toml"
+
+
+def cluster_spec(scene: Scene) -> SiteSpec:
+    spec = load_spec(cluster_file(scene.file))
+    return all_rdma(spec).spec if scene.way == "rdma" else spec
+
+
+def placed(scene: Scene, spec: SiteSpec) -> tuple[Site, tuple[str, ...]]:
+    """The site of the scene's nodes, and the order in which their ranks are."""
+    launched = interleave(spec)
+    site = site_from_spec(spec)
+    if scene.way != "holmes":
+        return site, launched if scene.way == "stock" else tuple(node.name for node in site.nodes)
+    launch_order = replace(site, nodes=tuple(site.node_by_name[name] for name in launched))
+    return site, build_plan(launch_order, Sizes(pipeline=scene.stages)).nodes
+
+
+def measure(scene: Scene) -> list[float]:
+    """Seconds of the measured steps."""
+    file = cluster_file(scene.file)
+    spec = load_spec(file)
+    script = {"deepspeed": "deepspeed_pipeline", "megatron": "megatron_core", "plain": "plain_torch"}[scene.engine]
+    command = [str(examples() / script / "train.py"), *f"--layers {scene.layers} --hidden {scene.hidden} --heads 4 --sequence 16 --micro-batch 1".split()]
+    command += ["--micro-batches", str(scene.micro_batches), *scene.flags]
+    if scene.engine != "plain":
+        command += ["--stages" if scene.engine == "deepspeed" else "--pipeline", str(scene.stages)]
+    if scene.virtual > 1:
+        command += ["--virtual-pipeline", str(scene.virtual)]
+    variant = Variant(scene.name, spec, interleave(spec))
+    if scene.way == "rdma":
+        variant = replace(all_rdma(spec), name=scene.name)
+    elif scene.way == "holmes":
+        variant = replace(variant, flags=("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}"))
+    elif scene.engine == "plain":
+        variant = replace(variant, env={"GLOO_SOCKET_IFNAME": "eth0"})
+    accelerator = {"flops": scene.flops, "classes": ["TransformerLayer"], "layout": "sbh"} if scene.engine == "megatron" else {"flops": scene.flops, "classes": ["Block"]}
+    series = compare([variant], command, repetitions=1, steps=STEPS, skip=SKIP, accelerator=accelerator, timeout=120.0)
+    return series[scene.name].steps[0]
+
+
+def probe(spec: SiteSpec, file: Path) -> str:
+    """cluster.toml with the curves that `holmes probe` measured in its lab."""
+    with tempfile.TemporaryDirectory() as directory, Lab(spec, realtime=True) as lab:
+        copy = Path(directory, "cluster.toml")
+        copy.write_text(file.read_text())
+        result = lab.run([sys.executable, "-m", "holmes_ext.cli.main", "probe", "--cluster", str(copy), "--largest", "4"], preload=("torch",), timeout=200)
+        if result.returncode:
+            raise SystemExit(f"prediction.py: the probe failed: {result.outputs[result.first_failed or 0]}")
+        return copy.read_text()
+
+
+def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) -> float:
+    """Seconds of a step. overhead: CPU seconds of a pass, of a parameter, of a step."""
+    spec = cluster_spec(scene)
+    site, order = placed(scene, spec)
+    sizes = Sizes(pipeline=scene.stages).complete(site.world_size)
+    gpt = Model(scene.layers, scene.hidden, 4, 16, 256, micro_batches=scene.micro_batches, activation_width=4, tied=scene.engine == "plain")
+    h = scene.hidden
+    forward = (2 * 16 * (12 * h * h + 13 * h) + 4 * 16 * 16 * h) / scene.flops  # lab/accelerator.py's Pacer.seconds
+    row = lambda seconds: ((0.0, *[seconds] * scene.layers, 0.0),) * scene.stages  # noqa: E731
+    costs = StageCosts(row(forward), row(2 * forward), row(0.0), row(0.0), scene.micro_batches)
+    crowd = max(1.0, site.world_size / CORES)
+    engine = {"plain": "async"}.get(scene.engine, scene.engine)
+    options = Options(
+        schedule="interleaved" if scene.virtual > 1 else "1f1b",
+        engine=engine,
+        virtual=scene.virtual,
+        stage_layers=scene.layers_of,
+        overlap=scene.overlap,
+        bucket_bytes=next((int(float(scene.flags[i + 1]) * 1e6) for i, text in enumerate(scene.flags) if text == "--bucket-mb"), 0),
+        two_level=scene.two_level,
+        zero=scene.zero,
+        pass_s=overhead[0] * crowd,
+        parameter_s=overhead[1] * crowd,
+        step_s=overhead[2] * crowd,
+    )
+    only = stock_fabric(site) if scene.way != "holmes" else None
+    return simulate(site, order, sizes, gpt, options, links, only, costs).step_s
+
+
+def calibrate(engine: str, measured: Measured) -> tuple[float, float, float]:
+    """An engine's CPU seconds, from its calibration runs."""
+    scenes = [scene for scene in CALIBRATION if scene.engine == engine]
+    return overheads(scenes, [statistics.median(measured.steps[scene.name]) for scene in scenes])
+
+
+def overheads(scenes: Sequence[Scene], seconds: Sequence[float]) -> tuple[float, float, float]:
+    """The three CPU seconds (of a pass, a parameter, a step) that explain these steps best, none below 0."""
+    from scipy.optimize import nnls
+
+    units = (1e-4, 1e-9, 1e-3)
+    rows, wanted = [], []
+    for scene, measured in zip(scenes, seconds):
+        base = predict(scene, Links(), (0.0, 0.0, 0.0))
+        rows.append([predict(scene, Links(), tuple(unit * (i == j) for j, unit in enumerate(units))) - base for i in range(3)])
+        wanted.append(measured - base)
+    found, _ = nnls(rows, wanted)
+    return tuple(float(part * unit) for part, unit in zip(found, units))
+
+
+def measure_missing(scenes: list[Scene], measured: Measured, store: Path) -> None:
+    for scene in scenes:
+        if scene.way != "rdma" and scene.file not in measured.probes:
+            file = cluster_file(scene.file)
+            tell(f"probing {scene.file}")
+            measured.probes[scene.file] = probe(load_spec(file), file)
+            measured.save(store)
+        if scene.name not in measured.steps:
+            tell(f"measuring {scene.name}")
+            measured.steps[scene.name] = measure(scene)
+            measured.save(store)
+
+
+def lab_rows(scenes: list[Scene], measured: Measured) -> list[Row]:
+    from holmes_ext.cluster.spec import parse_spec
+
+    rows, errors = [], []
+    known = {engine: calibrate(engine, measured) for engine in {scene.engine for scene in scenes}}
+    for engine, (of_pass, of_parameter, of_step) in sorted(known.items()):
+        for name, value, unit in (("pass", of_pass, "s"), ("parameter", of_parameter, "s"), ("step", of_step, "s")):
+            rows.append(Row.of("calibration", f"{engine}: CPU time of a {name}", value, unit, (value, value), True))
+    for scene in scenes:
+        links = Links.of_spec(parse_spec(measured.probes[scene.file]))
+        steps = measured.steps[scene.name]
+        median, predicted = statistics.median(steps), predict(scene, links, known[scene.engine])
+        rows.append(Row.of(scene.name, "measured step", median, "s", (min(steps), max(steps)), True))
+        rows.append(Row.of(scene.name, "predicted step", predicted, "s", (predicted, predicted), True))
+        error = predicted / median - 1
+        errors.append(abs(error))
+        rows.append(Row.of(scene.name, "error", error, "of the measured", (error, error), True))
+    if len(scenes) >= 24:
+        spread = (min(errors), max(errors))
+        rows.append(Row.of(f"{len(errors)} lab scenes", "median error", statistics.median(errors), "of the measured", spread, True, "<= 0.03"))
+        rows.append(Row.of(f"{len(errors)} lab scenes", "worst error", max(errors), "of the measured", spread, True, "<= 0.1"))
+    return rows
+
+
+def main() -> int:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--store", type=Path, default=STORE, metavar="FILE", help="what was measured; kept between parts")
+    arguments.add_argument("--predict", action="store_true", help="measure nothing: scenes that are in the store")
+    args = arguments.parse_args()
+    wanted = [name for name in args.scenes.split(",") if name]
+    unknown = [name for name in wanted if name not in ("paper", "recorded") and not any(scene.name.startswith(name) for scene in SCENES)]
+    if unknown:
+        tell(f"prediction.py: no scene {unknown[0]!r}; there are paper, recorded, {', '.join(scene.name for scene in SCENES)}")
+        return 2
+    measured = Measured.load(args.store)
+    scenes = [scene for scene in SCENES if not wanted or any(scene.name.startswith(name) for name in wanted)]
+    if args.predict:
+        scenes = [scene for scene in scenes if scene.name in measured.steps and scene.file in measured.probes]
+    else:
+        assert os.cpu_count() == CORES or not scenes, f"CORES is {CORES}, this machine has {os.cpu_count()}"
+        engines = {scene.engine for scene in scenes}
+        measure_missing([scene for scene in CALIBRATION if scene.engine in engines], measured, args.store)
+        measure_missing(scenes, measured, args.store)
+    rows = lab_rows(scenes, measured) if scenes else []
+    rows += recorded_rows(sys.modules[__name__]) if not wanted or "recorded" in wanted else []
+    rows += paper_rows() if not wanted or "paper" in wanted else []
+    return finish(rows, args.json, "Predicted against measured steps")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""How long the balanced partition of 128 layers over 64 stages takes, over random costs of many kinds, and how often it is exact.
+
+    python benchmarks/stages_speed.py --json FILE [--cases 200]
+
+Cases: up to 8 clusters in blocks or mixed, layers alike or up to 50 % apart, free to slow edges of two rates, reductions of three, 8 to
+512 micro-batches, tied embeddings, overlap, memory limits. "exact": no (stage, first block) had more states than plan/stages.py keeps.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+
+from harness import Row, finish, parser
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan import stages
+from holmes_ext.plan.stage_costs import StageCosts
+
+LAYERS, STAGES = 128, 64
+
+
+def case(seed: int) -> StageCosts:
+    rng = random.Random(seed)
+    kinds, spread = rng.choice((1, 2, 2, 4, 8)), rng.choice((0.0, 0.1, 0.1, 0.5))
+    factors = [rng.choice((1.0, 1.2, 1.5, 2.0)) for _ in range(kinds)]
+    blocks = [rng.uniform(1 - spread, 1 + spread) for _ in range(LAYERS)]
+    rows = {factor: (0.1 * factor, *(factor * block for block in blocks), rng.uniform(0, 2) * factor) for factor in set(factors)}
+    of = [factors[stage * kinds // STAGES] for stage in range(STAGES)]
+    if rng.random() < 0.3:
+        rng.shuffle(of)
+    slow = rng.choice((0.01, 0.1, 0.5, 2.0, 5.0))
+    edges = [rng.choice((0.01, slow)) if rng.random() < 0.5 else 0.01 for _ in range(STAGES)]
+    reduction = [rng.choice((0.1, 2.0, 10.0)) for _ in range(kinds)]
+    return StageCosts(
+        forward_s=tuple(rows[kind] for kind in of),
+        backward_s=tuple(tuple(2 * seconds for seconds in rows[kind]) for kind in of),
+        reduction_s=tuple((reduction[stage * kinds // STAGES],) * (LAYERS + 2) for stage in range(STAGES)),
+        transfer_s=tuple((edge,) * (LAYERS + 2) for edge in edges),
+        micro_batches=rng.choice((8, 64, 128, 512)),
+        tied_s=rng.choice((0.0, 0.0, 1.0)),
+        overlap=rng.random() < 0.5,
+        state_bytes=(1.0,) * (LAYERS + 2),
+        kept_bytes=(0.02,) * (LAYERS + 2),
+        limit_bytes=(7.0,) * STAGES if rng.random() < 0.2 else (),
+    )
+
+
+def main() -> int:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--cases", type=int, default=200)
+    args = arguments.parse_args()
+    seconds, exact, whole = [], 0, stages._Search.least
+
+    def least(search, *bounds):
+        found = whole(search, *bounds)
+        inexact.append(not search.exact)
+        return found
+
+    stages._Search.least = least
+    for seed in range(args.cases):
+        costs, inexact = case(seed), []
+        begin = time.process_time()
+        try:
+            stages.balanced(costs)
+        except HolmesError:  # nothing fits the memory: an answer too
+            pass
+        seconds.append(time.process_time() - begin)
+        exact += not any(inexact)
+    scene, share = f"{LAYERS} layers, {STAGES} stages", exact / args.cases
+    rows = [
+        Row.of(scene, "slowest partition", max(seconds), "CPU s", (min(seconds), max(seconds)), False, "<= 1.0"),
+        Row.of(scene, "median partition", statistics.median(seconds), "CPU s", (min(seconds), max(seconds)), False),
+        Row.of(scene, "exact", share, "of cases", (share, share), False),
+    ]
+    return finish(rows, args.json, f"The exact partition, {args.cases} random cases")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

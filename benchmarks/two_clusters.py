@@ -1,0 +1,191 @@
+"""Stock, holmes and the all-RDMA bound on emulated clusters: how fast a step is, and which NIC carried its bytes.
+
+    python benchmarks/two_clusters.py --json FILE [--scenes 2+2,4+4,...] [--repetitions 5]
+
+Every scene runs its variants in turn (holmes_ext.lab.compare) on the emulated accelerator: layers sleep as long as a GPU of the
+scene's FLOP/s would compute; DeepSpeed, gloo, the sockets and their limited rates are real.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import Row, finish, parser, tell
+
+from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
+from holmes_ext.lab import Lab, interleave
+from holmes_ext.lab.samples import examples
+
+MODEL = "--hidden 288 --heads 4 --sequence 16 --micro-batch 1".split()
+HELLO = "import torch.distributed as d; d.init_process_group('gloo'); d.barrier(); d.destroy_process_group()"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """file: of examples/clusters; flops: FLOP/s of the emulated GPU; ratio, bound: targets ("" for none: then without the two
+    further variants, holmes with DeepSpeed's reduction overlapped and stock once more).
+
+    At 8 ranks the two cores would be busy with 8 micro-batches' real compute, small as it is: those scenes have 4.
+    """
+
+    name: str
+    file: str
+    stages: int
+    layers: int
+    micro_batches: int
+    flops: float
+    ratio: str = ""
+    bound: str = ""
+
+
+SCENES = (
+    Scene("2+2", "two_clusters_4.toml", 2, 6, 8, 6.7e9, ">= 1.6", ">= 0.97"),
+    Scene("4+4", "two_clusters_8.toml", 2, 6, 4, 2.3e9, ">= 1.6", ">= 0.97"),
+    Scene("2+4 pipeline 3", "two_clusters_6.toml", 3, 6, 6, 3.3e9),
+    Scene("three clusters", "three_clusters_8.toml", 4, 8, 4, 2.3e9),
+    Scene("4+4 slow RoCE", "two_clusters_8_slow_roce.toml", 2, 6, 4, 2.3e9),
+)
+
+
+def script(scene: Scene) -> list[str]:
+    train = examples() / "deepspeed_pipeline" / "train.py"
+    return [str(train), "--stages", str(scene.stages), "--layers", str(scene.layers), "--micro-batches", str(scene.micro_batches), *MODEL]
+
+
+def ratio_row(scene: str, name: str, top: Series, bottom: Series, target: str) -> Row:
+    """top's step time over bottom's; the spread is over the repetitions' pairs."""
+    pairs = [a / b for a, b in zip(top.medians, bottom.medians)]
+    return Row.of(scene, name, top.median / bottom.median, "x", (min(pairs), max(pairs)), bottom.emulated, target)
+
+
+def step_rows(scene: str, series: dict[str, Series]) -> list[Row]:
+    """Step times, and the bytes that every NIC of every node sent for each step."""
+    rows = [Row.of(scene, f"step {name}", one.median, "s", one.spread, one.emulated) for name, one in series.items()]
+    for name, one in series.items():
+        for node, nics in one.sent.items():
+            rows += [Row.of(scene, f"bytes {name} {node} {nic}", sent, "bytes/step", (sent, sent), False) for nic, sent in nics.items()]
+        slow, fast = one.megabytes
+        rows.append(Row.of(scene, f"Ethernet {name}", slow, "MB/step/node", (slow, slow), False))
+        rows.append(Row.of(scene, f"fast NIC {name}", fast, "MB/step/node", (fast, fast), False))
+    return rows
+
+
+def two_clusters(scene: Scene, repetitions: int, steps: int) -> list[Row]:
+    """Stock, holmes, all-RDMA; where there are targets also holmes with overlap, and stock again (A/A)."""
+    file = examples() / "clusters" / scene.file
+    spec = load_spec(file)
+    order = interleave(spec)
+    flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}")
+    variants = [Variant("stock", spec, order), Variant("holmes", spec, order, flags), all_rdma(spec)]
+    if scene.ratio:
+        variants += [Variant("holmes, overlap on", spec, order, (*flags, "--holmes-overlap", "on")), Variant("stock again", spec, order)]
+    series = run(scene.name, variants, scene, repetitions, steps)
+    stock, bound = series["stock"], series["all-RDMA"]
+    rows = []
+    for name in ("holmes", "holmes, overlap on"):
+        if name not in series:
+            continue
+        difference = max_loss_difference(stock, series[name])
+        rows += [
+            ratio_row(scene.name, f"{name} : stock", stock, series[name], scene.ratio if name == "holmes" else ""),
+            ratio_row(scene.name, f"{name} : all-RDMA", bound, series[name], scene.bound if name == "holmes" else ""),
+            Row.of(scene.name, f"{name}: largest loss difference", difference, "nats", (difference, difference), False, "<= 1e-6"),
+        ]
+    rows.append(ratio_row(scene.name, "stock : all-RDMA", bound, stock, ""))
+    if scene.ratio:
+        noise = abs(series["stock again"].median / stock.median - 1)
+        rows.append(Row.of(scene.name, "A/A difference (noise)", noise, "of a step", (noise, noise), stock.emulated))
+    return rows + step_rows(scene.name, series)
+
+
+def control(repetitions: int, steps: int) -> list[Row]:
+    """One homogeneous cluster: holmes must not cost anything."""
+    scene = Scene("control: one cluster", "two_clusters_8.toml", 2, 6, 4, 2.3e9)
+    bound = all_rdma(load_spec(examples() / "clusters" / scene.file))
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "one.toml")
+        file.write_text(one_cluster_toml(bound.spec))
+        spec = load_spec(file)
+        flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", "pipeline=2")
+        variants = [
+            Variant("stock", spec, bound.order, env=bound.env),
+            Variant("holmes", spec, bound.order, flags),
+            Variant("stock again", spec, bound.order, env=bound.env),
+        ]
+        series = run(scene.name, variants, scene, repetitions, steps)
+    cost, noise = (series[name].median / series["stock"].median - 1 for name in ("holmes", "stock again"))
+    return [
+        Row.of(scene.name, "what holmes adds to a step", cost, "of a step", (cost, cost), True, "<= 0.01"),
+        Row.of(scene.name, "A/A difference (noise)", abs(noise), "of a step", (abs(noise), abs(noise)), True),
+        *step_rows(scene.name, series),
+    ]
+
+
+def one_cluster_toml(spec: SiteSpec) -> str:
+    (cluster,) = spec.clusters
+    nodes = ", ".join(f'"{node}"' for node in cluster.nodes)
+    return (
+        f'version = 1\n[ethernet]\nrate = "{spec.ethernet_rate_bps / 1e6:g}Mb/s"\n[[cluster]]\nname = "all"\nkind = "{cluster.kind}"\n'
+        f'rate = "{cluster.rate_bps / 1e6:g}Mb/s"\nnodes = [{nodes}]\n'
+    )
+
+
+def run(name: str, variants: list[Variant], scene: Scene, repetitions: int, steps: int) -> dict[str, Series]:
+    accelerator = {"flops": scene.flops, "classes": ["Block"]}
+    total = repetitions * len(variants)
+    started = iter(range(1, total + 1))
+    return compare(
+        variants,
+        script(scene),
+        repetitions=repetitions,
+        steps=steps,
+        skip=3,
+        accelerator=accelerator,
+        on_run=lambda variant, _: tell(f"{name}: run {next(started)} of {total}: {variant}"),
+    )
+
+
+def startup(repetitions: int) -> list[Row]:
+    """Seconds from launch to a torn-down process group at 8 ranks, with and without holmes; the difference is holmes's."""
+    file = examples() / "clusters" / "two_clusters_8.toml"
+    spec = load_spec(file)
+    seconds: dict[str, list[float]] = {"stock": [], "holmes": []}
+    with Lab(spec, realtime=True) as lab, tempfile.TemporaryDirectory() as directory:
+        hello = Path(directory, "hello.py")
+        hello.write_text(HELLO)
+        for repetition in range(repetitions + 1):
+            for name, flags in (("stock", []), ("holmes", ["--holmes", "--holmes-cluster", str(file)])):
+                begin = time.monotonic()
+                result = lab.run([sys.executable, str(hello), *flags], order=interleave(spec), preload=("torch",))
+                assert result.returncode == 0, result.outputs
+                if repetition:  # the first starts the preloading process
+                    seconds[name].append(time.monotonic() - begin)
+    added = [b - a for a, b in zip(seconds["stock"], seconds["holmes"])]
+    return [Row.of("start-up, 8 ranks", "seconds that holmes adds", statistics.median(added), "s", (min(added), max(added)), False, "<= 1.0")]
+
+
+def main() -> int:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--repetitions", type=int, default=5)
+    arguments.add_argument("--steps", type=int, default=12)
+    args = arguments.parse_args()
+    wanted = [name for name in args.scenes.split(",") if name]
+    makers = {scene.name: lambda scene=scene: two_clusters(scene, args.repetitions, args.steps) for scene in SCENES}
+    makers["control"] = lambda: control(args.repetitions, args.steps)
+    makers["startup"] = lambda: startup(args.repetitions)
+    unknown = [name for name in wanted if name not in makers]
+    if unknown:
+        tell(f"two_clusters.py: no scene {unknown[0]!r}; there are {', '.join(makers)}")
+        return 2
+    rows = [row for name, make in makers.items() if not wanted or name in wanted for row in make()]
+    return finish(rows, args.json, "Stock, holmes and the all-RDMA bound (step times on the emulated accelerator)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
