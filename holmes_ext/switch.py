@@ -180,8 +180,13 @@ def _describe_plan(current: session.Session) -> str:
     return "; ".join(filter(None, [text, ", ".join(f"{', '.join(kind)} groups on {where}" for where, kind in kinds.items())]))
 
 
-#: Features whose patches stand by and act only when the option (of that name) asks for them.
-_STAND_BY = {"overlap": "overlap", "overlap-gather": "overlap", "deepspeed-profile": "profile", "megatron-profile": "profile"}
+#: Features whose patches stand by: the option that asks for them, and its values that do not.
+_STAND_BY = {
+    "overlap": ("overlap", ("off",)),
+    "overlap-gather": ("overlap", ("off", "auto")),
+    "deepspeed-profile": ("profile", ("",)),
+    "megatron-profile": ("profile", ("",)),
+}
 
 
 def _describe_patches(current: session.Session) -> str:
@@ -190,7 +195,8 @@ def _describe_patches(current: session.Session) -> str:
 
     watched = {patch.feature for patch in all_patches() if patch.version_of}  # whether their framework is there shows later
     on = dict.fromkeys(s.feature for s in registry().report() if s.state == "applied" or s.state == "waiting" and s.feature not in watched)
-    on = [feature for feature in on if getattr(current.options, _STAND_BY.get(feature, ""), "on") not in ("", "auto", "off")]
+    asleep = {feature for feature, (option, values) in _STAND_BY.items() if getattr(current.options, option) in values}
+    on = [feature for feature in on if feature not in asleep]
     off = {s.feature: s.reason for s in registry().report() if s.state == "off" and s.reason != "not enabled"}
     text = f"patched: {', '.join(on) or 'nothing'}"
     return text + (f"; not patched: {', '.join(f'{feature} ({reason})' for feature, reason in off.items())}" if off else "")

@@ -98,7 +98,5 @@ def model_from_arguments(argv: list[str]) -> Model | None:
 
 
 def overlaps(option: str, argv: list[str]) -> bool:
-    """Whether gradients will be reduced under the last backward, where --holmes-overlap is `option`: "auto" does so with Megatron-LM's flags."""
-    if option != "auto":
-        return option == "on"
-    return any(item.partition("=")[0] in MODEL_FLAGS for item in argv) and not {"--deepspeed", "--no-pipeline-parallel"} & set(argv)
+    """Whether gradients will be reduced under the last backward, where --holmes-overlap is `option`: "auto" does so where there are stages."""
+    return "--no-pipeline-parallel" not in argv if option == "auto" else option == "on"

@@ -17,6 +17,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed_reduce import DEEPSPEED, overlap_of
 from holmes_ext.patches.patch import Patch
+from holmes_ext.runtime import session
 
 #: engine -> its _Gathers.
 _gathers: weakref.WeakKeyDictionary[Any, _Gathers] = weakref.WeakKeyDictionary()
@@ -123,9 +124,15 @@ def finish_all() -> None:
         gathers.finish()
 
 
+def _wanted() -> bool:
+    """--holmes-overlap on: between steps a program may hold references to parameters that are not whole yet, so auto does without."""
+    current = session.active()
+    return current is None or current.options.overlap == "on"
+
+
 def _step(wrapped, instance, args, kwargs):
     """_exec_optimizer_step: the all-gather at its end is only started."""
-    if overlap_of(instance) is None or not supported(instance):
+    if not _wanted() or overlap_of(instance) is None or not supported(instance):
         return wrapped(*args, **kwargs)
     if instance not in _gathers:
         _gathers[instance] = _Gathers(instance)

@@ -22,6 +22,7 @@ from typing import Any, Callable, Iterator
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.patch import Patch
+from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 
 #: BF16_Optimizer's and ZeRO 1's insides were read in this version.
@@ -244,18 +245,35 @@ class _ZeroGradients(_PlainGradients):
 
 
 def overlap_of(engine: Any) -> _Overlap | None:
-    """The engine's _Overlap; None where nothing is to be reduced, or it cannot be overlapped (said once, by rank 0)."""
+    """The engine's _Overlap; None where the plan does without, nothing is to be reduced, or it cannot be overlapped (said once, by rank 0)."""
     current = session.active()
-    if current is not None and current.options.overlap != "on":
+    if current is not None and current.options.overlap == "off":
         return None
     if engine not in _overlaps:
-        reason = unsupported(engine) if engine.is_data_parallel else "no data-parallel ranks"
-        if reason and engine.is_data_parallel and current is not None and "overlap" in current.options.required_features:
+        wanted = _wanted(engine, current)
+        reason = (unsupported(engine) or _refused(engine, current)) if any(wanted) else None
+        if reason and current is not None and "overlap" in current.options.required_features:
             raise HolmesError(f"--holmes-require overlap: DeepSpeed's gradient reduction cannot be overlapped: {reason}")
-        if reason and engine.is_data_parallel and engine.global_rank == 0:
+        if reason and engine.global_rank == 0:
             print(f"holmes: the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}", file=sys.stderr)
-        _overlaps[engine] = None if reason else _Overlap(weakref.proxy(engine))
+        _overlaps[engine] = _Overlap(weakref.proxy(engine)) if wanted[engine.stage_id] and not reason else None
     return _overlaps[engine]
+
+
+def _wanted(engine: Any, current: session.Session | None) -> tuple[bool, ...]:
+    """For each stage whether its reduction is to be overlapped: on means all, auto those that the plan would wait for."""
+    if current is None or current.options.overlap == "on" or not engine.is_data_parallel:
+        return (bool(engine.is_data_parallel),) * engine.num_stages
+    grid = engine.grid
+    engines = Sizes(pipeline=engine.num_stages, tensor=grid.get_slice_parallel_world_size(), data=grid.get_data_parallel_world_size())
+    return current.overlapped_stages(current.plan.sizes or engines)
+
+
+def _refused(engine: Any, current: session.Session | None) -> str | None:
+    """The user's own setting wins over auto; where --holmes-overlap on contradicts it, patches/ds_config.py has said so before."""
+    zero = engine._config._param_dict.get("zero_optimization", {})
+    automatic = current is not None and current.options.overlap == "auto"
+    return "zero_optimization.overlap_comm is false" if automatic and zero.get("overlap_comm") is False else None
 
 
 def _begin(wrapped, instance, args, kwargs):

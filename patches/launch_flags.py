@@ -109,7 +109,7 @@ def _of_deepspeed(candidate: Candidate) -> list[str]:
 def _deepspeed(candidate: Candidate, model: Model, global_batch: int, overlap: bool, holmes: tuple[str, ...]) -> Launch:
     shape = candidate.shape
     flags = ["--deepspeed_config", "ds_config.json", *holmes, "--holmes-sizes", f"pipeline={shape.pipeline},tensor={shape.tensor}"]
-    flags += ["--holmes-overlap", "on"] if overlap else []
+    flags += ["--holmes-overlap", "on" if overlap else "off"]
     config = _ds_config(candidate, model, global_batch)
     if shape.pipeline > 1:  # read by PipelineModule's user, and by holmes to compare it with the plan
         config["pipeline"] = {"stages": shape.pipeline, "activation_checkpoint_interval": int(shape.recompute == "full")}
@@ -125,5 +125,5 @@ def _megatron_deepspeed(candidate: Candidate, model: Model, global_batch: int, o
         flags += ["--checkpoint-activations", "--deepspeed-activation-checkpointing"]
     if model.sequence_parallel and shape.tensor > 1:
         flags.append("--sequence-parallel")
-    flags += ["--holmes-overlap", "on"] if overlap else []
+    flags += ["--holmes-overlap", "on" if overlap else "off"]
     return Launch((*flags, *holmes), _ds_config(candidate, model, global_batch), tuple(_of_deepspeed(candidate)))

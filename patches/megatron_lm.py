@@ -80,7 +80,7 @@ def _set_overlap(current: session.Session, args) -> None:
 
     With --align-grad-reduce, the default, only the first stage overlaps: off when a later one has to.
     """
-    stages = megatron_reduction.overlap_wanted(current, current.plan.sizes)
+    stages = current.overlapped_stages(current.plan.sizes)
     if not any(stages) or args.use_megatron_fsdp or args.use_torch_fsdp2:
         return
     if args.use_distributed_optimizer:

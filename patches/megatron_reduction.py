@@ -58,15 +58,6 @@ def tell_that_buckets_stay(current: session.Session, way: str = "") -> None:
     )
 
 
-def overlap_wanted(current: session.Session, sizes: Sizes | None) -> tuple[bool, ...]:
-    """For each stage whether its reduction is to be bucketed and overlapped; () when the sizes are unknown or the user said off."""
-    from holmes_ext.plan.reduction import exposed_stages
-
-    if sizes is None or current.options.overlap == "off":
-        return ()
-    return exposed_stages(current.site, current.plan.nodes, sizes)
-
-
 def _reduce_as_planned(wrapped, instance, args, kwargs):
     """DistributedDataParallel.__init__ with overlap on and buckets sized for the fabric of this stage's group."""
     current = session.active()
@@ -76,7 +67,7 @@ def _reduce_as_planned(wrapped, instance, args, kwargs):
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    stages = overlap_wanted(current, sizes)
+    stages = current.overlapped_stages(sizes)
     if not stages or not stages[sizes.stage(current.rank)]:
         return wrapped(*args, **kwargs)
     ranks = _reduction_ranks(given)

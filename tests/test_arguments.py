@@ -60,7 +60,7 @@ def test_half_a_model():
 
 @pytest.mark.parametrize(
     "option, text, expected",
-    [("on", "", True), ("off", "--num-layers 4", False), ("auto", "--num-layers 4", True), ("auto", "--num-layers=4 --deepspeed", False), ("auto", "--stages 2", False)],
+    [("on", "", True), ("off", "--num-layers 4", False), ("auto", "--num-layers 4", True), ("auto", "--num-layers=4 --deepspeed", True), ("auto", "--deepspeed --no-pipeline-parallel", False)],
 )
 def test_whether_gradients_are_reduced_under_the_last_backward(option, text, expected):
     assert overlaps(option, text.split()) is expected

@@ -118,8 +118,8 @@ def test_a_plan_for_another_model_is_refused(virtual, layers, message):
 
 
 def test_overlap_is_wanted_where_a_reduction_is_exposed():
-    assert megatron_reduction.overlap_wanted(session(Sizes(pipeline=2)), Sizes(pipeline=2, data=2)) == (True, True)
-    assert megatron_reduction.overlap_wanted(session(), None) == ()
+    assert session(Sizes(pipeline=2)).overlapped_stages(Sizes(pipeline=2, data=2)) == (True, True)
+    assert session().overlapped_stages(None) == ()
 
 
 def test_no_sync_functions_for_one_chunk_and_for_several():

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--profile", metavar="FILE", help="what a job measured with --holmes-profile N; its times replace the model's")
     group.add_argument("--partition", choices=stages.METHODS, default="uniform", help="how layers go to stages (default: uniform)")
     group.add_argument("--alpha", type=float, default=1.0, metavar="X", help="of the partition by speed (default 1; the paper: 1 to 1.05)")
-    group.add_argument("--overlap", choices=("on", "off"), default="off", help="gradients are reduced under the last backward (default off)")
+    group.add_argument("--overlap", choices=("on", "off"), default="on", help="gradients are reduced under the last backward, as --holmes-overlap auto does (default on)")
     group.add_argument("--explain", action="store_true", help="every stage's times and memory, for uniform, speed and balanced")
     group.add_argument("--picture", metavar="FILE", help="the same as a picture (.png, .svg, .pdf; needs matplotlib)")
 

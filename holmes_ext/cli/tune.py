@@ -28,7 +28,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--output", default="plan.json", metavar="FILE", help="the plan (default plan.json)")
     parser.add_argument("--partition", choices=stages.METHODS, default="balanced", help="how layers go to stages (default balanced)")
     parser.add_argument("--alpha", type=float, default=1.0, metavar="X", help="of the partition by speed (default 1)")
-    parser.add_argument("--overlap", choices=("on", "off"), default="off", help="the real run reduces gradients under the last backward (default off)")
+    parser.add_argument("--overlap", choices=("on", "off"), default="on", help="the real run reduces gradients under the last backward (default on)")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the job")
     return parser
 

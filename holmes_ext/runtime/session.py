@@ -8,6 +8,8 @@ from holmes_ext.cluster.site import Node, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.reduction import exposed_stages
+from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.launcher import Process
 from holmes_ext.runtime.transport import Transport, choose
 
@@ -32,6 +34,12 @@ class Session:
         """The transport of a group of (renumbered) `ranks`; an empty list is the default group, as torch has it."""
         nodes = {self.plan.node_of(rank) for rank in ranks} if ranks else set(self.plan.nodes)
         return choose(self.site, nodes, self.node, backend)
+
+    def overlapped_stages(self, sizes: Sizes | None) -> tuple[bool, ...]:
+        """For each stage whether --holmes-overlap auto reduces its gradients under the backward pass; () when the sizes are unknown or the user said off."""
+        if sizes is None or self.options.overlap == "off":
+            return ()
+        return exposed_stages(self.site, self.plan.nodes, sizes)
 
 
 @dataclass(frozen=True)
