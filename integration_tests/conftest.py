@@ -1,4 +1,5 @@
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,15 @@ from holmes_ext.lab import Lab, interleave
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "integration_tests" / "scripts"
 CLUSTER = ROOT / "examples" / "clusters" / "two_clusters_4.toml"
+FULL = os.environ.get("HOLMES_TEST_FULL") == "1"
+#: Of a test or a case that costs more than it adds to each CI run.
+full = pytest.mark.skipif(not FULL, reason="HOLMES_TEST_FULL=1")
+
+
+def some(cases, *chosen):
+    """All cases; without HOLMES_TEST_FULL=1 only the chosen ones run."""
+    assert set(chosen) <= set(cases), set(chosen) - set(cases)
+    return [case if case in chosen else pytest.param(case, marks=full) for case in cases]
 
 
 class LabOf:

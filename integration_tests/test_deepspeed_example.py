@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from conftest import full
 
 pytest.importorskip("deepspeed")
 SCRIPT = Path(__file__).parent.parent / "examples" / "deepspeed_pipeline" / "train.py"
@@ -78,12 +79,14 @@ def test_a_resumed_job_continues_exactly(folder, two_by_two):
     assert resumed == {step: loss for step, loss in two_by_two.items() if step > 4}
 
 
+@full
 def test_tied_weights_have_the_same_loss_under_a_pipeline(folder, two_by_two):
     tied = train(folder, 4, "--tied", "--stages", "2", "--micro-batches", "4")
     assert tied == pytest.approx(train(folder, 1, "--tied", "--micro-batches", "8"), abs=1e-5)
     assert tied[1] != pytest.approx(two_by_two[1], abs=1e-5)
 
 
+@full
 def test_bf16_with_zero_1_follows_float32(folder, two_by_two):
     losses = train(folder, 4, "--stages", "2", "--micro-batches", "4", "--dtype", "bf16", "--zero", "1")
     assert losses == pytest.approx(two_by_two, abs=0.03) and losses != two_by_two

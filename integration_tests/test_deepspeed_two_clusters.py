@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, full
 
 TRAIN = str(ROOT / "examples" / "deepspeed_pipeline" / "train.py")
 SIZE = "--layers 4 --hidden 128 --heads 4 --sequence 16 --micro-batch 2 --micro-batches 4 --steps 6".split()
@@ -29,7 +29,7 @@ def fast(nics):
 
 @pytest.mark.parametrize(
     "flags",
-    [("--stages", "2"), ("--stages", "2", "--zero", "1", "--dtype", "bf16"), ("--stages", "2", "--tied")],
+    [("--stages", "2"), ("--stages", "2", "--zero", "1", "--dtype", "bf16"), pytest.param(("--stages", "2", "--tied"), marks=full)],
     ids=["fp32", "ZeRO 1 bf16", "tied"],
 )
 def test_the_loss_is_stocks_and_gradients_stay_inside_clusters(two_clusters, tmp_path, flags):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
-from conftest import ROOT, SCRIPTS
+from conftest import FULL, ROOT, SCRIPTS, full
 from packaging.version import Version
 
 from holmes_ext.cluster.site import site_from_spec
@@ -54,7 +54,6 @@ HEAVY = {
     "tied, whole": "--pipeline 2 --tied --micro-batches 4 --steps 2 --save {results}/tied",
     "tied, resumed uneven": "--pipeline 2 --tied --layout Ettt|tL --micro-batches 4 --steps 4 --load {results}/tied",
 }  # fmt: skip
-FULL = os.environ.get("HOLMES_TEST_FULL") == "1"
 PRELOAD = ("megatron_cpu_shim", "megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.distributed", "megatron.core.pipeline_parallel")
 
 
@@ -123,7 +122,7 @@ def test_every_stage_that_is_waited_for_reduces_in_buckets(both):
     assert holmes["interleaved, each cluster an optimizer instance"]["buckets"] == stock["interleaved, each cluster an optimizer instance"]["buckets"]
 
 
-@pytest.mark.skipif(not FULL, reason="takes a minute: HOLMES_TEST_FULL=1 runs it")
+@full
 def test_the_distributed_optimizer_and_experts_overlap_when_told_to(two_clusters, tmp_path):
     """--holmes-overlap on: the same losses, also of a resumed job, with buckets that need no padding and weights gathered under way."""
     distributed = {name: flags for name, flags in SPLITS.items() if "--distributed-optimizer" in flags}
@@ -202,9 +201,9 @@ def test_layers_of_the_plan_are_built(two_clusters, tmp_path):
 @pytest.mark.parametrize(
     "layers, split, expected",
     [
-        ((2, 2), "--pipeline 4 --micro-batches 8 --steps 1", "key 'sizes' says pipeline=2, but the program initializes pipeline=4"),
+        pytest.param((2, 2), "--pipeline 4 --micro-batches 8 --steps 1", "key 'sizes' says pipeline=2, but the program initializes pipeline=4", marks=full),
         ((3, 2), "--pipeline 2 --micro-batches 4 --steps 1", "key 'stage_layers' adds up to 5 layers, but the model has 4"),
-        ((1, 1, 1, 1), "--pipeline 2 --micro-batches 4 --steps 1", "key 'stage_layers' has 4 entries, but the job runs pipeline 2 x virtual pipeline 1"),
+        pytest.param((1, 1, 1, 1), "--pipeline 2 --micro-batches 4 --steps 1", "key 'stage_layers' has 4 entries, but the job runs pipeline 2 x virtual pipeline 1", marks=full),
         ((2, 2), "--pipeline 2 --order tp-cp-ep-dp-xx --micro-batches 4 --steps 1", "order 'tp-cp-ep-dp-xx': its parts are tp, cp, ep, dp, pp"),
     ],
     ids=["sizes", "layers", "stages", "order"],

@@ -39,10 +39,8 @@ json.dump({"world": site.world_size, "groups": sum(map(len, made.values())), "di
 """
 #: (sizes, kinds of groups that no order of the nodes keeps inside a cluster of 2,048 GPUs)
 JOBS = {
-    "tensor 8, pipeline 16": ({"tensor": 8, "pipeline": 16}, set()),
     "tensor 8, pipeline 8": ({"tensor": 8, "pipeline": 8}, set()),
     "context 4, expert 8": ({"tensor": 4, "context": 4, "pipeline": 32, "expert": 8}, set()),
-    "data outermost": ({"tensor": 8, "pipeline": 16, "order": "tp-cp-ep-pp-dp"}, set()),
     "pipeline 4": ({"tensor": 8, "pipeline": 4}, {"data"}),
 }
 

@@ -134,7 +134,7 @@ AWAY = (
     Fault("killed between plan and first group", (r"rank (0, )?3 did not come to init_process_group within 5 s",), ranks={"3": {"do": "kill", "when": "agreed"}}, flags=SHORT, gone=(0, 3), default=False),
     Fault("stopped between plan and first group", (r"rank (0, )?3 did not come to init_process_group within 5 s",), ranks={"3": {"do": "stop", "when": "agreed"}}, flags=SHORT, gone=(0, 3), default=False),
     Fault("nobody hosts the store", (r"cannot reach the job's store at 10.77.0.1:",), ranks={"0": {"do": "exit", "when": "before"}}, flags=SHORT, gone=(0,)),
-    Fault("a store that does not answer", (r"store at 10.77.0.1:.* takes connections and does not answer|cannot reach the job's store at 10.77.0.1:|got no verdict",), ranks={"0": {"do": "silent", "when": "before"}}, flags=("--holmes-timeout", "2"), gone=(0,)),
+    Fault("a store that does not answer", (r"store at 10.77.0.1:.* takes connections and does not answer|cannot reach the job's store at 10.77.0.1:|got no verdict",), ranks={"0": {"do": "silent", "when": "before"}}, flags=("--holmes-timeout", "2"), gone=(0,), default=False),
     Fault("the store's host dies in the preflight", (r"got no verdict from the launcher's rank 0",), ranks={"0": {"do": "kill", "when": "preflight"}}, gone=(0,)),
     Fault("the store's host stops in the preflight", (r"got no verdict from the launcher's rank 0|takes connections and does not answer",), ranks={"0": {"do": "stop", "when": "preflight"}}, gone=(0,), default=False),
     Fault("one rank looks for the store elsewhere", (r"rank 2 on a1 cannot reach the job's store at 10.77.0.4:",), ranks={"2": {"environ": {"MASTER_ADDR": B1}}}, flags=SHORT, default=False),
@@ -154,7 +154,7 @@ IN_TRAINING = (
     Fault("cable pulled and back in time", (r"NIC roce0 .* has no link; the job ends in 60 s unless it comes back", r"NIC roce0 .* of node b1 is back after"), 0,
           during=(cable("b1", "roce0"),), undo_during="has no link; the job ends", flags=("--holmes-patience", "60"), env=SLOW),  # fmt: skip
     Fault("packets of the fast NIC vanish", (r"rank [23] on node b[01]: communication failed.*node b[01] does not answer on roce0 .mlx5_0:1. 10.101.0.* but does over eth0",), 1,
-          during=(silent("b1", "roce0"),), env={**SLOW, "GROUP_TIMEOUT_S": "12"}),  # fmt: skip
+          during=(silent("b1", "roce0"),), env={**SLOW, "GROUP_TIMEOUT_S": "12"}, default=False),  # fmt: skip
     Fault("packets of Ethernet vanish", (r"communication failed.*does not answer on eth0 10.77.0",), 1,
           during=(silent("b1", "eth0"),), env={**SLOW, "GROUP_TIMEOUT_S": "12"}, default=False),  # fmt: skip
     Fault("packets of a whole node vanish", (r"communication failed.*node b[01] does not answer on .* over no NIC: the node is lost",), 1,

@@ -1,7 +1,6 @@
 """Every row of table.py happens to a small job in the lab, and must end, or go on, as the row says."""
 
 import json
-import os
 import re
 import sys
 import threading
@@ -11,7 +10,7 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-from conftest import CLUSTER  # noqa: E402
+from conftest import CLUSTER, FULL  # noqa: E402
 from table import FAULTS, Fault  # noqa: E402
 
 from holmes_ext.cluster.site import site_from_spec  # noqa: E402
@@ -20,7 +19,7 @@ from holmes_ext.plan.sizes import Sizes  # noqa: E402
 
 TINY = str(HERE / "tiny.py")
 PRELOAD = ("torch", "holmes_ext.switch", "holmes_ext.patches.registry", *(f"holmes_ext.runtime.{name}" for name in ("start", "preflight", "nic_watch")))
-CHOSEN = [fault for fault in FAULTS if fault.default or os.environ.get("HOLMES_TEST_FULL") == "1"]
+CHOSEN = [fault for fault in FAULTS if fault.default or FULL]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ Losses must be those of the undisturbed job, and no step beyond the checkpoint m
 """
 
 import json
-import os
 import re
 import sys
 import threading
@@ -14,7 +13,7 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-from conftest import CLUSTER, ROOT  # noqa: E402
+from conftest import CLUSTER, ROOT, full  # noqa: E402
 
 SIZE = "--layers 2 --hidden 64 --heads 2 --sequence 16 --micro-batch 2 --micro-batches 2 --stages 2".split()
 STEPS = 8
@@ -80,7 +79,7 @@ def said(result):
     return [line for lines in result.lines.values() for _, line in lines if "holmes:" in line]
 
 
-@pytest.mark.skipif(os.environ.get("HOLMES_TEST_FULL") != "1", reason="HOLMES_TEST_FULL=1")
+@full
 def test_a_nic_dies_and_comes_back(two_clusters, undisturbed, tmp_path):
     """Its cable is pulled in step 3: the job ends, starts again on Ethernet from its checkpoint, and uses the NIC at the next start."""
     lab, save = two_clusters.lab, tmp_path / "saved"

@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import FULL
 
 sys.path.insert(0, str(Path(__file__).parent))
 from job import Checkout, read_log  # noqa: E402
 
 SOURCE = os.environ.get("MEGATRON_DEEPSPEED_DIR", "")
-FULL = os.environ.get("HOLMES_TEST_FULL") == "1"
 STEPS = 20
 pytestmark = pytest.mark.skipif(
     not (Path(SOURCE) / "pretrain_gpt.py").is_file() or not SOURCE,
