@@ -25,7 +25,6 @@ from holmes_ext.patches import megatron_buckets, megatron_core, megatron_gather
 from holmes_ext.patches.megatron_core import job
 from holmes_ext.patches.megatron_version import MEGATRON, loaded_version
 from holmes_ext.patches.patch import Patch
-from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 
 @dataclass(frozen=True)
