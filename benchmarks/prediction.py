@@ -1,12 +1,12 @@
 """Predicted against measured step times: plan/schedule.py against real engines on emulated clusters, and against the Holmes paper's bars.
 
-    python benchmarks/prediction.py --json FILE [--scenes NAME,...|recorded|paper] [--store FILE] [--predict]
+    python benchmarks/prediction.py --json FILE [--scenes NAME,...|recorded|paper] [--store FILE] [--predict] [--within S]
 
 Nothing is tuned for a scene. Once for all: `holmes probe` in the lab of each cluster file (what a user would run), the emulated
 accelerator's known seconds, and for each engine three numbers fitted to three runs of CALIBRATION, which are not among the scenes: CPU
 seconds of a pass, of a parameter and of a step, without a network to speak of. The lab's nodes share this machine's cores, so these three count ranks / cores
-times where there are more ranks than cores. --store keeps what was measured: scenes that are in it are not run again (--predict runs nothing), so that a
-long run can be made in parts.
+times where there are more ranks than cores. --store keeps what was measured: scenes that are in it are not run again (--predict runs nothing, --within S
+begins nothing after S seconds), so that a long run can be made in parts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Sequence
 
@@ -245,8 +247,12 @@ def overheads(scenes: Sequence[Scene], seconds: Sequence[float]) -> tuple[float,
     return tuple(float(part * unit) for part, unit in zip(found, units))
 
 
-def measure_missing(scenes: list[Scene], measured: Measured, store: Path) -> None:
+def measure_missing(scenes: Sequence[Scene], measured: Measured, store: Path, until: float = inf) -> None:
+    """Measure what is not in the store; begin nothing after `until` (time.monotonic)."""
     for scene in scenes:
+        if time.monotonic() > until:
+            tell(f"no time left for {scene.name} and those after it: run again")
+            return
         if scene.way != "rdma" and scene.file not in measured.probes:
             file = cluster_file(scene.file)
             tell(f"probing {scene.file}")
@@ -286,6 +292,7 @@ def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--store", type=Path, default=STORE, metavar="FILE", help="what was measured; kept between parts")
     arguments.add_argument("--predict", action="store_true", help="measure nothing: scenes that are in the store")
+    arguments.add_argument("--within", type=float, default=inf, metavar="S", help="begin no measurement after S seconds")
     args = arguments.parse_args()
     wanted = [name for name in args.scenes.split(",") if name]
     unknown = [name for name in wanted if name not in ("paper", "recorded") and not any(scene.name.startswith(name) for scene in SCENES)]
@@ -294,13 +301,13 @@ def main() -> int:
         return 2
     measured = Measured.load(args.store)
     scenes = [scene for scene in SCENES if not wanted or any(scene.name.startswith(name) for name in wanted)]
-    if args.predict:
-        scenes = [scene for scene in scenes if scene.name in measured.steps and scene.file in measured.probes]
-    else:
+    if not args.predict:
         assert os.cpu_count() == CORES or not scenes, f"CORES is {CORES}, this machine has {os.cpu_count()}"
         engines = {scene.engine for scene in scenes}
-        measure_missing([scene for scene in CALIBRATION if scene.engine in engines], measured, args.store)
-        measure_missing(scenes, measured, args.store)
+        first = [scene for scene in CALIBRATION if scene.engine in engines]
+        measure_missing([*first, *scenes], measured, args.store, time.monotonic() + args.within)
+    calibrated = {engine for engine in ("deepspeed", "megatron", "plain") if all(scene.name in measured.steps for scene in CALIBRATION if scene.engine == engine)}
+    scenes = [scene for scene in scenes if scene.name in measured.steps and scene.file in measured.probes and scene.engine in calibrated]
     rows = lab_rows(scenes, measured) if scenes else []
     rows += recorded_rows(sys.modules[__name__]) if not wanted or "recorded" in wanted else []
     rows += paper_rows() if not wanted or "paper" in wanted else []
