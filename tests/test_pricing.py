@@ -63,3 +63,36 @@ def test_no_split_beats_the_bound(sample, overlap):
         costs = costs_on_site(site, arrangement.nodes(ground), shape.sizes(arrangement.order), shape.model(MODEL), overlap)
         best = estimate(costs, balanced(costs)).step_s
         assert bound <= best * (1 + 1e-9) and best <= stages.estimate(split) * (1 + 1e-6), (shape, arrangement)
+
+
+FREE = Gpu(9e29)  # computes in no time: what is left of a step is its traffic
+FLAT = Limits({"pipeline": (1,), "tensor": (1,), "context": (1,), "micro_batch": (1,), "recompute": ("none",), "reduction": ("flat",)})
+
+
+def priced(model, **allowed):
+    """Stages of the only shape within limits, on 2 + 2 nodes with 250 Mb/s of Ethernet and no latency."""
+    spec = load_spec(EXAMPLES / "two_clusters_4.toml")
+    site = site_from_spec(replace(spec, ethernet_latency_s=0.0))
+    ground = Ground.of(site, model)
+    (shape,) = shapes(ground, model, 12, Limits({**FLAT.allowed, **{name: (value,) for name, value in allowed.items()}}))
+    (arrangement,) = arrangements(ground, 1, 1)[0]
+    return Stages(Pricing(ground, model, shape, ("flat",)), arrangement, False)
+
+
+@pytest.mark.parametrize("zero, gradients, weights, once", [(0, 0, 0, 2 * 4), (1, 0, 0, 4 + 2), (2, 1, 0, 2), (3, 1, 2, 0)])
+def test_what_zero_sends(zero, gradients, weights, once):
+    """By hand, n = 4 ranks, 3 micro-batches, 4 bytes of gradients and 2 of weights: 3/4 of every reduce-scatter and gather through each NIC."""
+    stages = priced(replace(MODEL, tied=False, gpus={}, gpu=FREE), zero=zero)
+    parameters = sum(layer.parameters for layer in stages.pricing.layers)
+    expected = 3 / 4 * parameters * (3 * (4 * gradients + 2 * weights) + once)
+    assert stages.estimate((8,)) == pytest.approx(8 * expected / 250e6, rel=1e-6)
+
+
+def test_what_experts_send():
+    """4 all-to-alls of a block and micro-batch: 256 tokens to 2 experts each, 1024 wide, 16 bits, 3 of 4 to other ranks; gradients of all but experts."""
+    stages = priced(replace(MODEL, tied=False, gpus={}, gpu=FREE, experts=4, experts_per_token=2), expert=4, zero=0)
+    sent = 4 * 256 * 2 * 1024 * 2 * 3 / 4
+    dense = sum(layer.parameters - layer.expert_parameters for layer in stages.pricing.layers)
+    assert stages.estimate((8,)) == pytest.approx(8 * (3 * 8 * sent + 2 * 3 / 4 * 4 * dense) / 250e6, rel=1e-6)
+    again = priced(replace(MODEL, tied=False, gpus={}, gpu=FREE, experts=4, experts_per_token=2), expert=4, zero=0, recompute="full")
+    assert again.pricing.block.expert_bytes == 1.5 * sent  # 6 all-to-alls: forward runs twice

@@ -226,7 +226,7 @@ def test_a_deadlock_is_told():
         Simulation([[("wait", "x", "send", 0)]], {"x": Transfer(1)}, {}).run()
 
 
-@pytest.mark.parametrize("change,word", [({"schedule": "2f2b"}, "2f2b"), ({"engine": "x"}, "engine"), ({"zero": 3}, "zero"), ({"pass_s": -1.0}, "pass_s"), ({"virtual": 2}, "interleaved"), ({"stage_layers": (1, 2)}, "stage_layers")])
+@pytest.mark.parametrize("change,word", [({"schedule": "2f2b"}, "2f2b"), ({"engine": "x"}, "engine"), ({"zero": 4}, "zero"), ({"zero": 2}, "under a pipeline"), ({"pass_s": -1.0}, "pass_s"), ({"virtual": 2}, "interleaved"), ({"stage_layers": (1, 2)}, "stage_layers")])
 def test_what_does_not_fit_is_told(change, word):
     site = clusters()
     with pytest.raises(HolmesError, match=word):
@@ -279,3 +279,32 @@ def test_a_flow_that_stands_for_three_takes_three_shares():
 def test_interleaved_warm_up_is_megatrons():
     order = passes("interleaved", 1, 4, 8, 2)
     assert [unit[0] for unit in order].index("B") == (4 - 1 - 1) * 2 + (2 - 1) * 4 + 1
+
+
+@pytest.mark.parametrize("zero,parts", [(1, (0, 0, 1)), (2, (1, 0, 1)), (3, (1, 2, 0))])
+def test_bytes_of_zero(zero, parts):
+    """By hand, for each of n = 4 ranks: scattered and gathered every micro-batch, (once) gathered after the optimizer; 4 and 2 bytes a parameter."""
+    site, gpt = clusters(2, 2), model(micro_batches=3)
+    step = simulate(site, [node.name for node in site.nodes], Sizes(), gpt, Options(zero=zero))
+    total, share = sum(layer.parameters for layer in gpt.costs()), 3 / 4
+    scattered, gathered, once = parts
+    expected = share * total * (3 * (4 * scattered + 2 * gathered) + once * 2) + (share * total * 4 if zero == 1 else 0.0)
+    sent = [value for (_, fabric, way), value in step.carried.items() if way == "out"]
+    assert sent == pytest.approx([expected] * len(sent)) and sent
+    assert step.breakdown["across"] == pytest.approx(8 * expected / 1e9, rel=0.05) and step.breakdown["bubble"] < 1e-9
+
+
+def test_experts_are_reduced_only_where_they_are_held():
+    """8 experts, 2 on each rank: their gradients are reduced by no one, all else by all 4; 4 all-to-alls a block and micro-batch pace the step."""
+    site, gpt = clusters(2, 2), model(experts=8, experts_per_token=2, micro_batches=3)
+    order = [node.name for node in site.nodes]
+    step = simulate(site, order, Sizes(expert=4), gpt, Options())
+    layers = gpt.costs(1, 1, 4)
+    dense = sum(layer.parameters - layer.expert_parameters for layer in layers)
+    assert layers[1].expert_parameters == 2 * (8 * 256 * 256 + 5 * 256)
+    assert [value for (_, _, way), value in step.carried.items() if way == "out"] == pytest.approx([2 * 3 / 4 * dense * 4] * 2)
+    bytes_of_block = 4 * (128 * 256 * 2 * 2 * 3 / 4)  # 4 all-to-alls x tokens x hidden x 16 bits x 2 experts, 3 of 4 elsewhere
+    assert layers[1].expert_bytes == bytes_of_block
+    alone = simulate(site, order, Sizes(expert=4), gpt, Options(), costs=flat_costs(1, 8, 3, 0.0, 0.0))
+    compute = 3 * sum(layer.forward_flops + layer.backward_flops for layer in layers) / 1e12
+    assert step.step_s - alone.step_s - compute == pytest.approx(3 * 8 * (8 * bytes_of_block / 1e9 + 3 * 3e-5), rel=1e-3)  # 3 latencies

@@ -13,6 +13,7 @@ from holmes_ext.cli import search_report as report
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.links import Links
 from holmes_ext.plan.model import Model, load_model, on_clusters
 from holmes_ext.plan.search import search
 from holmes_ext.plan.simulated import rank
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     model = on_clusters(_model(args), spec)
     limits = _limits(args)
     with _Bar(quiet=args.json) as bar:
-        outcome = search(site, model, _global_batch(args, model), limits, args.overlap == "on", args.seconds, bar.told, max(args.rows, 1))
+        outcome = search(site, model, _global_batch(args, model), limits, args.overlap == "on", args.seconds, bar.told, max(args.rows, 1), Links.of_spec(spec))
     if not outcome.interrupted:
         outcome = rank(outcome)
     plan = report.plan_of(outcome, outcome.best)

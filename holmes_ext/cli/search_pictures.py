@@ -7,7 +7,7 @@ from pathlib import Path
 from holmes_ext.cluster.site import ETHERNET
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.outcome import Outcome
-from holmes_ext.plan.simulated import can, simulated
+from holmes_ext.plan.simulated import simulated
 from holmes_ext.plan.why import on_ethernet
 from holmes_ext.units import format_bytes, format_rate
 
@@ -71,50 +71,8 @@ def _placement(plt, outcome: Outcome):
     return figure
 
 
-def spans(outcome: Outcome) -> list[list[tuple[str, float, float]]]:
-    """For each stage (kind, start, end), seconds: 1F1B with sends as long as the edges take, then what is exposed of the reduction."""
-    best = outcome.best
-    stages = outcome.stages(best)
-    forward, backward = stages.work(best.split)
-    count, batches = len(forward), best.shape.micro_batches
-    orders = []
-    for stage in range(count):
-        ahead = min(count - stage - 1, batches)
-        order = [("forward", k) for k in range(ahead)]
-        for k in range(batches):
-            order += ([("forward", k + ahead)] if k + ahead < batches else []) + [("backward", k)]
-        orders.append(order)
-    ended: dict[tuple[str, int, int], float] = {}
-    free, position, found = [0.0] * count, [0] * count, [[] for _ in range(count)]
-    moving = True
-    while moving:
-        moving = False
-        for stage in range(count):
-            while position[stage] < len(orders[stage]):
-                kind, k = orders[stage][position[stage]]
-                before = stage - 1 if kind == "forward" else stage + 1
-                ready = 0.0
-                if 0 <= before < count:
-                    if (kind, before, k) not in ended:
-                        break
-                    ready = ended[kind, before, k] + stages.edges[min(stage, before)]
-                start = max(free[stage], ready)
-                end = start + (forward if kind == "forward" else backward)[stage]
-                ended[kind, stage, k] = free[stage] = end
-                found[stage].append((kind, start, end))
-                position[stage] += 1
-                moving = True
-    for stage in range(count):
-        left = stages.exposed(stage, best.split[stage])
-        if left > 0:
-            found[stage].append(("inside" if len(best.arrangement.contents[stage]) == 1 else "across", free[stage], free[stage] + left))
-    return found
-
-
 def rows(outcome: Outcome) -> list[list[tuple[str, float, float]]]:
-    """For each stage (what, start, end) of the simulated step of its first ranks; of the closed form where it cannot be simulated."""
-    if not can(outcome.best):
-        return spans(outcome)
+    """For each stage (what, start, end) of the simulated step of its first ranks."""
     first: dict[int, list] = {}
     for line in simulated(outcome, outcome.best).ranks:
         first.setdefault(line.stage, [(_what(span), span.start, span.end) for span in line.spans if span.kind != "idle"])

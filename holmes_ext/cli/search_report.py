@@ -88,6 +88,8 @@ def show(outcome: Outcome, plan: Plan, args: argparse.Namespace) -> None:
         f"{outcome.shapes} shapes, {len(outcome.candidates)} plans worked out, {outcome.pruned} left out by their bound, {outcome.misfits} too large,"
         f" {outcome.seconds:.1f} s"
     )
+    if ground.links.measured:
+        console.print(escape(f"networks as holmes probe measured them: {', '.join(ground.links.measured)}"))
     console.print(escape(f"winner: {best.arrangement.describe(ground)}; layers of the stages: {split_text(best.split)}"))
     _show_why(console, outcome)
     _show_flags(console, outcome, args)

@@ -5,7 +5,7 @@
     clusters A B C D              groups (AB)(CD)      stages  AB AB CD CD    both
 
 A stage's content is a tuple of (cluster, ranks) in the order of its data-parallel ranks. Groups of equal numbers of clusters are looked at, in
-every order; clusters that are alike (nodes, GPU, fabric's kind, rate and latency) are interchangeable, so only distinct orders are listed.
+every order; clusters that are alike (nodes, GPU, fabric's kind, rate and latency, measured ones first) are interchangeable, so only distinct orders are listed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Iterator, Sequence
 
 from holmes_ext.cluster.site import Fabric, Site
+from holmes_ext.plan.links import Links
 from holmes_ext.plan.model import Gpu, Model
 from holmes_ext.plan.sizes import DEFAULT_ORDER
 
@@ -29,15 +30,16 @@ MAX_ORDERS = 2400
 
 @dataclass(frozen=True)
 class Ground:
-    """A site as the search sees it: clusters by index, in the launcher's order. only: the fabric of all traffic (stock)."""
+    """A site as the search sees it: clusters by index, in the launcher's order. only: the fabric of all traffic (stock). links: measured ones."""
 
     site: Site
     gpus: tuple[Gpu, ...]
     only: Fabric | None = None
+    links: Links = Links()
 
     @classmethod
-    def of(cls, site: Site, model: Model, only: Fabric | None = None) -> Ground:
-        return cls(site, tuple(model.gpu_of(name) for name in site.clusters), only)
+    def of(cls, site: Site, model: Model, only: Fabric | None = None, links: Links = Links()) -> Ground:
+        return cls(site, tuple(model.gpu_of(name) for name in site.clusters), only, links)
 
     @cached_property
     def nodes(self) -> tuple[tuple[str, ...], ...]:
@@ -69,12 +71,10 @@ class Ground:
         return {}
 
     def fabric(self, clusters: Sequence[int]) -> Fabric:
-        """The fastest that nodes of all these clusters share."""
-        if self.only is not None:
-            return self.only
+        """The fastest that nodes of all these clusters share; its rate and latency as measured, where they were."""
         key = frozenset(clusters)
         if key not in self._shared:
-            self._shared[key] = self.site.shared_fabric(self.nodes[index][0] for index in key)
+            self._shared[key] = self.links.line(self.only or self.site.shared_fabric(self.nodes[index][0] for index in key))
         return self._shared[key]
 
     @cached_property
@@ -86,7 +86,7 @@ class Ground:
         for index, fabrics in enumerate(own):
             described = []
             for name in fabrics:
-                fabric = self.site.fabric_by_name[name]
+                fabric = self.links.line(self.site.fabric_by_name[name])
                 described.append((fabric.kind, fabric.rate_bps, fabric.latency_s) if uses[name] == 1 else name)
             keys.append((tuple(described), self.ranks[index], self.gpus[index]))
         return tuple(keys.index(key) for key in keys)

@@ -39,15 +39,17 @@ class Stages:
         prices = [pricing.stage(content, arrangement.order) for content in arrangement.contents]
         count = len(prices)
         self.prices, self.count, self.layers, self.micro_batches = prices, count, pricing.model.layers, shape.micro_batches
-        self.forward = [block.forward_flops / p.flops + p.collective_s / 2 + p.forward_extra_s for p in prices]
-        self.backward = [block.backward_flops / p.flops + p.collective_s / 2 + p.backward_extra_s for p in prices]
+        sharded = [pricing.sharded_s(block, p) for p in prices]
+        self.forward = [block.forward_flops / p.flops + p.collective_s / 2 + more for p, (more, _) in zip(prices, sharded)]
+        self.backward = [block.backward_flops / p.flops + p.collective_s / 2 + more for p, (_, more) in zip(prices, sharded)]
         self.extra_forward, self.extra_backward, self.extra_reduce, self.extra_memory = ([0.0] * count for _ in range(4))
         block_state, block_reduced = pricing.bytes_of(block), pricing.reduced_bytes(block)
         ends = ((0, embedding), (count - 1, output))
         keeps = [under_way(stage, count, shape.virtual, shape.micro_batches) for stage in range(count)]
         for stage, layer in ends:
-            self.extra_forward[stage] += layer.forward_flops / prices[stage].flops
-            self.extra_backward[stage] += layer.backward_flops / prices[stage].flops
+            forward, backward = pricing.sharded_s(layer, prices[stage])
+            self.extra_forward[stage] += layer.forward_flops / prices[stage].flops + forward
+            self.extra_backward[stage] += layer.backward_flops / prices[stage].flops + backward
             self.extra_reduce[stage] += pricing.reduced_bytes(layer) * prices[stage].byte_s
             self.extra_memory[stage] += pricing.bytes_of(layer) + layer.kept_bytes * keeps[stage]
         self.reduce = [block_reduced * p.byte_s for p in prices]

@@ -13,7 +13,8 @@ ROUNDS = 40
 
 
 def costs_of(stages: Stages) -> StageCosts:
-    """The tables of plan/stage_costs.py, as plan/stages.py and the simulation want them; of one chunk a stage."""
+    """The tables of plan/stage_costs.py, as plan/stages.py and the simulation want them; of one chunk a stage, and without
+    what ZeRO 2 and 3 send: partitions have none (they exclude a pipeline), the simulation sends it itself."""
     pricing, shape, layers = stages.pricing, stages.pricing.shape, stages.pricing.layers
     ground = pricing.ground
     forward, backward, reduce, transfer = [], [], [], []
@@ -23,8 +24,8 @@ def costs_of(stages: Stages) -> StageCosts:
             half = price.collective_s / 2
             blocks = [layer.kind == "block" for layer in layers]
             known[price] = (
-                tuple(x.forward_flops / price.flops + (half + price.forward_extra_s if b else 0.0) for x, b in zip(layers, blocks)),
-                tuple(x.backward_flops / price.flops + (half + price.backward_extra_s if b else 0.0) for x, b in zip(layers, blocks)),
+                tuple(x.forward_flops / price.flops + (half if b else 0.0) for x, b in zip(layers, blocks)),
+                tuple(x.backward_flops / price.flops + (half if b else 0.0) for x, b in zip(layers, blocks)),
                 tuple(size * price.byte_s for size in reduced),
             )
         for rows, row in zip((forward, backward, reduce), known[price]):

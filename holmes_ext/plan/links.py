@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Iterable, Mapping
 
 from holmes_ext.cluster.site import Fabric, fabrics_of_spec
@@ -59,6 +60,11 @@ class Curve:
             return start + 8 * (size - low) / self.rate_bps
         (high, end) = self.points[place]
         return start + (end - start) * (size - low) / (high - low)
+
+    @property
+    def least_s(self) -> float:
+        """The latency with which, at rate_bps, no message takes longer than its seconds here."""
+        return min((self.fixed_s(size) for size, _ in self.points), default=self.latency_s)
 
     def fixed_s(self, size: float) -> float:
         """What `seconds` holds besides the bits at rate_bps."""
@@ -114,6 +120,17 @@ class Links:
 
     def of(self, fabric: Fabric) -> Link:
         return self.measured.get(fabric.name) or Link.of(fabric)
+
+    def line(self, fabric: Fabric) -> Fabric:
+        """`fabric` with a rate and a latency under both its curves: closed forms with it are never slower than the curves."""
+        if fabric.name not in self.measured:
+            return fabric
+        link = self.measured[fabric.name]
+        return replace(fabric, rate_bps=ceil(max(link.send.rate_bps, link.ring.rate_bps)), latency_s=min(link.send.least_s, link.ring.least_s))
+
+    def scaled(self, name: str, factor: float) -> Links:
+        """What-if: the link `name` with `factor` times its measured rate."""
+        return Links({key: link.scaled(factor) if key == name else link for key, link in self.measured.items()})
 
     @classmethod
     def of_spec(cls, spec: SiteSpec) -> Links:

@@ -3,7 +3,8 @@
 The rules are plan/cost.py's (ring all-reduce, groups that share a NIC share its rate), so a dense model gives the same figures as
 plan/stage_costs.py where traffic inside a node is free (tests/test_pricing.py compares them); here stages with the same content are priced once,
 which is what a search of 16,384 GPUs needs. Besides: NVLink where the GPUs' rate is known, ZeRO, experts, and for a data-parallel group that
-straddles clusters the choice between a flat ring and two levels (runtime/two_level.py: inside, across, inside).
+straddles clusters the choice between a flat ring and two levels (runtime/two_level.py: inside, across, inside; not under ZeRO 2 and 3, which no
+engine reduces so). What ZeRO 2 and 3 send counts in full: nothing of it is hidden under computing.
 """
 
 from __future__ import annotations
@@ -18,19 +19,22 @@ from holmes_ext.plan.arrangement import PIPELINES_FIRST, Arrangement, Content, G
 from holmes_ext.plan.cost import allreduce_seconds, send_seconds
 from holmes_ext.plan.memory import working_bytes
 from holmes_ext.plan.model import Layer, Model
+from holmes_ext.plan.reduction import reduced_parameters
 from holmes_ext.plan.space import REDUCTIONS, Shape
 
 
 @dataclass(frozen=True)
 class StagePrice:
-    """Of one stage: flops (FLOP/s of a GPU), collective_s (of a block and micro-batch, forward and backward), forward_extra_s and backward_extra_s
-    (parameters gathered and gradients scattered for a block and micro-batch: ZeRO 2 and 3), byte_s (reduction of a byte of gradients), latency_s (of a
-    reduction), limit_bytes, reduction ("local", "flat", "two-level") and the fabric of the reduction."""
+    """Of one stage: flops (FLOP/s of a GPU), collective_s (of a block and micro-batch, forward and backward), gather_byte_s and
+    scatter_byte_s (weights gathered before a layer's forward and its backward, gradients scattered after its backward, of every micro-batch: ZeRO 3, and
+    the latter ZeRO 2; of a byte of gradients), part_latency_s (of one of these), byte_s (reduction of a byte of gradients once a step), latency_s (of that),
+    limit_bytes, reduction ("local", "flat", "two-level") and the fabric of the reduction."""
 
     flops: float
     collective_s: float
-    forward_extra_s: float
-    backward_extra_s: float
+    gather_byte_s: float
+    scatter_byte_s: float
+    part_latency_s: float
     byte_s: float
     latency_s: float
     limit_bytes: float
@@ -71,9 +75,13 @@ class Pricing:
 
     def reduced_bytes(self, layer: Layer) -> float:
         """Gradients of a layer, in bytes that a group of all data-parallel ranks would have to reduce to take as long."""
-        group = max(1, self.shards // self.shape.expert)
-        less = (group - 1) / group / ((self.shards - 1) / self.shards) if self.shards > 1 else 1.0
-        return self.model.gradient_width * (layer.parameters - layer.expert_parameters * (1 - less))
+        return self.model.gradient_width * reduced_parameters(layer, self.shards, self.shape.expert)
+
+    def sharded_s(self, layer: Layer, price: StagePrice) -> tuple[float, float]:
+        """Seconds that ZeRO 2 and 3 add to a forward and to a backward of a layer."""
+        size, latency = self.reduced_bytes(layer), price.part_latency_s
+        gather = size * price.gather_byte_s + (latency if price.gather_byte_s else 0.0)
+        return gather, gather + size * price.scatter_byte_s + (latency if price.scatter_byte_s else 0.0)
 
     def stage(self, content: Content, order: str) -> StagePrice:
         if (content, order) not in self._stages:
@@ -118,14 +126,12 @@ class Pricing:
         how, fabric, byte_s, latency = self._reduction(content, order)
         weights = model.activation_width / model.gradient_width  # of gradients' bytes
         gather, scatter = weights * byte_s / 2, byte_s / 2  # a reduce-scatter or an all-gather is half an all-reduce
-        of_block = self.reduced_bytes(self.block)
-        forward_extra = of_block * gather + latency / 2 if shape.zero == 3 else 0.0
-        backward_extra = (of_block * scatter + latency / 2 if shape.zero >= 2 else 0.0) + forward_extra
         return StagePrice(
             flops=min(gpu.flops for gpu in gpus),
             collective_s=self._collectives(content, order),
-            forward_extra_s=forward_extra,
-            backward_extra_s=backward_extra,
+            gather_byte_s=gather if shape.zero == 3 else 0.0,
+            scatter_byte_s=scatter if shape.zero >= 2 else 0.0,
+            part_latency_s=latency / 2,
             byte_s=(byte_s, scatter + gather, gather, 0.0)[shape.zero],
             latency_s=(latency, latency, latency / 2, 0.0)[shape.zero],
             limit_bytes=limit,
@@ -155,7 +161,8 @@ class Pricing:
         latency = allreduce_seconds(0.0, _spread(count, here), fabric, sharers)
         flat = ("flat", fabric.name, allreduce_seconds(1e9, _spread(count, here), fabric, sharers) / 1e9 - latency / 1e9, latency)
         options = [flat] if "flat" in self.reductions else []
-        two = self._two_level(content, here, fabric) if self.ground.only is None and "two-level" in self.reductions else None
+        possible = self.ground.only is None and "two-level" in self.reductions and self.shape.zero < 2
+        two = self._two_level(content, here, fabric) if possible else None
         options += [two] if two else []
         size = self._typical_bytes
         return min(options or [flat], key=lambda option: option[2] * size + option[3])

@@ -12,6 +12,7 @@ from typing import Sequence
 
 from holmes_ext.cluster.site import Fabric, Site
 from holmes_ext.plan.cost import Workload, step_seconds
+from holmes_ext.plan.model import Layer
 from holmes_ext.plan.sizes import Sizes
 
 #: A bucket is at least so much longer on the wire than the latencies of its ring, and at most this part of its stage.
@@ -27,6 +28,14 @@ def exposed_stages(site: Site, nodes: Sequence[str], sizes: Sizes, workload: Wor
     step = step_seconds(site, nodes, sizes, workload)
     first = step.backward_end_s[0]
     return tuple(bool(reduction) and end + reduction > first for end, reduction in zip(step.backward_end_s, step.reduction_s))
+
+
+def reduced_parameters(layer: Layer, shards: int, expert: int) -> float:
+    """Parameters of a layer that a group of all `shards` data- and context-parallel ranks would have to reduce to send as much: an expert's
+    are reduced only by the shards / expert ranks that hold it."""
+    group = max(1, shards // expert)
+    less = (group - 1) / group / ((shards - 1) / shards) if shards > 1 else 1.0
+    return layer.parameters - layer.expert_parameters * (1 - less)
 
 
 def bucket_bytes(stage_bytes: int, members: int, fabric: Fabric) -> int:

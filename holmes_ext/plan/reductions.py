@@ -2,21 +2,23 @@
 
     deepspeed   tied embeddings, then each stage's gradients, optimizer, (ZeRO-1: weights are gathered)
     megatron    each stage's gradients, then tied embeddings, optimizer, (ZeRO-1: weights are gathered, or under the next forward)
+    ZeRO 2, 3   each micro-batch: a layer's gradients are scattered after its backward, (3) its weights gathered before forward and backward;
+                once a step: (2) weights are gathered
     overlap     a layer's gradients are final in the last micro-batch's backward; full buckets leave at once, in that order
 
 A ring of n ranks passes every node once: 2 (n - 1) / n of the bytes through each NIC, both ways at once, in 2 (n - 1) steps (half of both for a
-reduce-scatter or a gather). Two levels: runtime/two_level.py's four steps, chunk after chunk.
+reduce-scatter or a gather); among GPUs of one node over their own link, where its rate is known. Two levels: runtime/two_level.py's four steps, chunk after chunk.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Hashable, Iterable, Iterator, Sequence
 
 from holmes_ext.plan.columns import Columns, Group
 from holmes_ext.plan.events import Transfer
 from holmes_ext.plan.links import Links
 from holmes_ext.plan.model import Layer, Model
-from holmes_ext.plan.reduction import bucket_bytes
+from holmes_ext.plan.reduction import bucket_bytes, reduced_parameters
 from holmes_ext.plan.sizes import Sizes
 
 if TYPE_CHECKING:
@@ -28,22 +30,32 @@ CHUNK_SHARE_BYTES = 512 * 2**10
 MOST_CHUNKS = 32
 
 
+def inside_s(model: Model, columns: Columns, nodes: Iterable[str], size: float) -> float:
+    """Seconds of `size` bytes between GPUs of one node; 0 where the rate of their link is not known."""
+    rate = min(model.gpu_of(columns.cluster(node)).link_bps for node in nodes)
+    return size * 8 / rate if rate else 0.0
+
+
 class Reductions:
     """transfers: of all collectives. before, along, after: the operations that an actor's program gets for them."""
 
-    def __init__(self, columns: Columns, links: Links, options: Options, ranges, layers: Sequence[Layer], model: Model, sizes: Sizes):
+    def __init__(self, columns: Columns, links: Links, options: Options, ranges, layers: Sequence[Layer], model: Model, sizes: Sizes, micro_batches: int):
         self.columns, self.links, self.options, self.sizes, self.model = columns, links, options, sizes, model
-        self.stages, self.ranges = columns.stages, ranges
+        self.stages, self.ranges, self.micro_batches = columns.stages, ranges, micro_batches
         self.parameters = [layer.parameters for layer in layers]
+        shards = sizes.data * sizes.context
+        self.reduced = [reduced_parameters(layer, shards, sizes.expert) for layer in layers]
         if model.tied and sizes.pipeline == 1:
             self.parameters[-1] -= model.vocabulary * model.hidden / sizes.tensor
+            self.reduced[-1] -= model.vocabulary * model.hidden / sizes.tensor
+        self._late_gather = options.zero == 1 and options.gather_overlap
         self.transfers: dict[Hashable, Transfer] = {}
         self._group: dict[tuple[int, int], Group] = {}
         self._buckets: dict[tuple[int, int], list[list[tuple[int, int]]]] = {}  # (kind, stage) -> buckets of (chunk, layer)
         for stage in range(self.stages):
-            for index, group in enumerate(columns.groups(stage)):
-                if len(group.members) > 1:
-                    self._make(group, index)
+            for group in columns.groups(stage):
+                if group.ranks > 1:
+                    self._make(group)
         self.tied = bool(model.tied and self.stages > 1)
         if self.tied:
             self._make_tied()
@@ -52,39 +64,54 @@ class Reductions:
         """Buckets of (chunk, layer) in the order of the last backward."""
         chunks = reversed(range(self.options.virtual))
         final = [(chunk, layer) for chunk in chunks for layer in reversed(range(*self.ranges[chunk * self.stages + stage]))]
-        if not self._overlaps(stage) or (self.options.overlap == "first" and stage > 0):
+        if not self._overlaps() or (self.options.overlap == "first" and stage > 0):
             return [final]
         width = self.model.gradient_width
-        total = sum(self.parameters[layer] for _, layer in final) * width
+        total = sum(self.reduced[layer] for _, layer in final) * width
         limit = self.options.bucket_bytes or bucket_bytes(int(total), group.ranks, self.columns.fabric(tuple(group.members)))
         buckets, size = [[]], 0.0
         for place in final:
             if size >= limit:
                 buckets, size = [*buckets, []], 0.0
             buckets[-1].append(place)
-            size += self.parameters[place[1]] * width
+            size += self.reduced[place[1]] * width
         return buckets
 
-    def _overlaps(self, stage: int) -> bool:
-        return self.options.overlap != "off"
+    def _overlaps(self) -> bool:
+        return self.options.overlap != "off" and self.options.zero < 2
 
-    def _make(self, group: Group, index: int) -> None:
+    def _make(self, group: Group) -> None:
         buckets = self._cut(group.stage, group)
         for kind in group.kinds:
             self._group[kind, group.stage] = group
             self._buckets[kind, group.stage] = buckets
         scatter = self.options.zero and self.options.engine != "deepspeed"  # DeepSpeed's ZeRO-1 all-reduces under a pipeline
+        if self.options.zero > 1:
+            self._make_shards(group)
         for number, bucket in enumerate(buckets):
-            parameters = sum(self.parameters[layer] for _, layer in bucket)
+            parameters = sum(self.reduced[layer] for _, layer in bucket)
             self._collective(group, ("reduce", group.stage, group.kinds, number), parameters * self.model.gradient_width, 0.5 if scatter else 1.0)
             if self.options.zero:
                 self._collective(group, ("gather", group.stage, group.kinds, number), parameters * self.model.activation_width, 0.5)
+
+    def _make_shards(self, group: Group) -> None:
+        """What ZeRO 2 and 3 send for every layer and micro-batch."""
+        for micro_batch in range(self.micro_batches):
+            for layer in range(*self.ranges[group.stage]):
+                of_layer, size = (group.stage, group.kinds, micro_batch, layer), self.reduced[layer]
+                self._collective(group, ("scatter", *of_layer), size * self.model.gradient_width, 0.5)
+                for letter in "FB" if self.options.zero == 3 else "":
+                    self._collective(group, ("weights", *of_layer, letter), size * self.model.activation_width, 0.5)
 
     def _collective(self, group: Group, tag: tuple, size: float, part: float) -> None:
         """part: 1 of an all-reduce, 1/2 of a reduce-scatter or a gather."""
         parties = len(group.kinds)
         if self.options.two_level and part == 1.0 and len(group.clusters) > 1 and any(len(nodes) > 1 for nodes in group.clusters.values()):
             self._two_level(group, tag, size)
+            return
+        if len(group.members) == 1:
+            seconds = inside_s(self.model, self.columns, group.members, part * 2 * (group.ranks - 1) / group.ranks * size)
+            self.transfers[tag] = Transfer(parties, seconds, channel=tag[:3])
             return
         fabric = self.columns.fabric(tuple(group.members))
         curve = self.links.of(fabric).ring
@@ -150,7 +177,7 @@ class Reductions:
         for kind in range(len(self.columns.kinds)):
             one, two, leaving, reaching = self.columns.edge(kind, 0, self.stages - 1)
             if one == two:
-                self.transfers["tied", kind] = Transfer(2)
+                self.transfers["tied", kind] = Transfer(2, inside_s(self.model, self.columns, (one,), size))
                 continue
             fabric = self.columns.fabric((one, two))
             curve = self.links.of(fabric).ring
@@ -161,22 +188,37 @@ class Reductions:
 
     def before(self, kind: int, stage: int) -> Iterator[tuple]:
         """At the step's start: the last step's weights begin to be gathered, in the order of the forward pass."""
-        if self.options.zero and self.options.gather_overlap:
+        if self._late_gather:
             for tag in reversed(self._tags(kind, stage, "gather")):
                 yield ("post", tag)
 
-    def along(self, kind: int, stage: int, chunk: int, letter: str, final: bool, first: bool) -> tuple[dict, dict]:
+    def along(self, kind: int, stage: int, chunk: int, letter: str, micro_batch: int, final: bool) -> tuple[dict, dict]:
         """For one pass: layer -> operations before it (gathered weights are awaited), layer -> operations after it (a bucket leaves)."""
         needs: dict[int, list[tuple]] = {}
         launches: dict[int, list[tuple]] = {}
+        if self.options.zero > 1:
+            return self._shards(kind, stage, letter, micro_batch) if (kind, stage) in self._group else (needs, launches)
         buckets = self._buckets.get((kind, stage), [])
         for number, bucket in enumerate(buckets):
             own = [layer for part, layer in bucket if part == chunk]
-            if own and letter == "F" and first and self.options.zero and self.options.gather_overlap:
+            if own and letter == "F" and micro_batch == 0 and self._late_gather:
                 needs[min(own)] = [("wait", self._tag(kind, stage, "gather", number), "gather", 0)]
-            if own and final and self._overlaps(stage) and bucket[-1][0] == chunk:
+            if own and final and self._overlaps() and bucket[-1][0] == chunk:
                 tag = self._tag(kind, stage, "reduce", number)
                 launches[bucket[-1][1]] = [("post", name) for name in self._chunk_tags(tag)]
+        return needs, launches
+
+    def _shards(self, kind: int, stage: int, letter: str, micro_batch: int) -> tuple[dict, dict]:
+        """along, of ZeRO 2 and 3: each layer's weights before it, its gradients after it, and both awaited."""
+        needs, launches = {}, {}
+        for layer in range(*self.ranges[stage]):
+            of_layer = (stage, self._group[kind, stage].kinds, micro_batch, layer)
+            if self.options.zero == 3:
+                weights = ("weights", *of_layer, letter)
+                needs[layer] = [("post", weights), ("wait", weights, "gather", micro_batch)]
+            if letter == "B":
+                scatter = ("scatter", *of_layer)
+                launches[layer] = [("post", scatter), ("wait", scatter, "reduce", micro_batch)]
         return needs, launches
 
     def after(self, kind: int, stage: int) -> Iterator[tuple]:
@@ -187,14 +229,14 @@ class Reductions:
         share = self._group[kind, stage].ranks if self.options.zero and (kind, stage) in self._group else 1
         own = sum(self.parameters[layer] for place in range(stage, len(self.ranges), self.stages) for layer in range(*self.ranges[place]))
         yield ("compute", "optimizer", self.options.parameter_s * own / share, -1, 0)
-        if self.options.zero and not self.options.gather_overlap:
+        if self.options.zero in (1, 2) and not self._late_gather:
             for tag in self._tags(kind, stage, "gather"):
                 yield from (("post", tag), ("wait", tag, "gather", -1))
 
     def _reduce(self, kind: int, stage: int) -> list[tuple]:
         ops: list[tuple] = []
-        tags = self._tags(kind, stage, "reduce")
-        if not self._overlaps(stage):
+        tags = self._tags(kind, stage, "reduce") if self.options.zero < 2 else []
+        if not self._overlaps():
             ops += [("post", name) for tag in tags for name in self._chunk_tags(tag)]
         return ops + [("wait", tag, "reduce", -1) for tag in tags]
 

@@ -27,7 +27,7 @@ from holmes_ext.plan.events import Simulation, Span, Transfer
 from holmes_ext.plan.links import Links
 from holmes_ext.plan.model import Model
 from holmes_ext.plan.orders import SCHEDULES, program
-from holmes_ext.plan.reductions import Reductions
+from holmes_ext.plan.reductions import Reductions, inside_s
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.stage_costs import StageCosts, costs_on_site
 
@@ -42,8 +42,9 @@ class Options:
 
     stage_layers: blocks of each stage (interleaved: of each virtual stage, chunk by chunk), () for as even as can be. engine: whose sends,
     receives and order of reductions. overlap: of reductions with the last backward: "off", "first" (megatron's: the first stage in buckets, the
-    others in one piece) or "on". bucket_bytes: 0 for plan/reduction.bucket_bytes. two_level: groups that straddle clusters. zero: 0, 1.
-    gather_overlap: ZeRO-1's weights travel under the next forward. weight_share: W's part of a backward (zb-h1). pass_s, message_s,
+    others in one piece) or "on". bucket_bytes: 0 for plan/reduction.bucket_bytes. two_level: groups that straddle clusters. zero: 0 to 3;
+    2 and 3 without a pipeline, where every micro-batch's gradients are scattered layer by layer, and (3) weights gathered before each layer's forward
+    and backward, while nothing is computed. gather_overlap: ZeRO-1's weights travel under the next forward. weight_share: W's part of a backward (zb-h1). pass_s, message_s,
     step_s: seconds that software adds to a pass, a message, a step. parameter_s: optimizer's seconds of one parameter.
     """
 
@@ -66,8 +67,8 @@ class Options:
         for name, known in (("schedule", SCHEDULES), ("engine", ENGINES), ("overlap", OVERLAPS)):
             if getattr(self, name) not in known:
                 raise HolmesError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
-        if self.zero not in (0, 1):
-            raise HolmesError(f"zero is {self.zero}; a pipeline's step is simulated with ZeRO stage 0 or 1")
+        if self.zero not in (0, 1, 2, 3):
+            raise HolmesError(f"zero is {self.zero}; ZeRO's stages are 0, 1, 2 and 3")
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, float) and not 0 <= value < 1e9:
@@ -129,12 +130,14 @@ def simulate(
 ) -> Step:
     """See the module. costs: seconds by stage and layer if they are known better than costs_on_site knows them."""
     sizes = sizes.complete(site.world_size)
+    if options.zero > 1 and sizes.pipeline > 1:
+        raise HolmesError(f"zero is {options.zero} with {sizes.pipeline} pipeline stages; under a pipeline it can be 0 or 1")
     costs = costs or costs_on_site(site, order, sizes, model, only=only)
     columns = Columns(site, order, sizes, only)
-    layers = model.costs(sizes.tensor, sizes.context)
+    layers = model.costs(sizes.tensor, sizes.context, sizes.expert if model.experts else 1)
     ranges = layer_ranges(costs, sizes.pipeline * options.virtual, options.stage_layers)
-    job = _Job(columns, costs, ranges, options, links, layers[0].activation_bytes)
-    reductions = Reductions(columns, links, options, ranges, layers, model, sizes)
+    job = _Job(columns, costs, ranges, options, links, layers[0].activation_bytes, model)
+    reductions = Reductions(columns, links, options, ranges, layers, model, sizes, costs.micro_batches)
     transfers, actors = job.transfers(), [(kind, stage) for kind in range(len(columns.kinds)) for stage in range(sizes.pipeline)]
     transfers.update(reductions.transfers)
     programs = [job.program(kind, stage, reductions) for kind, stage in actors]
@@ -168,8 +171,8 @@ def _capacity(links: Links, fabric: Fabric) -> float:
 class _Job:
     """Programs of the actors, and their messages."""
 
-    def __init__(self, columns: Columns, costs: StageCosts, ranges, options: Options, links: Links, activation_bytes: float):
-        self.columns, self.costs, self.ranges, self.options, self.links = columns, costs, ranges, options, links
+    def __init__(self, columns: Columns, costs: StageCosts, ranges, options: Options, links: Links, activation_bytes: float, model: Model):
+        self.columns, self.costs, self.ranges, self.options, self.links, self.model = columns, costs, ranges, options, links, model
         self.stages, self.size = columns.stages, activation_bytes
 
     def transfers(self) -> dict[Hashable, Transfer]:
@@ -187,7 +190,7 @@ class _Job:
     def _message(self, kind: int, stage: int, other: int) -> dict:
         one, two, leaving, reaching = self.columns.edge(kind, stage, other)
         if one == two:
-            return {"fixed_s": self.options.message_s if stage != other else 0.0}
+            return {"fixed_s": self.options.message_s + inside_s(self.model, self.columns, (one,), self.size) if stage != other else 0.0}
         fabric = self.columns.fabric((one, two))
         curve = self.links.of(fabric).send
         return {
@@ -208,7 +211,7 @@ class _Job:
             letter, micro_batch, chunk = op
             parts = self._layers(letter, stage, chunk)
             final = letter == ("W" if options.schedule == "zb-h1" else "B") and micro_batch == last
-            ops += self._pass(letter, parts, micro_batch, chunk, *reductions.along(kind, stage, chunk, letter, final, micro_batch == 0))
+            ops += self._pass(letter, parts, micro_batch, chunk, *reductions.along(kind, stage, chunk, letter, micro_batch, final))
         return ops + list(reductions.after(kind, stage))
 
     def _layers(self, letter: str, stage: int, chunk: int) -> list[tuple[int, float]]:

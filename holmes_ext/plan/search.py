@@ -23,6 +23,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.arrangement import Arrangement, Ground, arrangements, launcher
 from holmes_ext.plan.bounds import Stages
 from holmes_ext.plan.finalists import costs_of, describe_misfit, improve
+from holmes_ext.plan.links import Links
 from holmes_ext.plan.memory import under_way
 from holmes_ext.plan.model import Model
 from holmes_ext.plan.outcome import EQUAL, Candidate, Certificate, Outcome
@@ -52,15 +53,16 @@ def search(
     seconds: float = inf,
     progress: Progress | None = None,
     rows: int = ROWS,
+    links: Links = Links(),
 ) -> Outcome:
     """The best plans for `model` with `global_batch` sequences a step; HolmesError: no sizes are possible, or nothing fits the memory.
 
     overlap: gradients are reduced under the last backward. seconds: after so many the best so far is the answer. A KeyboardInterrupt does
-    the same, with interrupted set; before anything was found it is raised on.
+    the same, with interrupted set; before anything was found it is raised on. links: measured ones (`holmes probe`).
     """
     if global_batch < 1:
         raise HolmesError(f"--global-batch is {global_batch}; it must be 1 or more")
-    ground = Ground.of(site, model)
+    ground = Ground.of(site, model, links=links)
     run = _Run(Outcome(ground, model, global_batch, limits, overlap), rows)
     try:
         run.go(time.monotonic(), seconds, progress)

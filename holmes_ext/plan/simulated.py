@@ -1,7 +1,7 @@
 """The fastest candidates of a search simulated step by step (plan/schedule.py), ranked by that, and a certificate that holds for it.
 
 What was not simulated is bounded by Candidate.least_s (plan/bounds.py), which holds for every 1F1B step, so the certificate compares the
-winner's simulated step with the least of all others' bounds. ZeRO 2 and 3 are not simulated, nor steps of more than WORK passes.
+winner's simulated step with the least of all others' bounds. Steps of more than WORK passes are not simulated.
 """
 
 from __future__ import annotations
@@ -34,11 +34,8 @@ def simulated(outcome: Outcome, candidate: Candidate) -> Step:
         zero=0 if two_level else shape.zero,  # scattered inside, all-reduced across, gathered inside: a two-level all-reduce
     )
     nodes = candidate.arrangement.nodes(outcome.ground)
-    return simulate(outcome.ground.site, nodes, sizes, shape.model(outcome.model), options, costs=costs_of(stages))
-
-
-def can(candidate: Candidate) -> bool:
-    return candidate.shape.zero < 2
+    ground = outcome.ground
+    return simulate(ground.site, nodes, sizes, shape.model(outcome.model), options, ground.links, costs=costs_of(stages))
 
 
 def rank(outcome: Outcome, count: int = COUNT) -> Outcome:
@@ -46,9 +43,10 @@ def rank(outcome: Outcome, count: int = COUNT) -> Outcome:
     left, seen, done, best = WORK, set(), {}, inf
     for index, one in enumerate(outcome.candidates):
         passes = 2 * one.shape.micro_batches * one.shape.pipeline * one.shape.virtual
+        passes *= outcome.model.layers if one.shape.zero > 1 else 1  # each layer's weights and gradients travel by themselves
         if len(seen) == count or one.step_s >= best:  # the closed form seldom says more than the simulation
             break
-        if one.shape in seen or not can(one) or passes > left:
+        if one.shape in seen or passes > left:
             continue
         left -= passes
         seen.add(one.shape)

@@ -24,7 +24,8 @@ from holmes_ext.cluster.site import Fabric, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost import Predictor, Workload, allreduce_seconds, backward_ends
 from holmes_ext.plan.layout import Layout
-from holmes_ext.plan.model import Model
+from holmes_ext.plan.model import Layer, Model
+from holmes_ext.plan.reduction import reduced_parameters
 from holmes_ext.plan.sizes import Sizes
 
 Rows = tuple[tuple[float, ...], ...]
@@ -189,7 +190,7 @@ def costs_on_site(
     NIC share its rate, as in plan/cost.py; only: the fabric of all traffic. HolmesError: fewer layers than stages.
     """
     sizes = sizes.complete(site.world_size)
-    layers = model.costs(sizes.tensor, sizes.context)
+    layers = model.costs(sizes.tensor, sizes.context, sizes.expert if model.experts else 1)
     if model.tied and sizes.pipeline == 1:  # one matrix, not two copies
         layers = (*layers[:-1], replace(layers[-1], parameters=layers[-1].parameters - model.vocabulary * model.hidden / sizes.tensor))
     if model.layers < sizes.pipeline:
@@ -198,9 +199,10 @@ def costs_on_site(
     clusters = clusters_of_stages(site, order, sizes)
     gpus = [[model.gpu_of(name) for name in names] for names in clusters]
     flops = [min(gpu.flops for gpu in own) for own in gpus]
-    gradients = [layer.parameters * model.gradient_width for layer in layers]
+    shards = sizes.data * sizes.context
+    gradients = [reduced_parameters(layer, shards, sizes.expert) * model.gradient_width for layer in layers]
     block = next(layer for layer in layers if layer.kind == "block")
-    collective = network.collectives(block.tensor_bytes, block.context_bytes)  # of a block, forward and backward together
+    collective = network.collectives(block)  # of a block, forward and backward together
     extra = [[seconds / 2 if layer.kind == "block" else 0.0 for layer in layers] for seconds in collective]
     per_byte, latency = network.reductions(max(gradients))
     per_activation, edge_latency = network.transfers(block.activation_bytes)
@@ -256,9 +258,9 @@ class _Network:
         asked = [self._ask(activation_bytes=factor * size) for factor in (1, 2)]
         return self._linear(*((*predictor.breakdown(parts).transfer_s, 0.0) for predictor, parts in asked), size)
 
-    def collectives(self, tensor_bytes: float, context_bytes: float) -> list[float]:
-        """For each stage: seconds of these collectives."""
-        predictor, parts = self._ask(tensor_bytes=tensor_bytes, context_bytes=context_bytes)
+    def collectives(self, block: Layer) -> list[float]:
+        """For each stage: seconds of a block's tensor, context and expert groups."""
+        predictor, parts = self._ask(tensor_bytes=block.tensor_bytes, context_bytes=block.context_bytes, expert_bytes=block.expert_bytes)
         return [seconds for part in parts for seconds in predictor.component(part).collectives]
 
     def tied(self, size: float) -> float:

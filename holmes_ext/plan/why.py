@@ -10,18 +10,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Sequence
 
-from holmes_ext.cluster.site import Fabric, Site
+from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.plan.arrangement import Ground, launcher
 from holmes_ext.plan.bounds import Stages
 from holmes_ext.plan.cost import stock_fabric
 from holmes_ext.plan.finalists import uniform_split
 from holmes_ext.plan.outcome import Candidate, Outcome
-from holmes_ext.plan.pricing import Pricing
+from holmes_ext.plan.pricing import Pricing, StagePrice
 from holmes_ext.plan.space import Shape
 
 PARTS = {
     "compute": "computing of the slowest stage",
-    "collectives": "tensor, context and expert groups",
+    "collectives": "tensor, context and expert groups, shards of ZeRO 2 and 3",
     "bubble": "waiting for other stages",
     "send_inside": "sends between stages inside clusters",
     "send_across": "sends between stages across clusters",
@@ -32,7 +32,8 @@ PARTS = {
 
 def breakdown(stages: Stages, split: Sequence[int]) -> dict[str, float]:
     """Seconds by name of PARTS; they add up to stages.estimate(split). Leaves `stages` as it was."""
-    kept = stages.edges, stages.prices, stages.reduce, stages.extra_reduce, stages.tied_s, stages.forward, stages.backward
+    names = ("edges", "prices", "reduce", "extra_reduce", "tied_s", "forward", "backward", "extra_forward", "extra_backward")
+    kept = {name: getattr(stages, name) for name in names}
     clusters = [{index for index, _ in content} for content in stages.arrangement.contents]
     crossing = [len(one | other) > 1 for one, other in zip(clusters, clusters[1:])]
     wide = [len(own) > 1 for own in clusters]
@@ -50,12 +51,10 @@ def breakdown(stages: Stages, split: Sequence[int]) -> dict[str, float]:
         stages.edges = [0.0] * len(stages.edges)
         steps.append(stages.estimate(split))
         busy = _slowest(stages, split)
-        own = [price.collective_s + price.forward_extra_s + price.backward_extra_s for price in stages.prices]
-        stages.forward = [f - price.collective_s / 2 - price.forward_extra_s for f, price in zip(stages.forward, stages.prices)]
-        stages.backward = [b - price.collective_s / 2 - price.backward_extra_s for b, price in zip(stages.backward, stages.prices)]
-        compute = _slowest(stages, split) if any(own) else busy
+        compute = _slowest(stages, split) if _only_compute(stages, kept["prices"]) else busy
     finally:
-        stages.edges, stages.prices, stages.reduce, stages.extra_reduce, stages.tied_s, stages.forward, stages.backward = kept
+        for name, value in kept.items():
+            setattr(stages, name, value)
     whole, inner, unreduced, local, free = steps
     return {
         "compute": compute,
@@ -75,6 +74,20 @@ def _quiet(stages: Stages, which: Sequence[bool]) -> None:
     stages.extra_reduce = [0.0 if quiet else value for value, quiet in zip(stages.extra_reduce, which)]
 
 
+def _only_compute(stages: Stages, prices: Sequence[StagePrice]) -> bool:
+    """Take out the communication inside forwards and backwards; whether there was any."""
+    pricing, last = stages.pricing, stages.count - 1
+    if not any(price.collective_s or price.gather_byte_s or price.scatter_byte_s for price in prices):
+        return False
+    stages.forward = [pricing.block.forward_flops / price.flops for price in prices]
+    stages.backward = [pricing.block.backward_flops / price.flops for price in prices]
+    stages.extra_forward, stages.extra_backward = ([0.0] * stages.count for _ in range(2))
+    for stage, layer in ((0, pricing.embedding), (last, pricing.output)):
+        stages.extra_forward[stage] += layer.forward_flops / prices[stage].flops
+        stages.extra_backward[stage] += layer.backward_flops / prices[stage].flops
+    return True
+
+
 def _slowest(stages: Stages, split: Sequence[int]) -> float:
     forward, backward = stages.work(split)
     return stages.micro_batches * max(f + b for f, b in zip(forward, backward))
@@ -82,7 +95,7 @@ def _slowest(stages: Stages, split: Sequence[int]) -> float:
 
 def stock(outcome: Outcome, shape: Shape) -> tuple[Stages, tuple[int, ...]]:
     """The same shape without holmes: the launcher's order, all traffic on the network that all nodes share, layers even, nothing overlapped."""
-    ground = Ground.of(outcome.ground.site, outcome.model, stock_fabric(outcome.ground.site))
+    ground = Ground.of(outcome.ground.site, outcome.model, stock_fabric(outcome.ground.site), outcome.ground.links)
     stages = Stages(Pricing(ground, outcome.model, shape, ("flat",)), launcher(ground, shape.pipeline), False)
     return stages, uniform_split(stages)
 
@@ -100,8 +113,9 @@ def best_stock(outcome: Outcome) -> tuple[Shape, float]:
 
 def on_ethernet(outcome: Outcome, candidate: Candidate, rate_bps: float) -> tuple[float, float]:
     """Seconds of a candidate's step and of stock's with its shape, if Ethernet had this rate on every node."""
+    factor = rate_bps / outcome.ground.site.fabric_by_name[ETHERNET].rate_bps
     site = with_ethernet(outcome.ground.site, rate_bps)
-    changed = replace(outcome, ground=Ground.of(site, outcome.model))
+    changed = replace(outcome, ground=Ground.of(site, outcome.model, links=outcome.ground.links.scaled(ETHERNET, factor)))
     planned = changed.stages(candidate).estimate(candidate.split)
     stages, split = stock(changed, candidate.shape)
     return planned, stages.estimate(split)
@@ -111,6 +125,6 @@ def with_ethernet(site: Site, rate_bps: float) -> Site:
     """`site` with another Ethernet."""
 
     def changed(fabric: Fabric) -> Fabric:
-        return replace(fabric, rate_bps=round(rate_bps)) if fabric.name == "ethernet" else fabric
+        return replace(fabric, rate_bps=round(rate_bps)) if fabric.name == ETHERNET else fabric
 
     return replace(site, fabrics=tuple(map(changed, site.fabrics)))
