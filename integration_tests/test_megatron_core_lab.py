@@ -181,21 +181,26 @@ def plan_of(two_clusters, directory, stage_layers):
     return "--holmes", "--holmes-cluster", str(two_clusters.file), "--holmes-plan", str(directory / "plan.json")
 
 
-def test_layers_of_the_plan_are_built(two_clusters, tmp_path):
-    """Uneven, interleaved and uneven with a chunk that has no layer at all, and a layout of the user's own, which wins."""
+def test_layers_of_the_plan_are_built(two_clusters, tmp_path, both):
+    """Uneven, with each way to recompute, interleaved and uneven with a chunk that has no layer at all, and a layout of the user's own, which wins."""
     flags = plan_of(two_clusters, tmp_path, (3, 1))
-    plain = {"planned": "--pipeline 2 --micro-batches 4 --steps 2", "own": "--pipeline 2 --layout Et|tttL --micro-batches 4 --steps 2"}
+    recomputed = [f"--recompute {way}" for way in ("selective", "uniform", "block", "block --recompute-layers 2")]
+    more = {"planned": "", "own": "--layout Et|tttL", **{name: name for name in recomputed}}
+    plain = {name: f"--pipeline 2 --micro-batches 4 --steps 2 {text}" for name, text in more.items()}
     done, _, output = train(two_clusters, tmp_path, plain, *flags)
-    assert done["planned"]["layers"] == {"0": [1, 2, 3], "1": [1, 2, 3], "2": [4], "3": [4]}
+    for name in ("planned", *recomputed):
+        assert done[name]["layers"] == {"0": [1, 2, 3], "1": [1, 2, 3], "2": [4], "3": [4]}, name
+        for one, stock in zip(done[name]["entries"], both[0][0]["pipeline 2"]["entries"]):
+            assert abs(one["loss"] - stock["loss"]) <= 5e-6 and abs(one["grad_norm"] - stock["grad_norm"]) <= 5e-6, (name, one, stock)
     assert done["own"]["layers"] == {"0": [1], "1": [1], "2": [2, 3, 4], "3": [2, 3, 4]}
     assert "your own (Et|tttL) wins over the plan's (3+1)" in output
     assert [entry["loss"] for entry in done["planned"]["entries"]] == pytest.approx([entry["loss"] for entry in done["own"]["entries"]], abs=1e-6)
 
     flags = plan_of(two_clusters, tmp_path, (1, 2, 0, 1))
     interleaved = {"interleaved": "--pipeline 2 --virtual-pipeline 2 --micro-batches 4 --steps 2"}
-    more, _, _ = train(two_clusters, tmp_path, interleaved, *flags)
-    assert more["interleaved"]["layers"] == {"0": [1], "1": [1], "2": [2, 3, 4], "3": [2, 3, 4]}
-    assert [entry["loss"] for entry in more["interleaved"]["entries"]] == pytest.approx([entry["loss"] for entry in done["own"]["entries"]], abs=1e-6)
+    done |= train(two_clusters, tmp_path, interleaved, *flags)[0]
+    assert done["interleaved"]["layers"] == {"0": [1], "1": [1], "2": [2, 3, 4], "3": [2, 3, 4]}
+    assert [entry["loss"] for entry in done["interleaved"]["entries"]] == pytest.approx([entry["loss"] for entry in done["own"]["entries"]], abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from importlib.util import find_spec
 from typing import Any, Mapping
 
 from holmes_ext.cluster.site import ETHERNET
@@ -20,6 +21,7 @@ from holmes_ext.patches import megatron_p2p
 from holmes_ext.patches.megatron_version import MEGATRON, loaded_version
 from holmes_ext.patches.patch import Patch
 from holmes_ext.plan.layout import INSIDE, groups
+from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.refusal import told_once
@@ -246,6 +248,25 @@ def planned_layout(current: session.Session, pipeline: int, virtual: int, layers
     return layout_of(plan.stage_layers, mtp_layers)
 
 
+#: Where this module is, megatron-core ends uniform recomputation's last unit with the stage; before, it looks for layers that are not there.
+_CUTS_UNITS = "megatron.core.recompute"
+
+
+def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
+    """HolmesError when recomputation in units of N layers does not come out even on a stage of the plan, and megatron-core does not cut them."""
+    if config.recompute_granularity != "full" or config.recompute_method != "uniform" or cuts:
+        return
+    unit = config.recompute_num_layers or 1
+    if any(layers % unit for layers in plan.stage_layers):
+        split = "+".join(map(str, plan.stage_layers))
+        raise told_once(
+            HolmesError(
+                f"{plan.source}: key 'stage_layers': stages of {split} layers are not whole units of the {unit} layers that are recomputed together;"
+                " this megatron-core needs that: recompute_num_layers 1, or recompute_method block"
+            )
+        )
+
+
 def _layers_as_planned(wrapped, instance, args, kwargs):
     """TransformerConfig.__post_init__, before which every field is as the program gave it."""
     current = session.active()
@@ -262,6 +283,8 @@ def _layers_as_planned(wrapped, instance, args, kwargs):
         )
         if layout is not None:
             instance.pipeline_model_parallel_layout = layout
+        if current.plan.stage_layers and layout_of(current.plan.stage_layers, instance.mtp_num_layers or 0) in (layout, own):
+            refuse_cut_units(current.plan, instance, find_spec(_CUTS_UNITS) is not None)
     return wrapped(*args, **kwargs)
 
 

@@ -50,6 +50,18 @@ def test_plan_has_the_stages(capsys, tmp_path, slow):
     assert (plan.stage_layers, plan.partition) == ((4, 2), "balanced")
 
 
+def test_gpus_of_the_cluster_file_count(capsys, tmp_path):
+    """Named in cluster.toml, not in the model: the slower ones get fewer layers, and the memory is theirs."""
+    text = (MODELS.parent / "clusters" / "two_clusters_4.toml").read_text()
+    own = 'kind = "{0}"\ngpu_flops = {1}\ngpu_memory_bytes = {2}'
+    for kind, flops, memory in (("ib", 5e9, 1e8), ("roce", 2.5e9, 2e8)):
+        text = text.replace(f'kind = "{kind}"', own.format(kind, flops, memory))
+    (tmp_path / "c.toml").write_text(text)
+    assert holmes("--pipeline", "2", "--model", DEMO, "--explain", "--json", sample=str(tmp_path / "c")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory_limit_bytes"] == [1e8, 2e8] and found["partitions"]["balanced"]["layers"] == [4, 2]
+
+
 def test_what_does_not_fit_is_marked(capsys, tmp_path):
     """Uniform does not fit stage 0, which keeps two micro-batches; balanced is what does."""
     (tmp_path / "m.toml").write_text(SLOW.replace("[gpu.cluster.b]\nflops = 2.5e9", "[gpu.cluster.a]\nmemory_bytes = 4.5e7"))

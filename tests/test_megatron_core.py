@@ -117,6 +117,18 @@ def test_a_plan_for_another_model_is_refused(virtual, layers, message):
         megatron_core.planned_layout(session(Sizes(pipeline=2), stage_layers=(3, 1)), 2, virtual, layers, 0, "")
 
 
+def test_recomputation_in_units_that_a_stage_would_cut():
+    plan = session(Sizes(pipeline=2), stage_layers=(4, 2)).plan
+    whole = SimpleNamespace(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
+    megatron_core.refuse_cut_units(plan, whole, cuts=False)
+    megatron_core.refuse_cut_units(replace(plan, stage_layers=(3, 1)), whole, cuts=True)
+    for field, value in (("recompute_granularity", "selective"), ("recompute_method", "block"), ("recompute_num_layers", 1)):
+        other = SimpleNamespace(**{**vars(whole), field: value})
+        megatron_core.refuse_cut_units(replace(plan, stage_layers=(3, 1)), other, cuts=False)
+    with pytest.raises(HolmesError, match="stages of 3.1 layers are not whole units of the 2 layers that are recomputed together; .* recompute_num_layers 1"):
+        megatron_core.refuse_cut_units(replace(plan, stage_layers=(3, 1)), whole, cuts=False)
+
+
 def test_overlap_is_wanted_where_a_reduction_is_exposed():
     assert session(Sizes(pipeline=2)).overlapped_stages(Sizes(pipeline=2, data=2)) == (True, True)
     assert session().overlapped_stages(None) == ()

@@ -27,6 +27,19 @@ kind = "ethernet"
 nodes = ["n1", "n3"]
 """
 
+MODEL = """
+version = 1
+layers = 8
+hidden = 1024
+heads = 8
+sequence = 1024
+vocabulary = 1000
+[training]
+micro_batches = 16
+[gpu]
+flops = 150e9
+"""
+
 
 @pytest.fixture
 def no_session():
@@ -70,6 +83,17 @@ def test_ranks_follow_the_plan(monkeypatch, tmp_path, no_session):
         assert environ["RANK"] == environ["SLURM_PROCID"] == str(current.rank)
         assert environ["LOCAL_RANK"] == "0" and environ["WORLD_SIZE"] == "4"
     assert sorted(current.rank for current in sessions) == [0, 1, 2, 3]
+
+
+def test_a_partition_knows_the_gpus_of_the_cluster_file(monkeypatch, tmp_path, no_session):
+    text = FILE.replace('"n0", "n2"', '"n0", "n1"').replace('"n1", "n3"', '"n2", "n3"')
+    (tmp_path / "c.toml").write_text(text.replace('name = "b"', 'name = "b"\ngpu_flops = 50e9'))
+    (tmp_path / "m.toml").write_text(MODEL)
+    options = Options(cluster=str(tmp_path / "c.toml"), model=str(tmp_path / "m.toml"), partition="balanced")
+    outcome = start_all(monkeypatch, 4, options, Sizes(pipeline=2))
+    plan = outcome[0][0].plan
+    slow = plan.nodes.index("n2") // 2
+    assert plan.stage_layers[slow] == 2 and sum(plan.stage_layers) == 8
 
 
 def test_a_failure_of_one_rank_ends_all_with_its_words(monkeypatch, tmp_path, no_session):

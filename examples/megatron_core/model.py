@@ -25,6 +25,7 @@ def transformer_config(args) -> TransformerConfig:
     """megatron-core's description of the model and of the way in which it is split."""
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     interleaved = args.virtual_pipeline > 1
+    whole = args.recompute in ("uniform", "block")
     on_gpu = torch.version.cuda is not None
     return TransformerConfig(
         num_layers=args.layers,
@@ -41,6 +42,9 @@ def transformer_config(args) -> TransformerConfig:
         moe_token_dispatcher_type="alltoall",
         add_bias_linear=not args.experts,
         pipeline_model_parallel_layout=args.layout,
+        recompute_granularity="full" if whole else args.recompute,
+        recompute_method=args.recompute if whole else None,
+        recompute_num_layers=args.recompute_layers if whole else None,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=args.dtype == "bf16",

@@ -45,6 +45,8 @@ def build_parser() -> Parser:
     add("--micro-batch", type=at_least(1), default=4, help="samples in a micro-batch of one data-parallel rank")
     add("--micro-batches", type=at_least(1), default=4, help="micro-batches in a step")
     add("--layout", help="layers of each stage in megatron-core's notation, as in 'Ettt|tL' (default: equal stages)")
+    add("--recompute", choices=("selective", "uniform", "block"), help="recompute attention, or whole layers in units or one by one (default: keep all activations)")
+    add("--recompute-layers", type=at_least(1), default=1, metavar="N", help="of a unit (uniform), or of each stage (block)")
     add("--distributed-optimizer", action="store_true", help="optimizer state split over the data-parallel ranks")
     add("--instances", type=at_least(1), default=1, help="distributed-optimizer instances")
     add("--overlap", action="store_true", help="gradients (and, with the distributed optimizer, weights) travel during computation")

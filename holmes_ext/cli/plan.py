@@ -18,7 +18,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import LOCAL, build_plan
 from holmes_ext.plan.cost import Workload, step_seconds
 from holmes_ext.plan.layout import groups
-from holmes_ext.plan.model import load_model
+from holmes_ext.plan.model import load_model, on_clusters
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import load_profile
 from holmes_ext.plan.sizes import Sizes, parse_sizes
@@ -62,9 +62,10 @@ def run(args: argparse.Namespace) -> int:
     """Print (or write) the plan. 0: nothing straddles; 1: some group does. HolmesError on bad input."""
     if search.wanted(args):
         return search.run(args)
-    site = site_from_spec(load_spec(args.cluster))
+    spec = load_spec(args.cluster)
+    site = site_from_spec(spec)
     sizes, workload = _sizes(args), _workload(args)
-    model = load_model(args.model) if args.model else None
+    model = on_clusters(load_model(args.model), spec) if args.model else None
     profile = load_profile(args.profile) if args.profile else None
     known = model if profile is None else profile
     if (args.explain or args.picture) and known is None:

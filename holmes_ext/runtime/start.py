@@ -19,7 +19,7 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.model import Model, load_model
+from holmes_ext.plan.model import Model, load_model, on_clusters
 from holmes_ext.plan.plan import Plan, check_plan, load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import hostfile, launcher, session
@@ -143,7 +143,10 @@ def _plan(
         return site, plan
     if options.stage_layers:
         return site, build_plan(site, sizes, stage_layers=options.stage_layers)
-    return site, build_plan(site, sizes, partition=options.partition, model=files["model"], overlap=files["overlap"])
+    model: Model | None = files["model"]
+    if model is not None and spec is not None:
+        model = on_clusters(model, spec)
+    return site, build_plan(site, sizes, partition=options.partition, model=model, overlap=files["overlap"])
 
 
 def _say(sizes: Sizes) -> str:
