@@ -29,11 +29,12 @@ class LabOf:
         self.file, self.lab, self.spec = file, lab, lab.spec
         self.order = interleave(lab.spec)
 
-    def run(self, *command: str, timeout: float = 240, preload=("torch",), **more):
+    def run(self, *command: str, timeout: float = 240, preload=("torch",), env=None, **more):
         """Run a command (a script's path and arguments, unless it starts with "sh") on every node."""
         argv = list(command) if command[0] == "sh" else [sys.executable, *command]
         preload = () if command[0] == "sh" else preload
-        return self.lab.run(argv, order=self.order, timeout=timeout, preload=preload, **more)
+        env = {"PYTEST_CURRENT_TEST": "", **(env or {})}  # else every test had an environment, and so a preloaded Python, of its own
+        return self.lab.run(argv, order=self.order, timeout=timeout, preload=preload, env=env, **more)
 
     def json(self, result) -> list[dict]:
         """The JSON line that each rank printed last, in rank order as the script saw it."""

@@ -1,6 +1,7 @@
 """DeepSpeed's native pipeline checkpoints load only where they were split alike: say so before anything is read.
 
-    save    beside the tag's files, holmes_split.json: which module starts each stage
+    save    beside the tag's files, holmes_split.json: which module starts each stage; `latest` only when every rank has written its files
+            (DeepSpeed's rank 0 writes it as soon as its own are: a rank that dies meanwhile leaves a `latest` that cannot be loaded)
     load    compare; a checkpoint without that file was saved by stock, so its split is what stock makes of the same model
 """
 
@@ -11,6 +12,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from holmes_ext.document import write_whole
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed_partition import borders_of, class_name, most_frequent
 from holmes_ext.patches.deepspeed_pipe import DEEPSPEED
@@ -19,6 +21,7 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.exchange import RemoteError
 
 SPLIT = "holmes_split.json"
+_SAVE = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
 #: PipelineModule -> the partition_method that it was made with.
 _methods: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -47,13 +50,25 @@ def stock_parts(module: Any) -> list[int]:
     return list(utils.partition_balanced(weights=weights, num_parts=module.num_stages))
 
 
-def _record_split(wrapped, instance, args, kwargs):
-    result = wrapped(*args, **kwargs)
-    if session.active() is not None and instance.global_rank == 0 and hasattr(instance.module, "parts"):
-        save_dir = args[0] if args else kwargs["save_dir"]
-        tag = (args[1] if len(args) > 1 else kwargs.get("tag")) or f"global_step{instance.global_steps}"
+def _save_whole(wrapped, instance, args, kwargs):
+    """save_checkpoint(save_dir, tag=None, client_state={}, save_latest=True, ...), which begins and ends with a barrier."""
+    if session.active() is None:
+        return wrapped(*args, **kwargs)
+    given = {**dict(zip(_SAVE, args)), **kwargs}
+    given["tag"] = str(given.get("tag") or f"global_step{instance.global_steps}")
+    folder = Path(given["save_dir"], given["tag"])
+    if instance.global_rank == 0 and hasattr(instance.module, "parts"):
         document = {"version": 1, "tensor": _tensor_size(instance), "parts": [int(part) for part in instance.module.parts]}  # numpy integers
-        Path(save_dir, str(tag), SPLIT).write_text(json.dumps(document) + "\n")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / SPLIT, json.dumps(document) + "\n")
+    if not given.get("save_latest", True) or instance.checkpoint_engine.is_decoupled():
+        return wrapped(**given)
+    import deepspeed.comm as dist
+
+    result = wrapped(**{**given, "save_latest": False})
+    if instance.global_rank == 0:
+        write_whole(folder.with_name("latest"), folder.name)
+    dist.barrier()
     return result
 
 
@@ -150,9 +165,9 @@ PATCHES = (
         feature="deepspeed-checkpoints",
         target="deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",
         versions=DEEPSPEED,
-        parameters=("save_dir", "tag"),
-        wrap=_record_split,
-        reason="native checkpoints do not say how they are split",
+        parameters=_SAVE,
+        wrap=_save_whole,
+        reason="native checkpoints do not say how they are split; rank 0 names one in `latest` while others may still write it",
     ),
     Patch(
         feature="deepspeed-checkpoints",

@@ -55,6 +55,34 @@ def test_the_record_decides(tmp_path):
         checkpoints.saved_split(tmp_path, module([0, 2, 7]), 1)
 
 
+def test_latest_names_a_checkpoint_when_all_of_it_is_there(tmp_path, monkeypatch):
+    """Whatever ends the job while it is saved, the former one is still named."""
+    import deepspeed.comm
+
+    monkeypatch.setattr(checkpoints.session, "active", lambda: object())
+    barriers = []
+    monkeypatch.setattr(deepspeed.comm, "barrier", lambda: barriers.append((tmp_path / "latest").read_text()))
+    engine = SimpleNamespace(global_rank=0, global_steps=7, module=module([0, 2, 7]), grid=SimpleNamespace(model_parallel_size=1),
+                             checkpoint_engine=SimpleNamespace(is_decoupled=lambda: False))  # fmt: skip
+
+    def save(save_dir, tag=None, client_state={}, save_latest=True):  # noqa: B006 - as DeepSpeed's
+        assert checkpoints.saved_split(tmp_path / tag, engine.module, 1) == ("stages of 2+5 modules", True)
+        assert not save_latest and (tmp_path / "latest").read_text() == "former"
+        if client_state:
+            raise OSError("full")
+        return True
+
+    for args, kwargs, named in (((str(tmp_path), "mine"), {}, "mine"), ((str(tmp_path),), {"save_latest": True}, "global_step7"),
+                                ((str(tmp_path), "x", {}, False), {}, "former")):  # fmt: skip
+        (tmp_path / "latest").write_text("former")
+        assert checkpoints._save_whole(save, engine, args, kwargs) is True
+        assert (tmp_path / "latest").read_text() == named
+    assert barriers == ["mine", "global_step7"]
+    with pytest.raises(OSError, match="full"):
+        checkpoints._save_whole(save, engine, (str(tmp_path), "new", {"x": 1}), {})
+    assert (tmp_path / "latest").read_text() == "former"
+
+
 def test_the_way_out_is_what_the_checkpoint_allows(tmp_path):
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 

@@ -1,5 +1,6 @@
 """The watch over this node's NICs, and the line that an error of the framework's own communication gets."""
 
+import errno
 import os
 import socket
 from dataclasses import replace
@@ -132,6 +133,16 @@ def test_an_error_of_communication_names_the_own_dead_nic_and_the_lost_node(curr
     line = failure.explain(RuntimeError("gloo: Connection closed by peer [127.3.0.1]:4711"))
     assert "communication failed; node b0 (rank 0) is lost at its lo (mlx5_0:1): " in line
     assert "; NIC lo (mlx5_0:1) of node b1 (fabric roce, 127.3.0.2) has no link (carrier_down_count +1 since the start)" in line
+
+
+def test_a_full_disk_is_named_and_every_error_is_there_for_the_others(current, monkeypatch):
+    published = []
+    monkeypatch.setattr(failure, "_first", lambda mine: published.append(mine) or mine)
+    torchs = RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file data/0: file write failed")
+    for error in (OSError(errno.ENOSPC, "No space left on device", "/x"), torchs):
+        assert failure.explain(error).startswith(f"rank 1 on node b1: {type(error).__name__}: [") and failure.explain(error).endswith("; is the disk full?")
+    assert failure.explain(OSError(errno.EIO, "x")) is None and failure.explain(ValueError("shapes do not match")) is None
+    assert published[-1] == "rank 1 on node b1: ValueError: shapes do not match"
 
 
 def test_other_errors_are_left_alone(current):

@@ -99,9 +99,10 @@ def resume(args, engine, parser: Parser):
     """Continue from the latest checkpoint under args.load: weights, optimizer, step."""
     import torch
 
-    file = Path(args.load) / "identity.json"
-    if not file.is_file() or not (file.parent / "latest").is_file():
-        parser.error(f"--load {args.load}: no checkpoint of this script there (no identity.json or no latest)")
+    latest = Path(args.load) / "latest"
+    file = latest.parent / (latest.read_text().strip() if latest.is_file() else "") / "identity.json"
+    if not file.is_file():
+        parser.error(f"--load {args.load}: no checkpoint of this script there (no latest, or no identity.json in the folder that it names)")
     saved, now = json.loads(file.read_text()), identity(args, engine)
     for name in now:
         if saved.get(name) != now[name]:
@@ -115,10 +116,13 @@ def resume(args, engine, parser: Parser):
 
 
 def save(args, engine, rank: int):
-    """Write a checkpoint under args.save, which all nodes must share."""
-    engine.save_checkpoint(args.save, tag=f"step{engine.global_steps}")
+    """Write a checkpoint under args.save, which all nodes must share; DeepSpeed names it in `latest` when all of it is there."""
+    tag = f"step{engine.global_steps}"
     if rank == 0:
-        (Path(args.save) / "identity.json").write_text(json.dumps(identity(args, engine), indent=1) + "\n")
+        folder = Path(args.save) / tag
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "identity.json").write_text(json.dumps(identity(args, engine), indent=1) + "\n")
+    engine.save_checkpoint(args.save, tag=tag)
 
 
 def train(args, parser: Parser):

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
@@ -154,6 +155,17 @@ class Lab:
         """Run `ip LINE` on the node."""
         self._tool(node, "ip", f"{line}\n")
 
+    def rename(self, node: str, names: Mapping[str, str], hca: str) -> None:
+        """Other names for the node's NICs ({"roce0": "ens6np0"}) and for its HCA, as on a machine that replaces it; the links must be up."""
+        old = self._node(node)
+        nics = tuple(replace(nic, name=names.get(nic.name, nic.name), hca=hca) for nic in old.nics)
+        lines = [f"link set dev {a.name} down\nlink set dev {a.name} name {b.name}\nlink set dev {b.name} up\n" for a, b in zip(old.nics, nics) if a.name != b.name]
+        self._tool(node, "ip", "".join(lines))
+        new = self._by_name[node] = replace(old, nics=nics)
+        self.nodes = tuple(self._by_name.values())
+        shutil.rmtree(self.sysfs(node))
+        sysfs_tree.write_tree(self.sysfs(node), new)
+
     def set_rate(self, node: str, nic: str, bps: int) -> None:
         """Shape the NIC to `bps` bits/s, both ways (the scale does not apply); what its sysfs announces stays."""
         link = self._node(node).nic(nic)
@@ -173,9 +185,9 @@ class Lab:
         """The node's captured-style sysfs tree."""
         return self.directory / "sysfs" / node
 
-    def holder(self, node: str) -> int:
-        """Pid of the process that holds the node's namespaces (for nsenter -t PID -n -u -m)."""
-        return self._pids[self._node(node).name][0]
+    def holder(self, node: str, inside: bool = False) -> int:
+        """Pid of the process that holds the node's namespaces (for nsenter -t PID -n -u -m); `inside`: as the lab's nodes see it."""
+        return self._pids[self._node(node).name][inside]
 
     def _node(self, name: str) -> network.LabNode:
         if name not in self._by_name:

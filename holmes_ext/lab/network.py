@@ -27,7 +27,7 @@ class Nic:
     """One emulated NIC.
 
     rate_bps: bits/s each way as shaped; nominal_bps: as cluster.toml says, which is what its sysfs shows; port: its other
-    end in the switch namespace; number: of its fabric among the fast ones (0 for Ethernet).
+    end in the switch namespace; number: of its fabric among the fast ones (0 for Ethernet); hca: RDMA device of a fast one.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Nic:
     port: str
     bridge: str
     number: int = 0
+    hca: str = "mlx5_0"
 
 
 @dataclass(frozen=True)

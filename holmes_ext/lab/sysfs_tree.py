@@ -15,7 +15,6 @@ from pathlib import Path
 
 from holmes_ext.lab.network import MTU, LabNode, Nic
 
-HCA = "mlx5_0"
 _ETHERNET_PCI, _HCA_PCI = "0000:17:00.0", "0000:31:00.0"
 _LANE_GBPS = {"SDR": 2.5, "DDR": 5, "QDR": 10, "FDR": 14, "EDR": 25, "HDR": 50, "NDR": 100, "XDR": 200}
 _ARPHRD = {"ethernet": 1, "roce": 1, "ib": 32}
@@ -37,12 +36,12 @@ def write_tree(root: Path, node: LabNode) -> None:
         _link(pci / "net" / nic.name / "device", pci)
         _link(root / "class/net" / nic.name, pci / "net" / nic.name)
         if nic.kind != "ethernet":
-            device = pci / "infiniband" / HCA
+            device = pci / "infiniband" / nic.hca
             _write(device, {"node_type": "1: CA", "node_guid": _groups(_guid(nic)), "fw_ver": "20.31.1014"})
             _write(device, {"hca_type": "MT4123"})
             _link(device / "device", pci)
             _write_port(device / "ports/1", node, nic)
-            _link(root / "class/infiniband" / HCA, device)
+            _link(root / "class/infiniband" / nic.hca, device)
         set_link(root, nic, up=True)
     _write(root, {"ip_addr.json": json.dumps(addresses)})
     (root / "bus/pci/drivers/mlx5_core").mkdir(parents=True)
@@ -53,7 +52,7 @@ def set_link(root: Path, nic: Nic, up: bool) -> None:
     _write(root / "class/net" / nic.name, {"operstate": "up" if up else "down", "carrier": "1" if up else "0"})
     if nic.kind != "ethernet":
         state, physical = ("4: ACTIVE", "5: LinkUp") if up else ("1: DOWN", "2: Polling")
-        _write(root / "class/infiniband" / HCA / "ports/1", {"state": state, "phys_state": physical})
+        _write(root / "class/infiniband" / nic.hca / "ports/1", {"state": state, "phys_state": physical})
 
 
 def _net_files(nic: Nic) -> dict[str, str]:

@@ -7,6 +7,7 @@ node's links and error counters, and whether the neighbours still answer. All of
 
 from __future__ import annotations
 
+import errno
 import re
 import threading
 from typing import Sequence
@@ -22,6 +23,8 @@ _STORE_S = 5.0  # its host may be what was lost
 _OF_COMMUNICATION = re.compile(
     r"gloo|NCCL|Connection (closed|reset|refused)|Timed out waiting|timed out|Broken pipe|Socket(Timeout| )|[Nn]o route to host|unreachable|ProcessGroup"
 )
+#: How torch.save ends when nothing more can be written; it drops the kernel's reason.
+_WRITE_FAILED = "PytorchStreamWriter failed writing file"
 #: Counters at the start of the job, to tell what has grown since.
 _counters: dict[str, dict[str, int]] = {}
 _ADDRESS = re.compile(r"\[?([0-9]+(?:\.[0-9]+){3}|[0-9a-fA-F]*(?::[0-9a-fA-F]*){2,})\]?:[0-9]+")
@@ -44,14 +47,18 @@ def remember_counters() -> None:
 
 
 def explain(error: BaseException) -> str | None:
-    """One line on an error that a framework's own communication ended with; None where that is not what it was, or holmes is off."""
+    """One line on an error that a framework's own communication ended with, or a full disk; else None, but the others will say what it was."""
     current, text = session.active(), str(error)
-    about = isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and _OF_COMMUNICATION.search(text)
-    if current is None or not about:
+    if current is None:
         return None
+    me = f"rank {current.rank} on node {current.node.name}"
+    if not isinstance(error, dist.DistError) and not (isinstance(error, RuntimeError) and _OF_COMMUNICATION.search(text)):
+        mine = f"{me}: {type(error).__name__}: {_last_line(text)}"
+        _first(mine)
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) or _WRITE_FAILED in text
+        return f"{mine}; is the disk full?" if full else None
     everybody = range(current.plan.world_size)
-    what = f"rank {current.rank} on node {current.node.name}: communication failed{_lost_node(text, everybody)}: {_last_line(text)}"
-    return with_first(f"{what}{_blamed(text)}")
+    return with_first(f"{me}: communication failed{_lost_node(text, everybody)}: {_last_line(text)}{_blamed(text)}")
 
 
 def with_first(mine: str) -> str:

@@ -5,6 +5,7 @@ launcher's ranks 0 1 2 3 = a0 b0 a1 b1; planned ranks 0 1 2 3 = a0 a1 b0 b1
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,33 @@ def readdress(node: str, nic: str, old: str, new: str) -> tuple[Change, ...]:
 
 def rate(node: str, nic: str, bps: int, normal: int) -> Change:
     return ("set_rate", (node, nic, bps), (node, nic, normal))
+
+
+class Changes:
+    """Does changes to the lab and undoes them, the last first, once."""
+
+    def __init__(self, lab):
+        self.lab, self.done, self.lock = lab, [], threading.Lock()
+
+    def do(self, changes):
+        with self.lock:
+            for method, arguments, undo in changes:
+                getattr(self.lab, method)(*arguments)
+                self.done.append((method, undo))
+
+    def undo(self):
+        with self.lock:
+            while self.done:
+                method, arguments = self.done.pop()
+                getattr(self.lab, method)(*arguments)
+
+
+#: A node's NICs on another machine.
+OTHER_NAMES = {"eth0": "enp1s0f0", "roce0": "ens6f1np1"}
+
+
+def renamed(node: str) -> Change:
+    return ("rename", (node, OTHER_NAMES, "mlx5_3"), (node, {new: old for old, new in OTHER_NAMES.items()}, "mlx5_0"))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from conftest import CLUSTER, FULL  # noqa: E402
-from table import FAULTS, Fault  # noqa: E402
+from table import FAULTS, OTHER_NAMES, Changes, Fault, renamed  # noqa: E402
 
 from holmes_ext.cluster.site import site_from_spec  # noqa: E402
 from holmes_ext.plan.build import build_plan  # noqa: E402
@@ -28,25 +28,6 @@ def plan(two_clusters):
     path = two_clusters.lab.directory / "fault-plan.json"
     build_plan(site_from_spec(two_clusters.spec), Sizes(pipeline=2)).save(path)
     return str(path)
-
-
-class Changes:
-    """Does changes to the lab and undoes them, the last first, once."""
-
-    def __init__(self, lab):
-        self.lab, self.done, self.lock = lab, [], threading.Lock()
-
-    def do(self, changes):
-        with self.lock:
-            for method, arguments, undo in changes:
-                getattr(self.lab, method)(*arguments)
-                self.done.append((method, undo))
-
-    def undo(self):
-        with self.lock:
-            while self.done:
-                method, arguments = self.done.pop()
-                getattr(self.lab, method)(*arguments)
 
 
 def happen(two_clusters, fault: Fault, plan: str):
@@ -87,6 +68,24 @@ def test_fault(two_clusters, plan, fault):
     assert set(ended.values()) == {fault.status}, f"{result.statuses}\n{told}"
     if fault.status == 2 and not fault.during:
         assert not any("Traceback" in result.outputs[rank] for rank in ended), told
+
+
+def test_nics_have_other_names_at_the_next_start(two_clusters, plan):
+    """The same cluster.toml and plan.json: neither knows a NIC's name. The other one is used."""
+    changes, flags = Changes(two_clusters.lab), ["--holmes-cluster", str(CLUSTER), "--holmes-plan", plan]
+    job = json.dumps({"ranks": {}, "flags": flags, "env": {}})
+    sent = []
+    try:
+        for nic in ("roce0", OTHER_NAMES["roce0"]):
+            before = two_clusters.lab.counters()
+            result = two_clusters.run(TINY, job, preload=PRELOAD)
+            assert result.returncode == 0 and not any("uses Ethernet" in text for text in result.outputs.values()), result.outputs
+            sent.append(two_clusters.sent(before)["b1"][nic])
+            if nic == "roce0":
+                changes.do([renamed("b1")])
+    finally:
+        changes.undo()
+    assert min(sent) > 1 and sent[1] == pytest.approx(sent[0], rel=0.2), sent
 
 
 def test_the_table_has_what_was_promised():

@@ -1,10 +1,13 @@
-"""DeepSpeed's pipeline engine under torchrun, an agent on every node: what breaks in training comes back from the last checkpoint.
+"""DeepSpeed's pipeline engine, a checkpoint after every step: whatever breaks in training, the last one is whole and the job goes on from it.
 
-Losses must be those of the undisturbed job, and no step beyond the checkpoint may be missing.
+Started again as it was, or by torchrun with an agent on every node. Losses must be those of the undisturbed job, and no step beyond the
+checkpoint may be missing.
 """
 
 import json
+import os
 import re
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -14,17 +17,23 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from conftest import CLUSTER, ROOT, full  # noqa: E402
+from table import IN_TRAINING, OTHER_NAMES, Changes, Fault, renamed  # noqa: E402
 
-SIZE = "--layers 2 --hidden 64 --heads 2 --sequence 16 --micro-batch 2 --micro-batches 2 --stages 2".split()
-STEPS = 8
+SIZE = "--layers 2 --hidden 64 --heads 2 --sequence 16 --micro-batch 2 --micro-batches 2 --stages 2 --zero 1".split()
+HOLMES = ("--holmes", "--holmes-cluster", str(CLUSTER), "--holmes-sizes", "pipeline=2")
+TRAIN = str(HERE / "train.py")
+STEPS, MORE = 5, 8
+
+
+def launch(two_clusters, *command, **more):
+    return two_clusters.run(*command, preload=("torch", "deepspeed"), env={"DS_ACCELERATOR": "cpu"}, **more)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(two_clusters, tmp_path_factory):
     """Losses by step of the job without holmes and without faults."""
     log = tmp_path_factory.mktemp("undisturbed") / "log"
-    train = str(ROOT / "examples" / "deepspeed_pipeline" / "train.py")
-    result = two_clusters.run(train, *SIZE, "--steps", str(STEPS + 2), "--log", str(log), preload=("torch", "deepspeed"), env={"DS_ACCELERATOR": "cpu"})
+    result = launch(two_clusters, str(ROOT / "examples" / "deepspeed_pipeline" / "train.py"), *SIZE, "--steps", str(MORE), "--log", str(log))
     assert result.returncode == 0, result.outputs
     return losses(log)
 
@@ -38,45 +47,125 @@ def losses(log):
     return found
 
 
-def torchrun(two_clusters, save, steps, *flags, restarts=6, env=None, when=None, then=lambda: None):
-    """The job's result; `then` is called once, when the log has `when` lines."""
-    arguments = " ".join([str(save), *SIZE, "--steps", str(steps), "--holmes", "--holmes-cluster", str(CLUSTER), "--holmes-sizes pipeline=2", *flags])
-    command = (
-        f"exec {sys.executable} -m torch.distributed.run --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id {save.name}"
-        f" --rdzv-endpoint $MASTER_ADDR:$MASTER_PORT --max-restarts {restarts} --monitor-interval 0.2 --rdzv-conf keep_alive_interval=20 {HERE / 'train.py'} {arguments}"
-    )
-    over = threading.Event()
-
-    def wait_for_step():
-        while not over.wait(0.05):
-            if (save / "log").exists() and len((save / "log").read_text().splitlines()) >= when:
-                then()
-                return
-
-    thread = threading.Thread(target=wait_for_step) if when else None
-    if thread:
-        thread.start()
-    try:
-        return two_clusters.run("sh", "-c", command, env=env, timeout=600, grace=60.0)
-    finally:
-        over.set()
-        if thread:
-            thread.join()
-
-
-def assert_whole(save, step):
-    """The checkpoint that `latest` names can be read, all of it."""
+def assert_whole(save):
+    """The checkpoint that `latest` names can be read, all of it; its step."""
     import torch
 
-    assert (save / "latest").read_text() == f"step{step}"
-    files = list((save / f"step{step}").glob("*.pt"))
+    folder = save / (save / "latest").read_text()
+    files = list(folder.glob("*.pt"))
     assert files
     for file in files:
         torch.load(file, weights_only=False, map_location="cpu")
+    return int(folder.name.removeprefix("step"))
+
+
+def assert_goes_on(two_clusters, save, undisturbed, log=None, here=None):
+    """From the checkpoint, which is of the last step or the one before; `here`: `save` as this process sees it."""
+    log = log or save / "log"
+    done, step = max(losses(log)), assert_whole(here or save)
+    assert done - 1 <= step <= done
+    result = launch(two_clusters, TRAIN, str(save), json.dumps({"log": str(log)}), *SIZE, "--steps", str(MORE), *HOLMES)
+    assert result.returncode == 0, result.outputs
+    assert losses(log) == pytest.approx(undisturbed, abs=1e-6)
+    assert assert_whole(here or save) == MORE
 
 
 def said(result):
     return [line for lines in result.lines.values() for _, line in lines if "holmes:" in line]
+
+
+WRITING = (
+    Fault("killed while it writes its checkpoint", ranks={"1": {"do": "kill", "when": "save"}}, gone=(1,)),
+    Fault("the first rank is killed while it writes its checkpoint", ranks={"0": {"do": "kill", "when": "save"}}, gone=(0,), default=False),
+    Fault("stopped while it writes its checkpoint", ranks={"1": {"do": "stop", "when": "save"}}, gone=(1,), default=False),
+)
+OF_ENGINE = {3: "reduce", "send": "send", "save": "save"}  # tiny.py's and train.py's moments
+CASES = [*WRITING, *IN_TRAINING]
+
+
+@pytest.mark.parametrize("fault", [
+    pytest.param(fault, id=fault.name, marks=() if fault in WRITING and fault.default else full) for fault in CASES
+])  # fmt: skip
+def test_after_a_fault_in_training_the_job_goes_on(two_clusters, undisturbed, tmp_path, fault):
+    """What table.py does to a job, done to this one in its third step."""
+    changes, hit, save = Changes(two_clusters.lab), threading.Event(), tmp_path / "saved"
+
+    def on_line(rank, line, stream):
+        if fault.during and line.startswith("step 2 saved") and not hit.is_set():
+            hit.set()
+            changes.do(fault.during)
+        elif fault.undo_during and re.search(fault.undo_during, line):
+            changes.undo()
+
+    job = {"pause_s": float(fault.env.get("PAUSE_S", 0)), "timeout_s": 20,
+           "ranks": {rank: {**mine, "when": OF_ENGINE[mine["when"]]} for rank, mine in fault.ranks.items()}}  # fmt: skip
+    command = (TRAIN, str(save), json.dumps(job), *SIZE, "--steps", str(STEPS), *HOLMES, *fault.flags)
+    try:
+        result = launch(two_clusters, *command, timeout=fault.within_s, grace=fault.grace_s, on_line=on_line)
+    finally:
+        changes.undo()
+    assert hit.is_set() or not fault.during, result.outputs
+    ends_well = fault.status == 0 and not fault.gone
+    assert result.returncode != 124 and (result.returncode == 0) == ends_well, result.outputs
+    if not ends_well:
+        assert any(re.search("the job ends here|communication failed", line) for line in said(result)), result.outputs
+    assert_goes_on(two_clusters, save, undisturbed)
+
+
+@full
+def test_the_disk_fills_while_a_checkpoint_is_written(two_clusters, undisturbed, tmp_path):
+    """A disk that all nodes share; another program takes what was left of it but half a checkpoint."""
+    lab, folder, log = two_clusters.lab, tmp_path / "disk", tmp_path / "log"
+    mounted = lab.run(["sh", "-c", f"mkdir {folder} && mount -t tmpfs -o size=64m none {folder}"], order=["a0"])
+    assert mounted.returncode == 0, mounted.outputs
+    inside, here = (Path(f"/proc/{lab.holder('a0', inside=inside)}/root{folder}/saved") for inside in (True, False))
+    ballast = here.parent / "ballast"
+
+    def on_line(rank, line, stream):
+        if line.startswith("step 2 saved") and not ballast.exists():
+            space = os.statvfs(here)
+            checkpoint = sum(file.stat().st_size for file in (here / "step2").iterdir())
+            ballast.write_bytes(bytes(space.f_bavail * space.f_bsize - checkpoint // 2))
+
+    job = {"pause_s": 1.0, "timeout_s": 20, "log": str(log)}
+    try:
+        result = launch(two_clusters, TRAIN, str(inside), json.dumps(job), *SIZE, "--steps", str(STEPS), *HOLMES, on_line=on_line, grace=30.0)
+        assert result.returncode == 1, result.outputs
+        assert any(re.search(r"rank \d on node \w\d: .*is the disk full\?", line) for line in said(result)), result.outputs
+        ballast.unlink()
+        assert_goes_on(two_clusters, inside, undisturbed, log, here)
+    finally:
+        lab.run(["umount", str(folder)], order=["a0"])
+
+
+def torchrun(two_clusters, save, steps, *flags, **options):
+    """A job of agents that all meet at the first node; `options` as Lab.start's."""
+    meet, keep = options.pop("meet", "$MASTER_ADDR:$MASTER_PORT"), options.pop("keep_alive_s", 20)
+    arguments = " ".join([str(save), "{}", *SIZE, "--steps", str(steps), *HOLMES, *flags])
+    command = (
+        f"exec {sys.executable} -m torch.distributed.run --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id {save.name}"
+        f" --rdzv-endpoint {meet} --max-restarts 6 --monitor-interval 0.2 --rdzv-conf keep_alive_interval={keep} {TRAIN} {arguments}"
+    )
+    return two_clusters.lab.start(["sh", "-c", command], **{"order": two_clusters.order, "timeout": 600, "grace": 60.0, **options})
+
+
+def when_logged(job, log, count, then):
+    """The job's result; `then` is called once, when the log has `count` lines."""
+    over = threading.Event()
+
+    def wait_for_step():
+        while not over.wait(0.05):
+            if log.exists() and len(log.read_text().splitlines()) >= count:
+                then()
+                return
+
+    thread = threading.Thread(target=wait_for_step)
+    thread.start()
+    try:
+        return job.wait()
+    finally:
+        over.set()
+        thread.join()
 
 
 @full
@@ -85,7 +174,8 @@ def test_a_nic_dies_and_comes_back(two_clusters, undisturbed, tmp_path):
     lab, save = two_clusters.lab, tmp_path / "saved"
     save.mkdir()
     try:
-        result = torchrun(two_clusters, save, STEPS, "--holmes-patience", "3", when=2, then=lambda: lab.set_link("b1", "roce0", up=False))
+        job = torchrun(two_clusters, save, STEPS, "--holmes-patience", "3")
+        result = when_logged(job, save / "log", 2, lambda: lab.set_link("b1", "roce0", up=False))
         lines = said(result)
         assert result.returncode == 0, result.outputs
         assert any(re.search(r"on node b1: NIC roce0 .mlx5_0:1. of node b1 .* has no link for .* the job ends here", line) for line in lines), lines
@@ -93,10 +183,51 @@ def test_a_nic_dies_and_comes_back(two_clusters, undisturbed, tmp_path):
     finally:
         lab.set_link("b1", "roce0", up=True)
     assert losses(save / "log") == pytest.approx({step: undisturbed[step] for step in range(1, STEPS + 1)}, abs=1e-6)
-    assert_whole(save, STEPS)
+    assert assert_whole(save) == STEPS
 
     before = lab.counters()
-    result = torchrun(two_clusters, save, STEPS + 2)
+    result = torchrun(two_clusters, save, MORE).wait()
     assert result.returncode == 0 and not any("uses Ethernet" in line for line in said(result)), result.outputs
     assert losses(save / "log") == pytest.approx(undisturbed, abs=1e-6)
+    assert assert_whole(save) == MORE
     assert two_clusters.sent(before)["b1"]["roce0"] > 0.2
+
+
+def processes_on(lab, node):
+    """Those in the node's network namespace, but for the one that holds it."""
+    net = os.stat(f"/proc/{lab.holder(node)}/ns/net").st_ino
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if int(name) != lab.holder(node) and os.stat(f"/proc/{name}/ns/net").st_ino == net:
+                yield int(name)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+
+
+@full
+def test_a_node_is_replaced_by_one_with_other_nic_names(two_clusters, undisturbed, tmp_path):
+    """It loses its power in step 3; under torchrun another machine of that name joins instead, and the job goes on, with its fast NIC."""
+    lab, save, changes = two_clusters.lab, tmp_path / "saved", Changes(two_clusters.lab)
+    save.mkdir()
+    place = {"meet": f"{lab.nodes[0].address}:29400", "keep_alive_s": 5}
+    try:
+        job = torchrun(two_clusters, save, STEPS, **place, grace=400.0)
+        jobs = []
+
+        def replace():
+            for pid in processes_on(lab, "b1"):
+                os.kill(pid, signal.SIGKILL)
+            changes.do([renamed("b1")])
+            jobs.append((torchrun(two_clusters, save, STEPS, **place, order=["b1"]), lab.counters()))
+
+        result = when_logged(job, save / "log", 2, replace)
+        (newcomer, before), lost = jobs[0], two_clusters.order.index("b1")
+        told = newcomer.wait()
+        assert told.returncode == 0, told.outputs
+        assert {rank: status for rank, status in result.statuses.items() if rank != lost} == dict.fromkeys({0, 1, 2, 3} - {lost}, 0), result.outputs
+        assert not any("uses Ethernet" in line for line in [*said(result), *said(told)]), result.outputs
+        assert losses(save / "log") == pytest.approx({step: undisturbed[step] for step in range(1, STEPS + 1)}, abs=1e-6)
+        assert assert_whole(save) == STEPS
+        assert two_clusters.sent(before)["b1"][OTHER_NAMES["roce0"]] > 0.2
+    finally:
+        changes.undo()
