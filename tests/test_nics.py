@@ -139,7 +139,8 @@ def test_a_full_disk_is_named_and_every_error_is_there_for_the_others(current, m
     published = []
     monkeypatch.setattr(failure, "_first", lambda mine: published.append(mine) or mine)
     torchs = RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file data/0: file write failed")
-    for error in (OSError(errno.ENOSPC, "No space left on device", "/x"), torchs):
+    closing = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2816 vs 2708")
+    for error in (OSError(errno.ENOSPC, "No space left on device", "/x"), torchs, closing):
         assert failure.explain(error).startswith(f"rank 1 on node b1: {type(error).__name__}: [") and failure.explain(error).endswith("; is the disk full?")
     assert failure.explain(OSError(errno.EIO, "x")) is None and failure.explain(ValueError("shapes do not match")) is None
     assert published[-1] == "rank 1 on node b1: ValueError: shapes do not match"

@@ -23,8 +23,8 @@ _STORE_S = 5.0  # its host may be what was lost
 _OF_COMMUNICATION = re.compile(
     r"gloo|NCCL|Connection (closed|reset|refused)|Timed out waiting|timed out|Broken pipe|Socket(Timeout| )|[Nn]o route to host|unreachable|ProcessGroup"
 )
-#: How torch.save ends when nothing more can be written; it drops the kernel's reason.
-_WRITE_FAILED = "PytorchStreamWriter failed writing file"
+#: How torch.save ends when nothing more can be written (the second while it closes the file after the first); it drops the kernel's reason.
+_WRITE_FAILED = re.compile(r"PytorchStreamWriter failed writing file|inline_container.* unexpected pos")
 #: Counters at the start of the job, to tell what has grown since.
 _counters: dict[str, dict[str, int]] = {}
 _ADDRESS = re.compile(r"\[?([0-9]+(?:\.[0-9]+){3}|[0-9a-fA-F]*(?::[0-9a-fA-F]*){2,})\]?:[0-9]+")
@@ -55,7 +55,7 @@ def explain(error: BaseException) -> str | None:
     if not isinstance(error, dist.DistError) and not (isinstance(error, RuntimeError) and _OF_COMMUNICATION.search(text)):
         mine = f"{me}: {type(error).__name__}: {_last_line(text)}"
         _first(mine)
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) or _WRITE_FAILED in text
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) or _WRITE_FAILED.search(text) is not None
         return f"{mine}; is the disk full?" if full else None
     everybody = range(current.plan.world_size)
     return with_first(f"{me}: communication failed{_lost_node(text, everybody)}: {_last_line(text)}{_blamed(text)}")

@@ -200,7 +200,7 @@ def processes_on(lab, node):
         try:
             if int(name) != lab.holder(node) and os.stat(f"/proc/{name}/ns/net").st_ino == net:
                 yield int(name)
-        except (FileNotFoundError, ProcessLookupError):
+        except OSError:  # gone meanwhile, or another user's
             continue
 
 
