@@ -34,7 +34,7 @@ from holmes_ext.lab.samples import examples
 
 CLUSTERS = examples() / "clusters" / "two_clusters_8.toml"
 #: How much slower than the sample cluster a scene's networks are; its FLOP/s below are made slower by the same.
-SLOWER = {"overlap": 2, "pipeline": 4, "step": 2}
+SLOWER = {"overlap": 2, "pipeline": 4, "step": 4}
 #: 3.1 M parameters, 6.2 MB of gradients in each of two stages. At 3e9 FLOP/s a stage computes 16 ms forward, 32 ms backward
 #: (SLOWER times as long), and its reduction takes 37 ms on InfiniBand, 46 on RoCE, 0.3 s on Ethernet. With 6 micro-batches stock on
 #: the hybrid clusters has 0.6 of the all-RDMA speed, as in two_clusters.py's 4+4 and in the prototype that the targets come from;

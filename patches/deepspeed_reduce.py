@@ -124,6 +124,7 @@ def _make_reducer(engine: Any, trained: list[tuple[str, Any]], source: Any) -> A
         communication_dtype=source.communication_dtype,
         deferred=[weight for weight, _ in engine.module.get_tied_weights_and_groups()],
         gradient=source.gradient,
+        owners=source.owners(),
     )
 
 
@@ -167,6 +168,10 @@ class _PlainGradients:
 
     def after(self) -> None:
         """All gradients are averaged."""
+
+    def owners(self) -> Callable[[Any], list[tuple[int, int]]] | None:
+        """Who needs which part of a gradient (GradientReducer); None: every rank all of it."""
+        return None
 
 
 class _Bf16Gradients(_PlainGradients):
@@ -215,13 +220,30 @@ class _ZeroGradients(_PlainGradients):
     def __init__(self, engine: Any):
         super().__init__(engine)
         self.communication_dtype = self.optimizer.communication_data_type
-        self.given = {id(parameter) for group in self.optimizer.bit16_groups for parameter in group}
+        self.given = {id(parameter): i for i, group in enumerate(self.optimizer.bit16_groups) for parameter in group}
 
     def reduces(self, parameter: Any) -> bool:
         return id(parameter) in self.given
 
     def gradient(self, parameter: Any) -> Any:
         return self.optimizer.get_gradient_for_reduction(parameter)
+
+    def owners(self) -> Callable[[Any], list[tuple[int, int]]] | None:
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+        # Muon's updates of a matrix need all of it on every rank that holds a part
+        return None if not self.optimizer.reduce_scatter or isinstance(self.optimizer.optimizer, MuonWithAuxAdam) else self._owners
+
+    def _owners(self, parameter: Any) -> list[tuple[int, int]]:
+        """The slices that average_tensor sends to their partitions' ranks."""
+        from torch.distributed import get_process_group_ranks
+
+        optimizer, i = self.optimizer, self.given[id(parameter)]
+        key = optimizer.get_param_id(parameter)
+        ranks = get_process_group_ranks(optimizer.real_dp_process_group[i])
+        starts = sorted((optimizer.grad_start_offset[i][part][key], ranks[part]) for part in optimizer.param_to_partition_ids[i][key])
+        ends = [start for start, _ in starts[1:]] + [parameter.numel()]
+        return [(end - start, rank) for (start, rank), end in zip(starts, ends)]
 
     def predivide(self, ranks: int) -> float:
         # average_tensor divides before the sum with reduce_scatter (the default), else as the engine does

@@ -24,6 +24,7 @@ from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import buckets, session, telemetry
 from holmes_ext.runtime.failure import describe_failure
+from holmes_ext.runtime.owned import ReduceToOwners, Spans, merge_spans
 from holmes_ext.runtime.straddling import TwoLevel, flat_all_reduce, two_level_for
 
 Gradient = Callable[[torch.nn.Parameter], torch.Tensor | None]
@@ -62,6 +63,7 @@ class _Bucket:
         self.views = self.flat.split([items[i].numel for i in indices])
         self.names = [items[i].name for i in indices]
         self.missing = len(indices)
+        self.spans: list[tuple[int, int]] = []
         self.gradients: list[torch.Tensor] = []
         self.work: Any = None
         self.done_at = 0.0
@@ -98,6 +100,8 @@ class GradientReducer:
     all_reduce: all_reduce(flat tensor) -> a work with wait() and get_future(), in place of torch's on `group`; None takes
         two levels where holmes is active, the group straddles clusters (with NCCL: of equal size) and that is predicted to be faster.
     gradient: gradient(parameter) -> its final gradient, called once for each step when the bucket is filled; by default .grad.
+    owners: owners(parameter) -> (elements, rank) one after the other: who needs which part of its average. On all others that part is
+        undefined afterwards (runtime/owned.py). None: all ranks need everything. Not used where two levels are.
 
     A parameter that got no gradient on this rank counts as zeros, and its .grad is the average on all ranks afterwards (zeros
     where no rank used it, as DeepSpeed does and DistributedDataParallel does not): no rank waits for it. NaN and infinity travel like any number. A
@@ -120,6 +124,7 @@ class GradientReducer:
         deferred: Iterable[torch.nn.Parameter] = (),
         all_reduce: Callable[[torch.Tensor], Any] | None = None,
         gradient: Gradient | None = None,
+        owners: Callable[[torch.nn.Parameter], Spans] | None = None,
     ):
         named = _named(parameters)
         self._parameters = [parameter for _, parameter in named]
@@ -131,6 +136,8 @@ class GradientReducer:
         self._items = [_item(name, parameter, communication_dtype) for name, parameter in named]
         self._two_level = None if all_reduce else two_level_for(self.group, sum(item.bytes for item in self._items), compress)
         self._all_reduce = all_reduce or self._two_level or flat_all_reduce(self.group)
+        self._owners = owners if all_reduce is None and self._two_level is None else None
+        self._to_owners = ReduceToOwners(self.group) if self._owners else None
         self.bucket_bytes = self._choose_size(bucket_bytes)
         late = {id(parameter) for parameter in deferred}
         self._deferred = [i for i, parameter in enumerate(self._parameters) if id(parameter) in late]
@@ -176,6 +183,8 @@ class GradientReducer:
         self._buckets = [_Bucket(indices, self._items) for indices in (*groups, *last)]
         self._hooked = len(groups)  # buckets that the backward pass may launch
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
+        for bucket in self._buckets if self._owners else ():
+            bucket.spans = merge_spans(span for i in bucket.indices for span in self._owners(self._parameters[i]))
         self._reset()
 
     def _reset(self) -> None:
@@ -244,8 +253,8 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._two_level is not None:
-            self._two_level.close()
+        for helper in filter(None, (self._two_level, self._to_owners)):
+            helper.close()
 
     # Backward pass
 
@@ -302,7 +311,7 @@ class GradientReducer:
             self._started_at = time.perf_counter()
         bucket.done_at = 0.0
         try:
-            bucket.work = self._all_reduce(bucket.flat)
+            bucket.work = self._to_owners(bucket.flat, bucket.spans) if self._to_owners else self._all_reduce(bucket.flat)
         except RuntimeError as error:
             raise self._failed(bucket, error) from error
         if not bucket.flat.is_cuda:
