@@ -1,14 +1,15 @@
 """What overlapping and two-level reduction gain, in an emulated cluster of 4 + 4 nodes.
 
-    python benchmarks/reduction.py [--json FILE] [--scenes overlap,pipeline,pipeline 8,ring,step] [--repetitions N]
+    python benchmarks/reduction.py [--json FILE] [--scenes overlap,pipeline,pipeline 8,ring,owners,step] [--repetitions N]
 
     overlap    4 nodes of one cluster, plain torch: the time that finish() waits, with and without overlap
     pipeline   8 nodes, DeepSpeed, pipeline 2 x data 4: stock, holmes without and with overlap, all-RDMA stock and with overlap;
                6 micro-batches, and 8 in "pipeline 8"
     ring       8 nodes, an all-reduce alone: a flat ring on Ethernet, and two levels; bytes from the NICs' own counters
+    owners     4 nodes (and 2) on Ethernet, 10 MiB of gradients under ZeRO 1: an all-reduce, and a chain to each part's owner
     step       8 nodes, plain torch, data 8 over both clusters, overlapped: a flat ring, and two levels
 
-Networks are shaped links between network namespaces; layers sleep as long as an emulated GPU would compute (in ring nothing computes).
+Networks are shaped links between network namespaces; layers sleep as long as an emulated GPU would compute (in ring and owners nothing computes).
 In overlap, pipeline and step networks and GPUs both are slower than the sample cluster's by one factor: the proportions stay, and
 the two CPU cores, which are eight hosts, their NICs and the switch, have the time for it. Needs root (or user namespaces) and iproute2.
 """
@@ -183,13 +184,38 @@ def ring(repetitions: int) -> list[Row]:
     return rows
 
 
+def owners(repetitions: int) -> list[Row]:
+    """10 MiB whose parts one rank each keeps."""
+    spec: SiteSpec = load_spec(CLUSTERS)
+    rows, times = [], 4
+    with Lab(spec, realtime=True) as lab:
+        for count in (4, 2):
+            order = spec.clusters[0].nodes[:count]
+            seconds: dict[str, list[float]] = {"all-reduce": [], "to owners": []}
+            sent: dict[str, list[float]] = {"all-reduce": [], "to owners": []}
+            for _ in range(repetitions):
+                for name in seconds:
+                    before = lab.counters()
+                    result = lab.run([sys.executable, __file__, "--rank", name, "[]", str(times)], order=order, preload=("torch",), timeout=120)
+                    if result.returncode:
+                        raise SystemExit(result.outputs[result.first_failed])
+                    after = lab.counters()
+                    seconds[name].append(float(result.stdout[0].split()[-1]))
+                    sent[name].append(sum(after[node]["eth0"][1] - before[node]["eth0"][1] for node in order) / count / (times + 1) / RING_BYTES)
+            rows += [_row("owners", f"{count} nodes, 10 MiB, {name}", values, "s") for name, values in seconds.items()]
+            rows += [_row("owners", f"{count} nodes, sent by a node / gradient, {name}", values, "x") for name, values in sent.items()]
+            rows.append(_row("owners", f"{count} nodes, all-reduce / to owners", [a / b for a, b in zip(*seconds.values())], "x"))
+    return rows
+
+
 def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
-    """One rank of scene `ring`; rank 0 prints the median seconds."""
+    """One rank of scene `ring` or `owners`; rank 0 prints the median seconds."""
     import time
 
     import torch
     import torch.distributed as dist
 
+    from holmes_ext.runtime.owned import ReduceToOwners
     from holmes_ext.runtime.two_level import TwoLevelAllReduce
 
     torch.set_num_threads(1)
@@ -205,16 +231,23 @@ def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
 
         dist.new_group = new_group
         all_reduce: Any = TwoLevelAllReduce(clusters)
+    elif name == "to owners":
+        world, reduce = dist.get_world_size(), ReduceToOwners(dist.group.WORLD)
+        spans = [(RING_BYTES // 4 // world, owner) for owner in range(world)]
+        all_reduce = lambda flat: reduce(flat, spans)  # noqa: E731
     else:
         all_reduce = lambda flat: dist.all_reduce(flat, async_op=True)  # noqa: E731
     flat = torch.ones(RING_BYTES // 4)
     seconds = []
     for _ in range(times + 1):
+        before = flat.clone()
         dist.barrier()
         begin = time.perf_counter()
         all_reduce(flat).wait()
         seconds.append(time.perf_counter() - begin)
-    assert flat[0] == flat[-1] == 8.0 ** (times + 1)
+        own = flat.chunk(dist.get_world_size())[dist.get_rank()] if name == "to owners" else flat
+        assert own.eq(dist.get_world_size()).all()
+        flat.copy_(before)
     if dist.get_rank() == 0:
         print(statistics.median(seconds[1:]), flush=True)
     dist.barrier()
@@ -225,7 +258,7 @@ def _row(scene: str, metric: str, values: list[float], unit: str, target: str = 
     return Row.of(scene, metric, statistics.median(values), unit, (min(values), max(values)), True, target)
 
 
-SCENES = {"overlap": overlap, "pipeline": pipeline, "pipeline 8": lambda repetitions: pipeline(repetitions, "pipeline 8"), "ring": ring, "step": step}
+SCENES = {"overlap": overlap, "pipeline": pipeline, "pipeline 8": lambda repetitions: pipeline(repetitions, "pipeline 8"), "ring": ring, "owners": owners, "step": step}
 
 
 def main() -> int:

@@ -26,6 +26,7 @@ from holmes_ext.errors import HolmesError  # noqa: E402
 from holmes_ext.options import Options  # noqa: E402
 from holmes_ext.patches import Registry, deepspeed_gather, deepspeed_reduce  # noqa: E402
 from holmes_ext.runtime import buckets, gather, session  # noqa: E402
+from holmes_ext.runtime.owned import ReduceToOwners  # noqa: E402
 
 STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE = 4, 3, 2, 16
 ZERO = {"stage": 1, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
@@ -134,18 +135,23 @@ def engine_for(config, options):
 
 @contextlib.contextmanager
 def counted(group):
-    """Elements that all-reduces over `group` carry meanwhile, in a list of one number."""
-    total, original = [0], torch.distributed.all_reduce
+    """Elements that all-reduces over `group`, and reductions to owners, carry meanwhile, in a list of one number."""
+    total, original, to_owners = [0], torch.distributed.all_reduce, ReduceToOwners.__call__
 
     def all_reduce(tensor, *args, **kwargs):
         total[0] += tensor.numel() if kwargs.get("group") is group else 0
         return original(tensor, *args, **kwargs)
 
-    torch.distributed.all_reduce = all_reduce
+    def reduce(self, flat, spans):
+        assert sum(elements for elements, _ in spans) == flat.numel()
+        total[0] += flat.numel()
+        return to_owners(self, flat, spans)
+
+    torch.distributed.all_reduce, ReduceToOwners.__call__ = all_reduce, reduce
     try:
         yield total
     finally:
-        torch.distributed.all_reduce = original
+        torch.distributed.all_reduce, ReduceToOwners.__call__ = original, to_owners
 
 
 def train(config, options):
