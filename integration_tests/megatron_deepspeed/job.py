@@ -78,7 +78,8 @@ class Checkout:
             "train_micro_batch_size_per_gpu": 2,
             "steps_per_print": 1000,
             "zero_optimization": {"stage": zero, "reduce_bucket_size": 10_000_000, **more.pop("zero_optimization", {})},
-            **({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}} if dtype == "bf16" else {}),
+            **({"bf16": {"enabled": True}} if dtype == "bf16" else {}),
+            **({"data_types": {"grad_accum_dtype": "fp32"}} if dtype == "bf16" and zero else {}),  # DeepSpeed refuses it without ZeRO
             **more,
         }
         text = json.dumps(document, indent=1)
