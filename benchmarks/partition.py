@@ -10,7 +10,10 @@ Two clusters of two nodes, DeepSpeed's pipeline engine (pipeline 2 x data 2) in 
                         filling the pipeline, which no split shortens (at most 1.10 x with free networks)
 
 Each partition runs from a plan.json of its own, whose predicted step stands beside the measured one. The GPU's FLOP/s and the rates
-are told to the plan as the lab emulates them: what is tested is the formula, not a fit. Partitions that come out alike are one run.
+are told to the plan as the lab emulates them: what is tested is the formula, not a fit. Such numbers know nothing of the seconds that the
+software takes. So each model is also profiled, once in a scene, under the uniform partition and the middle micro-batch count
+(--holmes-profile, as `holmes tune` does): "by profile" is the step that the plan predicts from what was measured there, for every
+partition and micro-batch count. Partitions that come out alike are one run.
 """
 
 from __future__ import annotations
@@ -18,12 +21,12 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness import Row, finish, parser, tell
 
-from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
@@ -31,12 +34,15 @@ from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.model import Gpu, Model
 from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.profile import Profile, load_profile, measured_costs
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.stage_costs import clusters_of_stages, predict
 from holmes_ext.plan.stages import METHODS
 
 FLOPS = 1.43e9  # a block of hidden 192 on 16 tokens: 10 ms forward
 MODELS = {"8 layers": (8, 192), "12 layers": (12, 192), "16 layers": (16, 160)}  # layers, hidden
 SEQUENCE, HEADS = 16, 4
+PROFILED = 3  # steps
 NOISE = 0.03  # two runs of the same job differ by less (the A/A rows say by how much)
 
 
@@ -81,8 +87,7 @@ def cell_of(scene: Scene, name: str, micro_batches: int, spec: SiteSpec, directo
     layers, hidden = MODELS[name]
     title = title_of(scene, name, micro_batches)
     model = model_of(scene, layers, hidden, micro_batches)
-    flags = ["--layers", str(layers), "--hidden", str(hidden), "--micro-batches", str(micro_batches),
-             "--holmes", "--holmes-cluster", str(directory / "cluster.toml"), "--holmes-overlap", "on" if scene.overlap else "off"]  # fmt: skip
+    flags = flags_of(scene, name, micro_batches, directory)
     plans, variants = {}, {}
     for method in METHODS:
         plan = build_plan(site_from_spec(spec), Sizes(pipeline=2), partition=method, model=model, overlap=scene.overlap)
@@ -97,6 +102,23 @@ def cell_of(scene: Scene, name: str, micro_batches: int, spec: SiteSpec, directo
     return Cell(title, plans, variants, again)
 
 
+def flags_of(scene: Scene, name: str, micro_batches: int, directory: Path) -> tuple[str, ...]:
+    layers, hidden = MODELS[name]
+    return ("--layers", str(layers), "--hidden", str(hidden), "--micro-batches", str(micro_batches),
+            "--holmes", "--holmes-cluster", str(directory / "cluster.toml"), "--holmes-overlap", "on" if scene.overlap else "off")  # fmt: skip
+
+
+def profiled(scene: Scene, name: str, spec: SiteSpec, directory: Path) -> Variant:
+    """The run that leaves profile_file(directory, name), without overlap, as `holmes tune` measures."""
+    flags = flags_of(replace(scene, overlap=False), name, scene.micro_batches[1], directory)
+    more = ("--holmes-sizes", "pipeline=2", "--holmes-profile", f"{PROFILED},{profile_file(directory, name)}")
+    return Variant(f"{scene.name}/{name} profiled", spec, interleave(spec), (*flags, *more))
+
+
+def profile_file(directory: Path, name: str) -> Path:
+    return directory / f"{name}-profile.json"
+
+
 def title_of(scene: Scene, name: str, micro_batches: int) -> str:
     return f"{scene.name}/{name}/m{micro_batches}"
 
@@ -107,23 +129,31 @@ def run_scene(scene: Scene, wanted: list[tuple[str, int]], steps: int, skip: int
         directory = Path(text)
         (directory / "cluster.toml").write_text(cluster_toml(scene))
         spec = load_spec(directory / "cluster.toml")
+        names = list(dict.fromkeys(name for name, _ in wanted))
         cells = [cell_of(scene, name, count, spec, directory) for name, count in wanted]
-        runs = [variant for cell in cells for variant in (*cell.variants.values(), *filter(None, [cell.again]))]
-        script = [str(examples() / "deepspeed_pipeline" / "train.py"), "--stages", "2", "--heads", str(HEADS), "--sequence", str(SEQUENCE), "--micro-batch", "1"]
-        started = iter(range(1, len(runs) + 1))
-        series = compare(
-            runs, script, repetitions=1, steps=steps, skip=skip,
-            accelerator={"flops": FLOPS, "classes": ["Block"], "speed": {"b": scene.speed}},
-            on_run=lambda name, _: tell(f"run {next(started)} of {len(runs)}: {name}"),
-        )  # fmt: skip
-    return [row for cell in cells for row in rows_of(scene, cell, series)]
+        runs = [profiled(scene, name, spec, directory) for name in names]
+        runs += [variant for cell in cells for variant in (*cell.variants.values(), *filter(None, [cell.again]))]
+        series = measure(scene, runs, steps, skip)
+        profiles = {name: load_profile(profile_file(directory, name)) for name in names}
+        return [row for cell, (name, count) in zip(cells, wanted) for row in rows_of(scene, cell, series, replace(profiles[name], micro_batches=count))]
 
 
-def rows_of(scene: Scene, cell: Cell, series: dict[str, Series]) -> list[Row]:
+def measure(scene: Scene, runs: list[Variant], steps: int, skip: int) -> dict[str, Series]:
+    script = [str(examples() / "deepspeed_pipeline" / "train.py"), "--stages", "2", "--heads", str(HEADS), "--sequence", str(SEQUENCE), "--micro-batch", "1"]
+    started = iter(range(1, len(runs) + 1))
+    return compare(
+        runs, script, repetitions=1, steps=steps, skip=skip,
+        accelerator={"flops": FLOPS, "classes": ["Block"], "speed": {"b": scene.speed}},
+        on_run=lambda name, _: tell(f"run {next(started)} of {len(runs)}: {name}"),
+    )  # fmt: skip
+
+
+def rows_of(scene: Scene, cell: Cell, series: dict[str, Series], profile: Profile) -> list[Row]:
     of = {method: series[cell.variants[split].name] for method, (_, split) in cell.plans.items()}
     rows = []
     for method, (plan, split) in cell.plans.items():
-        rows += _method_rows(cell.title, method, "+".join(map(str, split)), of[method], plan.predicted["step_seconds"], of["uniform"])
+        rows += _measured_rows(cell.title, method, split, of[method], of["uniform"])
+        rows += error_rows(cell.title, method, of[method].median, plan.predicted["step_seconds"], by_profile(scene, plan, split, profile))
     rows += _comparisons(cell.title, scene, of)
     if cell.again is not None:
         noise = abs(series[cell.again.name].median / of["uniform"].median - 1)
@@ -131,15 +161,30 @@ def rows_of(scene: Scene, cell: Cell, series: dict[str, Series]) -> list[Row]:
     return rows
 
 
-def _method_rows(title: str, method: str, split: str, one: Series, predicted: float, uniform: Series) -> list[Row]:
+def by_profile(scene: Scene, plan: Plan, split: tuple[int, ...], profile: Profile) -> float:
+    """Seconds of a step of `split` on the plan's nodes, from what was measured of the uniform one."""
+    clusters = clusters_of_stages(Site.from_dict(profile.site), plan.nodes, profile.sizes)
+    return predict(measured_costs(profile, clusters, scene.overlap), split).step_s
+
+
+def _measured_rows(title: str, method: str, split: tuple[int, ...], one: Series, uniform: Series) -> list[Row]:
     (run,) = one.steps
-    error, loss = predicted / one.median - 1, max_loss_difference(uniform, one)
+    loss = max_loss_difference(uniform, one)
     return [
-        Row.of(title, f"step {method} {split}", one.median, "s", (min(run), max(run)), one.emulated),
-        Row.of(title, f"predicted {method}", predicted, "s", (predicted, predicted), False),
-        Row.of(title, f"prediction error {method}", abs(error), "of the step", (error, error), True, "<= 0.05"),
+        Row.of(title, f"step {method} {'+'.join(map(str, split))}", one.median, "s", (min(run), max(run)), one.emulated),
         Row.of(title, f"loss difference {method}", loss, "nats", (loss, loss), False, "<= 1e-6"),
     ]
+
+
+def error_rows(title: str, method: str, measured: float, told: float, profile: float) -> list[Row]:
+    rows = []
+    for what, predicted in (("", told), (" by profile", profile)):
+        error = predicted / measured - 1
+        rows += [
+            Row.of(title, f"predicted {method}{what}", predicted, "s", (predicted, predicted), False),
+            Row.of(title, f"prediction error {method}{what}", abs(error), "of the step", (error, error), True, "<= 0.05"),
+        ]
+    return rows
 
 
 def _comparisons(title: str, scene: Scene, of: dict[str, Series]) -> list[Row]:

@@ -7,7 +7,7 @@ import pytest
 from holmes_ext.cluster.site import Fabric, site_from_spec
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost import Workload, allreduce_seconds, backward_ends, send_seconds, step_seconds, stock_fabric
+from holmes_ext.plan.cost import Workload, allreduce_seconds, backward_ends, send_seconds, simulated_ends, step_seconds, stock_fabric
 from holmes_ext.plan.sizes import Sizes
 
 FABRIC = Fabric("f", "ib", 8_000_000, 0.0)  # a megabyte a second
@@ -90,6 +90,17 @@ def test_backward_ends_equal_stages_are_exact():
         ends = backward_ends([1.0] * stages, [2.0] * stages, [0.0] * (stages - 1), micro)
         assert ends[0] == pytest.approx((micro + stages - 1) * 3.0)
         assert ends == pytest.approx(simulate([1.0] * stages, [2.0] * stages, [0.0] * (stages - 1), micro))
+
+
+def test_simulated_ends():
+    """Unequal stages and edges; and the wait that the formula does not see filled: F0 F1 wait B0 B1."""
+    rng = random.Random(0)
+    for _ in range(200):
+        stages, micro = rng.randint(1, 6), rng.randint(1, 12)
+        forward, backward, edges = ([rng.random() for _ in range(count)] for count in (stages, stages, stages - 1))
+        assert simulated_ends(forward, backward, edges, micro) == pytest.approx(simulate(forward, backward, edges, micro))
+    assert simulated_ends([2.0, 1.0], [4.0, 2.0], [0.0], 2)[0] == 2 + 3 + 4 + 4
+    assert backward_ends([2.0, 1.0], [4.0, 2.0], [0.0], 2)[0] == 2 + 3 + 4 + 6
 
 
 def test_backward_ends_with_edges_within_a_tenth():

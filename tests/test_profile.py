@@ -16,7 +16,7 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.model import Model
 from holmes_ext.plan.profile import Profile, StageTimes, check_profile, load_profile, measured_costs
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.stage_costs import estimate
+from holmes_ext.plan.stage_costs import predict
 from holmes_ext.runtime import profile_file
 from holmes_ext.runtime.profile import WARM_UP, Recorder
 
@@ -220,7 +220,7 @@ def test_plan_and_explain_from_a_profile(file, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)["partitions"]
     assert found["balanced"]["step_seconds"] < found["uniform"]["step_seconds"]
     costs = measured_costs(load_profile(path), [["a"], ["b"]], overlap=True)
-    assert found["uniform"]["step_seconds"] == pytest.approx(estimate(costs, (5, 5)).step_s)
+    assert found["uniform"]["step_seconds"] == pytest.approx(predict(costs, (5, 5)).step_s)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "x", "3.5", "9999999", ",p.json"])

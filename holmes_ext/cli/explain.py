@@ -17,7 +17,7 @@ from holmes_ext.plan.build import costs_of
 from holmes_ext.plan.model import Model
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile
-from holmes_ext.plan.stage_costs import Estimate, StageCosts, estimate
+from holmes_ext.plan.stage_costs import Estimate, StageCosts, predict
 
 COLORS = {"compute": "#4c78a8", "communication": "#d62728", "idle": "#d9d9d9"}
 
@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def outcomes(site: Site, plan: Plan, model: Model | None, alpha: float = 1.0, overlap: bool = False, profile: Profile | None = None) -> tuple[StageCosts, dict[str, Estimate]]:
-    """The costs under `plan`'s order of nodes, and the estimate of every method of plan/stages.py."""
+    """The costs under `plan`'s order of nodes, and the prediction for every method of plan/stages.py."""
     if plan.sizes is None:
         raise HolmesError("--explain needs the parallel sizes: give --sizes pipeline=N")
     costs = costs_of(site, plan.nodes, plan.sizes, model, overlap, profile)
-    return costs, {method: estimate(costs, stages.partition(method, costs, alpha)) for method in stages.METHODS}
+    return costs, {method: predict(costs, stages.partition(method, costs, alpha)) for method in stages.METHODS}
 
 
 def document(costs: StageCosts, found: Mapping[str, Estimate]) -> dict[str, Any]:

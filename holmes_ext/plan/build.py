@@ -15,7 +15,7 @@ from holmes_ext.plan.placement import place
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile, check_profile, measured_costs
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.stage_costs import Estimate, StageCosts, clusters_of_stages, costs_on_site, estimate
+from holmes_ext.plan.stage_costs import Estimate, StageCosts, clusters_of_stages, costs_on_site, predict
 
 #: The "fabric" of a group that one node holds: memory, NVLink or loopback.
 LOCAL = "local"
@@ -65,10 +65,10 @@ def build_plan(
     elif (model is not None or profile is not None) and sizes is not None:
         costs = costs_of(site, placement.nodes, sizes, model, overlap, profile)
         split = stages.partition(partition, costs, alpha)
-        predicted |= _times(estimate(costs, split))
+        predicted |= _times(predict(costs, split))
         if profile is None:
             launched = [node.name for node in site.nodes]
-            stock = estimate(costs_on_site(site, launched, sizes, model, only=stock_fabric(site)), stages.uniform(costs.blocks, costs.stages))
+            stock = predict(costs_on_site(site, launched, sizes, model, only=stock_fabric(site)), stages.uniform(costs.blocks, costs.stages))
             times = {f"stock_{name}": value for name, value in _times(stock).items()}
             predicted |= {name: value for name, value in times.items() if name in predicted}
         stage_layers = split if partition != "uniform" else ()

@@ -20,6 +20,7 @@ from typing import Iterable, Sequence
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.layout import INSIDE, Layout
+from holmes_ext.plan.orders import passes
 from holmes_ext.plan.sizes import Sizes
 
 
@@ -124,6 +125,33 @@ def backward_ends(
     for stage, edge in enumerate(transfer):
         ends.append(ends[-1] - backward[stage] - edge)
     return tuple(ends)
+
+
+def simulated_ends(
+    forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float], micro_batches: int
+) -> tuple[float, ...]:
+    """What backward_ends has a formula for, pass by pass: each after the one before it on its stage, and what it needs of its neighbour.
+
+    The formula is too long where the first stage computes more than the others: it fills its wait for the first gradient with a forward pass.
+    """
+    last = len(forward) - 1
+    orders = [passes("1f1b", stage, last + 1, micro_batches) for stage in range(last + 1)]
+    ended: dict[str, list[list[float]]] = {kind: [[] for _ in orders] for kind in "FB"}  # of each stage, by micro-batch
+    clock, place = [0.0] * len(orders), [0] * len(orders)
+    while place[0] < len(orders[0]):
+        for stage, order in enumerate(orders):
+            while place[stage] < len(order):
+                kind, micro_batch, _ = order[place[stage]]
+                seconds, ready = (forward if kind == "F" else backward)[stage], 0.0
+                neighbour = stage - 1 if kind == "F" else stage + 1
+                if 0 <= neighbour <= last:
+                    if len(ended[kind][neighbour]) <= micro_batch:
+                        break
+                    ready = ended[kind][neighbour][micro_batch] + transfer[min(stage, neighbour)]
+                clock[stage] = max(clock[stage], ready) + seconds
+                ended[kind][stage].append(clock[stage])
+                place[stage] += 1
+    return tuple(clock)
 
 
 def fast_fabrics(site: Site) -> tuple[frozenset[str], ...]:
