@@ -42,6 +42,7 @@ def test_tune_and_the_run_that_follows(two_clusters, tmp_path, monkeypatch):
     assert sum(slow.forward_s + slow.backward_s) > 2 * sum(fast.forward_s + fast.backward_s) > 0
     assert profile.blocks == 4 and profile.micro_batches == 4 and profile.activation_bytes == 2 * 16 * 128 * 4
     assert min(stage.reduction_s_per_byte for stage in profile.stages) > 0 and profile.stages[0].edge_s > 0
+    assert not any(stage.tied_s for stage in profile.stages)
     text = run(two_clusters, tmp_path / "planned", "--holmes-plan", str(tmp_path / "plan.json"))
     assert stages_of(text) in ((5, 3), (3, 5))  # 3 + 1 blocks, or 1 + 3 with the slow stage first
     assert max(abs(a - b) for a, b in zip(losses(tmp_path / "planned"), uniform)) <= 1e-6
