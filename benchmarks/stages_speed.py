@@ -64,7 +64,7 @@ def main() -> int:
         costs, inexact = case(seed), []
         begin = time.process_time()
         try:
-            stages.balanced(costs)
+            stages.partition("balanced", costs)
         except HolmesError:  # nothing fits the memory: an answer too
             pass
         seconds.append(time.process_time() - begin)

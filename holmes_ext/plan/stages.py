@@ -43,8 +43,8 @@ METHODS = ("uniform", "speed", "balanced")
 ROUNDING = 1e-12
 #: The fraction of a step up to which balanced is the best.
 TOLERANCE = 1e-7
-#: Passes of micro-batches that partition() works out at most (half a second or so).
-CLIMB = 500_000
+#: Passes of micro-batches that partition() works out at most (0.1 s or so).
+CLIMB = 100_000
 #: States kept for one stage and first block.
 MAX_STATES = 64
 
