@@ -1,11 +1,12 @@
-"""What starting safely costs: the preflight of 64 ranks in emulated clusters, and a healthy step with the NIC watch on.
+"""What starting safely costs: the preflight of 64 ranks in emulated clusters, and a healthy step with all of it on.
 
     python benchmarks/preflight.py --json FILE
 
 "64 ranks": 8 nodes x 8 processes, and 64 nodes x 1, two clusters, pipeline 2 x tensor 4 x data 8; every rank is a process in its node's namespaces.
 Seconds from the plan's verdict until all ranks have the preflight's, the slowest rank of each run; and the whole start with and without, in turn.
-"step": 4 processes on loopback, a matrix product and an all-reduce; blocks of steps with and without the watch in turn, and pairs of two
-blocks without (what the machine's noise makes). "watch": CPU seconds of one look at the NICs, of which there is one each second.
+"step": the 2+2 scene of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator) in one launch; blocks of steps with everything that runs
+beside the training (NIC watch, telemetry, watchdog) on, off, and off again (the noise), the order rotating; medians of the blocks' medians, spread of the
+comparisons: their quartiles. "watch": CPU seconds of one look at the NICs, of which there is one each second.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
+sys.path.insert(0, str(HERE))
 
-RUNS, BLOCKS, STEPS = 5, 40, 40
+BLOCK = 6
+#: How blocks follow each other, changed from cycle to cycle so that a drift of the machine favours none.
+ORDERS = [("on", "off", "off again"), ("off again", "on", "off"), ("off", "off again", "on")]
 TOML = """version = 1
 [ethernet]
 rate = "1Gb/s"
@@ -66,7 +69,7 @@ def rank_main(cluster: str, flag: str) -> None:
     time.sleep(0.2)
 
 
-def preflights(per_node: int) -> list:
+def preflights(per_node: int, runs: int) -> list:
     from harness import tell
 
     from holmes_ext.cluster.spec import load_spec
@@ -79,7 +82,7 @@ def preflights(per_node: int) -> list:
         with Lab(load_spec(path)) as lab:
             command = [sys.executable, __file__, "--rank", str(path)]
             modules = ("torch", *(f"holmes_ext.runtime.{name}" for name in ("start", "preflight", "store")))
-            for run in range(RUNS):
+            for run in range(runs):
                 for flag in ("on", "off"):
                     result = lab.run([*command, flag], preload=modules, timeout=120)
                     assert result.returncode == 0, result.outputs
@@ -88,7 +91,7 @@ def preflights(per_node: int) -> list:
                     times[flag].append(max(rank["start_s"] for rank in told))
                     if flag == "on":
                         times["preflight"].append(max(rank["preflight_s"] for rank in told))
-                tell(f"{scene}: run {run + 1} of {RUNS}: preflight {times['preflight'][-1]:.2f} s")
+                tell(f"{scene}: run {run + 1} of {runs}: preflight {times['preflight'][-1]:.2f} s")
     rows = [_row(scene, "preflight of 64 ranks", times["preflight"], "s", "<= 3")]
     return rows + [_row(scene, f"start-up with preflight {flag}", times[flag], "s") for flag in ("on", "off")]
 
@@ -99,84 +102,143 @@ def _row(scene: str, metric: str, values: list[float], unit: str, target: str = 
     return Row.of(scene, metric, statistics.median(values), unit, (min(values), max(values)), True, target)
 
 
-def steps_of(rank: int) -> list[tuple[str, float]]:
-    """("on", "off" or "off again", seconds of a step) of every block."""
-    import torch
+class Everything:
+    """What runs beside the training: the watch over the NICs, telemetry, the watchdog. (Agreement and preflight are over by then.)"""
+
+    def __init__(self):
+        from holmes_ext.runtime import observe, telemetry
+
+        self.recorder, self.watchdog = telemetry.recorder, observe._watchdog
+        assert self.recorder is not None and self.recorder.keeps and self.watchdog is not None
+        self.on = True
+
+    def switch(self, on: bool) -> None:
+        """Between two steps."""
+        from holmes_ext.runtime import nic_watch, observe, telemetry
+
+        if on == self.on:
+            return
+        self.on = on
+        if on:
+            nic_watch.start(20.0)
+            telemetry.set_recorder(self.recorder)
+            observe._hook_optimizers(self.recorder)
+            self.watchdog._ended.clear()
+            self.watchdog.start()
+            return
+        nic_watch.stop()
+        telemetry.set_recorder(None)
+        for hook in observe._hooks:
+            hook.remove()
+        observe._hooks.clear()
+        self.watchdog.stop()
+
+
+def healthy_main(out: str, *command: str) -> None:
+    """One rank of the scene "step": examples/deepspeed_pipeline, blocks of steps with everything on, off and off again, in turn."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
+    import runpy
+
     import torch.distributed as dist
+    from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
-    from holmes_ext.options import Options
-    from holmes_ext.plan.plan import Plan
-    from holmes_ext.runtime import nic_watch, session
-    from holmes_ext.runtime.launcher import Process
-    from holmes_ext.runtime.session import GroupRecord
-    from holmes_ext.runtime.transport import Transport
+    from holmes_ext.runtime import nic_watch
 
-    node = Node("n", "a", 4, (Port("fast", "lo", "127.0.0.1"), Port(ETHERNET, "lo", "127.0.0.1")))
-    site = Site((node,), (Fabric(ETHERNET, "ethernet", 10**9, 3e-5), Fabric("fast", "roce", 10**9, 3e-6)))
-    current = session.Session(Options(), Process(rank, 4, rank, 4, "127.0.0.1", 1, "benchmark"), site, Plan(site.digest, ("n",), 4), rank)
-    current.groups += [GroupRecord(name, (0, 1, 2, 3), "gloo", Transport(name, "roce", "lo", "")) for name in ("fast", ETHERNET)]
-    session.set_active(current)
-    a, b, gradients = torch.randn(256, 256), torch.randn(256, 256), torch.ones(100_000)
-    found = []
-    for block in range(BLOCKS):
-        # the order within a pair changes, so that a drift of the machine favours neither
-        for which in [("on", "off", "off again"), ("off again", "on", "off"), ("off", "off again", "on")][block % 3]:
-            if which == "on":
-                nic_watch.start(20.0)
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(STEPS):
-                for _ in range(4):
-                    a @ b
-                dist.all_reduce(gradients)
-                gradients.fill_(1)
-            found.append((which, (time.perf_counter() - begin) / STEPS))
-            nic_watch.stop()
-    begin = time.thread_time()
-    watch = nic_watch.NicWatch(20.0)
-    for number in range(500):
-        watch.look(float(number))
-    found.append(("look", (time.thread_time() - begin) / 500))
-    session.set_active(None)
-    return found
+    everything, train_batch, found = Everything(), PipelineEngine.train_batch, []
+
+    def timed(engine, *args, **kwargs):
+        block, step = divmod(engine.global_steps, BLOCK)
+        which = ORDERS[block // 3 % len(ORDERS)][block % 3]
+        everything.switch(which == "on")
+        dist.barrier()
+        begin = time.perf_counter()
+        loss = train_batch(engine, *args, **kwargs)
+        if step and block > 2:  # the first step of a block and the first cycle are for warming up
+            found.append((block, which, time.perf_counter() - begin))
+        return loss
+
+    PipelineEngine.train_batch = timed
+    end = dist.destroy_process_group
+
+    def write(*args):
+        watch, begin = nic_watch.NicWatch(20.0), time.thread_time()
+        for number in range(500):
+            watch.look(float(number))
+        found.append((-1, "look", (time.thread_time() - begin) / 500))
+        if dist.get_rank() == 0:
+            Path(out).write_text(json.dumps(found))
+        end(*args)
+
+    import deepspeed.comm
+
+    deepspeed.comm.destroy_process_group = write
+    sys.path.insert(0, str(Path(command[0]).parent))
+    sys.argv = list(command)
+    runpy.run_path(command[0], run_name="__main__")
 
 
-def healthy_steps() -> list:
-    from harness import Row
+def healthy_steps(cycles: int) -> list:
+    from harness import Row, tell
+    from two_clusters import SCENES, script
 
-    from ranks import run_ranks
+    from holmes_ext.cluster.spec import load_spec
+    from holmes_ext.lab import Lab, interleave
+    from holmes_ext.lab.samples import examples
 
-    found = run_ranks(steps_of, 4, timeout_s=240)[0]
-    by = {which: [seconds for name, seconds in found if name == which] for which in ("on", "off", "off again", "look")}
-    ratio = [(on / off - 1) * 100 for on, off in zip(by["on"], by["off"])]
+    scene = next(one for one in SCENES if one.name == "2+2")
+    file = examples() / "clusters" / scene.file
+    spec = load_spec(file)
+    with Lab(spec, realtime=True) as lab, tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--step", f"{folder}/found", *script(scene), "--steps", str(3 * (cycles + 1) * BLOCK),
+                   "--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}", "--holmes-telemetry", folder]  # fmt: skip
+        tell(f"step: {3 * (cycles + 1)} blocks of {BLOCK} steps")
+        result = lab.run(command, order=interleave(spec), preload=("torch", "deepspeed"), env={"DS_ACCELERATOR": "cpu"}, timeout=230,
+                         accelerator={"flops": scene.flops, "classes": ["Block"]})  # fmt: skip
+        assert result.returncode == 0, result.outputs
+        found = json.loads(Path(folder, "found").read_text())
+    blocks: dict[int, tuple[str, list[float]]] = {}
+    for block, which, seconds in found:
+        blocks.setdefault(block, (which, []))[1].append(seconds)
+    look = blocks.pop(-1)[1][0] * 100
+    by = {which: [statistics.median(times) for name, times in blocks.values() if name == which] for which in ORDERS[0]}
+    more = [(on / off - 1) * 100 for on, off in zip(by["on"], by["off"])]
     noise = [(again / off - 1) * 100 for again, off in zip(by["off again"], by["off"])]
-    look = by["look"][0] * 100
     return [
-        Row.of("step", "median step without the watch", statistics.median(by["off"]), "s", (min(by["off"]), max(by["off"])), False),
-        Row.of("step", "step with the watch, more", statistics.median(ratio), "%", (min(ratio), max(ratio)), False, "<= 0.5"),
-        Row.of("step", "step without against without, more (noise)", statistics.median(noise), "%", (min(noise), max(noise)), False),
+        *(Row.of("step", f"healthy step, everything {which}", statistics.median(times), "s", (min(times), max(times)), True) for which, times in by.items()),
+        Row.of("step", "everything on against off, more", statistics.median(more), "%", _quartiles(more), True, "<= 0.5"),
+        Row.of("step", "off again against off, more (A/A, noise)", statistics.median(noise), "%", _quartiles(noise), True),
         Row.of("watch", "share of a core, one look each second", look, "%", (look, look), False, "<= 0.5"),
     ]
+
+
+def _quartiles(values: list[float]) -> tuple[float, float]:
+    low, _, high = statistics.quantiles(values, n=4)
+    return low, high
 
 
 def main() -> int:
     import harness
 
-    args = harness.parser(__doc__).parse_args()
+    arguments = harness.parser(__doc__)
+    arguments.add_argument("--runs", type=int, default=5, help="launches with and without preflight")
+    arguments.add_argument("--cycles", type=int, default=16, help="of three blocks of steps")
+    args = arguments.parse_args()
     chosen = [name for name in args.scenes.split(",") if name] or ["8", "64", "step"]
     rows = []
     if "8" in chosen:
-        rows += preflights(8)
+        rows += preflights(8, args.runs)
     if "64" in chosen:
-        rows += preflights(1)
+        rows += preflights(1, args.runs)
     if "step" in chosen:
-        rows += healthy_steps()
-    return harness.finish(rows, args.json, "preflight and watch")
+        rows += healthy_steps(args.cycles)
+    return harness.finish(rows, args.json, "Preflight, and a healthy step with everything on")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         rank_main(*sys.argv[2:])
+    elif sys.argv[1:2] == ["--step"]:
+        healthy_main(*sys.argv[2:])
     else:
         sys.exit(main())
