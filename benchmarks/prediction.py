@@ -4,8 +4,8 @@
 
 Nothing is tuned for a scene. Once for all: `holmes probe` in the lab of each cluster file (what a user would run), the emulated
 accelerator's known seconds, and for each engine three numbers fitted to three runs of CALIBRATION, which are not among the scenes: CPU
-seconds of a pass, of a parameter and of a step, without a network to speak of. The lab's nodes share this machine's cores, so these three count ranks / cores
-times where there are more ranks than cores. --store keeps what was measured: scenes that are in it are not run again (--predict runs nothing, --within S
+seconds of a pass, of a parameter and of a step, without a network to speak of. The lab's nodes share this machine's cores, so the simulation
+shares them too (Options.cores). --store keeps what was measured: scenes that are in it are not run again (--predict runs nothing, --within S
 begins nothing after S seconds), so that a long run can be made in parts.
 """
 
@@ -27,7 +27,7 @@ from prediction_paper import paper_rows
 from prediction_recorded import recorded_rows
 
 from holmes_ext.cluster.site import Site, site_from_spec
-from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.cluster.spec import SiteSpec, load_spec, parse_spec
 from holmes_ext.lab import Lab, interleave
 from holmes_ext.lab.compare import Variant, all_rdma, compare
 from holmes_ext.lab.samples import examples
@@ -42,11 +42,12 @@ from holmes_ext.plan.stage_costs import StageCosts
 STORE = Path(__file__).parent / "results" / "prediction_measured.json"
 STEPS, SKIP = 11, 3
 CORES = 2
+ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class Scene:
-    """way: stock (nodes in turn, all on Ethernet), holmes, or rdma (the calibration's one fast cluster). overlap, two_level, zero, layers_of: as in Options; flags: what makes the engine do so."""
+    """way: stock (nodes in turn, all on Ethernet), holmes, or rdma (stock on one fast cluster: the calibration, and what others recorded). overlap, two_level, zero, layers_of: as in Options; flags: what makes the engine do so."""
 
     name: str
     engine: str
@@ -120,7 +121,7 @@ SCENES = _scenes()
 def _calibration() -> tuple[Scene, ...]:
     found = []
     for engine, stages in (("deepspeed", 2), ("megatron", 2), ("plain", 1)):
-        base = Scene("", engine, "two_clusters_4", "rdma", stages=stages, flops=2.3e9, overlap="off", flags=("--no-overlap",) if engine == "plain" else ())
+        base = Scene("", engine, "one_cluster", "rdma", stages=stages, flops=2.3e9, overlap="off", flags=("--no-overlap",) if engine == "plain" else ())
         for number, change in enumerate((dict(micro_batches=2), dict(micro_batches=10), dict(micro_batches=2, hidden=96))):
             found.append(replace(base, name=f"calibration {engine} {number}", **change))
     return tuple(found)
@@ -139,6 +140,9 @@ class Measured:
     @classmethod
     def load(cls, path: Path) -> Measured:
         return cls(**json.loads(path.read_text())) if path.exists() else cls()
+
+    def links(self, file: str) -> Links:
+        return Links.of_spec(parse_spec(self.probes[file])) if file in self.probes else Links()
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps({"steps": self.steps, "probes": self.probes}, indent=1) + "\n")
@@ -208,7 +212,6 @@ def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) ->
     forward = (2 * 16 * (12 * h * h + 13 * h) + 4 * 16 * 16 * h) / scene.flops  # lab/accelerator.py's Pacer.seconds
     row = lambda seconds: ((0.0, *[seconds] * scene.layers, 0.0),) * scene.stages  # noqa: E731
     costs = StageCosts(row(forward), row(2 * forward), row(0.0), row(0.0), scene.micro_batches)
-    crowd = max(1.0, site.world_size / CORES)
     engine = {"plain": "async"}.get(scene.engine, scene.engine)
     options = Options(
         schedule="interleaved" if scene.virtual > 1 else "1f1b",
@@ -219,9 +222,10 @@ def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) ->
         bucket_bytes=next((int(float(scene.flags[i + 1]) * 1e6) for i, text in enumerate(scene.flags) if text == "--bucket-mb"), 0),
         two_level=scene.two_level,
         zero=scene.zero,
-        pass_s=overhead[0] * crowd,
-        parameter_s=overhead[1] * crowd,
-        step_s=overhead[2] * crowd,
+        pass_s=overhead[0],
+        parameter_s=overhead[1],
+        step_s=overhead[2],
+        cores=CORES,
     )
     only = stock_fabric(site) if scene.way != "holmes" else None
     return simulate(site, order, sizes, gpt, options, links, only, costs).step_s
@@ -230,21 +234,25 @@ def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) ->
 def calibrate(engine: str, measured: Measured) -> tuple[float, float, float]:
     """An engine's CPU seconds, from its calibration runs."""
     scenes = [scene for scene in CALIBRATION if scene.engine == engine]
-    return overheads(scenes, [statistics.median(measured.steps[scene.name]) for scene in scenes])
+    return overheads(scenes, [statistics.median(measured.steps[scene.name]) for scene in scenes], measured.links(scenes[0].file))
 
 
-def overheads(scenes: Sequence[Scene], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """The three CPU seconds (of a pass, a parameter, a step) that explain these steps best, none below 0."""
+def overheads(scenes: Sequence[Scene], seconds: Sequence[float], links: Links = Links()) -> tuple[float, float, float]:
+    """The three CPU seconds (of a pass, a parameter, a step) that explain these steps best, none below 0. Gauss and Newton's method: who waits
+    for a core depends on them."""
     from scipy.optimize import nnls
 
-    units = (1e-4, 1e-9, 1e-3)
-    rows, wanted = [], []
-    for scene, measured in zip(scenes, seconds):
-        base = predict(scene, Links(), (0.0, 0.0, 0.0))
-        rows.append([predict(scene, Links(), tuple(unit * (i == j) for j, unit in enumerate(units))) - base for i in range(3)])
-        wanted.append(measured - base)
-    found, _ = nnls(rows, wanted)
-    return tuple(float(part * unit) for part, unit in zip(found, units))
+    units, found = (1e-4, 1e-9, 1e-3), (0.0, 0.0, 0.0)
+    for _ in range(ROUNDS):
+        rows, wanted = [], []
+        for scene, measured in zip(scenes, seconds):
+            here = predict(scene, links, found)
+            slopes = [predict(scene, links, tuple(part + unit * (i == j) for j, (part, unit) in enumerate(zip(found, units)))) - here for i, unit in enumerate(units)]
+            rows.append(slopes)
+            wanted.append(measured - here + sum(slope * part / unit for slope, part, unit in zip(slopes, found, units)))
+        parts, _ = nnls(rows, wanted)
+        found = tuple(float(part * unit) for part, unit in zip(parts, units))
+    return found
 
 
 def measure_missing(scenes: Sequence[Scene], measured: Measured, store: Path, until: float = inf) -> None:
@@ -253,7 +261,7 @@ def measure_missing(scenes: Sequence[Scene], measured: Measured, store: Path, un
         if time.monotonic() > until:
             tell(f"no time left for {scene.name} and those after it: run again")
             return
-        if scene.way != "rdma" and scene.file not in measured.probes:
+        if scene.file not in measured.probes:
             file = cluster_file(scene.file)
             tell(f"probing {scene.file}")
             measured.probes[scene.file] = probe(load_spec(file), file)
@@ -265,16 +273,13 @@ def measure_missing(scenes: Sequence[Scene], measured: Measured, store: Path, un
 
 
 def lab_rows(scenes: list[Scene], measured: Measured) -> list[Row]:
-    from holmes_ext.cluster.spec import parse_spec
-
     rows, errors = [], []
     known = {engine: calibrate(engine, measured) for engine in {scene.engine for scene in scenes}}
     for engine, (of_pass, of_parameter, of_step) in sorted(known.items()):
         for name, value, unit in (("pass", of_pass, "s"), ("parameter", of_parameter, "s"), ("step", of_step, "s")):
             rows.append(Row.of("calibration", f"{engine}: CPU time of a {name}", value, unit, (value, value), True))
     for scene in scenes:
-        links = Links.of_spec(parse_spec(measured.probes[scene.file]))
-        steps = measured.steps[scene.name]
+        links, steps = measured.links(scene.file), measured.steps[scene.name]
         median, predicted = statistics.median(steps), predict(scene, links, known[scene.engine])
         rows.append(Row.of(scene.name, "measured step", median, "s", (min(steps), max(steps)), True))
         rows.append(Row.of(scene.name, "predicted step", predicted, "s", (predicted, predicted), True))
@@ -306,7 +311,8 @@ def main() -> int:
         engines = {scene.engine for scene in scenes}
         first = [scene for scene in CALIBRATION if scene.engine in engines]
         measure_missing([*first, *scenes], measured, args.store, time.monotonic() + args.within)
-    calibrated = {engine for engine in ("deepspeed", "megatron", "plain") if all(scene.name in measured.steps for scene in CALIBRATION if scene.engine == engine)}
+    known = [scene for scene in CALIBRATION if scene.name in measured.steps and scene.file in measured.probes]
+    calibrated = {engine for engine in ("deepspeed", "megatron", "plain") if len([scene for scene in known if scene.engine == engine]) == 3}
     scenes = [scene for scene in scenes if scene.name in measured.steps and scene.file in measured.probes and scene.engine in calibrated]
     rows = lab_rows(scenes, measured) if scenes else []
     rows += recorded_rows(sys.modules[__name__]) if not wanted or "recorded" in wanted else []

@@ -32,6 +32,14 @@ def test_table_and_explanation(capsys, monkeypatch):
         assert part in said.out, part
 
 
+@pytest.mark.parametrize("width, left_out", [("80", "reduce, token/s, TFLOP/s, memory"), ("120", "")])
+def test_a_narrow_terminal_gets_fewer_columns_but_whole_numbers(capsys, monkeypatch, width, left_out):
+    monkeypatch.setenv("COLUMNS", width)
+    _, said = holmes(capsys, *SEARCH)
+    table = said.out.split("T tensor, P pipeline")[0]
+    assert "\u2026" not in table and "b -> a" in table and (f"too narrow for {left_out}:" in table) == bool(left_out)
+
+
 def test_json_keeps_every_candidate_and_the_plan_loads(capsys, tmp_path):
     status, said = holmes(capsys, *SEARCH, "--for", "deepspeed", "--json", "--output", str(tmp_path / "plan.json"))
     found = json.loads(said.out)

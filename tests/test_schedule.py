@@ -308,3 +308,12 @@ def test_experts_are_reduced_only_where_they_are_held():
     alone = simulate(site, order, Sizes(expert=4), gpt, Options(), costs=flat_costs(1, 8, 3, 0.0, 0.0))
     compute = 3 * sum(layer.forward_flops + layer.backward_flops for layer in layers) / 1e12
     assert step.step_s - alone.step_s - compute == pytest.approx(3 * 8 * (8 * bytes_of_block / 1e9 + 3 * 3e-5), rel=1e-3)  # 3 latencies
+
+
+@pytest.mark.parametrize("cores, crowd", [(0, 1), (1, 4), (2, 2), (8, 1)])
+def test_software_shares_the_cores_that_there_are(cores, crowd):
+    """4 ranks that do the same at the same time; 3 micro-batches of 2 layers, 3 seconds each."""
+    options = Options(pass_s=0.1, step_s=0.2, parameter_s=0.0, cores=cores)
+    step = simulate(one_node(4), ["a0"], Sizes(), model(2, 3), options, costs=flat_costs(1, 2, 3))
+    assert step.step_s == pytest.approx(3 * 2 * 3.0 + (3 * 2 * 0.1 + 0.2) * crowd)
+    assert step.breakdown["compute"] == pytest.approx(3 * 2 * 3.0 + 3 * 2 * 0.1 * crowd) and not step.carried

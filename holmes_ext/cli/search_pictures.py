@@ -14,8 +14,8 @@ from holmes_ext.units import format_bytes, format_rate
 COLORS = {
     "forward": ("#4c78a8", "forward"),
     "backward": ("#72b7b2", "backward"),
-    "inside": ("#e8a33d", "waiting for a network inside a cluster"),
-    "across": ("#d62728", "waiting for one between clusters"),
+    "inside": ("#e8a33d", "network inside a cluster"),
+    "across": ("#d62728", "network between clusters"),
     "optimizer": ("#9c755f", "optimizer"),
 }
 #: Of the clusters, in the launcher's order; again from the start beyond.
@@ -64,6 +64,7 @@ def _placement(plt, outcome: Outcome):
     axis.set_xlim(0, max(sum(ranks for _, ranks in content) for content in best.arrangement.contents) * 1.5)
     axis.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)], fontsize=7)
     axis.invert_yaxis()
+    axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     axis.set_xlabel("GPUs of the stage")
     axis.set_title(f"{best.arrangement.describe(ground)}: predicted step {best.best_s:.4g} s", loc="left", fontsize=10)
     axis.legend(loc="upper right", frameon=False, fontsize=8)
@@ -121,7 +122,7 @@ def _ethernet(plt, outcome: Outcome):
     axis.text(now / 1e9, axis.get_ylim()[1], f" {format_rate(now)} now", va="top", fontsize=8, color="#666666")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axis.set_xticks(rates, [f"{rate:.3g}" for rate in rates])
     axis.minorticks_off()
     low, high = min(min(a, b) for _, a, b in points), max(max(a, b) for _, a, b in points)
     ticks = [low * (high / low) ** (index / 4) for index in range(5)]

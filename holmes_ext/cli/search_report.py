@@ -10,6 +10,7 @@ from math import inf
 from pathlib import Path
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.arrangement import Ground
 from holmes_ext.plan.finalists import terms
 from holmes_ext.plan.memory import TERMS
 from holmes_ext.plan.outcome import Candidate, Outcome
@@ -19,6 +20,14 @@ from holmes_ext.plan.winner import plan_of
 from holmes_ext.units import format_bytes
 
 __all__ = ["document", "need_matplotlib", "pictures", "plan_of", "show"]
+
+
+#: Of the table; those to the left; those that a narrow terminal does not get, the first ones first.
+COLUMNS = ("", "sizes", "batch", "recompute", "ZeRO", "clusters", "reduce", "step s", "simulated", "token/s", "TFLOP/s", "memory")
+LEFT = ("sizes", "recompute", "clusters", "reduce")
+DROPPED = ("TFLOP/s", "reduce", "memory", "token/s")
+#: Characters that the clusters get at least; longer ones are wrapped.
+CLUSTERS_WIDTH = 12
 
 
 def need_matplotlib() -> None:
@@ -68,16 +77,20 @@ def show(outcome: Outcome, plan: Plan, args: argparse.Namespace) -> None:
     console = Console(highlight=False, emoji=False)
     ground, best = outcome.ground, outcome.best
     title = f"{outcome.model.name}: {ground.world} GPUs, {len(ground.ranks)} clusters, global batch {outcome.global_batch}"
+    columns = list(COLUMNS)
+    rows = [_cells(index, one, ground) for index, one in enumerate(distinct(outcome)[: args.rows])]
+    for name in DROPPED:
+        if sum(2 + _width(column, rows) for column in columns) > console.width:
+            columns.remove(name)
     table = Table(title=escape(title), box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in ("", "sizes", "batch", "recompute", "ZeRO", "clusters", "reduce", "step s", "simulated", "token/s", "TFLOP/s", "memory"):
-        left = name in ("sizes", "recompute", "clusters", "reduce")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name not in ("clusters",))
-    for index, one in enumerate(distinct(outcome)[: args.rows]):
-        shape = one.shape
-        cells = (str(index + 1), sizes_text(one.shape), f"{shape.micro_batch}x{shape.micro_batches}", shape.recompute, str(shape.zero))
-        cells += (one.arrangement.describe(ground), reduction_text(one), f"{one.step_s:.4g}", f"{one.simulated_s:.4g}" if one.simulated_s else "")
-        table.add_row(*map(escape, (*cells, f"{one.tokens_per_s:.0f}", f"{one.flops_per_gpu / 1e12:.3g}", format_bytes(one.peak_bytes))))
+    for name in columns:
+        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "clusters")
+    for row in rows:
+        table.add_row(*(escape(row[name]) for name in columns))
     console.print(table)
+    if len(columns) < len(COLUMNS):
+        left = ", ".join(name for name in COLUMNS if name not in columns)
+        console.print(f"too narrow for {left}: a terminal of 120 columns or --json shows all")
     console.print("T tensor, P pipeline, C context, E expert, V chunks a stage, D data; batch: sequences x micro-batches; of each shape the best arrangement")
     if outcome.interrupted:
         console.print("interrupted: the best so far", style="yellow")
@@ -93,6 +106,19 @@ def show(outcome: Outcome, plan: Plan, args: argparse.Namespace) -> None:
     console.print(escape(f"winner: {best.arrangement.describe(ground)}; layers of the stages: {split_text(best.split)}"))
     _show_why(console, outcome)
     _show_flags(console, outcome, args)
+
+
+def _width(name: str, rows: list[dict[str, str]]) -> int:
+    """Characters that a column needs."""
+    return CLUSTERS_WIDTH if name == "clusters" else max(len(name), *(len(row[name]) for row in rows))
+
+
+def _cells(index: int, one: Candidate, ground: Ground) -> dict[str, str]:
+    """A row of the table."""
+    shape = one.shape
+    cells = (str(index + 1), sizes_text(shape), f"{shape.micro_batch}x{shape.micro_batches}", shape.recompute, str(shape.zero))
+    cells += (one.arrangement.describe(ground), reduction_text(one), f"{one.step_s:.4g}", f"{one.simulated_s:.4g}" if one.simulated_s else "")
+    return dict(zip(COLUMNS, (*cells, f"{one.tokens_per_s:.0f}", f"{one.flops_per_gpu / 1e12:.3g}", format_bytes(one.peak_bytes))))
 
 
 def reasons(outcome: Outcome) -> dict[str, dict[str, float]]:
@@ -182,7 +208,7 @@ def document(outcome: Outcome, plan: Plan, args: argparse.Namespace) -> str:
     return json.dumps(found)
 
 
-def _row(one: Candidate, ground) -> dict:
+def _row(one: Candidate, ground: Ground) -> dict:
     return {
         **asdict(one.shape),
         "clusters": one.arrangement.describe(ground),

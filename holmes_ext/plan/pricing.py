@@ -99,6 +99,19 @@ class Pricing:
             found.append(self._edges[key])
         return found
 
+    def least_edge_s(self) -> float:
+        """Seconds that no activation to the next stage beats, whatever the arrangement; 0 where neighbouring stages may share a node."""
+        ground, shape = self.ground, self.shape
+        replica = shape.pipeline * shape.tensor * shape.context
+        pipelines_first = all(ranks % replica == 0 for ranks in ground.ranks) and any(ranks // shape.pipeline % ground.processes for ranks in ground.ranks)
+        if shape.pipeline == 1 or pipelines_first or self.stage_ranks % ground.processes:
+            return 0.0
+        key = ("edge", self.block.activation_bytes)
+        if key not in ground.memo:
+            fabrics = {ground.fabric((one, other)) for one in range(len(ground.ranks)) for other in range(len(ground.ranks))}
+            ground.memo[key] = min(send_seconds(self.block.activation_bytes, fabric, ground.processes) for fabric in fabrics)
+        return ground.memo[key]
+
     def wrap(self, arrangement: Arrangement) -> float:
         """Seconds of an activation from the last stage to the first: the next chunk's."""
         local = self._step(arrangement.order) * self.shape.pipeline <= self.ground.processes

@@ -228,7 +228,7 @@ class Reductions:
             yield from ops
         share = self._group[kind, stage].ranks if self.options.zero and (kind, stage) in self._group else 1
         own = sum(self.parameters[layer] for place in range(stage, len(self.ranges), self.stages) for layer in range(*self.ranges[place]))
-        yield ("compute", "optimizer", self.options.parameter_s * own / share, -1, 0)
+        yield ("software", "optimizer", self.options.parameter_s * own / share, -1, 0)
         if self.options.zero in (1, 2) and not self._late_gather:
             for tag in self._tags(kind, stage, "gather"):
                 yield from (("post", tag), ("wait", tag, "gather", -1))

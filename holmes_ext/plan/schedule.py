@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Hashable, Sequence
+from typing import Hashable, Iterator, Sequence
 
 from holmes_ext.cluster.site import Fabric, Site
 from holmes_ext.errors import HolmesError
@@ -33,6 +33,8 @@ from holmes_ext.plan.stage_costs import StageCosts, costs_on_site
 
 ENGINES = ("deepspeed", "megatron", "async")
 OVERLAPS = ("off", "first", "on")
+#: What `cores` of Options is among the NICs.
+CORES = "cores"
 KINDS = {"F": "forward", "B": "backward", "W": "weight"}
 
 
@@ -45,7 +47,8 @@ class Options:
     others in one piece) or "on". bucket_bytes: 0 for plan/reduction.bucket_bytes. two_level: groups that straddle clusters. zero: 0 to 3;
     2 and 3 without a pipeline, where every micro-batch's gradients are scattered layer by layer, and (3) weights gathered before each layer's forward
     and backward, while nothing is computed. gather_overlap: ZeRO-1's weights travel under the next forward. weight_share: W's part of a backward (zb-h1). pass_s, message_s,
-    step_s: seconds that software adds to a pass, a message, a step. parameter_s: optimizer's seconds of one parameter.
+    step_s: seconds that software adds to a pass, a message, a step. parameter_s: optimizer's seconds of one parameter. cores: CPU cores that
+    all ranks share for pass_s, parameter_s and step_s, as in a lab on one machine; 0: every rank has its own.
     """
 
     schedule: str = "1f1b"
@@ -62,6 +65,7 @@ class Options:
     message_s: float = 0.0
     step_s: float = 0.0
     parameter_s: float = 2e-11
+    cores: int = 0
 
     def __post_init__(self):
         for name, known in (("schedule", SCHEDULES), ("engine", ENGINES), ("overlap", OVERLAPS)):
@@ -73,8 +77,8 @@ class Options:
             value = getattr(self, item.name)
             if isinstance(value, float) and not 0 <= value < 1e9:
                 raise HolmesError(f"{item.name} is {value}; it must be 0 or more, and finite")
-        if self.virtual < 1 or not self.weight_share <= 1:
-            raise HolmesError("virtual must be 1 or more and weight_share 1 or less")
+        if self.virtual < 1 or not self.weight_share <= 1 or self.cores < 0:
+            raise HolmesError("virtual must be 1 or more, weight_share 1 or less and cores 0 or more")
 
 
 @dataclass(frozen=True)
@@ -143,14 +147,30 @@ def simulate(
     programs = [job.program(kind, stage, reductions) for kind, stage in actors]
     uses = {nic for transfer in transfers.values() for nic, _ in transfer.uses}
     capacities = {nic: _capacity(links, only or site.fabric_by_name[nic[1]]) for nic in uses}
+    if options.cores:
+        programs = [list(_on_cores(ops, columns.count[kind], (kind, stage), transfers)) for (kind, stage), ops in zip(actors, programs)]
+        capacities[CORES] = float(options.cores)
+    else:
+        programs = [[("compute", *op[1:]) if op[0] == "software" else op for op in ops] for ops in programs]
     simulation = Simulation(programs, transfers, capacities)
     spans = simulation.run()
-    step_s = max(own[-1].end for own in spans if own) + options.step_s
+    step_s = max(own[-1].end for own in spans if own)
     lines = []
     for (kind, stage), own in zip(actors, spans):
         node = columns.kinds[kind][stage]
         lines.append(Timeline(stage, columns.ranks(kind, stage), node, columns.cluster(node), tuple(own)))
-    return Step(step_s, tuple(lines), {nic: bits / 8 for nic, bits in simulation.carried.items()})
+    return Step(step_s, tuple(lines), {nic: bits / 8 for nic, bits in simulation.carried.items() if nic != CORES})
+
+
+def _on_cores(ops: Sequence[tuple], ranks: int, actor: Hashable, transfers: dict[Hashable, Transfer]) -> Iterator[tuple]:
+    """`ops` of an actor that stands for `ranks` ranks, with software's seconds as flows through the shared cores, at most one core a rank."""
+    for number, op in enumerate(ops):
+        if op[0] != "software":
+            yield op
+        elif op[2] > 0:
+            tag = ("software", actor, number)
+            transfers[tag] = Transfer(1, bits=op[2], limit_bps=1.0, uses=((CORES, ranks),))
+            yield from (("post", tag), ("wait", tag, op[1], op[3]))
 
 
 def layer_ranges(costs: StageCosts, parts: int, blocks: Sequence[int]) -> list[tuple[int, int]]:
@@ -212,7 +232,7 @@ class _Job:
             parts = self._layers(letter, stage, chunk)
             final = letter == ("W" if options.schedule == "zb-h1" else "B") and micro_batch == last
             ops += self._pass(letter, parts, micro_batch, chunk, *reductions.along(kind, stage, chunk, letter, micro_batch, final))
-        return ops + list(reductions.after(kind, stage))
+        return [*ops, *reductions.after(kind, stage), ("software", "optimizer", options.step_s, -1, 0)]
 
     def _layers(self, letter: str, stage: int, chunk: int) -> list[tuple[int, float]]:
         """(layer, seconds) in the order of the pass."""
@@ -226,7 +246,7 @@ class _Job:
 
     def _pass(self, letter: str, parts, micro_batch: int, chunk: int, needs: dict, launches: dict) -> list[tuple]:
         """A pass, cut where a layer needs weights that are gathered or has gradients that are sent."""
-        ops, seconds = [], self.options.pass_s
+        ops, seconds = [("software", KINDS[letter], self.options.pass_s, micro_batch, chunk)], 0.0
         for layer, own in parts:
             if layer in needs:
                 ops += [("compute", KINDS[letter], seconds, micro_batch, chunk), *needs[layer]]

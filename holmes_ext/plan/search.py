@@ -126,7 +126,7 @@ class _Run:
 
     def _ideal(self, pricing: Pricing) -> float:
         """Seconds that no arrangement beats: each cluster's stages compute and talk inside stages as if they were alone, layers are divisible,
-        nothing is sent on or reduced; inf where no stages have room for the layers."""
+        activations take the fastest network, nothing is reduced; inf where no stages have room for the layers."""
         ground, shape, model, block = self.outcome.ground, pricing.shape, pricing.model, pricing.block
         size = ground.world // shape.pipeline
         prices = [pricing.stage(((index, size),), DEFAULT_ORDER) for index in range(len(ground.ranks))]
@@ -136,14 +136,18 @@ class _Run:
             return inf
         stages = [ranks / size for ranks in ground.ranks]
         room = sum(count / seconds for count, seconds in zip(stages, each))
-        m, per_stage = shape.micro_batches, model.layers / shape.pipeline
-        if shape.virtual > 1:
+        m, v, per_stage = shape.micro_batches, shape.virtual, model.layers / shape.pipeline
+        edge, edges = pricing.least_edge_s(), shape.pipeline - 1
+        if v > 1:
             slowest = max(each) * per_stage
-            alike = sum(count for count, seconds in zip(stages, each) if seconds == max(each))
-            return slowest * (m + max(0.0, alike - 1) / shape.virtual)
+            alike = max(0.0, sum(count for count, seconds in zip(stages, each) if seconds == max(each)) - 1)
+            # at most two edges at each border between clusters leave one: with many more, two neighbouring ones are on one network
+            both = 2 if edges // 2 > 2 * (len(stages) - 1) else 1
+            return max(slowest * (m + alike / v) + 2 * alike * edge, m * v * both * edge)
         share = max(f / seconds for f, seconds in zip(forward, each))
         weight = m - 1 - (min(shape.pipeline, m) - 1) * min(1.0, share * 1.2)  # the embedding and the output may have a greater share
-        return max(model.layers * min(each) + max(weight, 0.0) * model.layers / room, m * model.layers / room)
+        once, rounds = model.layers * min(each) + 2 * edges * edge, (m - 1) // min(shape.pipeline, m) + 1
+        return max(once + max(weight, 0.0) * model.layers / room, m * model.layers / room, rounds * once, m * edge)
 
     def _has_room(self, pricing: Pricing, limit: float) -> bool:
         """Whether the stages could hold all layers if each had the largest memory, without embedding and output."""
