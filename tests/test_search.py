@@ -1,5 +1,6 @@
 """The search: its winner is exhaustive search's, its certificate is true, and bad input is one line."""
 
+import re
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -13,8 +14,9 @@ from holmes_ext.plan.arrangement import Ground, arrangements
 from holmes_ext.plan.bounds import Stages
 from holmes_ext.plan.links import Link, Links, fit
 from holmes_ext.plan.model import Gpu, Model
+from holmes_ext.plan.outcome import Outcome
 from holmes_ext.plan.pricing import Pricing
-from holmes_ext.plan.search import search
+from holmes_ext.plan.search import _Run, search
 from holmes_ext.plan.simulated import rank, simulated
 from holmes_ext.plan.space import Limits, parse_limits, shapes
 from holmes_ext.plan.why import on_ethernet
@@ -173,9 +175,10 @@ def test_no_simulated_step_beats_its_bound(ethernet, link):
     """What the certificate of simulated steps rests on."""
     model = replace(MODEL, gpu=Gpu(20e12, link_bps=link))
     found = search(small(ethernet), model, 16, parse_limits(["recompute=none", "micro_batch=1,2"]), rows=400)
-    compared = 0
+    compared, run = 0, _Run(found, 0)
     for one in found.candidates[::7]:
-        assert simulated(found, one).step_s >= one.least_s * (1 - 1e-9), one
+        step = simulated(found, one).step_s
+        assert step >= max(one.least_s, run._ideal(run._pricing(one.shape))) * (1 - 1e-9), one
         compared += 1
     assert compared >= 10
 
@@ -209,3 +212,20 @@ def test_a_line_under_a_curve():
     curve = fit(((1024, 2e-3), (65536, 5e-3), (4194304, 0.2)))
     line = Links({"x": Link("x", curve, curve)}).line(Fabric("x", "ib", 10**9, 1e-6))
     assert all(line.latency_s + 8 * size / line.rate_bps <= curve.seconds(size) * (1 + 1e-9) for size in (1, 1e3, 5e4, 1e6, 1e8))
+
+
+@pytest.mark.parametrize("sample, ethernet", [("four_clusters_1024", "1Gb/s"), ("three_clusters_8", "20Mb/s"), ("paper_4_roce_4_ib", "1Gb/s")])
+def test_no_arrangement_beats_the_bound_of_its_shape(sample, ethernet):
+    """On networks so slow that they set the pace."""
+    text = re.sub(r'rate = "[^"]+"', f'rate = "{ethernet}"', (EXAMPLES / f"{sample}.toml").read_text())
+    site, model = site_from_spec(parse_spec(text)), replace(MODEL, layers=32, gpu=Gpu(100e12, link_bps=1e12), global_batch=0, micro_batches=1)
+    batch, limits = 2 * site.world_size, parse_limits(["micro_batch=1", "context=1", "recompute=none", "zero=0"])
+    run, compared = _Run(Outcome(Ground.of(site, model), model, batch, limits, True), 0), 0
+    for shape in shapes(run.outcome.ground, model, batch, limits):
+        pricing, ground = run._pricing(shape), run.outcome.ground
+        ideal = run._ideal(pricing)
+        for arrangement in arrangements(ground, shape.pipeline, shape.tensor, 8)[0]:
+            stages = Stages(pricing, arrangement, True)
+            assert ideal <= stages.estimate(stages.bound()[1]) * (1 + 1e-9), (shape, arrangement)
+            compared += pricing.least_edge_s() > 0
+    assert compared > 20

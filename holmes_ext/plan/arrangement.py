@@ -25,7 +25,7 @@ Content = tuple[tuple[int, int], ...]
 #: Order of the axes where whole pipelines follow each other (Megatron-LM's --use-tp-pp-dp-mapping).
 PIPELINES_FIRST = "tp-cp-ep-pp-dp"
 #: Distinct orders of clusters that are looked at for one way to group them, times stages.
-MAX_ORDERS = 2400
+MAX_ORDERS = 9600
 
 
 @dataclass(frozen=True)
