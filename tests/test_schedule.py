@@ -200,6 +200,8 @@ def test_overlap_and_two_levels_help_where_groups_straddle_clusters():
     overlapped = simulate(site, order, sizes, gpt, Options(overlap="on"))
     two = simulate(site, order, sizes, gpt, Options(overlap="on", two_level=True))
     assert two.step_s < overlapped.step_s < plain.step_s
+    for step in (plain, overlapped, two):  # what is waited for is the network, whichever chunk or level is under way
+        assert step.breakdown["bubble"] < 1e-3 * step.step_s and step.breakdown["across"] > 0.1 * step.step_s, step.breakdown
 
 
 def test_stock_runs_all_over_ethernet():

@@ -67,7 +67,7 @@ def _placement(plt, outcome: Outcome):
     axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     axis.set_xlabel("GPUs of the stage")
     axis.set_title(f"{best.arrangement.describe(ground)}: predicted step {best.best_s:.4g} s", loc="left", fontsize=10)
-    axis.legend(loc="upper right", frameon=False, fontsize=8)
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize=8)
     figure.tight_layout()
     return figure
 
@@ -99,7 +99,7 @@ def _timeline(plt, outcome: Outcome):
     axis.set_xlim(left=0)
     axis.set_xlabel("seconds")
     chunks = f", {best.shape.virtual} chunks a stage" if best.shape.virtual > 1 else ""
-    axis.set_title(f"one step, {best.shape.micro_batches} micro-batches{chunks}", loc="left", fontsize=10)
+    axis.set_title(f"one step, {best.shape.micro_batches} micro-batches{chunks}; white: waiting for others", loc="left", fontsize=10)
     axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=5, frameon=False, fontsize=8)
     figure.tight_layout()
     return figure

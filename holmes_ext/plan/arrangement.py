@@ -102,6 +102,8 @@ class Arrangement:
 
     def describe(self, ground: Ground) -> str:
         """ "a -> b" where the pipeline goes from a to b, "a + b" where both hold the same stages."""
+        if len(self.contents) == 1:
+            return " + ".join(ground.site.clusters[index] for index, _ in self.contents[0])
         return " -> ".join(" + ".join(ground.site.clusters[index] for index in group) for group in self.groups)
 
     def nodes(self, ground: Ground) -> tuple[str, ...]:

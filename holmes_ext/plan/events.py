@@ -5,8 +5,8 @@
               then a fixed time, then a flow; when it ends it posts `then` once
 
 Flows share the NICs that they use max-min fairly (progressive filling; Bertsekas and Gallager 1992, sec. 6.5.2), each way by itself. A
-flow counts `weight` times on a NIC: it stands for as many like it. What an actor waits for is idle time until the transfer has
-begun and communication from then on.
+flow counts `weight` times on a NIC: it stands for as many like it. What an actor waits for is idle time until the transfer is
+ready (all have posted it, or the first of those that it follows) and communication from then on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Transfer:
     then: Hashable = None
     across: bool = False
     posts: int = 0
-    begun: float = -1.0
+    ready: float = -1.0
     ended: float = -1.0
     left: float = 0.0
     rate: float = 0.0
@@ -106,11 +106,13 @@ class Simulation:
                     self._at(self.now + op[2], 0, actor)
                     return
 
-    def _post(self, tag: Hashable) -> None:
+    def _post(self, tag: Hashable, ready: float | None = None) -> None:
+        """ready: since when what comes before it was."""
         transfer = self.transfers[tag]
         transfer.posts += 1
         if transfer.posts < transfer.parties:
             return
+        transfer.ready = self.now if ready is None else ready
         if transfer.channel is None:
             self._begin(tag)
             return
@@ -120,9 +122,7 @@ class Simulation:
             self._begin(tag)
 
     def _begin(self, tag: Hashable) -> None:
-        transfer = self.transfers[tag]
-        transfer.begun = self.now
-        self._at(self.now + transfer.fixed_s, 1, tag)
+        self._at(self.now + self.transfers[tag].fixed_s, 1, tag)
 
     def _flow(self, tag: Hashable) -> None:
         transfer = self.transfers[tag]
@@ -149,13 +149,13 @@ class Simulation:
             if queue:
                 self._begin(queue[0])
         if transfer.then is not None:
-            self._post(transfer.then)
+            self._post(transfer.then, transfer.ready)
         for actor, since, op in transfer.waiting:
-            begun = min(max(since, transfer.begun), self.now)
-            if begun > since:
-                self.spans[actor].append(Span("idle", since, begun, op[3]))
-            if self.now > begun:
-                self.spans[actor].append(Span(op[2], begun, self.now, op[3], 0, transfer.across))
+            ready = min(max(since, transfer.ready), self.now)
+            if ready > since:
+                self.spans[actor].append(Span("idle", since, ready, op[3]))
+            if self.now > ready:
+                self.spans[actor].append(Span(op[2], ready, self.now, op[3], 0, transfer.across))
             self.place[actor] += 1
             self._at(self.now, 0, actor)
 

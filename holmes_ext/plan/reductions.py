@@ -147,7 +147,7 @@ class Reductions:
                 fixed = max(fixed, self.links.of(own).send.fixed_s(bits / 8 / ranks[name]))
         piece = (clusters - 1) / clusters * bits / 8 / smallest
         shapes = {
-            "inside": dict(fixed_s=fixed + self.options.message_s, bits=bits, uses=self._uses(inside), across=False),
+            "inside": dict(fixed_s=fixed + self.options.message_s, bits=bits, uses=self._uses(inside), across=True),
             "across": dict(
                 fixed_s=self.links.of(ethernet).send.fixed_s(piece) + self.options.message_s, bits=bits, uses=self._uses(across), across=True
             ),
