@@ -3,7 +3,7 @@
     python benchmarks/prediction.py --json FILE [--scenes NAME,...|recorded|paper] [--store FILE] [--predict] [--within S]
 
 Nothing is tuned for a scene. Once for all: `holmes probe` in the lab of each cluster file (what a user would run), the emulated
-accelerator's known seconds, and for each engine three numbers fitted to three runs of CALIBRATION, which are not among the scenes: CPU
+accelerator's known seconds, and for each engine three numbers fitted to five runs of CALIBRATION, which are not among the scenes: CPU
 seconds of a pass, of a parameter and of a step, without a network to speak of. The lab's nodes share this machine's cores, so the simulation
 shares them too (Options.cores). --store keeps what was measured: scenes that are in it are not run again (--predict runs nothing, --within S
 begins nothing after S seconds), so that a long run can be made in parts.
@@ -122,7 +122,9 @@ def _calibration() -> tuple[Scene, ...]:
     found = []
     for engine, stages in (("deepspeed", 2), ("megatron", 2), ("plain", 1)):
         base = Scene("", engine, "one_cluster", "rdma", stages=stages, flops=2.3e9, overlap="off", flags=("--no-overlap",) if engine == "plain" else ())
-        for number, change in enumerate((dict(micro_batches=2), dict(micro_batches=10), dict(micro_batches=2, hidden=96))):
+        last = dict(micro_batches=4, layers=12) if engine == "plain" else dict(micro_batches=6, layers=8, stages=4)
+        changes = (dict(micro_batches=2), dict(micro_batches=10), dict(micro_batches=2, hidden=96), dict(micro_batches=8, flops=6.7e9), last)
+        for number, change in enumerate(changes):
             found.append(replace(base, name=f"calibration {engine} {number}", **change))
     return tuple(found)
 
@@ -238,7 +240,7 @@ def calibrate(engine: str, measured: Measured) -> tuple[float, float, float]:
 
 
 def overheads(scenes: Sequence[Scene], seconds: Sequence[float], links: Links = Links()) -> tuple[float, float, float]:
-    """The three CPU seconds (of a pass, a parameter, a step) that explain these steps best, none below 0. Gauss and Newton's method: who waits
+    """The three CPU seconds (of a pass, a parameter, a step) that explain these steps best (least squares of relative errors), none below 0. Gauss and Newton's method: who waits
     for a core depends on them."""
     from scipy.optimize import nnls
 
@@ -248,8 +250,8 @@ def overheads(scenes: Sequence[Scene], seconds: Sequence[float], links: Links = 
         for scene, measured in zip(scenes, seconds):
             here = predict(scene, links, found)
             slopes = [predict(scene, links, tuple(part + unit * (i == j) for j, (part, unit) in enumerate(zip(found, units)))) - here for i, unit in enumerate(units)]
-            rows.append(slopes)
-            wanted.append(measured - here + sum(slope * part / unit for slope, part, unit in zip(slopes, found, units)))
+            rows.append([slope / measured for slope in slopes])
+            wanted.append((measured - here + sum(slope * part / unit for slope, part, unit in zip(slopes, found, units))) / measured)
         parts, _ = nnls(rows, wanted)
         found = tuple(float(part * unit) for part, unit in zip(parts, units))
     return found
@@ -312,7 +314,7 @@ def main() -> int:
         first = [scene for scene in CALIBRATION if scene.engine in engines]
         measure_missing([*first, *scenes], measured, args.store, time.monotonic() + args.within)
     known = [scene for scene in CALIBRATION if scene.name in measured.steps and scene.file in measured.probes]
-    calibrated = {engine for engine in ("deepspeed", "megatron", "plain") if len([scene for scene in known if scene.engine == engine]) == 3}
+    calibrated = {engine for engine in ("deepspeed", "megatron", "plain") if len([scene for scene in known if scene.engine == engine]) * 3 == len(CALIBRATION)}
     scenes = [scene for scene in scenes if scene.name in measured.steps and scene.file in measured.probes and scene.engine in calibrated]
     rows = lab_rows(scenes, measured) if scenes else []
     rows += recorded_rows(sys.modules[__name__]) if not wanted or "recorded" in wanted else []
