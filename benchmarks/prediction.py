@@ -4,7 +4,7 @@
 
 Nothing is tuned for a scene. Once for all: `holmes probe` in the lab of each cluster file (what a user would run), the emulated
 accelerator's known seconds, and for each engine three numbers fitted to five runs of CALIBRATION, which are not among the scenes: CPU
-seconds of a pass, of a parameter and of a step, without a network to speak of. The lab's nodes share this machine's cores, so the simulation
+seconds of a block's forward or backward, of a parameter and of a step, without a network to speak of. The lab's nodes share this machine's cores, so the simulation
 shares them too (Options.cores). --store keeps what was measured: scenes that are in it are not run again (--predict runs nothing, --within S
 begins nothing after S seconds), so that a long run can be made in parts.
 """
@@ -205,7 +205,7 @@ def probe(spec: SiteSpec, file: Path) -> str:
 
 
 def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) -> float:
-    """Seconds of a step. overhead: CPU seconds of a pass, of a parameter, of a step."""
+    """Seconds of a step. overhead: CPU seconds of a block's forward or backward, of a parameter, of a step."""
     spec = cluster_spec(scene)
     site, order = placed(scene, spec)
     sizes = Sizes(pipeline=scene.stages).complete(site.world_size)
@@ -224,7 +224,7 @@ def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) ->
         bucket_bytes=next((int(float(scene.flags[i + 1]) * 1e6) for i, text in enumerate(scene.flags) if text == "--bucket-mb"), 0),
         two_level=scene.two_level,
         zero=scene.zero,
-        pass_s=overhead[0],
+        block_s=overhead[0],
         parameter_s=overhead[1],
         step_s=overhead[2],
         cores=CORES,
@@ -240,7 +240,7 @@ def calibrate(engine: str, measured: Measured) -> tuple[float, float, float]:
 
 
 def overheads(scenes: Sequence[Scene], seconds: Sequence[float], links: Links = Links()) -> tuple[float, float, float]:
-    """The three CPU seconds (of a pass, a parameter, a step) that explain these steps best (least squares of relative errors), none below 0. Gauss and Newton's method: who waits
+    """The three CPU seconds (of a block's forward or backward, a parameter, a step) that explain these steps best (least squares of relative errors), none below 0. Gauss and Newton's method: who waits
     for a core depends on them."""
     from scipy.optimize import nnls
 
@@ -277,8 +277,8 @@ def measure_missing(scenes: Sequence[Scene], measured: Measured, store: Path, un
 def lab_rows(scenes: list[Scene], measured: Measured) -> list[Row]:
     rows, errors = [], []
     known = {engine: calibrate(engine, measured) for engine in {scene.engine for scene in scenes}}
-    for engine, (of_pass, of_parameter, of_step) in sorted(known.items()):
-        for name, value, unit in (("pass", of_pass, "s"), ("parameter", of_parameter, "s"), ("step", of_step, "s")):
+    for engine, (of_block, of_parameter, of_step) in sorted(known.items()):
+        for name, value, unit in (("block's forward or backward", of_block, "s"), ("parameter", of_parameter, "s"), ("step", of_step, "s")):
             rows.append(Row.of("calibration", f"{engine}: CPU time of a {name}", value, unit, (value, value), True))
     for scene in scenes:
         links, steps = measured.links(scene.file), measured.steps[scene.name]

@@ -228,7 +228,7 @@ def test_a_deadlock_is_told():
         Simulation([[("wait", "x", "send", 0)]], {"x": Transfer(1)}, {}).run()
 
 
-@pytest.mark.parametrize("change,word", [({"schedule": "2f2b"}, "2f2b"), ({"engine": "x"}, "engine"), ({"zero": 4}, "zero"), ({"zero": 2}, "under a pipeline"), ({"pass_s": -1.0}, "pass_s"), ({"virtual": 2}, "interleaved"), ({"stage_layers": (1, 2)}, "stage_layers")])
+@pytest.mark.parametrize("change,word", [({"schedule": "2f2b"}, "2f2b"), ({"engine": "x"}, "engine"), ({"zero": 4}, "zero"), ({"zero": 2}, "under a pipeline"), ({"block_s": -1.0}, "block_s"), ({"virtual": 2}, "interleaved"), ({"stage_layers": (1, 2)}, "stage_layers")])
 def test_what_does_not_fit_is_told(change, word):
     site = clusters()
     with pytest.raises(HolmesError, match=word):
@@ -315,7 +315,7 @@ def test_experts_are_reduced_only_where_they_are_held():
 @pytest.mark.parametrize("cores, crowd", [(0, 1), (1, 4), (2, 2), (8, 1)])
 def test_software_shares_the_cores_that_there_are(cores, crowd):
     """4 ranks that do the same at the same time; 3 micro-batches of 2 layers, 3 seconds each."""
-    options = Options(pass_s=0.1, step_s=0.2, parameter_s=0.0, cores=cores)
+    options = Options(block_s=0.05, step_s=0.2, parameter_s=0.0, cores=cores)
     step = simulate(one_node(4), ["a0"], Sizes(), model(2, 3), options, costs=flat_costs(1, 2, 3))
     assert step.step_s == pytest.approx(3 * 2 * 3.0 + (3 * 2 * 0.1 + 0.2) * crowd)
     assert step.breakdown["compute"] == pytest.approx(3 * 2 * 3.0 + 3 * 2 * 0.1 * crowd) and not step.carried

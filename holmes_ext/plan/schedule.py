@@ -46,9 +46,9 @@ class Options:
     receives and order of reductions. overlap: of reductions with the last backward: "off", "first" (megatron's: the first stage in buckets, the
     others in one piece) or "on". bucket_bytes: 0 for plan/reduction.bucket_bytes. two_level: groups that straddle clusters. zero: 0 to 3;
     2 and 3 without a pipeline, where every micro-batch's gradients are scattered layer by layer, and (3) weights gathered before each layer's forward
-    and backward, while nothing is computed. gather_overlap: ZeRO-1's weights travel under the next forward. weight_share: W's part of a backward (zb-h1). pass_s, message_s,
-    step_s: seconds that software adds to a pass, a message, a step. parameter_s: optimizer's seconds of one parameter. cores: CPU cores that
-    all ranks share for pass_s, parameter_s and step_s, as in a lab on one machine; 0: every rank has its own.
+    and backward, while nothing is computed. gather_overlap: ZeRO-1's weights travel under the next forward. weight_share: W's part of a backward (zb-h1). block_s, message_s,
+    step_s: seconds that software adds to a block's forward or backward, a message, a step. parameter_s: optimizer's seconds of one parameter. cores: CPU cores that
+    all ranks share for block_s, parameter_s and step_s, as in a lab on one machine; 0: every rank has its own.
     """
 
     schedule: str = "1f1b"
@@ -61,7 +61,7 @@ class Options:
     zero: int = 0
     gather_overlap: bool = False
     weight_share: float = 0.5
-    pass_s: float = 0.0
+    block_s: float = 0.0
     message_s: float = 0.0
     step_s: float = 0.0
     parameter_s: float = 2e-11
@@ -246,7 +246,8 @@ class _Job:
 
     def _pass(self, letter: str, parts, micro_batch: int, chunk: int, needs: dict, launches: dict) -> list[tuple]:
         """A pass, cut where a layer needs weights that are gathered or has gradients that are sent."""
-        ops, seconds = [("software", KINDS[letter], self.options.pass_s, micro_batch, chunk)], 0.0
+        blocks = sum(self.costs.before <= layer < self.costs.before + self.costs.blocks for layer, _ in parts)
+        ops, seconds = [("software", KINDS[letter], self.options.block_s * blocks, micro_batch, chunk)], 0.0
         for layer, own in parts:
             if layer in needs:
                 ops += [("compute", KINDS[letter], seconds, micro_batch, chunk), *needs[layer]]
