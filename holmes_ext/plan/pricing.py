@@ -79,6 +79,8 @@ class Pricing:
 
     def sharded_s(self, layer: Layer, price: StagePrice) -> tuple[float, float]:
         """Seconds that ZeRO 2 and 3 add to a forward and to a backward of a layer."""
+        if self.shape.zero < 2:
+            return 0.0, 0.0
         size, latency = self.reduced_bytes(layer), price.part_latency_s
         gather = size * price.gather_byte_s + (latency if price.gather_byte_s else 0.0)
         return gather, gather + size * price.scatter_byte_s + (latency if price.scatter_byte_s else 0.0)
