@@ -82,7 +82,8 @@ def test_same_losses_as_stock_and_gradients_inside_clusters(checkout, two_cluste
     # four ranks add the same numbers in another order; with two summands there is no other order
     four = "data 4" in case or "sequence 2" in case
     assert ours.losses == (pytest.approx(stock.losses, abs=1e-4) if four else stock.losses)
-    assert not stock.lines and len(ours.lines) == 1 and "2 clusters" in ours.lines[0]
+    assert not stock.lines and "2 clusters" in ours.lines[0]
+    assert len(ours.lines) == 1 or "ZeRO 3" in case and len(ours.lines) == 2 and "keeps DeepSpeed's own collectives" in ours.lines[1]
     for node, nics in sent.items():
         assert fast(stock_sent[node]) < 0.01
         if "ZeRO 3" in case:  # one group over all, and collectives that stay DeepSpeed's own
