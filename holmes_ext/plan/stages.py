@@ -199,6 +199,8 @@ class _Search:
         rows = [*zip(zip(*costs.forward_s), zip(*costs.backward_s))]
         self._ahead = list(accumulate((min(forward) for forward, _ in rows), initial=0.0))  # of the layers below this one, at least
         self._round = list(accumulate((min(map(sum, zip(*row))) for row in rows), initial=0.0))
+        self._low = [costs.bounds(start, start + 1)[0] for start in range(costs.blocks)]  # by first block; high by the one after the last
+        self._high = [0, *(costs.bounds(stop - 1, stop)[1] for stop in range(1, costs.blocks + 1))]
 
     def pace(self, stage_layers: Sequence[int]) -> float:
         """P of a split."""
@@ -257,11 +259,11 @@ class _Search:
         stops = sorted(below)
         found = {}
         for start in (0,) if first else range(stage, min(held, stops[-1] - 1) + 1) if stops else ():
-            low, options = costs.bounds(start, start + 1)[0], []
+            low, options = self._low[start], []
             scanned, peak, base = low, -inf, reduction[low] - backward[low]
             before_s, before_round_s = self._ahead[low], self._round[low]
             for stop in stops[bisect_right(stops, start) :]:
-                high = costs.bounds(start, stop)[1]
+                high = self._high[stop]
                 ahead, back = forward[high] - forward[low], backward[high] - backward[low]
                 if memory[high] - memory[low] > limit:
                     break
@@ -276,18 +278,23 @@ class _Search:
                 else:
                     exposed = reduction[high] - reduction[low] + latency
                 hop = 0.0 if last else transfer[high - 1]
+                busy, there, both = ahead + back, ahead + hop, ahead + back + 2 * hop
+                waited, room, link = exposed + (tied if first else 0.0), busy - bound, 2 * behind[low - 1]
                 for index, (latest, tail, kept, carry, _, _) in enumerate(below[stop]):
-                    tail += ahead + back + 2 * hop
-                    own = tail + exposed + (tied if first else 0.0)
-                    latest = max(own, ahead + hop + latest)
-                    if latest + before_s > cap or tail + before_round_s > cap:
+                    tail += both
+                    if tail + before_round_s > cap:
                         continue
-                    excess = ahead + back - bound + carry
+                    latest, own = there + latest, tail + waited
+                    if own > latest:
+                        latest = own
+                    if latest + before_s > cap:
+                        continue
+                    excess = room + carry
                     if excess > 0:
                         self.next_pace = min(self.next_pace, bound + excess / share)  # a run is at most `share` stages long
                         continue
-                    carry = 0.0 if first else max(0.0, excess + 2 * behind[low - 1])
-                    options.append((latest, tail, exposed if tied and last else kept, carry, stop, index))
+                    carry = excess + link
+                    options.append((latest, tail, exposed if tied and last else kept, 0.0 if first or carry < 0 else carry, stop, index))
             if options:
                 found[start] = self._unbeaten(options, bound)
         return found
@@ -303,11 +310,13 @@ class _Search:
         kept: list[State] = []
         for option in options:
             tail, last, carry = option[1] * (1 + ROUNDING), option[2] * (1 + ROUNDING), option[3] + bound * ROUNDING
-            by = next((other for other in kept if other[1] <= tail and other[2] <= last and other[3] <= carry), None)
-            if by is None:
+            for other in kept:
+                if other[1] <= tail and other[2] <= last and other[3] <= carry:
+                    if other[3] > 0:
+                        self.next_pace = min(self.next_pace, bound * (1 + TOLERANCE / 10))
+                    break
+            else:
                 kept.append(option)
-            elif by[3] > 0:
-                self.next_pace = min(self.next_pace, bound * (1 + TOLERANCE / 10))
         if len(kept) > MAX_STATES:
             self.exact = False
             kept = kept[: MAX_STATES // 2] + sorted(kept[MAX_STATES // 2 :], key=lambda state: state[3])[: MAX_STATES // 2]
