@@ -18,7 +18,7 @@ from typing import Any, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from holmes_ext.runtime.two_level import Reduction
+from holmes_ext.runtime.two_level import Reduction, serve
 
 #: What a rank adds and sends on at a time.
 CHUNK_BYTES = 256 * 2**10
@@ -50,7 +50,7 @@ class ReduceToOwners:
         if dist.get_backend(group) == "gloo":
             self._group = dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True, group_desc="data_parallel owners")
             self._inbox = queue.SimpleQueue()
-            self._thread = threading.Thread(target=self._serve, name="holmes_owners", daemon=True)
+            self._thread = threading.Thread(target=serve, args=(self._chains, self._inbox, None), name="holmes_owners", daemon=True)
             self._thread.start()
 
     def __call__(self, flat: torch.Tensor, spans: Spans) -> Any:
@@ -67,21 +67,7 @@ class ReduceToOwners:
             self._inbox.put(None)
             self._thread.join()
 
-    def _serve(self) -> None:
-        broken: Exception | None = None
-        while (task := self._inbox.get()) is not None:
-            reduction, parts = task
-            try:
-                if broken is None:
-                    self._chains(parts)
-            except Exception as error:  # noqa: BLE001 - handed to whoever waits
-                broken = error
-            if broken is not None:
-                reduction.fail(broken)
-            else:
-                reduction.chunk_done()
-
-    def _chains(self, parts: list[tuple[torch.Tensor, int]]) -> None:
+    def _chains(self, parts: list[tuple[torch.Tensor, int]], _: dict | None) -> None:
         """All receives are posted at once; a rank works on one span after the other, and so does its neighbour."""
         count, me = len(self._ranks), self._ranks.index(self._rank)
         before, after = self._ranks[me - 1], self._ranks[(me + 1) % count]

@@ -188,7 +188,7 @@ class TwoLevelAllReduce:
         self._inboxes = [queue.SimpleQueue() for _ in steps]
         self._threads = []
         for step, inbox, outbox in zip(steps, self._inboxes, [*self._inboxes[1:], None]):
-            thread = threading.Thread(target=_serve, args=(step, inbox, outbox), name=f"holmes{step.__name__}", daemon=True)
+            thread = threading.Thread(target=serve, args=(step, inbox, outbox), name=f"holmes{step.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
@@ -219,7 +219,7 @@ class TwoLevelAllReduce:
         return result
 
 
-def _serve(step: Callable, inbox: queue.SimpleQueue, outbox: queue.SimpleQueue | None) -> None:
+def serve(step: Callable, inbox: queue.SimpleQueue, outbox: queue.SimpleQueue | None) -> None:
     """One step's thread: chunks in, the step, chunks on. After an error the chunks of a reduction pass through untouched."""
     broken: Exception | None = None
     while (task := inbox.get()) is not None:
