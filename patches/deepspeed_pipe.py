@@ -14,6 +14,7 @@ import sys
 from holmes_ext.patches.pair_group import new_pair_group
 from holmes_ext.patches.patch import Patch
 from holmes_ext.runtime import session
+from holmes_ext.runtime.carrier import carrier
 
 DEEPSPEED = "deepspeed>=0.19,<0.20"
 
@@ -28,10 +29,9 @@ def _make_pair_groups(wrapped, instance, args, kwargs):
     current = session.active()
     if current is None:
         return result
-    import torch.distributed as dist
 
     grid = args[0] if args else kwargs["grid"]
-    backend = "nccl" if "nccl" in str(dist.get_backend()) else "gloo"
+    backend = "nccl" if carrier() == "nccl" else "gloo"
     world = current.transport((), backend).fabric
     for pair in sorted({tuple(sorted(pair)) for pair in grid.p2p_groups}):
         if current.rank in pair and pair[0] != pair[1] and current.transport(pair, backend).fabric != world:

@@ -18,6 +18,7 @@ from holmes_ext.patches.megatron_version import MEGATRON, loaded_version
 from holmes_ext.patches.pair_group import new_pair_group
 from holmes_ext.patches.patch import Patch
 from holmes_ext.runtime import session
+from holmes_ext.runtime.carrier import carrier
 
 #: The order in which megatron-core issues unbatched operations: by parity of the pipeline rank, so that every send meets its receive.
 _ORDER = (("send_next", "recv_prev", "send_prev", "recv_next"), ("recv_prev", "send_next", "recv_next", "send_prev"))
@@ -48,7 +49,7 @@ def pairs_of(group) -> _Pairs:
 def _make(current: session.Session, group) -> _Pairs:
     import torch.distributed as dist
 
-    pairs, ranks, backend = _Pairs(), dist.get_process_group_ranks(group), str(dist.get_backend(group))
+    pairs, ranks, backend = _Pairs(), dist.get_process_group_ranks(group), carrier(group)
     if len(ranks) < 2 or current.rank not in ranks or backend not in ("nccl", "gloo"):
         return pairs
     options = {"backend": backend, "timeout": _timeout(group, backend)}

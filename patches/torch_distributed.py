@@ -17,6 +17,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches import registry
 from holmes_ext.patches.patch import Patch
 from holmes_ext.runtime import session
+from holmes_ext.runtime.carrier import carrier, carrier_of
 from holmes_ext.runtime.exchange import RemoteError
 from holmes_ext.runtime.session import GroupRecord
 from holmes_ext.runtime.transport import Transport, gloo_interface, nccl_options
@@ -62,7 +63,7 @@ def _give_group_its_nic(wrapped, instance, args, kwargs):
                 rest = (rest[0], _options(current.transport(ranks, "nccl"), rest[1]), *rest[2:])
             else:
                 more["backend_options"] = _options(current.transport(ranks, "nccl"), more.get("backend_options"))
-        kind = "gloo" if "gloo" in backends else "nccl"
+        kind = "gloo" if carrier_of(str(backend)) == "gloo" else "nccl"
         transport = current.transport(ranks, kind)
         with gloo_interface(current.transport(ranks, "gloo")):
             made = wrapped(group_size, group_rank, global_ranks_in_group, backend, store, *rest, **more)
@@ -87,7 +88,7 @@ def _give_split_group_its_nic(wrapped, instance, args, kwargs):
         if mine is None:
             return wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
         ranks = tuple(dist.get_global_rank(parent, rank) for rank in mine)
-        kind = "nccl" if "nccl" in str(dist.get_backend(parent)) else "gloo"
+        kind = "nccl" if carrier(parent) == "nccl" else "gloo"
         transport = current.transport(ranks, kind)
         if kind == "nccl":
             pg_options = _options(transport, pg_options)

@@ -19,6 +19,8 @@ from typing import Any, Sequence
 import torch
 import torch.distributed as dist
 
+from holmes_ext.runtime.carrier import carrier
+
 #: A piece is at least so many bytes where parameters end, and at most so many inside one.
 SMALLEST_BYTES = 256 * 2**10
 LARGEST_BYTES = 2**20
@@ -60,12 +62,13 @@ class OrderedGather:
     Construction is collective: gloo gets two groups, one for each direction (see direct.py); NCCL one, over which pieces are broadcast.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, device_type: str = ""):
         self.ranks = sorted(dist.get_process_group_ranks(group))
         self._here = self.ranks.index(dist.get_rank())
-        self._gloo = dist.get_backend(group) == "gloo"
+        backend = carrier(group, device_type)
+        self._gloo = backend == "gloo"
         self._groups = [
-            dist.new_group(self.ranks, backend=dist.get_backend(group), use_local_synchronization=True, group_desc=f"gather {way}")
+            dist.new_group(self.ranks, backend=backend, use_local_synchronization=True, group_desc=f"gather {way}")
             for way in (("up", "down") if self._gloo else ("all",))
         ]
 

@@ -18,6 +18,7 @@ from typing import Any, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from holmes_ext.runtime.carrier import carrier
 from holmes_ext.runtime.two_level import Reduction, serve
 
 #: What a rank adds and sends on at a time.
@@ -43,11 +44,11 @@ class ReduceToOwners:
     spans in the same order. group: whose backend decides: gloo's chains run in a thread of their own, on the CPU; others' reduce() is used.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, device_type: str = ""):
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = dist.get_rank()
         self._group, self._inbox = group, None
-        if dist.get_backend(group) == "gloo":
+        if carrier(group, device_type) == "gloo":
             self._group = dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True, group_desc="data_parallel owners")
             self._inbox = queue.SimpleQueue()
             self._thread = threading.Thread(target=serve, args=(self._chains, self._inbox, None), name="holmes_owners", daemon=True)

@@ -134,10 +134,11 @@ class GradientReducer:
         self._divisors = (predivide, len(self.ranks) / predivide) if average else (predivide, 1 / predivide)
         self._gradient = gradient or (lambda parameter: parameter.grad)
         self._items = [_item(name, parameter, communication_dtype) for name, parameter in named]
-        self._two_level = None if all_reduce else two_level_for(self.group, sum(item.bytes for item in self._items), compress)
+        device_type = self._parameters[0].device.type
+        self._two_level = None if all_reduce else two_level_for(self.group, sum(item.bytes for item in self._items), compress, device_type)
         self._all_reduce = all_reduce or self._two_level or flat_all_reduce(self.group)
         self._owners = owners if all_reduce is None and self._two_level is None else None
-        self._to_owners = ReduceToOwners(self.group) if self._owners else None
+        self._to_owners = ReduceToOwners(self.group, device_type) if self._owners else None
         self.bucket_bytes = self._choose_size(bucket_bytes)
         late = {id(parameter) for parameter in deferred}
         self._deferred = [i for i, parameter in enumerate(self._parameters) if id(parameter) in late]

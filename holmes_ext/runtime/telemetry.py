@@ -22,6 +22,7 @@ from typing import Any, Callable, Sequence
 
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import group_kinds, session
+from holmes_ext.runtime.carrier import carrier
 
 #: Who can end a step, the most trusted last: once a later one has, those before it are not listened to.
 SOURCES = ("optimizer", "reducer", "engine", "program")
@@ -38,7 +39,7 @@ class Group:
         current = session.require()
         self.name = process_group.group_name
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
-        self.backend = "nccl" if "nccl" in str(dist.get_backend(process_group)) else "gloo"
+        self.backend = "nccl" if carrier(process_group) == "nccl" else "gloo"
         self.description = str(process_group.group_desc or "")
         if self.description in ("", "undefined"):
             self.description = ""
