@@ -5,7 +5,8 @@
 Nothing is tuned for a scene. Once for all: `holmes probe` in the lab of each cluster file (what a user would run), the emulated
 accelerator's known seconds, and for each engine three numbers fitted to five runs of CALIBRATION, which are not among the scenes: CPU
 seconds of a block's forward or backward, of a parameter and of a step, without a network to speak of. The lab's nodes share this machine's cores, so the simulation
-shares them too (Options.cores). --store keeps what was measured: scenes that are in it are not run again (--predict runs nothing, --within S
+shares them too (Options.cores), with the CPU seconds of a byte sent, which are measured for each fabric of each cluster file (hosts, by the machine's own
+counters while its nodes all-reduce and do nothing else). --store keeps what was measured: scenes that are in it are not run again (--predict runs nothing, --within S
 begins nothing after S seconds), so that a long run can be made in parts.
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Sequence
 
 from harness import Row, finish, parser, tell
+from prediction_hosts import measure_hosts
 from prediction_paper import paper_rows
 from prediction_recorded import recorded_rows
 
@@ -134,20 +136,24 @@ CALIBRATION = _calibration()
 
 @dataclass
 class Measured:
-    """What is known so far: seconds and spread by scene, links by cluster file (TOML text)."""
+    """What is known so far: seconds of the steps by scene; by cluster file links (TOML text) and fabric -> CPU seconds of a byte sent."""
 
     steps: dict[str, list[float]] = field(default_factory=dict)
     probes: dict[str, str] = field(default_factory=dict)
+    hosts: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> Measured:
         return cls(**json.loads(path.read_text())) if path.exists() else cls()
 
     def links(self, file: str) -> Links:
-        return Links.of_spec(parse_spec(self.probes[file])) if file in self.probes else Links()
+        if file not in self.probes:
+            return Links()
+        measured = Links.of_spec(parse_spec(self.probes[file])).measured
+        return Links({name: replace(link, host_s=self.hosts[file][name]) for name, link in measured.items()})
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps({"steps": self.steps, "probes": self.probes}, indent=1) + "\n")
+        path.write_text(json.dumps(vars(self), indent=1) + "\n")
 
 
 def cluster_file(name: str) -> Path:
@@ -267,6 +273,10 @@ def measure_missing(scenes: Sequence[Scene], measured: Measured, store: Path, un
             file = cluster_file(scene.file)
             tell(f"probing {scene.file}")
             measured.probes[scene.file] = probe(load_spec(file), file)
+            measured.save(store)
+        if scene.file not in measured.hosts:
+            tell(f"measuring the hosts of {scene.file}")
+            measured.hosts[scene.file] = measure_hosts(load_spec(cluster_file(scene.file)))
             measured.save(store)
         if scene.name not in measured.steps:
             tell(f"measuring {scene.name}")

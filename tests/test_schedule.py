@@ -319,3 +319,17 @@ def test_software_shares_the_cores_that_there_are(cores, crowd):
     step = simulate(one_node(4), ["a0"], Sizes(), model(2, 3), options, costs=flat_costs(1, 2, 3))
     assert step.step_s == pytest.approx(3 * 2 * 3.0 + (3 * 2 * 0.1 + 0.2) * crowd)
     assert step.breakdown["compute"] == pytest.approx(3 * 2 * 3.0 + 3 * 2 * 0.1 * crowd) and not step.carried
+
+
+@pytest.mark.parametrize("sizes, options", [(Sizes(), Options()), (Sizes(), Options(two_level=True)), (Sizes(pipeline=2), Options())], ids=["ring", "two levels", "pipeline"])
+def test_bytes_cost_the_seconds_of_shared_cores_that_hosts_need_for_them(sizes, options):
+    """4 + 4 nodes that compute nothing: the 2 cores are busy all the time, with every byte that any of the nodes sends."""
+    site, gpt = clusters(4, 4), model(micro_batches=3, tied=True)
+    order, idle = [node.name for node in site.nodes], flat_costs(sizes.pipeline, 8, 3, 0.0, 0.0)
+    slow = {fabric.name: replace(Link.of(replace(fabric, latency_s=0.0)), host_s=1e-6) for fabric in site.fabrics}
+    options = replace(options, cores=2, parameter_s=0.0)
+    step = simulate(site, order, sizes, gpt, options, Links(slow), costs=idle)
+    sent = 4 * sum(value for (_, _, way), value in step.carried.items() if way == "out")
+    assert step.step_s == pytest.approx(1e-6 * sent / 2, rel=1e-6) and sent > 1e7
+    own = simulate(site, order, sizes, gpt, replace(options, cores=0), Links(slow), costs=idle)
+    assert own.step_s < step.step_s / 100, "where nodes have cores of their own"

@@ -19,7 +19,7 @@ from holmes_ext.plan.sizes import Sizes
 @dataclass(frozen=True)
 class Group:
     """The data-parallel groups of one stage that are alike. kinds: of the columns in it; members: ranks on each of its nodes;
-    alike: how many such groups each node has a part in; clusters: the nodes' names by cluster."""
+    alike: how many such groups each node has a part in, count: in all; clusters: the nodes' names by cluster."""
 
     stage: int
     kinds: tuple[int, ...]
@@ -27,6 +27,7 @@ class Group:
     members: dict[str, int]
     alike: dict[str, int]
     clusters: dict[str, tuple[str, ...]]
+    count: int
 
 
 class Columns:
@@ -124,5 +125,5 @@ class Columns:
                 clusters.setdefault(self.cluster(node), []).append(node)
             counts = {node: len(alike[node]) for node in members}
             named = {name: tuple(nodes) for name, nodes in clusters.items()}
-            result.append(Group(stage, kinds, len(by_group[likes[0]]), dict(members), counts, named))
+            result.append(Group(stage, kinds, len(by_group[likes[0]]), dict(members), counts, named, len(likes)))
         return result

@@ -21,6 +21,9 @@ from holmes_ext.cluster.site import Fabric, fabrics_of_spec
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 
+#: What the cores that all nodes of a lab share are called among the NICs.
+CORES = "cores"
+
 Points = tuple[tuple[float, float], ...]
 
 
@@ -91,11 +94,13 @@ def fit(samples: Iterable[tuple[float, float]], source: str = "link curve") -> C
 @dataclass(frozen=True)
 class Link:
     """A fabric as the simulation sees it. send: one message between two nodes; ring: one step of a ring of all-reduces, bytes being those
-    that one rank passes on (size / ranks), of which an all-reduce makes 2 (ranks - 1)."""
+    that one rank passes on (size / ranks), of which an all-reduce makes 2 (ranks - 1). host_s: CPU seconds of a byte sent, at both ends together, where
+    nodes share their cores (a lab); elsewhere the curves hold them."""
 
     name: str
     send: Curve
     ring: Curve
+    host_s: float = 0.0
 
     @classmethod
     def of(cls, fabric: Fabric) -> Link:
@@ -120,6 +125,11 @@ class Links:
 
     def of(self, fabric: Fabric) -> Link:
         return self.measured.get(fabric.name) or Link.of(fabric)
+
+    def on_cores(self, fabric: Fabric, senders: float) -> tuple[tuple[str, float], ...]:
+        """What a flow that `senders` nodes send at once uses of shared cores: (CORES, cores for each bit/s), if anything."""
+        seconds = self.of(fabric).host_s
+        return ((CORES, seconds / 8 * senders),) if seconds else ()
 
     def line(self, fabric: Fabric) -> Fabric:
         """`fabric` with a rate and a latency under both its curves: closed forms with it are never slower than the curves."""

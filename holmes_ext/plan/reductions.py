@@ -36,6 +36,14 @@ def inside_s(model: Model, columns: Columns, nodes: Iterable[str], size: float) 
     return size * 8 / rate if rate else 0.0
 
 
+def _added(uses: tuple) -> tuple:
+    """Uses of the same thing as one."""
+    total: dict[Hashable, float] = {}
+    for nic, weight in uses:
+        total[nic] = total.get(nic, 0.0) + weight
+    return tuple(total.items())
+
+
 class Reductions:
     """transfers: of all collectives. before, along, after: the operations that an actor's program gets for them."""
 
@@ -117,6 +125,7 @@ class Reductions:
         curve = self.links.of(fabric).ring
         steps = part * 2 * (group.ranks - 1)
         uses = self._uses({node: (fabric, count) for node, count in group.alike.items()})
+        uses += self.links.on_cores(fabric, group.count * len(group.members))
         across = len(group.clusters) > 1
         fixed = steps * (curve.fixed_s(size / group.ranks) + self.options.message_s)
         self.transfers[tag] = Transfer(parties, fixed, steps / group.ranks * size * 8, curve.rate_bps, uses, tag[:3], across=across)
@@ -135,7 +144,7 @@ class Reductions:
         smallest, clusters = min(ranks.values()), len(ranks)
         chunks = max(1, min(MOST_CHUNKS, round(size / (CHUNK_SHARE_BYTES * smallest))))
         bits = 8 * size / chunks
-        inside, across, fixed = {}, {}, 0.0
+        inside, across, fixed, software = {}, {}, 0.0, ()
         ethernet = self.columns.fabric(tuple(group.members))
         for name, nodes in group.clusters.items():
             own = self.columns.fabric(nodes)
@@ -143,13 +152,14 @@ class Reductions:
                 here = group.members[node]
                 inside[node] = own, group.alike[node] * here * (ranks[name] - here) / ranks[name]
                 across[node] = ethernet, group.alike[node] * here * (clusters - 1) / clusters / ranks[name]
+            software += self.links.on_cores(own, group.count * sum(here * (ranks[name] - here) / ranks[name] for here in map(group.members.get, nodes)))
             if len(nodes) > 1:
                 fixed = max(fixed, self.links.of(own).send.fixed_s(bits / 8 / ranks[name]))
         piece = (clusters - 1) / clusters * bits / 8 / smallest
         shapes = {
-            "inside": dict(fixed_s=fixed + self.options.message_s, bits=bits, uses=self._uses(inside), across=True),
+            "inside": dict(fixed_s=fixed + self.options.message_s, bits=bits, uses=self._uses(inside) + _added(software), across=True),
             "across": dict(
-                fixed_s=self.links.of(ethernet).send.fixed_s(piece) + self.options.message_s, bits=bits, uses=self._uses(across), across=True
+                fixed_s=self.links.of(ethernet).send.fixed_s(piece) + self.options.message_s, bits=bits, uses=self._uses(across) + self.links.on_cores(ethernet, group.count * (clusters - 1)), across=True
             ),
         }
         phases = ("inside", "across", "across", "inside")
@@ -181,7 +191,7 @@ class Reductions:
                 continue
             fabric = self.columns.fabric((one, two))
             curve = self.links.of(fabric).ring
-            uses = self._uses({one: (fabric, leaving), two: (fabric, reaching)})
+            uses = self._uses({one: (fabric, leaving), two: (fabric, reaching)}) + self.links.on_cores(fabric, 2 * self.columns.count[kind])
             across = self.columns.cluster(one) != self.columns.cluster(two)
             fixed = 2 * (curve.fixed_s(size / 2) + self.options.message_s)
             self.transfers["tied", kind] = Transfer(2, fixed, 8 * size, curve.rate_bps, uses, across=across)

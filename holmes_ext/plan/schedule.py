@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, fields
 from itertools import accumulate
+from math import inf
 from typing import Hashable, Iterator, Sequence
 
 from holmes_ext.cluster.site import Fabric, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.columns import Columns
 from holmes_ext.plan.events import Simulation, Span, Transfer
-from holmes_ext.plan.links import Links
+from holmes_ext.plan.links import CORES, Links
 from holmes_ext.plan.model import Model
 from holmes_ext.plan.orders import SCHEDULES, program
 from holmes_ext.plan.reductions import Reductions, inside_s
@@ -33,8 +34,8 @@ from holmes_ext.plan.stage_costs import StageCosts, costs_on_site
 
 ENGINES = ("deepspeed", "megatron", "async")
 OVERLAPS = ("off", "first", "on")
-#: What `cores` of Options is among the NICs.
-CORES = "cores"
+#: A second of software counts as so many bits, so that on shared cores it and a flow of about that rate slow down alike.
+CORE_BPS = 1e9
 KINDS = {"F": "forward", "B": "backward", "W": "weight"}
 
 
@@ -48,7 +49,7 @@ class Options:
     2 and 3 without a pipeline, where every micro-batch's gradients are scattered layer by layer, and (3) weights gathered before each layer's forward
     and backward, while nothing is computed. gather_overlap: ZeRO-1's weights travel under the next forward. weight_share: W's part of a backward (zb-h1). block_s, message_s,
     step_s: seconds that software adds to a block's forward or backward, a message, a step. parameter_s: optimizer's seconds of one parameter. cores: CPU cores that
-    all ranks share for block_s, parameter_s and step_s, as in a lab on one machine; 0: every rank has its own.
+    all ranks share for block_s, parameter_s, step_s and what links say of bytes sent, as in a lab on one machine; 0: every rank has its own.
     """
 
     schedule: str = "1f1b"
@@ -145,13 +146,13 @@ def simulate(
     transfers, actors = job.transfers(), [(kind, stage) for kind in range(len(columns.kinds)) for stage in range(sizes.pipeline)]
     transfers.update(reductions.transfers)
     programs = [job.program(kind, stage, reductions) for kind, stage in actors]
-    uses = {nic for transfer in transfers.values() for nic, _ in transfer.uses}
+    uses = {nic for transfer in transfers.values() for nic, _ in transfer.uses} - {CORES}
     capacities = {nic: _capacity(links, only or site.fabric_by_name[nic[1]]) for nic in uses}
     if options.cores:
         programs = [list(_on_cores(ops, columns.count[kind], (kind, stage), transfers)) for (kind, stage), ops in zip(actors, programs)]
-        capacities[CORES] = float(options.cores)
     else:
         programs = [[("compute", *op[1:]) if op[0] == "software" else op for op in ops] for ops in programs]
+    capacities[CORES] = options.cores or inf
     simulation = Simulation(programs, transfers, capacities)
     spans = simulation.run()
     step_s = max(own[-1].end for own in spans if own)
@@ -169,7 +170,7 @@ def _on_cores(ops: Sequence[tuple], ranks: int, actor: Hashable, transfers: dict
             yield op
         elif op[2] > 0:
             tag = ("software", actor, number)
-            transfers[tag] = Transfer(1, bits=op[2], limit_bps=1.0, uses=((CORES, ranks),))
+            transfers[tag] = Transfer(1, bits=op[2] * CORE_BPS, limit_bps=CORE_BPS, uses=((CORES, ranks / CORE_BPS),))
             yield from (("post", tag), ("wait", tag, op[1], op[3]))
 
 
@@ -217,7 +218,11 @@ class _Job:
             "fixed_s": curve.fixed_s(self.size) + self.options.message_s,
             "bits": 8 * self.size,
             "limit_bps": curve.rate_bps,
-            "uses": ((self.columns.nic(one, fabric, "out"), leaving), (self.columns.nic(two, fabric, "in"), reaching)),
+            "uses": (
+                (self.columns.nic(one, fabric, "out"), leaving),
+                (self.columns.nic(two, fabric, "in"), reaching),
+                *self.links.on_cores(fabric, self.columns.count[kind]),
+            ),
             "across": self.columns.cluster(one) != self.columns.cluster(two),
         }
 
