@@ -1,7 +1,7 @@
 """What a byte on a network costs this machine's cores, which are all hosts of a lab: a number for prediction.py's simulations.
 
-The nodes of one fabric after the other all-reduce and do nothing else, while /proc/stat counts the seconds in which a core was not idle: those of
-sockets, checksums, shaping, the switch and gloo's additions.
+The nodes all-reduce and do nothing else, all clusters at the same time and then all nodes over Ethernet, while /proc/stat counts the seconds in which
+a core was not idle: those of sockets, checksums, shaping, the switch and gloo's additions. (A byte costs less when many are on their way.)
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ SIZE, SECONDS = 4 * 2**20, 2.0
 
 
 def measure_hosts(spec: SiteSpec) -> dict[str, float]:
-    """Fabric -> CPU seconds of this machine for a byte that a node of its lab sends on it."""
+    """Fabric -> CPU seconds of this machine for a byte that a node of its lab sends on it: one number for the clusters' fabrics, one for Ethernet."""
     order = [node for cluster in spec.clusters for node in cluster.nodes]
-    fabrics = [[cluster.name, f"{cluster.kind}0", list(map(order.index, cluster.nodes)), cluster.rate_bps] for cluster in spec.clusters if len(cluster.nodes) > 1]
-    fabrics.append(["ethernet", "eth0", list(range(len(order))), spec.ethernet_rate_bps])
+    fast = {cluster.name: [f"{cluster.kind}0", list(map(order.index, cluster.nodes)), cluster.rate_bps] for cluster in spec.clusters if len(cluster.nodes) > 1}
+    phases = [group for group in (fast, {"ethernet": ["eth0", list(range(len(order))), spec.ethernet_rate_bps]}) if group]
     with Lab(spec, realtime=True) as lab:
-        result = lab.run([sys.executable, __file__, json.dumps(fabrics)], order=order, preload=("torch",), timeout=120)
+        result = lab.run([sys.executable, __file__, json.dumps(phases)], order=order, preload=("torch",), timeout=120)
         if result.returncode:
             raise SystemExit(f"prediction_hosts.py: an all-reduce failed: {result.outputs[result.first_failed or 0]}")
         return json.loads(result.stdout[0])
 
 
-def rank_main(fabrics: list) -> None:
-    """One rank of measure_hosts: in each fabric's group all-reduces one after the other, the others idle; rank 0 prints the result."""
+def rank_main(phases: list[dict]) -> None:
+    """One rank of measure_hosts: in each phase all-reduces one after the other in its group, if it has one; rank 0 prints the result."""
     import torch
     import torch.distributed as dist
 
@@ -39,20 +39,22 @@ def rank_main(fabrics: list) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     dist.init_process_group("gloo")
     found, flat = {}, torch.ones(SIZE // 4)
-    for name, interface, ranks, rate_bps in fabrics:
-        mine, sent = dist.get_rank() in ranks, 2 * (len(ranks) - 1) * SIZE  # by all of them in one all-reduce
-        times = ceil(SECONDS * rate_bps * len(ranks) / (8 * sent))
-        if mine:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
-        group = dist.new_group(ranks)
-        if mine:
-            dist.all_reduce(flat, group=group)
+    for phase in phases:
+        total, mine, times = 0.0, None, 0
+        for interface, ranks, rate_bps in phase.values():
+            of_all = 2 * (len(ranks) - 1) * SIZE  # what they send in one all-reduce
+            often = ceil(SECONDS * rate_bps * len(ranks) / (8 * of_all))
+            total += often * of_all
+            if dist.get_rank() in ranks:
+                os.environ["GLOO_SOCKET_IFNAME"], times = interface, often
+                mine = dist.new_group(ranks, use_local_synchronization=True)
+                dist.all_reduce(flat, group=mine)
         dist.barrier()
         before = busy_seconds()
-        for _ in range(times if mine else 0):
-            dist.all_reduce(flat, group=group)
+        for _ in range(times):
+            dist.all_reduce(flat, group=mine)
         dist.barrier()
-        found[name] = (busy_seconds() - before) / (times * sent)
+        found.update(dict.fromkeys(phase, (busy_seconds() - before) / total))
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
     dist.barrier()

@@ -28,6 +28,7 @@ class DirectExchange:
         self._rank = dist.get_rank()
         self._codec = codec
         self._sent: Counter = Counter()  # by tag: each has its own thread
+        self._buffers: dict[tuple, torch.Tensor] = {}
         self._up, self._down = (
             dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True, group_desc=f"two-level {way}")
             for way in ("up", "down")
@@ -46,9 +47,9 @@ class DirectExchange:
     def reduce_scatter(self, jobs: Sequence[Parts], tag: int, residuals: dict | None = None) -> None:
         """My part of every job becomes the sum of all owners' copies, added in the order of the owners."""
         works, copies = [], []
-        for parts, owners in jobs:
+        for number, (parts, owners) in enumerate(jobs):
             mine = parts[owners.index(self._rank)]
-            received = {owner: mine if owner == self._rank else self._buffer(mine) for owner in owners}
+            received = {owner: mine if owner == self._rank else self._kept(mine, tag, number, owner) for owner in owners}
             works += [self._receive(received[owner], owner, tag) for owner in self._others(owners)]
             copies.append((mine, received, owners))
         for parts, owners in jobs:
@@ -56,11 +57,9 @@ class DirectExchange:
                 works.append(self._send(self._encode(parts[owners.index(owner)], tag, residuals), owner, tag))
         _wait(works)
         for mine, received, owners in copies:
-            values = [received[owner] if owner == self._rank else self._decode(received[owner], mine) for owner in owners]
-            total = values[0]
-            for value in values[1:]:
-                total = total + value
-            mine.copy_(total)
+            total, *others = (received[owner] if owner == self._rank else self._decode(received[owner], mine) for owner in owners)
+            for value in others:
+                total = torch.add(total, value, out=mine if value is others[-1] else total)
 
     def all_gather(self, jobs: Sequence[Parts], tag: int, residuals: dict | None = None) -> None:
         """Every owner's part of every job arrives in its place."""
@@ -83,6 +82,16 @@ class DirectExchange:
 
     def _compressed(self, part: torch.Tensor) -> bool:
         return self._codec is not None and part.numel() > 0 and self._codec.applies(part.dtype)
+
+    def _kept(self, part: torch.Tensor, *place: int) -> torch.Tensor:
+        """A buffer like `part`, cut from the one that earlier calls had in the same place: fresh memory costs about as much as adding it up."""
+        if self._compressed(part):
+            return self._buffer(part)
+        key = (*place, part.dtype)
+        kept = self._buffers.get(key)
+        if kept is None or kept.numel() < part.numel():
+            kept = self._buffers[key] = torch.empty_like(part)
+        return kept[: part.numel()]
 
     def _buffer(self, part: torch.Tensor) -> torch.Tensor:
         return self._codec.buffer(part) if self._compressed(part) else torch.empty_like(part)
