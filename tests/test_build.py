@@ -14,6 +14,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan, transports
 from holmes_ext.plan.cost import Workload, step_seconds
 from holmes_ext.plan.layout import groups
+from holmes_ext.plan.links import Link, Links
 from holmes_ext.plan.model import Gpu, load_model
 from holmes_ext.plan.plan import check_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
@@ -181,3 +182,14 @@ def test_every_rank_computes_the_same_plan():
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
         seen.add(subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True).stdout)
     assert len(seen) == 1
+
+
+def test_times_follow_what_was_measured_and_fabrics_what_is_stated():
+    """All networks measured at a tenth of their rates: everything takes longer, and goes where it went."""
+    site, sizes = sample("two_clusters_4", ("a0", "b0", "a1", "b1")), Sizes(2)
+    slow = {name: Link.of(replace(site.fabric_by_name[name], rate_bps=site.fabric_by_name[name].rate_bps // 10)) for name in ("ethernet", "a", "b")}
+    stated, measured = build_plan(site, sizes), build_plan(site, sizes, links=Links(slow))
+    assert measured.predicted["reduction_seconds"] == pytest.approx(10 * stated.predicted["reduction_seconds"], rel=0.3)
+    assert measured.predicted["stock_step_seconds"] > 2 * stated.predicted["stock_step_seconds"]
+    assert (measured.transports, measured.site_digest) == (stated.transports, stated.site_digest)
+    check_plan(measured, site)

@@ -103,3 +103,17 @@ def test_missing_cluster_file():
 def test_compress_hosts(names, text):
     assert command.compress_hosts(names) == text
     assert [name for part in text.split() for name in expand_hosts(part, "f")] == names
+
+
+def test_a_probed_cluster_is_predicted_by_what_was_measured(capsys, tmp_path):
+    text = (EXAMPLES / "two_clusters_4.toml").read_text()
+    slow = "[link.ethernet]\nring = [[1024, 0.01], [1048576, 10.0], [4194304, 40.0]]\n"
+    steps = []
+    for name, content in (("stated", text), ("probed", text + slow)):
+        (tmp_path / f"{name}.toml").write_text(content)
+        parser = argparse.ArgumentParser()
+        command.add_parser(parser.add_subparsers())
+        args = parser.parse_args(["plan", "--cluster", str(tmp_path / f"{name}.toml"), "--sizes", "pipeline=2", "--json"])
+        assert args.run(args) == 0
+        steps.append(json.loads(capsys.readouterr().out)["predicted"]["stock_step_seconds"])
+    assert steps[1] > 5 * steps[0]

@@ -14,7 +14,7 @@ def prediction(monkeypatch):
     import prediction
 
     yield prediction
-    for name in ("prediction", "prediction_paper", "prediction_recorded", "harness"):
+    for name in ("prediction", "prediction_hosts", "prediction_paper", "prediction_recorded", "harness"):
         sys.modules.pop(name, None)
 
 

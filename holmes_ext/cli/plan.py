@@ -18,6 +18,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import LOCAL, build_plan
 from holmes_ext.plan.cost import Workload, step_seconds
 from holmes_ext.plan.layout import groups
+from holmes_ext.plan.links import Links
 from holmes_ext.plan.model import load_model, on_clusters
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import load_profile
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if search.wanted(args):
         return search.run(args)
     spec = load_spec(args.cluster)
-    site = site_from_spec(spec)
+    site, links = site_from_spec(spec), Links.of_spec(spec)
     sizes, workload = _sizes(args), _workload(args)
     model = on_clusters(load_model(args.model), spec) if args.model else None
     profile = load_profile(args.profile) if args.profile else None
@@ -73,11 +74,11 @@ def run(args: argparse.Namespace) -> int:
     if known is not None and workload is not None:
         raise HolmesError("--model or --profile says what the model computes and sends; give it or --workload (--gradient-bytes, ...), not both")
     overlap = args.overlap == "on"
-    plan = build_plan(site, sizes, workload, args.partition, model, args.alpha, overlap, profile=profile)
+    plan = build_plan(site, sizes, workload, args.partition, model, args.alpha, overlap, profile=profile, links=links)
     if args.output:
         plan.save(args.output)
     if args.explain or args.picture:
-        costs, found = explain.outcomes(site, plan, model, args.alpha, overlap, profile)
+        costs, found = explain.outcomes(links.site(site), plan, model, args.alpha, overlap, profile)
         if args.picture:
             explain.picture(costs, found, args.picture)
     if args.explain and args.json:
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         if workload is None and known is not None and plan.sizes is not None:
             workload = model.workload(plan.sizes) if profile is None else profile.workload()
-        _show(site, plan, workload or Workload(), nominal=workload is None)
+        _show(links.site(site), plan, workload or Workload(), nominal=workload is None)
         if args.explain:
             explain.show(costs, found)
         if args.picture:

@@ -10,6 +10,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan import stages
 from holmes_ext.plan.cost import Workload, step_seconds, stock_fabric
 from holmes_ext.plan.layout import KINDS, groups
+from holmes_ext.plan.links import Links
 from holmes_ext.plan.model import Model
 from holmes_ext.plan.placement import place
 from holmes_ext.plan.plan import Plan
@@ -31,6 +32,7 @@ def build_plan(
     overlap: bool = False,
     stage_layers: Sequence[int] = (),
     profile: Profile | None = None,
+    links: Links = Links(),
 ) -> Plan:
     """The plan for a job of `sizes` on `site`; with sizes None only the order of the nodes and the world group's fabric.
 
@@ -39,7 +41,8 @@ def build_plan(
     step_seconds, reduction_seconds (of the slowest stage), exposed_reduction_seconds (after the first stage's last backward),
     and the same two with the prefix stock_ for the launcher's order with all traffic on stock_fabric(site). HolmesError
     when the sizes do not multiply to the world size, or the partition cannot be made. With a model the times are its own,
-    with a profile those measured (and a model's memory, where both are given).
+    with a profile those measured (and a model's memory, where both are given). links: what was measured of the networks; times follow it, the choice of a
+    fabric for a group follows the rates of `site`.
     """
     if profile is not None:
         check_profile(profile, site, sizes, model)
@@ -49,10 +52,11 @@ def build_plan(
     sizes = sizes.complete(site.world_size) if sizes is not None else None
     if workload is None and model is not None and sizes is not None:
         workload = model.workload(sizes)
-    placement = place(site, sizes, workload)
+    measured = links.site(site)
+    placement = place(measured, sizes, workload)
     predicted = {}
     if sizes is not None:
-        stock = step_seconds(site, [node.name for node in site.nodes], sizes, workload, only=stock_fabric(site))
+        stock = step_seconds(measured, [node.name for node in site.nodes], sizes, workload, only=stock_fabric(measured))
         predicted = {
             "step_seconds": placement.predicted.step_s,
             "reduction_seconds": max(placement.predicted.reduction_s),
@@ -63,12 +67,12 @@ def build_plan(
     if stage_layers:
         partition = "explicit"
     elif (model is not None or profile is not None) and sizes is not None:
-        costs = costs_of(site, placement.nodes, sizes, model, overlap, profile)
+        costs = costs_of(measured, placement.nodes, sizes, model, overlap, profile)
         split = stages.partition(partition, costs, alpha)
         predicted |= _times(predict(costs, split))
         if profile is None:
             launched = [node.name for node in site.nodes]
-            stock = predict(costs_on_site(site, launched, sizes, model, only=stock_fabric(site)), stages.uniform(costs.blocks, costs.stages))
+            stock = predict(costs_on_site(measured, launched, sizes, model, only=stock_fabric(measured)), stages.uniform(costs.blocks, costs.stages))
             times = {f"stock_{name}": value for name, value in _times(stock).items()}
             predicted |= {name: value for name, value in times.items() if name in predicted}
         stage_layers = split if partition != "uniform" else ()

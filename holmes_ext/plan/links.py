@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Iterable, Mapping
 
-from holmes_ext.cluster.site import Fabric, fabrics_of_spec
+from holmes_ext.cluster.site import Fabric, Site, fabrics_of_spec
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 
@@ -126,6 +126,17 @@ class Links:
     def of(self, fabric: Fabric) -> Link:
         return self.measured.get(fabric.name) or Link.of(fabric)
 
+    def site(self, site: Site) -> Site:
+        """`site` for predictions: a ring's measured rate, and the latency under its curve, in place of what cluster.toml states."""
+
+        def line(fabric: Fabric) -> Fabric:
+            if fabric.name not in self.measured:
+                return fabric
+            ring = self.measured[fabric.name].ring
+            return replace(fabric, rate_bps=round(ring.rate_bps), latency_s=ring.least_s)
+
+        return replace(site, fabrics=tuple(map(line, site.fabrics)))
+
     def on_cores(self, fabric: Fabric, senders: float) -> tuple[tuple[str, float], ...]:
         """What a flow that `senders` nodes send at once uses of shared cores: (CORES, cores for each bit/s), if anything."""
         seconds = self.of(fabric).host_s
@@ -152,3 +163,4 @@ class Links:
                 send, ring = (fit(points, where) for points in (own.send or own.ring, own.ring or own.send))
                 measured[fabric.name] = Link(fabric.name, send, ring)
         return cls(measured)
+

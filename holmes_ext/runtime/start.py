@@ -19,6 +19,7 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.links import Links
 from holmes_ext.plan.model import Model, load_model, on_clusters
 from holmes_ext.plan.plan import Plan, check_plan, load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
@@ -141,12 +142,13 @@ def _plan(
         if "partition" in options.given and (wanted != plan.partition or options.stage_layers not in ((), plan.stage_layers)):
             raise HolmesError(f"{plan.source}: key 'partition' is {plan.partition!r}, but --holmes-partition asks for {options.partition!r}")
         return site, plan
+    links = Links.of_spec(spec) if spec is not None else Links()
     if options.stage_layers:
-        return site, build_plan(site, sizes, stage_layers=options.stage_layers)
+        return site, build_plan(site, sizes, stage_layers=options.stage_layers, links=links)
     model: Model | None = files["model"]
     if model is not None and spec is not None:
         model = on_clusters(model, spec)
-    return site, build_plan(site, sizes, partition=options.partition, model=model, overlap=files["overlap"])
+    return site, build_plan(site, sizes, partition=options.partition, model=model, overlap=files["overlap"], links=links)
 
 
 def _say(sizes: Sizes) -> str:
