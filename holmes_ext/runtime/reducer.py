@@ -24,10 +24,10 @@ from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import buckets, session, telemetry
 from holmes_ext.runtime.failure import describe_failure
+from holmes_ext.runtime.flat_bucket import FlatBucket, Gradient
 from holmes_ext.runtime.owned import ReduceToOwners, Spans, merge_spans
 from holmes_ext.runtime.straddling import TwoLevel, flat_all_reduce, two_level_for
 
-Gradient = Callable[[torch.nn.Parameter], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -51,26 +51,6 @@ class ReductionTimes:
     def bits_per_second(self) -> float:
         """Bits of gradients for each second of the reduction."""
         return self.bytes * 8 / self.seconds if self.seconds else 0.0
-
-
-class _Bucket:
-    """One flat buffer of gradients: which parameters, what is still missing, and its reduction once launched."""
-
-    def __init__(self, indices: tuple[int, ...], items: Sequence[buckets.Item]):
-        dtype, device = items[indices[0]].key
-        self.indices = indices
-        self.flat = torch.empty(sum(items[i].numel for i in indices), dtype=dtype, device=device)
-        self.views = self.flat.split([items[i].numel for i in indices])
-        self.names = [items[i].name for i in indices]
-        self.missing = len(indices)
-        self.spans: list[tuple[int, int]] = []
-        self.gradients: list[torch.Tensor] = []
-        self.work: Any = None
-        self.done_at = 0.0
-
-    @property
-    def bytes(self) -> int:
-        return self.flat.numel() * self.flat.element_size()
 
 
 class GradientReducer:
@@ -181,7 +161,7 @@ class GradientReducer:
     def _build(self, order: Sequence[int]) -> None:
         groups = buckets.fill_buckets(self._items, order, self.bucket_bytes)
         last = buckets.fill_buckets(self._items, self._deferred, self.bucket_bytes)
-        self._buckets = [_Bucket(indices, self._items) for indices in (*groups, *last)]
+        self._buckets = [FlatBucket(indices, self._items) for indices in (*groups, *last)]
         self._hooked = len(groups)  # buckets that the backward pass may launch
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         for bucket in self._buckets if self._owners else ():
@@ -194,7 +174,7 @@ class GradientReducer:
         self._counts = [0] * len(self._parameters)
         self._started_at = 0.0
         for bucket in self._buckets:
-            bucket.missing, bucket.work, bucket.gradients = len(bucket.indices), None, []
+            bucket.reset()
 
     # What a training loop calls
 
@@ -223,7 +203,7 @@ class GradientReducer:
             self._launch()
         for bucket in self._buckets:
             self._wait(bucket)
-            self._store(bucket)
+            bucket.store(self._divisors[1])
         ended = time.perf_counter()
         last = max((bucket.done_at or ended for bucket in self._buckets), default=ended)
         self.times = ReductionTimes(
@@ -299,18 +279,9 @@ class GradientReducer:
     def _launch(self) -> None:
         """Copy the next bucket's gradients into its buffer and start its reduction."""
         bucket = self._buckets[self._next]
-        for index, view in zip(bucket.indices, bucket.views):
-            parameter = self._parameters[index]
-            gradient = self._gradient(parameter)
-            if gradient is None:
-                gradient = parameter.grad = torch.zeros_like(parameter)
-            view.copy_(gradient.detach().reshape(-1))
-            bucket.gradients.append(gradient)
-        if self._divisors[0] != 1:
-            bucket.flat.div_(self._divisors[0])
+        bucket.fill(self._parameters, self._gradient, self._divisors[0])
         if self._next == 0:
             self._started_at = time.perf_counter()
-        bucket.done_at = 0.0
         try:
             bucket.work = self._to_owners(bucket.flat, bucket.spans) if self._to_owners else self._all_reduce(bucket.flat)
         except RuntimeError as error:
@@ -319,25 +290,14 @@ class GradientReducer:
             bucket.work.get_future().add_done_callback(lambda _: setattr(bucket, "done_at", time.perf_counter()))
         self._next += 1
 
-    def _wait(self, bucket: _Bucket) -> None:
+    def _wait(self, bucket: FlatBucket) -> None:
         try:
             bucket.work.wait()
         except RuntimeError as error:
             raise self._failed(bucket, error) from error
 
-    def _store(self, bucket: _Bucket) -> None:
-        if self._divisors[1] != 1:
-            bucket.flat.mul_(1 / self._divisors[1])
-        with torch.no_grad():
-            for gradient, view in zip(bucket.gradients, bucket.views):
-                gradient.copy_(view.view(gradient.shape))
-
-    def _failed(self, bucket: _Bucket, error: RuntimeError) -> HolmesError:
-        number = self._buckets.index(bucket)
-        what = (
-            f"bucket {number} of {len(self._buckets)} ({bucket.bytes} bytes, {bucket.names[0]} to {bucket.names[-1]})"
-            f" of step {self._step}"
-        )
+    def _failed(self, bucket: FlatBucket, error: RuntimeError) -> HolmesError:
+        what = f"bucket {self._buckets.index(bucket)} of {len(self._buckets)} ({bucket}) of step {self._step}"
         return HolmesError(describe_failure(what, self.ranks, self.fabric, str(error)))
 
 
