@@ -10,9 +10,7 @@ start while the rest travels. Every NIC sends as much as in a ring all-gather.
 
 from __future__ import annotations
 
-import atexit
 import threading
-import weakref
 from dataclasses import dataclass
 from typing import Any, Sequence
 
@@ -20,13 +18,11 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.runtime.carrier import carrier
+from holmes_ext.runtime.settle import under_way
 
 #: A piece is at least so many bytes where parameters end, and at most so many inside one.
 SMALLEST_BYTES = 256 * 2**10
 LARGEST_BYTES = 2**20
-#: How long a process that ends waits for parts on their way: a thread inside gloo's calls aborts the interpreter that ends under it.
-SETTLE_S = 20.0
-_under_way: weakref.WeakSet[Chain] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,7 @@ class Chain:
         self._received = [None if gather.owns(owner) else gather.receive(part, tag) for tag, (owner, part) in enumerate(parts)]
         self._thread = threading.Thread(target=self._run, name="holmes_gather", daemon=True)
         self._thread.start()
-        _under_way.add(self)
+        under_way(self)
 
     def wait(self, last: int) -> None:
         """Until parts 0 to `last` are there; RuntimeError when one is lost."""
@@ -140,12 +136,6 @@ class Chain:
         finally:
             for event in self._arrived:
                 event.set()
-
-
-@atexit.register
-def _settle() -> None:
-    for chain in list(_under_way):
-        chain.settle(SETTLE_S)
 
 
 class Broadcasts:

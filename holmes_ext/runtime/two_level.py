@@ -32,6 +32,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
 from holmes_ext.runtime.compress import Residuals, codec
 from holmes_ext.runtime.direct import DirectExchange
+from holmes_ext.runtime.settle import under_way
 
 #: Bytes of a chunk for each rank of the smallest cluster: what its Ethernet NIC carries at a time.
 CHUNK_SHARE_BYTES = 512 * 2**10
@@ -118,6 +119,8 @@ class Reduction:
     def __init__(self, chunks: int, residuals: dict | None = None):
         self._left, self.error, self.residuals = chunks, None, residuals
         self._future: torch.futures.Future = torch.futures.Future()
+        self._out = threading.Event()  # all chunks have come out of the threads, summed or not
+        under_way(self)
 
     def wait(self) -> None:
         self._future.wait()
@@ -129,6 +132,12 @@ class Reduction:
         self._left -= 1
         if self._left == 0 and self.error is None:
             self._future.set_result(None)
+        if self._left == 0:
+            self._out.set()
+
+    def settle(self, seconds: float) -> None:
+        """Until no thread works on it any more, at most so long."""
+        self._out.wait(seconds)
 
     def fail(self, error: Exception) -> None:
         if self.error is None:
