@@ -57,8 +57,8 @@ def test_tune_with_torchrun_on_every_node(two_clusters, tmp_path):
         f" --master-addr $MASTER_ADDR --master-port $MASTER_PORT {train}"
     )
     clean = f"unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK; cd {tmp_path};"
-    tune = f"exec {sys.executable} -m holmes_ext.cli.main tune --cluster {two_clusters.file} --steps 2 --output plan$NODE_RANK.json -- {torchrun} --log short"
-    real = f"exec {torchrun} --log planned --holmes --holmes-cluster {two_clusters.file} --holmes-plan plan2.json"
+    tune = f"exec {sys.executable} -m holmes_ext.cli.main tune --cluster {two_clusters.file} --steps 2 --output plan$NODE_RANK.json -- {torchrun} --log-file short"
+    real = f"exec {torchrun} --log-file planned --holmes --holmes-cluster {two_clusters.file} --holmes-plan plan2.json"
     for command in (tune, real):
         result = two_clusters.run("sh", "-c", f"{clean} {command}", env={"DS_ACCELERATOR": "cpu"}, accelerator=SLOW)
         text = "".join(result.outputs.values())

@@ -48,7 +48,7 @@ def _placement(plt, outcome: Outcome):
     best, ground = outcome.best, outcome.ground
     names = ground.site.clusters
     stages = len(best.split)
-    figure, axis = plt.subplots(figsize=(9, max(2.2, 0.28 * stages + 1.4)))
+    figure, axis = plt.subplots(figsize=(9, max(2.2, 0.28 * stages + 1.4)), layout="constrained")
     shown: set[int] = set()
     used = [0] * len(names)
     for stage, content in enumerate(best.arrangement.contents):
@@ -67,8 +67,7 @@ def _placement(plt, outcome: Outcome):
     axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     axis.set_xlabel("GPUs of the stage")
     axis.set_title(f"{best.arrangement.describe(ground)}: predicted step {best.best_s:.4g} s", loc="left", fontsize=10)
-    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize=8)
-    figure.tight_layout()
+    figure.legend(loc="outside lower center", ncols=8, frameon=False, fontsize=8)
     return figure
 
 
@@ -87,7 +86,7 @@ def _what(span) -> str:
 def _timeline(plt, outcome: Outcome):
     found = rows(outcome)
     best = outcome.best
-    figure, axis = plt.subplots(figsize=(11, max(2.2, 0.3 * len(found) + 1.4)))
+    figure, axis = plt.subplots(figsize=(11, max(2.2, 0.3 * len(found) + 1.4)), layout="constrained")
     for kind, (color, text) in COLORS.items():
         bars = [[(start, end - start) for name, start, end in own if name == kind] for own in found]
         for stage, own in enumerate(bars):
@@ -100,8 +99,7 @@ def _timeline(plt, outcome: Outcome):
     axis.set_xlabel("seconds")
     chunks = f", {best.shape.virtual} chunks a stage" if best.shape.virtual > 1 else ""
     axis.set_title(f"one step, {best.shape.micro_batches} micro-batches{chunks}; white: waiting for others", loc="left", fontsize=10)
-    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=5, frameon=False, fontsize=8)
-    figure.tight_layout()
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     return figure
 
 
@@ -115,7 +113,7 @@ def _ethernet(plt, outcome: Outcome):
     points = curve(outcome)
     rates = [rate / 1e9 for rate, _, _ in points]
     now = outcome.ground.site.fabric_by_name[ETHERNET].rate_bps
-    figure, axis = plt.subplots(figsize=(8, 4.2))
+    figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
     axis.plot(rates, [stock for _, _, stock in points], marker="o", color="#d62728", label="stock, same sizes")
     axis.plot(rates, [planned for _, planned, _ in points], marker="o", color="#4c78a8", label="this plan")
     axis.axvline(now / 1e9, color="#999999", linestyle=":")
@@ -125,11 +123,11 @@ def _ethernet(plt, outcome: Outcome):
     axis.set_xticks(rates, [f"{rate:.3g}" for rate in rates])
     axis.minorticks_off()
     low, high = min(min(a, b) for _, a, b in points), max(max(a, b) for _, a, b in points)
-    ticks = [low * (high / low) ** (index / 4) for index in range(5)]
-    axis.set_yticks(ticks, [f"{tick:.3g}" for tick in ticks])
+    digits = 2 if high > 1.5 * low else 4
+    ticks = [float(f"{low * (high / low) ** (index / 4):.{digits}g}") for index in range(5)]
+    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_xlabel("Ethernet of a node, Gb/s")
     axis.set_ylabel("predicted seconds of one step")
     axis.set_title("What if Ethernet were slower or faster?", loc="left", fontsize=10)
     axis.legend(frameon=False)
-    figure.tight_layout()
     return figure
