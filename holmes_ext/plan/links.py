@@ -142,6 +142,11 @@ class Links:
         seconds = self.of(fabric).host_s
         return ((CORES, seconds / 8 * senders),) if seconds else ()
 
+    @property
+    def core_bps(self) -> float:
+        """Bits/s that keep a core busy, on the fabric where a byte costs it least; 1 where bytes cost nothing."""
+        return max((8 / link.host_s for link in self.measured.values() if link.host_s), default=1.0)
+
     def line(self, fabric: Fabric) -> Fabric:
         """`fabric` with a rate and a latency under both its curves: closed forms with it are never slower than the curves."""
         if fabric.name not in self.measured:

@@ -34,8 +34,6 @@ from holmes_ext.plan.stage_costs import StageCosts, costs_on_site
 
 ENGINES = ("deepspeed", "megatron", "async")
 OVERLAPS = ("off", "first", "on")
-#: A second of software counts as so many bits, so that on shared cores it and a flow of about that rate slow down alike.
-CORE_BPS = 1e9
 KINDS = {"F": "forward", "B": "backward", "W": "weight"}
 
 
@@ -149,7 +147,7 @@ def simulate(
     uses = {nic for transfer in transfers.values() for nic, _ in transfer.uses} - {CORES}
     capacities = {nic: _capacity(links, only or site.fabric_by_name[nic[1]]) for nic in uses}
     if options.cores:
-        programs = [list(_on_cores(ops, columns.count[kind], (kind, stage), transfers)) for (kind, stage), ops in zip(actors, programs)]
+        programs = [list(_on_cores(ops, columns.count[kind], (kind, stage), transfers, links.core_bps)) for (kind, stage), ops in zip(actors, programs)]
     else:
         programs = [[("compute", *op[1:]) if op[0] == "software" else op for op in ops] for ops in programs]
     capacities[CORES] = options.cores or inf
@@ -163,14 +161,15 @@ def simulate(
     return Step(step_s, tuple(lines), {nic: bits / 8 for nic, bits in simulation.carried.items() if nic != CORES})
 
 
-def _on_cores(ops: Sequence[tuple], ranks: int, actor: Hashable, transfers: dict[Hashable, Transfer]) -> Iterator[tuple]:
-    """`ops` of an actor that stands for `ranks` ranks, with software's seconds as flows through the shared cores, at most one core a rank."""
+def _on_cores(ops: Sequence[tuple], ranks: int, actor: Hashable, transfers: dict[Hashable, Transfer], core_bps: float) -> Iterator[tuple]:
+    """`ops` of an actor that stands for `ranks` ranks, with software's seconds as flows through the shared cores, at most one core a rank. core_bps: bits that
+    count as a second, as many as a core can send: then a rank that computes and one that sends get the same share of the cores."""
     for number, op in enumerate(ops):
         if op[0] != "software":
             yield op
         elif op[2] > 0:
             tag = ("software", actor, number)
-            transfers[tag] = Transfer(1, bits=op[2] * CORE_BPS, limit_bps=CORE_BPS, uses=((CORES, ranks / CORE_BPS),))
+            transfers[tag] = Transfer(1, bits=op[2] * core_bps, limit_bps=core_bps, uses=((CORES, ranks / core_bps),))
             yield from (("post", tag), ("wait", tag, op[1], op[3]))
 
 
