@@ -6,6 +6,7 @@ import sys
 import pytest
 from conftest import CLUSTER, SCRIPTS, full, some
 
+from holmes_ext.cli.main import main
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.plan.build import build_plan
@@ -243,3 +244,21 @@ def test_a_fast_nic_that_is_down(two_clusters):
         assert_one_line(result, ["node 'b1' of cluster 'b' has no roce NIC that is up", "mlx5_0:1"])
     finally:
         two_clusters.lab.set_link("b1", "roce0", up=True)
+
+
+def test_sharded_by_torch_itself(two_clusters, tmp_path, capsys):
+    """FSDP2 over a DeviceMesh: weights are gathered on the fast NICs, what the clusters share crosses, and what is learned stays."""
+    script = str(SCRIPTS / "sharded.py")
+    before = two_clusters.lab.counters()
+    stock = two_clusters.json(two_clusters.run(script, env={"GLOO_SOCKET_IFNAME": "eth0"}))
+    on_ethernet = two_clusters.sent(before)
+    before = two_clusters.lab.counters()
+    lines = two_clusters.json(two_clusters.run(script, *FLAGS, "--holmes-telemetry", str(tmp_path)))
+    sent = two_clusters.sent(before)
+    assert [line["node"] for line in lines] == ["a0", "a1", "b0", "b1"]
+    assert max(abs(a - b) for a, b in zip(lines[0]["losses"], stock[0]["losses"])) < 1e-6 and lines[0]["losses"][-1] != lines[0]["losses"][0]
+    for node, nics in sent.items():
+        fast = "ib0" if node.startswith("a") else "roce0"
+        assert nics["eth0"] < 0.5 * on_ethernet[node]["eth0"] and nics[fast] > nics["eth0"], (node, nics, on_ethernet[node])
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    assert {row["kind"] for row in json.loads(capsys.readouterr().out)["rows"]} - {"world"} == {"data"}

@@ -3,7 +3,7 @@
     ranks of one data-parallel group -> "data"     (first stage, last stage) of a longer pipeline -> "embedding"
     two neighbouring stages          -> "pipeline" everything                                     -> "world"
 
-Where the program itself says what a group is for (megatron-core's group_desc, holmes's own groups), that counts.
+Where the program itself says what a group is for (megatron-core's group_desc, a DeviceMesh's dimension, holmes's own groups), that counts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ _WORDS = (
     ("tensor_and", "other"), ("data_parallel", "data"), ("context_parallel", "context"), ("hybrid_dp_cp", "context"), ("hierarchical", "context"),
     ("tensor_model_parallel", "tensor"), ("pipeline_model_parallel", "pipeline"), ("default_pg", "world"),
 )  # fmt: skip
+#: Parts of a mesh dimension's name (PyTorch's tutorials, torchtitan) and its kind; the first that is among them counts: a group of "dp_shard_cp" shards weights.
+_DIMENSIONS = (
+    ("dp", "data"), ("replicate", "data"), ("shard", "data"), ("fsdp", "data"), ("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert"),
+)  # fmt: skip
 _AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
 
 
@@ -31,6 +35,9 @@ def kind_of(ranks: Sequence[int], description: str, sizes: Sizes | None, world_s
 def described(description: str) -> str:
     """The kind that a description tells, "" when it tells none."""
     text = description.lower()
+    if text.startswith("mesh_"):
+        parts = text.split("_")
+        return next((kind for part, kind in _DIMENSIONS if part in parts), "")
     return next((kind for word, kind in _WORDS if word in text), "")
 
 
