@@ -17,7 +17,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches import registry
 from holmes_ext.patches.patch import Patch
 from holmes_ext.runtime import session
-from holmes_ext.runtime.carrier import carrier, carrier_of
+from holmes_ext.runtime.carrier import backends, carrier, carrier_of
 from holmes_ext.runtime.exchange import RemoteError
 from holmes_ext.runtime.session import GroupRecord
 from holmes_ext.runtime.transport import Transport, gloo_interface, nccl_options
@@ -56,8 +56,7 @@ def _give_group_its_nic(wrapped, instance, args, kwargs):
         ranks = tuple(global_ranks_in_group) or tuple(range(current.plan.world_size))
         if current.rank not in ranks or str(backend) == "fake":
             return wrapped(group_size, group_rank, global_ranks_in_group, backend, store, *rest, **more)
-        backends = _backends(str(backend))
-        if "nccl" in backends:
+        if "nccl" in backends(str(backend)).values():
             more = dict(more)
             if len(rest) > 1:  # group_name, backend_options, ... given by position
                 rest = (rest[0], _options(current.transport(ranks, "nccl"), rest[1]), *rest[2:])
@@ -149,18 +148,6 @@ def _await_all(store: Any, prefix: str, current: session.Session) -> None:
             f"rank {current.rank} on {current.node.name}: rank {names} did not come to init_process_group within {current.options.timeout} s"
             " (--holmes-timeout)"
         ) from None
-
-
-def _backends(text: str) -> set[str]:
-    """{"gloo", "nccl"} of "cpu:gloo,cuda:nccl"; torch's "undefined" means both where CUDA is."""
-    names = {part.rpartition(":")[2] for part in text.lower().split(",")}
-    return {"gloo", "nccl"} if names & {"undefined", ""} and _has_nccl() else names | ({"gloo"} if "undefined" in names else set())
-
-
-def _has_nccl() -> bool:
-    import torch.distributed as dist
-
-    return dist.is_nccl_available()
 
 
 def _options(transport: Transport, given: Any) -> Any:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from holmes_ext.options import Options
 from holmes_ext.runtime import session, straddling
-from holmes_ext.runtime.carrier import carrier, carrier_of
+from holmes_ext.runtime.carrier import backends, carrier, carrier_of
 from holmes_ext.runtime.two_level import TwoLevelAllReduce
 from ranks import run_ranks
 
@@ -24,6 +24,18 @@ from ranks import run_ranks
 def test_the_device_decides_where_a_group_has_two_backends(backend, gpu, cpu_tensors, default, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     assert (carrier_of(backend, "cpu"), carrier_of(backend)) == (cpu_tensors, default)
+
+
+@pytest.mark.parametrize(
+    "text, names",
+    [("gloo", {"gloo"}), ("nccl", {"nccl"}), ("cpu:gloo,cuda:nccl", {"gloo", "nccl"}), ("mpi", {"mpi"}), ("fake", {"fake"})],
+)
+def test_backends(text, names):
+    assert set(backends(text).values()) == names
+
+
+def test_undefined_is_gloo_here():
+    assert "gloo" in backends("undefined").values()
 
 
 def unnamed(rank):

@@ -40,18 +40,6 @@ def test_the_store_stays_where_the_launcher_put_it(process, launched, asked, hos
     assert (got[1][0][2] == 0) is hosting
 
 
-@pytest.mark.parametrize(
-    "text, names",
-    [("gloo", {"gloo"}), ("nccl", {"nccl"}), ("cpu:gloo,cuda:nccl", {"gloo", "nccl"}), ("mpi", {"mpi"}), ("fake", {"fake"})],
-)
-def test_backends(text, names):
-    assert torch_distributed._backends(text) == names
-
-
-def test_undefined_is_gloo_here():
-    assert "gloo" in torch_distributed._backends("undefined")
-
-
 def agree(store, sessions, monkeypatch):
     """agree_on_patches() of every session in a thread each, as if each were a process; what each raised."""
     monkeypatch.setattr(torch_distributed, "_agreed", itertools.repeat(0))

@@ -23,8 +23,14 @@ def carrier(group: Any = None, device_type: str = "") -> str:
 def carrier_of(backend: str, device_type: str = "") -> str:
     """The same for what a program gives, or torch tells, as a group's backend."""
     import torch
+
+    by_device = backends(backend)
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    return by_device[device_type] if device_type in by_device else next(iter(by_device.values()))
+
+
+def backends(backend: str) -> dict[str, str]:
+    """Device -> backend, as torch reads it."""
     from torch.distributed.distributed_c10d import BackendConfig
 
-    by_device = BackendConfig(backend).device_backend_map
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    return str(by_device[device_type] if device_type in by_device else next(iter(by_device.values())))
+    return {device: str(name) for device, name in BackendConfig(backend).device_backend_map.items()}
