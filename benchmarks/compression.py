@@ -84,12 +84,12 @@ def draw(losses: dict[str, list[list[float]]], path: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     colours = {"off": "black", "flat": "tab:gray", "bf16": "tab:blue", "int8": "tab:orange"}
     for kind in KINDS:
-        for number, one in enumerate(losses[kind]):
+        for number, (one, difference) in enumerate(zip(losses[kind], differences(losses, kind))):
             label = kind if number == 0 else None
             places = [WINDOW * k + WINDOW // 2 for k in range(len(means(one)))]
             left.plot(places, means(one), color=colours[kind], linewidth=0.9, label=label)
             if kind != "off":
-                right.plot(places, differences(losses, kind)[number], color=colours[kind], linewidth=0.9, label=label and f"{kind} - off")
+                right.plot(places, difference, color=colours[kind], linewidth=0.9, label=label and f"{kind} - off")
     left.set(xlabel="step", ylabel=f"loss, nats (means of {WINDOW} steps)", title=f"Gradients compressed between the clusters, {len(losses['off'])} seeds")
     right.set(xlabel="step", ylabel="nats", title='Difference to "off" with the same seed')
     right.axhline(0, color="black", linewidth=0.8)

@@ -146,8 +146,12 @@ class Measured:
     def load(cls, path: Path) -> Measured:
         return cls(**json.loads(path.read_text())) if path.exists() else cls()
 
+    def knows(self, scene: Scene) -> bool:
+        """Whether its steps were measured, and its networks."""
+        return scene.name in self.steps and scene.file in self.hosts
+
     def links(self, file: str) -> Links:
-        if file not in self.probes:
+        if file not in self.hosts:  # which are measured after the probe
             return Links()
         measured = Links.of_spec(parse_spec(self.probes[file])).measured
         return Links({name: replace(link, host_s=self.hosts[file][name]) for name, link in measured.items()})
@@ -323,9 +327,8 @@ def main() -> int:
         engines = {scene.engine for scene in scenes}
         first = [scene for scene in CALIBRATION if scene.engine in engines]
         measure_missing([*first, *scenes], measured, args.store, time.monotonic() + args.within)
-    known = [scene for scene in CALIBRATION if scene.name in measured.steps and scene.file in measured.probes]
-    calibrated = {engine for engine in ("deepspeed", "megatron", "plain") if len([scene for scene in known if scene.engine == engine]) * 3 == len(CALIBRATION)}
-    scenes = [scene for scene in scenes if scene.name in measured.steps and scene.file in measured.probes and scene.engine in calibrated]
+    unknown_engines = {scene.engine for scene in CALIBRATION if not measured.knows(scene)}
+    scenes = [scene for scene in scenes if measured.knows(scene) and scene.engine not in unknown_engines]
     rows = lab_rows(scenes, measured) if scenes else []
     rows += recorded_rows(sys.modules[__name__]) if not wanted or "recorded" in wanted else []
     rows += paper_rows() if not wanted or "paper" in wanted else []

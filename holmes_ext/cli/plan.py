@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         return search.run(args)
     spec = load_spec(args.cluster)
     site, links = site_from_spec(spec), Links.of_spec(spec)
+    measured = links.site(site)
     sizes, workload = _sizes(args), _workload(args)
     model = on_clusters(load_model(args.model), spec) if args.model else None
     profile = load_profile(args.profile) if args.profile else None
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         plan.save(args.output)
     if args.explain or args.picture:
-        costs, found = explain.outcomes(links.site(site), plan, model, args.alpha, overlap, profile)
+        costs, found = explain.outcomes(measured, plan, model, args.alpha, overlap, profile)
         if args.picture:
             explain.picture(costs, found, args.picture)
     if args.explain and args.json:
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         if workload is None and known is not None and plan.sizes is not None:
             workload = model.workload(plan.sizes) if profile is None else profile.workload()
-        _show(links.site(site), plan, workload or Workload(), nominal=workload is None)
+        _show(measured, plan, workload or Workload(), nominal=workload is None)
         if args.explain:
             explain.show(costs, found)
         if args.picture:

@@ -50,7 +50,6 @@ def _placement(plt, outcome: Outcome):
     stages = len(best.split)
     figure, axis = plt.subplots(figsize=(9, max(2.2, 0.28 * stages + 1.4)), layout="constrained")
     shown: set[int] = set()
-    used = [0] * len(names)
     for stage, content in enumerate(best.arrangement.contents):
         left = 0
         for index, ranks in content:
@@ -58,7 +57,6 @@ def _placement(plt, outcome: Outcome):
             axis.barh(stage, ranks, left=left, color=color, edgecolor="white", label=None if index in shown else names[index])
             shown.add(index)
             left += ranks
-            used[index] += ranks
         memory = f"{format_bytes(best.memory_bytes[stage])}"
         axis.text(left * 1.01, stage, f"{best.split[stage]} layers, {memory}, gradients: {best.reductions[stage]}", va="center", fontsize=7)
     axis.set_xlim(0, max(sum(ranks for _, ranks in content) for content in best.arrangement.contents) * 1.5)

@@ -129,13 +129,13 @@ class Links:
     def site(self, site: Site) -> Site:
         """`site` for predictions: a ring's measured rate, and the latency under its curve, in place of what cluster.toml states."""
 
-        def line(fabric: Fabric) -> Fabric:
+        def as_a_ring(fabric: Fabric) -> Fabric:
             if fabric.name not in self.measured:
                 return fabric
             ring = self.measured[fabric.name].ring
             return replace(fabric, rate_bps=round(ring.rate_bps), latency_s=ring.least_s)
 
-        return replace(site, fabrics=tuple(map(line, site.fabrics)))
+        return replace(site, fabrics=tuple(map(as_a_ring, site.fabrics)))
 
     def on_cores(self, fabric: Fabric, senders: float) -> tuple[tuple[str, float], ...]:
         """What a flow that `senders` nodes send at once uses of shared cores: (CORES, cores for each bit/s), if anything."""
@@ -168,4 +168,3 @@ class Links:
                 send, ring = (fit(points, where) for points in (own.send or own.ring, own.ring or own.send))
                 measured[fabric.name] = Link(fabric.name, send, ring)
         return cls(measured)
-

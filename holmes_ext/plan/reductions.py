@@ -36,14 +36,6 @@ def inside_s(model: Model, columns: Columns, nodes: Iterable[str], size: float) 
     return size * 8 / rate if rate else 0.0
 
 
-def _added(uses: tuple) -> tuple:
-    """Uses of the same thing as one."""
-    total: dict[Hashable, float] = {}
-    for nic, weight in uses:
-        total[nic] = total.get(nic, 0.0) + weight
-    return tuple(total.items())
-
-
 class Reductions:
     """transfers: of all collectives. before, along, after: the operations that an actor's program gets for them."""
 
@@ -157,7 +149,7 @@ class Reductions:
                 fixed = max(fixed, self.links.of(own).send.fixed_s(bits / 8 / ranks[name]))
         piece = (clusters - 1) / clusters * bits / 8 / smallest
         shapes = {
-            "inside": dict(fixed_s=fixed + self.options.message_s, bits=bits, uses=self._uses(inside) + _added(software), across=True),
+            "inside": dict(fixed_s=fixed + self.options.message_s, bits=bits, uses=self._uses(inside) + software, across=True),
             "across": dict(
                 fixed_s=self.links.of(ethernet).send.fixed_s(piece) + self.options.message_s, bits=bits, uses=self._uses(across) + self.links.on_cores(ethernet, group.count * (clusters - 1)), across=True
             ),

@@ -58,10 +58,10 @@ class OrderedGather:
     Construction is collective: gloo gets two groups, one for each direction (see direct.py); NCCL one, over which pieces are broadcast.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device_type: str = ""):
+    def __init__(self, group: dist.ProcessGroup):
         self.ranks = sorted(dist.get_process_group_ranks(group))
         self._here = self.ranks.index(dist.get_rank())
-        backend = carrier(group, device_type)
+        backend = carrier(group)
         self._gloo = backend == "gloo"
         self._groups = [
             dist.new_group(self.ranks, backend=backend, use_local_synchronization=True, group_desc=f"gather {way}")

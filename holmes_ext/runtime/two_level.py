@@ -130,9 +130,9 @@ class Reduction:
 
     def chunk_done(self) -> None:
         self._left -= 1
-        if self._left == 0 and self.error is None:
-            self._future.set_result(None)
         if self._left == 0:
+            if self.error is None:
+                self._future.set_result(None)
             self._out.set()
 
     def settle(self, seconds: float) -> None:
