@@ -15,6 +15,8 @@ from setuptools import Distribution, find_packages, setup
 from distutils.command.install_data import install_data  # setuptools', which it puts in distutils's place
 
 HERE = Path(__file__).parent
+#: patches/ of the tree. (holmes_ext/patches is a link to it, for type checkers and editors; an sdist has none.)
+PATCHES = ["holmes_ext.patches", *(f"holmes_ext.patches.{name}" for name in find_packages("patches"))]
 
 
 class InstallPth(install_data):
@@ -37,9 +39,9 @@ setup(
     version=re.search(r'__version__ = "([^"]+)"', (HERE / "holmes_ext" / "__init__.py").read_text())[1],
     description="One LLM training job over several GPU clusters whose NICs differ",
     python_requires=">=3.10",
-    packages=[*find_packages(include=["holmes_ext", "holmes_ext.*"]), "holmes_ext.patches"],
+    packages=[*find_packages(include=["holmes_ext*"], exclude=["holmes_ext.patches*"]), *PATCHES],
     package_dir={"holmes_ext.patches": "patches"},
-    package_data={"": ["*"], "holmes_ext.lab": ["site/*"]},
+    package_data={"": ["*"], "holmes_ext.lab.emulate": ["site/*"]},
     data_files=[("", ["holmes_ext.pth"])],
     cmdclass={"install_data": InstallPth},
     entry_points={"console_scripts": ["holmes = holmes_ext.cli.main:main"]},

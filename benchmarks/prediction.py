@@ -1,4 +1,4 @@
-"""Predicted against measured step times: plan/schedule.py against real engines on emulated clusters, and against the Holmes paper's bars.
+"""Predicted against measured step times: plan/simulate/step.py against real engines on emulated clusters, and against the Holmes paper's bars.
 
     python benchmarks/prediction.py --json FILE [--scenes NAME,...|recorded|paper] [--store FILE] [--predict] [--within S]
 
@@ -34,12 +34,12 @@ from holmes_ext.lab import Lab, interleave
 from holmes_ext.lab.compare import Variant, all_rdma, compare
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.cost import stock_fabric
-from holmes_ext.plan.links import Links
-from holmes_ext.plan.model import Model
-from holmes_ext.plan.schedule import Options, simulate
+from holmes_ext.plan.cost.step import stock_fabric
+from holmes_ext.plan.cost.links import Links
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.simulate.step import Options, simulate
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.stage_costs import StageCosts
+from holmes_ext.plan.cost.stage_costs import StageCosts
 
 STORE = Path(__file__).parent / "results" / "prediction_measured.json"
 STEPS, SKIP = 11, 3
@@ -221,7 +221,7 @@ def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) ->
     sizes = Sizes(pipeline=scene.stages).complete(site.world_size)
     gpt = Model(scene.layers, scene.hidden, 4, 16, 256, micro_batches=scene.micro_batches, activation_width=4, tied=scene.engine == "plain")
     h = scene.hidden
-    forward = (2 * 16 * (12 * h * h + 13 * h) + 4 * 16 * 16 * h) / scene.flops  # lab/accelerator.py's Pacer.seconds
+    forward = (2 * 16 * (12 * h * h + 13 * h) + 4 * 16 * 16 * h) / scene.flops  # lab/emulate/accelerator.py's Pacer.seconds
     row = lambda seconds: ((0.0, *[seconds] * scene.layers, 0.0),) * scene.stages  # noqa: E731
     costs = StageCosts(row(forward), row(2 * forward), row(0.0), row(0.0), scene.micro_batches)
     engine = {"plain": "async"}.get(scene.engine, scene.engine)

@@ -46,7 +46,7 @@ def recorded_rows(prediction: Any) -> list[Row]:
     """prediction: that module (it imports this one)."""
     from dataclasses import replace
 
-    from holmes_ext.plan.links import Links
+    from holmes_ext.plan.cost.links import Links
 
     scenes = {scene.name: scene for scene in prediction.SCENES}
     cases: dict[str, list[tuple]] = {}

@@ -47,7 +47,7 @@ def rank_main(cluster: str, flag: str) -> None:
     """One rank in the lab: start holmes, print seconds of the preflight and of the whole start."""
     from holmes_ext.options import Options
     from holmes_ext.plan.sizes import Sizes
-    from holmes_ext.runtime import launcher, preflight, start
+    from holmes_ext.runtime.start import launcher, preflight, rank as start
 
     run, took = preflight.run, [0.0]
 
@@ -84,7 +84,7 @@ def preflights(per_node: int, runs: int) -> list:
         path.write_text(TOML.format(last=32 // per_node - 1, processes=per_node))
         with Lab(load_spec(path)) as lab:
             command = [sys.executable, __file__, "--rank", str(path)]
-            modules = ("torch", *(f"holmes_ext.runtime.{name}" for name in ("start", "preflight", "store")))
+            modules = ("torch", *(f"holmes_ext.runtime.start.{name}" for name in ("rank", "preflight", "store")))
             for run in range(runs):
                 for flag in ("on", "off"):
                     result = lab.run([*command, flag], preload=modules, timeout=120)
@@ -109,7 +109,8 @@ class Everything:
     """What runs beside the training: the watch over the NICs, telemetry, the watchdog. (Agreement and preflight are over by then.)"""
 
     def __init__(self):
-        from holmes_ext.runtime import observe, telemetry
+        from holmes_ext.runtime.watch import observers as observe
+        from holmes_ext.runtime.measure import telemetry
 
         self.recorder, self.watchdog = telemetry.recorder, observe._watchdog
         assert self.recorder is not None and self.recorder.keeps and self.watchdog is not None
@@ -117,7 +118,8 @@ class Everything:
 
     def switch(self, on: bool) -> None:
         """Between two steps."""
-        from holmes_ext.runtime import nic_watch, observe, telemetry
+        from holmes_ext.runtime.watch import nic_watch, observers as observe
+        from holmes_ext.runtime.measure import telemetry
 
         if on == self.on:
             return
@@ -146,7 +148,7 @@ def healthy_main(out: str, *command: str) -> None:
     import torch.distributed as dist
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    from holmes_ext.runtime import nic_watch
+    from holmes_ext.runtime.watch import nic_watch
 
     everything, train_batch, found = Everything(), PipelineEngine.train_batch, []
 

@@ -215,8 +215,8 @@ def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from holmes_ext.runtime.owned import ReduceToOwners
-    from holmes_ext.runtime.two_level import TwoLevelAllReduce
+    from holmes_ext.runtime.reduce.owned import ReduceToOwners
+    from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"

@@ -3,7 +3,7 @@
     python benchmarks/stages_speed.py --json FILE [--cases 200]
 
 Cases: up to 8 clusters in blocks or mixed, layers alike or up to 50 % apart, free to slow edges of two rates, reductions of three, 8 to
-512 micro-batches, tied embeddings, overlap, memory limits. "exact": no (stage, first block) had more states than plan/stages.py keeps.
+512 micro-batches, tied embeddings, overlap, memory limits. "exact": no (stage, first block) had more states than plan/search/partition.py keeps.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import time
 from harness import Row, finish, parser
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan import stages
-from holmes_ext.plan.stage_costs import StageCosts
+from holmes_ext.plan.search import partition as stages
+from holmes_ext.plan.cost.stage_costs import StageCosts
 
 LAYERS, STAGES = 128, 64
 

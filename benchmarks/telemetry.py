@@ -27,7 +27,8 @@ import sys, time, torch, torch.distributed as dist
 import holmes_ext
 holmes_ext.enable(**eval(sys.argv[1]))
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-from holmes_ext.runtime import session, telemetry
+from holmes_ext.runtime import session
+from holmes_ext.runtime.measure import telemetry
 if sys.argv[2] == "watched":
     telemetry.set_recorder(telemetry.Recorder(0, None))
 tensor, times = torch.ones(4), []

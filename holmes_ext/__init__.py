@@ -13,19 +13,19 @@ __all__ = ["GradientReducer", "HolmesError", "disable", "enable", "initialize_mo
 def __getattr__(name: str) -> Any:
     """The public names, loaded when they are used: importing holmes_ext alone stays cheap."""
     if name in ("enable", "disable"):
-        from holmes_ext import switch
+        from holmes_ext import job as switch
 
         return getattr(switch, name)
     if name == "initialize_model_parallel":  # megatron.core.parallel_state's, imported only now
-        from holmes_ext.patches.megatron_core import drop_in
+        from holmes_ext.patches.megatron.core import drop_in
 
         return drop_in()
     if name == "GradientReducer":
-        from holmes_ext.runtime.reducer import GradientReducer
+        from holmes_ext.runtime.reduce.reducer import GradientReducer
 
         return GradientReducer
     if name == "step_done":
-        from holmes_ext.runtime.telemetry import step_done
+        from holmes_ext.runtime.measure.telemetry import step_done
 
         return step_done
     if name == "HolmesError":

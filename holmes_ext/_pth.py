@@ -5,7 +5,7 @@ imports nothing unless a flag starting with `--holmes` is among the arguments or
 arm(), which waits, by an audit hook, for the moment right before the main program starts: now
 sys.path is complete, and the interpreter says what it is about to run.
 
-    site -> .pth line -> arm() ... "cpython.run_file" -> decide() -> start() -> holmes_ext.switch.activate
+    site -> .pth line -> arm() ... "cpython.run_file" -> decide() -> start() -> holmes_ext.job.activate
 
 decide() answers by what runs and how holmes was asked for:
 
@@ -141,7 +141,7 @@ def _parent(pid):
 def start(argv):
     """Activate holmes in this process, once: later calls do nothing.
 
-    argv is the program's argument list; holmes_ext.switch.activate removes the flags from it in place.
+    argv is the program's argument list; holmes_ext.job.activate removes the flags from it in place.
     Raises SystemExit(2) when activate does, after it has printed what is wrong.
     """
     global _started
@@ -150,7 +150,7 @@ def start(argv):
     _started = True
     if is_worker(os.environ):
         os.environ[MARKER] = str(os.getpid())
-    from holmes_ext.switch import activate
+    from holmes_ext.job import activate
     activate(argv)
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from conftest import CLUSTER, ROOT, SCRIPTS
+from integration_tests.conftest import CLUSTER, ROOT, SCRIPTS
 
 SCRIPT = str(ROOT / "examples" / "plain_torch" / "train.py")
 MODEL = "--layers 2 --hidden 128 --sequence 16 --micro-batch 1".split()

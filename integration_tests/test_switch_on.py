@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from conftest import CLUSTER, SCRIPTS, full, some
+from integration_tests.conftest import CLUSTER, SCRIPTS, full, some
 
 from holmes_ext.cli.main import main
 from holmes_ext.cluster.site import site_from_spec

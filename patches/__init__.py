@@ -1,36 +1,34 @@
 """Patches of the frameworks: the only code that knows their insides.
 
-    patch.py     Patch: a change as a value                 source.py  does it fit a module not imported yet?
-    registry.py  Registry: applies, undoes, reports         site.py    one patched attribute and its copies
-
-Each other module holds the patches of one framework in PATCHES, and imports the framework only inside them.
+    engine/                         patches as values, the registry, where a patch lands
+    torch/ deepspeed/ megatron/     the patches of each framework, in its modules' PATCHES; they import the framework only inside them
 """
 
 import functools
 import importlib
 
-from .patch import Patch, PatchStatus
-from .registry import Registry, disabled_features
+from holmes_ext.patches.engine.patch import Patch, PatchStatus
+from holmes_ext.patches.engine.registry import Registry, disabled_features
 
 __all__ = ["Patch", "PatchStatus", "Registry", "all_patches", "disabled_features", "installed_versions", "registry"]
 
 _MODULES = (
-    "torch_distributed",
-    "telemetry",
-    "deepspeed_pipe",
-    "deepspeed_reduce",
-    "deepspeed_two_level",
-    "deepspeed_gather",
-    "deepspeed_partition",
-    "deepspeed_checkpoints",
-    "deepspeed_profile",
-    "megatron_deepspeed",
-    "megatron_core",
-    "megatron_reduction",
-    "megatron_gather",
-    "megatron_p2p",
-    "megatron_profile",
-    "megatron_lm",
+    "torch.groups",
+    "torch.telemetry",
+    "deepspeed.p2p",
+    "deepspeed.reduce",
+    "deepspeed.two_level",
+    "deepspeed.gather",
+    "deepspeed.partition",
+    "deepspeed.checkpoints",
+    "deepspeed.profile",
+    "megatron.megatron_deepspeed",
+    "megatron.core",
+    "megatron.reduction",
+    "megatron.gather",
+    "megatron.p2p",
+    "megatron.profile",
+    "megatron.megatron_lm",
 )
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from holmes_ext.plan.arrangement import PIPELINES_FIRST
-from holmes_ext.plan.model import Model
-from holmes_ext.plan.outcome import Candidate
+from holmes_ext.plan.search.arrangement import PIPELINES_FIRST
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.search.result import Candidate
 
-#: Limits of the search (plan/space.py) under which each framework can run the winner.
+#: Limits of the search (plan/search/space.py) under which each framework can run the winner.
 LIMITS = {
     "megatron-lm": {"zero": (0, 1)},
     "deepspeed": {"virtual": (1,), "context": (1,), "expert": (1,), "reduction": ("flat",), "recompute": ("none", "full")},

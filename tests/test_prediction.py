@@ -24,7 +24,7 @@ def test_the_papers_ratios_are_predicted_within_15_percent(prediction):
 
 
 def test_every_scene_is_predicted_and_holmes_is_faster_than_stock(prediction):
-    from holmes_ext.plan.links import Links
+    from holmes_ext.plan.cost.links import Links
 
     seconds = {scene.name: prediction.predict(scene, Links(), (1e-4, 1e-9, 1e-3)) for scene in prediction.SCENES}
     assert len(seconds) >= 24
@@ -33,7 +33,7 @@ def test_every_scene_is_predicted_and_holmes_is_faster_than_stock(prediction):
 
 
 def test_calibration_finds_the_overheads_that_made_its_runs(prediction):
-    from holmes_ext.plan.links import Links
+    from holmes_ext.plan.cost.links import Links
 
     overheads = (2e-3, 5e-9, 4e-3)
     runs = {scene.name: [prediction.predict(scene, Links(), overheads)] for scene in prediction.CALIBRATION}

@@ -8,7 +8,7 @@ import sys
 
 from holmes_ext.cluster.addresses import captured_addresses
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, KINDS, Nic
-from holmes_ext.cluster.sysfs import read_nics, select
+from holmes_ext.cluster.sysfs.node import read_nics, select
 from holmes_ext.errors import HolmesError
 
 # Links are kept as links; of the devices behind them only the named files are read: reading others (PCI BARs, vpd)

@@ -134,7 +134,7 @@ def _configuration(text: str | None) -> dict | None:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    from holmes_ext.lab import measure
+    from holmes_ext.lab.network import measure
 
     rows = measure.measure(load_spec(args.cluster), args.scale)
     if args.json:

@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
 def judge(patch, check: bool) -> dict:
     """One row: the patch, the installed version and the state. check: import the target's module and look at the target."""
-    from holmes_ext.patches.site import Misfit, Site
-    from holmes_ext.patches.source import find_module, source_misfit
+    from holmes_ext.patches.engine.location import Misfit, Site
+    from holmes_ext.patches.engine.source import find_module, source_misfit
 
     version = patch.installed()
     reason = None if patch.version_of else patch.version_misfit(version)

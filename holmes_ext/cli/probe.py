@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """0 when every fabric was measured; rank 0 writes and tells."""
     from holmes_ext.cluster.measured import render, store
     from holmes_ext.cluster.spec import load_spec
-    from holmes_ext.runtime.launcher import detect
+    from holmes_ext.runtime.start.launcher import detect
 
     load_spec(args.cluster)
     if not 0.004 <= args.largest <= 1024:
@@ -62,7 +62,8 @@ def _measure(args: argparse.Namespace, process):
     import torch.distributed as dist
 
     import holmes_ext
-    from holmes_ext.runtime import probe, session
+    from holmes_ext.runtime.measure import probe
+    from holmes_ext.runtime import session
 
     holmes_ext.enable(cluster=args.cluster)
     gpu = torch.accelerator.is_available()

@@ -32,15 +32,15 @@ def run(args: argparse.Namespace) -> int:
     """Prints the tables; 0."""
     from rich.console import Console
 
-    from holmes_ext.cli.report_figures import summarize
-    from holmes_ext.cli.report_files import load
+    from holmes_ext.report.figures import summarize
+    from holmes_ext.report.files import load
 
     job = load(args.directory)
     summary = summarize(job)
     if args.step is not None and not (args.trace or args.html):
         raise HolmesError("holmes report: --step chooses what --trace or --html shows; give one of them")
     if args.trace:
-        from holmes_ext.cli.report_trace import chosen_step, trace
+        from holmes_ext.report.trace import chosen_step, trace
 
         _write(Path(args.trace), json.dumps(trace(job, chosen_step(job, args.step))) + "\n")
     if args.html:
@@ -122,8 +122,8 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], left: int) -> Any
 
 def _document(job: Any, summary: Any, step: int | None) -> str:
     """One HTML file: the tables, and one step of every rank as in `holmes demo`."""
-    from holmes_ext.cli.report_trace import chosen_step, pictured
-    from holmes_ext.lab import pictures
+    from holmes_ext.report.trace import chosen_step, pictured
+    from holmes_ext.report import run_pictures as pictures
 
     shown = chosen_step(job, step)
     figure = pictures.timeline_figure({f"step {shown}": pictured(job, shown)}, "seconds of one step (rank 0's clock)")

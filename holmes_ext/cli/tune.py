@@ -12,7 +12,7 @@ from pathlib import Path
 from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import STOP
-from holmes_ext.plan import stages
+from holmes_ext.plan.search import partition as stages
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:

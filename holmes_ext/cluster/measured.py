@@ -4,7 +4,7 @@
     send = [[1024, 0.00021], [65536, 0.0024]]      # bytes of a message, seconds from node to node
     ring = [[8192, 0.0004], [524288, 0.0171]]      # bytes that a rank passes on in one step of an all-reduce's ring, seconds of the step
 
-Both optional, at least two sizes each, both numbers growing. Left out: rate and latency say what a message takes (plan/links.py).
+Both optional, at least two sizes each, both numbers growing. Left out: rate and latency say what a message takes (plan/cost/links.py).
 """
 
 from __future__ import annotations

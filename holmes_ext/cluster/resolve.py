@@ -17,10 +17,10 @@ from dataclasses import replace
 from typing import Iterable
 
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, Nic
-from holmes_ext.cluster.report import NodeReport, short_name
+from holmes_ext.cluster.node_report import NodeReport, short_name
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site, fabrics_of_spec
 from holmes_ext.cluster.spec import DEFAULT_LATENCY, ClusterSpec, NodeOverride, SiteSpec
-from holmes_ext.cluster.sysfs import select
+from holmes_ext.cluster.sysfs.node import select
 from holmes_ext.errors import HolmesError
 
 #: Bits/s where no Ethernet NIC of a node states its speed (virtual machines); only predictions depend on it.

@@ -15,7 +15,7 @@ caller does. So the kernel frees everything, however the lab ends. Nothing here 
 
 import importlib
 
-_HOMES = {"Job": "job", "RunResult": "job", "Lab": "lab", "interleave": "ranks"}
+_HOMES = {"Job": "process.job", "RunResult": "process.job", "Lab": "lab", "interleave": "process.ranks"}
 __all__ = sorted(_HOMES)
 
 

@@ -21,7 +21,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 from holmes_ext.cluster.spec import ClusterSpec, SiteSpec
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab import trace
+from holmes_ext.lab.emulate import trace
 from holmes_ext.lab.lab import Lab
 
 

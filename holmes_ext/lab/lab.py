@@ -14,10 +14,13 @@ from typing import Any, Mapping, Sequence
 
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab import network, ranks, state, sysfs_tree, trace, wire, zygote
-from holmes_ext.lab.job import Job, OnLine, RunResult
+from holmes_ext.lab.network import shaping as network, sysfs_tree
+from holmes_ext.lab.process import ranks, wire, zygote
+from holmes_ext.lab import state
+from holmes_ext.lab.emulate import trace
+from holmes_ext.lab.process.job import Job, OnLine, RunResult
 
-_KEEPER_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from holmes_ext.lab.keeper import main; main(sys.argv[2:])"
+_KEEPER_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from holmes_ext.lab.process.keeper import main; main(sys.argv[2:])"
 _ROOT = str(Path(__file__).parents[2])
 _SWITCH = ""
 _FIRST_PORT = 29500  # the nodes' port space is the lab's own; below the ephemeral ports
@@ -91,7 +94,7 @@ class Lab:
         node, default the file's; env: on top of this process's environment; preload: modules imported once, then every
         rank is forked (`command` must be python SCRIPT or python -m MODULE); timeout in seconds (returncode 124);
         on_line(rank, line, "stdout" or "stderr") is called in a thread; logs: a directory for rank0.log, ...;
-        accelerator: configuration of holmes_ext.lab.accelerator; grace: seconds that others get when one fails.
+        accelerator: configuration of holmes_ext.lab.emulate.accelerator; grace: seconds that others get when one fails.
         """
         nodes = list(self.nodes) if order is None else [self._node(name) for name in order]
         ranks.check_order(nodes)

@@ -7,16 +7,16 @@ from typing import Iterable, Sequence
 
 from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan import stages
-from holmes_ext.plan.cost import Workload, step_seconds, stock_fabric
+from holmes_ext.plan.search import partition as stages
+from holmes_ext.plan.cost.step import Workload, step_seconds, stock_fabric
 from holmes_ext.plan.layout import KINDS, groups
-from holmes_ext.plan.links import Links
-from holmes_ext.plan.model import Model
+from holmes_ext.plan.cost.links import Links
+from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.placement import place
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile, check_profile, measured_costs
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.stage_costs import Estimate, StageCosts, clusters_of_stages, costs_on_site, predict
+from holmes_ext.plan.cost.stage_costs import Estimate, StageCosts, clusters_of_stages, costs_on_site, predict
 
 #: The "fabric" of a group that one node holds: memory, NVLink or loopback.
 LOCAL = "local"
@@ -36,7 +36,7 @@ def build_plan(
 ) -> Plan:
     """The plan for a job of `sizes` on `site`; with sizes None only the order of the nodes and the world group's fabric.
 
-    partition: how layers go to stages (plan/stages.py), of `model`; "uniform" leaves them to the framework. alpha: of "speed"; overlap:
+    partition: how layers go to stages (plan/search/partition.py), of `model`; "uniform" leaves them to the framework. alpha: of "speed"; overlap:
     gradients are reduced under the last backward. stage_layers: the layers of each stage, as the user lists them. predicted, in seconds for each step:
     step_seconds, reduction_seconds (of the slowest stage), exposed_reduction_seconds (after the first stage's last backward),
     and the same two with the prefix stock_ for the launcher's order with all traffic on stock_fabric(site). HolmesError

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Callable, Hashable, Iterator, Sequence
 
 from holmes_ext.cluster.site import ETHERNET, Site
-from holmes_ext.plan.cost import Breakdown, Predictor, Workload, fast_fabrics
+from holmes_ext.plan.cost.step import Breakdown, Predictor, Workload, fast_fabrics
 from holmes_ext.plan.layout import Layout
 from holmes_ext.plan.plan import Straddle
 from holmes_ext.plan.sizes import Sizes

@@ -16,10 +16,10 @@ from typing import Any, Sequence
 from holmes_ext.cluster.site import Site
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost import Workload
-from holmes_ext.plan.model import Model
+from holmes_ext.plan.cost.step import Workload
+from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.stage_costs import StageCosts
+from holmes_ext.plan.cost.stage_costs import StageCosts
 
 VERSION = 1
 #: A model's layer may differ so much from the profile's in the bytes of its gradients (biases, padding of the vocabulary).

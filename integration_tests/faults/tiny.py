@@ -41,7 +41,7 @@ def pretend():
     """Other versions than the other ranks have."""
     versions = MINE.get("versions", {})
     if "holmes_ext" in versions:
-        from holmes_ext.runtime import start
+        from holmes_ext.runtime.start import rank as start
 
         start.__version__ = versions["holmes_ext"]
     if "python" in versions:
@@ -58,7 +58,7 @@ def pretend():
 
 
 def start_holmes():
-    from holmes_ext.runtime import exchange, preflight
+    from holmes_ext.runtime.start import exchange, preflight
 
     exchange._LEFTOVER_SECONDS = 1.0
     if "PREFLIGHT_S" in os.environ:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import FULL
+from integration_tests.conftest import FULL
 
 sys.path.insert(0, str(Path(__file__).parent))
 from job import Checkout, read_log  # noqa: E402

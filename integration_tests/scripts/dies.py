@@ -5,7 +5,7 @@ import runpy
 import signal
 import sys
 
-from holmes_ext.runtime.reducer import GradientReducer
+from holmes_ext.runtime.reduce.reducer import GradientReducer
 
 arm, armed = GradientReducer.arm, []
 

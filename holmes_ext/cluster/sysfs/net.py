@@ -1,0 +1,225 @@
+"""class/net: the net devices of a tree, and what each one is.
+
+    physical   has a `device` link (PCI, virtio, a virtual function, ...)
+    stacked    bond, VLAN, bridge, team, macvlan: the devices below it are its `lower_NAME` links (a macvlan or
+               ipvlan in a container has its lower device in another namespace, and looks like a veth)
+    vrf        a routing table; devices under it stay what they are
+    veth       a cable to another network namespace: what containers (and the lab) have for a NIC
+    virtual    all others without `device`: dummy, tap, tunnels, switches
+
+Layout: drivers/net/core/net-sysfs.c of Linux and Documentation/ABI/testing/sysfs-class-net.
+"""
+
+import re
+from dataclasses import dataclass
+
+from holmes_ext.cluster.sysfs.tree import DEVICE_NAME, Tree
+from holmes_ext.errors import HolmesError
+
+ETHERNET, INFINIBAND = 1, 32  # ARPHRD_ETHER, ARPHRD_INFINIBAND (IPoIB) of linux/if_arp.h
+_UP = 0x1  # IFF_UP
+_OPERSTATES = ("unknown", "notpresent", "down", "lowerlayerdown", "testing", "dormant", "up")
+_REPRESENTOR = re.compile(r"(c[0-9]+)?pf[0-9]+(vf|sf)[0-9]+")
+_UNKNOWN_SPEEDS = (-1, 65535, 4294967295)  # SPEED_UNKNOWN as different kernels print it
+# Line coding of each PCIe generation: the share of the GT/s that carries data
+_PCIE_CODING = {2.5: 8 / 10, 5.0: 8 / 10, 8.0: 128 / 130, 16.0: 128 / 130, 32.0: 128 / 130, 64.0: 242 / 256}
+
+
+@dataclass(frozen=True)
+class NetDevice:
+    """One net device. `what`: physical, bond, team, vlan, bridge, macvlan, vrf, veth or virtual.
+
+    master: the device that has taken it in (bond, bridge, ...), "" when none; lowers: those below it;
+    port_index: which port of its HCA it belongs to, from 0; parent: PCI address of the
+    physical function of a virtual one; usb, wireless, representor: flags.
+    """
+
+    name: str
+    type: int
+    what: str
+    up: bool
+    state_text: str
+    speed_bps: int
+    pcie_bps: int
+    mtu: int
+    master: str
+    lowers: "tuple[str, ...]"
+    port_index: int
+    numa: int
+    pci: str
+    driver: str
+    parent: str
+    usb: bool = False
+    wireless: bool = False
+    representor: bool = False
+
+
+def read_net_devices(tree: Tree) -> "dict[str, NetDevice]":
+    """The Ethernet and IPoIB net devices of a tree by name. Raises HolmesError naming the damaged file.
+
+    Loopback, tunnels and other non-Ethernet types are left out. A device that is removed while it is being
+    read (a container stops) is left out as well.
+    """
+    devices = {}
+    for name in tree.device_names("class/net"):
+        path = f"class/net/{name}"
+        if name == "bonding_masters":  # a file of the bonding driver, no device
+            continue
+        real = tree.resolve(path)
+        try:
+            if tree.number(f"{path}/type", required=True) in (ETHERNET, INFINIBAND):
+                devices[name] = _read_device(tree, name, real)
+        except HolmesError:
+            if tree.is_dir(real):
+                raise
+    return devices
+
+
+def _read_device(tree: Tree, name: str, real: str) -> NetDevice:
+    path = f"class/net/{name}"
+    names = tree.device_names(path)
+    lowers = tuple(n[len("lower_"):] for n in names if n.startswith("lower_"))
+    slaves = _slaves(tree, f"{path}/bonding/slaves") if "bonding" in names else ()
+    flags = tree.number(f"{path}/flags", "0x[0-9a-f]{1,8}", required=True)
+    carrier = tree.number(f"{path}/carrier", "[01]")
+    speed = tree.number(f"{path}/speed")
+    devtype = tree.uevent(path).get("DEVTYPE", "")
+    physical = "device" in names
+    device = f"{path}/device"
+    if physical:
+        tree.resolve(device)
+    what = "physical" if physical else _what(tree, path, names, devtype, speed)
+    up, state_text = _state(tree, path, flags, carrier)
+    about = tree.uevent(device) if physical else {}
+    port_name = tree.text(f"{path}/phys_port_name") or ""
+    return NetDevice(
+        name=name,
+        type=tree.number(f"{path}/type", required=True),
+        what=what,
+        up=up,
+        state_text=state_text,
+        speed_bps=_speed(tree, path, speed) if up else 0,
+        pcie_bps=pcie_bps(tree, device) if physical else 0,
+        mtu=tree.number(f"{path}/mtu", "[0-9]{1,10}", required=True),
+        master=tree.link_name(f"{path}/master", "INTERFACE") if "master" in names else "",
+        lowers=tuple(dict.fromkeys([*slaves, *lowers])),
+        port_index=_port_index(tree, path),
+        numa=numa_node(tree, device) if physical else -1,
+        pci=tree.pci_address(device) if physical else "",
+        driver=driver(tree, device) if physical else what if what != "virtual" else "",
+        parent=physical_function(tree, device) if physical else "",
+        usb=physical and (about.get("DEVTYPE") == "usb_interface" or "/usb" in real),
+        wireless=devtype == "wlan" or "wireless" in names,
+        representor=_REPRESENTOR.fullmatch(port_name) is not None,
+    )
+
+
+def _slaves(tree: Tree, path: str) -> "tuple[str, ...]":
+    names = tuple((tree.text(path) or "").split())
+    for name in names:
+        if not DEVICE_NAME.fullmatch(name):
+            raise tree.error(path, f"{name!a:.80} is no device name")
+    return names
+
+
+def _what(tree: Tree, path: str, names, devtype: str, speed) -> str:
+    if devtype in ("bond", "vlan", "bridge", "macvlan", "vrf"):
+        return devtype
+    if devtype == "ipvlan":
+        return "macvlan"
+    if "bonding" in names:
+        return "bond"
+    lowers = [n[len("lower_"):] for n in names if n.startswith("lower_")]
+    if not devtype and lowers:  # a team takes in what is below it; a macvlan only stands on it
+        name = path.rpartition("/")[2]
+        taken = any(tree.link_name(f"class/net/{n}/master", "INTERFACE") == name for n in lowers)
+        return "team" if taken else "macvlan"
+    # veth has no mark of its own in /sys. Its peer is another device (iflink), or, where both happen to have
+    # the same number in two namespaces, it still claims a speed, which dummy and ifb do not.
+    if not devtype and "tun_flags" not in names:
+        peer = tree.number(f"{path}/iflink", required=True)
+        if peer != tree.number(f"{path}/ifindex", required=True) or speed is not None:
+            return "veth"
+    return "virtual"
+
+
+def _state(tree: Tree, path: str, flags: int, carrier) -> "tuple[bool, str]":
+    oper = tree.text(f"{path}/operstate", required=True)
+    if oper not in _OPERSTATES:
+        raise tree.error(f"{path}/operstate", f"{oper!a:.80} is no state that Linux knows ({', '.join(_OPERSTATES)})")
+    if not flags & _UP:
+        return False, "not brought up"
+    # Drivers that do not keep operstate (some tunnels and virtual NICs) say "unknown": then carrier counts.
+    if oper == "up" or (oper == "unknown" and carrier == 1):
+        return True, "up"
+    return False, "no carrier" if carrier == 0 else oper
+
+
+def _speed(tree: Tree, path: str, speed) -> int:
+    if speed is None or speed in _UNKNOWN_SPEEDS:
+        return 0
+    if not 0 <= speed < 10**8:
+        raise tree.error(f"{path}/speed", f"{speed} is no speed in Mb/s")
+    return speed * 10**6
+
+
+def _port_index(tree: Tree, path: str) -> int:
+    index = tree.number(f"{path}/dev_port", "[0-9]{1,4}")
+    if not index:  # before Linux 3.15 only dev_id told the ports of one device apart
+        index = tree.number(f"{path}/dev_id", "0x[0-9a-f]{1,4}")
+    return index or 0
+
+
+def top_device(name: str, devices: "dict[str, NetDevice]") -> str:
+    """The device that has taken `name` in, at the end of the chain (a bond, or a bridge over it); else `name`.
+
+    Sockets bind to that one. A virtual switch (Open vSwitch) is no end: it carries no address itself.
+    """
+    seen = set()
+    while name not in seen:
+        seen.add(name)
+        master = devices.get(devices[name].master)
+        if master is not None and master.what in ("bond", "team", "bridge", "physical"):
+            name = master.name
+    return name
+
+
+def physical_below(device: NetDevice, devices: "dict[str, NetDevice]") -> "tuple[NetDevice, ...]":
+    """The physical devices that a stacked one stands on (itself when it is physical)."""
+    seen, below = {}, [device.name]
+    while below:
+        name = below.pop()
+        if name in devices and name not in seen:
+            seen[name] = devices[name]
+            below.extend(devices[name].lowers)
+    return tuple(d for d in seen.values() if d.what == "physical")
+
+
+def numa_node(tree: Tree, device: str) -> int:
+    """NUMA node of a device directory, -1 when unknown."""
+    node = tree.number(f"{device}/numa_node", "-1|[0-9]{1,4}")
+    return -1 if node is None else node
+
+
+def driver(tree: Tree, device: str) -> str:
+    """Driver of a device directory, "" when none is bound."""
+    name = tree.uevent(device).get("DRIVER", "")
+    if name and not DEVICE_NAME.fullmatch(name):
+        raise tree.error(f"{device}/uevent", f"DRIVER={name!a:.80} is no driver")
+    return name or tree.link_name(f"{device}/driver", "DRIVER")
+
+
+def physical_function(tree: Tree, device: str) -> str:
+    """PCI address of the physical function of a virtual one, "" when the device is none."""
+    return tree.link_name(f"{device}/physfn", "PCI_SLOT_NAME")
+
+
+def pcie_bps(tree: Tree, device: str) -> int:
+    """What the PCIe link of a device carries now, in bits/s; 0 when unknown (no PCIe, a virtual function)."""
+    speed = tree.text(f"{device}/current_link_speed") or ""
+    width = tree.text(f"{device}/current_link_width") or ""
+    match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9])?) GT/s(?: PCIe)?", speed)
+    if not match or not re.fullmatch("[0-9]{1,2}", width, re.ASCII):
+        return 0
+    rate = float(match[1])
+    return int(rate * 1e9 * _PCIE_CODING.get(rate, 0) * int(width))

@@ -1,0 +1,1 @@
+"""What the lab puts in place of hardware: accelerators, and the trace of what they did."""

@@ -1,0 +1,251 @@
+"""The emulated accelerator: layers take the time that a given GPU would take, by sleeping; their numbers stay real.
+
+    forward    start --- the layer's own (tiny) compute --- sleep until start + target
+    backward   gradient of the output arrives: start, sleep until start + target / 2
+               the layer's own backward compute; its parameters' gradients become ready
+               gradient of the input is ready: sleep until start + target
+
+A GPU finishes a layer's gradients spread over the layer's backward pass; here all come in its middle. Where no input has a
+gradient (an embedding), the whole sleep is before them. target = FLOPs / (flops x speed of the rank's cluster), with
+
+    forward    2 x parameters x tokens  +  4 x tokens x sequence x hidden  (attention; only for `classes`)
+    backward   twice that               (Kaplan et al. 2020, section 2.1; recomputation runs, and costs, a forward again)
+
+where the layer's first tensor argument is [batch, sequence, hidden] ([sequence, batch, hidden] with layout "sbh", integer
+tokens [batch, sequence]). torch is hooked when a program imports it: the program knows nothing. See `Config` for the
+settings, which travel in the variable HOLMES_LAB_ACCELERATOR as JSON; HOLMES_LAB_EMULATED=1 says that timings are emulated.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Iterator, Mapping, MutableMapping
+
+from holmes_ext.document import Table
+from holmes_ext.errors import HolmesError
+
+VARIABLE = "HOLMES_LAB_ACCELERATOR"
+MARKER = "HOLMES_LAB_EMULATED"
+_SITE = str(Path(__file__).parent / "site")
+
+
+@dataclass(frozen=True)
+class Config:
+    """flops: FLOP/s that the emulated GPU achieves; classes: names of transformer layers' classes; plain: of layers
+    without attention (embedding, head); speed: cluster name -> factor on flops; layout: "bsh" or "sbh"."""
+
+    flops: float
+    classes: tuple[str, ...]
+    plain: tuple[str, ...] = ()
+    speed: Mapping[str, float] = field(default_factory=dict)
+    layout: str = "bsh"
+
+    def __post_init__(self) -> None:
+        if not self.flops > 0:
+            raise HolmesError(f"{VARIABLE}: key 'flops': {self.flops} is not above 0")
+        if not self.classes and not self.plain:
+            raise HolmesError(f"{VARIABLE}: keys 'classes' and 'plain' are empty; name the layers' classes")
+        if self.layout not in ("bsh", "sbh"):
+            raise HolmesError(f"{VARIABLE}: key 'layout': {self.layout!r} is neither 'bsh' nor 'sbh'")
+        for cluster, factor in self.speed.items():
+            if not factor > 0:
+                raise HolmesError(f"{VARIABLE}: key 'speed.{cluster}': {factor} is not above 0")
+
+    @classmethod
+    def parse(cls, document: object) -> Config:
+        """From the JSON's object; HolmesError names the key."""
+        if not isinstance(document, Mapping):
+            raise HolmesError(f'{VARIABLE}: not a JSON object such as {{"flops": 5e9, "classes": ["Block"]}}')
+        table = Table({**document}, VARIABLE)
+        speed = table.table("speed", default={})
+        config = cls(
+            flops=float(table.take("flops", float)),
+            classes=table.list("classes", str, ()),
+            plain=table.list("plain", str, ()),
+            speed={cluster: float(speed.take(cluster, float)) for cluster in list(speed.values)},
+            layout=table.take("layout", str, "bsh"),
+        )
+        table.done()
+        return config
+
+
+def dump(document: Mapping[str, Any] | Config) -> str:
+    """The variable's value; the document is validated."""
+    listed = asdict(document) if isinstance(document, Config) else document
+    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in listed.items()}
+    Config.parse(plain)
+    return json.dumps(plain)
+
+
+def load(text: str) -> Config:
+    """The inverse of dump."""
+    try:
+        return Config.parse(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise HolmesError(f"{VARIABLE}: not JSON: {error}") from None
+
+
+def add_to_environment(env: MutableMapping[str, str]) -> None:
+    """Let every Python that is started with `env` install what env[HOLMES_LAB_ACCELERATOR] says."""
+    load(env[VARIABLE])
+    env[MARKER] = "1"
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [_SITE, env.get("PYTHONPATH", "")]))
+
+
+_observers: list[Callable[[str, float, float], None]] = []
+
+
+def observe(observer: Callable[[str, float, float], None]) -> None:
+    """Have observer("forward" or "backward", start, end) called after each paced pass of a layer; monotonic seconds."""
+    _observers.append(observer)
+
+
+def _notify(kind: str, start: float, end: float) -> None:
+    for observer in _observers:
+        observer(kind, start, end)
+
+
+def install_when_imported(text: str) -> None:
+    """Called by lab/emulate/site/sitecustomize.py: pace layers once the program imports torch."""
+    import wrapt
+
+    pacer = Pacer(load(text))
+    wrapt.register_post_import_hook(lambda module: _start(pacer, module.Module), "torch.nn.modules.module")
+
+
+def _start(pacer: Pacer, module_class: type) -> None:
+    pacer.install(module_class)
+    atexit.register(pacer.complain)
+
+
+class Pacer:
+    """Makes the calls of the configured layers, and their backward passes, last as long as on the emulated GPU."""
+
+    def __init__(
+        self,
+        config: Config,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        self.config, self.clock, self.sleep = config, clock, sleep
+        self.calls = 0
+        self.unfinished: _Backward | None = None
+        self._inside = False
+        self._kinds: dict[type, str] = {}
+
+    def install(self, module_class: type) -> Callable[[], None]:
+        """Pace every module of `module_class` (torch.nn.Module); returns what undoes it."""
+        original = module_class.__call__
+
+        def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
+            kind = self._kinds.get(type(module))
+            if kind is None:
+                kind = self._kinds[type(module)] = self._kind(type(module))
+            if not kind or self._inside:  # of nested layers the outermost counts
+                return original(module, *args, **kwargs)
+            return self._call(original, module, args, kwargs, kind)
+
+        module_class.__call__ = __call__
+
+        def undo() -> None:
+            module_class.__call__ = original
+
+        return undo
+
+    def seconds(self, parameters: int, shape: tuple[int, ...], kind: str) -> float:
+        """Of a forward pass of a layer with that many parameters on an input of that shape; kind "classes" or "plain"."""
+        if self.config.layout == "sbh" and len(shape) == 3:
+            shape = (shape[1], shape[0], shape[2])
+        with_hidden = len(shape) > 2
+        tokens = math.prod(shape[:-1]) if with_hidden else math.prod(shape)
+        flops = 2.0 * parameters * tokens
+        if kind == "classes" and with_hidden:
+            flops += 4.0 * tokens * shape[-2] * shape[-1]
+        return flops / (self.config.flops * self.config.speed.get(os.environ.get("HOLMES_LAB_CLUSTER", ""), 1.0))
+
+    def complain(self) -> None:
+        """At exit, if nothing was paced: the class names are probably wrong."""
+        if self.calls == 0:
+            names = ", ".join(self.config.classes + self.config.plain)
+            print(f"holmes lab: the emulated accelerator paced nothing: no layer of class {names} ran", file=sys.stderr)
+
+    def _kind(self, layer: type) -> str:
+        names = {base.__name__ for base in layer.__mro__}
+        return "classes" if names & {*self.config.classes} else "plain" if names & {*self.config.plain} else ""
+
+    def _call(self, original: Callable, module: Any, args: tuple, kwargs: dict, kind: str) -> Any:
+        inputs = list(_tensors((args, kwargs)))
+        if not inputs:
+            return original(module, *args, **kwargs)
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        target = self.seconds(parameters, tuple(inputs[0].shape), kind)
+        self.calls += 1
+        followed = next((tensor for tensor in inputs if tensor.requires_grad), None)
+        backward = _Backward(self, 2 * target, whole_at_start=followed is None)
+        if followed is not None and sys.modules["torch"].is_grad_enabled():
+            followed.register_hook(backward.finish)  # before the layer may change its input in place
+        start, self._inside = self.clock(), True
+        try:
+            result = original(module, *args, **kwargs)
+        finally:  # checkpointing ends a recomputation by an exception: it took its time all the same
+            self._inside = False
+            self.sleep_until(start + target)
+            _notify("forward", start, self.clock())
+            if self.unfinished is not None:  # recomputed in the middle of its own backward pass, which takes longer by that
+                self.unfinished.end += self.clock() - start
+        leaving = next((tensor for tensor in _tensors(result) if tensor.requires_grad), None)
+        if leaving is not None and leaving.grad_fn is not None:
+            leaving.grad_fn.register_prehook(backward.begin)  # after the tensor's hooks: the layer behind has finished by then
+        return result
+
+    def sleep_until(self, moment: float) -> None:
+        remaining = moment - self.clock()
+        if remaining > 0:
+            self.sleep(remaining)
+
+
+class _Backward:
+    """The backward pass of one call of a layer; begin and finish are hooks, which leave the gradient as it is.
+
+    One tensor may be a layer's output and the next layer's input: then `begin` of the one comes before `finish` of the
+    other, and finishes it first.
+    """
+
+    def __init__(self, pacer: Pacer, target: float, whole_at_start: bool):
+        self.pacer, self.target, self.whole_at_start = pacer, target, whole_at_start
+        self.start = self.end = 0.0
+
+    def begin(self, _: Any) -> None:
+        if self.pacer.unfinished is not None:
+            self.pacer.unfinished.finish(None)
+        self.pacer.unfinished = self
+        self.start = self.pacer.clock()
+        self.end = self.start + self.target
+        if self.whole_at_start:
+            self.finish(None)
+        else:
+            self.pacer.sleep_until(self.start + self.target / 2)
+
+    def finish(self, _: Any) -> None:
+        if self.pacer.unfinished is self:
+            self.pacer.sleep_until(self.end)
+            self.pacer.unfinished = None
+            _notify("backward", self.start, self.pacer.clock())
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """The tensors in nested tuples, lists and dicts."""
+    if isinstance(value, sys.modules["torch"].Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

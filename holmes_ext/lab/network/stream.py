@@ -1,0 +1,84 @@
+"""Sends messages over TCP and prints the bandwidth: a program of its own, run on two nodes by lab/network/measure.py.
+
+    RANK=0|1 python -I -S stream.py RECEIVER_ADDRESS SIZE SIZE ...      (rank 0 prints bits/s for each size, as JSON)
+
+One message at a time: the receiver acknowledges each with one byte, then the next is sent, for SECONDS at least;
+bandwidth = bytes x 8 / time. Needs only the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+
+SECONDS = 0.5
+_PORT = 9000
+
+
+def _send(address: str, sizes: list[int]) -> list[float]:
+    """bits/s for each message size, against a receiver at `address`."""
+    connection = _connect(address)
+    rates = []
+    for size in sizes:
+        message = memoryview(bytearray(size))
+        connection.sendall(size.to_bytes(8, "big"))
+        for _ in range(2):  # opens the congestion window, empties the token bucket
+            _exchange(connection, message)
+        count, start = 0, time.perf_counter()
+        while (passed := time.perf_counter() - start) < SECONDS or count < 5:
+            _exchange(connection, message)
+            count += 1
+        rates.append(count * size * 8 / passed)
+        connection.sendall(b"\0" * size)  # the last message of this size, marked by its first byte
+        connection.recv(1)
+    connection.close()
+    return rates
+
+
+def _exchange(connection: socket.socket, message: memoryview) -> None:
+    message[0] = 1
+    connection.sendall(message)
+    if not connection.recv(1):
+        raise ConnectionError("the receiver has gone")
+
+
+def _connect(address: str) -> socket.socket:
+    for _ in range(100):
+        try:
+            return socket.create_connection((address, _PORT), timeout=60)
+        except ConnectionRefusedError:  # the receiver has not started yet
+            time.sleep(0.05)
+    raise ConnectionError(f"nobody listens on {address}:{_PORT}")
+
+
+def _receive(address: str, sizes: list[int]) -> None:
+    listener = socket.create_server((address, _PORT))
+    connection, _ = listener.accept()
+    buffer = bytearray(max(sizes))
+    for _ in sizes:
+        size = int.from_bytes(_fill(connection, memoryview(buffer)[:8]), "big")
+        more = True
+        while more:
+            more = _fill(connection, memoryview(buffer)[:size])[0] == 1
+            connection.sendall(b"\1")
+
+
+def _fill(connection: socket.socket, view: memoryview) -> memoryview:
+    rest = view
+    while rest:
+        count = connection.recv_into(rest)
+        if count == 0:
+            raise ConnectionError("the sender has gone")
+        rest = rest[count:]
+    return view
+
+
+if __name__ == "__main__":
+    _address, _sizes = sys.argv[1], [int(text) for text in sys.argv[2:]]
+    if os.environ["RANK"] == "0":
+        print(json.dumps(_send(_address, _sizes)))
+    else:
+        _receive(_address, _sizes)

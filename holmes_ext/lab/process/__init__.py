@@ -1,0 +1,1 @@
+"""The lab's processes: the keeper, launchers, ranks, preloaded interpreters."""

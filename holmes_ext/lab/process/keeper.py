@@ -1,0 +1,184 @@
+"""The process that holds a lab: forks the namespaces' holders, runs ip and tc in them, forks a launcher for each job.
+
+    python -I -S -c ... ROOT CONTROL PIDFD DIRECTORY       (started by Lab; needs only the standard library)
+
+It ends when its caller ends (PIDFD) or closes CONTROL, and removes DIRECTORY. All its children are in one PID namespace;
+when the keeper dies, by SIGKILL too, the kernel kills that namespace's init and with it every process of the lab.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any, Callable, NoReturn
+
+from holmes_ext.lab.process import launch, wire
+from holmes_ext.lab.network import namespaces
+
+SWITCH = ""  # the switch's name among the holders: no host has it
+
+
+def main(arguments: list[str]) -> None:
+    """`arguments`: descriptor numbers of the control socket and of the caller's pidfd, and the lab's directory."""
+    control, caller, directory = socket.socket(fileno=int(arguments[0])), int(arguments[1]), arguments[2]
+    for descriptor in (control.fileno(), caller):
+        os.set_inheritable(descriptor, False)
+    try:
+        _isolate()
+        keeper = Keeper(control, caller)
+        keeper.hold(SWITCH, _furnish_switch)
+    except OSError as error:
+        wire.send(control, {"denied": str(error), "userns": os.getuid() != 0})
+        return
+    wire.send(control, {"init": keeper.holders[SWITCH][0]})
+    try:
+        keeper.serve()
+    finally:
+        keeper.end()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _isolate() -> None:
+    """A PID namespace for all future children; without the right to make one, inside a user namespace of our own."""
+    try:
+        namespaces.unshare(namespaces.CLONE_NEWPID)
+    except PermissionError:
+        namespaces.become_root_of_new_user_namespace(namespaces.CLONE_NEWPID)
+
+
+def _write(path: str, text: str) -> None:
+    """Set a sysctl of the caller's network namespace; a kernel built without that feature has no such file."""
+    if os.path.exists(path):
+        Path(path).write_text(text)
+
+
+def _furnish_switch() -> None:
+    namespaces.unshare(namespaces.CLONE_NEWNET)
+    _write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1")
+    for table in ("iptables", "ip6tables", "arptables"):
+        _write(f"/proc/sys/net/bridge/bridge-nf-call-{table}", "0")
+
+
+def _furnish_node(name: str, hosts: str, nsswitch: str) -> None:
+    namespaces.unshare(namespaces.CLONE_NEWNET | namespaces.CLONE_NEWUTS | namespaces.CLONE_NEWNS)
+    _write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1")
+    namespaces.furnish_node(name, hosts, nsswitch)
+
+
+class Keeper:
+    """holders: name -> (pid here, pid inside the lab's PID namespace)."""
+
+    def __init__(self, control: socket.socket, caller: int):
+        self.control, self.caller = control, caller
+        self.holders: dict[str, tuple[int, int]] = {}
+
+    def hold(self, name: str, furnish: Callable[[], None]) -> None:
+        """Fork a process that makes its namespaces with `furnish` and keeps them until it is killed."""
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(read)
+            _hold_namespaces(furnish, write)
+        os.close(write)
+        with os.fdopen(read, "r") as pipe:
+            answer = pipe.read()
+        if not answer.isdigit():
+            os.waitpid(pid, 0)
+            raise OSError(f"{name or 'switch'}: {answer}")
+        self.holders[name] = (pid, int(answer))
+
+    def serve(self) -> None:
+        """Answer the caller until it, or the init of the lab's PID namespace, is gone."""
+        init = os.pidfd_open(self.holders[SWITCH][0])
+        while True:
+            ready, _, _ = select.select([self.control, self.caller, init], [], [])
+            if self.caller in ready or init in ready:
+                return
+            message, descriptors = wire.receive(self.control)
+            if message is None:
+                return
+            self._reap()
+            try:
+                answer = getattr(self, "do_" + message.pop("do"))(*descriptors, **message)
+            except (OSError, subprocess.SubprocessError) as error:
+                answer = {"error": str(error)}
+            for descriptor in descriptors:
+                os.close(descriptor)
+            wire.send(self.control, answer)
+
+    def do_node(self, name: str, hosts: str, nsswitch: str) -> dict[str, Any]:
+        """Make the namespaces of node `name`, with these files as its /etc/hosts and /etc/nsswitch.conf."""
+        self.hold(name, lambda: _furnish_node(name, hosts, nsswitch))
+        return {"pids": self.holders[name]}
+
+    def do_tool(self, name: str, argv: list[str], text: str) -> dict[str, Any]:
+        """Run ip or tc, `text` on its standard input, in the network namespace of `name`."""
+        pid = self.holders[name][0]
+        done = subprocess.run(
+            argv, input=text, text=True, capture_output=True, preexec_fn=lambda: namespaces.enter(pid, ("net",))
+        )
+        return {"status": done.returncode, "out": done.stdout, "error": done.stderr}
+
+    def do_job(self, job: int) -> dict[str, Any]:
+        """Fork a launcher that serves one job over the socket `job`."""
+        if os.fork() == 0:
+            namespaces.die_with_parent()
+            self.control.close()
+            os.close(self.caller)
+            launch.serve_job(socket.socket(fileno=job), resident=False)
+        return {}
+
+    def do_zygote(self, control: int, log: int, argv: list[str], env: dict[str, str], cwd: str) -> dict[str, Any]:
+        """Start a zygote: `argv` gets the number of its control socket as last argument; its output goes to `log`."""
+        if os.fork() == 0:
+            try:
+                namespaces.die_with_parent()
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                os.set_inheritable(control, True)
+                os.chdir(cwd)
+                os.execvpe(argv[0], [*argv, str(control)], env)
+            except OSError as error:
+                os.write(2, f"{argv[0]}: {error}\n".encode())
+            os._exit(127)
+        return {}
+
+    def end(self) -> None:
+        """Kill the PID namespace's init; return when every process of the lab is gone (it waits for our other children)."""
+        os.kill(self.holders[SWITCH][0], signal.SIGKILL)
+        try:
+            while True:
+                os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+    def _reap(self) -> None:
+        """Forget launchers and zygotes that have ended (never the init, whose end ends the lab)."""
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid == self.holders[SWITCH][0]:
+                return
+            os.waitpid(ended.si_pid, 0)
+
+
+def _hold_namespaces(furnish: Callable[[], None], ready: int) -> NoReturn:
+    """In a forked child: furnish, say so (the pid, or why not), then sleep for ever; orphans of the lab are reaped."""
+    try:
+        namespaces.die_with_parent()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        try:
+            furnish()
+            answer = str(os.getpid())
+        except OSError as error:
+            answer = str(error)
+        os.write(ready, answer.encode())
+        os.close(ready)
+        while answer.isdigit():
+            signal.pause()
+    finally:
+        os._exit(1)

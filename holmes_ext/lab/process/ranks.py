@@ -1,0 +1,71 @@
+"""What a launcher decides: the order of the nodes, how many processes each has, and the environment of every rank."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any, Mapping, Sequence
+
+from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.errors import HolmesError
+from holmes_ext.lab.emulate import accelerator
+from holmes_ext.lab.network.shaping import LabNode
+
+
+def interleave(spec: SiteSpec) -> tuple[str, ...]:
+    """Nodes of the clusters in turn (a0, b0, a1, b1, ...): the order of a scheduler that knows nothing of clusters."""
+    rounds = itertools.zip_longest(*(cluster.nodes for cluster in spec.clusters))
+    return tuple(node for turn in rounds for node in turn if node is not None)
+
+
+def check_order(nodes: Sequence[LabNode]) -> None:
+    """HolmesError when the launcher has no node, or one twice."""
+    for node in nodes:
+        if nodes.count(node) > 1:
+            raise HolmesError(f"--order: node {node.name!r} is named twice")
+    if not nodes:
+        raise HolmesError("--order: name at least one node")
+
+
+def processes_for_each(nodes: Sequence[LabNode], processes: int | None, source: str) -> int:
+    """`processes`, or what the file says; HolmesError when it says different numbers for these nodes."""
+    counts = {node.processes: node.name for node in nodes} if processes is None else {processes: ""}
+    if len(counts) > 1:
+        (low, few), (high, many) = min(counts.items()), max(counts.items())
+        raise HolmesError(
+            f"{source}: node {few!r} has {low} processes and node {many!r} has {high}; make them equal or give --processes"
+        )
+    count = next(iter(counts))
+    if count < 1:
+        raise HolmesError(f"--processes: {count} is not 1 or more")
+    return count
+
+
+def common_environment(env: Mapping[str, str], configuration: Mapping[str, Any] | None) -> tuple[dict[str, str], bool]:
+    """What all ranks share: this process's variables and `env`; and whether an emulated accelerator is in it."""
+    common = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ, **env}
+    if configuration is not None:
+        common[accelerator.VARIABLE] = accelerator.dump(configuration)
+    emulated = accelerator.VARIABLE in common
+    if emulated:
+        accelerator.add_to_environment(common)
+    return common, emulated
+
+
+def rank_environment(nodes: Sequence[LabNode], position: int, local: int, count: int, port: int) -> dict[str, str]:
+    """torchrun's variables (torch/distributed/run.py), and LOCAL_SIZE for DeepSpeed.
+
+    position: the node's place in the launcher's order; local: the rank's on its node, of `count`.
+    """
+    return {
+        "RANK": str(position * count + local),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(len(nodes) * count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "LOCAL_SIZE": str(count),
+        "GROUP_RANK": str(position),
+        "GROUP_WORLD_SIZE": str(len(nodes)),
+        "NODE_RANK": str(position),
+        "MASTER_ADDR": nodes[0].address,
+        "MASTER_PORT": str(port),
+    }

@@ -1,0 +1,1 @@
+"""What a step costs: the model, memory, messages, reductions, stages."""

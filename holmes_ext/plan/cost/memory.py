@@ -1,0 +1,91 @@
+"""What one rank of a pipeline stage holds at its fullest, term by term.
+
+    weights, gradients, optimizer    by the ZeRO stage: 1 divides the optimizer by the data-parallel ranks, 2 gradients too, 3 weights too
+    activations                      what each layer keeps of a micro-batch (plan/cost/model.py: Korthikanti et al. 2022, arXiv 2205.05198) x
+                                     the micro-batches under way on the stage
+    working                          the layer that is recomputed right now, and logits with their gradient
+
+Under way on stage s of p: min(p - s, m) under 1F1B; with v chunks a stage min(m, (2 (p - s - 1) + (v - 1) p + 1) / v), Megatron's warm-up
+(Narayanan et al. 2021, arXiv 2104.04473, section 2.2; the first stage's is the paper's 1 + (p - 1) / (p v) of p). Not counted: the allocator's
+fragments, NCCL's buffers and the CUDA context. tests/test_memory.py compares
+with the bytes that torch holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Sequence
+
+from holmes_ext.plan.cost.model import Layer, Model
+
+TERMS = ("weights", "gradients", "optimizer", "activations", "working")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    working: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.working
+
+    @property
+    def largest(self) -> str:
+        return max(TERMS, key=lambda name: getattr(self, name))
+
+
+def states(model: Model) -> dict[str, float]:
+    """Bytes of one parameter when nothing is shared: weights, gradients, optimizer; their sum is the model's state_bytes + sharded_bytes."""
+    weights, gradients = float(model.activation_width), float(model.gradient_width)
+    total = model.state_bytes + model.sharded_bytes
+    weights = min(weights, total)
+    gradients = min(gradients, total - weights)
+    return {"weights": weights, "gradients": gradients, "optimizer": total - weights - gradients}
+
+
+def under_way(stage: int, pipeline: int, virtual: int, micro_batches: int) -> float:
+    """Micro-batches (of the whole stage) whose activations the stage keeps at most."""
+    if virtual == 1:
+        return min(pipeline - stage, micro_batches)
+    return min(micro_batches, (2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1) / virtual)
+
+
+def working_bytes(model: Model, tensor: int = 1, context: int = 1, expert: int = 1) -> float:
+    """Of a block: all that its forward keeps, while it runs again for its backward; 0 without recomputation."""
+    if model.recompute == "none":
+        return 0.0
+    kept = {name: replace(model, recompute=name).costs(tensor, context, expert)[1].kept_bytes for name in ("none", model.recompute)}
+    return kept["none"] - kept[model.recompute]
+
+
+def stage_memory(
+    model: Model,
+    layers: Sequence[Layer],
+    zero: int = 0,
+    shards: int = 1,
+    expert_shards: int = 0,
+    under_way: float = 1.0,
+    working: float = 0.0,
+) -> Memory:
+    """A stage that holds `layers` (of model.costs()): zero and shards say what is divided; expert_shards: for the experts' parameters."""
+    experts = sum(layer.expert_parameters for layer in layers)
+    rest = sum(layer.parameters for layer in layers) - experts
+    parts = states(model)
+
+    def share(name: str, from_stage: int) -> float:
+        divided = zero >= from_stage
+        return parts[name] * (rest / (shards if divided else 1) + experts / ((expert_shards or shards) if divided else 1))
+
+    return Memory(
+        weights=share("weights", 3),
+        gradients=share("gradients", 2),
+        optimizer=share("optimizer", 1),
+        activations=under_way * sum(layer.kept_bytes for layer in layers),
+        working=working,
+    )

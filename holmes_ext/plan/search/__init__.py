@@ -1,0 +1,1 @@
+"""The search of plans: shapes, arrangements, partitions, bounds, what was found."""

@@ -1,0 +1,205 @@
+"""Which clusters' GPUs run which pipeline stage, and the order of nodes that makes it so.
+
+    clusters A B, 4 stages        blocks (A)(B)        stages  A A B B        the pipeline crosses once, gradients stay inside
+                                  one group (AB)       stages  AB AB AB AB    every cluster holds whole pipelines, gradients cross
+    clusters A B C D              groups (AB)(CD)      stages  AB AB CD CD    both
+
+A stage's content is a tuple of (cluster, ranks) in the order of its data-parallel ranks. Groups of equal numbers of clusters are looked at, in
+every order; clusters that are alike (nodes, GPU, fabric's kind, rate and latency, measured ones first) are interchangeable, so only distinct orders are listed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Iterator, Sequence
+
+from holmes_ext.cluster.site import Fabric, Site
+from holmes_ext.plan.cost.links import Links
+from holmes_ext.plan.cost.model import Gpu, Model
+from holmes_ext.plan.sizes import DEFAULT_ORDER
+
+Content = tuple[tuple[int, int], ...]
+#: Order of the axes where whole pipelines follow each other (Megatron-LM's --use-tp-pp-dp-mapping).
+PIPELINES_FIRST = "tp-cp-ep-pp-dp"
+#: Distinct orders of clusters that are looked at for one way to group them, times stages.
+MAX_ORDERS = 9600
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A site as the search sees it: clusters by index, in the launcher's order. only: the fabric of all traffic (stock). links: measured ones."""
+
+    site: Site
+    gpus: tuple[Gpu, ...]
+    only: Fabric | None = None
+    links: Links = Links()
+
+    @classmethod
+    def of(cls, site: Site, model: Model, only: Fabric | None = None, links: Links = Links()) -> Ground:
+        return cls(site, tuple(model.gpu_of(name) for name in site.clusters), only, links)
+
+    @cached_property
+    def nodes(self) -> tuple[tuple[str, ...], ...]:
+        """Node names of each cluster."""
+        found: dict[str, list[str]] = {name: [] for name in self.site.clusters}
+        for node in self.site.nodes:
+            found[node.cluster].append(node.name)
+        return tuple(map(tuple, found.values()))
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(len(names) * self.processes for names in self.nodes)
+
+    @cached_property
+    def processes(self) -> int:
+        return self.site.processes
+
+    @cached_property
+    def world(self) -> int:
+        return sum(self.ranks)
+
+    @cached_property
+    def memo(self) -> dict:
+        """What plan/cost/pricing.py worked out for several shapes."""
+        return {}
+
+    @cached_property
+    def _shared(self) -> dict[frozenset[int], Fabric]:
+        return {}
+
+    def fabric(self, clusters: Sequence[int]) -> Fabric:
+        """The fastest that nodes of all these clusters share; its rate and latency as measured, where they were."""
+        key = frozenset(clusters)
+        if key not in self._shared:
+            self._shared[key] = self.links.line(self.only or self.site.shared_fabric(self.nodes[index][0] for index in key))
+        return self._shared[key]
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For each cluster the first one that it can be exchanged with."""
+        own = [self.site.node_by_name[names[0]].fabrics for names in self.nodes]
+        uses = Counter(name for fabrics in own for name in fabrics)
+        keys = []
+        for index, fabrics in enumerate(own):
+            described = []
+            for name in fabrics:
+                fabric = self.links.line(self.site.fabric_by_name[name])
+                described.append((fabric.kind, fabric.rate_bps, fabric.latency_s) if uses[name] == 1 else name)
+            keys.append((tuple(described), self.ranks[index], self.gpus[index]))
+        return tuple(keys.index(key) for key in keys)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """groups: clusters that share stages, in the order of stages. contents: by stage. order: of the axes in the ranks."""
+
+    groups: tuple[tuple[int, ...], ...]
+    contents: tuple[Content, ...]
+    order: str = DEFAULT_ORDER
+
+    def describe(self, ground: Ground) -> str:
+        """ "a -> b" where the pipeline goes from a to b, "a + b" where both hold the same stages."""
+        if len(self.contents) == 1:
+            return " + ".join(ground.site.clusters[index] for index, _ in self.contents[0])
+        return " -> ".join(" + ".join(ground.site.clusters[index] for index in group) for group in self.groups)
+
+    def nodes(self, ground: Ground) -> tuple[str, ...]:
+        """Node names by slot: rank r runs on nodes[r // processes]."""
+        if self.order == PIPELINES_FIRST or all(len(group) == 1 for group in self.groups):
+            return tuple(name for group in self.groups for index in group for name in ground.nodes[index])
+        left = [iter(names) for names in ground.nodes]
+        return tuple(
+            name for content in self.contents for index, ranks in content for name in islice(left[index], ranks // ground.processes)
+        )
+
+
+def arrangements(ground: Ground, pipeline: int, replica: int, limit: int = MAX_ORDERS) -> tuple[list[Arrangement], bool]:
+    """All arrangements of `pipeline` stages whose tensor x context groups have `replica` ranks, and whether none was left out."""
+    count, complete, found = len(ground.ranks), True, []
+    for together in (size for size in range(1, count + 1) if count % size == 0):
+        if pipeline == 1 and together > 1:
+            break  # one stage holds all clusters anyhow
+        orders = _orders(ground, together)
+        listed = list(islice(orders, 1 if pipeline == 1 else max(8, limit // pipeline)))
+        complete = complete and (pipeline == 1 or next(orders, None) is None)
+        for groups in listed:
+            if together == 1:
+                found.append(Arrangement(groups, _fill(ground, groups, pipeline)))
+            else:
+                found += _share(ground, groups, pipeline, replica)
+    return found, complete
+
+
+def launcher(ground: Ground, pipeline: int) -> Arrangement:
+    """The order of the file, as without holmes."""
+    groups = tuple((index,) for index in range(len(ground.ranks)))
+    return Arrangement(groups, _fill(ground, groups, pipeline))
+
+
+def _orders(ground: Ground, together: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Distinct sequences of groups of `together` clusters."""
+    members: dict[int, list[int]] = {}
+    for index, kind in enumerate(ground.alike):
+        members.setdefault(kind, []).append(index)
+    used = dict.fromkeys(members, 0)
+
+    def choose(size: int, kinds: list[int]) -> Iterator[tuple[int, ...]]:
+        if not size:
+            yield ()
+        elif kinds:
+            first = kinds[0]
+            for amount in range(min(size, len(members[first]) - used[first]), -1, -1):
+                for rest in choose(size - amount, kinds[1:]):
+                    yield (first,) * amount + rest
+
+    def extend(groups: tuple) -> Iterator[tuple]:
+        if len(groups) * together == len(ground.alike):
+            yield groups
+            return
+        for kinds in list(choose(together, list(members))):
+            group = []
+            for kind in kinds:
+                group.append(members[kind][used[kind]])
+                used[kind] += 1
+            yield from extend((*groups, tuple(group)))
+            for kind in kinds:
+                used[kind] -= 1
+
+    return extend(())
+
+
+def _fill(ground: Ground, groups: Sequence[tuple[int, ...]], pipeline: int) -> tuple[Content, ...]:
+    """Clusters one after the other; a stage may hold the end of one and the start of the next."""
+    size, contents, current, room = ground.world // pipeline, [], [], ground.world // pipeline
+    for (index,) in groups:
+        ranks = ground.ranks[index]
+        while ranks:
+            taken = min(ranks, room)
+            current.append((index, taken))
+            ranks, room = ranks - taken, room - taken
+            if not room:
+                contents.append(tuple(current))
+                current, room = [], size
+    known: dict[Content, Content] = {}
+    return tuple(known.setdefault(content, content) for content in contents)
+
+
+def _share(ground: Ground, groups: Sequence[tuple[int, ...]], pipeline: int, replica: int) -> list[Arrangement]:
+    """Stages of which every cluster of a group holds the same part; none where that does not come out even."""
+    size, contents, whole = ground.world // pipeline, [], True
+    for group in groups:
+        total = sum(ground.ranks[index] for index in group)
+        stages = total // size
+        if total % size or any(ground.ranks[index] % (stages * replica) for index in group):
+            return []
+        content = tuple((index, ground.ranks[index] // stages) for index in group)
+        whole = whole and all(ranks % ground.processes == 0 for _, ranks in content)
+        contents += [content] * stages
+    if whole:
+        return [Arrangement(tuple(groups), tuple(contents))]
+    if len(groups) == 1:
+        return [Arrangement(tuple(groups), tuple(contents), PIPELINES_FIRST)]
+    return []

@@ -1,0 +1,162 @@
+"""Every shape that a job can have on a site: the sizes, micro-batch, recomputation and ZeRO stage, without the order of nodes.
+
+What does not divide is left out: ranks by tensor x context x pipeline, the global batch by micro-batch x data, heads by tensor, the sequence by
+2 x context, layers by pipeline x virtual (virtual > 1), micro-batches by pipeline (virtual > 1, Megatron's rule), experts and data x context by
+expert; groups of ranks that fill nodes unevenly; and contexts of less than MIN_TOKENS a rank. ZeRO stages 2 and 3 only without a pipeline (DeepSpeed's rule).
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, replace
+from typing import Iterator
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.search.arrangement import Ground
+from holmes_ext.plan.cost.memory import states
+from holmes_ext.plan.cost.model import RECOMPUTE, Model
+from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
+
+#: What limits can name: values allowed.
+NAMES = ("tensor", "pipeline", "data", "context", "expert", "virtual", "micro_batch", "recompute", "zero", "reduction", "clusters")
+REDUCTIONS = ("flat", "two-level")
+CLUSTERS = ("pipeline", "data", "both")
+#: Looked at unless a limit names others.
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+#: Tokens of a sequence that a rank of a context group has at least, unless a limit names context sizes.
+MIN_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Values allowed, by name of NAMES; memory_bytes of a GPU (0: what the GPUs have)."""
+
+    allowed: dict[str, tuple] = field(default_factory=dict)
+    memory_bytes: float = 0.0
+
+    def __post_init__(self):
+        for name, values in self.allowed.items():
+            if name not in NAMES:
+                raise HolmesError(f"limit {name!r} is not known; {_near(name, (*NAMES, 'memory'))}")
+            if not values:
+                raise HolmesError(f"limit {name}: no value is allowed; name one")
+            known = {"recompute": RECOMPUTE, "reduction": REDUCTIONS, "clusters": CLUSTERS, "zero": (0, 1, 2, 3)}.get(name)
+            for value in values:
+                if known is not None and value not in known:
+                    raise HolmesError(f"limit {name}: {value!r} is not one of {', '.join(map(str, known))}; {_near(str(value), map(str, known))}")
+                if known is None and not (isinstance(value, int) and 1 <= value < 10**6):
+                    raise HolmesError(f"limit {name}: {value!r} is not a whole number, 1 or more")
+        if not 0 <= self.memory_bytes < 1e30:
+            raise HolmesError(f"limit memory: {self.memory_bytes} bytes; it must be above 0")
+
+    def allows(self, name: str, value) -> bool:
+        return value in self.allowed.get(name, (value,))
+
+
+def parse_limits(texts: list[str]) -> Limits:
+    """Limits from "tensor=1,2" and "memory=60GB"."""
+    allowed: dict[str, tuple] = {}
+    memory = 0.0
+    for text in texts:
+        name, equals, values = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or (name not in NAMES and name != "memory"):
+            raise HolmesError(f"--limit {text!r:.60} is not NAME=VALUE,...; {_near(name, (*NAMES, 'memory'))}")
+        if name == "memory":
+            number = values.strip().removesuffix("B").removesuffix("G")
+            if not number.replace(".", "", 1).isdecimal() or not 0 < float(number) < 1e9:
+                raise HolmesError(f"--limit memory: {values!r:.40} is not a size above 0; write for example 60GB")
+            memory = float(number) * 1e9
+            continue
+        parts = [part.strip() for part in values.split(",") if part.strip()]
+        allowed[name] = tuple(int(part) if part.isdecimal() and len(part) < 9 else part for part in parts)
+    return Limits(allowed, memory)
+
+
+def _near(name: str, known) -> str:
+    known = list(known)
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """One choice of everything but the order of nodes, the partition and how each group reduces."""
+
+    pipeline: int
+    tensor: int
+    context: int
+    expert: int
+    data: int
+    virtual: int
+    micro_batch: int
+    micro_batches: int
+    recompute: str
+    zero: int
+
+    def sizes(self, order: str = DEFAULT_ORDER) -> Sizes:
+        return Sizes(self.pipeline, self.tensor, self.context, self.expert, self.data, order)
+
+    def model(self, model: Model) -> Model:
+        """`model` with this micro-batch, recomputation and ZeRO stage (as state_bytes and sharded_bytes)."""
+        parts = states(model)
+        cut = ("optimizer", "gradients", "weights")[: self.zero]
+        shared = sum(parts[name] for name in cut)
+        return replace(
+            model,
+            micro_batch=self.micro_batch,
+            micro_batches=self.micro_batches,
+            global_batch=0,
+            recompute=self.recompute,
+            state_bytes=sum(parts.values()) - shared,
+            sharded_bytes=shared,
+        )
+
+
+def shapes(ground: Ground, model: Model, global_batch: int, limits: Limits) -> Iterator[Shape]:
+    """All shapes of the space within `limits`."""
+    world, processes, kv = ground.world, ground.processes, model.groups or model.heads
+    for tensor in divisors(world):
+        if not limits.allows("tensor", tensor) or model.heads % tensor or (kv % tensor and tensor % kv) or not _even(processes, tensor):
+            continue
+        for context in divisors(world // tensor):
+            if not limits.allows("context", context) or not _context(model, limits, context) or not _even(processes, tensor * context):
+                continue
+            for pipeline in divisors(world // (tensor * context)):
+                if not limits.allows("pipeline", pipeline) or pipeline > model.layers or not _even(processes, world // pipeline):
+                    continue
+                data = world // (tensor * context * pipeline)
+                if limits.allows("data", data) and global_batch % data == 0:
+                    yield from _inner(model, global_batch // data, limits, tensor, context, pipeline, data)
+
+
+def _inner(model: Model, sequences: int, limits: Limits, tensor: int, context: int, pipeline: int, data: int) -> Iterator[Shape]:
+    for expert in divisors(data * context) if model.experts else (1,):
+        if not limits.allows("expert", expert) or (model.experts or 1) % expert:
+            continue
+        for micro_batch in limits.allowed.get("micro_batch", MICRO_BATCHES):
+            if sequences % micro_batch:
+                continue
+            count = sequences // micro_batch
+            per_stage = model.layers // pipeline
+            virtuals = divisors(per_stage) if pipeline > 1 and model.layers % pipeline == 0 and count % pipeline == 0 else (1,)
+            for virtual in virtuals:
+                for recompute in RECOMPUTE:
+                    for zero in (0, 1) if pipeline > 1 else (0, 1, 2, 3):
+                        if all(limits.allows(*item) for item in (("virtual", virtual), ("recompute", recompute), ("zero", zero))):
+                            yield Shape(pipeline, tensor, context, expert, data, virtual, micro_batch, count, recompute, zero)
+
+
+def _context(model: Model, limits: Limits, context: int) -> bool:
+    """Whether sequences can be cut so, and are long enough for it."""
+    return context == 1 or (model.sequence % (2 * context) == 0 and ("context" in limits.allowed or model.sequence >= MIN_TOKENS * context))
+
+
+def _even(processes: int, ranks: int) -> bool:
+    return processes % ranks == 0 or ranks % processes == 0
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
+    return small + [number // value for value in reversed(small) if value * value != number]

@@ -1,0 +1,1 @@
+"""One training step of every rank, event by event."""

@@ -1,0 +1,201 @@
+"""Actors that compute and wait, and flows that share NICs: the event-driven core of plan/simulate/step.py. Seconds and bits.
+
+    actor     ("compute", kind, seconds, micro_batch, chunk)     ("post", tag)     ("wait", tag, kind, micro_batch)
+    transfer  begins when all its parties posted it (rendezvous: blocking sends, collectives) and its channel is free;
+              then a fixed time, then a flow; when it ends it posts `then` once
+
+Flows share the NICs that they use max-min fairly (progressive filling; Bertsekas and Gallager 1992, sec. 6.5.2), each way by itself. A
+flow counts `weight` times on a NIC: it stands for as many like it. What an actor waits for is idle time until the transfer is
+ready (all have posted it, or the first of those that it follows) and communication from then on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+from typing import Hashable, NamedTuple, Sequence
+
+from holmes_ext.errors import HolmesError
+
+
+class Span(NamedTuple):
+    """What an actor did from start to end. kind: forward, backward, weight, optimizer, idle, send, reduce, gather; across: between clusters."""
+
+    kind: str
+    start: float
+    end: float
+    micro_batch: int = -1
+    chunk: int = 0
+    across: bool = False
+
+
+@dataclass(slots=True)
+class Transfer:
+    """parties: how many posts it needs. uses: (NIC, weight); limit_bps: what one flow reaches alone. channel: those of one channel follow each other
+    in the order in which they became ready. across: between clusters."""
+
+    parties: int
+    fixed_s: float = 0.0
+    bits: float = 0.0
+    limit_bps: float = inf
+    uses: tuple[tuple[Hashable, float], ...] = ()
+    channel: Hashable = None
+    then: Hashable = None
+    across: bool = False
+    posts: int = 0
+    ready: float = -1.0
+    ended: float = -1.0
+    left: float = 0.0
+    rate: float = 0.0
+    since: float = 0.0
+    version: int = 0
+    waiting: list = field(default_factory=list)
+
+
+class Simulation:
+    """capacities: bits/s of every NIC, one way. run() returns every actor's spans, without gaps from 0 to its end."""
+
+    def __init__(self, programs: Sequence[Sequence[tuple]], transfers: dict[Hashable, Transfer], capacities: dict[Hashable, float]):
+        self.programs, self.transfers, self.capacities = programs, transfers, capacities
+        self.now, self.heap, self.count = 0.0, [], 0
+        self.place = [0] * len(programs)
+        self.spans: list[list[Span]] = [[] for _ in programs]
+        self.flows: dict[Hashable, dict[Hashable, Transfer]] = {}  # NIC -> tag -> flow
+        self.channels: dict[Hashable, deque] = {}
+        self.carried: dict[Hashable, float] = {}  # NIC -> bits
+
+    def run(self) -> list[list[Span]]:
+        for actor in range(len(self.programs)):
+            self._advance(actor)
+        while self.heap:
+            self.now, _, what, item, version = heappop(self.heap)
+            if what == 0:
+                self._advance(item)
+            elif what == 1:
+                self._flow(item)
+            elif self.transfers[item].version == version:
+                self._end(item)
+        for actor, program in enumerate(self.programs):
+            if self.place[actor] < len(program):
+                raise HolmesError(f"simulation: actor {actor} waits for {program[self.place[actor]][1]} for ever")
+        return self.spans
+
+    def _at(self, moment: float, what: int, item: Hashable, version: int = 0) -> None:
+        self.count += 1
+        heappush(self.heap, (moment, self.count, what, item, version))
+
+    def _advance(self, actor: int) -> None:
+        program, spans = self.programs[actor], self.spans[actor]
+        while self.place[actor] < len(program):
+            op = program[self.place[actor]]
+            if op[0] == "wait":
+                transfer = self.transfers[op[1]]
+                if transfer.ended < 0:
+                    transfer.waiting.append((actor, self.now, op))
+                    return
+                self.place[actor] += 1
+            elif op[0] == "post":
+                self.place[actor] += 1
+                self._post(op[1])
+            else:
+                self.place[actor] += 1
+                if op[2] > 0:
+                    spans.append(Span(op[1], self.now, self.now + op[2], op[3], op[4]))
+                    self._at(self.now + op[2], 0, actor)
+                    return
+
+    def _post(self, tag: Hashable, ready: float | None = None) -> None:
+        """ready: since when what comes before it was."""
+        transfer = self.transfers[tag]
+        transfer.posts += 1
+        if transfer.posts < transfer.parties:
+            return
+        transfer.ready = self.now if ready is None else ready
+        if transfer.channel is None:
+            self._begin(tag)
+            return
+        queue = self.channels.setdefault(transfer.channel, deque())
+        queue.append(tag)
+        if len(queue) == 1:
+            self._begin(tag)
+
+    def _begin(self, tag: Hashable) -> None:
+        self._at(self.now + self.transfers[tag].fixed_s, 1, tag)
+
+    def _flow(self, tag: Hashable) -> None:
+        transfer = self.transfers[tag]
+        if transfer.bits <= 0:
+            self._end(tag)
+            return
+        transfer.left, transfer.since = transfer.bits, self.now
+        for nic, weight in transfer.uses:
+            self.flows.setdefault(nic, {})[tag] = transfer
+            self.carried[nic] = self.carried.get(nic, 0.0) + weight * transfer.bits
+        self._share({tag: transfer})
+
+    def _end(self, tag: Hashable) -> None:
+        transfer = self.transfers[tag]
+        transfer.ended = self.now
+        for nic, _ in transfer.uses:
+            self.flows.get(nic, {}).pop(tag, None)
+        around = {other: flow for nic, _ in transfer.uses for other, flow in self.flows.get(nic, {}).items()}
+        if around:
+            self._share(around)
+        if transfer.channel is not None:
+            queue = self.channels[transfer.channel]
+            queue.popleft()
+            if queue:
+                self._begin(queue[0])
+        if transfer.then is not None:
+            self._post(transfer.then, transfer.ready)
+        for actor, since, op in transfer.waiting:
+            ready = min(max(since, transfer.ready), self.now)
+            if ready > since:
+                self.spans[actor].append(Span("idle", since, ready, op[3]))
+            if self.now > ready:
+                self.spans[actor].append(Span(op[2], ready, self.now, op[3], 0, transfer.across))
+            self.place[actor] += 1
+            self._at(self.now, 0, actor)
+
+    def _share(self, seeds: dict[Hashable, Transfer]) -> None:
+        """New rates for all flows that are tied to `seeds` by NICs."""
+        tied, nics, todo = dict(seeds), set(), list(seeds.values())
+        while todo:
+            for nic, _ in todo.pop().uses:
+                if nic not in nics:
+                    nics.add(nic)
+                    for tag, flow in self.flows[nic].items():
+                        if tag not in tied:
+                            tied[tag] = flow
+                            todo.append(flow)
+        for tag, rate in _fair(tied, nics, self.capacities).items():
+            flow = tied[tag]
+            flow.left -= flow.rate * (self.now - flow.since)
+            flow.since, flow.rate = self.now, rate
+            flow.version += 1
+            self._at(self.now + max(0.0, flow.left) / rate, 2, tag, flow.version)
+
+
+def _fair(flows: dict[Hashable, Transfer], nics: set, capacities: dict[Hashable, float]) -> dict[Hashable, float]:
+    """Max-min fair rates: all grow together until a NIC is full or a flow reaches its limit; those stay, the others grow on."""
+    left = {nic: capacities[nic] for nic in nics}
+    weights = dict.fromkeys(nics, 0.0)
+    for flow in flows.values():
+        for nic, weight in flow.uses:
+            weights[nic] += weight
+    rates: dict[Hashable, float] = {}
+    growing = dict(flows)
+    while growing:
+        level = min((left[nic] / weights[nic] for nic in nics if weights[nic] > 1e-9), default=inf)
+        level = min(level, min(flow.limit_bps for flow in growing.values()))
+        full = {nic for nic in nics if weights[nic] > 1e-9 and left[nic] / weights[nic] <= level * (1 + 1e-9)}
+        for tag, flow in list(growing.items()):
+            if flow.limit_bps <= level * (1 + 1e-9) or any(nic in full for nic, _ in flow.uses):
+                rates[tag] = level
+                del growing[tag]
+                for nic, weight in flow.uses:
+                    left[nic] -= weight * level
+                    weights[nic] -= weight
+    return rates

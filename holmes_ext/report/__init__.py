@@ -1,0 +1,1 @@
+"""What `holmes report` shows: the files of a run's telemetry, what they add up to, traces and pictures."""

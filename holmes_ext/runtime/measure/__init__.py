@@ -1,0 +1,1 @@
+"""What a running job measures of itself: telemetry, profiles, probes, clocks."""

@@ -1,0 +1,1 @@
+"""Gradient reduction: buckets, overlap, two levels, compression."""

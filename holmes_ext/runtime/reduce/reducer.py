@@ -1,0 +1,325 @@
+"""Gradients that travel while the backward pass still runs.
+
+    micro-batch   1 .. m-1            m (the last one: arm() stands before it)
+    backward      accumulate only     layer n ... layer 2  layer 1 | finish() | optimizer.step()
+    network                                  [bucket 0][bucket 1][..]  only this last part is exposed
+
+Buckets are launched in one fixed order on all ranks of the group: one that is complete early waits for those before it, else
+ranks would reduce different buckets with each other. The order is the reverse of the parameters' own in the first
+step, which only observes; then it is the order in which the group's first rank saw its gradients become final.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from holmes_ext.cluster.site import Fabric
+from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.reduce import buckets
+from holmes_ext.runtime import session
+from holmes_ext.runtime.measure import telemetry
+from holmes_ext.runtime.watch.failure import describe_failure
+from holmes_ext.runtime.reduce.flat_bucket import FlatBucket, Gradient
+from holmes_ext.runtime.reduce.owned import ReduceToOwners, Spans, merge_spans
+from holmes_ext.runtime.reduce.straddling import TwoLevel, flat_all_reduce, two_level_for
+
+
+
+@dataclass(frozen=True)
+class ReductionTimes:
+    """One step's reduction as this rank saw it.
+
+    bytes: in the buffers (an all-reduce moves 2 (n-1)/n of them each way); seconds: from the first launch to the end of the last
+    bucket; exposed_s: the part of it that finish() waited; early: buckets launched while the backward pass ran. On GPUs, where waiting
+    does not block the host, both are the host's times only.
+    """
+
+    step: int
+    bytes: int
+    buckets: int
+    early: int
+    seconds: float
+    exposed_s: float
+    fabric: str
+
+    @property
+    def bits_per_second(self) -> float:
+        """Bits of gradients for each second of the reduction."""
+        return self.bytes * 8 / self.seconds if self.seconds else 0.0
+
+
+class GradientReducer:
+    """Averages gradients over a process group, overlapped with the backward pass of the last micro-batch.
+
+        reducer = GradientReducer(model.named_parameters())
+        for step in ...:
+            for batch in micro_batches[:-1]:
+                loss_of(batch).backward()                # gradients accumulate, nothing is sent
+            with reducer.overlapped():                   # arm() before, finish() after
+                loss_of(micro_batches[-1]).backward()
+            optimizer.step()
+
+    parameters: parameters, or (name, parameter) pairs; those without requires_grad are left out. The same on all ranks of `group`
+        (checked once, here: construction is collective).
+    group: a process group, None for all ranks.
+    bucket_bytes: size of a bucket; None takes buckets.bucket_bytes_for() of `fabric` (a chunk, where two levels are used), or 25 MiB
+        where no fabric is known.
+    fabric: the group's fabric; None takes it from the plan when holmes is active.
+    average: divide by the number of ranks; else the sum stays.
+    predivide: gradients are divided by it before the sum, and by ranks / predivide after it (a margin against overflow in float16).
+    communication_dtype: what travels; None for each gradient's own dtype.
+    compress: "off", "bf16" or "int8": of the step between clusters where two levels are used (runtime/reduce/compress.py); None takes
+        --holmes-compress.
+    deferred: parameters whose gradients become final after the backward pass only, as weights tied over pipeline stages do: they
+        are launched by finish().
+    all_reduce: all_reduce(flat tensor) -> a work with wait() and get_future(), in place of torch's on `group`; None takes
+        two levels where holmes is active, the group straddles clusters (with NCCL: of equal size) and that is predicted to be faster.
+    gradient: gradient(parameter) -> its final gradient, called once for each step when the bucket is filled; by default .grad.
+    owners: owners(parameter) -> (elements, rank) one after the other: who needs which part of its average. On all others that part is
+        undefined afterwards (runtime/reduce/owned.py). None: all ranks need everything. Not used where two levels are.
+
+    A parameter that got no gradient on this rank counts as zeros, and its .grad is the average on all ranks afterwards (zeros
+    where no rank used it, as DeepSpeed does and DistributedDataParallel does not): no rank waits for it. NaN and infinity travel like any number. A
+    gradient that is accumulated several times in one backward (reentrant activation checkpointing, several backward()
+    calls) is final at the last one: how many there are is learned in the first step, and HolmesError is raised when one more
+    arrives after its bucket was sent. Hooks of other libraries that change gradients must be registered before.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter] | Iterable[tuple[str, torch.nn.Parameter]],
+        group: dist.ProcessGroup | None = None,
+        *,
+        bucket_bytes: int | None = None,
+        fabric: Fabric | None = None,
+        average: bool = True,
+        predivide: float = 1.0,
+        communication_dtype: torch.dtype | None = None,
+        compress: str | None = None,
+        deferred: Iterable[torch.nn.Parameter] = (),
+        all_reduce: Callable[[torch.Tensor], Any] | None = None,
+        gradient: Gradient | None = None,
+        owners: Callable[[torch.nn.Parameter], Spans] | None = None,
+    ):
+        named = _named(parameters)
+        self._parameters = [parameter for _, parameter in named]
+        self.group = group if group is not None else dist.group.WORLD
+        self.ranks = tuple(dist.get_process_group_ranks(self.group))
+        self.fabric = fabric or _planned_fabric(self.ranks)
+        self._divisors = (predivide, len(self.ranks) / predivide) if average else (predivide, 1 / predivide)
+        self._gradient = gradient or (lambda parameter: parameter.grad)
+        self._items = [_item(name, parameter, communication_dtype) for name, parameter in named]
+        device_type = self._parameters[0].device.type
+        self._two_level = None if all_reduce else two_level_for(self.group, sum(item.bytes for item in self._items), compress, device_type)
+        self._all_reduce = all_reduce or self._two_level or flat_all_reduce(self.group)
+        self._owners = owners if all_reduce is None and self._two_level is None else None
+        self._to_owners = ReduceToOwners(self.group, device_type) if self._owners else None
+        self.bucket_bytes = self._choose_size(bucket_bytes)
+        late = {id(parameter) for parameter in deferred}
+        self._deferred = [i for i, parameter in enumerate(self._parameters) if id(parameter) in late]
+        self.times: ReductionTimes | None = None
+        self._step = 0
+        self._expected: list[int] | None = None
+        self._seen: list[int] = []
+        self._armed = False
+        self._check_alike()
+        self._build([i for i in reversed(range(len(named))) if i not in set(self._deferred)])
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_arrived, index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    def _choose_size(self, wanted: int | None) -> int:
+        if wanted is None:
+            if isinstance(self._all_reduce, TwoLevel):
+                return self._all_reduce.chunk_bytes
+            if self.fabric is None:
+                return buckets.DEFAULT_BYTES
+            return buckets.bucket_bytes_for(self.fabric.latency_s, self.fabric.rate_bps, len(self.ranks))
+        if not isinstance(wanted, int) or wanted < 1:
+            raise HolmesError(f"GradientReducer: bucket_bytes is {wanted!r}; give a number of bytes above 0, or None")
+        return wanted
+
+    def _check_alike(self) -> None:
+        """Ranks with different parameters would reduce different things with each other, or hang."""
+        device = self._parameters[0].device
+        mine = torch.tensor([buckets.layout_digest(self._items, self.bucket_bytes)], device=device)
+        all_ = [torch.empty_like(mine) for _ in self.ranks]
+        dist.all_gather(all_, mine, group=self.group)
+        other = next((rank for rank, digest in zip(self.ranks, all_) if int(digest) != int(all_[0])), None)
+        if other is not None:
+            raise HolmesError(
+                f"GradientReducer: rank {other} has other parameters or another bucket size than rank {self.ranks[0]}:"
+                " names, shapes, dtypes, order and bucket_bytes must be the same in one group"
+            )
+
+    def _build(self, order: Sequence[int]) -> None:
+        groups = buckets.fill_buckets(self._items, order, self.bucket_bytes)
+        last = buckets.fill_buckets(self._items, self._deferred, self.bucket_bytes)
+        self._buckets = [FlatBucket(indices, self._items) for indices in (*groups, *last)]
+        self._hooked = len(groups)  # buckets that the backward pass may launch
+        self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
+        for bucket in self._buckets if self._owners else ():
+            bucket.spans = merge_spans(span for i in bucket.indices for span in self._owners(self._parameters[i]))
+        self._reset()
+
+    def _reset(self) -> None:
+        self._armed = False
+        self._next = 0
+        self._counts = [0] * len(self._parameters)
+        self._started_at = 0.0
+        for bucket in self._buckets:
+            bucket.reset()
+
+    # What a training loop calls
+
+    @property
+    def armed(self) -> bool:
+        """Whether arm() was called and finish() was not yet."""
+        return self._armed
+
+    def covers(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Whether these parameters, in this order, are the ones that are reduced."""
+        return [id(parameter) for parameter in parameters] == [id(parameter) for parameter in self._parameters]
+
+    def arm(self) -> None:
+        """The next backward pass (all of them until finish()) is the last of this step: send gradients as they become final."""
+        if self._armed:
+            raise HolmesError("GradientReducer: arm() was called twice without finish() between; one arm() and one finish() a step")
+        self._armed = True
+
+    def finish(self) -> ReductionTimes:
+        """Launch what is left (everything, without arm()), wait, and leave the averages in the gradients.
+
+        Raises HolmesError naming this rank, the bucket and the fabric when the reduction fails.
+        """
+        early, began = self._next, time.perf_counter()
+        while self._next < len(self._buckets):
+            self._launch()
+        for bucket in self._buckets:
+            self._wait(bucket)
+            bucket.store(self._divisors[1])
+        ended = time.perf_counter()
+        last = max((bucket.done_at or ended for bucket in self._buckets), default=ended)
+        self.times = ReductionTimes(
+            step=self._step,
+            bytes=sum(bucket.bytes for bucket in self._buckets),
+            buckets=len(self._buckets),
+            early=early,
+            seconds=last - self._started_at if self._buckets else 0.0,
+            exposed_s=ended - began,
+            fabric=self.fabric.name if self.fabric else "",
+        )
+        self._step += 1
+        if self._armed and self._expected is None:
+            self._learn()
+        self._reset()
+        telemetry.reduction_done(self.times)
+        return self.times
+
+    @contextmanager
+    def overlapped(self) -> Iterator[None]:
+        """arm() before the block, finish() after it; an exception inside goes on as it is."""
+        self.arm()
+        yield
+        self.finish()
+
+    def close(self) -> None:
+        """Remove the hooks and end the threads that this reducer started. Gradients stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for helper in filter(None, (self._two_level, self._to_owners)):
+            helper.close()
+
+    # Backward pass
+
+    def _gradient_arrived(self, index: int, _: torch.Tensor) -> None:
+        if not self._armed:
+            return
+        self._counts[index] += 1
+        if self._expected is None:
+            self._seen.append(index)
+            return
+        bucket = self._bucket_of[index]
+        if bucket.work is not None:
+            raise HolmesError(
+                f"GradientReducer: {self._items[index].name} got another gradient after its bucket was sent"
+                f" ({self._counts[index]} in this step, {self._expected[index]} in the first one); call finish() alone, without arm(),"
+                " in loops whose backward passes differ"
+            )
+        if self._counts[index] == self._expected[index]:
+            bucket.missing -= 1
+        while self._next < self._hooked and self._buckets[self._next].missing == 0:
+            self._launch()
+
+    def _learn(self) -> None:
+        """From the first armed step: how often each gradient is accumulated, and in which order they become final.
+
+        The first rank's order counts; what any rank did not use goes last, so that it holds up nothing.
+        """
+        self._expected = self._counts
+        last = {index: place for place, index in enumerate(self._seen)}
+        mine = [last.get(index, -1) for index in range(len(self._parameters))]
+        device = self._parameters[0].device
+        places = torch.tensor(mine, device=device)
+        dist.broadcast(places, src=self.ranks[0], group=self.group)
+        unused = torch.tensor([place < 0 for place in mine], dtype=torch.int64, device=device)
+        dist.all_reduce(unused, op=dist.ReduceOp.MAX, group=self.group)
+        keys = list(zip(unused.tolist(), places.tolist()))
+        late = set(self._deferred)
+        self._seen = []
+        self._build(sorted((i for i in range(len(keys)) if i not in late), key=keys.__getitem__))
+
+    def _launch(self) -> None:
+        """Copy the next bucket's gradients into its buffer and start its reduction."""
+        bucket = self._buckets[self._next]
+        bucket.fill(self._parameters, self._gradient, self._divisors[0])
+        if self._next == 0:
+            self._started_at = time.perf_counter()
+        try:
+            bucket.work = self._to_owners(bucket.flat, bucket.spans) if self._to_owners else self._all_reduce(bucket.flat)
+        except RuntimeError as error:
+            raise self._failed(bucket, error) from error
+        if not bucket.flat.is_cuda:
+            bucket.work.get_future().add_done_callback(lambda _: setattr(bucket, "done_at", time.perf_counter()))
+        self._next += 1
+
+    def _wait(self, bucket: FlatBucket) -> None:
+        try:
+            bucket.work.wait()
+        except RuntimeError as error:
+            raise self._failed(bucket, error) from error
+
+    def _failed(self, bucket: FlatBucket, error: RuntimeError) -> HolmesError:
+        what = f"bucket {self._buckets.index(bucket)} of {len(self._buckets)} ({bucket}) of step {self._step}"
+        return HolmesError(describe_failure(what, self.ranks, self.fabric, str(error)))
+
+
+def _named(parameters: Iterable[Any]) -> list[tuple[str, torch.nn.Parameter]]:
+    named, seen = [], set()
+    for number, entry in enumerate(parameters):
+        name, parameter = entry if isinstance(entry, tuple) else (f"parameter {number}", entry)
+        if parameter.requires_grad and parameter.numel() and id(parameter) not in seen:
+            seen.add(id(parameter))
+            named.append((name, parameter))
+    if not named:
+        raise HolmesError("GradientReducer: no parameter that requires a gradient was given; pass model.named_parameters()")
+    return named
+
+
+def _item(name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> buckets.Item:
+    dtype = dtype or parameter.dtype
+    return buckets.Item(name, parameter.numel(), dtype.itemsize, (dtype, parameter.device))
+
+
+def _planned_fabric(ranks: tuple[int, ...]) -> Fabric | None:
+    current = session.active()
+    return current.plan.fabric_of(ranks, current.site) if current else None

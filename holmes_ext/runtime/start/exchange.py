@@ -1,0 +1,170 @@
+"""Every rank reports, the launcher's rank 0 decides, every rank learns the verdict - all through the job's store.
+
+    rank 0:   holmes/round           + 1: this start of the job
+    rank r:   holmes/ROUND/report/r  = who I am, what I was given  (NICs too, from local rank 0)
+    rank 0:   waits for all, compares, makes the plan
+    rank 0:   holmes/ROUND/verdict   = {"site": ..., "plan": ...} or {"error": one line}
+    rank r:   waits for the verdict; an error ends it
+
+A rank that fails before it can report sends its error instead, so that nobody waits for it in vain.
+
+Why rounds: torchrun's agents keep one store over the restarts of a job, and do not agree on TORCHELASTIC_RESTART_COUNT (an agent that
+restarts because another one did does not count it). So a rank may find what the job left there the last time it was started. A verdict that is
+there before the rank has reported is such a leftover, since no verdict is made without its report: it waits for the next round.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from datetime import timedelta
+from typing import Any, Callable
+
+import torch.distributed as dist
+
+from holmes_ext.cluster.node_report import NodeReport
+from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.start.launcher import Process
+
+#: What rank 0 makes of all reports: the verdict's content.
+Decide = Callable[[list[dict[str, Any]], list[NodeReport]], dict[str, Any]]
+_CHUNK = 512
+_ROUND = "holmes/round"
+#: How long a verdict that does not count this rank's report may stand until it is taken for one that gave the rank up, in seconds.
+_LEFTOVER_SECONDS = 10.0
+
+
+class RemoteError(HolmesError):
+    """An error that rank 0 has already told the user; the other ranks only end."""
+
+
+def exchange(
+    store: dist.Store, process: Process, report: dict[str, Any], decide: Decide, timeout_s: float
+) -> dict[str, Any]:
+    """The verdict on all ranks' reports; its key "round" is the prefix for whatever else this start of the job puts into the store.
+
+    `report` holds at least node, identity, local_rank, `agreed` (a flat dict that must be the same everywhere) and, from
+    local rank 0, `nics_of_node`; or only `error`. Raises HolmesError on rank 0 and RemoteError elsewhere.
+    """
+    packed = _pack({**report, "rank": process.rank})
+    try:
+        if process.rank == 0:
+            return _lead(store, process, packed, decide, timeout_s)
+        verdict = _await_verdict(store, process, packed, timeout_s)
+    except (dist.DistError, RuntimeError):  # the store, or the host of it, is gone
+        verdict = None
+    if verdict is None:
+        raise HolmesError(
+            f"rank {process.rank} on {report.get('node', '?')} got no verdict from rank 0 at"
+            f" {process.master_addr}:{process.master_port}; was rank 0 started with --holmes, and is it alive?"
+        )
+    if "error" in verdict:
+        raise RemoteError(verdict["error"])
+    return verdict
+
+
+def _lead(store: dist.Store, process: Process, packed: bytes, decide: Decide, timeout_s: float) -> dict[str, Any]:
+    prefix = f"holmes/{store.add(_ROUND, 1)}"
+    store.set(f"{prefix}/report/0", packed)
+    try:
+        verdict = {**_decide(_collect(store, prefix, process, timeout_s), decide), "round": prefix}
+    except HolmesError as error:
+        store.set(f"{prefix}/verdict", _pack({"error": str(error)}))
+        raise
+    store.set(f"{prefix}/verdict", _pack(verdict))
+    return verdict
+
+
+def _await_verdict(store: dist.Store, process: Process, packed: bytes, timeout_s: float) -> dict[str, Any] | None:
+    """Report in the round that is under way, or in the next where the one found is over; None when no verdict came."""
+    started, reported, patience = time.monotonic(), "", 2.0
+    while (waited := time.monotonic() - started) < timeout_s + 15:  # rank 0 may itself use up the time, then says who was missing
+        if not _wait(store, _ROUND, patience):
+            continue
+        prefix = f"holmes/{int(store.get(_ROUND))}"
+        verdict = f"{prefix}/verdict"
+        if prefix != reported:
+            if store.check([verdict]):
+                if waited > _LEFTOVER_SECONDS and "error" in (given_up := _unpack(store.get(verdict))):
+                    return given_up
+                time.sleep(0.05)
+                continue
+            store.set(f"{prefix}/report/{process.rank}", packed)
+            reported = prefix
+        if _wait(store, verdict, patience):
+            return _unpack(store.get(verdict))
+        patience = min(2 * patience, 30.0)  # thousands of ranks look whether the round is still the same
+    return None
+
+
+def _wait(store: dist.Store, key: str, seconds: float) -> bool:
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+        return True
+    except (dist.DistError, RuntimeError):
+        return store.check([key])  # raises when the store is gone
+
+
+def _pack(document: dict[str, Any]) -> bytes:
+    return zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 1)
+
+
+def _unpack(data: bytes) -> dict[str, Any]:
+    return json.loads(zlib.decompress(data))
+
+
+def _collect(store: dist.Store, prefix: str, process: Process, timeout_s: float) -> list[dict[str, Any]]:
+    """Reports of all ranks in rank order; HolmesError names the ranks that did not come within `timeout_s` seconds."""
+    keys = [f"{prefix}/report/{rank}" for rank in range(process.world_size)]
+    deadline = time.monotonic() + timeout_s
+    reports = []
+    for start in range(0, len(keys), _CHUNK):
+        chunk = keys[start : start + _CHUNK]
+        try:
+            store.wait(chunk, timedelta(seconds=max(0.1, deadline - time.monotonic())))
+        except (dist.DistError, RuntimeError):
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            raise HolmesError(
+                f"{len(missing)} of {process.world_size} ranks did not report within {timeout_s:g} s: rank {names};"
+                " were they started, with --holmes, and can they reach"
+                f" {process.master_addr}:{process.master_port}?"
+            ) from None
+        reports += map(_unpack, store.multi_get(chunk))
+    return reports
+
+
+def _decide(reports: list[dict[str, Any]], decide: Decide) -> dict[str, Any]:
+    for report in reports:
+        if "error" in report:
+            raise HolmesError(f"rank {report['rank']} on {report['node']}: {report['error']}")
+    _compare(reports)
+    return decide(reports, _nodes(reports))
+
+
+def _compare(reports: list[dict[str, Any]]) -> None:
+    first = reports[0]
+    for report in reports[1:]:
+        for key in sorted({*first["agreed"], *report["agreed"]}):
+            here, there = first["agreed"].get(key), report["agreed"].get(key)
+            if here != there:
+                raise HolmesError(
+                    f"the ranks disagree on {key}: rank 0 on {first['node']} has {here!r}, rank {report['rank']} on"
+                    f" {report['node']} has {there!r}; start all with the same"
+                )
+
+
+def _nodes(reports: list[dict[str, Any]]) -> list[NodeReport]:
+    """One NodeReport for each node, in the order of its lowest rank, its processes counted."""
+    by_identity: dict[str, list[dict[str, Any]]] = {}
+    for report in reports:
+        by_identity.setdefault(f"{report['node']}/{report['identity']}", []).append(report)
+    nodes = []
+    for members in by_identity.values():
+        name, local = members[0]["node"], sorted(member["local_rank"] for member in members)
+        if local != list(range(len(members))):
+            raise HolmesError(f"node {name!r}: its {len(members)} processes have local ranks {local}, not 0 to {len(members) - 1}")
+        leader = next(member for member in members if member["local_rank"] == 0)
+        nodes.append(NodeReport.from_dict(leader["nics_of_node"], len(members)))
+    return nodes

@@ -1,0 +1,65 @@
+"""The deepspeed launcher's hostfile, as a rank can see it: are its hosts the nodes of cluster.toml?
+
+    deepspeed --hostfile FILE train.py ...                              reads FILE, reaches every host of it
+      -> python -m deepspeed.launcher.launch --world_info=BASE64 ...    on each host: {"a0": [0, 1], "b0": [0, 1]}
+           -> python train.py ...                                       a rank; the hosts stand in its parent's command line
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from pathlib import Path
+
+from holmes_ext.cluster.node_report import short_name
+from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.errors import HolmesError
+
+_FLAG = "--world_info"
+
+
+def launched_hosts(pid: int | None = None) -> dict[str, int]:
+    """Host -> processes, in the launcher's order, from process `pid` (default: the parent); empty when that is no deepspeed launcher."""
+    try:
+        arguments = Path(f"/proc/{os.getppid() if pid is None else pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    for item, following in zip(arguments, [*arguments[1:], ""]):
+        name, equals, value = item.partition("=")
+        if name == _FLAG:
+            return _decode(value if equals else following)
+    return {}
+
+
+def _decode(text: str) -> dict[str, int]:
+    try:
+        return {host: len(slots) for host, slots in json.loads(base64.urlsafe_b64decode(text)).items()}
+    except (ValueError, AttributeError, TypeError):
+        return {}  # another program's flag of that name
+
+
+def check_hosts(hosts: dict[str, int], spec: SiteSpec) -> None:
+    """HolmesError when the hostfile and cluster.toml cannot be the same nodes; aliases and addresses are left to what the nodes report."""
+    if not hosts:
+        return
+    nodes = {short_name(name): name for cluster in spec.clusters for name in cluster.nodes}
+    known = {name: nodes[short_name(name)] for name in hosts if short_name(name) in nodes}
+    extra, absent = [name for name in hosts if name not in known], sorted(set(nodes.values()) - set(known.values()))
+    if len(hosts) > len(nodes):
+        raise HolmesError(
+            f"the deepspeed launcher's hostfile has {len(hosts)} hosts, {spec.source} {len(nodes)} nodes: host {extra[0]!r} is in no"
+            " cluster; add it to a cluster's nodes, or take it out of the hostfile"
+        )
+    if len(hosts) < len(nodes):
+        raise HolmesError(
+            f"the deepspeed launcher's hostfile has {len(hosts)} hosts, {spec.source} {len(nodes)} nodes: node {absent[0]!r} of cluster"
+            f" {spec.cluster_of(absent[0]).name!r} is not in the hostfile; add it there, or take it out of the cluster"
+        )
+    for host, name in known.items():
+        cluster = spec.cluster_of(name)
+        if hosts[host] != cluster.processes:
+            raise HolmesError(
+                f"the deepspeed launcher's hostfile starts {hosts[host]} processes on {host!r}, but in {spec.source} key"
+                f" 'cluster.{cluster.name}.processes' is {cluster.processes}; make the slots and the key agree"
+            )

@@ -1,0 +1,49 @@
+"""Bad input that every rank meets at the same call: one rank tells it, the others only end.
+
+    each rank   claims the message in the job's store; who comes first prints it, the others wait until it has
+    the host    of the store waits for the others before it ends, or they would find no store
+
+The line is out before any rank ends, because a launcher ends all ranks as soon as one has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from datetime import timedelta
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.runtime import session
+from holmes_ext.runtime.start import rank as start
+from holmes_ext.runtime.start.exchange import RemoteError
+
+#: How long ranks wait for each other, in seconds: some have perhaps nothing to refuse.
+_WAIT = 10.0
+
+
+def told_once(error: HolmesError, topic: str = "") -> HolmesError:
+    """What this rank is to raise instead of `error`: a RemoteError, since one rank has told the message by then.
+
+    topic: what the refusal is about, where ranks word it differently (each names a tensor of its own); one of them is told. Without a store (one process, or its host is gone) the error itself: told twice rather than never.
+    """
+    current = session.active()
+    if current is None or not start._stores:
+        return error
+    process, store = current.process, start._stores[-1]
+    key = f"holmes/{process.restart}/refusal/{hashlib.sha256((topic or str(error)).encode()).hexdigest()[:16]}"
+    mine = str(process.rank)
+    try:
+        if store.compare_set(key, "", mine).decode() == mine:
+            sys.__stderr__.write(f"holmes: {error}\n")  # not sys.stderr: see switch._one_line
+            sys.__stderr__.flush()
+            store.set(f"{key}/told", "yes")
+        store.wait([f"{key}/told"], timedelta(seconds=_WAIT))
+        seen = store.add(f"{key}/seen", 1)
+        end = time.monotonic() + _WAIT
+        while process.rank == 0 and not process.agent_store and seen < process.world_size and time.monotonic() < end:
+            time.sleep(0.02)
+            seen = store.add(f"{key}/seen", 0)
+    except (RuntimeError, ValueError):  # torch.distributed.DistError is a RuntimeError
+        return error
+    return RemoteError(str(error))

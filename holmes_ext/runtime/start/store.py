@@ -1,0 +1,59 @@
+"""The job's own TCPStore, opened before init_process_group, with errors that name the rank and the address.
+
+    launcher's rank 0 hosts the store (torchrun's agent already does) | every rank connects to MASTER_ADDR:MASTER_PORT
+
+The host stays where the launcher put it, whatever ranks the processes get afterwards: the later env:// rendezvous finds
+this same server (torch.distributed.rendezvous._create_c10d_store; patches.torch_distributed sees to the hosting).
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.start.launcher import Process
+
+
+def open_store(process: Process, timeout_s: float) -> dist.TCPStore:
+    """The store of `process`'s job, connected; HolmesError within `timeout_s` seconds when it cannot be."""
+    hosts = process.rank == 0 and not process.agent_store
+    if not hosts:
+        _await_listener(process, timeout_s)
+    try:
+        return dist.TCPStore(
+            process.master_addr,
+            process.master_port,
+            process.world_size,
+            is_master=hosts,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        role = "host" if hosts else "reach"
+        raise HolmesError(
+            f"rank {process.rank} on {socket.gethostname()} cannot {role} the job's store at"
+            f" {process.master_addr}:{process.master_port} ({reason}); check MASTER_ADDR and MASTER_PORT"
+        ) from None
+
+
+def _await_listener(process: Process, timeout_s: float) -> None:
+    """Plain connects until somebody listens: their errors are readable, those of TCPStore are pages of C++ frames."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((process.master_addr, process.master_port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise HolmesError(
+                    f"rank {process.rank} on {socket.gethostname()} cannot reach the job's store at"
+                    f" {process.master_addr}:{process.master_port} within {timeout_s:g} s ({error.strerror or error});"
+                    " is rank 0 running with --holmes, and do MASTER_ADDR and MASTER_PORT name its host?"
+                ) from None
+            time.sleep(0.02)

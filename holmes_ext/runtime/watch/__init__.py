@@ -1,0 +1,1 @@
+"""What is watched while a job runs: NICs, failures, steps that hang."""

@@ -1,0 +1,44 @@
+"""`holmes probe` on emulated nodes: every fabric gets its curves, the file keeps the rest, a broken link is one line."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holmes_ext.cluster.spec import load_spec
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "two_nodes.toml"
+
+
+@pytest.fixture
+def probe(tmp_path):
+    file = tmp_path / "cluster.toml"
+    text = FILE.read_text().replace('nodes = ["a0"]', 'nodes = ["a0", "a1"]')
+    file.write_text(text)
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "holmes_ext.cli.main"]
+        command += ["lab", "run", "--cluster", str(file), "--quiet", "--preload", "torch", "--timeout", "240", "--"]
+        command += [sys.executable, "-m", "holmes_ext.cli.main", "probe", "--cluster", str(file), "--largest", "0.0625", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+    return run, file, text
+
+
+@pytest.mark.skipif(shutil.which("tc") is None, reason="no tc")
+def test_every_fabric_gets_its_curves(probe):
+    run, file, text = probe
+    dry = run("--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    assert file.read_text() == text and "[link.ethernet]" in dry.stdout
+    result = run()
+    assert result.returncode == 0, result.stderr
+    written = file.read_text()
+    assert written.startswith(text.rstrip("\n")) and "wrote" in result.stderr
+    links = load_spec(file).links
+    assert set(links) == {"ethernet", "a"}
+    for link in links.values():
+        for points in (link.send, link.ring):
+            assert [size for size, _ in points] == [1024, 4096, 16384, 65536]

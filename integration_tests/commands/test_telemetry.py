@@ -1,0 +1,140 @@
+"""Telemetry and the watchdog on two emulated clusters: its bytes are the interfaces', the loss is stock's, and a stuck step is explained."""
+
+import json
+import os
+import queue
+import signal
+import sys
+from collections import defaultdict
+
+from integration_tests.conftest import ROOT, SCRIPTS
+
+from holmes_ext.cli.main import main
+from holmes_ext.report.files import load
+
+TRAIN = str(ROOT / "examples" / "deepspeed_pipeline" / "train.py")
+SIZE = "--layers 4 --hidden 160 --heads 4 --sequence 32 --micro-batch 4 --micro-batches 4 --steps 8 --stages 2".split()
+MATRIX = str(SCRIPTS / "megatron_matrix.py")
+MEGATRON = "--layers 4 --hidden 128 --sequence 32 --micro-batch 2 --pipeline 2 --micro-batches 4 --steps 8".split()
+PRELOAD = ("megatron_cpu_shim", "megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.distributed", "megatron.core.pipeline_parallel")
+#: TCP's headers and acknowledgements, and what is not an operation (the store, start-up), as a share of the bytes counted.
+OVERHEAD = (1.0, 1.2)
+
+
+def everything(two_clusters, directory):
+    """The flags of all of it."""
+    return ("--holmes", "--holmes-cluster", str(two_clusters.file), "--holmes-telemetry", str(directory), "--holmes-watchdog", "2,5")
+
+
+def told(directory):
+    """MB that telemetry says were sent in all steps: by (cluster, fabric), and by (kind, where, fabric)."""
+    run = load(directory)
+    by_cluster, by_kind = defaultdict(float), defaultdict(float)
+    for one in run.ranks:
+        for step in one.steps.values():
+            for kind, fabric, where, _, _, sent, _, _ in step["groups"]:
+                by_cluster[one.head["cluster"], fabric] += sent / 1e6
+                by_kind[kind, where, fabric] += sent / 1e6
+    return run, by_cluster, by_kind
+
+
+def check_bytes(by_cluster, sent):
+    """What is said and what the interfaces of a cluster's nodes counted."""
+    for cluster, nodes in (("a", ("a0", "a1")), ("b", ("b0", "b1"))):
+        fast = sum(mb for node in nodes for nic, mb in sent[node].items() if nic != "eth0")
+        ethernet = sum(sent[node]["eth0"] for node in nodes)
+        said = by_cluster[cluster, cluster]
+        assert said * OVERHEAD[0] <= fast <= said * OVERHEAD[1], (cluster, said, fast)
+        said = by_cluster[cluster, "ethernet"]
+        assert said <= ethernet <= said * 1.2 + 0.3, (cluster, said, ethernet)  # 0.3 MB: the store, the start, small messages' headers
+
+
+def check_report(directory, capsys):
+    """The commands work on it; the trace's steps begin together on one axis."""
+    out = directory / "trace.json"
+    assert main(["report", str(directory), "--json", "--trace", str(out)]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert {row["kind"] for row in figures["rows"]} >= {"data", "pipeline"} and figures["notes"] == []
+    events = json.loads(out.read_text())["traceEvents"]
+    assert {event["name"] for event in events} >= {"forward", "backward", "optimizer", "all_reduce"}
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in events if event["ph"] == "X")
+    assert len({event["pid"] for event in events}) == 4
+    return figures
+
+
+def test_deepspeed(two_clusters, tmp_path, capsys):
+    def train(log, *flags):
+        before = two_clusters.lab.counters()
+        result = two_clusters.run(TRAIN, *SIZE, "--log", str(log), *flags, preload=("torch", "deepspeed"), env={"DS_ACCELERATOR": "cpu"})
+        assert result.returncode == 0, result.outputs
+        return [json.loads(line)["loss"] for line in log.read_text().splitlines()], two_clusters.sent(before)
+
+    stock, _ = train(tmp_path / "stock")
+    losses, sent = train(tmp_path / "log", *everything(two_clusters, tmp_path / "tele"))
+    assert max(abs(a - b) for a, b in zip(stock, losses, strict=True)) <= 1e-6
+    run, by_cluster, by_kind = told(tmp_path / "tele")
+    assert all(len(one.steps) == 8 and one.closed for one in run.ranks)
+    check_bytes(by_cluster, sent)
+    across = sum(mb for (_, where, _), mb in by_kind.items() if where == "across")
+    ethernet = sum(nics["eth0"] for nics in sent.values())
+    assert across <= ethernet <= across * 1.2 + 0.6
+    activations = 8 * 4 * 4 * 32 * 160 * 4 / 1e6  # steps x micro-batches x rows x sequence x hidden x 4 bytes, one way
+    assert 2 * activations <= by_kind["pipeline", "across", "ethernet"] / 2 < 2.1 * activations  # two pipelines, both ways
+    assert by_kind["data", "inside", "a"] > 1 and by_kind["data", "inside", "b"] > 1
+    assert not any(kind == "data" and where == "across" for kind, where, _ in by_kind)
+    figures = check_report(tmp_path / "tele", capsys)
+    assert figures["tokens_per_second"] > 0
+
+
+def test_megatron_core(two_clusters, tmp_path, capsys):
+    """Its losses under the watchdog are compared with stock's in test_megatron_core_lab.py."""
+    (tmp_path / "splits.json").write_text(json.dumps({"pipeline 2": MEGATRON}))
+    before = two_clusters.lab.counters()
+    path = os.pathsep.join(filter(None, [str(ROOT / "integration_tests"), os.environ.get("PYTHONPATH", "")]))
+    result = two_clusters.run(
+        MATRIX, str(tmp_path / "splits.json"), str(tmp_path / "results.json"), *everything(two_clusters, tmp_path / "telemetry"),
+        preload=PRELOAD, env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.outputs
+    run, by_cluster, by_kind = told(tmp_path / "telemetry")
+    assert all(len(one.steps) == 8 for one in run.ranks)
+    check_bytes(by_cluster, two_clusters.sent(before))
+    assert by_kind["data", "inside", "a"] > 1 and by_kind["data", "inside", "b"] > 1
+    assert by_kind["pipeline", "across", "ethernet"] > 0.5
+    assert not any(kind == "data" and where == "across" for kind, where, _ in by_kind)
+    check_report(tmp_path / "telemetry", capsys)
+
+
+def test_what_holds_a_step_up_is_named(two_clusters):
+    """In one run: the fast NIC of b1 carries 0.1 %, then all again, then the launcher's second process (on b0: rank 2) is stopped."""
+    lines: queue.SimpleQueue = queue.SimpleQueue()
+    heard: list[str] = []
+
+    def hear(wanted):
+        while not heard or wanted not in heard[-1]:
+            heard.append(lines.get(timeout=200))
+        return heard[-1]
+
+    rate = next(cluster.rate_bps for cluster in two_clusters.spec.clusters if cluster.name == "b")
+    flags = ("--holmes", "--holmes-cluster", str(two_clusters.file), "--holmes-sizes", "pipeline=2", "--holmes-watchdog", "3,4")
+    job = two_clusters.lab.start(
+        [sys.executable, str(SCRIPTS / "steps.py"), "100000", *flags], order=two_clusters.order, timeout=400, preload=("torch",),
+        on_line=lambda rank, line, stream: lines.put(line),
+    )  # fmt: skip
+    try:
+        hear("step 10")
+        two_clusters.lab.set_rate("b1", "roce0", rate // 1000)
+        line = hear("so far, the median is")
+        assert "the data group of ranks 2, 3 (all_reduce on b over roce0): all have arrived, the network is slow" in line, line
+        assert "rank 3 on b1 moves" in line and "of 1.6 Gb/s" in line, line
+        two_clusters.lab.set_rate("b1", "roce0", rate)
+        number = max(int(one.split()[1]) for one in heard if one.startswith("step ") and one.split()[1].isdecimal() and len(one.split()) == 2)
+        hear(f"step {number + 10}")
+        job.kill(1, signal.SIGSTOP)
+        line = hear("so far, the median is")
+        assert "waits for rank 2 on b0, which does not answer: stopped, dead" in line, line
+    except queue.Empty:
+        raise AssertionError(heard[-20:]) from None
+    finally:
+        two_clusters.lab.set_rate("b1", "roce0", rate)
+        job.kill()

@@ -1,0 +1,307 @@
+"""DeepSpeed's real pipeline engine, 4 processes (pipeline 2 x data 2) on loopback: overlapped against stock, step for step.
+
+Each scene trains twice in the same processes, first without and then with the feature "overlap", from the same weights on the same text; so
+the exact undo is tested too. Losses, and for one scene the weights, must agree.
+"""
+
+import contextlib
+import io
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+sys.path[:0] = [str(Path(__file__).parents[2] / place) for place in ("tests", "examples/deepspeed_pipeline")]
+torch = pytest.importorskip("torch")
+deepspeed = pytest.importorskip("deepspeed")
+
+from model import layer_specs, next_byte_loss  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+
+from holmes_ext.errors import HolmesError  # noqa: E402
+from holmes_ext.options import Options  # noqa: E402
+from holmes_ext.patches import Registry  # noqa: E402
+from holmes_ext.patches.deepspeed import gather as deepspeed_gather, reduce as deepspeed_reduce  # noqa: E402
+from holmes_ext.runtime.reduce import buckets, gather  # noqa: E402
+from holmes_ext.runtime import session  # noqa: E402
+from holmes_ext.runtime.reduce.owned import ReduceToOwners  # noqa: E402
+
+STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE = 4, 3, 2, 16
+ZERO = {"stage": 1, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+#: name -> (DeepSpeed's configuration, the model's options, largest difference of losses)
+SCENES = {
+    "fp32": ({}, {}, 1e-6),
+    "fp32 tied": ({}, {"tied": True}, 1e-6),
+    "fp32 clipping": ({"gradient_clipping": 0.1}, {}, 1e-6),
+    "fp32 prescaled": ({"prescale_gradients": True}, {}, 1e-6),
+    "fp32 predivided": ({"gradient_predivide_factor": 2.0}, {}, 1e-6),
+    "fp32 sent as bf16": ({"communication_data_type": "bf16"}, {}, 1e-6),
+    "fp32 checkpointing": ({}, {"checkpoint": deepspeed.checkpointing.non_reentrant_checkpoint}, 1e-6),
+    "fp32 reentrant checkpointing, tied": ({}, {"checkpoint": deepspeed.checkpointing.checkpoint, "tied": True}, 1e-6),
+    "fp32 frozen on the way": ({}, {"freeze": True}, 1e-6),
+    "fp32 partly optimized": ({}, {"leave_out": True}, 1e-6),
+    "bf16 ZeRO 1 partly optimized": ({"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS}, {"leave_out": True}, 1e-6),
+    "fp32 unused": ({}, {"unused": True}, 1e-6),
+    "fp32 ZeRO 1 unused": ({"zero_optimization": ZERO}, {"unused": True}, 1e-6),
+    "bf16 ZeRO 1 unused": ({"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS}, {"unused": True}, 1e-6),
+    "bf16 ZeRO 1 tied, clipping": (
+        {"bf16": {"enabled": True}, "zero_optimization": ZERO, "gradient_clipping": 0.1, **FP32_SUMS},
+        {"tied": True},
+        1e-6,
+    ),
+    "fp32 other hooks": ({}, {"hooked": True}, 1e-6),
+    "fp16": ({"fp16": {"enabled": True, "initial_scale_power": 8}}, {}, 1e-6),
+    "fp32 ZeRO 1": ({"zero_optimization": ZERO}, {}, 1e-6),
+    "fp32 ZeRO 1 tied, clipping": ({"zero_optimization": ZERO, "gradient_clipping": 0.1}, {"tied": True}, 1e-6),
+    "fp32 ZeRO 1 not contiguous": ({"zero_optimization": {**ZERO, "contiguous_gradients": False}}, {}, 1e-6),
+    "fp32 ZeRO 1 all-reduce": ({"zero_optimization": {**ZERO, "reduce_scatter": False}}, {}, 1e-6),
+    "bf16": ({"bf16": {"enabled": True}}, {}, 1e-2),
+    "bf16 ZeRO 1": ({"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS}, {}, 1e-6),
+    "bf16 ZeRO 1 sent as fp32": (
+        {"bf16": {"enabled": True}, "zero_optimization": ZERO, "communication_data_type": "fp32", **FP32_SUMS},
+        {"tied": True},
+        1e-6,
+    ),
+    "bf16 ZeRO 1 immediate": (
+        {"bf16": {"enabled": True, "immediate_grad_update": True}, "zero_optimization": ZERO, **FP32_SUMS},
+        {"tied": True},
+        1e-6,
+    ),
+    "bf16 ZeRO 1 bf16 sums": ({"bf16": {"enabled": True}, "zero_optimization": ZERO}, {}, 1e-6),
+    "fp16 ZeRO 1, overflows skipped": (
+        {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}, "zero_optimization": ZERO},
+        {},
+        1e-6,
+    ),
+}
+
+
+def batches(rank_of_data, steps):
+    """Random bytes of the data-parallel rank, in every step the same ones: the loss must fall."""
+    for number in range(steps * MICRO_BATCHES):
+        generator = torch.Generator().manual_seed(10 * rank_of_data + number % MICRO_BATCHES)
+        text = torch.randint(0, 256, (MICRO_BATCH, SEQUENCE + 1), generator=generator)
+        yield text[:, :-1], text[:, 1:]
+
+
+def clip_by_value(parameter):
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+def engine_for(config, options):
+    from deepspeed.pipe import PipelineModule
+
+    options = dict(options)
+    options.pop("freeze", None)
+    left_out = 1 if options.pop("leave_out", False) else 0
+    checkpoint = options.pop("checkpoint", None)
+    unused, hooked = options.pop("unused", False), options.pop("hooked", False)
+    specs = layer_specs(4, 32, 2, SEQUENCE, options.pop("tied", False))
+    with torch.no_grad():
+        model = PipelineModule(
+            specs,
+            num_stages=2,
+            loss_fn=next_byte_loss,
+            partition_method="uniform",
+            seed_layers=True,
+            seed_fn=torch.manual_seed,
+            base_seed=1234,
+            activation_checkpoint_interval=1 if checkpoint else 0,
+            checkpointable_layers=["Block"],  # the reentrant kind cuts an embedding off from its gradient
+            **({"activation_checkpoint_func": checkpoint} if checkpoint else {}),
+        )
+    if unused:  # one that never gets a gradient
+        model.forward_funcs[1].register_parameter("spare", torch.nn.Parameter(torch.ones(7)))
+    for parameter in model.parameters() if hooked else ():  # another library changes gradients on their way
+        parameter.register_hook(lambda gradient: gradient * 0.5)
+        parameter.register_post_accumulate_grad_hook(clip_by_value)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters())[left_out:],
+        config={
+            "train_micro_batch_size_per_gpu": MICRO_BATCH,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "gradient_clipping": 0.0,
+            "steps_per_print": None,
+            **config,
+        },
+    )
+    return engine
+
+
+@contextlib.contextmanager
+def counted(group):
+    """Elements that all-reduces over `group`, and reductions to owners, carry meanwhile, in a list of one number."""
+    total, original, to_owners = [0], torch.distributed.all_reduce, ReduceToOwners.__call__
+
+    def all_reduce(tensor, *args, **kwargs):
+        total[0] += tensor.numel() if kwargs.get("group") is group else 0
+        return original(tensor, *args, **kwargs)
+
+    def reduce(self, flat, spans):
+        assert sum(elements for elements, _ in spans) == flat.numel()
+        total[0] += flat.numel()
+        return to_owners(self, flat, spans)
+
+    torch.distributed.all_reduce, ReduceToOwners.__call__ = all_reduce, reduce
+    try:
+        yield total
+    finally:
+        torch.distributed.all_reduce, ReduceToOwners.__call__ = original, to_owners
+
+
+def train(config, options):
+    """Losses of all steps, the buckets that left early in each, the sum of this stage's weights, and what the last step sent for
+    each of them, and whether updated parameters were still on their way after each step."""
+    engine = engine_for(config, options)
+    data = batches(engine.grid.get_data_parallel_rank(), STEPS)
+    losses, early, under_way = [], [], []
+    for step in range(STEPS):
+        if step == 2 and options.get("freeze"):  # the stage's first parameter trains no more
+            next(engine.module.parameters()).requires_grad_(False)
+        with counted(engine.mpu.get_data_parallel_group()) as elements:
+            losses.append(engine.train_batch(data).item())
+        overlap = deepspeed_reduce._overlaps.get(engine)
+        early.append(overlap.reducer.times.early if overlap and overlap.reducer else None)
+        gathers = deepspeed_gather._gathers.get(engine)
+        under_way.append(gathers is not None and gathers.handle is not None)
+    weights = sum(p.detach().double().sum().item() for p in engine.module.parameters())
+    share = elements[0] / sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
+    return losses, early, weights, share, under_way
+
+
+def compare_scenes(rank, names, folder):
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling, and not used
+    deepspeed.init_distributed()
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can on the CPU, DeepSpeed asks for AMX
+    deepspeed.utils.logger.setLevel(100)
+    buckets.DEFAULT_BYTES = 20_000  # several buckets in this small model
+    registry = Registry((*deepspeed_reduce.PATCHES, *deepspeed_gather.PATCHES))
+    results = {}
+    for name in names:
+        config, options, _ = SCENES[name]
+        with contextlib.redirect_stdout(io.StringIO()):
+            stock = train(config, options)
+            registry.enable(["overlap", "overlap-gather"], required=True, disabled=frozenset())
+            ours = train(config, options)
+            registry.undo()
+        results[name] = stock, ours
+    with contextlib.redirect_stdout(io.StringIO()):
+        stock = read_between_steps(f"{folder}/stock", slow=False)
+        registry.enable(["overlap", "overlap-gather"], required=True, disabled=frozenset())
+        ours = read_between_steps(f"{folder}/ours", slow=True)
+        registry.undo()
+        results["read between steps"] = stock, ours
+        results["not supported"] = not_supported(rank)
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
+    return run_ranks(compare_scenes, 4, list(SCENES), str(tmp_path_factory.mktemp("saved")), timeout_s=480)
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_losses_and_weights_are_stock_s(results, name):
+    tolerance = SCENES[name][2]
+    for rank, of_rank in enumerate(results):
+        (losses, none, weights, stock_sent, _), (ours, early, our_weights, sent, _) = of_rank[name]
+        assert none == [None] * STEPS, "stock must not have been patched"
+        assert max(abs(a - b) for a, b in zip(losses, ours)) <= tolerance, (losses, ours)
+        assert abs(weights - our_weights) <= 1e-5 * max(1, abs(weights)) or tolerance > 1e-6
+        assert losses[-1] < losses[0] - 0.1
+        assert sent == pytest.approx(stock_sent, rel=0.02), "every gradient travels once"
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_gradients_left_during_the_last_backward(results, name):
+    for of_rank in results:
+        early = of_rank[name][1][1]
+        if "frozen" in name:  # a new set of parameters: learn again
+            assert early[0] == 0 and early[1] > 2 and early[2] == 0 and early[3] > 2, early
+        else:
+            assert early[0] == 0 and min(early[1:]) > 2, early
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_updated_parameters_travel_on_after_the_step_where_they_are_gathered(results, name):
+    for of_rank in results:
+        stock, ours = of_rank[name]
+        gathered = "zero_optimization" in SCENES[name][0] or "bf16" in SCENES[name][0]
+        assert stock[4] == [False] * STEPS
+        assert ours[4][-1] == gathered and ("overflows" in name or ours[4] == [gathered] * STEPS)
+
+
+def weights_of(tensors):
+    return sum(tensor.double().sum().item() for tensor in tensors if torch.is_floating_point(tensor))
+
+
+def read_between_steps(folder, slow):
+    """What somebody sees who reads the parameters right after a step, in several ways, one after each step."""
+    config = {"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS}
+    engine = engine_for(config, {"tied": True})
+    data = batches(engine.grid.get_data_parallel_rank(), 100)
+    seen, run = [], gather.Chain._run
+
+    def late(chain):
+        time.sleep(0.3)
+        run(chain)
+
+    if slow:
+        gather.Chain._run = late
+    for read in (
+        lambda: weights_of(engine.module.state_dict().values()),
+        lambda: weights_of(engine.module.parameters()),
+        lambda: engine.eval_batch(data).item(),
+        lambda: engine.save_checkpoint(folder) and weights_of(torch.load(Path(folder, "global_step4", "layer_00-model_states.pt")).values()),
+        lambda: engine.load_checkpoint(folder, tag="global_step4") and weights_of(engine.module.parameters()),
+        lambda: engine.train_batch(data).item(),
+    ):
+        loss = engine.train_batch(data).item()
+        gathers = deepspeed_gather._gathers.get(engine)
+        assert not slow or gathers.handle is not None
+        seen.append((loss, read()))
+    gather.Chain._run = run
+    return seen
+
+
+def test_whoever_reads_parameters_sees_the_updated_ones(results):
+    for of_rank in results:
+        stock, ours = of_rank["read between steps"]
+        assert stock == ours and len({loss for loss, _ in ours}) >= 5  # the sixth step is the fifth again, from the checkpoint
+
+
+def not_supported(rank):
+    """Sparse gradients: DeepSpeed's own reduction, said once."""
+    engine = engine_for({}, {})
+    engine.module.forward_funcs[0].sparse = True
+    registry = Registry(deepspeed_reduce.PATCHES)
+    registry.enable(["overlap"], required=True, disabled=frozenset())
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        data = batches(engine.grid.get_data_parallel_rank(), 2)
+        losses = [engine.train_batch(data).item() for _ in range(2)]
+    registry.undo()
+    deepspeed_reduce._overlaps.clear()
+    session.set_active(SimpleNamespace(options=Options(require="overlap", overlap="on")))
+    try:
+        deepspeed_reduce.overlap_of(engine)
+        required = ""
+    except HolmesError as error:
+        required = str(error)
+    session.set_active(None)
+    return losses, said.getvalue().count("not overlapped"), said.getvalue().count("sparse gradients"), required
+
+
+def test_what_is_not_supported_is_stock_with_a_reason_once(results):
+    for rank, of_rank in enumerate(results):
+        losses, said, why, required = of_rank["not supported"]
+        assert losses == of_rank["fp32"][0][0][:2]
+        assert said == why == (1 if rank == 0 else 0)
+        assert required == "--holmes-require overlap: DeepSpeed's gradient reduction cannot be overlapped: sparse gradients"

@@ -1,0 +1,179 @@
+"""DeepSpeed's engine without pipeline, ZeRO 0 to 3, 4 processes on loopback: its reduction in two levels against stock, step for step.
+
+The data-parallel group is made to straddle two clusters of two ranks. Each scene trains twice in the same processes from the same weights
+on the same data, first stock, then with the feature "two-level", which is undone after it.
+"""
+
+import contextlib
+import io
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+torch = pytest.importorskip("torch")
+deepspeed = pytest.importorskip("deepspeed")
+
+from ranks import run_ranks  # noqa: E402
+
+from holmes_ext.errors import HolmesError  # noqa: E402
+from holmes_ext.options import Options  # noqa: E402
+from holmes_ext.patches import Registry  # noqa: E402
+from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level  # noqa: E402
+from holmes_ext.runtime import session  # noqa: E402
+from holmes_ext.runtime.reduce import straddling  # noqa: E402
+from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce  # noqa: E402
+
+STEPS, MICRO_BATCHES, WIDTH = 4, 2, 32
+
+
+def zero(stage, **more):
+    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 2000, "allgather_bucket_size": 2000, **more}}
+
+
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+BF16 = {"bf16": {"enabled": True}}
+#: name -> (DeepSpeed's configuration, holmes's options, tolerance of the losses, whether anything goes in two levels)
+SCENES = {
+    "ZeRO 0": ({}, {}, 1e-6, True),
+    "ZeRO 0 prescaled": ({"prescale_gradients": True, "gradient_predivide_factor": 2.0}, {}, 1e-6, True),
+    "ZeRO 0 clipping": ({"gradient_clipping": 0.1}, {}, 1e-6, True),
+    "ZeRO 0 sent as bf16": ({}, {"compress": "bf16"}, 1e-2, True),
+    "ZeRO 0 bf16": (BF16, {}, 1e-2, True),
+    "ZeRO 0 fp16": ({"fp16": {"enabled": True, "initial_scale_power": 8}}, {}, 1e-2, True),
+    "ZeRO 1": (zero(1), {}, 1e-6, True),
+    "ZeRO 1 all-reduce": (zero(1, reduce_scatter=False), {}, 1e-6, True),
+    "ZeRO 1 bf16": ({**zero(1), **BF16, **FP32_SUMS}, {}, 1e-2, True),
+    "ZeRO 1 fp16, overflows skipped": (
+        {**zero(1), "fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}, {}, 1e-2, True,
+    ),
+    "ZeRO 2": (zero(2), {}, 1e-6, True),
+    "ZeRO 2 overlap_comm": (zero(2, overlap_comm=True), {}, 1e-6, True),
+    "ZeRO 2 not contiguous": (zero(2, contiguous_gradients=False), {}, 1e-6, True),
+    "ZeRO 2 clipping": ({**zero(2), "gradient_clipping": 0.1}, {}, 1e-6, True),
+    "ZeRO 3": (zero(3), {}, 0.0, False),
+    "ZeRO 3 overlap_comm": (zero(3, overlap_comm=True), {}, 0.0, False),
+}  # fmt: skip
+
+
+def model():
+    torch.manual_seed(5)
+    layers = [torch.nn.Embedding(64, WIDTH)]
+    for _ in range(4):
+        layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, 64))
+
+
+def engine_for(config):
+    engine, *_ = deepspeed.initialize(
+        model=model(),
+        config={
+            "train_micro_batch_size_per_gpu": 8,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "gradient_clipping": 0.0,
+            "steps_per_print": None,
+            **config,
+        },
+    )
+    return engine
+
+
+def train(rank, config):
+    """The losses of every micro-batch of this rank, and how many optimizer steps were skipped."""
+    engine, losses = engine_for(config), []
+    for number in range(STEPS * MICRO_BATCHES):
+        generator = torch.Generator().manual_seed(10 * rank + number % MICRO_BATCHES)
+        tokens = torch.randint(0, 64, (8,), generator=generator)
+        loss = torch.nn.functional.cross_entropy(engine(tokens).float(), tokens)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, engine.skipped_steps
+
+
+def straddle(ranks, size, compress=None):
+    """In place of runtime/two_level.planned: ranks 0 and 1, ranks 2 and 3."""
+    return [[0, 1], [2, 3]] if len(ranks) == 4 and size > 64 else None
+
+
+@contextlib.contextmanager
+def holmes(options):
+    """The patches applied, a session with these options active, and how many elements went in two levels, in a list of one number."""
+    registry, original, elements = Registry(deepspeed_two_level.PATCHES), TwoLevelAllReduce.__call__, [0]
+
+    def counted(self, flat):
+        elements[0] += flat.numel()
+        return original(self, flat)
+
+    TwoLevelAllReduce.__call__ = counted
+    straddling.planned = straddle
+    registry.enable(["two-level"], required=True, disabled=frozenset())
+    session.set_active(SimpleNamespace(options=Options(**options), rank=torch.distributed.get_rank()))
+    try:
+        yield elements
+    finally:
+        session.set_active(None)
+        registry.undo()
+        TwoLevelAllReduce.__call__ = original
+        for made in deepspeed_two_level._made.values():
+            made.close()
+        deepspeed_two_level._made.clear()
+        deepspeed_two_level._faster.clear()
+
+
+def compare_scenes(rank, names):
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling, and not used
+    deepspeed.init_distributed()
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can on the CPU, DeepSpeed asks for AMX
+    deepspeed.utils.logger.setLevel(100)
+    results = {}
+    for name in names:
+        config, options, *_ = SCENES[name]
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+            stock = train(rank, config)
+            with holmes(options) as elements:
+                ours = train(rank, config)
+        results[name] = stock, ours, elements[0], said.getvalue()
+    with contextlib.redirect_stdout(io.StringIO()), holmes({"compress": "int8"}):
+        try:
+            train(rank, {})
+            results["int8"] = ""
+        except HolmesError as error:
+            results["int8"] = str(error)
+    return results
+
+
+@pytest.fixture(scope="module")
+def results():
+    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
+    return run_ranks(compare_scenes, 4, list(SCENES), timeout_s=480)
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_losses_are_stock_s(results, name):
+    _, _, tolerance, in_two_levels = SCENES[name]
+    for of_rank in results:
+        (losses, skipped), (ours, our_skipped), elements, _ = of_rank[name]
+        assert max(abs(a - b) for a, b in zip(losses, ours)) <= tolerance, (losses, ours)
+        assert skipped == our_skipped and (skipped > 0) == ("overflows" in name)
+        if not skipped:
+            assert losses[-1] < losses[0] - 0.05
+        parameters = sum(p.numel() for p in model().parameters())
+        rounds = STEPS * MICRO_BATCHES if "ZeRO 2" in name else STEPS
+        assert elements == pytest.approx(parameters * rounds, rel=0.05) if in_two_levels else elements == 0
+
+
+def test_zero_3_says_that_its_collectives_are_stock(results):
+    for rank, of_rank in enumerate(results):
+        assert ("ZeRO 3 over several clusters keeps DeepSpeed's own collectives" in of_rank["ZeRO 3"][3]) == (rank == 0)
+        assert "ZeRO 3" not in of_rank["ZeRO 2"][3]
+
+
+def test_int8_is_refused_where_there_is_no_error_feedback(results):
+    for of_rank in results:
+        assert of_rank["int8"].startswith("--holmes-compress int8 carries rounding errors on")

@@ -1,0 +1,211 @@
+"""DeepSpeed's pipeline engine with its gradient reduction overlapped.
+
+The engine's schedule ends every batch with ReduceTiedGrads, ReduceGrads, OptimizerStep: the network idles while the last
+micro-batch's backward runs, and the GPUs while the network works. Under this patch the stage's gradients leave
+as they become final:
+
+    schedule            ... BackwardPass m-1 | BackwardPass m              | ReduceTiedGrads | ReduceGrads | OptimizerStep
+    stock                                    |                             | tied            | everything  |
+    here                                     | bucket 0, bucket 1, ...     | tied            | tied, last  |
+
+The sums are the engine's own: same group, same dtype on the wire, same divisors; only the cut into buckets differs. What is reduced is the
+gradient where the optimizer reads it: deepspeed_gradients.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any, Callable
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.patches.deepspeed.gradients import gradients_of
+from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.runtime import session
+
+#: The insides of the engine and of the optimizers were read in this version.
+DEEPSPEED = "deepspeed>=0.19.8,<0.20"
+
+#: engine -> its _Overlap, or None where its configuration is not supported.
+_overlaps: weakref.WeakKeyDictionary[Any, _Overlap | None] = weakref.WeakKeyDictionary()
+
+
+def unsupported(engine: Any) -> str | None:
+    """Why this engine's reduction cannot be overlapped, or None. The same on all ranks: it reads the configuration only."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    kind = type(engine.optimizer)
+    known = (BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer, DeepSpeedZeroOptimizer)
+    plain = engine.optimizer is engine.basic_optimizer
+    compact = kind is DeepSpeedZeroOptimizer and any(
+        engine.optimizer._use_compact_grad_partition_buffer(group) for group in range(len(engine.optimizer.bit16_groups))
+    )
+    reasons = {
+        f"the engine is a {type(engine).__name__}, whose schedule is its own": type(engine) is not PipelineEngine,
+        "the optimizer reduces gradients itself": not engine.pipeline_enable_backward_allreduce,
+        f"the optimizer is a {kind.__name__}": not plain and kind not in known,
+        f"ZeRO stage {int(engine.zero_optimization_stage())}": engine.zero_optimization_stage() > 1,
+        "mixture-of-experts layers": bool(engine.has_moe_layers),
+        "expert parallelism": getattr(engine, "_autoep_folding_spec", None) is not None,
+        "sparse gradients": any(getattr(module, "sparse", False) for module in engine.module.modules()),
+        "sequence parallelism": engine.sequence_parallel_size != 1,
+        "torch_autocast": bool(engine.torch_autocast_enabled()),
+        "the optimizer's state is offloaded": bool(engine.zero_use_cpu_optimizer()),
+        "ZenFlow": bool(engine.zenflow),
+        "DeepCompile": bool(engine.is_deepcompile_enabled()),
+        "ZeRO 1 accumulates in float32 beside the gradients": compact,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+class _Overlap:
+    """One engine's reducer, and where in the batch the engine is."""
+
+    def __init__(self, engine: Any):
+        from deepspeed.runtime.pipe.schedule import TrainSchedule
+
+        self.engine = engine
+        self.schedule_type = TrainSchedule
+        self.source = gradients_of(engine)
+        self.reducer: Any = None
+        self.backwards_left = 0
+
+    def begin(self, schedule: Any) -> None:
+        """A new schedule starts: count its backward passes down; zero stands for a schedule that is not ours."""
+        self.backwards_left = self.engine.micro_batches if type(schedule) is self.schedule_type else 0
+
+    def backward(self, run: Callable[[], Any]) -> Any:
+        self.backwards_left -= 1
+        if self.backwards_left != 0:
+            return run()
+        self._prepare()
+        self.reducer.arm()
+        with self.source.folding():
+            return run()
+
+    def reduce(self) -> None:
+        """ReduceGrads: launch the tied gradients (now summed over the stages), wait for all, let the optimizer take over."""
+        with self.source.last_use():
+            self.reducer.finish()
+            self.source.after()
+
+    @property
+    def armed(self) -> bool:
+        return self.reducer is not None and self.reducer.armed
+
+    def _prepare(self) -> None:
+        """The reducer, anew when the set of trained parameters changed (frozen layers)."""
+        named = self.engine.module.named_parameters()
+        trained = [(name, p) for name, p in named if p.requires_grad and p.numel() and self.source.reduces(p)]
+        if self.reducer is not None and self.reducer.covers(p for _, p in trained):
+            return
+        if self.reducer is not None:
+            self.reducer.close()
+        self.reducer = _make_reducer(self.engine, trained, self.source)
+
+
+def _make_reducer(engine: Any, trained: list[tuple[str, Any]], source: Any) -> Any:
+    """A GradientReducer that does the engine's arithmetic (DeepSpeedEngine.allreduce_bucket, ZeRO's average_tensor)."""
+    from holmes_ext.runtime.reduce.reducer import GradientReducer
+
+    current = session.active()
+    return GradientReducer(
+        trained,
+        engine.mpu.get_data_parallel_group(),
+        bucket_bytes=current.options.bucket_bytes if current else None,
+        average=engine.gradient_average,
+        predivide=source.predivide(engine.dp_world_size),
+        communication_dtype=source.communication_dtype,
+        deferred=[weight for weight, _ in engine.module.get_tied_weights_and_groups()],
+        gradient=source.gradient,
+        owners=source.owners(),
+    )
+
+
+def overlap_of(engine: Any) -> _Overlap | None:
+    """The engine's _Overlap; None where the plan does without, nothing is to be reduced, or it cannot be overlapped (said once, by rank 0)."""
+    current = session.active()
+    if current is not None and current.options.overlap == "off":
+        return None
+    if engine not in _overlaps:
+        wanted = _wanted(engine, current)
+        reason = (unsupported(engine) or _refused(engine, current)) if any(wanted) else None
+        if reason and current is not None and "overlap" in current.options.required_features:
+            raise HolmesError(f"--holmes-require overlap: DeepSpeed's gradient reduction cannot be overlapped: {reason}")
+        if reason and engine.global_rank == 0:
+            print(f"holmes: the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}", file=sys.stderr)
+        _overlaps[engine] = _Overlap(weakref.proxy(engine)) if wanted[engine.stage_id] and not reason else None
+    return _overlaps[engine]
+
+
+def _wanted(engine: Any, current: session.Session | None) -> tuple[bool, ...]:
+    """For each stage whether its reduction is to be overlapped: on means all, auto those that the plan would wait for."""
+    if current is None or current.options.overlap == "on" or not engine.is_data_parallel:
+        return (bool(engine.is_data_parallel),) * engine.num_stages
+    grid = engine.grid
+    engines = Sizes(pipeline=engine.num_stages, tensor=grid.get_slice_parallel_world_size(), data=grid.get_data_parallel_world_size())
+    return current.overlapped_stages(current.plan.sizes or engines)
+
+
+def _refused(engine: Any, current: session.Session | None) -> str | None:
+    """The user's own setting wins over auto; where --holmes-overlap on contradicts it, patches/deepspeed/ds_config.py has said so before."""
+    zero = engine._config._param_dict.get("zero_optimization", {})
+    automatic = current is not None and current.options.overlap == "auto"
+    return "zero_optimization.overlap_comm is false" if automatic and zero.get("overlap_comm") is False else None
+
+
+def _begin(wrapped, instance, args, kwargs):
+    """_exec_schedule: a batch begins."""
+    if instance.optimizer is not None and (overlap := overlap_of(instance)):
+        overlap.begin(args[0] if args else kwargs["pipe_schedule"])
+    return wrapped(*args, **kwargs)
+
+
+def _backward(wrapped, instance, args, kwargs):
+    """_exec_backward_pass: the last one of the batch sends gradients as they become final."""
+    overlap = overlap_of(instance)
+    return overlap.backward(lambda: wrapped(*args, **kwargs)) if overlap else wrapped(*args, **kwargs)
+
+
+def _reduce(wrapped, instance, args, kwargs):
+    """_exec_reduce_grads: only what is still on its way is waited for."""
+    overlap = _overlaps.get(instance)
+    if overlap is None or not overlap.armed:
+        return wrapped(*args, **kwargs)
+    return overlap.reduce()
+
+
+_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
+
+PATCHES = (
+    Patch(
+        feature="overlap",
+        target=f"{_ENGINE}._exec_schedule",
+        versions=DEEPSPEED,
+        parameters=("pipe_schedule",),
+        wrap=_begin,
+        reason="where a batch begins, to know which backward pass is its last",
+    ),
+    Patch(
+        feature="overlap",
+        target=f"{_ENGINE}._exec_backward_pass",
+        versions=DEEPSPEED,
+        parameters=("buffer_id",),
+        wrap=_backward,
+        rebind=(f"{_ENGINE}._INSTRUCTION_MAP[BackwardPass]",),
+        reason="the engine reduces nothing before its last backward pass has ended",
+    ),
+    Patch(
+        feature="overlap",
+        target=f"{_ENGINE}._exec_reduce_grads",
+        versions=DEEPSPEED,
+        wrap=_reduce,
+        rebind=(f"{_ENGINE}._INSTRUCTION_MAP[ReduceGrads]",),
+        reason="what is left of the reduction, in place of the whole of it",
+    ),
+)

@@ -1,0 +1,100 @@
+"""Does a patch fit a module that is not imported yet? Read its source: nothing is executed.
+
+The registry asks when the first patch of a feature is about to be applied, so that a feature whose other
+half cannot fit is not begun. The answer is "no" only when the source leaves no doubt; aliases,
+inherited methods and names made at run time are judged when the module is imported.
+"""
+
+import ast
+import functools
+import sys
+from importlib.machinery import ModuleSpec
+
+from holmes_ext.patches.engine.patch import Patch
+
+
+def find_module(name: str) -> ModuleSpec | None:
+    """Where the module would be imported from, or None. Unlike importlib.util.find_spec, imports no parent package."""
+    path, spec = None, None
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        spec = _find("." .join(parts[:count]), path)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+        if path is None and count < len(parts):
+            return None
+    return spec
+
+
+def _find(name, path):
+    for finder in sys.meta_path:
+        if type(finder).__module__.startswith("wrapt"):
+            continue  # the import hooks themselves: asking them imports the parents
+        spec = finder.find_spec(name, path)
+        if spec is not None:
+            return spec
+    return None
+
+
+def source_misfit(patch: Patch) -> str | None:
+    """Why the patch certainly does not fit the module's source, or None when it does or might."""
+    spec = find_module(patch.module)
+    if spec is None:
+        return f"there is no module {patch.module}"
+    source = spec.loader.get_source(patch.module) if hasattr(spec.loader, "get_source") else None
+    if source is None:
+        return None  # an extension module
+    node = _parsed(source)
+    for part in patch.qualname.split("."):
+        body = list(_statements(node.body))
+        found = [child for child in body if _binds(child, part)]
+        if not found:
+            return None if _may_have_more(node, body) else f"{patch.module} has no {patch.qualname}"
+        node = found[-1]
+        if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            return None  # bound by an assignment or an import
+    if isinstance(node, ast.ClassDef):
+        return None
+    arguments = node.args
+    names = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    return missing_parameters(patch, names)
+
+
+_parsed = functools.lru_cache(maxsize=32)(ast.parse)  # several patches look at one module
+
+
+def missing_parameters(patch: Patch, names) -> str | None:
+    """Why these parameter names do not suffice, or None."""
+    missing = [name for name in patch.parameters if name not in names]
+    return f"{patch.target} has no parameter {', '.join(missing)}" if missing else None
+
+
+def _statements(body):
+    """The statements that run when the body runs, those inside if, try, with and loops too."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        for field in ("body", "orelse", "finalbody"):
+            yield from _statements(getattr(statement, field, []))
+        for handler in getattr(statement, "handlers", []):
+            yield from _statements(handler.body)
+
+
+def _binds(statement, name):
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return statement.name == name
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return any((alias.asname or alias.name.partition(".")[0]) == name for alias in statement.names)
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return any(isinstance(node, ast.Name) and node.id == name for target in targets if target for node in ast.walk(target))
+
+
+def _may_have_more(node, body):
+    """Whether names can come from elsewhere: base classes, star imports, a module's __getattr__, globals()."""
+    if isinstance(node, ast.ClassDef):
+        return bool(node.bases or node.keywords or node.decorator_list)
+    return any(isinstance(child, ast.ImportFrom) and child.names[0].name == "*" for child in body) or any(
+        _binds(child, "__getattr__") for child in body) or any(
+        isinstance(child, ast.Name) and child.id in ("globals", "vars", "setattr") for child in ast.walk(node))

@@ -1,0 +1,1 @@
+"""Patches of megatron-core, Megatron-LM and Megatron-DeepSpeed."""

@@ -1,0 +1,73 @@
+"""The distributed optimizer's weights travel during the next forward pass, in programs that never heard of it (--holmes-overlap on).
+
+megatron-core's overlap_param_gather starts the gather in the forward pass; until then the weights that a program sees are old, and
+it has to know (start_param_sync before each checkpoint, on all ranks). Here instead, with the same buckets and handles:
+
+    optimizer.step()     every bucket's gather starts, the first that the forward pass needs first
+    forward              a layer waits for its own bucket, by megatron-core's hook
+    state_dict()         waits for all of them; no rank needs another for that, since all gathers are under way
+
+What is left to the program: tensors that it reads by itself, between step() and the forward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Iterator
+
+from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
+from holmes_ext.patches.engine.patch import Patch
+
+
+def turn_on(ddp_config: Any) -> bool:
+    """Set overlap_param_gather in place unless the program did, or has weights that it does not suit; whether it is ours."""
+    if getattr(ddp_config, "gather_by_plan", False):
+        return True  # an earlier chunk of the same model
+    eight_bit = getattr(ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False) or getattr(ddp_config, "fp8_param_gather", False)
+    if ddp_config.overlap_param_gather or not ddp_config.use_distributed_optimizer or eight_bit:
+        return False
+    ddp_config.overlap_param_gather = ddp_config.gather_by_plan = True
+    return True
+
+
+def prepare(ddp: Any) -> None:
+    """A DistributedDataParallel that was built with turn_on(): reading or loading its weights waits for their gathers."""
+    for group in _groups(ddp):
+        group.next_param_gather_bucket_group = None  # step() starts them all
+
+    def wait(*_) -> None:
+        for group in _groups(ddp):
+            if group.param_gather_handle is not None:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+    for module in ddp.module.modules():
+        module.register_state_dict_pre_hook(wait)
+        module.register_load_state_dict_pre_hook(wait)
+
+
+def _groups(ddp: Any) -> Iterator[Any]:
+    yield from ddp.bucket_groups
+    yield from ddp.expert_parallel_bucket_groups
+
+
+def _gather_after_step(wrapped, instance, args, kwargs):
+    """DistributedOptimizer.step_with_ready_grads, which leaves the gather to the forward pass where it is overlapped."""
+    done = wrapped(*args, **kwargs)
+    if getattr(instance.ddp_config, "gather_by_plan", False):
+        own = {id(bucket) for buffer in instance.buffers for bucket in buffer.buckets}  # experts have an optimizer of their own
+        for chunk in instance.model_chunks:
+            for group in reversed(list(_groups(chunk))):
+                if id(group.buckets[0]) in own and not group.param_gather_dispatched:
+                    group.start_param_sync()
+    return done
+
+
+PATCHES = (
+    Patch(
+        feature="megatron-reduction",
+        target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
+        versions=MEGATRON,
+        version_of=loaded_version,
+        wrap=_gather_after_step,
+        reason="the gather is to be under way before anything can read the weights",
+    ),
+)

@@ -1,0 +1,174 @@
+"""megatron-core's gradient reductions under a plan: buckets and overlap on every stage whose reduction would be waited for.
+
+megatron-core buckets and overlaps on the first pipeline stage only, which is right where all stages have one network:
+
+    DistributedDataParallel   bucket_size = None on later stages, so one all-reduce after their last backward
+    here                      plan/cost/reduction.py says which stages are exposed and how large a bucket suits their fabric
+
+Everything else is megatron-core's own: its buckets, hooks, handles and schedules. The distributed optimizer is never turned on: it is
+the program's choice, which changes what its checkpoints look like. Where a program runs it,
+
+    --holmes-overlap auto     its buckets stay, since checkpoints may depend on them (patches/megatron/megatron_lm.py knows when they do not)
+    --holmes-overlap on       its buckets are the plan's too, and weights travel during the forward pass (patches/megatron/gather.py)
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Mapping
+
+from packaging.version import Version
+
+from holmes_ext.patches.megatron import buckets as megatron_buckets, core as megatron_core, gather as megatron_gather
+from holmes_ext.patches.megatron.core import job
+from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
+from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.runtime import session
+
+@dataclass(frozen=True)
+class _Planned:
+    """For the DistributedDataParallel that is being built: elements of a bucket, and whether the program left them to megatron-core."""
+
+    elements: int
+    ours: bool
+
+
+_bucket: ContextVar[_Planned | None] = ContextVar("planned bucket", default=None)
+#: Before, see patches/megatron/buckets.py: the distributed optimizer's buckets must need no padding.
+_BUCKETS_SAVED_RIGHT = Version("0.20.0")
+#: True once patches/megatron/megatron_lm.py has found that no checkpoint of this job depends on the distributed optimizer's buckets.
+checkpoints_allow_buckets = False
+
+
+def may_bucket_optimizer(current: session.Session) -> bool:
+    """Whether the distributed optimizer's buckets may be the plan's."""
+    return checkpoints_allow_buckets or current.options.overlap == "on"
+
+
+def tell_that_buckets_stay(current: session.Session, way: str = "") -> None:
+    """Once in a job, with the ways out of it."""
+    megatron_core.tell_once(
+        current,
+        "distributed optimizer's buckets",
+        f"the distributed optimizer's buckets stay as they are, since checkpoints may depend on them; {way}--holmes-overlap on from the"
+        " first checkpoint on lets them, and the weights, travel while the job computes",
+    )
+
+
+def _reduce_as_planned(wrapped, instance, args, kwargs):
+    """DistributedDataParallel.__init__ with overlap on and buckets sized for the fabric of this stage's group."""
+    current = session.active()
+    sizes = job.sizes or (current.plan.sizes if current else None)
+    if current is None or sizes is None:
+        return wrapped(*args, **kwargs)
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    stages = current.overlapped_stages(sizes)
+    if not stages or not stages[sizes.stage(current.rank)]:
+        return wrapped(*args, **kwargs)
+    ranks = _reduction_ranks(given)
+    fabric = current.plan.fabric_of(ranks, current.site)
+    if fabric is None:  # in one node
+        return wrapped(*args, **kwargs)
+    from holmes_ext.plan.cost.reduction import bucket_bytes
+
+    ddp_config, module = given["ddp_config"], given["module"]
+    if ddp_config.use_distributed_optimizer and not may_bucket_optimizer(current):
+        tell_that_buckets_stay(current)
+        return wrapped(*args, **kwargs)
+    count = sum(param.numel() for param in module.parameters() if param.requires_grad)
+    elements = bucket_bytes(4 * count, len(ranks), fabric) // 4
+    default = max(40_000_000, 1_000_000 * len(ranks))
+    # In place, as megatron-core itself does it: all chunks of a model must have equal configurations.
+    if ddp_config.bucket_size in (None, default):
+        ddp_config.bucket_size, ddp_config.buckets_by_plan = min(elements, default), True
+    if not ddp_config.overlap_grad_reduce:
+        ddp_config.overlap_grad_reduce = ddp_config.overlap_by_plan = True
+    if getattr(ddp_config, "overlap_by_plan", False):
+        _no_sync_between_micro_batches(given["config"], instance)
+    gather = current.options.overlap == "on" and megatron_gather.turn_on(ddp_config)
+    chosen = ddp_config.bucket_size
+    token = _bucket.set(None if given["disable_bucketing"] else _Planned(chosen, getattr(ddp_config, "buckets_by_plan", False)))
+    try:
+        if "full_param_layout" in given and ddp_config.use_distributed_optimizer and not given["disable_bucketing"]:
+            given["full_param_layout"] = _distributed_layout(given, chosen)
+        result = wrapped(*bound.args, **bound.kwargs)
+    finally:
+        _bucket.reset(token)
+    if gather:
+        megatron_gather.prepare(instance)
+    return result
+
+
+def _reduction_ranks(given: Mapping[str, Any]) -> list[int]:
+    """The ranks among which this DistributedDataParallel reduces."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    own = given.get("pg_collection") or given.get("grad_comm_pgs")
+    group = getattr(own, "dp_cp", None) or parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return dist.get_process_group_ranks(group)
+
+
+def _no_sync_between_micro_batches(config, ddp) -> None:
+    """What megatron-core's schedules need to know of an overlap that the program did not ask for: when not to reduce."""
+    if config.virtual_pipeline_model_parallel_size:
+        config.no_sync_func = [*(config.no_sync_func or []), ddp.no_sync]
+    elif config.no_sync_func is None:
+        config.no_sync_func = ddp.no_sync
+
+
+def _distributed_layout(given: Mapping[str, Any], elements: int):
+    """Megatron-LM's main branch lays the distributed optimizer's buckets out beforehand, in one piece on later stages."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    made = ProcessGroupCollection.setup_process_groups_for_ddp(given["pg_collection"], given["config"], given["ddp_config"])
+    params = [param for param in given["module"].parameters() if param.requires_grad]
+    return DistributedOptimizer.compute_full_param_layout(
+        params,
+        elements,
+        made["intra_dp_cp_group"].size(),
+        given["ddp_config"],
+        expert_data_parallel_world_size=made["intra_expt_dp_group"].size(),
+    )
+
+
+def _bucket_as_planned(wrapped, instance, args, kwargs):
+    """_ParamAndGradBuffer.__init__, which is told no bucket size on every stage but the first."""
+    planned = _bucket.get()
+    if planned is None:
+        return wrapped(*args, **kwargs)
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    given = bound.arguments
+    if given["bucket_size"] is None or planned.ours:
+        given["bucket_size"] = planned.elements
+        if given["ddp_config"].use_distributed_optimizer and Version(loaded_version()) < _BUCKETS_SAVED_RIGHT:
+            ranks = given["data_parallel_group"].size()
+            given["bucket_size"] = megatron_buckets.of_buffer(given["params"], ranks, given["ddp_config"], planned.elements)
+    return wrapped(*bound.args, **bound.kwargs)
+
+
+PATCHES = (
+    Patch(
+        feature="megatron-reduction",
+        target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+        versions=MEGATRON,
+        version_of=loaded_version,
+        parameters=("config", "ddp_config", "module", "disable_bucketing"),
+        wrap=_reduce_as_planned,
+        reason="a later stage on a slow fabric must overlap too; megatron-core buckets on the first stage only",
+    ),
+    Patch(
+        feature="megatron-reduction",
+        target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
+        versions=MEGATRON,
+        version_of=loaded_version,
+        parameters=("bucket_size", "ddp_config", "data_parallel_group"),
+        wrap=_bucket_as_planned,
+        reason="bucket_size is None on every stage but the first",
+    ),
+)

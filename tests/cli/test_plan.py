@@ -1,0 +1,119 @@
+"""holmes plan: what it prints, what it writes, how it exits."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from holmes_ext.cli import plan as command
+from holmes_ext.cluster.spec import expand_hosts
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.plan import load_plan
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
+
+
+def holmes(*arguments, sample="two_clusters_4"):
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["plan", "--cluster", str(EXAMPLES / f"{sample}.toml"), *arguments])
+    return args.run(args)
+
+
+def test_table(capsys):
+    assert holmes("--sizes", "pipeline=2") == 0
+    text = capsys.readouterr().out
+    for part in ("a[0-1]", "b[0-1]", "ethernet", "predicted step", "stock", "nominal", "no data-"):
+        assert part in text
+
+
+def test_straddling_exits_1(capsys):
+    assert holmes("--pipeline", "2", sample="two_clusters_3_5") == 1
+    assert "1 data group straddles (one has a0, b4): on ethernet, costs" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_json_is_the_plan(capsys, tmp_path):
+    assert holmes("--pipeline", "2", "--json", "--output", str(tmp_path / "plan.json")) == 0
+    text = capsys.readouterr().out
+    assert text == (tmp_path / "plan.json").read_text()
+    assert load_plan(tmp_path / "plan.json").nodes == ("a0", "a1", "b0", "b1")
+
+
+def test_options_override_sizes(capsys):
+    assert holmes("--sizes", "pipeline=4,tensor=1", "--pipeline", "2", "--order", "tp-cp-ep-pp-dp", "--json") == 0
+    sizes = json.loads(capsys.readouterr().out)["sizes"]
+    assert (sizes["pipeline"], sizes["data"], sizes["order"]) == (2, 2, "tp-cp-ep-pp-dp")
+
+
+def test_unknown_sizes(capsys):
+    assert holmes() == 0
+    assert "nodes: a[0-1] b[0-1]" in capsys.readouterr().out
+
+
+def test_workload(capsys, tmp_path):
+    (tmp_path / "w.toml").write_text("forward_seconds = 1\nbackward_seconds = 2.0\nmicro_batches = 3\ngradient_bytes = 1e6\n")
+    assert holmes("--pipeline", "2", "--workload", str(tmp_path / "w.toml"), "--micro-batches", "4", "--activation-bytes", "0") == 0
+    text = capsys.readouterr().out
+    assert "nominal" not in text
+    assert "predicted step: 15" in text  # (4 + 2 - 1) * 3
+
+
+@pytest.mark.parametrize("text,message", [("forward = 1", "'forward' is not known"), ("micro_batches = 1.5", "'micro_batches'"), ("x", "not a readable TOML")])
+def test_bad_workload_file(text, message, tmp_path):
+    (tmp_path / "w.toml").write_text(text)
+    with pytest.raises(HolmesError, match=message):
+        holmes("--pipeline", "2", "--workload", str(tmp_path / "w.toml"))
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (("--pipeline", "3"), "does not divide the world size 4"),
+        (("--pipeline", "0"), "pipeline is 0"),
+        (("--sizes", "pipes=2"), "--sizes: 'pipes=2'"),
+        (("--order", "dp-tp", "--pipeline", "2"), "lacks pp"),
+        (("--pipeline", "2", "--micro-batches", "0"), "micro_batches is 0"),
+        (("--pipeline", "2", "--forward-seconds", "nan"), "forward_s is nan"),
+        (("--pipeline", "2", "--output", "/nonexistent/plan.json"), "cannot be written"),
+        (("--pipeline", "2", "--workload", "/nonexistent.toml"), "/nonexistent.toml"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(HolmesError, match=message):
+        holmes(*arguments)
+
+
+def test_missing_cluster_file():
+    with pytest.raises(HolmesError, match="nowhere.toml: cannot be read"):
+        holmes(sample="nowhere")
+
+
+@pytest.mark.parametrize(
+    "names,text",
+    [
+        (["a0", "a1", "a2", "b0"], "a[0-2] b0"),
+        (["n08", "n09", "n10"], "n[08-10]"),
+        (["n8", "n9", "n10"], "n[8-10]"),
+        (["a1", "a0"], "a1 a0"),
+        (["gpu1.lab", "gpu2.lab", "login"], "gpu[1-2].lab login"),
+        ([], ""),
+    ],
+)
+def test_compress_hosts(names, text):
+    assert command.compress_hosts(names) == text
+    assert [name for part in text.split() for name in expand_hosts(part, "f")] == names
+
+
+def test_a_probed_cluster_is_predicted_by_what_was_measured(capsys, tmp_path):
+    text = (EXAMPLES / "two_clusters_4.toml").read_text()
+    slow = "[link.ethernet]\nring = [[1024, 0.01], [1048576, 10.0], [4194304, 40.0]]\n"
+    steps = []
+    for name, content in (("stated", text), ("probed", text + slow)):
+        (tmp_path / f"{name}.toml").write_text(content)
+        parser = argparse.ArgumentParser()
+        command.add_parser(parser.add_subparsers())
+        args = parser.parse_args(["plan", "--cluster", str(tmp_path / f"{name}.toml"), "--sizes", "pipeline=2", "--json"])
+        assert args.run(args) == 0
+        steps.append(json.loads(capsys.readouterr().out)["predicted"]["stock_step_seconds"])
+    assert steps[1] > 5 * steps[0]

@@ -1,0 +1,142 @@
+from dataclasses import replace
+
+import pytest
+
+from holmes_ext.cluster.nic import Gid, Nic
+from holmes_ext.cluster.node_report import NodeReport
+from holmes_ext.cluster.resolve import resolve_site
+from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.errors import HolmesError
+
+TOML = """
+version = 1
+[ethernet]
+rate = "25Gb/s"
+[[cluster]]
+name = "a"
+kind = "ib"
+rate = "200Gb/s"
+nodes = ["a[0-1]"]
+[[cluster]]
+name = "b"
+kind = "roce"
+rate = "100Gb/s"
+nodes = ["b0"]
+"""
+
+
+def ethernet(address="10.0.0.1/16", **more):
+    return Nic(kind="ethernet", device="eth0", netdevs=("eth0",), state="up", state_text="up", rate_bps=25 * 10**9,
+               addresses=(address,), **more)  # fmt: skip
+
+
+def ib(prefix="fe80:0000:0000:0001", lid=1, device="mlx5_0", state="up", **more):
+    values = dict(addresses=("10.1.0.1/16",), netdevs=("ib0",))
+    return Nic(kind="ib", device=device, port=1, state=state, state_text="ACTIVE" if state == "up" else "DOWN",
+               rate_bps=200 * 10**9 * (state == "up"), subnet_prefix=prefix, lid=lid, **{**values, **more})  # fmt: skip
+
+
+def roce(network="10.2.0.7/16", device="mlx5_0", **more):
+    gid = Gid(3, "0000:0000:0000:0000:0000:ffff:0a02:0007", "roce_v2", "roce0")
+    return Nic(kind="roce", device=device, port=1, netdevs=("roce0",), state="up", state_text="ACTIVE", rate_bps=100 * 10**9,
+               addresses=(network,) if network else (), gids=(gid,), **more)  # fmt: skip
+
+
+def report(name, *nics, processes=1):
+    return NodeReport(name, f"id-{name}", "eth0", (*nics, ethernet()), processes)
+
+
+GOOD = (report("a0", ib(lid=1)), report("a1", ib(lid=2)), report("b0", roce()))
+
+
+def spec(old="", new=""):
+    assert old in TOML
+    return parse_spec(TOML.replace(old, new), "c.toml")
+
+
+def test_clusters_of_the_file():
+    site = resolve_site(GOOD, spec())
+    assert site.clusters == ("a", "b")
+    a0, b0 = site.node_by_name["a0"], site.node_by_name["b0"]
+    assert (a0.ports[0].interface, a0.ports[0].hcas, a0.ports[0].gid_index) == ("ib0", ("mlx5_0:1",), None)
+    assert (b0.ports[0].fabric, b0.ports[0].interface, b0.ports[0].gid_index) == ("b", "roce0", 3)
+    assert a0.ports[-1].interface == "eth0"
+
+
+def test_the_site_has_the_digest_of_the_file_alone():
+    from holmes_ext.cluster.site import site_from_spec
+
+    assert resolve_site(GOOD, spec()).digest == site_from_spec(spec()).digest
+
+
+def test_full_host_names_match_short_ones():
+    site = resolve_site([replace(r, name=f"{r.name}.example.org") for r in GOOD], spec())
+    assert [node.name for node in site.nodes] == ["a0", "a1", "b0"]
+
+
+@pytest.mark.parametrize(
+    "reports, parts",
+    [
+        (GOOD[:2], ["c.toml", "node 'b0' of cluster 'b' did not report"]),
+        ((*GOOD, report("c9")), ["c.toml", "node 'c9' reported but is in no cluster"]),
+        ((*GOOD[:2], report("b0", ib())), ["node 'b0'", "no roce NIC that is up", "mlx5_0:1 (ib, up)"]),
+        ((report("a0", ib(state="down")), *GOOD[1:]), ["node 'a0'", "mlx5_0:1 is DOWN"]),
+        ((report("a0", ib(), processes=2), *GOOD[1:]), ["cluster.a.processes", "is 1", "'a0' started 2"]),
+        ((GOOD[0], GOOD[0], GOOD[2]), ["two nodes call themselves 'a0'"]),
+    ],
+)
+def test_reports_that_contradict_the_file(reports, parts):
+    with pytest.raises(HolmesError) as error:
+        resolve_site(reports, spec())
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "old, new, parts",
+    [
+        ('rate = "25Gb/s"', 'rate = "25Gb/s"\ninterface = "eth7"', ["no interface 'eth7'"]),
+        ('nodes = ["b0"]', 'nodes = ["b0"]\ninclude = ["mlx9*"]', ["node 'b0'", "mlx9*"]),
+        ('nodes = ["b0"]', 'nodes = ["b0"]\nexclude = ["mlx5_0"]', ["node 'b0'", "no roce NIC"]),
+    ],
+)
+def test_names_in_the_file_that_do_not_exist(old, new, parts):
+    with pytest.raises(HolmesError) as error:
+        resolve_site(GOOD, spec(old, new))
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+def test_named_ethernet_without_address():
+    bare = replace(GOOD[0], nics=(ib(), replace(ethernet(), device="eth1", netdevs=("eth1",), addresses=())))
+    with pytest.raises(HolmesError, match="'eth1' of node 'a0' has no address"):
+        resolve_site((bare, *GOOD[1:]), spec('nodes = ["b0"]', 'nodes = ["b0"]\n[node.a0]\nethernet = "eth1"'))
+
+
+def test_without_a_file_subnets_tell_the_fabrics():
+    nodes = [report("x", ib("0001:0000:0000:0000:"[:19])), report("y", ib("0001:0000:0000:0000")), report("z", ib("0002:0000:0000:0000"))]
+    nodes += [report("r", roce()), report("s", roce("10.2.9.9/16")), report("t", roce("10.3.0.1/16"))]
+    site = resolve_site(nodes, None)
+    shared = lambda *names: site.shared_fabric(names).kind  # noqa: E731
+    assert shared("x", "y") == "ib" and shared("x", "z") == "ethernet"
+    assert shared("r", "s") == "roce" and shared("s", "t") == "ethernet" and shared("x", "r") == "ethernet"
+
+
+def test_the_default_subnet_prefix_is_asked_about():
+    default = "fe80:0000:0000:0000"
+    with pytest.raises(HolmesError, match="default subnet prefix .* --holmes-cluster FILE"):
+        resolve_site([report("x", ib(default, 1)), report("y", ib(default, 2))], None)
+    with pytest.raises(HolmesError, match="both have LID 4, so there are at least two"):
+        resolve_site([report("x", ib(default, 4)), report("y", ib(default, 4))], None)
+    assert resolve_site([report("x", ib(default, 1)), report("y", roce())], None).world_size == 2
+
+
+def test_rails_count_as_one_fabric():
+    rails = lambda i: [roce(f"10.{r}.0.{i}/24", device=f"mlx5_{r}") for r in range(4)]  # noqa: E731
+    site = resolve_site([report("x", *rails(1)), report("y", *rails(2))], None)
+    assert len(site.fabrics) == 2
+    assert site.shared_fabric(["x", "y"]).rate_bps == 4 * 100 * 10**9
+    assert len(site.nodes[0].ports[0].hcas) == 4
+
+
+def test_roce_without_an_address_is_asked_about():
+    with pytest.raises(HolmesError, match="mlx5_0:1 has no IPv4 address"):
+        resolve_site([report("x", roce(""))], None)

@@ -1,0 +1,172 @@
+"""`holmes doctor`: the command, the check of a training command, other patching libraries; in this process."""
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from holmes_ext.doctor.command import check_command, split_command
+from holmes_ext.cli.main import main
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.errors import HolmesError
+from holmes_ext.patches import Patch
+from holmes_ext.doctor import frameworks as health
+from holmes_ext.runtime.start import launcher
+from sysfs_builder import dgx_a100, ports_down
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "examples/clusters/two_clusters_4.toml"
+
+
+@pytest.fixture
+def doctor(monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*words):
+        status = main(["doctor", *map(str, words)])
+        return status, capsys.readouterr()
+
+    return run
+
+
+def test_a_good_node_and_a_bad_one(doctor, tmp_path):
+    status, output = doctor("--sysfs", dgx_a100(tmp_path / "dgx"))
+    assert status == 0 and "0 problems" in output.out
+    status, output = doctor("--sysfs", ports_down(tmp_path / "down"))
+    assert status in (0, 1) and "mend:" in output.out
+
+
+def test_json_of_two_nodes_side_by_side(doctor, tmp_path, monkeypatch):
+    for name, scene in (("n0", dgx_a100), ("n1", ports_down)):
+        monkeypatch.setenv("HOLMES_NODE", name)
+        status, output = doctor("--sysfs", scene(tmp_path / name), "--json")
+        (tmp_path / f"{name}.json").write_text(output.out)
+        assert json.loads(output.out)["node"]["name"] == name
+    status, output = doctor("--nodes", tmp_path / "n0.json", tmp_path / "n1.json")
+    assert "n0" in output.out and "n1" in output.out and "2 nodes" in output.out
+    status, output = doctor("--json", "--nodes", tmp_path / "n0.json", tmp_path / "n1.json")
+    assert len(json.loads(output.out)["nodes"]) == 2
+    status, output = doctor("--nodes", tmp_path / "n0.json", tmp_path / "n0.json")
+    assert status == 2 and output.err.count("\n") == 1 and "two of the checks are of a node called 'n0'" in output.err
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--cluster", "none.toml"], "none.toml: cannot be read"),
+        (["--nodes", "none.json"], "none.json: cannot be read"),
+        (["--sysfs", "/proc"], "is not the root of a /sys tree"),
+        (["command"], "write the command to check after --"),
+        (["--", "echo", "hello"], "no training script"),
+    ],
+)
+def test_bad_input_is_one_line(doctor, words, message):
+    status, output = doctor(*words)
+    assert status == 2 and message in output.err and output.err.count("\n") == 1 and not output.out
+
+
+def script(tmp_path, text="import torch\n"):
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    return str(path)
+
+
+def findings(tmp_path, *arguments, launcher_words=(sys.executable,), text="import torch\n"):
+    return [f"{f.level} {f.about}: {f.what}" for f in check_command([*launcher_words, script(tmp_path, text), *arguments], load_spec(CLUSTER), {})]
+
+
+def test_a_good_command_has_no_findings(tmp_path):
+    assert findings(tmp_path, "--holmes", "--pipeline-model-parallel-size", "2") == []
+
+
+def test_what_is_wrong_with_a_command(tmp_path):
+    (line,) = findings(tmp_path)
+    assert "--holmes is not among the script's arguments" in line
+    (line,) = findings(tmp_path, "--holmes-plam", "x")
+    assert "did you mean --holmes-plan?" in line
+    (line,) = findings(tmp_path, "--holmes", "--pipeline-model-parallel-size", "3")
+    assert line.startswith("problem") and "3" in line
+    (line,) = findings(tmp_path, "--holmes", "--holmes-plan", str(tmp_path / "no.json"))
+    assert "no.json" in line
+    (line,) = findings(tmp_path, "--holmes", "--deepspeed_config", str(tmp_path / "no.json"))
+    assert "cannot be read as JSON" in line
+    assert any("mindspeed" in line for line in findings(tmp_path, "--holmes", text="import mindspeed.megatron_adaptor\n"))
+    lines = findings(tmp_path, "--holmes", launcher_words=("no-such-launcher", "--nnodes=3", "--nproc_per_node", "8"))
+    assert any("no such program" in line for line in lines) and any("--nnodes: is 3, but the clusters have 4 nodes" in line for line in lines)
+    assert any("--nproc-per-node: is 8, but node a0 has 1" in line for line in lines)
+    (line,) = [f.what for f in check_command([sys.executable, str(tmp_path / "gone.py"), "--holmes"], load_spec(CLUSTER), {}) if f.level == "problem"]
+    assert "there is no such file" in line
+
+
+def test_the_script_of_a_command_line():
+    assert split_command(["torchrun", "--nnodes", "2", "a/train.py", "--x", "y.py"]).script == "a/train.py"
+    command = split_command(["torchrun", "-m", "holmes_ext", "train.py", "--x"])
+    assert command.script == "train.py" and "holmes_ext" in command.launcher and command.arguments == ("--x",)
+    command = split_command(["python", "-m", "my.train", "--x"])
+    assert command.script == "" and command.arguments == ("--x",)
+    with pytest.raises(HolmesError, match="no training script"):
+        split_command(["echo"])
+
+
+def test_code_that_runs_at_every_start_is_told(tmp_path):
+    (tmp_path / "odd.pth").write_text("import odd_patcher; odd_patcher.go()\n")
+    (tmp_path / "plain.pth").write_text("/some/folder\n")
+    (tmp_path / "holmes_ext.pth").write_text("import holmes_ext\n")
+    (tmp_path / "sitecustomize.py").write_text("")
+    told = [f.about for f in health.check_others([str(tmp_path)])]
+    assert told == [str(tmp_path / "odd.pth"), str(tmp_path / "sitecustomize.py")]
+
+
+def test_a_target_that_another_library_replaced_is_told(monkeypatch):
+    module = types.ModuleType("frame.work")
+
+    def own():
+        pass
+
+    def other():
+        pass
+
+    own.__module__, other.__module__ = "frame.work", "odd_patcher.core"
+    module.kept, module.lost = own, other
+    monkeypatch.setitem(sys.modules, "frame.work", module)
+    patches = [Patch("f", f"frame.work:{name}", "torch>=1", "test", wrap=lambda w, i, a, k: w(*a, **k)) for name in ("kept", "lost")]
+    assert [(f.about, f.what) for f in health.check_replaced(patches)] == [("frame.work:lost", "was replaced by odd_patcher.core")]
+
+
+def test_patches_that_do_not_fit_are_told_once_a_feature():
+    told = health.check_patches(lambda patch: {"state": "off", "installed": "9.9", "reason": "too new"})
+    assert len(told) == len({patch.feature for patch in __import__("holmes_ext.patches", fromlist=["x"]).all_patches()}) and "too new" in told[0].what
+    assert health.check_patches(lambda patch: {"state": "fits", "installed": "1", "reason": ""}) == []
+
+
+def test_nodes_meet_through_a_launchers_variables(tmp_path):
+    """Two processes as srun would start them; rank 0 prints both."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    base = {
+        "PATH": "/usr/bin:/bin",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", "holmes_ext.cli.main", "doctor", "--sysfs", str(dgx_a100(tmp_path / "dgx"))]
+    processes = [
+        subprocess.Popen(
+            command, env={**base, "RANK": str(rank), "HOLMES_NODE": f"n{rank}"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "n0" in outputs[0][0] and "n1" in outputs[0][0] and "2 nodes" in outputs[0][0] and not outputs[1][0]
+    assert launcher.detect({}).world_size == 1

@@ -1,0 +1,91 @@
+import json
+
+import pytest
+
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.report import run_pictures as pictures
+from holmes_ext.lab.emulate import trace
+from holmes_ext.lab.compare import Series, all_rdma, max_loss_difference
+from holmes_ext.lab.samples import examples
+from holmes_ext.plan.sizes import Sizes
+
+SPEC = load_spec(examples() / "clusters" / "two_clusters_4.toml")
+
+
+def test_medians_and_spread():
+    series = Series("x", steps=[[1.0, 9.0, 2.0], [4.0, 4.0, 5.0], [3.0, 3.0, 3.0]])
+    assert series.medians == [2.0, 4.0, 3.0]
+    assert (series.median, series.spread) == (3.0, (2.0, 4.0))
+
+
+def test_megabytes_are_the_mean_over_the_nodes():
+    sent = {"a0": {"eth0": 1e6, "ib0": 4e6}, "b0": {"eth0": 3e6, "roce0": 0.0}}
+    assert Series("x", sent=sent).megabytes == (2.0, 2.0)
+
+
+def test_largest_loss_difference():
+    assert max_loss_difference(Series("a", losses=[1.0, 2.0, 3.0]), Series("b", losses=[1.0, 2.5, 3.1])) == 0.5
+
+
+def test_the_bound_is_one_cluster_of_the_fastest_fabric():
+    bound = all_rdma(SPEC)
+    (cluster,) = bound.spec.clusters
+    assert cluster.nodes == ("a0", "a1", "b0", "b1") == bound.order
+    assert (cluster.kind, cluster.rate_bps) == ("ib", 2 * 10**9)
+    assert bound.env == {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert {node.fabrics for node in site_from_spec(bound.spec).nodes} == {("all", "ethernet")}
+
+
+def events(offset):
+    step = [["forward", 0.0, 0.1, 0], ["send", 0.1, 0.12, 100], ["backward", 0.2, 0.4, 0], ["reduce", 0.4, 0.7, 10**6]]
+    made = []
+    for number in range(4):
+        made += [[kind, number + a + offset, number + b + offset, size] for kind, a, b, size in step]
+        made.append(["optimizer", number + 0.7 + offset, number + 0.8 + offset, 0])
+    return made
+
+
+@pytest.fixture
+def traced(tmp_path):
+    for rank in range(2):
+        document = {"rank": rank, "node": f"n{rank}", "cluster": "a", "events": events(rank * 0.05)}
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(document))
+    return pictures.load_traces(tmp_path)
+
+
+def test_a_step_reaches_from_the_last_optimizers_end_to_the_next(traced):
+    assert [t["node"] for t in traced] == ["n0", "n1"]
+    begin, end = pictures.last_step(traced)
+    assert (begin, end) == pytest.approx((1.85, 2.85))
+
+
+def test_pictures_are_drawn(traced):
+    site = site_from_spec(SPEC)
+    nodes = [node.name for node in site.nodes]
+    bound = site_from_spec(all_rdma(SPEC).spec)
+    sizes = Sizes(pipeline=2).complete(4)
+    figure = pictures.placement_figure([("x", site, nodes, True), ("y", bound, nodes, False)], sizes)
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert "a0: rank 0\nstage 0" in texts and "b1: rank 3\nstage 1" in texts
+    assert pictures.png(figure).startswith(b"\x89PNG")
+    timeline = pictures.timeline_figure({"stock": traced})
+    assert len(timeline.axes[0].collections) == 2 * 5
+    assert pictures.inline(pictures.png(timeline), "t").startswith('<img alt="t" src="data:image/png;base64,')
+
+
+def test_traced_calls_count_once_and_until_their_wait():
+    made = []
+
+    class Work:
+        def wait(self):
+            return "waited"
+
+    inner = trace._traced(lambda value: Work(), "send", made)
+    outer = trace._traced(lambda value: inner(value).wait(), "send", made)
+    tensor = __import__("torch").zeros(10)
+    assert outer(tensor) == "waited" and len(made) == 1 and made[0][0] == "send" and made[0][3] == 40
+    work = inner(tensor)
+    assert len(made) == 1  # not over before wait()
+    assert work.wait() == "waited" and len(made) == 2
+    assert work.wait() == "waited" and len(made) == 2

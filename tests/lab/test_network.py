@@ -1,0 +1,114 @@
+"""lab/network/shaping.py: addresses, links and shaping that a cluster.toml becomes."""
+
+import pytest
+
+from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.errors import HolmesError
+from holmes_ext.lab import interleave
+from holmes_ext.lab.network import shaping as network
+
+SPEC = parse_spec(
+    """
+version = 1
+[ethernet]
+rate = "250Mb/s"
+[[cluster]]
+name = "a"
+kind = "ib"
+rate = "2Gb/s"
+fabric = "spine"
+nodes = ["a0", "a1"]
+[[cluster]]
+name = "b"
+kind = "roce"
+rate = "600Mb/s"
+nodes = ["b0"]
+[[cluster]]
+name = "c"
+kind = "ib"
+rate = "1Gb/s"
+fabric = "spine"
+nodes = ["c0"]
+[[cluster]]
+name = "d"
+kind = "ethernet"
+nodes = ["d0"]
+"""
+)
+
+
+def test_every_node_has_eth0_and_its_fabrics_nic():
+    nodes = {node.name: node for node in network.lay_out(SPEC, 1.0)}
+    assert list(nodes) == ["a0", "a1", "b0", "c0", "d0"]
+    assert [[nic.name for nic in node.nics] for node in nodes.values()] == [
+        ["eth0", "ib0"],
+        ["eth0", "ib0"],
+        ["eth0", "roce0"],
+        ["eth0", "ib0"],
+        ["eth0"],
+    ]
+    assert nodes["a0"].nic("ib0").bridge == nodes["c0"].nic("ib0").bridge != nodes["b0"].nic("roce0").bridge
+    assert {node.nics[0].bridge for node in nodes.values()} == {"eth"}
+    addresses = [nic.address for node in nodes.values() for nic in node.nics]
+    macs = [nic.mac for node in nodes.values() for nic in node.nics]
+    assert len(set(addresses)) == len(addresses) and len(set(macs)) == len(macs)
+    subnets = {nic.bridge: nic.address.rsplit(".", 2)[0] for node in nodes.values() for nic in node.nics}
+    assert len(set(subnets.values())) == 3
+
+
+def test_scale_multiplies_what_is_shaped_and_not_what_is_announced():
+    nic = network.lay_out(SPEC, 0.1)[0].nic("ib0")
+    assert nic.rate_bps == 200_000_000 and nic.nominal_bps == 2_000_000_000
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_is_no_factor_is_refused(scale):
+    with pytest.raises(HolmesError, match="--scale"):
+        network.lay_out(SPEC, scale)
+
+
+def test_more_nodes_than_a_machine_holds_are_refused():
+    big = parse_spec(
+        'version = 1\n[ethernet]\nrate = "1Gb/s"\n[[cluster]]\nname = "a"\nkind = "ethernet"\nnodes = ["n[0-999]"]\n', "big.toml"
+    )
+    with pytest.raises(HolmesError, match="big.toml: 1000 nodes"):
+        network.lay_out(big, 1.0)
+
+
+@pytest.mark.parametrize("rate", [1_000_000, 250_000_000, 600_000_000, 1_600_000_000, 3_000_000_000, 10_000_000_000])
+def test_shaping_keeps_what_a_message_gets_for_free_small(rate):
+    """A burst, or with a peak rate the peak's burst, is what passes at once: at most 10 % of 128 KiB up to 300 Mb/s."""
+    s = network.shaping(rate)
+    assert s.rate_bps == pytest.approx(rate * 1514 / 1448)
+    free = s.peak_burst or s.burst
+    assert free > s.gso_max_size * 1514 / 1448 + 1514, "packets above tbf's largest are cut into single frames, which costs CPU"
+    assert free <= 0.1 * 131072 if rate <= 300e6 else free <= max(20_000, 160e-6 * rate / 8 + 2_000, 71_000 * (rate > 3.5e9))
+    if rate > 700e6:
+        assert s.burst >= max(70_000, rate * 0.5e-3 / 8) and s.peak_bps == pytest.approx(1.06 * s.rate_bps)
+
+
+def test_batches_shape_both_ends_of_every_link():
+    nodes = network.lay_out(SPEC, 1.0)
+    ip, tc = network.switch_batches(nodes, {node.name: 100 + node.index for node in nodes})
+    assert ip.count(" type bridge ") == 3 and ip.count(" type veth ") == 9
+    assert "link add name f2 mtu 1500 type veth peer name roce0 address 02:48:4d:65:00:03 mtu 1500 netns 102\n" in ip
+    shaped = {line.split()[3] for line in tc.splitlines()}
+    assert shaped == {"e0", "e1", "e2", "e3", "e4", "f0", "f1", "f2", "f3"}
+    ip, tc = network.node_batches(nodes[2])
+    assert "address add 10.77.0.3/16 dev eth0\n" in ip and "link set dev lo up\n" in ip
+    assert [line.split()[3] for line in tc.splitlines()] == ["eth0", "roce0"]
+    assert all(" latency 20ms" in line for line in tc.splitlines())
+
+
+def test_hosts_maps_names_to_ethernet():
+    lines = network.hosts_file(network.lay_out(SPEC, 1.0)).splitlines()
+    assert "10.77.0.3 b0" in lines and "127.0.0.1 localhost" in lines
+
+
+def test_interleave_takes_the_clusters_in_turn():
+    assert interleave(SPEC) == ("a0", "b0", "c0", "d0", "a1")
+
+
+def test_an_unknown_nic_is_named():
+    with pytest.raises(HolmesError, match="node a0: no NIC 'roce0'; it has eth0, ib0"):
+        network.lay_out(SPEC, 1.0)[0].nic("roce0")

@@ -1,0 +1,69 @@
+"""deepspeed-partition: borders from a plan's stages, and the user's own list."""
+
+import pytest
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.patches.deepspeed.partition import borders_of, check_borders
+
+GPT = [None, "Positions", "Block", "Block", "Block", "Block", "LayerNorm", None]  # tied embedding and head: None
+
+
+def test_borders_are_blocks_with_what_stands_around_them():
+    assert borders_of(GPT, (3, 1), "p") == [0, 5, 8]
+    assert borders_of(GPT, (1, 1, 1, 1), "p") == [0, 3, 4, 5, 8]
+    assert borders_of(GPT, (4,), "p") == [0, 8]
+
+
+def test_between_blocks():
+    assert borders_of([None, "B", None, "B", None, "B"], (2, 1), "p") == [0, 5, 6]
+
+
+def test_of_two_classes_that_repeat_alike_the_plan_tells():
+    assert borders_of(["E", "B", "B", "H", "H", "H", "N"], (2, 1), "p") == [0, 5, 7]
+
+
+@pytest.mark.parametrize("names, message", [(GPT, "2.1 = 3 layers, but the model has 4 layers of class Block"), ([None], "no layer class that repeats")])
+def test_another_model(names, message):
+    with pytest.raises(HolmesError, match=message):
+        borders_of(names, (2, 1), "plan.json")
+
+
+def test_the_users_borders():
+    assert check_borders([0, 4, 11], 11, 2) == [0, 4, 11]
+
+
+@pytest.mark.parametrize(
+    "borders, message",
+    [([0, 11], "2 borders for 2 stages; give 3"), ([0, 4, 10], "rise from 0 to 11"), ([0, 0, 11], "rise"), ([1, 4, 11], "rise"), ([0, 4.5, 11], "whole")],
+)
+def test_bad_borders(borders, message):
+    with pytest.raises(HolmesError, match=message):
+        check_borders(borders, 11, 2)
+
+
+def test_module_takes_a_list_and_a_text(monkeypatch, capsys):
+    """The real PipelineModule, one process: borders given by the script; undone, it refuses them as before."""
+    pipe = pytest.importorskip("deepspeed.runtime.pipe.module")
+    from types import SimpleNamespace
+
+    from holmes_ext.patches import Registry
+    from holmes_ext.patches.deepspeed.partition import PATCHES
+
+    registry = Registry(PATCHES)
+
+    def parts(method):
+        module = SimpleNamespace(num_stages=2, global_rank=1, loss_fn=None, _layer_specs=[len] * 6, set=None)
+        module._topo = SimpleNamespace(get_coord=lambda rank: SimpleNamespace(pipe=rank))
+        module._set_bounds = lambda start=None, stop=None: setattr(module, "set", (start, stop))
+        holder = type("Module", (), {"_partition_layers": pipe.PipelineModule._partition_layers})
+        pipe.PipelineModule._partition_layers.__get__(module, holder)(method)
+        return module.parts, module.set
+
+    registry.enable("deepspeed-partition", required=True)
+    try:
+        assert parts([0, 2, 6]) == parts("0,2,6") == ([0, 2, 6], (2, 6))
+        assert parts("uniform") == ([0, 3, 6], (3, 6))
+    finally:
+        registry.undo()
+    with pytest.raises(NotImplementedError):
+        parts("0,2,6")

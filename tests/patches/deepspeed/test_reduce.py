@@ -1,0 +1,71 @@
+from types import SimpleNamespace
+
+import pytest
+
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.lab.samples import examples
+from holmes_ext.options import Options
+from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.runtime import session
+from holmes_ext.runtime.start.launcher import Process
+
+SITE = site_from_spec(load_spec(examples() / "clusters" / "two_clusters_4.toml"))
+
+
+class Engine(SimpleNamespace):
+    """What overlap_of() asks of DeepSpeed's pipeline engine."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self, stages=2, tensor=1, **zero):
+        data = 4 // stages // tensor
+        grid = SimpleNamespace(get_slice_parallel_world_size=lambda: tensor, get_data_parallel_world_size=lambda: data)
+        config = SimpleNamespace(_param_dict={"zero_optimization": zero} if zero else {})
+        super().__init__(num_stages=stages, stage_id=0, is_data_parallel=data > 1, global_rank=0, grid=grid, _config=config)
+
+
+@pytest.fixture
+def overlapped(monkeypatch):
+    monkeypatch.setattr(deepspeed_reduce, "unsupported", lambda engine: None)
+    monkeypatch.setattr(deepspeed_reduce, "_Overlap", lambda engine: object())
+
+    def ask(engine, option, sizes=None):
+        plan = build_plan(SITE, sizes)
+        monkeypatch.setattr(session, "_active", session.Session(Options(overlap=option), Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0))
+        return deepspeed_reduce.overlap_of(engine) is not None
+
+    return ask
+
+
+@pytest.mark.parametrize("sizes", [None, Sizes(pipeline=2)])
+@pytest.mark.parametrize("option, expected", [("auto", True), ("on", True), ("off", False)])
+def test_a_reduction_that_would_be_waited_for_is_overlapped_by_default(overlapped, option, sizes, expected):
+    assert overlapped(Engine(), option, sizes) is expected
+
+
+def test_the_plan_decides_for_each_stage(overlapped, monkeypatch):
+    monkeypatch.setattr(session.Session, "overlapped_stages", lambda current, sizes: (False, True))
+    last = Engine()
+    last.stage_id = 1
+    assert not overlapped(Engine(), "auto") and overlapped(last, "auto") and overlapped(Engine(), "on")
+
+
+@pytest.mark.parametrize("option", ["auto", "on"])
+def test_nothing_to_reduce(overlapped, option, capsys):
+    assert not overlapped(Engine(stages=4), option) and not capsys.readouterr().err
+
+
+def test_the_users_own_setting_wins_over_auto(overlapped, capsys):
+    assert not overlapped(Engine(overlap_comm=False), "auto")
+    assert "not overlapped, DeepSpeed's own is used: zero_optimization.overlap_comm is false" in capsys.readouterr().err
+    assert overlapped(Engine(overlap_comm=True), "auto") and overlapped(Engine(stage=1), "auto")
+
+
+def test_what_is_not_supported_is_said_once(overlapped, monkeypatch, capsys):
+    monkeypatch.setattr(deepspeed_reduce, "unsupported", lambda engine: "sparse gradients")
+    engine = Engine()
+    assert not overlapped(engine, "auto") and not overlapped(engine, "auto")
+    assert capsys.readouterr().err.count("DeepSpeed's own is used: sparse gradients") == 1

@@ -1,0 +1,76 @@
+"""patches/megatron_gather, on stand-ins for megatron-core's DistributedDataParallel and DistributedOptimizer."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from holmes_ext.patches.megatron import gather as megatron_gather
+
+
+def config(**changes):
+    return SimpleNamespace(**{"use_distributed_optimizer": True, "overlap_param_gather": False, "fp8_param_gather": False, **changes})
+
+
+class Group:
+    """A bucket group; `log` gets what is done to it."""
+
+    def __init__(self, name, log):
+        self.name, self.log, self.buckets = name, log, [object()]
+        self.param_gather_handle, self.param_gather_dispatched, self.next_param_gather_bucket_group = None, False, "another"
+
+    def start_param_sync(self):
+        assert not self.param_gather_dispatched
+        self.param_gather_handle, self.param_gather_dispatched = "handle", True
+        self.log.append(f"start {self.name}")
+
+    def finish_param_sync(self, skip_next_bucket_dispatch):
+        assert skip_next_bucket_dispatch
+        self.param_gather_handle = None
+        self.log.append(f"wait {self.name}")
+
+
+@pytest.fixture
+def parts():
+    """(ddp, dense optimizer, log)"""
+    log = []
+    dense, experts = [Group("last layers", log), Group("first layers", log)], [Group("experts", log)]
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    ddp = SimpleNamespace(module=module, bucket_groups=dense, expert_parallel_bucket_groups=experts)
+    made = config()
+    assert megatron_gather.turn_on(made)
+    buffers = [SimpleNamespace(buckets=[bucket for group in dense for bucket in group.buckets])]
+    megatron_gather.prepare(ddp)
+    return ddp, SimpleNamespace(ddp_config=made, buffers=buffers, model_chunks=[ddp]), log
+
+
+def test_turned_on_once_for_all_chunks_and_not_where_it_does_not_suit():
+    made = config()
+    assert megatron_gather.turn_on(made) and made.overlap_param_gather and megatron_gather.turn_on(made)
+    for other in (config(overlap_param_gather=True), config(use_distributed_optimizer=False), config(fp8_param_gather=True)):
+        before = other.overlap_param_gather
+        assert not megatron_gather.turn_on(other) and other.overlap_param_gather == before
+
+
+def test_a_step_starts_its_own_gathers_first_layers_first(parts):
+    ddp, optimizer, log = parts
+    assert megatron_gather._gather_after_step(lambda: True, optimizer, (), {}) is True
+    assert log == ["start first layers", "start last layers"]  # the experts have an optimizer, and a step, of their own
+    optimizer.ddp_config = config(overlap_param_gather=True)
+    megatron_gather._gather_after_step(lambda: True, optimizer, (), {})
+    assert len(log) == 2  # the program's own overlap is left to megatron-core
+
+
+@pytest.mark.parametrize("read", [
+    lambda module: module.state_dict(),
+    lambda module: module[1][0].state_dict(prefix="", keep_vars=True),  # as sharded_state_dict() does it, layer by layer
+    lambda module: module.load_state_dict(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2))).state_dict()),
+], ids=["whole", "layer", "load"])  # fmt: skip
+def test_reading_weights_waits_for_every_gather(parts, read):
+    ddp, optimizer, log = parts
+    megatron_gather._gather_after_step(lambda: True, optimizer, (), {})
+    log.clear()
+    read(ddp.module)
+    assert sorted(log) == ["wait first layers", "wait last layers"]
+    read(ddp.module)
+    assert len(log) == 2 and all(group.next_param_gather_bucket_group is None for group in ddp.bucket_groups)

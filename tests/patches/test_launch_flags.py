@@ -1,0 +1,135 @@
+"""Flags that start the winner: what they say, what a framework lacks, and both Megatrons' own parsers on them."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.patches.megatron.arguments import sizes_from_arguments
+from holmes_ext.patches.launch_flags import LIMITS, launches
+from holmes_ext.plan.cost.model import Gpu, Model
+from holmes_ext.plan.search.search import search
+from holmes_ext.plan.search.space import Limits
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
+MODEL = Model(layers=6, hidden=512, heads=8, sequence=128, vocabulary=8000, global_batch=16, gpu=Gpu(20e12))
+
+
+def best(framework=None, model=MODEL, **allowed):
+    limits = Limits({**(LIMITS[framework] if framework else {}), **allowed})
+    return search(site_from_spec(load_spec(EXAMPLES / "three_clusters_8.toml")), model, 16, limits).best
+
+
+@pytest.mark.parametrize("framework", sorted(LIMITS))
+def test_what_is_searched_for_a_framework_can_be_started_with_it(framework):
+    launch = launches(best(framework), MODEL, 16, True, "c.toml", "plan.json")[framework]
+    assert not launch.lacks and ("--holmes-plan", "plan.json") in zip(launch.flags, launch.flags[1:])
+
+
+def test_sizes_are_read_back():
+    one = best(tensor=(1,), pipeline=(2,), context=(2,), virtual=(3,), recompute=("full",), zero=(1,))
+    launch = launches(one, MODEL, 16, False, "c.toml", "plan.json")["megatron-lm"]
+    sizes = sizes_from_arguments(list(launch.flags))
+    assert (sizes.pipeline, sizes.tensor, sizes.context) == (2, 1, 2)
+    text = " ".join(launch.flags)
+    assert "--num-virtual-stages-per-pipeline-rank 3" in text and "--recompute-granularity full --recompute-method uniform" in text
+
+
+def test_what_deepspeed_lacks_is_said():
+    one = best(pipeline=(2,), context=(2,), virtual=(3,))
+    for name in ("deepspeed", "megatron-deepspeed"):
+        assert "virtual size 3 (limit virtual=1)" in launches(one, MODEL, 16, False, "c", "p")[name].lacks
+
+
+def test_deepspeeds_config():
+    one = best("deepspeed", pipeline=(2,), zero=(1,))
+    launch = launches(one, MODEL, 16, True, "c.toml", "plan.json")["deepspeed"]
+    config, shape = launch.config, one.shape
+    assert config["train_batch_size"] == 16 == shape.micro_batch * shape.micro_batches * shape.data
+    assert config["zero_optimization"] == {"stage": 1} and config["pipeline"]["stages"] == 2 and "--holmes-overlap" in launch.flags
+
+
+PARSE = """
+import argparse, sys, types
+sys.path.insert(0, sys.argv[1])
+import importlib
+import os
+kind, flags = sys.argv[2], os.environ["TEST_FLAGS"].split()  # on the command line --holmes would switch holmes on
+sys.argv = ["pretrain_gpt.py"]
+import importlib.abc, importlib.machinery, typing
+typing.override = getattr(typing, "override", lambda method: method)  # Python < 3.12
+from unittest.mock import MagicMock
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):  # what a parser's file imports beside, and this environment lacks
+    def find_spec(self, name, path=None, target=None):
+        ours = name.split(".")[0] in ("transformers", "torchvision", "sentencepiece", "tiktoken", "triton", "pybind11", "six") or name.startswith("deepspeed.compression")
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if ours else None
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__path__, module.__version__ = [], "3.0.0"
+        module.__getattr__ = lambda name: MagicMock() if not name.startswith("__") else (_ for _ in ()).throw(AttributeError(name))
+        return module
+    def exec_module(self, module):
+        pass
+sys.meta_path.append(Absent())
+if kind == "lm":
+    from megatron.training.arguments import add_megatron_arguments
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+else:
+    made = []
+    real = argparse.ArgumentParser.parse_args
+    def caught(self, *args, **kwargs):
+        made.append(self)
+        raise SystemExit(77)
+    argparse.ArgumentParser.parse_args = caught
+    import deepspeed
+    package = types.ModuleType("megatron")  # not its __init__, which imports all of it
+    package.__path__ = [os.path.join(sys.path[0], "megatron")]
+    package.get_retro_args = package.get_args = lambda: None
+    sys.modules["megatron"] = package
+    arguments = importlib.import_module("megatron.arguments")
+    try:
+        arguments.parse_args()
+    except SystemExit:
+        pass
+    argparse.ArgumentParser.parse_args = real
+    parser = made[0]
+found, unknown = parser.parse_known_args(flags)
+print(sorted(set(unknown)), found.tensor_model_parallel_size, found.pipeline_model_parallel_size, found.micro_batch_size, found.global_batch_size)
+"""
+
+
+def parsed(kind, folder, flags):
+    environ = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1", "TEST_FLAGS": " ".join(flags)}
+    done = subprocess.run([sys.executable, "-c", PARSE, folder, kind], capture_output=True, text=True, timeout=300, env=environ)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()[-1]
+
+
+HOLMES = ["--holmes", "--holmes-cluster", "--holmes-overlap", "--holmes-plan", "c.toml", "on", "plan.json"]
+
+
+def test_megatron_lms_own_parser():
+    folder = os.environ.get("MEGATRON_LM_DIR")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("MEGATRON_LM_DIR names no checkout of Megatron-LM")
+    moe = replace(MODEL, experts=4, sequence_parallel=True)
+    one = best("megatron-lm", moe, pipeline=(2,), tensor=(1,), virtual=(3,), recompute=("selective",), zero=(1,))
+    flags = launches(one, moe, 16, True, "c.toml", "plan.json")["megatron-lm"].flags
+    unknown, *sizes = parsed("lm", folder, flags).rsplit(" ", 4)
+    assert set(eval(unknown)) <= set(HOLMES) and sizes == ["1", "2", str(one.shape.micro_batch), "16"]
+
+
+def test_megatron_deepspeeds_own_parser():
+    folder = os.environ.get("MEGATRON_DEEPSPEED_DIR")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("MEGATRON_DEEPSPEED_DIR names no checkout of Megatron-DeepSpeed")
+    one = best("megatron-deepspeed", pipeline=(2,), recompute=("full",), zero=(1,))
+    flags = launches(one, MODEL, 16, True, "c.toml", "plan.json")["megatron-deepspeed"].flags
+    unknown, *sizes = parsed("ds", folder, flags).rsplit(" ", 4)
+    assert set(eval(unknown)) <= set(HOLMES) and sizes == [str(one.shape.tensor), "2", str(one.shape.micro_batch), "16"]

@@ -1,0 +1,94 @@
+from types import SimpleNamespace
+
+import pytest
+
+from holmes_ext.cluster.site import Fabric, Node, Port, Site
+from holmes_ext.runtime.groups.transport import choose, gloo_interface, nccl_options, node_environment
+
+IB = Port("a", "ib0", "10.1.0.1", ("mlx5_0:1",), None, 200)
+IB_NO_IP = Port("a", "", "", ("mlx5_0:1",), None, 200)
+ROCE = Port("b", "roce0", "10.2.0.1", ("mlx5_2:1", "mlx5_3:1"), 3, 100)
+ETH = Port("ethernet", "eth0", "10.0.0.1", rate_bps=25)
+FABRICS = (Fabric("ethernet", "ethernet", 25, 0), Fabric("a", "ib", 200, 0), Fabric("b", "roce", 100, 0))
+
+
+def site(**ports):
+    nodes = tuple(Node(name, name[0], 1, (*fast, ETH)) for name, fast in ports.items())
+    return Site(nodes, FABRICS)
+
+
+def test_a_group_takes_the_fastest_fabric_that_all_share():
+    s = site(a0=[IB], a1=[IB], b0=[ROCE], m0=[IB, ROCE])
+    here = s.node_by_name["m0"]
+    assert choose(s, ["a0", "m0"], here, "nccl").fabric == "a"
+    assert choose(s, ["b0", "m0"], here, "nccl").fabric == "b"
+    assert choose(s, ["a0", "b0", "m0"], here, "nccl").fabric == "ethernet"
+    assert choose(s, ["a0", "b0", "m0"], here, "gloo").interface == "eth0"
+    assert choose(s, ["m0"], here, "gloo").interface == "lo"
+
+
+def test_net_names():
+    s = site(a0=[IB], a1=[IB], b0=[ROCE], b1=[ROCE])
+    assert choose(s, ["a0", "a1"], s.nodes[0], "nccl").net_name == "IB"
+    assert choose(s, ["b0", "b1"], s.nodes[2], "nccl").net_name == "IB"
+    assert choose(s, ["a0", "b0"], s.nodes[0], "nccl").net_name == "Socket"
+    assert choose(s, ["a0"], s.nodes[0], "nccl").net_name == ""
+
+
+def test_gloo_needs_an_address_on_every_member():
+    s = site(a0=[IB], a1=[IB_NO_IP])
+    for node in s.nodes:  # both ends come to the same
+        assert choose(s, ["a0", "a1"], node, "gloo").fabric == "ethernet"
+        assert choose(s, ["a0", "a1"], node, "nccl").fabric == "a"
+
+
+def test_gloo_interface_is_set_inside_only_and_the_users_wins():
+    s = site(a0=[IB], a1=[IB])
+    transport = choose(s, ["a0", "a1"], s.nodes[0], "gloo")
+    environ = {}
+    with pytest.raises(KeyError), gloo_interface(transport, environ):
+        assert environ == {"GLOO_SOCKET_IFNAME": "ib0"}
+        raise KeyError
+    assert environ == {}
+    environ = {"GLOO_SOCKET_IFNAME": "mine"}
+    with gloo_interface(transport, environ):
+        assert environ == {"GLOO_SOCKET_IFNAME": "mine"}
+    assert environ == {"GLOO_SOCKET_IFNAME": "mine"}
+
+
+class FakeOptions:
+    """The shape of ProcessGroupNCCL.Options."""
+
+    def __init__(self):
+        self.config = SimpleNamespace(net_name=None, max_ctas=0)
+        self.is_high_priority_stream = False
+
+
+def test_nccl_options_are_fresh_and_keep_settings():
+    s = site(a0=[IB], a1=[IB])
+    transport = choose(s, ["a0", "a1"], s.nodes[0], "nccl")
+    given = FakeOptions()
+    given.config.max_ctas, given.is_high_priority_stream = 7, True
+    first, second = (nccl_options(transport, given, FakeOptions) for _ in range(2))
+    assert first is not second and first is not given and first.config is not given.config
+    assert (first.config.net_name, first.config.max_ctas, first.is_high_priority_stream) == ("IB", 7, True)
+    assert given.config.net_name is None
+    assert nccl_options(transport, None, FakeOptions).config.net_name == "IB"
+
+
+def test_a_users_net_name_stays():
+    s = site(a0=[IB], a1=[IB])
+    given = FakeOptions()
+    given.config.net_name = "Socket"
+    assert nccl_options(choose(s, ["a0", "a1"], s.nodes[0], "nccl"), given, FakeOptions) is given
+
+
+def test_node_environment():
+    s = site(b0=[ROCE])
+    environ = {"NCCL_NET": "IB", "NCCL_IB_HCA": "mine"}
+    lines = node_environment(s, s.nodes[0], environ)
+    assert environ == {"NCCL_IB_HCA": "mine", "NCCL_SOCKET_IFNAME": "=eth0", "NCCL_IB_GID_INDEX": "3"}
+    assert len(lines) == 2 and "NCCL_IB_HCA=mine was set by you" in lines[0] and "NCCL_NET=IB is unset" in lines[1]
+    environ = {}
+    assert node_environment(s, s.nodes[0], environ) == []
+    assert environ["NCCL_IB_HCA"] == "=mlx5_2:1,mlx5_3:1"

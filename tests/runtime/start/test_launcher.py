@@ -1,0 +1,66 @@
+import pytest
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.start.launcher import Process, detect, exported
+
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a0", "MASTER_PORT": "29400",
+    "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2",
+}  # fmt: skip
+
+
+def test_torchrun():
+    assert detect(TORCHRUN) == Process(3, 8, 1, 2, "a0", 29400, "torchrun", agent_store=True, restart=2)
+
+
+def test_deepspeed_launcher():
+    environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "1", "MASTER_ADDR": "a0"}
+    assert detect(environ) == Process(3, 4, 1, 2, "a0", 29500, "deepspeed")
+
+
+def test_torchrun_inside_srun_is_torchrun():
+    assert detect({**TORCHRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}).launcher == "torchrun"
+
+
+@pytest.mark.parametrize("nodelist, first", [("gpu[003-008,012],x1", "gpu003"), ("a0,b0", "a0"), ("n[7]-ib", "n7-ib"), ("solo", "solo")])
+def test_srun(nodelist, first):
+    environ = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_ID": "20003",
+               "SLURM_STEP_ID": "0"}  # fmt: skip
+    process = detect({**environ, "SLURM_STEP_NODELIST": nodelist})
+    assert process == Process(5, 8, 1, 2, first, 10003, "srun")
+
+
+def test_a_slurm_batch_script_is_not_a_rank():
+    assert detect({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}).world_size == 1
+
+
+def test_mpirun():
+    environ = {f"OMPI_COMM_WORLD_{name}": value for name, value in dict(RANK="2", SIZE="4", LOCAL_RANK="0", LOCAL_SIZE="2").items()}
+    with pytest.raises(HolmesError, match="MASTER_ADDR is not set"):
+        detect(environ)
+    assert detect({**environ, "MASTER_ADDR": "a0"}) == Process(2, 4, 0, 2, "a0", 29500, "mpirun (Open MPI)")
+    hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MASTER_ADDR": "a0"}
+    assert detect(hydra).local_world_size == 0
+
+
+def test_no_launcher_is_one_process():
+    assert detect({}).world_size == 1
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"RANK": "x"}, "RANK is 'x', not a number"),
+        ({"RANK": "8"}, "rank 8 is not below the world size 8"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK is not set"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_bad_environment_is_named(change, message):
+    with pytest.raises(HolmesError, match=message):
+        detect({**TORCHRUN, **change})
+
+
+def test_exported_takes_the_new_rank_and_keeps_the_local_one():
+    values = exported(detect(TORCHRUN), 6, 2)
+    assert (values["RANK"], values["LOCAL_RANK"], values["LOCAL_WORLD_SIZE"]) == ("6", "1", "2")

@@ -1,0 +1,178 @@
+"""Who is tried, what is left out, and what is said; the nodes are threads that talk over loopback addresses."""
+
+import os
+import socket
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.runtime.start import preflight
+from holmes_ext.runtime.start.exchange import RemoteError
+from holmes_ext.runtime.start.launcher import Process
+from holmes_ext.runtime.start.preflight_verdict import lost
+
+FABRICS = (
+    Fabric(ETHERNET, "ethernet", 10**9, 3e-5),
+    Fabric("ib", "ib", 10**10, 2e-6),
+    Fabric("roce", "roce", 10**10, 4e-6),
+)
+#: 127.FABRIC.0.NODE: every address of 127/8 is this machine's own.
+NETS = {ETHERNET: 1, "ib": 2, "roce": 3}
+
+
+def node(name, fabric, number, processes=1, **changed):
+    def port(on):
+        return Port(on, f"{on}0", changed.get(on, f"127.{NETS[on]}.0.{number}"), () if on == ETHERNET else ("mlx5_0:1",), None, 10**9)
+
+    return Node(name, fabric, processes, (port(fabric), port(ETHERNET)))
+
+
+def site_of(*, processes=1, **changed):
+    names = [("a0", "ib"), ("a1", "ib"), ("b0", "roce"), ("b1", "roce")]
+    return Site(tuple(node(n, f, i + 1, processes, **changed.get(n, {})) for i, (n, f) in enumerate(names)), FABRICS)
+
+
+def fly(site, plan, monkeypatch, fallback="ethernet", absent=(), seconds=(1.0, 5.0, 5.0, 10.0)):
+    """run() of every rank in a thread; what each returned or raised."""
+    for name, value in zip(("CONNECT_S", "ANSWER_S", "LISTEN_S", "FINDINGS_S"), seconds):
+        monkeypatch.setattr(preflight, name, value)
+    store, outcome = dist.HashStore(), {}
+
+    def one(rank):
+        process = Process(rank, plan.world_size, rank % plan.processes, plan.processes, "host", 1, "test")
+        host = site.nodes[rank // plan.processes].name
+        try:
+            outcome[rank] = preflight.run(store, "holmes/1", process, host, site, plan, fallback)
+        except HolmesError as error:
+            outcome[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(plan.world_size) if rank not in absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcome
+
+
+def test_each_pair_of_nodes_once_for_each_fabric():
+    site = site_of(processes=2)
+    todo = preflight.pairs(site, build_plan(site, Sizes(pipeline=2)))
+    keys = [(pair.fabric, frozenset((pair.one, pair.two))) for pair in todo]
+    assert len(keys) == len(set(keys))
+    assert {frozenset(("a0", "a1")), frozenset(("b0", "b1"))} == {names for fabric, names in keys if fabric != ETHERNET}
+    assert {names for fabric, names in keys if fabric != ETHERNET} <= {names for fabric, names in keys if fabric == ETHERNET}
+    assert {pair.kind for pair in todo if pair.fabric == "ib"} == {"data"}
+
+
+def test_without_sizes_the_clusters_are_tried():
+    site = site_of()
+    todo = preflight.pairs(site, build_plan(site))
+    assert {(p.fabric, p.kind) for p in todo} >= {("ib", "cluster"), ("roce", "cluster"), (ETHERNET, "world")}
+
+
+def test_64_ranks_need_few_connections():
+    nodes = tuple(node(f"n{i}", "ib" if i < 4 else "roce", i + 1, 8) for i in range(8))
+    site = Site(nodes, FABRICS)
+    for sizes in (Sizes(pipeline=2), Sizes(pipeline=4, tensor=4), Sizes(tensor=8)):
+        assert len(preflight.pairs(site, build_plan(site, sizes))) <= 24
+
+
+def test_all_is_well(monkeypatch):
+    site = site_of(processes=2)
+    plan = build_plan(site, Sizes(pipeline=2))
+    outcome = fly(site, plan, monkeypatch)
+    assert all(result == (site, plan, []) for result in outcome.values()) and len(outcome) == 8
+
+
+@pytest.mark.parametrize("sizes", [Sizes(pipeline=2), None])
+def test_a_fast_nic_that_does_not_answer_is_left_out_on_all_ranks(monkeypatch, sizes):
+    site = site_of(b1={"roce": "192.0.2.1"})  # TEST-NET-1: nobody's; b1 cannot even listen there
+    plan = build_plan(site, sizes)
+    outcome = fly(site, plan, monkeypatch)
+    assert all(result[:2] == outcome[0][:2] for result in outcome.values())
+    after, new, (line,) = outcome[0]
+    assert after.shared_fabric(["b0", "b1"]).name == ETHERNET and after.shared_fabric(["a0", "a1"]).name == "ib"
+    assert new.nodes == plan.nodes and after.digest == site.digest
+    for part in ("node b0", "node b1", "rank 2", "rank 3", "roce0 (mlx5_0:1)", "127.3.0.3", "192.0.2.1", "cannot listen on its own address"):
+        assert part in line, line
+    if sizes:
+        assert new.transports["data"] == ("ib", ETHERNET)
+        assert "the data group of ranks 2, 3 goes over ethernet on all its ranks" in line
+
+
+def test_fail_ends_all_ranks(monkeypatch):
+    site = site_of(b1={"roce": "192.0.2.1"})
+    outcome = fly(site, build_plan(site, Sizes(pipeline=2)), monkeypatch, fallback="fail")
+    assert all("node b1 (rank 3" in str(error) and "--holmes-fallback ethernet" in str(error) for error in outcome.values()), outcome
+    assert [isinstance(outcome[rank], RemoteError) for rank in range(4)] == [False, True, True, True]
+
+
+def test_bad_ethernet_ends_all_ranks(monkeypatch):
+    site = site_of(b0={ETHERNET: "192.0.2.1"})
+    outcome = fly(site, build_plan(site, Sizes(pipeline=2)), monkeypatch)
+    assert all("b0 (rank 2, ethernet0, 192.0.2.1)" in str(error) and "mend its cable" in str(error) for error in outcome.values()), outcome
+
+
+def test_an_address_that_another_node_answers():
+    site = site_of(b1={"roce": "127.3.0.3"})  # b0's
+    listeners = preflight.Listeners(site, "b0", [preflight.Pair("roce", "b1", "b0", "data", (2, 3))], "t")
+    try:
+        hello = "127.3.0.3", "127.3.0.3", listeners.ports["roce"], "a0"
+        assert preflight.exchange_hello(*hello, "b1", "t") == "the address is answered by node 'b0', so two nodes have it"
+        assert preflight.exchange_hello(*hello, "b0", "t") == "" and preflight.exchange_hello(*hello, "b0", "another job") != ""
+    finally:
+        listeners.close()
+
+
+def test_a_node_that_stays_away_is_named(monkeypatch):
+    site = site_of()
+    outcome = fly(site, build_plan(site, Sizes(pipeline=2)), monkeypatch, absent={3}, seconds=(0.5, 0.5, 0.5, 2.0))
+    assert len(outcome) == 3 and all("node b1 (rank 3) did not finish it within 2 s" in str(error) for error in outcome.values()), outcome
+
+
+def test_nobody_answers_although_the_port_is_open():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        preflight_answer, preflight.ANSWER_S = preflight.ANSWER_S, 0.2
+        try:
+            problem = preflight.exchange_hello("127.0.0.1", "127.0.0.1", silent.getsockname()[1], "a", "b", "t")
+        finally:
+            preflight.ANSWER_S = preflight_answer
+    assert "no answer within 0.2 s" in problem
+
+
+def test_garbage_is_no_answer():
+    def serve(listener):
+        connection, _ = listener.accept()
+        connection.sendall(os.urandom(64) + b"\n")
+        connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        assert preflight.exchange_hello("127.0.0.1", "127.0.0.1", listener.getsockname()[1], "a", "b", "t")
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "findings, expected",
+    [
+        ([("f", "a", "b", ""), ("f", "b", "c", "x"), ("f", "c", "a", "x")], {"c"}),
+        ([("f", "a", "b", "x")], {"a", "b"}),
+        ([("f", "a", "b", "x"), ("f", "b", "c", ""), ("f", "c", "d", ""), ("f", "d", "a", "")], {"a", "b"}),
+        ([("f", "a", "b", ""), ("g", "a", "b", "")], set()),
+        ([("f", "a", "b", "x"), ("f", "b", "c", "x"), ("f", "c", "d", "x"), ("f", "d", "a", "x")], {"a", "b", "c", "d"}),
+    ],
+)
+def test_who_is_to_blame(findings, expected):
+    assert {node for node, _ in lost(findings)} == expected
+
+
+def test_a_port_without_an_address_is_said_not_to_be_tried(monkeypatch):
+    site = site_of(a0={"ib": ""})
+    _, _, (line,) = fly(site, build_plan(site, Sizes(pipeline=2)), monkeypatch)[1]
+    assert line.startswith("preflight: not tried on ib: a0 (ib0 (mlx5_0:1))"), line

@@ -1,0 +1,130 @@
+import json
+import os
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from holmes_ext.cluster import node_report as report_module
+from holmes_ext.errors import HolmesError
+from holmes_ext.options import Options
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.runtime import session
+from holmes_ext.runtime.start import rank as start
+from holmes_ext.runtime.start.launcher import Process
+from sysfs_builder import SCENES
+
+FILE = """
+version = 1
+[ethernet]
+rate = "1Gb/s"
+[[cluster]]
+name = "a"
+kind = "ethernet"
+nodes = ["n0", "n2"]
+[[cluster]]
+name = "b"
+kind = "ethernet"
+nodes = ["n1", "n3"]
+"""
+
+MODEL = """
+version = 1
+layers = 8
+hidden = 1024
+heads = 8
+sequence = 1024
+vocabulary = 1000
+[training]
+micro_batches = 16
+[gpu]
+flops = 150e9
+"""
+
+
+@pytest.fixture
+def no_session():
+    yield
+    session.set_active(None)
+    start._stores.clear()
+
+
+def start_all(monkeypatch, world, options, sizes=None, failures={}):
+    """start() of `world` ranks on a node each, in threads; what each returned or raised, and its environment."""
+    store = dist.HashStore()
+    monkeypatch.setattr("holmes_ext.runtime.start.store.open_store", lambda process, timeout_s: store)
+    monkeypatch.setattr(start, "node_identity", lambda: threading.current_thread().name)
+    monkeypatch.setattr(report_module, "node_identity", lambda: threading.current_thread().name)
+    outcome = {}
+
+    def one(rank):
+        environ = {"HOLMES_NODE": f"n{rank}", "RANK": str(rank), "SLURM_PROCID": str(rank)}
+        process = Process(rank, world, 0, 1, "127.0.0.1", 29500, "test")
+        try:
+            current, _ = start.start(options, process, sizes, {}, failures.get(rank), environ)
+            outcome[rank] = (current, environ)
+        except HolmesError as error:
+            outcome[rank] = (error, environ)
+
+    threads = [threading.Thread(target=one, args=(rank,), name=f"host{rank}") for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcome
+
+
+def test_ranks_follow_the_plan(monkeypatch, tmp_path, no_session):
+    (tmp_path / "c.toml").write_text(FILE.replace('kind = "ethernet"', 'kind = "ethernet"', 1))
+    outcome = start_all(monkeypatch, 4, Options(cluster=str(tmp_path / "c.toml")), Sizes(pipeline=2))
+    sessions = [outcome[rank][0] for rank in range(4)]
+    assert len({current.plan.digest for current in sessions}) == 1
+    for rank, (current, environ) in outcome.items():
+        assert current.plan.node_of(current.rank) == f"n{rank}" == current.node.name
+        assert environ["RANK"] == environ["SLURM_PROCID"] == str(current.rank)
+        assert environ["LOCAL_RANK"] == "0" and environ["WORLD_SIZE"] == "4"
+    assert sorted(current.rank for current in sessions) == [0, 1, 2, 3]
+
+
+def test_a_partition_knows_the_gpus_of_the_cluster_file(monkeypatch, tmp_path, no_session):
+    text = FILE.replace('"n0", "n2"', '"n0", "n1"').replace('"n1", "n3"', '"n2", "n3"')
+    (tmp_path / "c.toml").write_text(text.replace('name = "b"', 'name = "b"\ngpu_flops = 50e9'))
+    (tmp_path / "m.toml").write_text(MODEL)
+    options = Options(cluster=str(tmp_path / "c.toml"), model=str(tmp_path / "m.toml"), partition="balanced")
+    outcome = start_all(monkeypatch, 4, options, Sizes(pipeline=2))
+    plan = outcome[0][0].plan
+    slow = plan.nodes.index("n2") // 2
+    assert plan.stage_layers[slow] == 2 and sum(plan.stage_layers) == 8
+
+
+def test_a_failure_of_one_rank_ends_all_with_its_words(monkeypatch, tmp_path, no_session):
+    (tmp_path / "c.toml").write_text(FILE)
+    outcome = start_all(monkeypatch, 4, Options(cluster=str(tmp_path / "c.toml")), failures={2: HolmesError("no such thing")})
+    assert all(str(error) == "rank 2 on n2: no such thing" for error, _ in outcome.values())
+    assert all(environ["RANK"] == str(rank) for rank, (_, environ) in outcome.items())
+
+
+def test_a_plan_of_other_sizes_than_the_jobs(monkeypatch, tmp_path, no_session):
+    from holmes_ext.cluster.site import site_from_spec
+    from holmes_ext.cluster.spec import load_spec
+    from holmes_ext.plan.build import build_plan
+
+    (tmp_path / "c.toml").write_text(FILE)
+    build_plan(site_from_spec(load_spec(tmp_path / "c.toml")), Sizes(pipeline=4)).save(tmp_path / "p.json")
+    options = Options(cluster=str(tmp_path / "c.toml"), plan=str(tmp_path / "p.json"))
+    outcome = start_all(monkeypatch, 4, options, Sizes(pipeline=2))
+    assert "p.json: key 'sizes' is pipeline 4, but the job runs pipeline 2" in str(outcome[0][0])
+
+
+def test_one_process_without_a_launcher_keeps_its_environment(no_session):
+    environ = {}
+    current, _ = start.start(Options(), Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher"), None, {}, None, environ)
+    assert current.rank == 0 and "RANK" not in environ and session.active() is current
+
+
+def test_a_report_travels_as_json(tmp_path):
+    SCENES["dgx_a100"](tmp_path)
+    report = report_module.report_node({"HOLMES_SYSFS": str(tmp_path), "HOLMES_NODE": "x"}, "127.0.0.1")
+    again = report_module.NodeReport.from_dict(json.loads(json.dumps(report.to_dict())), processes=8)
+    assert (again.name, again.nics, again.processes) == ("x", report.nics, 8) and len(report.nics) > 8
+    assert report.identity.endswith(str(os.stat("/proc/self/ns/net").st_ino))
