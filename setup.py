@@ -9,10 +9,10 @@ The bare install depends on small pure libraries only: it must never disturb a t
 """
 
 import re
+from distutils.command.install_data import install_data  # setuptools', which it puts in distutils's place
 from pathlib import Path
 
 from setuptools import Distribution, find_packages, setup
-from distutils.command.install_data import install_data  # setuptools', which it puts in distutils's place
 
 HERE = Path(__file__).parent
 #: patches/ of the tree. (holmes_ext/patches is a link to it, for type checkers and editors; an sdist has none.)

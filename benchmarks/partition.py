@@ -33,11 +33,11 @@ from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Gpu, Model
+from holmes_ext.plan.cost.stage_costs import clusters_of_stages, predict
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile, load_profile, measured_costs
-from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.cost.stage_costs import clusters_of_stages, predict
 from holmes_ext.plan.search.partition import METHODS
+from holmes_ext.plan.sizes import Sizes
 
 FLOPS = 1.43e9  # a block of hidden 192 on 16 tokens: 10 ms forward
 MODELS = {"8 layers": (8, 192), "12 layers": (12, 192), "16 layers": (16, 160)}  # layers, hidden

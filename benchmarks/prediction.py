@@ -18,10 +18,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import Sequence
 
 from harness import Row, finish, parser, tell
 from prediction_hosts import measure_hosts
@@ -34,12 +34,12 @@ from holmes_ext.lab import Lab, interleave
 from holmes_ext.lab.compare import Variant, all_rdma, compare
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.cost.step import stock_fabric
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.stage_costs import StageCosts
+from holmes_ext.plan.cost.step import stock_fabric
 from holmes_ext.plan.simulate.step import Options, simulate
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.cost.stage_costs import StageCosts
 
 STORE = Path(__file__).parent / "results" / "prediction_measured.json"
 STEPS, SKIP = 11, 3

@@ -47,7 +47,8 @@ def rank_main(cluster: str, flag: str) -> None:
     """One rank in the lab: start holmes, print seconds of the preflight and of the whole start."""
     from holmes_ext.options import Options
     from holmes_ext.plan.sizes import Sizes
-    from holmes_ext.runtime.start import launcher, preflight, rank as start
+    from holmes_ext.runtime.start import launcher, preflight
+    from holmes_ext.runtime.start import rank as start
 
     run, took = preflight.run, [0.0]
 
@@ -109,8 +110,8 @@ class Everything:
     """What runs beside the training: the watch over the NICs, telemetry, the watchdog. (Agreement and preflight are over by then.)"""
 
     def __init__(self):
-        from holmes_ext.runtime.watch import observers as observe
         from holmes_ext.runtime.measure import telemetry
+        from holmes_ext.runtime.watch import observers as observe
 
         self.recorder, self.watchdog = telemetry.recorder, observe._watchdog
         assert self.recorder is not None and self.recorder.keeps and self.watchdog is not None
@@ -118,8 +119,9 @@ class Everything:
 
     def switch(self, on: bool) -> None:
         """Between two steps."""
-        from holmes_ext.runtime.watch import nic_watch, observers as observe
         from holmes_ext.runtime.measure import telemetry
+        from holmes_ext.runtime.watch import nic_watch
+        from holmes_ext.runtime.watch import observers as observe
 
         if on == self.on:
             return

@@ -22,9 +22,10 @@ import re
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 from harness import Row, finish, parser, tell
 

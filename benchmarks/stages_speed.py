@@ -16,8 +16,8 @@ import time
 from harness import Row, finish, parser
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.search import partition as stages
 from holmes_ext.plan.cost.stage_costs import StageCosts
+from holmes_ext.plan.search import partition as stages
 
 LAYERS, STAGES = 128, 64
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from harness import Row, finish, parser, tell
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec
-from holmes_ext.lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 from holmes_ext.lab import Lab, interleave
+from holmes_ext.lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
 
 MODEL = "--hidden 288 --heads 4 --sequence 16 --micro-batch 1".split()

@@ -9,8 +9,8 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options, options_from, parse_flags
-from holmes_ext.runtime.start import launcher
 from holmes_ext.runtime import session
+from holmes_ext.runtime.start import launcher
 from holmes_ext.runtime.start.exchange import RemoteError
 
 #: Environment variables before activation, to be put back by disable().
@@ -103,13 +103,12 @@ def disable() -> None:
 
 
 def _start(options: Options, argv: list[str], failure: HolmesError | None = None) -> None:
-    from holmes_ext.patches.megatron import arguments
+    from holmes_ext.patches import installed_versions, registry
     from holmes_ext.patches.deepspeed import ds_config
-    from holmes_ext.patches import installed_versions
-    from holmes_ext.patches import registry
+    from holmes_ext.patches.megatron import arguments
     from holmes_ext.plan.sizes import parse_sizes
-    from holmes_ext.runtime.watch import observers as observe
     from holmes_ext.runtime.start.rank import start
+    from holmes_ext.runtime.watch import observers as observe
 
     process = launcher.detect(os.environ)
     _before.update({name: os.environ.get(name) for name in _TOUCHED})
@@ -195,8 +194,7 @@ _STAND_BY = {
 
 def _describe_patches(current: session.Session) -> str:
     """Features that are on, and those that are off though their framework is there."""
-    from holmes_ext.patches import all_patches
-    from holmes_ext.patches import registry
+    from holmes_ext.patches import all_patches, registry
 
     watched = {patch.feature for patch in all_patches() if patch.version_of}  # whether their framework is there shows later
     on = dict.fromkeys(s.feature for s in registry().report() if s.state == "applied" or s.state == "waiting" and s.feature not in watched)

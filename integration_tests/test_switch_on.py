@@ -4,13 +4,13 @@ import json
 import sys
 
 import pytest
-from integration_tests.conftest import CLUSTER, SCRIPTS, full, some
 
 from holmes_ext.cli.main import main
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
+from integration_tests.conftest import CLUSTER, SCRIPTS, full, some
 
 GROUPS = str(SCRIPTS / "groups.py")
 FLAGS = ("--holmes", "--holmes-cluster", str(CLUSTER))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from holmes_ext.plan.search.arrangement import PIPELINES_FIRST
 from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.search.arrangement import PIPELINES_FIRST
 from holmes_ext.plan.search.result import Candidate
 
 #: Limits of the search (plan/search/space.py) under which each framework can run the winner.

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from holmes_ext.cluster.node_report import NodeReport
-from holmes_ext.doctor.side_by_side import NodeCheck, load_check
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
+from holmes_ext.doctor.side_by_side import NodeCheck, load_check
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.plan.cost.model import load_model
 from holmes_ext.plan.plan import check_plan, load_plan
+from tests.cluster.sysfs.test_sysfs import fuzz
 from tests.doctor.test_nics import ETHERNET, IB, ROCE
 from tests.plan.test_plan import SITE, plan
-from tests.cluster.sysfs.test_sysfs import fuzz
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = 1500

@@ -13,12 +13,12 @@ What a number stands for depends on the seed alone. So a step's global batch doe
 rank, a resumed job continues with the next number, and 4 micro-batches on 2 ranks are the same batch as 8 on 1 rank.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Iterator
+from pydoc_data.topics import topics
 
 import torch
-from pydoc_data.topics import topics
 
 
 def load_text() -> torch.Tensor:

@@ -8,10 +8,9 @@ TiedLayerSpec; positions are a layer of their own, because DeepSpeed copies a ti
 """
 
 import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 from torch.nn import functional as F
-
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 VOCABULARY = 256  # bytes
 INIT_STD = 0.02

@@ -60,7 +60,6 @@ def build_engine(args, parser: Parser):
     import deepspeed
     import torch
     from deepspeed.pipe import PipelineModule
-
     from model import count_parameters, layer_specs, next_byte_loss
 
     specs = layer_specs(args.layers, args.hidden, args.heads, args.sequence, args.tied)

@@ -10,10 +10,9 @@ import re
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.transformer import TransformerConfig
 
 VOCABULARY = 256  # bytes

@@ -40,12 +40,11 @@ def prepare():
 prepare()
 
 import torch  # noqa: E402
+from data import Batches, load_text  # noqa: E402
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-
-from data import Batches, load_text  # noqa: E402
 from model import HAVE_TE, build_chunk, transformer_config  # noqa: E402
 
 

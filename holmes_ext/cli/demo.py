@@ -60,8 +60,8 @@ def _measure(args: argparse.Namespace, directory: Path, console: Any) -> tuple[l
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from holmes_ext.cluster.spec import load_spec
-    from holmes_ext.lab.compare import Variant, all_rdma, compare
     from holmes_ext.lab import interleave
+    from holmes_ext.lab.compare import Variant, all_rdma, compare
     from holmes_ext.lab.samples import examples
 
     file = examples() / "clusters" / CLUSTER
@@ -151,9 +151,9 @@ def _report(path: Path, variants: list, series: dict, result: dict, traces: Path
     from dataclasses import replace
 
     from holmes_ext.cluster.site import site_from_spec
-    from holmes_ext.report import run_pictures as pictures
     from holmes_ext.plan.build import build_plan
     from holmes_ext.plan.sizes import Sizes
+    from holmes_ext.report import run_pictures as pictures
 
     sizes = Sizes(pipeline=2).complete(4)
     panels = []

@@ -7,19 +7,19 @@ import json
 import os
 import platform
 import sys
-from typing import Sequence
+from collections.abc import Sequence
 
 from holmes_ext import __version__
-from holmes_ext.doctor import nics as checks
 from holmes_ext.cluster.addresses import captured_addresses, interface_addresses
-from holmes_ext.doctor.finding import Finding
 from holmes_ext.cluster.node_report import NodeReport, node_identity, node_name
-from holmes_ext.doctor.side_by_side import NodeCheck, compare, load_check
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.cluster.sysfs.node import read_nics
+from holmes_ext.doctor import nics as checks
+from holmes_ext.doctor import variables
+from holmes_ext.doctor.finding import Finding
+from holmes_ext.doctor.side_by_side import NodeCheck, compare, load_check
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.start import launcher
-from holmes_ext.doctor import variables
 
 _EPILOG = """\
 Several nodes side by side, either way:
@@ -78,10 +78,10 @@ def run(args: argparse.Namespace) -> int:
 
 def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | None) -> NodeCheck:
     """Everything that can be said of this node alone."""
-    from holmes_ext.doctor.command import check_command
     from holmes_ext.cli.patches import judge
-    from holmes_ext.patches import all_patches, installed_versions
     from holmes_ext.doctor import frameworks as health
+    from holmes_ext.doctor.command import check_command
+    from holmes_ext.patches import all_patches, installed_versions
 
     live = os.path.realpath(args.sysfs) == "/sys"
     addresses = None if not live and captured_addresses(args.sysfs) is not None else interface_addresses()

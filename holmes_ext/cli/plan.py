@@ -6,9 +6,9 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Iterable
 
 from holmes_ext.cli.show import explain, search
 from holmes_ext.cluster.site import Site, site_from_spec
@@ -16,10 +16,10 @@ from holmes_ext.cluster.spec import load_spec, tomllib
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import LOCAL, build_plan
-from holmes_ext.plan.cost.step import Workload, step_seconds
-from holmes_ext.plan.layout import groups
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import load_model, on_clusters
+from holmes_ext.plan.cost.step import Workload, step_seconds
+from holmes_ext.plan.layout import groups
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import load_profile
 from holmes_ext.plan.sizes import Sizes, parse_sizes

@@ -62,8 +62,8 @@ def _measure(args: argparse.Namespace, process):
     import torch.distributed as dist
 
     import holmes_ext
-    from holmes_ext.runtime.measure import probe
     from holmes_ext.runtime import session
+    from holmes_ext.runtime.measure import probe
 
     holmes_ext.enable(cluster=args.cluster)
     gpu = torch.accelerator.is_available()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from holmes_ext.cluster.addresses import egress_interface, interface_addresses
 from holmes_ext.cluster.nic import Nic

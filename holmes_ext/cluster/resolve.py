@@ -13,8 +13,8 @@ Rail-wise subnets (NIC i of every node in subnet i) give fabrics with the same n
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Iterable
 
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, Nic
 from holmes_ext.cluster.node_report import NodeReport, short_name

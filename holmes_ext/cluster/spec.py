@@ -24,9 +24,9 @@ import difflib
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Iterator
 
 try:
     import tomllib

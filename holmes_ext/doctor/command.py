@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Mapping, Sequence
 
-from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import PREFIX, Options, parse_flags
 from holmes_ext.plan.build import build_plan
@@ -84,8 +84,8 @@ def _stops(about: str, error: HolmesError) -> Finding:
 
 
 def _check_plan(command: Command, options: Options, rest: list[str], spec: SiteSpec | None) -> list[Finding]:
-    from holmes_ext.patches.megatron import arguments
     from holmes_ext.patches.deepspeed import ds_config
+    from holmes_ext.patches.megatron import arguments
 
     findings: list[Finding] = []
     try:

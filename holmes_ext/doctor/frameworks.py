@@ -6,11 +6,10 @@ import ast
 import importlib.metadata
 import site
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Callable, Iterable
 
 from holmes_ext.doctor.finding import Finding, note, problem
-
 from holmes_ext.patches.engine.patch import Patch
 
 #: Distributions that change torch, DeepSpeed or Megatron when they are imported: name -> what they do.

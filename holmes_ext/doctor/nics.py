@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Iterable, Sequence
 
-from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, Nic
+from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.units import format_rate
 
 #: Gb/s of a port of each adapter by its hca_type (NVIDIA's adapter user manuals): what the link may come up with.

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any
 
-from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.cluster.node_report import NodeReport, short_name
 from holmes_ext.cluster.resolve import resolve_site
 from holmes_ext.cluster.spec import ClusterSpec, SiteSpec
+from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.errors import HolmesError
 
 VERSION = 1

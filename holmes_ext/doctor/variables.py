@@ -6,10 +6,10 @@ NCCL's: docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; gloo's: torc
 from __future__ import annotations
 
 import difflib
-from typing import Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.cluster.nic import Nic
+from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.options import NAMES
 
 #: What must be alike on all nodes of a job, where it is set at all.

@@ -8,16 +8,18 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab.network import shaping as network, sysfs_tree
-from holmes_ext.lab.process import ranks, wire, zygote
 from holmes_ext.lab import state
 from holmes_ext.lab.emulate import trace
+from holmes_ext.lab.network import shaping as network
+from holmes_ext.lab.network import sysfs_tree
+from holmes_ext.lab.process import ranks, wire, zygote
 from holmes_ext.lab.process.job import Job, OnLine, RunResult
 
 _KEEPER_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from holmes_ext.lab.process.keeper import main; main(sys.argv[2:])"

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Iterable, Sequence
 
 from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.search import partition as stages
-from holmes_ext.plan.cost.step import Workload, step_seconds, stock_fabric
-from holmes_ext.plan.layout import KINDS, groups
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.stage_costs import Estimate, StageCosts, clusters_of_stages, costs_on_site, predict
+from holmes_ext.plan.cost.step import Workload, step_seconds, stock_fabric
+from holmes_ext.plan.layout import KINDS, groups
 from holmes_ext.plan.placement import place
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile, check_profile, measured_costs
+from holmes_ext.plan.search import partition as stages
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.cost.stage_costs import Estimate, StageCosts, clusters_of_stages, costs_on_site, predict
 
 #: The "fabric" of a group that one node holds: memory, NVLink or loopback.
 LOCAL = "local"

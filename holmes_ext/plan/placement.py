@@ -22,8 +22,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Callable, Hashable, Iterator, Sequence
 
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.plan.cost.step import Breakdown, Predictor, Workload, fast_fabrics

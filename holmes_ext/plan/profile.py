@@ -9,17 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from holmes_ext.cluster.site import Site
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.step import Workload
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.cost.stage_costs import StageCosts
+from holmes_ext.plan.cost.step import Workload
+from holmes_ext.plan.sizes import Sizes
 
 VERSION = 1
 #: A model's layer may differ so much from the profile's in the bytes of its gradients (biases, padding of the vocabulary).

@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.errors import HolmesError

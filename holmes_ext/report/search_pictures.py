@@ -6,9 +6,9 @@ from pathlib import Path
 
 from holmes_ext.cluster.site import ETHERNET
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.search.result import Outcome
-from holmes_ext.plan.search.ranking import simulated
 from holmes_ext.plan.search.breakdown import on_ethernet
+from holmes_ext.plan.search.ranking import simulated
+from holmes_ext.plan.search.result import Outcome
 from holmes_ext.units import format_bytes, format_rate
 
 COLORS = {

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from holmes_ext.report.files import RankFile, Run
 from holmes_ext.errors import HolmesError
+from holmes_ext.report.files import RankFile, Run
 
 #: Operation -> the picture's kind.
 _PICTURED = {"send": "send", "receive": "receive", "all_reduce": "reduce", "reduce_scatter": "reduce"}

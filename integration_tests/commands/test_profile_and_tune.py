@@ -5,13 +5,12 @@ import os
 import sys
 
 import pytest
-from integration_tests.deepspeed.test_partition import losses, stages_of
-from integration_tests.deepspeed.test_two_clusters import SIZE, TRAIN
-from integration_tests.megatron.test_core import train as train_megatron
 
 from holmes_ext.cli.main import main
 from holmes_ext.plan.profile import load_profile
-
+from integration_tests.deepspeed.test_partition import losses, stages_of
+from integration_tests.deepspeed.test_two_clusters import SIZE, TRAIN
+from integration_tests.megatron.test_core import train as train_megatron
 
 #: The GPUs of one cluster are 4 times as slow (the emulated ones, so that load cannot hide it).
 SLOW = {"flops": 5e8, "classes": ["Block"], "speed": {"b": 0.25}}

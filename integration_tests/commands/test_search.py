@@ -6,10 +6,10 @@ import re
 import shlex
 
 import pytest
-from integration_tests.conftest import ROOT
 
 from holmes_ext.cli.main import main
 from holmes_ext.plan.plan import load_plan
+from integration_tests.conftest import ROOT
 
 TRAIN = str(ROOT / "examples" / "deepspeed_pipeline" / "train.py")
 SIZE = "--layers 4 --hidden 64 --heads 4 --sequence 16 --steps 4".split()

@@ -7,10 +7,9 @@ import signal
 import sys
 from collections import defaultdict
 
-from integration_tests.conftest import ROOT, SCRIPTS
-
 from holmes_ext.cli.main import main
 from holmes_ext.report.files import load
+from integration_tests.conftest import ROOT, SCRIPTS
 
 TRAIN = str(ROOT / "examples" / "deepspeed_pipeline" / "train.py")
 SIZE = "--layers 4 --hidden 160 --heads 4 --sequence 32 --micro-batch 4 --micro-batches 4 --steps 8 --stages 2".split()

@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+
 from integration_tests.conftest import full
 
 pytest.importorskip("deepspeed")

@@ -25,9 +25,10 @@ from ranks import run_ranks  # noqa: E402
 from holmes_ext.errors import HolmesError  # noqa: E402
 from holmes_ext.options import Options  # noqa: E402
 from holmes_ext.patches import Registry  # noqa: E402
-from holmes_ext.patches.deepspeed import gather as deepspeed_gather, reduce as deepspeed_reduce  # noqa: E402
-from holmes_ext.runtime.reduce import buckets, gather  # noqa: E402
+from holmes_ext.patches.deepspeed import gather as deepspeed_gather  # noqa: E402
+from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce
 from holmes_ext.runtime import session  # noqa: E402
+from holmes_ext.runtime.reduce import buckets, gather  # noqa: E402
 from holmes_ext.runtime.reduce.owned import ReduceToOwners  # noqa: E402
 
 STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE = 4, 3, 2, 16

@@ -4,12 +4,12 @@ import json
 import re
 
 import pytest
-from integration_tests.conftest import some
-from integration_tests.deepspeed.test_two_clusters import SIZE, STEPS, TRAIN
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
+from integration_tests.conftest import some
+from integration_tests.deepspeed.test_two_clusters import SIZE, STEPS, TRAIN
 
 MODEL = """version = 1
 layers = 4

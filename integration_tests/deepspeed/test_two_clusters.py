@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from integration_tests.conftest import ROOT, full
 
 TRAIN = str(ROOT / "examples" / "deepspeed_pipeline" / "train.py")

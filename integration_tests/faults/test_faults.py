@@ -10,12 +10,12 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-from integration_tests.conftest import CLUSTER, FULL  # noqa: E402
 from table import FAULTS, OTHER_NAMES, Changes, Fault, renamed  # noqa: E402
 
 from holmes_ext.cluster.site import site_from_spec  # noqa: E402
 from holmes_ext.plan.build import build_plan  # noqa: E402
 from holmes_ext.plan.sizes import Sizes  # noqa: E402
+from integration_tests.conftest import CLUSTER, FULL  # noqa: E402
 
 TINY = str(HERE / "tiny.py")
 PRELOAD = ("torch", "holmes_ext.job", "holmes_ext.patches.engine.registry", *(f"holmes_ext.runtime.{name}" for name in ("start.rank", "start.preflight", "watch.nic_watch")))

@@ -17,8 +17,9 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-from integration_tests.conftest import CLUSTER, ROOT, full  # noqa: E402
 from table import IN_TRAINING, OTHER_NAMES, Changes, Fault, renamed  # noqa: E402
+
+from integration_tests.conftest import CLUSTER, ROOT, full  # noqa: E402
 
 SIZE = "--layers 2 --hidden 64 --heads 2 --sequence 16 --micro-batch 2 --micro-batches 2 --stages 2 --zero 1".split()
 HOLMES = ("--holmes", "--holmes-cluster", str(CLUSTER), "--holmes-sizes", "pipeline=2")

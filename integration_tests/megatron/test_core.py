@@ -10,12 +10,12 @@ from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
-from integration_tests.conftest import FULL, ROOT, SCRIPTS, full
 from packaging.version import Version
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
+from integration_tests.conftest import FULL, ROOT, SCRIPTS, full
 
 MATRIX = str(SCRIPTS / "megatron_matrix.py")
 MODEL = "--layers 4 --hidden 32 --sequence 32 --micro-batch 2".split()

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
 from integration_tests.conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "integration_tests"))

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from integration_tests.conftest import FULL
 
 sys.path.insert(0, str(Path(__file__).parent))

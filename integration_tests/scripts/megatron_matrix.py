@@ -15,11 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "megatron_core"))
 
-import train  # noqa: E402  (loads the CPU shim before torch and megatron are used)
 import torch  # noqa: E402
+import train  # noqa: E402  (loads the CPU shim before torch and megatron are used)
+from gathered_attention import GatheredAttention  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
-from gathered_attention import GatheredAttention  # noqa: E402
 from model import gpt_layer_specs  # noqa: E402
 from options import parse_args  # noqa: E402
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import sys
 
-from holmes_ext.runtime.groups.pair import new_pair_group
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.carrier import carrier
+from holmes_ext.runtime.groups.pair import new_pair_group
 
 DEEPSPEED = "deepspeed>=0.19,<0.20"
 

@@ -10,8 +10,8 @@ import weakref
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.deepspeed.partition import class_name, most_frequent
 from holmes_ext.patches.deepspeed.p2p import DEEPSPEED
+from holmes_ext.patches.deepspeed.partition import class_name, most_frequent
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.runtime import session
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.gradients import gradients_of

@@ -29,9 +29,8 @@ import wrapt
 
 from holmes_ext import __version__
 from holmes_ext.errors import HolmesError
-
-from holmes_ext.patches.engine.patch import Patch, PatchStatus
 from holmes_ext.patches.engine.location import Misfit, Site
+from holmes_ext.patches.engine.patch import Patch, PatchStatus
 from holmes_ext.patches.engine.source import source_misfit
 
 _log = logging.getLogger(__name__)

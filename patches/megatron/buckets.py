@@ -9,7 +9,8 @@ drops the padding between buckets, sharded_param_state_fully_reshardable counts 
 from __future__ import annotations
 
 import math
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 #: Elements at whose multiples a parameter starts (_pad_start_of_param_if_needed), and of which a bucket's end is one besides.
 START, END = 64, 128

@@ -12,14 +12,15 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any, Mapping
+from typing import Any
 
 from holmes_ext.cluster.site import ETHERNET
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron import p2p as megatron_p2p
 from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
-from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.plan.layout import INSIDE, groups
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes

@@ -12,10 +12,11 @@ What is left to the program: tensors that it reads by itself, between step() and
 
 from __future__ import annotations
 
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
 
 
 def turn_on(ddp_config: Any) -> bool:

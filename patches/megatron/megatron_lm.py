@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import CHOICES, HELP, NAMES, flag
-from holmes_ext.patches.megatron import core as megatron_core, reduction as megatron_reduction
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.megatron import core as megatron_core
+from holmes_ext.patches.megatron import reduction as megatron_reduction
+from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start.refusal import told_once
 

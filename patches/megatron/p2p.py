@@ -14,11 +14,11 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
-from holmes_ext.runtime.groups.pair import new_pair_group
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.carrier import carrier
+from holmes_ext.runtime.groups.pair import new_pair_group
 
 #: The order in which megatron-core issues unbatched operations: by parity of the pipeline rank, so that every send meets its receive.
 _ORDER = (("send_next", "recv_prev", "send_prev", "recv_next"), ("recv_prev", "send_next", "recv_next", "send_prev"))

@@ -13,8 +13,8 @@ import inspect
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
 from holmes_ext.runtime import session
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"

@@ -15,17 +15,21 @@ the program's choice, which changes what its checkpoints look like. Where a prog
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any
 
 from packaging.version import Version
 
-from holmes_ext.patches.megatron import buckets as megatron_buckets, core as megatron_core, gather as megatron_gather
+from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.megatron import buckets as megatron_buckets
+from holmes_ext.patches.megatron import core as megatron_core
+from holmes_ext.patches.megatron import gather as megatron_gather
 from holmes_ext.patches.megatron.core import job
 from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
-from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.runtime import session
+
 
 @dataclass(frozen=True)
 class _Planned:

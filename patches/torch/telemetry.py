@@ -10,12 +10,13 @@ torch's own C++ (DistributedDataParallel's reducer, functional collectives) goes
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from packaging.version import Version
 
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
 from holmes_ext.patches.engine.patch import Patch, _installed
+from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
 from holmes_ext.runtime.measure import telemetry
 
 TORCH = "torch>=2.4"

@@ -6,11 +6,11 @@ import socket
 import subprocess
 
 import pytest
+from sysfs_builder import aws_ena, container, dgx_a100, dual_port, ports_down, roce_lag
 
 from holmes_ext.cli import discover
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.cluster.sysfs.node import read_nics, select
-from sysfs_builder import aws_ena, container, dgx_a100, dual_port, ports_down, roce_lag
 
 
 def holmes(*argv):

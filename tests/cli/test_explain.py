@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.cli.test_plan import holmes
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.plan import load_plan
+from tests.cli.test_plan import holmes
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 DEMO = str(MODELS / "deepspeed_demo.toml")

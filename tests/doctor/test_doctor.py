@@ -7,15 +7,15 @@ import types
 from pathlib import Path
 
 import pytest
+from sysfs_builder import dgx_a100, ports_down
 
-from holmes_ext.doctor.command import check_command, split_command
 from holmes_ext.cli.main import main
 from holmes_ext.cluster.spec import load_spec
+from holmes_ext.doctor import frameworks as health
+from holmes_ext.doctor.command import check_command, split_command
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches import Patch
-from holmes_ext.doctor import frameworks as health
 from holmes_ext.runtime.start import launcher
-from sysfs_builder import dgx_a100, ports_down
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples/clusters/two_clusters_4.toml"

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-
-from holmes_ext.doctor.nics import check_hcas, check_nics
-from holmes_ext.doctor.finding import Finding
-from holmes_ext.cluster.nic import Gid, Nic
-from holmes_ext.errors import HolmesError
 from sysfs_builder import Sysfs
+
+from holmes_ext.cluster.nic import Gid, Nic
+from holmes_ext.doctor.finding import Finding
+from holmes_ext.doctor.nics import check_hcas, check_nics
+from holmes_ext.errors import HolmesError
 
 V2 = Gid(3, "0000:0000:0000:0000:0000:ffff:0a00:0001", "roce_v2", "ens1")
 IB = Nic(

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from holmes_ext.doctor.finding import note
 from holmes_ext.cluster.node_report import NodeReport
-from holmes_ext.doctor.side_by_side import NodeCheck, compare, load_check
 from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.doctor.finding import note
+from holmes_ext.doctor.side_by_side import NodeCheck, compare, load_check
 from holmes_ext.errors import HolmesError
 from tests.doctor.test_nics import ETHERNET, IB, ROCE
 

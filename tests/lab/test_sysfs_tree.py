@@ -5,7 +5,8 @@ import os
 import pytest
 
 from holmes_ext.cluster.spec import parse_spec
-from holmes_ext.lab.network import shaping as network, sysfs_tree
+from holmes_ext.lab.network import shaping as network
+from holmes_ext.lab.network import sysfs_tree
 
 SPEC = parse_spec(
     """

@@ -12,13 +12,13 @@ from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan, transports
-from holmes_ext.plan.cost.step import Workload, step_seconds
-from holmes_ext.plan.layout import groups
 from holmes_ext.plan.cost.links import Link, Links
 from holmes_ext.plan.cost.model import Gpu, load_model
+from holmes_ext.plan.cost.stage_costs import costs_on_site, estimate
+from holmes_ext.plan.cost.step import Workload, step_seconds
+from holmes_ext.plan.layout import groups
 from holmes_ext.plan.plan import check_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.cost.stage_costs import costs_on_site, estimate
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
 MODEL = replace(load_model(EXAMPLES.parent / "models" / "deepspeed_demo.toml"), source="model")

@@ -6,18 +6,19 @@ The three partitions stand on the same order of nodes. Times are predictions (pl
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from math import inf
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.search import partition as stages
 from holmes_ext.plan.build import costs_of
 from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.stage_costs import Estimate, StageCosts, predict
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile
-from holmes_ext.plan.cost.stage_costs import Estimate, StageCosts, predict
+from holmes_ext.plan.search import partition as stages
 
 COLORS = {"compute": "#4c78a8", "communication": "#d62728", "idle": "#d9d9d9"}
 

@@ -15,8 +15,8 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model, load_model, on_clusters
-from holmes_ext.plan.search.search import search
 from holmes_ext.plan.search.ranking import rank
+from holmes_ext.plan.search.search import search
 from holmes_ext.plan.search.space import Limits, parse_limits
 
 #: Seconds of silence before the progress bar shows.

@@ -10,13 +10,13 @@ from math import inf
 from pathlib import Path
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.search.arrangement import Ground
-from holmes_ext.plan.search.refine import terms
 from holmes_ext.plan.cost.memory import TERMS
-from holmes_ext.plan.search.result import Candidate, Outcome
 from holmes_ext.plan.plan import Plan
-from holmes_ext.plan.search.breakdown import PARTS, best_stock, breakdown, stock
+from holmes_ext.plan.search.arrangement import Ground
 from holmes_ext.plan.search.as_plan import plan_of
+from holmes_ext.plan.search.breakdown import PARTS, best_stock, breakdown, stock
+from holmes_ext.plan.search.refine import terms
+from holmes_ext.plan.search.result import Candidate, Outcome
 from holmes_ext.units import format_bytes
 
 __all__ = ["document", "need_matplotlib", "pictures", "plan_of", "show"]

@@ -16,9 +16,9 @@ import socket
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from holmes_ext.cluster.sysfs import net as sysfs_net
 from holmes_ext.cluster.addresses import captured_addresses, interface_addresses, is_link_local_v6
 from holmes_ext.cluster.nic import KINDS, Nic
+from holmes_ext.cluster.sysfs import net as sysfs_net
 from holmes_ext.cluster.sysfs.net import NetDevice, read_net_devices
 from holmes_ext.cluster.sysfs.rdma import read_rdma_ports
 from holmes_ext.cluster.sysfs.rules import reason_by_name, reason_to_skip

@@ -15,8 +15,8 @@ Layout: drivers/infiniband/core/sysfs.c of Linux and Documentation/ABI/stable/sy
 
 import re
 
-from holmes_ext.cluster.sysfs import net as sysfs_net
 from holmes_ext.cluster.nic import Gid, Nic
+from holmes_ext.cluster.sysfs import net as sysfs_net
 from holmes_ext.cluster.sysfs.net import NetDevice
 from holmes_ext.cluster.sysfs.tree import Tree
 

@@ -24,9 +24,10 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Iterator, Mapping, MutableMapping
+from typing import Any
 
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError

@@ -8,8 +8,8 @@ Both ends of each veth are shaped with tbf: the node's egress and the switch por
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Iterable
 
 from holmes_ext.cluster.site import ETHERNET
 from holmes_ext.cluster.spec import SiteSpec

@@ -12,9 +12,10 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.process import wire

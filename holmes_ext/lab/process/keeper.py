@@ -14,11 +14,12 @@ import shutil
 import signal
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, NoReturn
+from typing import Any, NoReturn
 
-from holmes_ext.lab.process import launch, wire
 from holmes_ext.lab.network import namespaces
+from holmes_ext.lab.process import launch, wire
 
 SWITCH = ""  # the switch's name among the holders: no host has it
 

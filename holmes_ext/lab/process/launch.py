@@ -17,7 +17,8 @@ import os
 import select
 import signal
 import socket
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from holmes_ext.lab.network import namespaces
 from holmes_ext.lab.process import wire

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 _MAX_BYTES = 1 << 20
 _MAX_DESCRIPTORS = 8

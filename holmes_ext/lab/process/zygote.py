@@ -18,9 +18,9 @@ import sys
 import traceback
 from pathlib import Path
 
-from holmes_ext.lab.process import launch, wire
-from holmes_ext.lab.network import namespaces
 from holmes_ext.lab.emulate import trace
+from holmes_ext.lab.network import namespaces
+from holmes_ext.lab.process import launch, wire
 
 BOOT = """
 import sys

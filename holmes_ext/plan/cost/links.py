@@ -13,9 +13,9 @@ A message is a fixed part, which nothing shares, and a flow of all its bits at m
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Iterable, Mapping
 
 from holmes_ext.cluster.site import Fabric, Site, fabrics_of_spec
 from holmes_ext.cluster.spec import SiteSpec

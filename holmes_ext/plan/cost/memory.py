@@ -13,8 +13,8 @@ with the bytes that torch holds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Sequence
 
 from holmes_ext.plan.cost.model import Layer, Model
 

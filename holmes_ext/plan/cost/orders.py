@@ -12,7 +12,7 @@ Virtual stage chunk x p + s passes activations ("a") to the next, which returns 
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections.abc import Iterator
 
 from holmes_ext.errors import HolmesError
 

@@ -9,17 +9,17 @@ engine reduces so). What ZeRO 2 and 3 send counts in full: nothing of it is hidd
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from typing import Sequence
 
 from holmes_ext.cluster.site import Fabric
-from holmes_ext.plan.search.arrangement import PIPELINES_FIRST, Arrangement, Content, Ground
-from holmes_ext.plan.cost.step import allreduce_seconds, send_seconds
 from holmes_ext.plan.cost.memory import working_bytes
 from holmes_ext.plan.cost.model import Layer, Model
 from holmes_ext.plan.cost.reduction import reduced_parameters
+from holmes_ext.plan.cost.step import allreduce_seconds, send_seconds
+from holmes_ext.plan.search.arrangement import PIPELINES_FIRST, Arrangement, Content, Ground
 from holmes_ext.plan.search.space import REDUCTIONS, Shape
 
 

@@ -8,11 +8,11 @@ Frameworks bucket and overlap on the first stage only, which is right on one uni
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from holmes_ext.cluster.site import Fabric, Site
-from holmes_ext.plan.cost.step import Workload, step_seconds
 from holmes_ext.plan.cost.model import Layer
+from holmes_ext.plan.cost.step import Workload, step_seconds
 from holmes_ext.plan.sizes import Sizes
 
 #: A bucket is at least so much longer on the wire than the latencies of its ring, and at most this part of its stage.

@@ -14,18 +14,18 @@ micro-batches keep on stage s under 1F1B.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import inf
-from typing import Callable, Sequence
 
 from holmes_ext.cluster.site import Fabric, Site
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.step import Predictor, Workload, allreduce_seconds, backward_ends, simulated_ends
-from holmes_ext.plan.layout import Layout
 from holmes_ext.plan.cost.model import Layer, Model
 from holmes_ext.plan.cost.reduction import reduced_parameters
+from holmes_ext.plan.cost.step import Predictor, Workload, allreduce_seconds, backward_ends, simulated_ends
+from holmes_ext.plan.layout import Layout
 from holmes_ext.plan.sizes import Sizes
 
 Rows = tuple[tuple[float, ...], ...]

@@ -13,14 +13,14 @@ overlap with computing, the optimizer and what it gathers are left out, as is th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from math import ceil
-from typing import Iterable, Sequence
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.layout import INSIDE, Layout
 from holmes_ext.plan.cost.orders import passes
+from holmes_ext.plan.layout import INSIDE, Layout
 from holmes_ext.plan.sizes import Sizes
 
 

@@ -11,10 +11,10 @@ every order; clusters that are alike (nodes, GPU, fabric's kind, rate and latenc
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Iterator, Sequence
 
 from holmes_ext.cluster.site import Fabric, Site
 from holmes_ext.plan.cost.links import Links

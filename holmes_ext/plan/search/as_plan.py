@@ -5,10 +5,10 @@ from __future__ import annotations
 from holmes_ext.plan.build import transports
 from holmes_ext.plan.cost.step import Predictor
 from holmes_ext.plan.layout import Layout
-from holmes_ext.plan.search.result import Candidate, Outcome
 from holmes_ext.plan.placement import straddling_groups
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.search.breakdown import breakdown, stock
+from holmes_ext.plan.search.result import Candidate, Outcome
 
 
 def plan_of(outcome: Outcome, candidate: Candidate) -> Plan:

@@ -14,14 +14,14 @@ the stages have room for all layers when k_s w_s <= Q (and what they reduce fits
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, inf
-from typing import Sequence
 
-from holmes_ext.plan.search.arrangement import Arrangement
-from holmes_ext.plan.cost.step import pace
 from holmes_ext.plan.cost.memory import under_way
 from holmes_ext.plan.cost.pricing import Pricing
+from holmes_ext.plan.cost.step import pace
+from holmes_ext.plan.search.arrangement import Arrangement
 
 
 @dataclass

@@ -7,16 +7,16 @@ parts add up to the step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Sequence
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext.plan.cost.pricing import Pricing, StagePrice
+from holmes_ext.plan.cost.step import stock_fabric
 from holmes_ext.plan.search.arrangement import Ground, launcher
 from holmes_ext.plan.search.bounds import Stages
-from holmes_ext.plan.cost.step import stock_fabric
 from holmes_ext.plan.search.refine import uniform_split
 from holmes_ext.plan.search.result import Candidate, Outcome
-from holmes_ext.plan.cost.pricing import Pricing, StagePrice
 from holmes_ext.plan.search.space import Shape
 
 PARTS = {

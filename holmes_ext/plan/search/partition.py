@@ -29,14 +29,14 @@ balanced is never predicted to be slower than the other two; with two stages nor
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import floor, inf
-from typing import Sequence
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.step import pace
 from holmes_ext.plan.cost.stage_costs import Estimate, StageCosts, estimate, predict
+from holmes_ext.plan.cost.step import pace
 
 METHODS = ("uniform", "speed", "balanced")
 #: Times that differ by less than this fraction are equal.

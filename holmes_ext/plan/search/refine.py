@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
-from holmes_ext.plan.search.bounds import Stages
 from holmes_ext.plan.cost.memory import Memory, stage_memory, under_way
 from holmes_ext.plan.cost.stage_costs import StageCosts
+from holmes_ext.plan.search.bounds import Stages
 
 #: Rounds of moving one layer.
 ROUNDS = 40

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from holmes_ext.plan.search.arrangement import Arrangement, Ground
-from holmes_ext.plan.search.bounds import Stages
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.pricing import Pricing
+from holmes_ext.plan.search.arrangement import Arrangement, Ground
+from holmes_ext.plan.search.bounds import Stages
 from holmes_ext.plan.search.space import REDUCTIONS, Limits, Shape
 
 #: Steps that differ by less than this fraction are equal.

@@ -14,23 +14,23 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Callable, Sequence
 
 from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.search.arrangement import Arrangement, Ground, arrangements, launcher
-from holmes_ext.plan.search.bounds import Stages
-from holmes_ext.plan.search.refine import costs_of, describe_misfit, improve
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.memory import under_way
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.search.result import EQUAL, Candidate, Certificate, Outcome
 from holmes_ext.plan.cost.pricing import Pricing
-from holmes_ext.plan.sizes import DEFAULT_ORDER
-from holmes_ext.plan.search.space import Limits, Shape, shapes
+from holmes_ext.plan.search.arrangement import Arrangement, Ground, arrangements, launcher
+from holmes_ext.plan.search.bounds import Stages
 from holmes_ext.plan.search.partition import balanced
+from holmes_ext.plan.search.refine import costs_of, describe_misfit, improve
+from holmes_ext.plan.search.result import EQUAL, Candidate, Certificate, Outcome
+from holmes_ext.plan.search.space import Limits, Shape, shapes
+from holmes_ext.plan.sizes import DEFAULT_ORDER
 
 #: Stages x layers up to which the best partition is worked out exactly while searching.
 EXACT_WORK = 300

@@ -8,13 +8,13 @@ expert; groups of ranks that fill nodes unevenly; and contexts of less than MIN_
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Iterator
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.search.arrangement import Ground
 from holmes_ext.plan.cost.memory import states
 from holmes_ext.plan.cost.model import RECOMPUTE, Model
+from holmes_ext.plan.search.arrangement import Ground
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
 
 #: What limits can name: values allowed.

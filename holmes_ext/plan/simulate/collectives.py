@@ -12,13 +12,14 @@ reduce-scatter or a gather); among GPUs of one node over their own link, where i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from holmes_ext.plan.simulate.folding import Columns, Group
-from holmes_ext.plan.simulate.events import Transfer
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Layer, Model
 from holmes_ext.plan.cost.reduction import bucket_bytes, reduced_parameters
+from holmes_ext.plan.simulate.events import Transfer
+from holmes_ext.plan.simulate.folding import Columns, Group
 from holmes_ext.plan.sizes import Sizes
 
 if TYPE_CHECKING:

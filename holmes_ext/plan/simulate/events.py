@@ -12,10 +12,11 @@ ready (all have posted it, or the first of those that it follows) and communicat
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
-from typing import Hashable, NamedTuple, Sequence
+from typing import NamedTuple
 
 from holmes_ext.errors import HolmesError
 

@@ -8,9 +8,9 @@ of theirs stands for all of theirs, and a flow counts on it as many times as the
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Hashable, Sequence
 
 from holmes_ext.cluster.site import Fabric, Site
 from holmes_ext.plan.sizes import Sizes

@@ -16,21 +16,21 @@ NICs and their sharing plan/simulate/events.py's, link curves plan/cost/links.py
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from math import inf
-from typing import Hashable, Iterator, Sequence
 
 from holmes_ext.cluster.site import Fabric, Site
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.simulate.folding import Columns
-from holmes_ext.plan.simulate.events import Simulation, Span, Transfer
 from holmes_ext.plan.cost.links import CORES, Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.orders import SCHEDULES, program
-from holmes_ext.plan.simulate.collectives import Reductions, inside_s
-from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.cost.stage_costs import StageCosts, costs_on_site
+from holmes_ext.plan.simulate.collectives import Reductions, inside_s
+from holmes_ext.plan.simulate.events import Simulation, Span, Transfer
+from holmes_ext.plan.simulate.folding import Columns
+from holmes_ext.plan.sizes import Sizes
 
 ENGINES = ("deepspeed", "megatron", "async")
 OVERLAPS = ("off", "first", "on")

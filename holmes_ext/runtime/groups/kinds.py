@@ -8,7 +8,7 @@ Where the program itself says what a group is for (megatron-core's group_desc, a
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from holmes_ext.plan.sizes import Sizes
 

@@ -10,9 +10,10 @@ One communicator cannot use RDMA and sockets both (NVIDIA/nccl#878), hence one t
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Iterable, Iterator, MutableMapping
+from typing import Any
 
 from holmes_ext.cluster.site import ETHERNET, Node, Site
 

@@ -10,8 +10,9 @@ there and back take equally long when rank 0 stayed where it was.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Callable, Sequence
+from typing import Any
 
 QUESTIONS = 5
 

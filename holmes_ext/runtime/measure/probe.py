@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from typing import Callable
+from collections.abc import Callable
 
 from holmes_ext.cluster.measured import MeasuredLink
 from holmes_ext.cluster.site import ETHERNET

@@ -19,8 +19,9 @@ from __future__ import annotations
 import functools
 import statistics
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 WARM_UP = 2
 #: What the reduction is tried with at most, in bytes.

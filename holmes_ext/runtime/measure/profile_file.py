@@ -13,9 +13,9 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.profile import Profile, StageTimes
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
+from holmes_ext.runtime.measure.profile import Label
 from holmes_ext.runtime.start import rank as start
 from holmes_ext.runtime.start.exchange import RemoteError
-from holmes_ext.runtime.measure.profile import Label
 
 #: How long rank 0 waits for the others' reports.
 _COLLECT_SECONDS = 120.0

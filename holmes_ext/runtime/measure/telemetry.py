@@ -18,11 +18,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.runtime.groups import kinds as group_kinds
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups import kinds as group_kinds
 from holmes_ext.runtime.groups.carrier import carrier
 
 #: Who can end a step, the most trusted last: once a later one has, those before it are not listened to.

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any
 
 #: torch DistributedDataParallel's bucket_cap_mb; used where nothing is known of the fabric.
 DEFAULT_BYTES = 25 * 2**20

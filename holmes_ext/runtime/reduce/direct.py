@@ -6,7 +6,8 @@ Two groups, one for each direction: sends both ways on one gloo group take the t
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist

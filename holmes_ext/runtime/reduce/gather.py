@@ -11,8 +11,9 @@ start while the rest travels. Every NIC sends as much as in a ring all-gather.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist

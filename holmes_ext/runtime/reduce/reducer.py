@@ -13,23 +13,23 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.reduce import buckets
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure import telemetry
-from holmes_ext.runtime.watch.failure import describe_failure
+from holmes_ext.runtime.reduce import buckets
 from holmes_ext.runtime.reduce.flat_bucket import FlatBucket, Gradient
 from holmes_ext.runtime.reduce.owned import ReduceToOwners, Spans, merge_spans
 from holmes_ext.runtime.reduce.straddling import TwoLevel, flat_all_reduce, two_level_for
-
+from holmes_ext.runtime.watch.failure import describe_failure
 
 
 @dataclass(frozen=True)

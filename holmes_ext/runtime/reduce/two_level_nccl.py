@@ -9,8 +9,9 @@ communicators without threads. (Not run on GPUs so far: the order of the steps i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist

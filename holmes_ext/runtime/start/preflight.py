@@ -15,10 +15,11 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Iterable
+from typing import Any
 
 import torch.distributed as dist
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.errors import HolmesError

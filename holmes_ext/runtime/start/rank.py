@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from collections.abc import MutableMapping
 from pathlib import Path
-from typing import Any, MutableMapping
+from typing import Any
 
 from holmes_ext import __version__
 from holmes_ext.cluster.node_report import NodeReport, node_identity, node_name, report_node, short_name
@@ -23,11 +24,11 @@ from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model, load_model, on_clusters
 from holmes_ext.plan.plan import Plan, check_plan, load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.runtime.start import hostfile, launcher
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.transport import node_environment
+from holmes_ext.runtime.start import hostfile, launcher
 from holmes_ext.runtime.start.deadline import within
 from holmes_ext.runtime.start.exchange import exchange
-from holmes_ext.runtime.groups.transport import node_environment
 
 #: How long a rank that has only an error to report waits for somebody to report it to, in seconds.
 _ERROR_SECONDS = 30.0

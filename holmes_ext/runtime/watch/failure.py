@@ -10,14 +10,14 @@ from __future__ import annotations
 import errno
 import re
 import threading
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from holmes_ext.cluster.site import Fabric
-from holmes_ext.runtime.watch import nics
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.carrier import carrier
+from holmes_ext.runtime.watch import nics
 
 _KEY = "first_failure"
 _STORE_S = 5.0  # its host may be what was lost

@@ -11,11 +11,11 @@ import os
 import sys
 import threading
 import time
-from typing import Callable
+from collections.abc import Callable
 
 from holmes_ext.cluster.site import Port
-from holmes_ext.runtime.watch import nics
 from holmes_ext.runtime import session
+from holmes_ext.runtime.watch import nics
 from holmes_ext.runtime.watch.failure import say, with_first
 
 INTERVAL_S = 1.0

@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from holmes_ext.runtime.measure import clock, telemetry
-from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.session import Session
+from holmes_ext.runtime.start.launcher import Process
 
 #: How long telemetry waits for the others at the start, in seconds.
 _START_S = 60.0

@@ -15,8 +15,9 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Callable, Mapping
+from typing import Any
 
 from holmes_ext.runtime.measure.telemetry import Op, Recorder
 from holmes_ext.units import format_rate

@@ -4,12 +4,22 @@ import random
 import shutil
 
 import pytest
+from sysfs_builder import (
+    SCENES,
+    Sysfs,
+    aws_ena,
+    container,
+    copy_without_links,
+    dgx_a100,
+    dual_port,
+    ports_down,
+    roce_lag,
+)
 
 from holmes_ext.cluster.addresses import interface_addresses
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.cluster.sysfs.node import read_nics, select
 from holmes_ext.errors import HolmesError
-from sysfs_builder import SCENES, Sysfs, aws_ena, container, copy_without_links, dgx_a100, dual_port, ports_down, roce_lag
 from tests.cluster.test_addresses import in_namespace
 
 

@@ -85,7 +85,6 @@ def test_latest_names_a_checkpoint_when_all_of_it_is_there(tmp_path, monkeypatch
 
 def test_the_way_out_is_what_the_checkpoint_allows(tmp_path):
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
-
     from torch.nn import Embedding, Linear
 
     embedding = TiedLayerSpec("embed", Embedding)

@@ -14,12 +14,13 @@ from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.patches.megatron import core as megatron_core, reduction as megatron_reduction
+from holmes_ext.patches.megatron import core as megatron_core
+from holmes_ext.patches.megatron import reduction as megatron_reduction
 from holmes_ext.patches.megatron.arguments import sizes_from_arguments
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.session import Session
+from holmes_ext.runtime.start.launcher import Process
 
 ROOT = Path(__file__).parents[3]
 SITE = site_from_spec(load_spec(ROOT / "examples" / "clusters" / "two_clusters_4.toml"))

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from holmes_ext.options import Options
-from holmes_ext.patches.megatron import megatron_deepspeed, version as megatron_version
+from holmes_ext.patches.megatron import megatron_deepspeed
+from holmes_ext.patches.megatron import version as megatron_version
 from holmes_ext.plan.plan import Plan
 
 SESSION = SimpleNamespace(options=Options(cluster="c.toml"), plan=Plan("digest", ("a0", "b0"), 1))

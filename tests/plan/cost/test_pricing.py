@@ -7,14 +7,14 @@ import pytest
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.plan.search.arrangement import Ground, arrangements, launcher
-from holmes_ext.plan.search.bounds import Stages
-from holmes_ext.plan.cost.step import stock_fabric
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.pricing import Pricing
-from holmes_ext.plan.search.space import Limits, shapes
 from holmes_ext.plan.cost.stage_costs import costs_on_site, estimate
+from holmes_ext.plan.cost.step import stock_fabric
+from holmes_ext.plan.search.arrangement import Ground, arrangements, launcher
+from holmes_ext.plan.search.bounds import Stages
 from holmes_ext.plan.search.partition import balanced, uniform
+from holmes_ext.plan.search.space import Limits, shapes
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "clusters"
 MODEL = Model(layers=8, hidden=1024, heads=8, sequence=256, vocabulary=30000, global_batch=32, gpu=Gpu(50e12))

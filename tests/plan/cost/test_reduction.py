@@ -4,8 +4,8 @@ from pathlib import Path
 
 from holmes_ext.cluster.site import Fabric, site_from_spec
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.plan.cost.step import Workload
 from holmes_ext.plan.cost.reduction import bucket_bytes, exposed_stages
+from holmes_ext.plan.cost.step import Workload
 from holmes_ext.plan.sizes import Sizes
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "clusters"

@@ -7,7 +7,15 @@ import pytest
 from holmes_ext.cluster.site import Fabric, site_from_spec
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.step import Workload, allreduce_seconds, backward_ends, send_seconds, simulated_ends, step_seconds, stock_fabric
+from holmes_ext.plan.cost.step import (
+    Workload,
+    allreduce_seconds,
+    backward_ends,
+    send_seconds,
+    simulated_ends,
+    step_seconds,
+    stock_fabric,
+)
 from holmes_ext.plan.sizes import Sizes
 
 FABRIC = Fabric("f", "ib", 8_000_000, 0.0)  # a megabyte a second

@@ -6,11 +6,11 @@ from itertools import combinations
 from math import inf, nan
 
 import pytest
-from tests.plan.cost.test_step import simulate
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.stage_costs import StageCosts, estimate, predict
 from holmes_ext.plan.search.partition import METHODS, balanced, by_speed, partition, speeds, uniform
+from tests.plan.cost.test_step import simulate
 
 
 def splits(blocks, stages):

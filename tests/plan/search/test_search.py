@@ -10,16 +10,16 @@ import pytest
 from holmes_ext.cluster.site import Fabric, site_from_spec
 from holmes_ext.cluster.spec import load_spec, parse_spec
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.search.arrangement import Ground, arrangements
-from holmes_ext.plan.search.bounds import Stages
 from holmes_ext.plan.cost.links import Link, Links, fit
 from holmes_ext.plan.cost.model import Gpu, Model
-from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.cost.pricing import Pricing
-from holmes_ext.plan.search.search import _Run, search
-from holmes_ext.plan.search.ranking import rank, simulated
-from holmes_ext.plan.search.space import Limits, parse_limits, shapes
+from holmes_ext.plan.search.arrangement import Ground, arrangements
+from holmes_ext.plan.search.bounds import Stages
 from holmes_ext.plan.search.breakdown import on_ethernet
+from holmes_ext.plan.search.ranking import rank, simulated
+from holmes_ext.plan.search.result import Outcome
+from holmes_ext.plan.search.search import _Run, search
+from holmes_ext.plan.search.space import Limits, parse_limits, shapes
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "clusters"
 MODEL = Model(layers=6, hidden=512, heads=8, sequence=128, vocabulary=8000, global_batch=16, gpu=Gpu(20e12))

@@ -8,15 +8,15 @@ import pytest
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec, parse_spec
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.simulate.folding import Columns
-from holmes_ext.plan.cost.step import stock_fabric
-from holmes_ext.plan.simulate.events import Simulation, Transfer
 from holmes_ext.plan.cost.links import Curve, Link, Links, fit
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.orders import passes, program
+from holmes_ext.plan.cost.stage_costs import StageCosts, costs_on_site, estimate
+from holmes_ext.plan.cost.step import stock_fabric
+from holmes_ext.plan.simulate.events import Simulation, Transfer
+from holmes_ext.plan.simulate.folding import Columns
 from holmes_ext.plan.simulate.step import Options, simulate
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.cost.stage_costs import StageCosts, costs_on_site, estimate
 
 EXAMPLES = __file__.rsplit("/", 4)[0] + "/examples"
 

@@ -3,13 +3,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
 from holmes_ext.options import Options
 from holmes_ext.runtime import session
-from holmes_ext.runtime.reduce import straddling
 from holmes_ext.runtime.groups.carrier import backends, carrier, carrier_of
+from holmes_ext.runtime.reduce import straddling
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
-from ranks import run_ranks
 
 
 @pytest.mark.parametrize(

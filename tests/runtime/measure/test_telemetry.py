@@ -8,8 +8,8 @@ from ranks import run_ranks
 from holmes_ext.patches import registry
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
-from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.groups.transport import Transport
+from holmes_ext.runtime.measure import telemetry
 
 
 class Clock:

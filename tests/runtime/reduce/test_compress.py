@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
@@ -13,7 +14,6 @@ from holmes_ext.runtime.reduce import straddling
 from holmes_ext.runtime.reduce.compress import BLOCK, Bf16, Int8, Residuals, codec, residual_of
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce, predict
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
-from ranks import run_ranks
 
 
 def randoms(numel, seed=0):

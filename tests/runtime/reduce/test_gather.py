@@ -3,13 +3,13 @@
 import os
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
 from holmes_ext.runtime.reduce import gather
 from holmes_ext.runtime.reduce.gather import OrderedGather, Piece, cut
-import ranks
-from ranks import run_ranks
 
 
 def test_pieces_are_cut_at_owners_and_come_in_the_order_of_use(monkeypatch):

@@ -1,15 +1,15 @@
 import os
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
-import ranks
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.reduce import owned
 from holmes_ext.runtime.reduce.owned import ReduceToOwners, merge_spans
 from holmes_ext.runtime.reduce.reducer import GradientReducer
-from ranks import run_ranks
 
 
 def test_neighbours_with_one_owner_are_one_span():

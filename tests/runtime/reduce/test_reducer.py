@@ -3,16 +3,16 @@
 import os
 
 import pytest
+import ranks
 import torch
 import torch._dynamo  # checkpoint() imports it at its first call: once here, not in every child
 import torch.distributed as dist
+from ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.reduce.reducer import GradientReducer
-import ranks
-from ranks import run_ranks
 
 WIDTH = 16
 SMALL = 2 * WIDTH * WIDTH * 4  # two of the model's matrices

@@ -3,15 +3,15 @@
 import os
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.reduce.reducer import GradientReducer
-from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 from holmes_ext.runtime.reduce.two_level import Piece, TwoLevelAllReduce, pieces, predict
-import ranks
-from ranks import run_ranks
+from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
 
 def test_pieces_of_equal_clusters_pair_the_ranks():

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch.distributed as dist
+from sysfs_builder import SCENES
 
 from holmes_ext.cluster import node_report as report_module
 from holmes_ext.errors import HolmesError
@@ -12,7 +13,6 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start import rank as start
 from holmes_ext.runtime.start.launcher import Process
-from sysfs_builder import SCENES
 
 FILE = """
 version = 1

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from ranks import run_ranks
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.options import Options
 from holmes_ext.plan.plan import Plan
 from holmes_ext.runtime import session
-from holmes_ext.runtime.watch.failure import describe_failure
-from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.reduce.two_level import planned
-from ranks import run_ranks
+from holmes_ext.runtime.start.launcher import Process
+from holmes_ext.runtime.watch.failure import describe_failure
 
 FABRICS = (
     Fabric("ib", "ib", 2 * 10**9, 5e-6),

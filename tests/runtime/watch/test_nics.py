@@ -11,11 +11,11 @@ import torch.distributed as dist
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.options import Options
 from holmes_ext.plan.plan import Plan
-from holmes_ext.runtime.watch import failure, nic_watch, nics
 from holmes_ext.runtime import session
-from holmes_ext.runtime.start.launcher import Process
-from holmes_ext.runtime.session import GroupRecord
 from holmes_ext.runtime.groups.transport import Transport
+from holmes_ext.runtime.session import GroupRecord
+from holmes_ext.runtime.start.launcher import Process
+from holmes_ext.runtime.watch import failure, nic_watch, nics
 
 FABRICS = (Fabric("roce", "roce", 10**9, 4e-6), Fabric(ETHERNET, "ethernet", 10**8, 3e-5))
 

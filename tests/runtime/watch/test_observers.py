@@ -3,14 +3,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from holmes_ext.report.files import load
 from holmes_ext.cluster.site import Fabric, Node, Port, Site
 from holmes_ext.options import Options
 from holmes_ext.plan.plan import Plan
-from holmes_ext.runtime.start import launcher
-from holmes_ext.runtime.watch import observers as observe
+from holmes_ext.report.files import load
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.session import Session
+from holmes_ext.runtime.start import launcher
+from holmes_ext.runtime.watch import observers as observe
 
 SITE = Site((Node("a0", "a", 1, (Port("ethernet", "lo", hcas=("mlx5_0:1",)),)),), (Fabric("ethernet", "ethernet", 10**9, 1e-4),))
 

@@ -5,8 +5,8 @@ import pytest
 import torch.distributed as dist
 
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.runtime.measure.telemetry import Recorder
 from holmes_ext.runtime.groups.transport import Transport
+from holmes_ext.runtime.measure.telemetry import Recorder
 from holmes_ext.runtime.watch.watchdog import State, Waiting, Watchdog, blame
 
 NODES = ("a0", "a1", "b0", "b1")
