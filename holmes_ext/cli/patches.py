@@ -13,8 +13,8 @@ from holmes_ext.doctor.frameworks import Fit, fit_of
 from holmes_ext.patches import all_patches
 
 COLUMNS = (
-    Column("feature"), Column("target", wrap=18, drop=1), Column("supports", wrap=16, drop=2), Column("installed"),
-    Column("state"), Column("why", wrap=24),
+    Column("feature"), Column("target", wrap=18), Column("supports", wrap=16, drop=2), Column("installed", drop=1),
+    Column("state"), Column("why", wrap=20),
 )
 
 
