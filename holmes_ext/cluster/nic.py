@@ -153,10 +153,7 @@ def _empty_or(good: Callable[[str], object]) -> Callable[[str], object]:
 
 #: key -> (whether a value of the key's type is good, what it must be)
 Rules = dict[str, tuple[Callable[[Any], object], str]]
-_COUNT = (_within(0, 2**63 - 1), "a whole number from 0")
 _LINE = (lambda text: len(text) <= 200 and (not text or text.isprintable()), "one short line of text")
-_NAMES = (_all(DEVICE_NAME.fullmatch), "a list of device names")
-_LID = (_within(0, 2**32 - 1), "a LID (0 to 2**32 - 1)")
 _GID_RULES: Rules = {
     "index": (_within(0, 2**31 - 1), "a whole number from 0"),
     "value": (GID.fullmatch, "eight groups of four lower-case hex digits"),
@@ -167,23 +164,15 @@ _NIC_RULES: Rules = {
     "kind": (KINDS.__contains__, " or ".join(map(repr, KINDS))),
     "device": (DEVICE_NAME.fullmatch, "a device name"),
     "port": (_within(0, 255), "a port number (0 to 255)"),
-    "netdevs": _NAMES,
     "state": (("up", "down").__contains__, "'up' or 'down'"),
-    "state_text": _LINE,
-    "rate_bps": _COUNT,
-    "max_rate_bps": _COUNT,
     "addresses": (_all(_is_address), "a list of IP addresses with prefix length ('10.0.0.1/16')"),
-    "mtu": _COUNT,
     "subnet_prefix": (_empty_or(SUBNET_PREFIX.fullmatch), "four groups of four lower-case hex digits or ''"),
-    "lid": _LID,
-    "sm_lid": _LID,
     "numa": (_within(-1, 2**31 - 1), "a NUMA node or -1"),
     "pci": (_empty_or(PCI_ADDRESS.fullmatch), "a PCI address ('0000:41:00.0') or ''"),
-    "driver": _LINE,
-    "parent": _LINE,
-    "members": _NAMES,
-    "rdma": _LINE,
-    "skipped": _LINE,
+    **dict.fromkeys(("netdevs", "members"), (_all(DEVICE_NAME.fullmatch), "a list of device names")),
+    **dict.fromkeys(("rate_bps", "max_rate_bps", "mtu"), (_within(0, 2**63 - 1), "a whole number from 0")),
+    **dict.fromkeys(("lid", "sm_lid"), (_within(0, 2**32 - 1), "a LID (0 to 2**32 - 1)")),
+    **dict.fromkeys(("state_text", "driver", "parent", "rdma", "skipped"), _LINE),
 }
 
 

@@ -118,18 +118,10 @@ def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
     overrides = {host: _override(node_table.table(host), host, known, source) for host in list(node_table.values)}
     links = parse_links(top.table("link", default={}), {"ethernet", *(cluster.fabric for cluster in clusters)})
     top.done()
-    spec = SiteSpec(
-        name=name,
-        ethernet_rate_bps=ethernet.rate("rate"),
-        ethernet_latency_s=ethernet.seconds("latency", DEFAULT_LATENCY["ethernet"]),
-        ethernet_interface=ethernet.take("interface", str, ""),
-        clusters=tuple(clusters),
-        overrides=overrides,
-        source=source,
-        links=links,
-    )
+    rate, latency = ethernet.rate("rate"), ethernet.seconds("latency", DEFAULT_LATENCY["ethernet"])
+    interface = ethernet.take("interface", str, "")
     ethernet.done()
-    return spec
+    return SiteSpec(name, rate, latency, interface, tuple(clusters), overrides, source, links)
 
 
 def expand_hosts(pattern: str, where: str) -> Iterator[str]:

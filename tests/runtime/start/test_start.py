@@ -137,5 +137,5 @@ def test_nics_slower_than_the_file_says_are_told(tmp_path, no_session):
     environ = {"HOLMES_SYSFS": str(tmp_path / "sys"), "HOLMES_NODE": "x"}
     alone = Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher")
     _, lines = start.start(Options(cluster=str(tmp_path / "c.toml")), alone, None, {}, None, environ)
-    said = f"{tmp_path}/c.toml: key 'cluster.a.rate' says 3.2 Tb/s"
+    said = f"but the rate of fabric 'a' is 3.2 Tb/s in {tmp_path}/c.toml"
     assert lines == [f"node x: mlx5_0:1 runs at 200 Gb/s, {said}; the plan counts on what the file says"]
