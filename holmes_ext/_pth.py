@@ -22,10 +22,9 @@ decide() answers by what runs and how holmes was asked for:
 
 "leave" touches nothing; "strip" removes the flags, so that the same command runs stock.
 
-A worker marks its environment (HOLMES_WORKER_PID = its process id), and a process that has that very
-process as an ancestor (data-loader workers, checkpoint writers, compilers) is left alone. The price: a
-torchrun started from inside a worker gets no holmes. A process that replaces itself with exec keeps
-its id and is activated again.
+A worker marks its environment (HOLMES_WORKER_PID = its process id), and a process that has that very process as an
+ancestor (data-loader workers, checkpoint writers, compilers) is left alone. The price: a torchrun started from inside
+a worker gets no holmes. A process that replaces itself with exec keeps its id and is activated again.
 
 Only os and sys are imported here; both are loaded in every interpreter already.
 """

@@ -14,6 +14,8 @@ from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.addresses import captured_addresses
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, KINDS, Nic
 from holmes_ext.cluster.sysfs.node import read_nics, select
+from holmes_ext.doctor.finding import Finding
+from holmes_ext.doctor.nics import DEFAULT_PREFIX, check_nics
 from holmes_ext.units import format_rate
 
 # Links are kept as links; of the devices behind them only the named files are read: reading others (PCI BARs, vpd)
@@ -69,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
         return 0 if useful else 1
     screen, ordered = Screen(), sorted(nics, key=_by_use)
     styles = ["dim" if nic.skipped else "" if nic.up else "yellow" for nic in ordered]
-    screen.table(COLUMNS, [_cells(nic) for nic in ordered], f"NICs of {node}", styles)
-    default = [n.name for n in nics if n.kind == "ib" and n.usable and n.subnet_prefix == DEFAULT_SUBNET_PREFIX]
-    if default:
+    findings = list(check_nics(nics))
+    screen.table(COLUMNS, [_cells(nic, findings) for nic in ordered], f"NICs of {node}", styles)
+    if default := [finding.about for finding in findings if finding.what == DEFAULT_PREFIX]:
         screen.line(f"note: {', '.join(default)}: InfiniBand subnet prefix {DEFAULT_SUBNET_PREFIX} is the default; two"
                     " clusters with this prefix cannot be told apart: say which nodes belong together in cluster.toml")
     if no_addresses:
@@ -104,32 +106,21 @@ COLUMNS = (
 )
 
 
-def _cells(nic: Nic) -> list[str]:
+def _cells(nic: Nic, findings: Sequence[Finding]) -> list[str]:
     """A row of COLUMNS."""
     return [
-        nic.name, nic.kind, nic.state, _rate(nic.rate_bps), " ".join(nic.netdevs) if nic.fast else nic.ifname,
+        nic.name, nic.kind, nic.state, format_rate(nic.rate_bps) if nic.rate_bps else "", " ".join(nic.netdevs),
         " ".join(nic.addresses), "" if nic.roce_v2_index is None else str(nic.roce_v2_index), nic.subnet_prefix,
-        str(nic.lid or ""), "" if nic.numa < 0 else str(nic.numa), nic.pci, "; ".join(_remarks(nic)),
+        str(nic.lid or ""), "" if nic.numa < 0 else str(nic.numa), nic.pci, "; ".join(_remarks(nic, findings)),
     ]
 
 
-def _rate(bps: int) -> str:
-    return format_rate(bps) if bps else ""
-
-
-def _remarks(nic: Nic) -> list[str]:
-    remarks = {
-        nic.skipped: bool(nic.skipped),
-        nic.state_text: not nic.up,
-        "no subnet manager has set it up": nic.kind == "ib" and nic.state_text == "INIT",
-        "no address": nic.up and nic.kind == "ethernet" and not nic.addresses and not nic.skipped,
-        f"net device of {nic.rdma}": bool(nic.rdma),
-        f"over {' '.join(nic.members)}": bool(nic.members),
-        f"virtual function of {nic.parent}": bool(nic.parent),
-        "no RoCE v2 GID": nic.kind == "roce" and nic.up and nic.roce_v2_index is None,
-        f"PCIe carries only {_rate(nic.max_rate_bps)}": 0 < nic.max_rate_bps < nic.rate_bps,
-    }
-    return [text for text, applies in remarks.items() if text and applies]
+def _remarks(nic: Nic, findings: Sequence[Finding]) -> list[str]:
+    """Why it is set aside or down, what `holmes doctor` finds, what else it is."""
+    found = [finding.what for finding in findings if finding.about == nic.name and finding.what != DEFAULT_PREFIX]
+    known = {"net device of": nic.rdma, "over": " ".join(nic.members), "virtual function of": nic.parent}
+    said = [nic.skipped, *(found or ["" if nic.up else nic.state_text])]
+    return [text for text in said if text] + [f"{what} {name}" for what, name in known.items() if name]
 
 
 def _by_use(nic: Nic) -> tuple[bool, bool, int, bool, int]:

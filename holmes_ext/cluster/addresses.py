@@ -118,11 +118,10 @@ def _captured(addr_info: Iterable[dict[str, Any]]) -> tuple[str, ...]:
 def egress_interface(host: str) -> str:
     """Name of the net device through which this node reaches `host` (a name or an address); nothing is sent.
 
-    When `host` is this node itself, the device that carries that address. A loopback address ("localhost",
-    or a host name that /etc/hosts maps to 127.0.1.1) says nothing about the network: then it is the device of
-    the default route, else the first one with an address (link-local ones last), and "lo" only when there is
-    nothing but loopback.
-    Raises HolmesError when `host` is unknown or unreachable.
+    When `host` is this node itself, the device that carries that address. A loopback address ("localhost", or a host
+    name that /etc/hosts maps to 127.0.1.1) says nothing about the network: then it is the device of the default route,
+    else the first one with an address (link-local ones last), and "lo" only when there is nothing but loopback. Raises
+    HolmesError when `host` is unknown or unreachable.
     """
     devices, problems = _all_addresses(), []
     try:

@@ -26,6 +26,7 @@ RDMA_MODULES = {
     "mlx5_core": "mlx5_ib", "mlx4_core": "mlx4_ib", "mlx4_en": "mlx4_ib", "bnxt_en": "bnxt_re", "ice": "irdma",
     "i40e": "irdma",
 }
+DEFAULT_PREFIX = "the subnet prefix is the default one"
 _LANES = re.compile(r"\((\d+)X")
 
 
@@ -49,8 +50,8 @@ def check_nics(nics: Sequence[Nic]) -> Iterator[Finding]:
 def _check_state(nic: Nic) -> Iterator[Finding]:
     """The first thing that is wrong with it."""
     if nic.kind == "ib" and nic.state_text.startswith("INIT"):
-        yield problem(nic.name, f"the port is in state {nic.state_text}",
-                      "the link is up, but no subnet manager has given the port a LID: nothing can be sent",
+        yield problem(nic.name, f"the port is in state {nic.state_text}: no subnet manager has set it up",
+                      "the link is up, but the port has no LID: nothing can be sent",
                       "start opensm on one node of the fabric, or the switch's subnet manager")
     elif nic.fast and not nic.up:
         yield note(nic.name, f"the {nic.kind} port is {nic.state_text or 'down'}",
@@ -64,8 +65,7 @@ def _check_state(nic: Nic) -> Iterator[Finding]:
         yield note(nic.name, "the interface is up and has no IP address", "sockets cannot use it",
                    f"ip address add ADDRESS/PREFIX dev {nic.name}")
     elif nic.kind == "ib" and nic.up and nic.subnet_prefix == DEFAULT_SUBNET_PREFIX:
-        yield note(nic.name, "the subnet prefix is the default one",
-                   "two InfiniBand clusters with this prefix cannot be told apart",
+        yield note(nic.name, DEFAULT_PREFIX, "two InfiniBand clusters with this prefix cannot be told apart",
                    "name the clusters in cluster.toml, or give each subnet manager its own prefix")
 
 

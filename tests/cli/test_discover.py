@@ -54,7 +54,7 @@ def test_table(dgx, rows, capsys):
         "PCI": "0000:12:00.0", "note": ""}
     assert table["mlx5_4:1"]["v2 GID"] == "3"
     assert table["enp225s0f0"]["note"] == "net device of mlx5_4:1"
-    assert table["mlx5_5:1"]["note"] == "DOWN/Disabled"
+    assert table["mlx5_5:1"]["note"] == "the roce port is DOWN/Disabled"
     assert table["enx0a94ef2c1d05"]["note"] == "management (USB/BMC)"
 
 
@@ -99,7 +99,7 @@ def test_included_management_nic_is_used(dgx, rows):
 def test_no_usable_nic_is_a_problem(tmp_path, rows, capsys):
     assert holmes("--sysfs", ports_down(tmp_path / "n")) == 1
     assert "note: no usable NIC" in capsys.readouterr().out
-    assert rows["mlx5_1:1"]["note"] == "INIT; no subnet manager has set it up"
+    assert rows["mlx5_1:1"]["note"] == "the port is in state INIT: no subnet manager has set it up"
     assert holmes("--sysfs", tmp_path / "n", "--json") == 1
     assert holmes("--sysfs", dgx_a100(tmp_path / "d"), "--exclude", "*") == 1
 
@@ -108,7 +108,7 @@ def test_ethernet_without_address_is_not_usable(tmp_path, rows, capsys):
     root = aws_ena(tmp_path / "n")
     (root / "ip_addr.json").write_text("[]")
     assert holmes("--sysfs", root) == 1
-    assert rows["ens5"]["note"] == "no address"
+    assert rows["ens5"]["note"] == "the interface is up and has no IP address"
     (root / "ip_addr.json").unlink()  # unknown is not none
     assert holmes("--sysfs", root) == 0
     assert "IP addresses are unknown" in capsys.readouterr().out
@@ -118,7 +118,7 @@ def test_slow_pci_slot_is_pointed_out(tmp_path, rows):
     root = roce_lag(tmp_path / "n")
     (root / "class/net/ens1f0np0/device/current_link_width").write_text("4\n")
     holmes("--sysfs", root)
-    assert "PCIe carries only 63.02 Gb/s" in rows["mlx5_bond_0:1"]["note"]
+    assert "PCIe carries 63.02 Gb/s, the link 200 Gb/s" in rows["mlx5_bond_0:1"]["note"]
 
 
 def test_columns_without_any_value_are_left_out(tmp_path, capsys):

@@ -24,7 +24,7 @@ from rich.text import Text
 
 #: Of a pipe or a file: no table is that wide.
 UNLIMITED = 100_000
-_BETWEEN = 2  # characters between two columns
+_BETWEEN = 2  # characters after a column (rich pads the last one, too)
 
 
 @dataclass(frozen=True)
@@ -60,34 +60,44 @@ class Screen:
     ) -> None:
         """`rows` of plain text, a cell for each column, without the columns in which all cells are empty; styles: of
         each row. A cell may have lines of its own."""
-        kept = [index for index in range(len(columns)) if not rows or any(row[index] for row in rows)]
-        sizes = {index: _characters(columns[index], [row[index] for row in rows]) for index in kept}
+        kept = [i for i in range(len(columns)) if not rows or any(row[i] for row in rows)]
+        least, whole = zip(*(_characters(column, [row[i] for row in rows]) for i, column in enumerate(columns)))
         left_out: list[int] = []
-        while (needed := sum(sizes[i][0] + _BETWEEN for i in kept) - _BETWEEN) > self.width:
+        while (room := self.width - sum(least[i] + _BETWEEN for i in kept)) < 0:
             last = max(kept, key=lambda i: (columns[i].drop, i))
             if not columns[last].drop:
                 break
             kept.remove(last)
             left_out.append(last)
         grid = Grid(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+        widths = _share_out(max(room, 0), {i: (least[i], whole[i]) for i in kept})
         for i in kept:
-            column, head = columns[i], Text(columns[i].name)
-            justify: JustifyMethod = "right" if column.right else "left"
-            grid.add_column(head, justify=justify, min_width=sizes[i][0], no_wrap=not column.wrap, overflow="fold")
+            justify: JustifyMethod = "right" if columns[i].right else "left"
+            grid.add_column(Text(columns[i].name), justify=justify, width=widths[i], overflow="fold")
         for row, style in zip(rows, styles or [""] * len(rows)):
             grid.add_row(*(Text(row[i]) for i in kept), style=style)
         if title:
             self.line(title, "italic")
-        width, self.console.width = self.width, max(self.width, needed)  # what must stay is not cut
+        width, self.console.width = self.width, max(self.width, self.width - room)  # what must stay is not cut
         self.console.print(grid)
         self.console.width = width
         if left_out:
             names = ", ".join(columns[i].name for i in sorted(left_out))
-            whole = sum(most + _BETWEEN for _, most in sizes.values()) - _BETWEEN
-            self.line(f"too narrow for: {names}; COLUMNS={whole}, a wider terminal or --json shows all", "dim")
+            wide = sum(whole[i] + _BETWEEN for i in {*kept, *left_out})
+            self.line(f"too narrow for: {names}; COLUMNS={wide}, a wider terminal or --json shows all", "dim")
 
 
 def _characters(column: Column, cells: Sequence[str]) -> tuple[int, int]:
     """(what the column needs at least, what it would take)"""
     whole = max(cell_len(line) for cell in [column.name, *cells] for line in cell.splitlines() or [""])
     return min(whole, max(column.wrap, cell_len(column.name))) if column.wrap else whole, whole
+
+
+def _share_out(room: int, needs: dict[int, tuple[int, int]]) -> dict[int, int]:
+    """The width of each column: what it needs at least, and of `room` as much as it can use, in equal shares."""
+    widths = {}
+    for more, i in sorted((whole - least, i) for i, (least, whole) in needs.items()):
+        given = min(more, room // (len(needs) - len(widths)))
+        widths[i] = needs[i][0] + given
+        room -= given
+    return widths

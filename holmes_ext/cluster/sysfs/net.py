@@ -66,7 +66,7 @@ def read_net_devices(tree: Tree) -> dict[str, NetDevice]:
     read (a container stops) is left out as well.
     """
     devices = {}
-    for name in tree.device_names("class/net"):
+    for name in tree.names("class/net"):
         path = f"class/net/{name}"
         if name == "bonding_masters":  # a file of the bonding driver, no device
             continue
@@ -82,7 +82,7 @@ def read_net_devices(tree: Tree) -> dict[str, NetDevice]:
 
 def _read_device(tree: Tree, name: str, real: str) -> NetDevice:
     path = f"class/net/{name}"
-    names = tree.device_names(path)
+    names = tree.names(path)
     slaves = _slaves(tree, f"{path}/bonding/slaves") if "bonding" in names else ()
     flags = tree.needed_number(f"{path}/flags", "0x[0-9a-f]{1,8}")
     carrier = tree.number(f"{path}/carrier", "[01]")

@@ -38,7 +38,7 @@ def read_rdma_ports(tree: Tree, devices: dict[str, NetDevice]) -> tuple[Nic, ...
     of the collective libraries does not run on them; their net devices count as Ethernet.
     """
     nics = []
-    for hca in tree.device_names("class/infiniband"):
+    for hca in tree.names("class/infiniband"):
         path = f"class/infiniband/{hca}"
         tree.resolve(path)
         node_type = tree.text(f"{path}/node_type") or "1: CA"
@@ -132,7 +132,7 @@ def _netdevs(
     tree's own network namespace count.
     """
     wanted = INFINIBAND if kind == "ib" else ETHERNET
-    found = [n for n in (tree.device_names(f"{device}/net") if device else ())
+    found = [n for n in (tree.names(f"{device}/net") if device else ())
              if n in devices and not devices[n].representor and (n_ports == 1 or devices[n].port_index == port - 1)]
     names = dict.fromkeys(top_device(n, devices) for n in [*found, *(g.netdev for g in gids)] if n in devices)
     netdevs = tuple(n for n in names if devices[n].type == wanted)

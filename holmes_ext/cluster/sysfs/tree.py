@@ -51,23 +51,19 @@ class Tree:
         return os.path.isdir(self._at(path))
 
     def names(self, path: str) -> tuple[str, ...]:
-        """Sorted names in a directory; empty when it does not exist. Raises HolmesError on anything else."""
+        """Sorted names in a directory, each a possible device name; () when it does not exist, else HolmesError."""
         try:
-            return tuple(sorted(os.listdir(self._at(path))))
+            names = sorted(os.listdir(self._at(path)))
         except FileNotFoundError:
             if os.path.lexists(self._at(path)):
                 raise self.error(path, "is a link to nothing; capture the tree again with what it points to") from None
             return ()
         except (OSError, ValueError) as error:
             raise self.error(path, f"cannot be listed: {why(error)}") from None
-
-    def device_names(self, path: str) -> tuple[str, ...]:
-        """Like `names`, each checked to be a possible device name."""
-        names = self.names(path)
         for name in names:
             if not DEVICE_NAME.fullmatch(name):
                 raise self.error(path, f"holds {name!a:.80}, which is no device name")
-        return names
+        return tuple(names)
 
     def text(self, path: str) -> str | None:
         """The text of an attribute without surrounding space, None when there is none.

@@ -36,7 +36,7 @@ def test_words_are_wrapped_before_columns_go(printed):
     assert "more" in " ".join(lines).split()
 
 
-@pytest.mark.parametrize("columns,gone", [("49", ["NUMA"]), ("42", ["PCI", "NUMA"])])
+@pytest.mark.parametrize("columns,gone", [("51", ["NUMA"]), ("45", ["PCI", "NUMA"])])
 def test_a_narrow_screen_loses_the_least_useful_columns_and_says_so(printed, columns, gone):
     *lines, legend = printed(columns)
     assert lines[0].split() == [name for name in ("NIC", "rate", "PCI", "NUMA", "note") if name not in gone]
@@ -65,3 +65,15 @@ def test_a_line_is_never_broken(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     Screen(stderr=True).line("a [b] " * 20)
     assert capsys.readouterr().err == "a [b] " * 20 + "\n"
+
+
+def test_no_character_is_lost_at_any_width(capsys, monkeypatch):
+    for width in range(30, 110):
+        monkeypatch.setenv("COLUMNS", str(width))
+        Screen().table(COLUMNS, ROWS)
+        out = capsys.readouterr().out
+        lost = [name for name in ("PCI", "NUMA") if f"too narrow for: {name}" in out or f", {name};" in out]
+        cells = [cell for row in ROWS for column, cell in zip(COLUMNS, row) if column.name not in lost]
+        assert all(out.count(letter) >= "".join(cells).count(letter) for letter in "abcdefmnorsvw0123456789"), width
+        lines = [line.rstrip() for line in out.splitlines() if not line.startswith("too narrow")]
+        assert width < 34 or max(map(len, lines)) <= width
