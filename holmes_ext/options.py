@@ -75,11 +75,10 @@ class Options:
                 raise HolmesError(f"{flag(name)}: {value!r} is not a text")
             if name in CHOICES and value not in CHOICES[name]:
                 raise HolmesError(f"{flag(name)}: {value!r} is not one of {', '.join(CHOICES[name])}")
-        known = ", ".join(PARTITIONS)
         bucket, timeout, patience = (_decimal(text) for text in (self.bucket or "1", self.timeout, self.patience))
         refused = {
             "partition": self.partition not in PARTITIONS and not self.stage_layers
-            and f"is not one of {known}, nor layers of each stage such as 5,3",
+            and f"is not one of {', '.join(PARTITIONS)}, nor layers of each stage such as 5,3",
             "timeout": not 0 < timeout < 1e6 and "is not a number of seconds above 0",
             "patience": not 0 <= patience < 1e6 and "is not a number of seconds (0: no limit)",
             "bucket": not 0.001 <= bucket <= 10_000 and "is not a number of megabytes from 0.001 to 10000",

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from holmes_ext.cli.show.table import Column, Screen
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     nics = _mark(read_nics(args.sysfs), sum(args.include, []), sum(args.exclude, []))
     no_addresses = real != "/sys" and captured_addresses(args.sysfs) is None
     node = socket.gethostname() if real == "/sys" else os.path.basename(real)
-    useful = any(_is_useful(nic, no_addresses) for nic in nics)
+    useful = any(nic.usable and (nic.fast or nic.addresses or no_addresses) for nic in nics)  # sockets need an address
     if args.json:
         print(json.dumps({"version": 1, "node": node, "nics": [asdict(nic) for nic in nics]}, indent=2))
         return 0 if useful else 1
@@ -88,13 +88,8 @@ def _mark(nics: Sequence[Nic], include: Sequence[str], exclude: Sequence[str]) -
     """All NICs; those that `select` leaves out say in `skipped` why."""
     chosen = {nic.name: nic for nic in select(nics, include, exclude)}
     included = {nic.name for nic in select(nics, include)}
-    return [chosen.get(nic.name) or nic.set_aside(
-        nic.skipped or ("excluded (--exclude)" if nic.name in included else "not in --include")) for nic in nics]
-
-
-def _is_useful(nic: Nic, no_addresses: bool) -> bool:
-    """Whether a job could use it: sockets need an address, verbs do not."""
-    return nic.usable and (nic.fast or bool(nic.addresses) or no_addresses)
+    why = {nic.name: "excluded (--exclude)" if nic.name in included else "not in --include" for nic in nics}
+    return [chosen.get(nic.name) or replace(nic, skipped=nic.skipped or why[nic.name]) for nic in nics]
 
 
 #: Narrow terminals lose the right ones of the middle first, which only say where a NIC sits.

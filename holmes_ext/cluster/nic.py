@@ -13,7 +13,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from holmes_ext.errors import HolmesError
@@ -24,7 +24,7 @@ DEFAULT_SUBNET_PREFIX = "fe80:0000:0000:0000"  # what a subnet manager uses unle
 #: A device's name: printable ASCII without space and slash, as the kernel's are.
 DEVICE_NAME = re.compile(r"[!-.0-~]{1,64}")
 GID = re.compile("[0-9a-f]{4}(:[0-9a-f]{4}){7}")
-SUBNET_PREFIX = re.compile("[0-9a-f]{4}(:[0-9a-f]{4}){3}")
+_SUBNET_PREFIX = re.compile("([0-9a-f]{4}(:[0-9a-f]{4}){3})?")
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
@@ -127,10 +127,6 @@ class Nic:
         best = min((gid for gid in self.gids if gid.type == "roce_v2"), key=order, default=None)
         return None if best is None else best.index
 
-    def set_aside(self, reason: str) -> Nic:
-        """The same NIC with `skipped` = reason ("" takes it back into use)."""
-        return replace(self, skipped=reason)
-
 
 def _is_address(text: str) -> bool:
     try:
@@ -147,10 +143,6 @@ def _all(good: Callable[[str], object]) -> Callable[[tuple[str, ...]], bool]:
     return lambda values: all(map(good, values))
 
 
-def _empty_or(good: Callable[[str], object]) -> Callable[[str], object]:
-    return lambda text: not text or good(text)
-
-
 #: key -> (whether a value of the key's type is good, what it must be)
 Rules = dict[str, tuple[Callable[[Any], object], str]]
 _LINE = (lambda text: len(text) <= 200 and (not text or text.isprintable()), "one short line of text")
@@ -158,7 +150,7 @@ _GID_RULES: Rules = {
     "index": (_within(0, 2**31 - 1), "a whole number from 0"),
     "value": (GID.fullmatch, "eight groups of four lower-case hex digits"),
     "type": (GID_TYPES.__contains__, " or ".join(map(repr, GID_TYPES))),
-    "netdev": (_empty_or(DEVICE_NAME.fullmatch), "a device name or ''"),
+    "netdev": (lambda text: not text or DEVICE_NAME.fullmatch(text), "a device name or ''"),
 }
 _NIC_RULES: Rules = {
     "kind": (KINDS.__contains__, " or ".join(map(repr, KINDS))),
@@ -166,9 +158,9 @@ _NIC_RULES: Rules = {
     "port": (_within(0, 255), "a port number (0 to 255)"),
     "state": (("up", "down").__contains__, "'up' or 'down'"),
     "addresses": (_all(_is_address), "a list of IP addresses with prefix length ('10.0.0.1/16')"),
-    "subnet_prefix": (_empty_or(SUBNET_PREFIX.fullmatch), "four groups of four lower-case hex digits or ''"),
+    "subnet_prefix": (_SUBNET_PREFIX.fullmatch, "four groups of four lower-case hex digits or ''"),
     "numa": (_within(-1, 2**31 - 1), "a NUMA node or -1"),
-    "pci": (_empty_or(PCI_ADDRESS.fullmatch), "a PCI address ('0000:41:00.0') or ''"),
+    "pci": (lambda text: not text or PCI_ADDRESS.fullmatch(text), "a PCI address ('0000:41:00.0') or ''"),
     **dict.fromkeys(("netdevs", "members"), (_all(DEVICE_NAME.fullmatch), "a list of device names")),
     **dict.fromkeys(("rate_bps", "max_rate_bps", "mtu"), (_within(0, 2**63 - 1), "a whole number from 0")),
     **dict.fromkeys(("lid", "sm_lid"), (_within(0, 2**32 - 1), "a LID (0 to 2**32 - 1)")),

@@ -55,8 +55,7 @@ def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[tupl
     found = []
     for node, report in zip(site.nodes, reports):
         for port in node.ports:
-            nics = [nic for nic in report.nics if nic.up and (nic.name in port.hcas or nic.name == port.interface)]
-            nics = [nic for nic in nics if nic.fast or not port.hcas]
+            nics = [nic for nic in report.nics if nic.up and nic.name in (port.hcas or [port.interface])]
             stated = sum(nic.rate_bps for nic in nics)
             if nics and all(nic.rate_bps for nic in nics) and stated < ENOUGH * port.rate_bps:
                 runs = f"{some_of(nic.name for nic in nics)} run{'s' * (len(nics) == 1)} at {format_rate(stated)}"
@@ -135,13 +134,11 @@ def _fast_port(
         raise HolmesError(
             f"{spec.source}: node {report.name!r} of cluster {cluster.name!r} has no {cluster.kind} NIC that is up"
             f" ({states or f'its NICs: {have}'}); mend it, or let the cluster's kind or include say what it has")
-    if not usable:
-        return replace(_port(cluster.fabric, kind, cluster.rate_bps), fault=states, usable=False)
-    port = _port(cluster.fabric, usable, cluster.rate_bps)
-    if not (down and include):
+    port = _port(cluster.fabric, usable or kind, cluster.rate_bps)
+    if not down or usable and not include:
         return port
     if fallback:
-        return replace(port, fault=states)
+        return replace(port, fault=states, usable=bool(usable))
     where = f"NIC {down[0].name} of node {report.name!r}"
     raise HolmesError(f"{spec.source}: {where} is named by include and is {down[0].state_text}")
 

@@ -94,8 +94,7 @@ class Site:
     def __post_init__(self) -> None:
         counts = sorted({node.processes for node in self.nodes})
         if len(counts) > 1:
-            few = next(node.name for node in self.nodes if node.processes == counts[0])
-            many = next(node.name for node in self.nodes if node.processes == counts[-1])
+            few, many = (next(n.name for n in self.nodes if n.processes == count) for count in (counts[0], counts[-1]))
             found = f"node {few!r} has {counts[0]} processes and node {many!r} has {counts[-1]}"
             raise HolmesError(f"{self.source}: {found}; start the same number on every node")
 

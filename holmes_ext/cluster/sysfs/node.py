@@ -137,7 +137,7 @@ def select(nics: Iterable[Nic], include: Sequence[str] = (), exclude: Sequence[s
     chosen = [nic for nic in nics if not nic.skipped]
     if include:
         chosen = [nic for pattern in include for nic in _included(nics, pattern)]
-        chosen = [nic.set_aside("") for nic in nics if nic in chosen]
+        chosen = [replace(nic, skipped="") for nic in nics if nic in chosen]
     return tuple(nic for nic in chosen if not any(_matches(nic, pattern, "exclude") for pattern in exclude))
 
 

@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import stat
+from collections.abc import Collection
 from pathlib import Path
 
 from holmes_ext.cluster.nic import DEVICE_NAME, PCI_ADDRESS
@@ -60,9 +61,13 @@ class Tree:
             return ()
         except (OSError, ValueError) as error:
             raise self.error(path, f"cannot be listed: {why(error)}") from None
+        return self.devices(path, names)
+
+    def devices(self, path: str, names: Collection[str]) -> tuple[str, ...]:
+        """`names` that were read at `path`, each checked to be a possible device name."""
         for name in names:
             if not DEVICE_NAME.fullmatch(name):
-                raise self.error(path, f"holds {name!a:.80}, which is no device name")
+                raise self.error(path, f"holds or points to {name!a:.80}, which is no device name")
         return tuple(names)
 
     def text(self, path: str) -> str | None:
@@ -100,10 +105,8 @@ class Tree:
 
     def device_name(self, path: str) -> str:
         """The text of an attribute that holds a device name, "" when it has none."""
-        text = self.text(path) or ""
-        if text and not DEVICE_NAME.fullmatch(text):
-            raise self.error(path, f"{text!a:.80} is no device name")
-        return text
+        text = self.text(path)
+        return self.devices(path, [text])[0] if text else ""
 
     def number(self, path: str, pattern: str = r"-?[0-9]{1,18}") -> int | None:
         """A decimal or 0x number that matches `pattern`; None when there is none."""
@@ -149,9 +152,7 @@ class Tree:
             name = self.uevent(path).get(key, "")
             if not name:
                 raise self.error(f"{path}/uevent", f"does not say {key}=") from None
-        if not DEVICE_NAME.fullmatch(name):
-            raise self.error(path, f"points to {name!a:.80}, which is no device name")
-        return name
+        return self.devices(path, [name])[0]
 
     def resolve(self, path: str) -> str:
         """Where a path leads after all links, relative to the root.
