@@ -1,4 +1,4 @@
-"""Sends messages over TCP and prints the bandwidth: a program of its own, run on two nodes by lab/network/measure.py.
+"""Sends messages over TCP and prints the bandwidth: a program of its own, run on two nodes by lab/measure.py.
 
     RANK=0|1 python -I -S stream.py RECEIVER_ADDRESS SIZE SIZE ...      (rank 0 prints bits/s for each size, as JSON)
 

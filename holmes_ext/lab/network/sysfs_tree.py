@@ -22,7 +22,7 @@ _GID_TABLE_SIZE = 8
 
 
 def write_tree(root: Path, node: LabNode) -> None:
-    """Write the tree of `node` below `root` (made here), with every link up; and ip_addr.json, as `ip -json addr` prints it."""
+    """Write the tree of `node` below `root` (made here), every link up; and ip_addr.json, as `ip -json addr` has it."""
     addresses = []
     for number, nic in enumerate(node.nics, start=2):  # 1 is lo
         pci = root / "devices/pci0000:00" / (_ETHERNET_PCI if nic.kind == "ethernet" else _HCA_PCI)
@@ -73,7 +73,8 @@ def _write_port(port: Path, node: LabNode, nic: Nic) -> None:
     infiniband = nic.kind == "ib"
     lid, sm_lid = (f"0x{node.index + 2:x}", "0x1") if infiniband else ("0x0", "0x0")  # 1 is the subnet manager's
     layer = "InfiniBand" if infiniband else "Ethernet"
-    _write(port, {"link_layer": layer, "rate": _rate_text(nic.nominal_bps), "lid": lid, "sm_lid": sm_lid, "sm_sl": "0"})
+    rate = _rate_text(nic.nominal_bps)
+    _write(port, {"link_layer": layer, "rate": rate, "lid": lid, "sm_lid": sm_lid, "sm_sl": "0"})
     _write(port / "pkeys", {"0": "0xffff"})
     if infiniband:
         gids = [(_prefix(nic) << 64 | _guid(nic), "IB/RoCE v1")]
@@ -96,7 +97,7 @@ def _rate_text(bps: int) -> str:
 
 
 def _prefix(nic: Nic) -> int:
-    """The fabric's subnet prefix: site-local, one for each fabric (not the default fe80::, which would be ambiguous)."""
+    """The fabric's subnet prefix: site-local, one for each fabric (the default fe80:: would be ambiguous)."""
     return 0xFEC0 << 48 | (nic.number + 1)
 
 

@@ -60,7 +60,7 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
         wire.send(control, {"failed": f"{module}: {error}"})
         return None
     gc.collect()
-    gc.freeze()  # else the first full collection in a rank touches, and so copies, every page that it shares: 0.1 s of a core each
+    gc.freeze()  # else the first full collection in a rank touches, so copies, every page that it shares: 0.1 s each
     wire.send(control, {"ready": True})
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -70,7 +70,7 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
         if os.fork() == 0:
             namespaces.die_with_parent()
             control.close()
-            return launch.serve_job(socket.socket(fileno=descriptors[0]), resident=True)
+            return launch.serve_job(socket.socket(fileno=descriptors[0]), run_script)
         os.close(descriptors[0])
 
 
@@ -88,7 +88,7 @@ def run_script(arguments: list[str], env: dict[str, str]) -> None:
     if trace.VARIABLE in env:
         trace.install(env[trace.VARIABLE])
     if "--holmes" in sys.argv or env.get("HOLMES") == "1":
-        from holmes_ext.job import activate
+        from holmes_ext.job import activate  # here: a rank without --holmes must not have it in its template
 
         activate(sys.argv)
     if as_module:

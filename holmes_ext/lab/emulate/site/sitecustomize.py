@@ -1,4 +1,4 @@
-"""Python imports this at start-up where the lab's emulated accelerator is on; it chains to the sitecustomize it hides."""
+"""Imported by Python at start-up where the emulated accelerator is on; it chains to the sitecustomize it hides."""
 
 import importlib.machinery
 import importlib.util
