@@ -158,7 +158,7 @@ def spoil(place, change):
         (lambda lines: lines.__setitem__(4, "[1]"), r"line 5 is not JSON"),
         (lambda lines: lines.__setitem__(4, '{"other": 1}'), r"line 5: neither a step"),
         (lambda lines: lines.__setitem__(4, '{"step": 2, "begin": 1, "end": 2, "groups": [["data"]]}'), r"line 5: step 2: 'groups'"),
-        (lambda lines: lines.__setitem__(4, '{"step": 2, "begin": 1, "end": "x", "groups": []}'), r"line 5: a step needs"),
+        (lambda lines: lines.__setitem__(4, '{"step": 2, "begin": 1, "end": "x", "groups": []}'), r"line 5: key 'end'"),
         (lambda lines: lines.__setitem__(0, '{"holmes_telemetry": 2}'), r"line 1: of version 2, this holmes reads version 1"),
         (lambda lines: lines.__setitem__(0, '{"x": 2}'), r"line 1: not a file of holmes's telemetry"),
         (lambda lines: lines.__setitem__(0, lines[0].replace('"run1"', '"run2"')), r"files of two runs are mixed: rank0.jsonl is of run run1"),
