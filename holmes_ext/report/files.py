@@ -9,6 +9,7 @@ from typing import Any
 
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
+from holmes_ext.words import some_of
 
 VERSION = 1
 #: Steps at the start that do not count: imports, connections, allocators.
@@ -85,8 +86,7 @@ def load(directory: str | Path) -> Run:
     world = ranks[0].head["world"]
     absent = sorted(set(range(world)) - {one.rank for one in ranks})
     if absent:
-        shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
-        notes.append(f"{len(absent)} of {world} ranks have no file here (rank {shown});"
+        notes.append(f"{len(absent)} of {world} ranks have no file here (rank {some_of(absent)});"
                      " copy the files of all nodes together")
     unaligned = sorted({one.node for one in ranks} - {one.node for one in ranks if one.clock})
     if unaligned:

@@ -40,7 +40,7 @@ def parse(tmp_path):
 def test_bad_usage_is_one_line(parse, words, message):
     args = parse(*words)
     with pytest.raises(HolmesError, match=message):
-        args.run(args)
+        lab.run(args)
 
 
 def test_the_command_keeps_its_own_flags(parse):

@@ -57,7 +57,7 @@ class Clock:
 
 
 def config(**changes):
-    return accelerator.Config.parse({"flops": 1e6, "classes": ["Block"], **changes})
+    return accelerator.load(accelerator.dump({"flops": 1e6, "classes": ["Block"], **changes}))
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from typing import Any
 
 import wrapt
 
-from holmes_ext.document import Table
+from holmes_ext.document import parse_json
 from holmes_ext.errors import HolmesError
 
 VARIABLE = "HOLMES_LAB_ACCELERATOR"
@@ -45,34 +45,19 @@ class Config:
     without attention (embedding, head); speed: cluster name -> factor on flops; layout: "bsh" or "sbh"."""
 
     flops: float
-    classes: tuple[str, ...]
+    classes: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
-    speed: Mapping[str, float] = field(default_factory=dict)
+    speed: dict[str, float] = field(default_factory=dict)
     layout: str = "bsh"
 
     def __post_init__(self) -> None:
-        if not self.flops > 0:
-            raise HolmesError(f"{VARIABLE}: key 'flops': {self.flops} is not above 0")
+        for key, value in [("flops", self.flops), *((f"speed.{name}", factor) for name, factor in self.speed.items())]:
+            if not value > 0:
+                raise HolmesError(f"key {key!r}: {value} is not above 0")
         if not self.classes and not self.plain:
-            raise HolmesError(f"{VARIABLE}: keys 'classes' and 'plain' are empty; name the layers' classes")
+            raise HolmesError("keys 'classes' and 'plain' are empty; name the layers' classes")
         if self.layout not in ("bsh", "sbh"):
-            raise HolmesError(f"{VARIABLE}: key 'layout': {self.layout!r} is neither 'bsh' nor 'sbh'")
-        for cluster, factor in self.speed.items():
-            if not factor > 0:
-                raise HolmesError(f"{VARIABLE}: key 'speed.{cluster}': {factor} is not above 0")
-
-    @classmethod
-    def parse(cls, document: object) -> Config:
-        """From the JSON's object; HolmesError names the key."""
-        if not isinstance(document, Mapping):
-            raise HolmesError(f'{VARIABLE}: not a JSON object such as {{"flops": 5e9, "classes": ["Block"]}}')
-        table = Table({**document}, VARIABLE)
-        speed = table.table("speed", default={})
-        factors = {cluster: float(speed.take(cluster, float)) for cluster in list(speed.values)}
-        config = cls(float(table.take("flops", float)), table.list("classes", str, ()), table.list("plain", str, ()),
-                     factors, table.take("layout", str, "bsh"))
-        table.done()
-        return config
+            raise HolmesError(f"key 'layout': {self.layout!r} is neither 'bsh' nor 'sbh'")
 
 
 def dump(document: Mapping[str, Any]) -> str:
@@ -83,11 +68,8 @@ def dump(document: Mapping[str, Any]) -> str:
 
 
 def load(text: str) -> Config:
-    """The settings of the variable's value."""
-    try:
-        return Config.parse(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise HolmesError(f"{VARIABLE}: not JSON: {error}") from None
+    """The settings of the variable's value; HolmesError names the key."""
+    return parse_json(text, VARIABLE, 'write for example {"flops": 5e9, "classes": ["Block"]}').into(Config)
 
 
 def add_to_environment(env: MutableMapping[str, str]) -> None:
