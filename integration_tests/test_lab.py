@@ -31,14 +31,6 @@ rate = "1Gb/s"
 nodes = ["b0"]
 """
 SPEC = parse_spec(TOML)
-CLI = """
-import argparse, sys
-from holmes_ext.cli import lab
-parser = argparse.ArgumentParser()
-lab.add_parser(parser.add_subparsers())
-args = parser.parse_args(sys.argv[1:])
-sys.exit(args.run(args))
-"""
 PATIENCE = 60.0  # seconds that a busy machine may take; nothing here asserts how fast something is
 
 
@@ -74,7 +66,7 @@ def marked(marker):
 def cli(*arguments, toml, **options):
     """`holmes lab` as a process of its own, which heeds Ctrl-C also where the tests themselves run in the background."""
     words = [str(toml) if word == "FILE" else word for word in arguments]
-    command = ["env", "--default-signal=INT", *python(CLI), "lab", *words]
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "holmes_ext.cli.main", "lab", *words]
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
