@@ -2,11 +2,13 @@
 
     python benchmarks/preflight.py --json FILE
 
-"64 ranks": 8 nodes x 8 processes, and 64 nodes x 1, two clusters, pipeline 2 x tensor 4 x data 8; every rank is a process in its node's namespaces.
-Seconds from the plan's verdict until all ranks have the preflight's, the slowest rank of each run; and the whole start with and without, in turn.
-"step": the 2+2 scene of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator) in one launch; blocks of steps with everything that runs
-beside the training (NIC watch, telemetry, watchdog) on, off, and off again (the noise), the order rotating; medians of the blocks' medians, spread of the
-comparisons: their quartiles. "watch": CPU seconds of one look at the NICs, of which there is one each second.
+"64 ranks": 8 nodes x 8 processes, and 64 nodes x 1, two clusters, pipeline 2 x tensor 4 x data 8; every rank is a
+process in its node's namespaces. Seconds from the plan's verdict until all ranks have the preflight's, the slowest rank
+of each run; and the whole start with and without, in turn. "step": the 2+2 scene of two_clusters.py (DeepSpeed's
+pipeline engine, emulated accelerator) in one launch; blocks of steps with everything that runs beside the training (NIC
+watch, telemetry, watchdog) on, off, and off again (the noise), the order rotating; medians of the blocks' medians,
+spread of the comparisons: their quartiles. "watch": CPU seconds of one look at the NICs, of which there is one each
+second.
 """
 
 from __future__ import annotations
@@ -107,7 +109,8 @@ def _row(scene: str, metric: str, values: list[float], unit: str, target: str = 
 
 
 class Everything:
-    """What runs beside the training: the watch over the NICs, telemetry, the watchdog. (Agreement and preflight are over by then.)"""
+    """What runs beside the training: the watch over the NICs, telemetry, the watchdog. (Agreement and preflight are
+    over by then.)"""
 
     def __init__(self):
         from holmes_ext.runtime.measure import telemetry
@@ -142,7 +145,8 @@ class Everything:
 
 
 def healthy_main(out: str, *command: str) -> None:
-    """One rank of the scene "step": examples/deepspeed_pipeline, blocks of steps with everything on, off and off again, in turn."""
+    """One rank of the scene "step": examples/deepspeed_pipeline, blocks of steps with everything on, off and off again,
+    in turn."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
     import runpy

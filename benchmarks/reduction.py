@@ -9,9 +9,10 @@
     owners     4 nodes (and 2) on Ethernet, 10 MiB of gradients under ZeRO 1: an all-reduce, and a chain to each part's owner
     step       8 nodes, plain torch, data 8 over both clusters, overlapped: a flat ring, and two levels
 
-Networks are shaped links between network namespaces; layers sleep as long as an emulated GPU would compute (in ring and owners nothing computes).
-In overlap, pipeline and step networks and GPUs both are slower than the sample cluster's by one factor: the proportions stay, and
-the two CPU cores, which are eight hosts, their NICs and the switch, have the time for it. Needs root (or user namespaces) and iproute2.
+Networks are shaped links between network namespaces; layers sleep as long as an emulated GPU would compute (in ring and
+owners nothing computes). In overlap, pipeline and step networks and GPUs both are slower than the sample cluster's by
+one factor: the proportions stay, and the two CPU cores, which are eight hosts, their NICs and the switch, have the time
+for it. Needs root (or user namespaces) and iproute2.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ from holmes_ext.lab.samples import examples
 CLUSTERS = examples() / "clusters" / "two_clusters_8.toml"
 #: How much slower than the sample cluster a scene's networks are; its FLOP/s below are made slower by the same.
 SLOWER = {"overlap": 2, "pipeline": 4, "step": 4}
-#: 3.1 M parameters, 6.2 MB of gradients in each of two stages. At 3e9 FLOP/s a stage computes 16 ms forward, 32 ms backward
-#: (SLOWER times as long), and its reduction takes 37 ms on InfiniBand, 46 on RoCE, 0.3 s on Ethernet. With 6 micro-batches stock on
-#: the hybrid clusters has 0.6 of the all-RDMA speed, as in two_clusters.py's 4+4 and in the prototype that the targets come from;
-#: with 8 the reduction is a smaller part of the step.
+#: 3.1 M parameters, 6.2 MB of gradients in each of two stages. At 3e9 FLOP/s a stage computes 16 ms forward, 32 ms
+#: backward (SLOWER times as long), and its reduction takes 37 ms on InfiniBand, 46 on RoCE, 0.3 s on Ethernet. With 6
+#: micro-batches stock on the hybrid clusters has 0.6 of the all-RDMA speed, as in two_clusters.py's 4+4 and in the
+#: prototype that the targets come from; with 8 the reduction is a smaller part of the step.
 PIPELINE = "--stages 2 --layers 6 --hidden 204 --heads 4 --sequence 16 --micro-batch 1".split()
 MICRO_BATCHES = {"pipeline": 6, "pipeline 8": 8}
-#: 10.7 MB of gradients; at 8e8 FLOP/s 0.63 s of computing a step, of which 0.21 s are the last backward; a flat ring takes 0.6 s.
+#: 10.7 MB of gradients; at 8e8 FLOP/s 0.63 s of computing a step, of which 0.21 s are the last backward; a flat ring
+#: takes 0.6 s.
 PLAIN = "--layers 6 --hidden 192 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 2".split()
 RING_BYTES = 10 * 2**20
 

@@ -2,8 +2,9 @@
 
     python benchmarks/telemetry.py --json FILE [--repetitions 5] [--steps 14]
 
-The 2+2 scene of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator), the variants in turn; and the time of one small operation
-over gloo in one process, which is what the patched methods of torch's process groups add to each.
+The 2+2 scene of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator), the variants in turn; and the time
+of one small operation over gloo in one process, which is what the patched methods of torch's process groups add to
+each.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def steps(repetitions: int, count: int) -> list[Row]:
 
 
 def operation(repetitions: int) -> list[Row]:
-    """Seconds of an all-reduce of 16 bytes in one process: with the patches off, on without a recorder, watched, and written down."""
+    """Seconds of an all-reduce of 16 bytes in one process: with the patches off, on without a recorder, watched, and
+    written down."""
     with tempfile.TemporaryDirectory() as directory:
         ways = {
             "patches off": ("dict(watchdog='off')", "no", "telemetry"),

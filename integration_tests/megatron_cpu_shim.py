@@ -1,11 +1,12 @@
-"""Lets megatron-core train on a machine without CUDA: what it asks of "cuda" is answered by the CPU, its groups use gloo.
+"""Lets megatron-core train on a machine without CUDA: what it asks of "cuda" is answered by the CPU, its groups use
+gloo.
 
     import megatron_cpu_shim          before anything imports megatron: it changes torch (and one method of megatron's)
     PYTHONPATH=<directory made by write_sitecustomize()>     for scripts that cannot be edited, and their children
 
-The import is all: it does nothing where CUDA is. Tests and examples use it; no part of holmes_ext does. Needed for megatron-core 0.14 to
-0.16 and Megatron-LM's main branch (what each part is for stands beside it). Not to be had this way: sequence parallelism (its norm
-needs Transformer Engine or Apex), NCCL, CUDA graphs.
+The import is all: it does nothing where CUDA is. Tests and examples use it; no part of holmes_ext does. Needed for
+megatron-core 0.14 to 0.16 and Megatron-LM's main branch (what each part is for stands beside it). Not to be had this
+way: sequence parallelism (its norm needs Transformer Engine or Apex), NCCL, CUDA graphs.
 """
 
 import contextlib
@@ -20,7 +21,8 @@ SITECUSTOMIZE = "import runpy, os\nrunpy.run_path({path!r}, run_name='megatron_c
 
 
 def write_sitecustomize(directory) -> str:
-    """Write a sitecustomize.py that loads this file into `directory`; with it on PYTHONPATH every Python process is shimmed."""
+    """Write a sitecustomize.py that loads this file into `directory`; with it on PYTHONPATH every Python process is
+    shimmed."""
     with open(os.path.join(directory, "sitecustomize.py"), "w", encoding="utf-8") as file:
         file.write(SITECUSTOMIZE.format(path=os.path.abspath(__file__)))
     return os.fspath(directory)
@@ -68,7 +70,8 @@ def _off_cuda(device):
 
 
 def _tensors(torch):
-    """Factories, .to and .cuda with a CUDA device; Tensor.type() says torch.cuda.* where megatron's optimizers sort by it."""
+    """Factories, .to and .cuda with a CUDA device; Tensor.type() says torch.cuda.* where megatron's optimizers sort by
+    it."""
 
     def redirect(function):
         @functools.wraps(function)
@@ -145,7 +148,8 @@ def _streams(torch):
 
 
 def _random_state(torch):
-    """CUDA's generator is the CPU's. tensor_parallel/random.py copies _lazy_call when it is imported: hence this comes first."""
+    """CUDA's generator is the CPU's. tensor_parallel/random.py copies _lazy_call when it is imported: hence this comes
+    first."""
     get, put = torch.get_rng_state, torch.set_rng_state
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda *args, **kwargs: get()
@@ -164,8 +168,9 @@ def _random_state(torch):
 def _optimizer(torch):
     """What resuming with torch's Adam needs, which Transformer Engine's and Apex's do not.
 
-    A fresh one has a state (of zeros, at step 0); every parameter counts its own steps, since megatron loads one `step` tensor for all
-    of them and each would advance it; and the distributed optimizer, which loads weights and moments, leaves `step` alone.
+    A fresh one has a state (of zeros, at step 0); every parameter counts its own steps, since megatron loads one `step`
+    tensor for all of them and each would advance it; and the distributed optimizer, which loads weights and moments,
+    leaves `step` alone.
     """
     load = torch.optim.Optimizer.load_state_dict
 
@@ -201,8 +206,9 @@ def _optimizer(torch):
 
 
 def _experts():
-    """Mixtures of experts: 0.16's router asks for Transformer Engine's te_general_gemm by a name that is not there without it, and what
-    the dispatcher takes off the GPU becomes a numpy array, which all_to_all_single needs, only if it was there."""
+    """Mixtures of experts: 0.16's router asks for Transformer Engine's te_general_gemm by a name that is not there
+    without it, and what the dispatcher takes off the GPU becomes a numpy array, which all_to_all_single needs, only if
+    it was there."""
 
     def mend(module):
         if not hasattr(module, "te_general_gemm"):
@@ -221,7 +227,8 @@ def _experts():
 
 
 def _modules(torch):
-    """Modules that Megatron-LM imports and never calls on a CPU; and no compiler: torch.compile gives the function back."""
+    """Modules that Megatron-LM imports and never calls on a CPU; and no compiler: torch.compile gives the function
+    back."""
     import importlib.util
     import typing
 
@@ -240,7 +247,8 @@ def _modules(torch):
 
 
 class _DummyFinder:
-    """Serves an empty module for one package and everything below it; any attribute of it is a decorator that changes nothing."""
+    """Serves an empty module for one package and everything below it; any attribute of it is a decorator that changes
+    nothing."""
 
     def __init__(self, package):
         self.package = package

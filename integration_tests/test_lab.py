@@ -64,7 +64,8 @@ def marked(marker):
 
 
 def cli(*arguments, toml, **options):
-    """`holmes lab` as a process of its own, which heeds Ctrl-C also where the tests themselves run in the background."""
+    """`holmes lab` as a process of its own, which heeds Ctrl-C also where the tests themselves run in the background.
+    """
     words = [str(toml) if word == "FILE" else word for word in arguments]
     command = ["env", "--default-signal=INT", sys.executable, "-m", "holmes_ext.cli.main", "lab", *words]
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
@@ -130,7 +131,8 @@ else:
 
 
 def transfer(lab, one, two, nic, size):
-    """Seconds for `size` bytes from node `one` to `two` over `nic`, and bytes sent by `one`'s and received by `two`'s."""
+    """Seconds for `size` bytes from node `one` to `two` over `nic`, and bytes sent by `one`'s and received by `two`'s.
+    """
     before = lab.counters()
     result = lab.run(python(TRANSFER, lab._node(two).nic(nic).address, str(size)), order=[one, two], timeout=PATIENCE)
     assert result.returncode == 0, result.outputs

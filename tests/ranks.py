@@ -100,6 +100,14 @@ def _take(results: Any, answers: dict[int, Any], said: list[str]) -> None:
             answers[rank] = value
 
 
+def hosted_store() -> tuple[dist.TCPStore, dict[str, str]]:
+    """A store for processes that find theirs in the environment, on a port that is bound already; and that environment,
+    which is torchrun's where its agent hosts the store. It lives as long as it is kept."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+                   "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
 def all_are_here(rank: int, world_size: int) -> None:
     """Returns when every rank called it. Through the store alone: a rank may die right after it, others still wait."""
     store = dist.distributed_c10d._get_default_store()

@@ -87,8 +87,9 @@ def parse_args(argv=None) -> tuple[argparse.Namespace, Parser]:
 def deepspeed_config(args) -> dict:
     """DeepSpeed's configuration: the script's choices, then the keys of --deepspeed_config.
 
-    Gradient clipping is off. DeepSpeed clips to a norm of 1.0 unless told otherwise, and under pipeline parallelism without
-    ZeRO deepspeed 0.19.8 takes the first stage's norm for the model's: the training would depend on the number of stages.
+    Gradient clipping is off. DeepSpeed clips to a norm of 1.0 unless told otherwise, and under pipeline parallelism
+    without ZeRO deepspeed 0.19.8 takes the first stage's norm for the model's: the training would depend on the number
+    of stages.
     """
     config = {
         "train_micro_batch_size_per_gpu": args.micro_batch,

@@ -115,7 +115,8 @@ def resume(args, engine, parser: Parser):
 
 
 def save(args, engine, rank: int):
-    """Write a checkpoint under args.save, which all nodes must share; DeepSpeed names it in `latest` when all of it is there."""
+    """Write a checkpoint under args.save, which all nodes must share; DeepSpeed names it in `latest` when all of it is
+    there."""
     tag = f"step{engine.global_steps}"
     if rank == 0:
         folder = Path(args.save) / tag

@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 train.py --tensor 2 --pipeline 2
     python train.py                                            one process
 
-An ordinary megatron-core script: its GPTModel, DistributedDataParallel, optimizer, schedules and checkpoints, NCCL on GPUs and gloo on CPUs.
+An ordinary megatron-core script: its GPTModel, DistributedDataParallel, optimizer, schedules and checkpoints, NCCL on
+GPUs and gloo on CPUs.
 """
 
 import contextlib
@@ -107,7 +108,8 @@ def build(args):
 
 
 def loss_of(labels, losses):
-    """Mean loss of a micro-batch. The schedule multiplies it by the context-parallel size, and divides it in place, hence the clone."""
+    """Mean loss of a micro-batch. The schedule multiplies it by the context-parallel size, and divides it in place,
+    hence the clone."""
     loss = losses.float().mean()
     return loss / parallel_state.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
 

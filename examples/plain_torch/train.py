@@ -1,4 +1,5 @@
-"""Train a small byte-level GPT with a plain torch loop, data-parallel, gradients averaged by holmes_ext.GradientReducer.
+"""Train a small byte-level GPT with a plain torch loop, data-parallel, gradients averaged by
+holmes_ext.GradientReducer.
 
     torchrun --nproc-per-node 4 train.py                     on one machine
     torchrun ... train.py --holmes --holmes-cluster FILE     on clusters with different NICs
@@ -40,7 +41,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """int64 [batch, sequence] -> logits of the next byte [batch, sequence, 256]; the head shares the embedding's weight."""
+    """int64 [batch, sequence] -> logits of the next byte [batch, sequence, 256]; the head shares the embedding's
+    weight."""
 
     def __init__(self, layers: int, hidden: int, heads: int, sequence: int):
         super().__init__()

@@ -16,7 +16,7 @@ from typing import Any
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import state
-from holmes_ext.lab.emulate import trace
+from holmes_ext.lab.emulate.accelerator import VARIABLE as ACCELERATOR
 from holmes_ext.lab.network import shaping as network
 from holmes_ext.lab.network import sysfs_tree
 from holmes_ext.lab.process import ranks, wire, zygote
@@ -222,7 +222,8 @@ class Lab:
 
     def _zygote(self, interpreter: str, modules: tuple[str, ...], env: dict[str, str], directory: str) -> socket.socket:
         """The control socket of a Python with `modules` imported in that environment; started when first needed."""
-        env = {name: value for name, value in env.items() if name not in ("HOLMES", trace.VARIABLE)}  # each rank's own
+        env = {name: value for name, value in env.items()
+               if name == ACCELERATOR or not name.startswith(("HOLMES", "GLOO_", "NCCL_"))}  # each rank's own
         key = (interpreter, modules, tuple(sorted(env.items())), directory)
         if key not in self._zygotes:
             ours, theirs = wire.pair()

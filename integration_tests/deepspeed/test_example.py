@@ -3,15 +3,15 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from itertools import count
 from pathlib import Path
 
 import pytest
+import ranks
 
-from integration_tests.conftest import full
+from integration_tests.jobs import full
 
 pytest.importorskip("deepspeed")
 SCRIPT = Path(__file__).parents[2] / "examples" / "deepspeed_pipeline" / "train.py"
@@ -20,17 +20,12 @@ STEPS = 8
 number = count()
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def train(folder: Path, processes: int, *options: str) -> dict[int, float]:
     """Run the script as a job of this many processes; the loss of every step."""
-    log, port = folder / f"{next(number)}.jsonl", str(free_port())
+    log = folder / f"{next(number)}.jsonl"
+    store, environ = ranks.hosted_store()
     command = [sys.executable, str(SCRIPT), *SIZES, "--steps", str(STEPS), "--log", str(log), *options]
-    shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    shared = {**environ, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
               "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     jobs = [subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for rank in range(processes)]
@@ -42,7 +37,8 @@ def train(folder: Path, processes: int, *options: str) -> dict[int, float]:
                 job.kill()
                 job.wait()
     assert [job.returncode for job in jobs] == [0] * processes, "\n".join(errors)
-    assert not [name for name in os.listdir("/dev/shm") if port in name], "DeepSpeed's shared-memory op left its buffers behind"
+    left = [name for name in os.listdir("/dev/shm") if str(store.port) in name]
+    assert not left, "DeepSpeed's shared-memory op left its buffers behind"
     return {row["step"]: row["loss"] for row in map(json.loads, log.read_text().splitlines())}
 
 

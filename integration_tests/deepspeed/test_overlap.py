@@ -1,7 +1,8 @@
-"""DeepSpeed's real pipeline engine, 4 processes (pipeline 2 x data 2) on loopback: overlapped against stock, step for step.
+"""DeepSpeed's real pipeline engine, 4 processes (pipeline 2 x data 2) on loopback: overlapped against stock, step for
+step.
 
-Each scene trains twice in the same processes, first without and then with the feature "overlap", from the same weights on the same text; so
-the exact undo is tested too. Losses, and for one scene the weights, must agree.
+Each scene trains twice in the same processes, first without and then with the feature "overlap", from the same weights
+on the same text; so the exact undo is tested too. Losses, and for one scene the weights, must agree.
 """
 
 import contextlib
@@ -13,24 +14,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ranks import run_ranks
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-sys.path[:0] = [str(Path(__file__).parents[2] / place) for place in ("tests", "examples/deepspeed_pipeline")]
+from holmes_ext.errors import HolmesError
+from holmes_ext.options import Options
+from holmes_ext.patches import Registry
+from holmes_ext.patches.deepspeed import gather as deepspeed_gather
+from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce
+from holmes_ext.runtime import session
+from holmes_ext.runtime.reduce import buckets, gather
+from holmes_ext.runtime.reduce.owned import ReduceToOwners
+
 torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
-
-from model import layer_specs, next_byte_loss  # noqa: E402
-from ranks import run_ranks  # noqa: E402
-
-from holmes_ext.errors import HolmesError  # noqa: E402
-from holmes_ext.options import Options  # noqa: E402
-from holmes_ext.patches import Registry  # noqa: E402
-from holmes_ext.patches.deepspeed import gather as deepspeed_gather  # noqa: E402
-from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce
-from holmes_ext.runtime import session  # noqa: E402
-from holmes_ext.runtime.reduce import buckets, gather  # noqa: E402
-from holmes_ext.runtime.reduce.owned import ReduceToOwners  # noqa: E402
-
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "deepspeed_pipeline")
 STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE = 4, 3, 2, 16
 ZERO = {"stage": 1, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -96,6 +93,7 @@ def clip_by_value(parameter):
 
 def engine_for(config, options):
     from deepspeed.pipe import PipelineModule
+    from model import layer_specs, next_byte_loss  # the example's
 
     options = dict(options)
     options.pop("freeze", None)
@@ -110,7 +108,7 @@ def engine_for(config, options):
             loss_fn=next_byte_loss,
             partition_method="uniform",
             seed_layers=True,
-            seed_fn=torch.manual_seed,
+            seed_fn=torch.default_generator.manual_seed,  # torch.manual_seed also queues a traceback for each kind of GPU
             base_seed=1234,
             activation_checkpoint_interval=1 if checkpoint else 0,
             checkpointable_layers=["Block"],  # the reentrant kind cuts an embedding off from its gradient
@@ -158,8 +156,8 @@ def counted(group):
 
 
 def train(config, options):
-    """Losses of all steps, the buckets that left early in each, the sum of this stage's weights, and what the last step sent for
-    each of them, and whether updated parameters were still on their way after each step."""
+    """Losses of all steps, the buckets that left early in each, the sum of this stage's weights, and what the last step
+    sent for each of them, and whether updated parameters were still on their way after each step."""
     engine = engine_for(config, options)
     data = batches(engine.grid.get_data_parallel_rank(), STEPS)
     losses, early, under_way = [], [], []
@@ -178,6 +176,8 @@ def train(config, options):
 
 
 def compare_scenes(rank, names, folder):
+    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
+    sys.path.insert(0, EXAMPLE)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling, and not used
     deepspeed.init_distributed()
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can on the CPU, DeepSpeed asks for AMX
@@ -205,7 +205,6 @@ def compare_scenes(rank, names, folder):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
     return run_ranks(compare_scenes, 4, list(SCENES), str(tmp_path_factory.mktemp("saved")), timeout_s=480)
 
 

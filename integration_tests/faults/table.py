@@ -1,4 +1,5 @@
-"""What is done to a job of two clusters (a0, a1: InfiniBand; b0, b1: RoCE; launched a0, b0, a1, b1), and what must come of it.
+"""What is done to a job of two clusters (a0, a1: InfiniBand; b0, b1: RoCE; launched a0, b0, a1, b1), and what must come
+of it.
 
 launcher's ranks 0 1 2 3 = a0 b0 a1 b1; planned ranks 0 1 2 3 = a0 a1 b0 b1
 """
@@ -76,9 +77,10 @@ def renamed(node: str) -> Change:
 class Fault:
     """One row.
 
-    before, during: changes to the lab, before the start and when a rank has printed "step 2"; undo_during: as soon as this pattern is printed.
-    ranks: tiny.py's FAULT. says: patterns, each of which one line of the job must match. status: of the ranks that are not `gone`
-    (killed, stopped, or with a status of their own); within_s: it is over by then, a guard against hangs and no measure of speed.
+    before, during: changes to the lab, before the start and when a rank has printed "step 2"; undo_during: as soon as
+    this pattern is printed. ranks: tiny.py's FAULT. says: patterns, each of which one line of the job must match.
+    status: of the ranks that are not `gone` (killed, stopped, or with a status of their own); within_s: it is over by
+    then, a guard against hangs and no measure of speed.
     """
 
     name: str

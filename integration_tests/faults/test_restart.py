@@ -1,7 +1,8 @@
-"""DeepSpeed's pipeline engine, a checkpoint after every step: whatever breaks in training, the last one is whole and the job goes on from it.
+"""DeepSpeed's pipeline engine, a checkpoint after every step: whatever breaks in training, the last one is whole and
+the job goes on from it.
 
-Started again as it was, or by torchrun with an agent on every node. Losses must be those of the undisturbed job, and no step beyond the
-checkpoint may be missing.
+Started again as it was, or by torchrun with an agent on every node. Losses must be those of the undisturbed job, and no
+step beyond the checkpoint may be missing.
 """
 
 import contextlib
@@ -14,28 +15,23 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-from table import IN_TRAINING, OTHER_NAMES, Changes, Fault, renamed  # noqa: E402
-
-from integration_tests.conftest import CLUSTER, ROOT, full  # noqa: E402
+from integration_tests.faults.table import IN_TRAINING, OTHER_NAMES, Changes, Fault, renamed
+from integration_tests.jobs import CLUSTER, full, launch, said
+from integration_tests.jobs import TRAIN as EXAMPLE
 
 SIZE = "--layers 2 --hidden 64 --heads 2 --sequence 16 --micro-batch 2 --micro-batches 2 --stages 2 --zero 1".split()
 HOLMES = ("--holmes", "--holmes-cluster", str(CLUSTER), "--holmes-sizes", "pipeline=2")
-TRAIN = str(HERE / "train.py")
+TRAIN = str(Path(__file__).with_name("train.py"))
 STEPS, MORE = 5, 8
-
-
-def launch(two_clusters, *command, **more):
-    return two_clusters.run(*command, preload=("torch", "deepspeed"), env={"DS_ACCELERATOR": "cpu"}, **more)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(two_clusters, tmp_path_factory):
     """Losses by step of the job without holmes and without faults."""
     log = tmp_path_factory.mktemp("undisturbed") / "log"
-    result = launch(two_clusters, str(ROOT / "examples" / "deepspeed_pipeline" / "train.py"), *SIZE, "--steps", str(MORE), "--log", str(log))
+    result = launch(two_clusters, EXAMPLE, *SIZE, "--steps", str(MORE), "--log", str(log))
     assert result.returncode == 0, result.outputs
     return losses(log)
 
@@ -51,8 +47,6 @@ def losses(log):
 
 def assert_whole(save):
     """The checkpoint that `latest` names can be read, all of it; its step."""
-    import torch
-
     folder = save / (save / "latest").read_text()
     files = list(folder.glob("*.pt"))
     assert files
@@ -70,10 +64,6 @@ def assert_goes_on(two_clusters, save, undisturbed, log=None, here=None):
     assert result.returncode == 0, result.outputs
     assert losses(log) == pytest.approx(undisturbed, abs=1e-6)
     assert assert_whole(here or save) == MORE
-
-
-def said(result):
-    return [line for lines in result.lines.values() for _, line in lines if "holmes:" in line]
 
 
 WRITING = (
@@ -172,7 +162,8 @@ def when_logged(job, log, count, then):
 
 @full
 def test_a_nic_dies_and_comes_back(two_clusters, undisturbed, tmp_path):
-    """Its cable is pulled in step 3: the job ends, starts again on Ethernet from its checkpoint, and uses the NIC at the next start."""
+    """Its cable is pulled in step 3: the job ends, starts again on Ethernet from its checkpoint, and uses the NIC at
+    the next start."""
     lab, save = two_clusters.lab, tmp_path / "saved"
     save.mkdir()
     try:
@@ -208,10 +199,12 @@ def processes_on(lab, node):
 
 @full
 def test_a_node_is_replaced_by_one_with_other_nic_names(two_clusters, undisturbed, tmp_path):
-    """It loses its power in step 3; under torchrun another machine of that name joins instead, and the job goes on, with its fast NIC."""
+    """It loses its power in step 3; under torchrun another machine of that name joins instead, and the job goes on,
+    with its fast NIC."""
     lab, save, changes = two_clusters.lab, tmp_path / "saved", Changes(two_clusters.lab)
     save.mkdir()
-    # torch 2.13's agents share a store whose address they tell in their first round only: a newcomer waits for it in vain
+    # torch 2.13's agents share a store whose address they tell in their first round only: a newcomer waits for it in
+    # vain
     place = {"meet": f"{lab.nodes[0].address}:29400", "keep_alive_s": 5, "env": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
     try:
         job = torchrun(two_clusters, save, STEPS, **place, grace=400.0)

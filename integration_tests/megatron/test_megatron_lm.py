@@ -1,7 +1,8 @@
 """The unmodified pretrain_gpt.py of a Megatron-LM checkout on two emulated clusters, stock and with --holmes.
 
-MEGATRON_LM_DIR names the checkout (git clone https://github.com/NVIDIA/Megatron-LM; its main branch of August 2026 was tried). It runs on
-the CPU through integration_tests/megatron_cpu_shim.py, loaded by sitecustomize, and compiles its data helpers with pybind11.
+MEGATRON_LM_DIR names the checkout (git clone https://github.com/NVIDIA/Megatron-LM; its main branch of August 2026 was
+tried). It runs on the CPU through integration_tests/megatron_cpu_shim.py, loaded by sitecustomize, and compiles its
+data helpers with pybind11.
 """
 
 import os
@@ -15,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "integration_tests"))
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.sizes import Sizes
 
 MEGATRON = os.environ.get("MEGATRON_LM_DIR", "")
 pytestmark = [
@@ -83,10 +84,6 @@ def test_losses_are_stocks_and_gradients_leave_ethernet(two_clusters, environmen
 
 def test_a_checkpoint_of_another_plan_is_told_and_resumed(two_clusters, environment, stock, tmp_path):
     """Two steps with 2 + 2 layers, saved; two more with 3 + 1: as if nothing had happened in between."""
-    from holmes_ext.cluster.site import site_from_spec
-    from holmes_ext.plan.build import build_plan
-    from holmes_ext.plan.sizes import Sizes
-
     saved = "--save", str(tmp_path / "saved"), "--save-interval", "100"
     first, _ = pretrain(two_clusters, environment, *holmes(two_clusters), *saved, "--exit-interval", "2")
     plan = build_plan(site_from_spec(two_clusters.spec), Sizes(pipeline=2))
@@ -94,7 +91,8 @@ def test_a_checkpoint_of_another_plan_is_told_and_resumed(two_clusters, environm
     more = holmes(two_clusters, "--holmes-plan", str(tmp_path / "plan.json"))
     second, text = pretrain(two_clusters, environment, *more, "--load", saved[1], "--exit-on-missing-checkpoint")
     assert sorted(first) == [1, 2] and sorted(second) == [3, 4]
-    # Megatron-LM (stock too) does not start its mean anew after the first report of a resumed run: the second is of both steps.
+    # Megatron-LM (stock too) does not start its mean anew after the first report of a resumed run: the second is of
+    # both steps.
     second[4] = 2 * second[4][0] - second[3][0], second[4][1]
     for step, (loss, norm) in {**first, **second}.items():
         assert (loss, norm) == pytest.approx(stock[0][step], abs=5e-6), step

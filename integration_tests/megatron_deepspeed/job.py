@@ -35,7 +35,8 @@ class Log:
 
 
 class Checkout:
-    """A copy of a Megatron-DeepSpeed checkout (running it compiles and writes into it), with a corpus made by its own tool.
+    """A copy of a Megatron-DeepSpeed checkout (running it compiles and writes into it), with a corpus made by its own
+    tool.
 
     vocabulary: files of tokens and merges, instead of GPT-2's.
     """

@@ -1,18 +1,20 @@
-"""Which network NCCL itself says that each communicator chose: several ranks on ONE GPU, each a host of its own to NCCL.
+"""Which network NCCL itself says that each communicator chose: several ranks on ONE GPU, each a host of its own to
+NCCL.
 
-Nothing here runs without CUDA, and it has not been run yet. NCCL reads its socket interface once for each process, so two socket
-interfaces cannot stand for two NICs of one rank: the choice between networks shows only where there is an RDMA device too.
+Nothing here runs without CUDA, and it has not been run yet. NCCL reads its socket interface once for each process, so
+two socket interfaces cannot stand for two NICs of one rank: the choice between networks shows only where there is an
+RDMA device too.
 """
 
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import ranks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.skipif(
@@ -42,21 +44,15 @@ processes = 1
 """
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def launch(tmp_path, *, holmes: bool, **environment):
     """JSON line of every rank, and each rank's NCCL debug output."""
     names = ["a0", "b0", "a1", "b1"]  # in turn, as a scheduler that knows nothing launches them
     (tmp_path / "cluster.toml").write_text(CLUSTER.format(kind="ib"))
-    port, processes = free_port(), []
+    (store, environ), processes = ranks.hosted_store(), []
     for rank, name in enumerate(names):
         env = {
             **os.environ, "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NCCL_HOSTID": name, "HOLMES_NODE": name,
+            **environ, "NCCL_HOSTID": name, "HOLMES_NODE": name,
             "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV,GRAPH", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", **environment,
         }  # fmt: skip
         flags = ["--holmes", "--holmes-cluster", str(tmp_path / "cluster.toml"), "--holmes-verbose", "on"] if holmes else []

@@ -1,4 +1,5 @@
-"""A script that knows nothing of holmes: makes groups in every way torch has, uses each, prints what came out as JSON."""
+"""A script that knows nothing of holmes: makes groups in every way torch has, uses each, prints what came out as JSON.
+"""
 
 import json
 import os

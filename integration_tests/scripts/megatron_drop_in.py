@@ -1,4 +1,5 @@
-"""A megatron-core program without --holmes that calls holmes_ext.initialize_model_parallel, then makes groups with HyperCommGrid as well.
+"""A megatron-core program without --holmes that calls holmes_ext.initialize_model_parallel, then makes groups with
+HyperCommGrid as well.
 
 Prints, as JSON, on which rank and node it ended up, what its groups are, and over which fabrics.
 """

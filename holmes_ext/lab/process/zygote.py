@@ -8,6 +8,7 @@ random state. `HOLMES` is kept from the zygote (holmes must see each rank, not t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -35,6 +36,10 @@ if entry is not None:
 """
 
 
+#: What a module imports at its first use: for seconds in every rank, if not here.
+_FIRST_USE = {"torch": "torch._dynamo", "deepspeed": "deepspeed.runtime.zero.muon.muon_optimizer"}
+
+
 def script_of(command: list[str]) -> tuple[str, list[str]] | None:
     """(interpreter, [SCRIPT, ...] or ["-m", MODULE, ...]) of a command that can be preloaded, else None."""
     if not command or not Path(command[0]).name.startswith("python"):
@@ -55,6 +60,9 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
         with namespaces.own_proc():
             for module in modules:
                 importlib.import_module(module)
+            for later in filter(None, map(_FIRST_USE.get, modules)):
+                with contextlib.suppress(ImportError):  # another version, without it
+                    importlib.import_module(later)
     except BaseException as error:
         traceback.print_exc()
         wire.send(control, {"failed": f"{module}: {error}"})
