@@ -1,7 +1,7 @@
 """Megatron-DeepSpeed's own pretrain_gpt.py, unmodified, on emulated clusters: stock, with --holmes, and the all-RDMA
 bound.
 
-    MEGATRON_DEEPSPEED_DIR=CHECKOUT python benchmarks/megatron_deepspeed.py --json FILE [--scenes 4+4,2+2] [--repetitions 3]
+    MEGATRON_DEEPSPEED_DIR=CHECKOUT python benchmarks/megatron_deepspeed.py --json FILE [--scenes 4+4,2+2]
 
 The checkout is copied and started as integration_tests/megatron_deepspeed does it. On the emulated accelerator: layers
 sleep as long as a GPU of the scene's FLOP/s would compute; pretrain_gpt.py, its data, DeepSpeed's engine and optimizer,
@@ -42,8 +42,8 @@ SCENES = {
 
 def byte_vocabulary(source: Path, folder: Path) -> tuple[Path, Path]:
     """Files for Megatron's GPT2BPETokenizer: GPT-2's 256 byte tokens and the end of a text, and no merges."""
-    tokens = {token: number for token, number in json.loads(
-        (source / "examples_deepspeed/rebase/gpt2-vocab.json").read_text()).items() if number < 256}
+    known = json.loads((source / "examples_deepspeed/rebase/gpt2-vocab.json").read_text())
+    tokens = {token: number for token, number in known.items() if number < 256}
     vocabulary, merges = folder / "bytes.json", folder / "merges.txt"
     vocabulary.write_text(json.dumps({**tokens, "<|endoftext|>": 256}))
     merges.write_text("#version: 0.2\n")
@@ -86,8 +86,7 @@ def measure(lab: Lab, variant: Variant, checkout: Checkout, command: list[str], 
     before = lab.counters()
     result = lab.run(
         [sys.executable, *command, *variant.flags], order=variant.order, env={**checkout.env, **variant.env},
-        cwd=checkout.folder,
-        preload=("torch", "deepspeed"), timeout=280,
+        cwd=checkout.folder, preload=("torch", "deepspeed"), timeout=280,
         accelerator={"flops": flops, "classes": ["ParallelTransformerLayer"], "layout": "sbh"},
     )
     log, after = read_log(result), lab.counters()

@@ -22,7 +22,8 @@ from holmes_ext.lab.samples import examples
 
 #: Imported once for each cluster: eight ranks would take half a minute over it on two cores. The first one serves
 #: machines without CUDA.
-PRELOAD = ("megatron_cpu_shim", "megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.distributed", "megatron.core.pipeline_parallel")
+PRELOAD = ("megatron_cpu_shim", "megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.distributed",
+           "megatron.core.pipeline_parallel")
 MODEL = "--hidden 288 --heads 4 --sequence 16 --micro-batch 1 --layers 6 --pipeline 2".split()
 #: Of a distributed optimizer holmes buckets and overlaps only when told to; 256 wide layers can be bucketed without
 #: padding.
@@ -42,7 +43,8 @@ def scene(name: str, repetitions: int, steps: int) -> list[Row]:
     spec = load_spec(path)
     variants = [
         Variant("stock", spec, interleave(spec)),
-        Variant("holmes", spec, interleave(spec), ("--holmes", "--holmes-cluster", str(path), "--holmes-sizes", "pipeline=2", *holmes_flags)),
+        Variant("holmes", spec, interleave(spec),
+                ("--holmes", "--holmes-cluster", str(path), "--holmes-sizes", "pipeline=2", *holmes_flags)),
         all_rdma(spec),
         Variant("stock again", spec, interleave(spec)),
     ]
@@ -82,7 +84,8 @@ def main() -> int:
             tell(f"megatron_two_clusters.py: no scene {name!r}; there are {', '.join(SCENES)}")
             return 2
     rows = [row for name in wanted for row in scene(name, args.repetitions, args.steps)]
-    return finish(rows, args.json, "megatron-core: stock, holmes and the all-RDMA bound (step times on the emulated accelerator)")
+    return finish(
+        rows, args.json, "megatron-core: stock, holmes and the all-RDMA bound (step times on the emulated accelerator)")
 
 
 if __name__ == "__main__":

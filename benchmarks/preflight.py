@@ -63,7 +63,8 @@ def rank_main(cluster: str, flag: str) -> None:
 
     preflight.run = timed
     begin = time.monotonic()
-    current, lines = start.start(Options(cluster=cluster, preflight=flag), launcher.detect(os.environ), Sizes(pipeline=2, tensor=4), {})
+    current, lines = start.start(Options(cluster=cluster, preflight=flag), launcher.detect(os.environ),
+                                 Sizes(pipeline=2, tensor=4), {})
     whole = time.monotonic() - begin
     store = start._stores[-1]  # rank 0's process hosts it: wait for all before it ends
     store.set(f"done/{current.rank}", "")
@@ -201,11 +202,14 @@ def healthy_steps(cycles: int) -> list:
     file = examples() / "clusters" / scene.file
     spec = load_spec(file)
     with Lab(spec, realtime=True) as lab, tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--step", f"{folder}/found", *script(scene), "--steps", str(3 * (cycles + 1) * BLOCK),
-                   "--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}", "--holmes-telemetry", folder]  # fmt: skip
+        command = [sys.executable, __file__, "--step", f"{folder}/found", *script(scene), "--steps",
+                   str(3 * (cycles + 1) * BLOCK),
+                   "--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}",
+                   "--holmes-telemetry", folder]
         tell(f"step: {3 * (cycles + 1)} blocks of {BLOCK} steps")
-        result = lab.run(command, order=interleave(spec), preload=("torch", "deepspeed"), env={"DS_ACCELERATOR": "cpu"}, timeout=230,
-                         accelerator={"flops": scene.flops, "classes": ["Block"]})  # fmt: skip
+        result = lab.run(command, order=interleave(spec), preload=("torch", "deepspeed"), env={"DS_ACCELERATOR": "cpu"},
+                         timeout=230,
+                         accelerator={"flops": scene.flops, "classes": ["Block"]})
         assert result.returncode == 0, result.outputs
         found = json.loads(Path(folder, "found").read_text())
     blocks: dict[int, tuple[str, list[float]]] = {}
@@ -216,9 +220,12 @@ def healthy_steps(cycles: int) -> list:
     more = [(on / off - 1) * 100 for on, off in zip(by["on"], by["off"])]
     noise = [(again / off - 1) * 100 for again, off in zip(by["off again"], by["off"])]
     return [
-        *(Row.of("step", f"healthy step, everything {which}", statistics.median(times), "s", (min(times), max(times)), True) for which, times in by.items()),
-        Row.of("step", "everything on against off, more", statistics.median(more), "%", _quartiles(more), True, "<= 0.5"),
-        Row.of("step", "off again against off, more (A/A, noise)", statistics.median(noise), "%", _quartiles(noise), True),
+        *(Row.of("step", f"healthy step, everything {which}", statistics.median(times), "s", (min(times), max(times)),
+                 True) for which, times in by.items()),
+        Row.of("step", "everything on against off, more", statistics.median(more), "%", _quartiles(more), True,
+               "<= 0.5"),
+        Row.of("step", "off again against off, more (A/A, noise)", statistics.median(noise), "%", _quartiles(noise),
+               True),
         Row.of("watch", "share of a core, one look each second", look, "%", (look, look), False, "<= 0.5"),
     ]
 

@@ -1,12 +1,12 @@
 """What overlapping and two-level reduction gain, in an emulated cluster of 4 + 4 nodes.
 
-    python benchmarks/reduction.py [--json FILE] [--scenes overlap,pipeline,pipeline 8,ring,owners,step] [--repetitions N]
+    python benchmarks/reduction.py [--json FILE] [--scenes overlap,ring,...] [--repetitions N]
 
     overlap    4 nodes of one cluster, plain torch: the time that finish() waits, with and without overlap
-    pipeline   8 nodes, DeepSpeed, pipeline 2 x data 4: stock, holmes without and with overlap, all-RDMA stock and with overlap;
+    pipeline   8 nodes, DeepSpeed, pipeline 2 x data 4: stock, holmes without and with overlap, all-RDMA likewise;
                6 micro-batches, and 8 in "pipeline 8"
     ring       8 nodes, an all-reduce alone: a flat ring on Ethernet, and two levels; bytes from the NICs' own counters
-    owners     4 nodes (and 2) on Ethernet, 10 MiB of gradients under ZeRO 1: an all-reduce, and a chain to each part's owner
+    owners     4 nodes (and 2) on Ethernet, 10 MiB of gradients under ZeRO 1: an all-reduce, a chain to each owner
     step       8 nodes, plain torch, data 8 over both clusters, overlapped: a flat ring, and two levels
 
 Networks are shaped links between network namespaces; layers sleep as long as an emulated GPU would compute (in ring and
@@ -55,7 +55,8 @@ def slower(scene: str) -> Iterator[tuple[Path, SiteSpec]]:
     """The sample cluster's file with the rates of a scene."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "clusters.toml")
-        file.write_text(re.sub(r'rate = "([0-9.]+)', lambda rate: f'rate = "{float(rate[1]) / SLOWER[scene]:g}', CLUSTERS.read_text()))
+        file.write_text(re.sub(r'rate = "([0-9.]+)', lambda rate: f'rate = "{float(rate[1]) / SLOWER[scene]:g}',
+                               CLUSTERS.read_text()))
         yield file, load_spec(file)
 
 
@@ -84,7 +85,8 @@ def step(repetitions: int) -> list[Row]:
     exposed: dict[str, list[float]] = {}
     with slower("step") as (file, spec), Lab(spec, realtime=True) as lab:
         for _ in range(repetitions):
-            for name, flags in (("flat ring", ["--bucket-mb", "1"]), ("two levels", ["--holmes", "--holmes-cluster", str(file)])):
+            for name, flags in (
+                ("flat ring", ["--bucket-mb", "1"]), ("two levels", ["--holmes", "--holmes-cluster", str(file)])):
                 records = _plain(lab, interleave(spec), flags, flops=8e8 / SLOWER["step"])
                 seconds.setdefault(name, []).append(statistics.median(r["seconds"] for r in records))
                 exposed.setdefault(name, []).append(statistics.median(r["exposed_s"] for r in records))
@@ -98,7 +100,8 @@ def step(repetitions: int) -> list[Row]:
     return rows
 
 
-def _plain(lab: Lab, nodes: Any, flags: list[str], flops: float, steps: int = 10, skip: int = 3) -> list[dict[str, Any]]:
+def _plain(lab: Lab, nodes: Any, flags: list[str], flops: float, steps: int = 10,
+           skip: int = 3) -> list[dict[str, Any]]:
     """The log of a run of examples/plain_torch, its first steps left out."""
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory, "log.jsonl")
@@ -108,7 +111,8 @@ def _plain(lab: Lab, nodes: Any, flags: list[str], flops: float, steps: int = 10
         accelerator = {"flops": flops, "classes": ["Block"]}
         result = lab.run(command, order=nodes, env=env, preload=("torch",), timeout=200, accelerator=accelerator)
         if result.returncode:
-            raise SystemExit(f"plain_torch failed on rank {result.first_failed}:\n{result.outputs[result.first_failed]}")
+            raise SystemExit(
+                f"plain_torch failed on rank {result.first_failed}:\n{result.outputs[result.first_failed]}")
         return [json.loads(line) for line in log.read_text().splitlines()][skip:]
 
 
@@ -124,7 +128,8 @@ def _pipeline(scene: str, file: Path, spec: SiteSpec, repetitions: int) -> list[
     holmes = ("--holmes", "--holmes-cluster", str(file), "--holmes-overlap", "on")
     variants = [
         Variant("stock", spec, order),
-        Variant("holmes, not overlapped", spec, order, ("--holmes", "--holmes-cluster", str(file), "--holmes-overlap", "off")),
+        Variant("holmes, not overlapped", spec, order,
+                ("--holmes", "--holmes-cluster", str(file), "--holmes-overlap", "off")),
         Variant("holmes", spec, order, holmes),
         bound,
         Variant("all-RDMA, overlapped", bound.spec, bound.order, ("--holmes", "--holmes-overlap", "on"), bound.env),
@@ -148,7 +153,8 @@ def _pipeline(scene: str, file: Path, spec: SiteSpec, repetitions: int) -> list[
     ):
         rows.append(_ratio(scene, series, over, under, target))
     worst = max_loss_difference(series["stock"], series["holmes"])
-    rows.append(Row.of(scene, "largest difference of the losses, holmes and stock", worst, "nats", (worst, worst), False, "<= 1e-6"))
+    rows.append(Row.of(scene, "largest difference of the losses, holmes and stock", worst, "nats", (worst, worst),
+                       False, "<= 1e-6"))
     return rows
 
 
@@ -181,7 +187,8 @@ def ring(repetitions: int) -> list[Row]:
                 crossed = sum(after[node]["eth0"][1] - before[node]["eth0"][1] for node in spec.clusters[0].nodes)
                 sent[name].append(crossed / (times + 1) / RING_BYTES)
     rows = [_row("ring", f"10 MiB, {name}", values, "s") for name, values in seconds.items()]
-    rows += [_row("ring", f"sent by one cluster's Ethernet NICs / gradient, {name}", values, "x") for name, values in sent.items()]
+    rows += [_row("ring", f"sent by one cluster's Ethernet NICs / gradient, {name}", values, "x")
+             for name, values in sent.items()]
     rows[-1] = _row("ring", rows[-1].metric, sent["two levels"], "x", "<= 1.05")  # 2 (C-1)/C = 1, plus headers
     rows.append(_row("ring", "flat ring / two levels", [a / b for a, b in zip(*seconds.values())], "x", ">= 2.5"))
     return rows
@@ -199,15 +206,19 @@ def owners(repetitions: int) -> list[Row]:
             for _ in range(repetitions):
                 for name in seconds:
                     before = lab.counters()
-                    result = lab.run([sys.executable, __file__, "--rank", name, "[]", str(times)], order=order, preload=("torch",), timeout=120)
+                    result = lab.run([sys.executable, __file__, "--rank", name, "[]", str(times)], order=order,
+                                     preload=("torch",), timeout=120)
                     if result.returncode:
                         raise SystemExit(result.outputs[result.first_failed])
                     after = lab.counters()
                     seconds[name].append(float(result.stdout[0].split()[-1]))
-                    sent[name].append(sum(after[node]["eth0"][1] - before[node]["eth0"][1] for node in order) / count / (times + 1) / RING_BYTES)
+                    sent[name].append(sum(after[node]["eth0"][1] - before[node]["eth0"][1]
+                                          for node in order) / count / (times + 1) / RING_BYTES)
             rows += [_row("owners", f"{count} nodes, 10 MiB, {name}", values, "s") for name, values in seconds.items()]
-            rows += [_row("owners", f"{count} nodes, sent by a node / gradient, {name}", values, "x") for name, values in sent.items()]
-            rows.append(_row("owners", f"{count} nodes, all-reduce / to owners", [a / b for a, b in zip(*seconds.values())], "x"))
+            rows += [_row("owners", f"{count} nodes, sent by a node / gradient, {name}", values, "x")
+                     for name, values in sent.items()]
+            rows.append(_row(
+                "owners", f"{count} nodes, all-reduce / to owners", [a / b for a, b in zip(*seconds.values())], "x"))
     return rows
 
 
@@ -261,7 +272,8 @@ def _row(scene: str, metric: str, values: list[float], unit: str, target: str = 
     return Row.of(scene, metric, statistics.median(values), unit, (min(values), max(values)), True, target)
 
 
-SCENES = {"overlap": overlap, "pipeline": pipeline, "pipeline 8": lambda repetitions: pipeline(repetitions, "pipeline 8"), "ring": ring, "owners": owners, "step": step}
+SCENES = {"overlap": overlap, "pipeline": pipeline, "pipeline 8": lambda repetitions: pipeline(
+    repetitions, "pipeline 8"), "ring": ring, "owners": owners, "step": step}
 
 
 def main() -> int:

@@ -65,9 +65,12 @@ def steps(repetitions: int, count: int) -> list[Row]:
     difference = max_loss_difference(without, all_of_it)
     rows = [Row.of("2+2", f"step, {one.name}", one.median, "s", one.spread, one.emulated) for one in series.values()]
     emulated = without.emulated
-    rows.append(Row.of("2+2", "what both add to a step", all_of_it.median / without.median - 1, "of a step", (min(pairs), max(pairs)), emulated, "<= 0.005"))
-    rows.append(Row.of("2+2", "A/A difference (noise)", again.median / without.median - 1, "of a step", (min(noise), max(noise)), emulated))
-    rows.append(Row.of("2+2", "largest loss difference", difference, "nats", (difference, difference), False, "<= 1e-6"))
+    rows.append(Row.of("2+2", "what both add to a step", all_of_it.median / without.median - 1, "of a step",
+                       (min(pairs), max(pairs)), emulated, "<= 0.005"))
+    rows.append(Row.of("2+2", "A/A difference (noise)", again.median / without.median - 1, "of a step",
+                       (min(noise), max(noise)), emulated))
+    rows.append(
+        Row.of("2+2", "largest loss difference", difference, "nats", (difference, difference), False, "<= 1e-6"))
     return rows
 
 
@@ -82,13 +85,15 @@ def operation(repetitions: int) -> list[Row]:
             "telemetry": (f"dict(watchdog='off', telemetry={directory!r})", "no", ""),
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for repetition in range(repetitions):
+        for _ in range(repetitions):
             for name, (options, watched, off) in ways.items():
                 env = {**os.environ, "HOLMES_DISABLE": off}
-                result = subprocess.run([sys.executable, "-c", SMALL, options, watched], capture_output=True, text=True, env=env, check=True)
+                result = subprocess.run([sys.executable, "-c", SMALL, options, watched], capture_output=True, text=True,
+                                        env=env, check=True)
                 seconds[name].append(float(result.stdout.strip().splitlines()[-1]))
-    return [Row.of("one operation", f"all-reduce of 16 bytes, {name}", statistics.median(times) * 1e6, "us", (min(times) * 1e6, max(times) * 1e6), False)
-            for name, times in seconds.items()]  # fmt: skip
+    return [Row.of("one operation", f"all-reduce of 16 bytes, {name}", statistics.median(times) * 1e6, "us",
+                   (min(times) * 1e6, max(times) * 1e6), False)
+            for name, times in seconds.items()]
 
 
 def main() -> int:

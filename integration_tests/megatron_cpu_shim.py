@@ -30,7 +30,7 @@ def write_sitecustomize(directory) -> str:
 
 def install() -> bool:
     """Apply the shim to torch, once; False where CUDA is available or the shim is in place already."""
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # its kernels are compiled for CUDA's fusions; gloo needs none of them
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # its kernels are compiled for CUDA's fusions
     import torch
 
     if torch.version.cuda or getattr(torch.cuda, "_on_cpu", False):
@@ -51,14 +51,15 @@ def _devices(torch):
     cpu = torch.device("cpu")
     properties = types.SimpleNamespace(name="CPU", major=8, minor=0, total_memory=2**36, multi_processor_count=1)
     answers = {
-        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": cpu, "get_device_capability": (8, 0),
-        "get_device_properties": properties, "get_device_name": "CPU", "is_bf16_supported": True, "memory_allocated": 0,
-        "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0, "memory_stats": {}, "mem_get_info": (2**36, 2**36),
-        "is_current_stream_capturing": False,
-    }  # fmt: skip
+        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": cpu,
+        "get_device_capability": (8, 0), "get_device_properties": properties, "get_device_name": "CPU",
+        "is_bf16_supported": True, "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0,
+        "max_memory_reserved": 0, "memory_stats": {}, "mem_get_info": (2**36, 2**36), "is_current_stream_capturing": False,
+    }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, _answer=answer, **kwargs: _answer)
-    for name in ("set_device", "synchronize", "empty_cache", "init", "_lazy_init", "reset_peak_memory_stats", "ipc_collect"):
+    for name in ("set_device", "synchronize", "empty_cache", "init", "_lazy_init", "reset_peak_memory_stats",
+                 "ipc_collect"):
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
     torch.cuda.device = lambda *args, **kwargs: contextlib.nullcontext()
 
@@ -82,8 +83,9 @@ def _tensors(torch):
 
         return call
 
-    for name in ("empty", "zeros", "ones", "full", "tensor", "rand", "randn", "randint", "arange", "eye", "linspace", "as_tensor",
-                 "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randperm"):  # fmt: skip
+    for name in ("empty", "zeros", "ones", "full", "tensor", "rand", "randn", "randint", "arange", "eye", "linspace",
+                 "as_tensor", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+                 "randperm"):
         setattr(torch, name, redirect(getattr(torch, name)))
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"):
         setattr(torch.Tensor, name, redirect(getattr(torch.Tensor, name)))
@@ -110,7 +112,8 @@ def _tensors(torch):
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
     torch.Tensor.type = cuda_type
-    for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor", "IntTensor", "LongTensor", "ByteTensor"):
+    for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor", "IntTensor", "LongTensor",
+                 "ByteTensor"):
         if hasattr(torch, name):  # torch.cuda.LongTensor([...]), which batch broadcasts use
             setattr(torch.cuda, name, getattr(torch, name))
 
@@ -144,7 +147,7 @@ def _streams(torch):
     torch.cuda.set_stream = lambda *args, **kwargs: None
     torch.Tensor.record_stream = lambda *args, **kwargs: None
     torch.cuda.nvtx = types.SimpleNamespace(range_push=lambda *a: None, range_pop=lambda *a: None, mark=lambda *a: None,
-                                            range=lambda *a, **k: contextlib.nullcontext())  # fmt: skip
+                                            range=lambda *a, **k: contextlib.nullcontext())
 
 
 def _random_state(torch):
@@ -187,7 +190,8 @@ def _optimizer(torch):
     def begun(self):
         if not self.state:
             for param in (param for group in self.param_groups for param in group["params"]):
-                self.state[param] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+                self.state[param] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(param),
+                                     "exp_avg_sq": torch.zeros_like(param)}
         return describe(self)
 
     torch.optim.Adam.state_dict = begun  # AdamW is a kind of Adam
@@ -242,7 +246,8 @@ def _modules(torch):
     if not hasattr(typing, "override"):  # Python before 3.12
         typing.override = lambda method: method
     if importlib.util.find_spec("triton") is None:
-        torch.utils._triton.has_triton_package = torch.utils._triton.has_triton = lambda: False  # torch is not to take it for real
+        # torch is not to take it for real
+        torch.utils._triton.has_triton_package = torch.utils._triton.has_triton = lambda: False
         sys.meta_path.append(_DummyFinder("triton"))
 
 

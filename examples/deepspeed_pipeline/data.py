@@ -53,7 +53,8 @@ class Batches:
 
     def __post_init__(self):
         if self.windows < 1:
-            raise ValueError(f"a sequence of {self.sequence} bytes and the byte after it do not fit in the text's {len(self.text)} bytes")
+            raise ValueError(f"a sequence of {self.sequence} bytes and the byte after it do not fit in the text's"
+                             f" {len(self.text)} bytes")
         assert 0 <= self.data_rank < self.data_ranks
 
     @property

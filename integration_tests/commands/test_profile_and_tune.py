@@ -1,4 +1,4 @@
-"""--holmes-profile on real engines: slower GPUs are measured, the plan that follows moves layers, and the loss stays."""
+"""--holmes-profile on real engines: slower GPUs are measured, the plan that follows moves layers, losses stay."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ def run(clusters, log, *flags):
 
 
 def test_tune_and_the_run_that_follows(two_clusters, tmp_path, monkeypatch):
-    """`holmes tune -- holmes lab run ...`: the stage on the slow GPUs gets fewer layers; the real run starts from it."""
+    """`holmes tune -- holmes lab run ...`: the stage on the slow GPUs gets fewer layers, in the real run too."""
     monkeypatch.chdir(tmp_path)
     cluster = ["--cluster", str(two_clusters.file)]
     lab = [sys.executable, "-m", "holmes_ext.cli.main", "lab", "run", "--interleave", *cluster]

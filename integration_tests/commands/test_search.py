@@ -34,13 +34,15 @@ def test_a_plan_of_the_search_starts_with_the_flags_it_prints(two_clusters, tmp_
     (tmp_path / "model.toml").write_text(MODEL)
     plan, config = tmp_path / "plan.json", tmp_path / "ds_config.json"
     found = ["plan", "--cluster", str(two_clusters.file), "--model", str(tmp_path / "model.toml"), "--for", "deepspeed"]
-    assert main([*found, "--limit", "tensor=1", "--limit", "zero=0", "--limit", "recompute=none", "--output", str(plan)]) == 0
+    limits = ["--limit", "tensor=1", "--limit", "zero=0", "--limit", "recompute=none"]
+    assert main([*found, *limits, "--output", str(plan)]) == 0
     printed = re.search(r"^deepspeed:\n  (.+)\n  ds_config.json: (.+)$", capsys.readouterr().out, re.MULTILINE)
     config.write_text(printed[2])
     flags = [str(config) if flag == "ds_config.json" else flag for flag in shlex.split(printed[1])]
     chosen = load_plan(plan)
     layers = dict(zip((chosen.nodes[0][0], chosen.nodes[2][0]), chosen.stage_layers))
-    assert chosen.sizes.pipeline == 2 and layers["b"] < layers["a"] and sorted(chosen.nodes[:2]) in (["a0", "a1"], ["b0", "b1"])
+    assert chosen.sizes.pipeline == 2 and layers["b"] < layers["a"]
+    assert sorted(chosen.nodes[:2]) in (["a0", "a1"], ["b0", "b1"])
     stages = ("--stages", str(json.loads(printed[2])["pipeline"]["stages"]))
     train(two_clusters, tmp_path / "stock", *stages, "--deepspeed_config", str(config), size=SIZE)
     before = two_clusters.lab.counters()

@@ -50,7 +50,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_by_two(folder):
     """Pipeline 2 x data 2: the job that the others are compared with. It leaves checkpoints of steps 4 and 8."""
-    return train(folder, 4, "--stages", "2", "--micro-batches", "4", "--save", str(folder / "saved"), "--save-every", "4")
+    return train(folder, 4, "--stages", "2", "--micro-batches", "4", "--save", str(folder / "saved"), "--save-every",
+                 "4")
 
 
 def test_the_loss_falls(two_by_two):
@@ -62,7 +63,8 @@ def test_the_loss_falls(two_by_two):
 @pytest.mark.parametrize("processes, options", [
     pytest.param(1, "--stages 1 --micro-batches 8", id="one process"),
     pytest.param(4, "--stages 4 --micro-batches 8", id="pipeline 4"),
-    pytest.param(4, "--stages 2 --micro-batches 4 --partition-method type:Embedding --activation-checkpoint 2", id="7+1 layers, recomputed"),
+    pytest.param(4, "--stages 2 --micro-batches 4 --partition-method type:Embedding --activation-checkpoint 2",
+                 id="7+1 layers, recomputed"),
 ])
 def test_every_split_of_the_same_batch_has_the_same_loss(folder, two_by_two, processes, options):
     assert train(folder, processes, *options.split()) == pytest.approx(two_by_two, abs=1e-5)
@@ -90,8 +92,10 @@ def test_bf16_with_zero_1_follows_float32(folder, two_by_two):
 
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(folder, two_by_two):
-    command = [sys.executable, str(SCRIPT), *SIZES, "--layers", "3", "--micro-batches", "8", "--load", str(folder / "saved")]
+    command = [sys.executable, str(SCRIPT), *SIZES, "--layers", "3", "--micro-batches", "8", "--load",
+               str(folder / "saved")]
     unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    result = subprocess.run(command, env={k: v for k, v in os.environ.items() if k not in unset}, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, env={k: v for k, v in os.environ.items() if k not in unset}, capture_output=True,
+                            text=True, timeout=120)
     assert result.returncode == 2
     assert "saved with layers 4, but this job has layers 3" in result.stderr and "Traceback" not in result.stderr

@@ -43,7 +43,8 @@ SCENES = {
     "fp32 reentrant checkpointing, tied": ({}, {"checkpoint": deepspeed.checkpointing.checkpoint, "tied": True}, 1e-6),
     "fp32 frozen on the way": ({}, {"freeze": True}, 1e-6),
     "fp32 partly optimized": ({}, {"leave_out": True}, 1e-6),
-    "bf16 ZeRO 1 partly optimized": ({"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS}, {"leave_out": True}, 1e-6),
+    "bf16 ZeRO 1 partly optimized": ({"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS},
+                                     {"leave_out": True}, 1e-6),
     "fp32 unused": ({}, {"unused": True}, 1e-6),
     "fp32 ZeRO 1 unused": ({"zero_optimization": ZERO}, {"unused": True}, 1e-6),
     "bf16 ZeRO 1 unused": ({"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS}, {"unused": True}, 1e-6),
@@ -108,7 +109,7 @@ def engine_for(config, options):
             loss_fn=next_byte_loss,
             partition_method="uniform",
             seed_layers=True,
-            seed_fn=torch.default_generator.manual_seed,  # torch.manual_seed also queues a traceback for each kind of GPU
+            seed_fn=torch.default_generator.manual_seed,  # torch's also queues a traceback for each kind of GPU
             base_seed=1234,
             activation_checkpoint_interval=1 if checkpoint else 0,
             checkpointable_layers=["Block"],  # the reentrant kind cuts an embedding off from its gradient
@@ -180,7 +181,7 @@ def compare_scenes(rank, names, folder):
     sys.path.insert(0, EXAMPLE)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling, and not used
     deepspeed.init_distributed()
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can on the CPU, DeepSpeed asks for AMX
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can; DeepSpeed asks for AMX
     deepspeed.utils.logger.setLevel(100)
     buckets.DEFAULT_BYTES = 20_000  # several buckets in this small model
     registry = Registry((*deepspeed_reduce.PATCHES, *deepspeed_gather.PATCHES))
@@ -211,7 +212,7 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("name", SCENES)
 def test_losses_and_weights_are_stock_s(results, name):
     tolerance = SCENES[name][2]
-    for rank, of_rank in enumerate(results):
+    for of_rank in results:
         (losses, none, weights, stock_sent, _), (ours, early, our_weights, sent, _) = of_rank[name]
         assert none == [None] * STEPS, "stock must not have been patched"
         assert max(abs(a - b) for a, b in zip(losses, ours)) <= tolerance, (losses, ours)
@@ -249,6 +250,7 @@ def read_between_steps(folder, slow):
     engine = engine_for(config, {"tied": True})
     data = batches(engine.grid.get_data_parallel_rank(), 100)
     seen, run = [], gather.Chain._run
+    saved = Path(folder, "global_step4", "layer_00-model_states.pt")
 
     def late(chain):
         time.sleep(0.3)
@@ -260,7 +262,7 @@ def read_between_steps(folder, slow):
         lambda: weights_of(engine.module.state_dict().values()),
         lambda: weights_of(engine.module.parameters()),
         lambda: engine.eval_batch(data).item(),
-        lambda: engine.save_checkpoint(folder) and weights_of(torch.load(Path(folder, "global_step4", "layer_00-model_states.pt")).values()),
+        lambda: engine.save_checkpoint(folder) and weights_of(torch.load(saved).values()),
         lambda: engine.load_checkpoint(folder, tag="global_step4") and weights_of(engine.module.parameters()),
         lambda: engine.train_batch(data).item(),
     ):
@@ -275,7 +277,8 @@ def read_between_steps(folder, slow):
 def test_whoever_reads_parameters_sees_the_updated_ones(results):
     for of_rank in results:
         stock, ours = of_rank["read between steps"]
-        assert stock == ours and len({loss for loss, _ in ours}) >= 5  # the sixth step is the fifth again, from the checkpoint
+        # the sixth step is the fifth again, from the checkpoint
+        assert stock == ours and len({loss for loss, _ in ours}) >= 5
 
 
 def not_supported(rank):
@@ -304,4 +307,4 @@ def test_what_is_not_supported_is_stock_with_a_reason_once(results):
         losses, said, why, required = of_rank["not supported"]
         assert losses == of_rank["fp32"][0][0][:2]
         assert said == why == (1 if rank == 0 else 0)
-        assert required == "--holmes-require overlap: DeepSpeed's gradient reduction cannot be overlapped: sparse gradients"
+        assert required.startswith("--holmes-require overlap: ") and required.endswith(": sparse gradients"), required

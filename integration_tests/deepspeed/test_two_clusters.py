@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline engine on two emulated clusters: where bytes go under holmes, and that nothing else is learned."""
+"""DeepSpeed's pipeline engine on two emulated clusters: where bytes go under holmes; nothing else is learned."""
 
 from dataclasses import replace
 

@@ -52,7 +52,7 @@ SCENES = {
     "ZeRO 2 clipping": ({**zero(2), "gradient_clipping": 0.1}, {}, 1e-6, True),
     "ZeRO 3": (zero(3), {}, 0.0, False),
     "ZeRO 3 overlap_comm": (zero(3, overlap_comm=True), {}, 0.0, False),
-}  # fmt: skip
+}
 
 
 def model():
@@ -126,7 +126,7 @@ def compare_scenes(rank, names):
     os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling, and not used
     deepspeed.init_distributed()
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can on the CPU, DeepSpeed asks for AMX
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can; DeepSpeed asks for AMX
     deepspeed.utils.logger.setLevel(100)
     results = {}
     for name in names:

@@ -55,7 +55,7 @@ def pretend():
         from holmes_ext.patches import Registry
 
         states = Registry.states
-        Registry.states = lambda registry: {key: versions["patches"] for key in states(registry)}
+        Registry.states = lambda registry: dict.fromkeys(states(registry), versions["patches"])
 
 
 def start_holmes():

@@ -55,7 +55,7 @@ HEAVY = {
     "pipeline 4 interleaved": "--layers 8 --pipeline 4 --virtual-pipeline 2 --micro-batches 8 --steps 3",
     "tied, whole": "--pipeline 2 --tied --micro-batches 4 --steps 2 --save {results}/tied",
     "tied, resumed uneven": "--pipeline 2 --tied --layout Ettt|tL --micro-batches 4 --steps 4 --load {results}/tied",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,8 @@ def test_the_split_does_not_change_what_is_learned(both):
 def test_every_layer_is_built_once(both):
     for name, split in both[1][0].items():
         layers = [number for numbers in split["layers"].values() for number in numbers]
-        assert len(set(layers)) == max(layers) and len({layers.count(number) for number in layers}) == 1, (name, split["layers"])
+        assert len(set(layers)) == max(layers), (name, split["layers"])
+        assert len({layers.count(number) for number in layers}) == 1, (name, split["layers"])
 
 
 def test_every_stage_that_is_waited_for_reduces_in_buckets(both):
@@ -209,7 +210,8 @@ OF_ANOTHER_JOB = [
     pytest.param((3, 2), TWO_STAGES, "'stage_layers'.* 5 layers.*model has 4", id="layers"),
     pytest.param((1, 1, 1, 1), TWO_STAGES, "'stage_layers' has 4 .*pipeline 2 x virtual pipeline 1", id="stages",
                  marks=full),
-    pytest.param((2, 2), f"{TWO_STAGES} --order tp-cp-ep-dp-xx", "order 'tp-cp-ep-dp-xx'.*tp, cp, ep, dp, pp", id="order"),
+    pytest.param((2, 2), f"{TWO_STAGES} --order tp-cp-ep-dp-xx", "order 'tp-cp-ep-dp-xx'.*tp, cp, ep, dp, pp",
+                 id="order"),
 ]
 
 
@@ -266,5 +268,6 @@ def test_the_drop_in_initializer_needs_no_flag(two_clusters):
     assert [line["sum"] for line in lines] == [1, 1, 5, 5]
     assert {line["fabric"] for line in lines} == {"ib", "roce"}
     for line in lines:  # a grid without parallel_state, and four stages over it
-        assert line["grid"] == line["data"] and line["grid_fabric"] == line["fabric"] and line["pairs"] == [line["fabric"]], line
+        assert line["grid"] == line["data"] and line["grid_fabric"] == line["fabric"], line
+        assert line["pairs"] == [line["fabric"]], line
         assert line["chain"] == line["rank"] + 1

@@ -23,17 +23,23 @@ from holmes_ext.plan.sizes import Sizes
 MEGATRON = os.environ.get("MEGATRON_LM_DIR", "")
 pytestmark = [
     pytest.mark.skipif(
-        not MEGATRON, reason="MEGATRON_LM_DIR is not set: git clone https://github.com/NVIDIA/Megatron-LM and name its folder in MEGATRON_LM_DIR"
+        not MEGATRON,
+        reason="MEGATRON_LM_DIR is not set: git clone https://github.com/NVIDIA/Megatron-LM, and name its folder there"
     ),
-    pytest.mark.skipif(find_spec("pybind11") is None, reason="pretrain_gpt.py compiles its data helpers: pip install pybind11"),
-    pytest.mark.skipif(shutil.which("make") is None or shutil.which("g++") is None, reason="pretrain_gpt.py needs make and g++"),
+    pytest.mark.skipif(
+        find_spec("pybind11") is None, reason="pretrain_gpt.py compiles its data helpers: pip install pybind11"),
+    pytest.mark.skipif(shutil.which("make") is None or shutil.which("g++") is None,
+                       reason="pretrain_gpt.py needs make and g++"),
 ]
 
-FLAGS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2
-    --global-batch-size 16 --train-iters 4 --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer
-    --vocab-size 255 --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-workers 0 --split 100,0,0 --attention-dropout 0 --hidden-dropout 0
-    --pipeline-model-parallel-size 2 --transformer-impl local --distributed-backend gloo --no-rope-fusion --no-persist-layer-norm
-    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion""".split()
+FLAGS = """
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+    --micro-batch-size 2 --global-batch-size 16 --train-iters 4 --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --eval-interval 1000 --log-interval 1
+    --num-workers 0 --split 100,0,0 --attention-dropout 0 --hidden-dropout 0 --pipeline-model-parallel-size 2
+    --transformer-impl local --distributed-backend gloo --no-rope-fusion --no-persist-layer-norm
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+""".split()
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +54,15 @@ def environment(tmp_path_factory):
     config.chmod(0o755)
     paths = [write_sitecustomize(site), MEGATRON, os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PATH": path, "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def pretrain(two_clusters, environment, *flags):
     """{iteration: (loss, gradient norm)} and all ranks' output."""
     script = str(Path(MEGATRON) / "pretrain_gpt.py")
-    result = two_clusters.run(script, *FLAGS, *flags, env=environment, preload=("megatron.training.training",), timeout=400)
+    result = two_clusters.run(script, *FLAGS, *flags, env=environment, preload=("megatron.training.training",),
+                              timeout=400)
     text = "\n".join(result.outputs.values())
     assert result.returncode == 0, text[-4000:]
     pattern = r"iteration\s+(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) "
@@ -109,7 +117,8 @@ def test_help_shows_the_flags(two_clusters, environment):
 def test_a_checkpoint_of_another_model_is_one_line(two_clusters, environment, tmp_path):
     saved = "--save", str(tmp_path / "saved"), "--save-interval", "100", "--exit-interval", "1"
     pretrain(two_clusters, environment, *holmes(two_clusters), *saved)
-    flags = [*FLAGS, *holmes(two_clusters), "--load", saved[1], "--exit-on-missing-checkpoint", "--ffn-hidden-size", "96"]
+    flags = [*FLAGS, *holmes(two_clusters), "--load", saved[1], "--exit-on-missing-checkpoint", "--ffn-hidden-size",
+             "96"]
     script = str(Path(MEGATRON) / "pretrain_gpt.py")
     result = two_clusters.run(script, *flags, env=environment, preload=("megatron.training.training",), timeout=400)
     text = "\n".join(result.outputs.values())

@@ -48,16 +48,20 @@ def launch(tmp_path, *, holmes: bool, **environment):
     """JSON line of every rank, and each rank's NCCL debug output."""
     names = ["a0", "b0", "a1", "b1"]  # in turn, as a scheduler that knows nothing launches them
     (tmp_path / "cluster.toml").write_text(CLUSTER.format(kind="ib"))
-    (store, environ), processes = ranks.hosted_store(), []
+    store, environ = ranks.hosted_store()
+    processes = []
     for rank, name in enumerate(names):
         env = {
             **os.environ, "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
             **environ, "NCCL_HOSTID": name, "HOLMES_NODE": name,
-            "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV,GRAPH", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", **environment,
-        }  # fmt: skip
-        flags = ["--holmes", "--holmes-cluster", str(tmp_path / "cluster.toml"), "--holmes-verbose", "on"] if holmes else []
+            "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV,GRAPH", "NCCL_P2P_DISABLE": "1",
+            "NCCL_SHM_DISABLE": "1", **environment,
+        }
+        flags = ["--holmes", "--holmes-cluster", str(tmp_path / "cluster.toml"), "--holmes-verbose",
+                 "on"] if holmes else []
         command = [sys.executable, str(ROOT / "integration_tests" / "nccl" / "groups_on_one_gpu.py"), *flags]
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        processes.append(
+            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     outputs = []
     for process in processes:
         try:
@@ -67,6 +71,7 @@ def launch(tmp_path, *, holmes: bool, **environment):
                 other.kill()
             raise
     assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    del store
     lines = [next(json.loads(line) for line in output.splitlines() if line.startswith('{"rank"')) for output in outputs]
     return lines, outputs
 
@@ -83,7 +88,8 @@ def test_several_ranks_on_one_gpu_use_nccls_network(tmp_path):
     assert all("NET/Socket" in output for output in outputs)
 
 
-@pytest.mark.skipif(not list(Path("/sys/class/infiniband").glob("*")), reason="no RDMA device in /sys/class/infiniband: IB cannot be chosen here")
+@pytest.mark.skipif(not list(Path("/sys/class/infiniband").glob("*")),
+                    reason="no RDMA device in /sys/class/infiniband: IB cannot be chosen here")
 def test_groups_inside_a_cluster_use_ib_and_others_sockets(tmp_path):
     lines, outputs = launch(tmp_path, holmes=True)
     by_rank = sorted(lines, key=lambda line: line["rank"])

@@ -27,5 +27,5 @@ big = torch.ones(500_000)
 for _ in range(4):
     dist.all_reduce(big, group=groups["new_group"])
 print(json.dumps({"rank": rank, "env": int(os.environ["RANK"]), "local": os.environ["LOCAL_RANK"], "argv": sys.argv[1:],
-                  "node": os.uname().nodename, "sums": sums, "holmes": "holmes_ext.job" in sys.modules}))  # fmt: skip
+                  "node": os.uname().nodename, "sums": sums, "holmes": "holmes_ext.job" in sys.modules}))
 dist.destroy_process_group()

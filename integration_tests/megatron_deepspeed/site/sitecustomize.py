@@ -65,7 +65,8 @@ def _ulysses(wrapped, instance, args, kwargs):
     if isinstance(mask, int):
         return wrapped(*args, **kwargs)
     if not instance.local_attn._forward_hooks:
-        instance.local_attn.register_forward_hook(lambda core, _, out: out.view(*out.shape[:2], core.num_attention_heads_per_partition, -1))
+        instance.local_attn.register_forward_hook(
+            lambda core, _, out: out.view(*out.shape[:2], core.num_attention_heads_per_partition, -1))
     return wrapped(query, key, value, 1, None, mask, *rest, **kwargs).flatten(2)
 
 
