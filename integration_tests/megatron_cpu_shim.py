@@ -54,7 +54,8 @@ def _devices(torch):
         "is_available": True, "is_initialized": True, "device_count": 1, "current_device": cpu,
         "get_device_capability": (8, 0), "get_device_properties": properties, "get_device_name": "CPU",
         "is_bf16_supported": True, "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0,
-        "max_memory_reserved": 0, "memory_stats": {}, "mem_get_info": (2**36, 2**36), "is_current_stream_capturing": False,
+        "max_memory_reserved": 0, "memory_stats": {}, "mem_get_info": (2**36, 2**36),
+        "is_current_stream_capturing": False,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, _answer=answer, **kwargs: _answer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ from holmes_ext.lab.process.ranks import interleave
 from holmes_ext.units import format_rate
 
 QUIET_TAIL = 20  # lines that --quiet shows of a rank that failed
-BROKEN_PIPE = 141
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -70,15 +68,10 @@ def _run(args: argparse.Namespace) -> int:
     env = dict(_key_value(text) for text in args.env)
     order = interleave(spec) if args.interleave else args.order.split(",") if args.order else None
     preload = args.preload.split(",") if args.preload else ()
-    try:
-        with Lab(spec, args.scale, realtime=args.realtime) as lab:
-            printer = _Printer(args.quiet, _labels(lab, spec, order, args.processes))
-            result = lab.run(
-                command, order=order, processes=args.processes, env=env, preload=preload, logs=args.logs,
-                accelerator=_configuration(args.accelerator), timeout=args.timeout, on_line=printer)
-    except BrokenPipeError:  # who reads our output has enough, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+    with Lab(spec, args.scale, realtime=args.realtime) as lab:
+        printer = _Printer(args.quiet, _labels(lab, spec, order, args.processes))
+        result = lab.run(command, order=order, processes=args.processes, env=env, preload=preload, logs=args.logs,
+                         accelerator=_configuration(args.accelerator), timeout=args.timeout, on_line=printer)
     if result.emulated:
         print("holmes lab: an emulated accelerator made the timings of this run", file=sys.stderr)
     if args.timeout is not None and result.returncode == 124 and result.first_failed is None:
