@@ -1,10 +1,10 @@
 """Runs a function in several processes that form a gloo process group on loopback. For tests.
 
-    assert run_ranks(function, 2, argument) == [of_rank_0, of_rank_1]       function(rank, argument) stands at a module's top
+    assert run_ranks(function, 2, argument) == [of_rank_0, of_rank_1]     # function(rank, argument), at a module's top
 
 Each process is forked from a server that has imported torch and done nothing else (multiprocessing's "forkserver"): it
-has one thread, which every rank checks, so a fork of it is as good as a new interpreter. New ones would import torch for
-seconds, some 170 times in the suite; forks of pytest itself would share its threads and locks.
+has one thread, which every rank checks, so a fork of it is as good as a new interpreter. New ones would import torch
+for seconds, some 170 times in the suite; forks of pytest itself would share its threads and locks.
 
 Hence a rank sees what pickle carries: the function by name and its arguments. The environment and the directory are the
 caller's; what a test has changed in its own process (monkeypatch, a session) is not there: let the function do it.
@@ -62,7 +62,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     try:
         end = time.monotonic() + timeout_s
         while any(child.is_alive() for child in children) and time.monotonic() < end:
-            # Not longer than a moment: all may have ended since they were last looked at, and then nothing comes any more.
+            # Not longer than a moment: all may have ended since they were last looked at, and then nothing comes any
+            # more.
             alive = [child.sentinel for child in children if child.is_alive()]
             multiprocessing.connection.wait([*alive, results._reader], 0.2)
             _take(results, answers, said)  # at the first error, not when the others have waited for that rank in vain

@@ -8,7 +8,7 @@ OFFSETS = {"a0": 0.0, "b0": 500.0}
 
 
 def step(rank, number, offset, exposed, traced=False):
-    """A step of one second: an all-reduce in the data group (rank 1 comes 0.1 s late) and a message from rank 0 to rank 1."""
+    """A step of one second: an all-reduce in the data group (rank 1 comes 0.1 s late), a message from rank 0 to 1."""
     begin = number * 1.0 - offset
     late = 0.1 * (rank == 1)
     line = {"step": number, "begin": begin, "end": begin + 1.0, "tokens": 640}

@@ -9,8 +9,8 @@ from holmes_ext.cli.main import COMMANDS
 from holmes_ext.options import NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *(path for folder in ("docs", "benchmarks", "examples", "integration_tests")
-                               for path in sorted((ROOT / folder).rglob("*.md")))]
+FOLDERS = ("docs", "benchmarks", "examples", "integration_tests")
+PAGES = [ROOT / "README.md", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md")))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PLACE = re.compile(r"(?<![\w./-])((?:\.\./)*(?:holmes_ext|patches|tests|integration_tests|benchmarks|examples|docs)/[\w./-]*\w)")
 

@@ -28,7 +28,8 @@ def build(sources: Path, out: Path, editable: bool = False) -> Path:
     hook = "build_editable" if editable else "build_wheel"
     out.mkdir(exist_ok=True)
     code = f"from setuptools import build_meta; build_meta.{hook}({str(out)!r})"
-    result = subprocess.run([sys.executable, "-c", code], cwd=sources, capture_output=True, text=True, env=clean_environ())
+    result = subprocess.run([sys.executable, "-c", code], cwd=sources, capture_output=True, text=True,
+                            env=clean_environ())
     assert result.returncode == 0, result.stdout + result.stderr
     wheel, = out.glob("*.whl")
     return wheel
@@ -39,7 +40,8 @@ def make(path: Path, *wheels: Path) -> Path:
     venv.create(path, with_pip=False)
     python = path / "bin" / "python"
     if wheels:
-        subprocess.run([sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index", *map(str, wheels)],
+        subprocess.run([sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps",
+                        "--no-index", *map(str, wheels)],
                        check=True, env=clean_environ())
     return python
 
@@ -51,4 +53,5 @@ def clean_environ(**extra: str) -> dict[str, str]:
 
 
 def run(python: Path, *arguments, cwd: Path, **environ: str) -> subprocess.CompletedProcess:
-    return subprocess.run([str(python), *map(str, arguments)], cwd=cwd, env=clean_environ(**environ), capture_output=True, text=True, timeout=60)
+    return subprocess.run([str(python), *map(str, arguments)], cwd=cwd, env=clean_environ(**environ),
+                          capture_output=True, text=True, timeout=60)

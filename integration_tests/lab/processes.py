@@ -6,23 +6,11 @@ import sys
 import time
 from pathlib import Path
 
+from clusters import toml
+
 from holmes_ext.cluster.spec import parse_spec
 
-TOML = """
-version = 1
-[ethernet]
-rate = "400Mb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "2Gb/s"
-nodes = ["a0", "a1"]
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "1Gb/s"
-nodes = ["b0"]
-"""
+TOML = toml("a ib 2Gb/s a0,a1", "b roce 1Gb/s b0", ethernet="400Mb/s")
 SPEC = parse_spec(TOML)
 PATIENCE = 60.0  # seconds that a busy machine may take; nothing here asserts how fast something is
 

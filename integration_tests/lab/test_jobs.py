@@ -6,12 +6,12 @@ import signal
 import sys
 from pathlib import Path
 
+import clusters
 import pytest
 
-from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import Lab
-from integration_tests.lab.processes import PATIENCE, SPEC, TOML, eventually, marked, python
+from integration_tests.lab.processes import PATIENCE, SPEC, eventually, marked, python
 
 FAIL = "import os, sys, time\nif os.environ['RANK'] == '1': {}\ntime.sleep(600)"
 
@@ -133,8 +133,7 @@ def test_a_bad_order_is_refused(lab, order, message):
 
 
 def test_unequal_processes_are_refused():
-    spec = parse_spec(TOML.replace('nodes = ["b0"]', 'nodes = ["b0"]\nprocesses = 2'))
-    with Lab(spec) as lab:
+    with Lab(clusters.spec("a ib 2Gb/s a0,a1", "b roce 1Gb/s b0 processes=2")) as lab:
         with pytest.raises(HolmesError, match="node 'a1' has 1 processes and node 'b0' has 2"):
             lab.run(["true"])
         assert lab.run(["true"], processes=1).returncode == 0

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import clusters
 import pytest
 import ranks
 
@@ -24,30 +25,13 @@ pytestmark = pytest.mark.skipif(
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 4
-CLUSTER = """
-version = 1
-name = "one GPU as two clusters of two hosts"
-[ethernet]
-rate = "10Gb/s"
-[[cluster]]
-name = "a"
-kind = "{kind}"
-rate = "100Gb/s"
-nodes = ["a0", "a1"]
-processes = 1
-[[cluster]]
-name = "b"
-kind = "{kind}"
-rate = "100Gb/s"
-nodes = ["b0", "b1"]
-processes = 1
-"""
+CLUSTER = clusters.toml("a ib 100Gb/s a0,a1", "b ib 100Gb/s b0,b1", ethernet="10Gb/s")
 
 
 def launch(tmp_path, *, holmes: bool, **environment):
     """JSON line of every rank, and each rank's NCCL debug output."""
     names = ["a0", "b0", "a1", "b1"]  # in turn, as a scheduler that knows nothing launches them
-    (tmp_path / "cluster.toml").write_text(CLUSTER.format(kind="ib"))
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
     store, environ = ranks.hosted_store()
     processes = []
     for rank, name in enumerate(names):

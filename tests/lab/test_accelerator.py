@@ -180,7 +180,8 @@ def test_bad_settings_name_the_key(document, key):
 
 
 def run_python(tmp_path, code, classes):
-    """A Python that knows nothing of the lab, started as the lab starts it; a sitecustomize of the user's is chained to."""
+    """A Python that knows nothing of the lab, started as the lab starts it; a sitecustomize of the user's is chained
+    to."""
     (tmp_path / "sitecustomize.py").write_text("import os; os.environ['USERS_SITE'] = 'was here'\n")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}
     env[accelerator.VARIABLE] = accelerator.dump({"flops": 1e12, "classes": classes})
