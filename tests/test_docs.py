@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("docs", "benchmarks", "examples", "integration_tests")
 PAGES = [ROOT / "README.md", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md")))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-PLACE = re.compile(r"(?<![\w./-])((?:\.\./)*(?:holmes_ext|patches|tests|integration_tests|benchmarks|examples|docs)/[\w./-]*\w)")
+FILE = r"(?:holmes_ext|patches|tests|integration_tests|benchmarks|examples|docs)/[\w./-]*\w"
+PLACE = re.compile(rf"(?<![\w./-])((?:\.\./)*{FILE})")
 
 
 def anchors(page: Path) -> set[str]:
