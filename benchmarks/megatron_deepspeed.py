@@ -18,7 +18,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from harness import Row, finish, parser, tell
+from harness import Row, chosen, finish, parser, tell
 from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.spec import load_spec
@@ -123,11 +123,7 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=3)
     arguments.add_argument("--steps", type=int, default=12)
     args = arguments.parse_args()
-    wanted = [name for name in args.scenes.split(",") if name] or list(SCENES)
-    for name in wanted:
-        if name not in SCENES:
-            tell(f"megatron_deepspeed.py: no scene {name!r}; there are {', '.join(SCENES)}")
-            return 2
+    wanted = chosen(args.scenes, SCENES)
     source = Path(os.environ.get(VARIABLE) or "no checkout")
     if not (source / "pretrain_gpt.py").is_file():
         tell(

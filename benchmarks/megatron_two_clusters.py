@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from harness import Row, finish, parser, tell
+from harness import Row, chosen, finish, parser, tell
 from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.spec import load_spec
@@ -78,11 +78,7 @@ def main() -> int:
     args = arguments.parse_args()
     shim = str(Path(__file__).resolve().parents[1] / "integration_tests")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [shim, os.environ.get("PYTHONPATH", "")]))
-    wanted = [name for name in args.scenes.split(",") if name] or list(SCENES)
-    for name in wanted:
-        if name not in SCENES:
-            tell(f"megatron_two_clusters.py: no scene {name!r}; there are {', '.join(SCENES)}")
-            return 2
+    wanted = chosen(args.scenes, SCENES)
     rows = [row for name in wanted for row in scene(name, args.repetitions, args.steps)]
     return finish(
         rows, args.json, "megatron-core: stock, holmes and the all-RDMA bound (step times on the emulated accelerator)")

@@ -106,7 +106,7 @@ def preflights(per_node: int, runs: int) -> list:
 def _row(scene: str, metric: str, values: list[float], unit: str, target: str = ""):
     from harness import Row
 
-    return Row.of(scene, metric, statistics.median(values), unit, (min(values), max(values)), True, target)
+    return Row.median(scene, metric, values, unit, True, target)
 
 
 class Everything:
@@ -202,14 +202,12 @@ def healthy_steps(cycles: int) -> list:
     file = examples() / "clusters" / scene.file
     spec = load_spec(file)
     with Lab(spec, realtime=True) as lab, tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--step", f"{folder}/found", *script(scene), "--steps",
-                   str(3 * (cycles + 1) * BLOCK),
-                   "--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}",
-                   "--holmes-telemetry", folder]
+        command = [sys.executable, __file__, "--step", f"{folder}/found", *script(scene),
+                   "--steps", str(3 * (cycles + 1) * BLOCK), "--holmes", "--holmes-cluster", str(file),
+                   "--holmes-sizes", f"pipeline={scene.stages}", "--holmes-telemetry", folder]
         tell(f"step: {3 * (cycles + 1)} blocks of {BLOCK} steps")
-        result = lab.run(command, order=interleave(spec), preload=("torch", "deepspeed"), env={"DS_ACCELERATOR": "cpu"},
-                         timeout=230,
-                         accelerator={"flops": scene.flops, "classes": ["Block"]})
+        result = lab.run(command, order=interleave(spec), preload=("torch", "deepspeed"), timeout=230,
+                         env={"DS_ACCELERATOR": "cpu"}, accelerator={"flops": scene.flops, "classes": ["Block"]})
         assert result.returncode == 0, result.outputs
         found = json.loads(Path(folder, "found").read_text())
     blocks: dict[int, tuple[str, list[float]]] = {}
@@ -220,13 +218,12 @@ def healthy_steps(cycles: int) -> list:
     more = [(on / off - 1) * 100 for on, off in zip(by["on"], by["off"])]
     noise = [(again / off - 1) * 100 for again, off in zip(by["off again"], by["off"])]
     return [
-        *(Row.of("step", f"healthy step, everything {which}", statistics.median(times), "s", (min(times), max(times)),
-                 True) for which, times in by.items()),
+        *(Row.median("step", f"healthy step, everything {which}", times, "s", True) for which, times in by.items()),
         Row.of("step", "everything on against off, more", statistics.median(more), "%", _quartiles(more), True,
                "<= 0.5"),
         Row.of("step", "off again against off, more (A/A, noise)", statistics.median(noise), "%", _quartiles(noise),
                True),
-        Row.of("watch", "share of a core, one look each second", look, "%", (look, look), False, "<= 0.5"),
+        Row.median("watch", "share of a core, one look each second", [look], "%", False, "<= 0.5"),
     ]
 
 

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness import Row, finish, parser, tell
+from harness import Row, chosen, finish, parser, tell
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.lab import Lab, interleave
@@ -85,8 +85,8 @@ def step(repetitions: int) -> list[Row]:
     exposed: dict[str, list[float]] = {}
     with slower("step") as (file, spec), Lab(spec, realtime=True) as lab:
         for _ in range(repetitions):
-            for name, flags in (
-                ("flat ring", ["--bucket-mb", "1"]), ("two levels", ["--holmes", "--holmes-cluster", str(file)])):
+            ways = {"flat ring": ["--bucket-mb", "1"], "two levels": ["--holmes", "--holmes-cluster", str(file)]}
+            for name, flags in ways.items():
                 records = _plain(lab, interleave(spec), flags, flops=8e8 / SLOWER["step"])
                 seconds.setdefault(name, []).append(statistics.median(r["seconds"] for r in records))
                 exposed.setdefault(name, []).append(statistics.median(r["exposed_s"] for r in records))
@@ -96,7 +96,7 @@ def step(repetitions: int) -> list[Row]:
     ratios = [a / b for a, b in zip(seconds["flat ring"], seconds["two levels"])]
     rows.append(_row("step", "flat ring / two levels", ratios, "x", ">= 1.35"))
     worst = max(abs(a - b) for a, b in zip(*losses.values()))
-    rows.append(Row.of("step", "largest difference of the losses", worst, "nats", (worst, worst), False, "<= 1e-5"))
+    rows.append(Row.median("step", "largest difference of the losses", [worst], "nats", False, "<= 1e-5"))
     return rows
 
 
@@ -269,7 +269,7 @@ def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
 
 
 def _row(scene: str, metric: str, values: list[float], unit: str, target: str = "") -> Row:
-    return Row.of(scene, metric, statistics.median(values), unit, (min(values), max(values)), True, target)
+    return Row.median(scene, metric, values, unit, True, target)
 
 
 SCENES = {"overlap": overlap, "pipeline": pipeline, "pipeline 8": lambda repetitions: pipeline(
@@ -280,12 +280,7 @@ def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
     args = arguments.parse_args()
-    wanted = [name for name in args.scenes.split(",") if name]
-    unknown = [name for name in wanted if name not in SCENES]
-    if unknown:
-        tell(f"reduction.py: no scene {unknown[0]!r}; there are {', '.join(SCENES)}")
-        return 2
-    rows = [row for name, make in SCENES.items() if not wanted or name in wanted for row in make(args.repetitions)]
+    rows = [row for name in chosen(args.scenes, SCENES) for row in SCENES[name](args.repetitions)]
     return finish(rows, args.json, "Gradient reduction: overlapped, and in two levels (compute emulated)")
 
 

@@ -10,12 +10,11 @@ each.
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 
-from harness import Row, finish, parser, tell
+from harness import Row, chosen, finish, parser
 from two_clusters import SCENES, run
 
 from holmes_ext.cluster.spec import load_spec
@@ -69,8 +68,7 @@ def steps(repetitions: int, count: int) -> list[Row]:
                        (min(pairs), max(pairs)), emulated, "<= 0.005"))
     rows.append(Row.of("2+2", "A/A difference (noise)", again.median / without.median - 1, "of a step",
                        (min(noise), max(noise)), emulated))
-    rows.append(
-        Row.of("2+2", "largest loss difference", difference, "nats", (difference, difference), False, "<= 1e-6"))
+    rows.append(Row.median("2+2", "largest loss difference", [difference], "nats", False, "<= 1e-6"))
     return rows
 
 
@@ -88,11 +86,10 @@ def operation(repetitions: int) -> list[Row]:
         for _ in range(repetitions):
             for name, (options, watched, off) in ways.items():
                 env = {**os.environ, "HOLMES_DISABLE": off}
-                result = subprocess.run([sys.executable, "-c", SMALL, options, watched], capture_output=True, text=True,
-                                        env=env, check=True)
+                command = [sys.executable, "-c", SMALL, options, watched]
+                result = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
                 seconds[name].append(float(result.stdout.strip().splitlines()[-1]))
-    return [Row.of("one operation", f"all-reduce of 16 bytes, {name}", statistics.median(times) * 1e6, "us",
-                   (min(times) * 1e6, max(times) * 1e6), False)
+    return [Row.median("one operation", f"all-reduce of 16 bytes, {name}", [one * 1e6 for one in times], "us", False)
             for name, times in seconds.items()]
 
 
@@ -102,12 +99,7 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=14)
     args = arguments.parse_args()
     makers = {"operation": lambda: operation(args.repetitions), "2+2": lambda: steps(args.repetitions, args.steps)}
-    wanted = [name for name in args.scenes.split(",") if name]
-    unknown = [name for name in wanted if name not in makers]
-    if unknown:
-        tell(f"telemetry.py: no scene {unknown[0]!r}; there are {', '.join(makers)}")
-        return 2
-    rows = [row for name, make in makers.items() if not wanted or name in wanted for row in make()]
+    rows = [row for name in chosen(args.scenes, makers) for row in makers[name]()]
     return finish(rows, args.json, "What telemetry and the watchdog cost")
 
 
