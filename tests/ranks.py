@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import datetime
 import multiprocessing
-import multiprocessing.connection
 import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ TIMEOUT_S = 60
 _context = multiprocessing.get_context("forkserver")
 #: What the server imports; torch._dynamo is what the first checkpoint() of a process would import.
 _preloaded = ["torch", "torch._dynamo", "pytest", "holmes_ext.job"]
-_answers: Any = None  # in a rank: where it puts its answer
+_parent: Any = None  # in a rank: its end of the pipe to run_ranks
 
 
 class RankError(RuntimeError):
@@ -52,25 +52,35 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     with _environment(OMP_NUM_THREADS="1"):  # numpy's BLAS starts its threads when it is imported
         forkserver.ensure_running()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    children, readers = [], {}
+    for rank in range(world_size):
+        reader, writer = _context.Pipe(duplex=False)
+        job = (writer, rank, function, args, world_size, store.port, dict(os.environ))
+        children.append(_context.Process(target=_rank, args=job, daemon=True))
+        children[-1].start()
+        writer.close()
+        readers[reader] = rank
     answers: dict[int, Any] = {}
     said: list[str] = []
-    results: Any = _context.SimpleQueue()
-    job = (function, args, world_size, store.port, dict(os.environ), results)
-    children = [_context.Process(target=_child, args=(rank, *job), daemon=True) for rank in range(world_size)]
-    for child in children:
-        child.start()
+    end = time.monotonic() + timeout_s
     try:
-        end = time.monotonic() + timeout_s
-        while any(child.is_alive() for child in children) and time.monotonic() < end:
-            # Not longer than a moment: all may have ended since they were last looked at, and then nothing comes any
-            # more.
-            alive = [child.sentinel for child in children if child.is_alive()]
-            multiprocessing.connection.wait([*alive, results._reader], 0.2)
-            _take(results, answers, said)  # at the first error, not when the others have waited for that rank in vain
-        _take(results, answers, said)
+        while readers and (ready := wait(list(readers), max(0.0, end - time.monotonic()))):
+            for reader in ready:
+                try:
+                    kind, value = reader.recv()
+                except EOFError:  # the rank has ended
+                    del readers[reader]
+                    continue
+                rank = readers[reader]
+                if kind == "error":  # at the first one, not when the others have waited for that rank in vain
+                    raise RankError(f"rank {rank}:\n{value}", said)
+                if kind == "said":
+                    said.append(f"rank {rank}: {value}")
+                else:
+                    answers[rank] = value
     finally:
         for child in children:
-            if child.is_alive():
+            if readers:  # too late, or one has raised
                 child.kill()
             child.join()
     silent = [(rank, child.exitcode) for rank, child in enumerate(children) if rank not in answers]
@@ -90,17 +100,6 @@ def _environment(**changes: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _take(results: Any, answers: dict[int, Any], said: list[str]) -> None:
-    while not results.empty():
-        rank, kind, value = results.get()
-        if kind == "error":
-            raise RankError(f"rank {rank}:\n{value}", said)
-        if kind == "said":
-            said.append(f"rank {rank}: {value}")
-        else:
-            answers[rank] = value
-
-
 def hosted_store() -> tuple[dist.TCPStore, dict[str, str]]:
     """A store for processes that find theirs in the environment, on a port that is bound already; and that environment,
     which is torchrun's where its agent hosts the store. It lives as long as it is kept."""
@@ -116,17 +115,17 @@ def all_are_here(rank: int, world_size: int) -> None:
     store.wait([f"here/{other}" for other in range(world_size)])
 
 
-def say(rank: int, text: object) -> None:
-    """Tell the caller of run_ranks, whatever becomes of this rank: it is in RankError.said, as "rank R: TEXT"."""
-    _answers.put((rank, "said", str(text)))
+def say(text: object) -> None:
+    """In a rank: tell the caller of run_ranks, whatever becomes of this rank; RankError.said has "rank R: TEXT"."""
+    _parent.send(("said", str(text)))
 
 
-def _child(rank: int, function: Callable[..., Any], args: tuple, world_size: int, port: int, environ: dict[str, str],
-           results: Any) -> None:
-    global _answers
+def _rank(parent: Any, rank: int, function: Callable[..., Any], args: tuple, world_size: int, port: int,
+          environ: dict[str, str]) -> None:
+    global _parent
     threads = os.listdir(f"/proc/{os.getppid()}/task")
     assert len(threads) == 1, f"the server of ranks has {len(threads)} threads: what it has imported has started some"
-    _answers = results
+    _parent = parent
     os.environ.clear()
     os.environ.update(environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
@@ -134,8 +133,8 @@ def _child(rank: int, function: Callable[..., Any], args: tuple, world_size: int
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         timeout = datetime.timedelta(seconds=TIMEOUT_S)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-        results.put((rank, "answer", function(rank, *args)))
+        parent.send(("answer", function(rank, *args)))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - handed to the parent, which raises it
-        results.put((rank, "error", traceback.format_exc()))
+        parent.send(("error", traceback.format_exc()))

@@ -77,7 +77,7 @@ def dies(rank):
         handle.wait(2)
         handle.finish()
     except RuntimeError as error:
-        ranks.say(rank, error)
+        ranks.say(error)
     os._exit(0)
 
 

@@ -84,7 +84,7 @@ def dies(rank):
     try:
         reducer.finish()
     except HolmesError as error:
-        ranks.say(rank, error)
+        ranks.say(error)
     os._exit(0)
 
 
