@@ -13,6 +13,7 @@ caller's; what a test has changed in its own process (monkeypatch, a session) is
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
 import os
 import time
@@ -29,7 +30,8 @@ import torch.distributed as dist
 TIMEOUT_S = 60
 _context = multiprocessing.get_context("forkserver")
 #: What the server imports; torch._dynamo is what the first checkpoint() of a process would import.
-_preloaded = ["torch", "torch._dynamo", "pytest", "holmes_ext.job"]
+_preloaded = ["torch", "torch._dynamo", "pytest", "holmes_ext.job", "holmes_ext.runtime.reduce.reducer",
+              "holmes_ext.runtime.reduce.two_level_nccl"]
 _parent: Any = None  # in a rank: its end of the pipe to run_ranks
 
 
@@ -123,6 +125,7 @@ def say(text: object) -> None:
 def _rank(parent: Any, rank: int, function: Callable[..., Any], args: tuple, world_size: int, port: int,
           environ: dict[str, str]) -> None:
     global _parent
+    gc.freeze()  # a collection would touch, so copy, all that the server has imported
     threads = os.listdir(f"/proc/{os.getppid()}/task")
     assert len(threads) == 1, f"the server of ranks has {len(threads)} threads: what it has imported has started some"
     _parent = parent
