@@ -25,7 +25,8 @@ def metadata(built):
 
 @pytest.fixture(scope="module", params=["wheel", "editable"])
 def python(request, built, tmp_path_factory):
-    return venvs.make(tmp_path_factory.mktemp(request.param) / "venv", built[1 + (request.param == "editable")])
+    wheel = built[1 + (request.param == "editable")]
+    return venvs.make(tmp_path_factory.mktemp(request.param) / "venv", wheel, dependencies=True)
 
 
 def test_the_wheel_holds_every_source_file_and_the_pth(built):

@@ -15,7 +15,7 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import state
 from holmes_ext.lab.lab import Lab
-from holmes_ext.lab.measure import Row, measure
+from holmes_ext.lab.measure import LinkRow, measure
 from holmes_ext.lab.process.ranks import interleave
 from holmes_ext.units import format_rate
 
@@ -134,7 +134,7 @@ def _measure(args: argparse.Namespace) -> int:
     return 0 if all(row.within for row in rows if row.counts) else 1
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: LinkRow) -> list[str]:
     verdict = "ok" if row.within else "off by more than 10 %" if row.counts else "small message"
     return [row.link, "-".join(row.nodes), f"{row.message_bytes >> 10} KiB", format_rate(row.configured_bps),
             format_rate(row.achieved_bps), f"{row.ratio:.3f}", verdict]

@@ -25,7 +25,7 @@ _STREAM = str(Path(__file__).with_name("network") / "stream.py")
 
 
 @dataclass(frozen=True)
-class Row:
+class LinkRow:
     """One link and message size. Rates in bits/s of application data; ratio: achieved / configured."""
 
     link: str
@@ -39,7 +39,7 @@ class Row:
     counts: bool
 
 
-def measure(spec: SiteSpec, scale: float = 1.0) -> list[Row]:
+def measure(spec: SiteSpec, scale: float = 1.0) -> list[LinkRow]:
     """Bring a lab up and measure one pair of nodes of each fabric and one across clusters on Ethernet."""
     with Lab(spec, scale, realtime=True) as lab:
         pairs = _pairs(lab.nodes)
@@ -48,7 +48,7 @@ def measure(spec: SiteSpec, scale: float = 1.0) -> list[Row]:
         return [row for link, pair in pairs.items() for row in _measure_link(lab, link, *pair)]
 
 
-def _measure_link(lab: Lab, link: str, one: LabNode, two: LabNode) -> list[Row]:
+def _measure_link(lab: Lab, link: str, one: LabNode, two: LabNode) -> list[LinkRow]:
     near, far = (next(nic for nic in node.nics if nic.fabric == link) for node in (one, two))
     command = [sys.executable, "-I", "-S", _STREAM, far.address, *map(str, SIZES)]
     result = lab.run(command, order=[one.name, two.name], processes=1, timeout=600)
@@ -60,7 +60,7 @@ def _measure_link(lab: Lab, link: str, one: LabNode, two: LabNode) -> list[Row]:
     for size, achieved in zip(SIZES, json.loads(result.stdout[0])):
         ratio, counts = achieved / configured, size >= COUNTS_FROM
         within = abs(ratio - 1) <= TOLERANCE
-        rows.append(Row(link, names, interfaces, size, configured, achieved, ratio, within, counts))
+        rows.append(LinkRow(link, names, interfaces, size, configured, achieved, ratio, within, counts))
     return rows
 
 

@@ -14,7 +14,7 @@ Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class Row:
+class GroupRow:
     """One kind of group on one fabric, inside a cluster or across: means of a step, on a rank that has such groups.
 
     Bytes, seconds, bits/s. busy_s: with an operation under way, waiting for others included; exposed_s: of it the
@@ -60,7 +60,7 @@ class Summary:
     step_s: float
     spread: tuple[float, float]
     tokens_per_second: float
-    rows: tuple[Row, ...]
+    rows: tuple[GroupRow, ...]
     ranks: tuple[RankRow, ...]
 
     @property
@@ -102,7 +102,7 @@ def exposed_rows(step: dict[str, Any]) -> list[list[Any]]:
     return rows
 
 
-def _rows(run: Run, steps: list[int]) -> tuple[Row, ...]:
+def _rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
     sums: dict[Key, dict[int, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0] * 4))
     for one in run.ranks:
         for step in steps:
@@ -115,7 +115,8 @@ def _rows(run: Run, steps: list[int]) -> tuple[Row, ...]:
         operations, sent, busy, exposed = (sum(of) / len(by_rank) / len(steps) for of in zip(*by_rank.values()))
         configured = run.head["fabrics"].get(key[1], ["", 0])[1]
         most = max(by_rank, key=lambda rank: (by_rank[rank][3], -rank))
-        rows.append(Row(*key, len(by_rank), operations, sent, busy, exposed, rates.get(key, 0.0), configured, most))
+        means = (operations, sent, busy, exposed)
+        rows.append(GroupRow(*key, len(by_rank), *means, rates.get(key, 0.0), configured, most))
     return tuple(sorted(rows, key=lambda row: -row.exposed_s))
 
 

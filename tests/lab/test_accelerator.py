@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import venvs
+import wrapt
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -196,6 +198,20 @@ def test_it_installs_itself_in_any_python_and_chains_sitecustomize(tmp_path):
     done = run_python(tmp_path, code, ["Linear"])
     assert done.stdout.split() == ["was", "here", "False", "Pacer.install.<locals>.__call__"], done.stderr
     assert done.stderr == ""
+
+
+def test_it_installs_itself_in_a_python_that_knows_holmes_only_by_its_place(tmp_path):
+    python = venvs.make(tmp_path / "venv")
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "wrapt").symlink_to(Path(wrapt.__file__).parent)
+    env = venvs.clean_environ(PYTHONPATH=str(packages))
+    code = "import sys, wrapt; print('holmes_ext.lab.emulate.accelerator' in sys.modules)"
+    env[accelerator.VARIABLE] = accelerator.dump({"flops": 1e12, "classes": ["Linear"]})
+    assert subprocess.run([python, "-c", code], env=env, capture_output=True, text=True).stdout == "False\n"
+    accelerator.add_to_environment(env)
+    done = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_a_misspelt_class_is_reported_at_the_end(tmp_path):

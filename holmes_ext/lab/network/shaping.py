@@ -23,7 +23,7 @@ _NAMES = {"ethernet": "eth0", "ib": "ib0", "roce": "roce0"}
 
 
 @dataclass(frozen=True)
-class Nic:
+class LabNic:
     """One emulated NIC.
 
     rate_bps: bits/s each way as shaped; nominal_bps: as cluster.toml says, which is what its sysfs shows; port: its
@@ -51,14 +51,14 @@ class LabNode:
     cluster: str
     index: int
     processes: int
-    nics: tuple[Nic, ...]
+    nics: tuple[LabNic, ...]
 
     @property
     def address(self) -> str:
         """IPv4 address of eth0."""
         return self.nics[0].address
 
-    def nic(self, name: str) -> Nic:
+    def nic(self, name: str) -> LabNic:
         for nic in self.nics:
             if nic.name == name:
                 return nic
@@ -85,14 +85,14 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
     return tuple(nodes)
 
 
-def _nic(index: int, kind: str, fabric: str, number: int, nominal_bps: int, scale: float) -> Nic:
+def _nic(index: int, kind: str, fabric: str, number: int, nominal_bps: int, scale: float) -> LabNic:
     ethernet = fabric == ETHERNET
     net = 77 if ethernet else 100 + number
     high, low = divmod(index + 1, 256)
     address, mac = f"10.{net}.{high}.{low}", f"02:48:4d:{net:02x}:{high:02x}:{low:02x}"
     port, bridge = (f"e{index}", "eth") if ethernet else (f"f{index}", f"fab{number}")
     rate_bps = max(1, round(nominal_bps * scale))
-    return Nic(_NAMES[kind], kind, fabric, address, mac, rate_bps, nominal_bps, port, bridge, number)
+    return LabNic(_NAMES[kind], kind, fabric, address, mac, rate_bps, nominal_bps, port, bridge, number)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from holmes_ext import __version__
 from holmes_ext.cluster.node_report import NodeReport, node_identity, node_name, report_node, short_name
-from holmes_ext.cluster.resolve import resolve_site
+from holmes_ext.cluster.resolve import resolve_site, slower_than_declared
 from holmes_ext.cluster.site import Node, Site
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.errors import HolmesError
@@ -70,7 +70,7 @@ def start(
 
         def decide(reports: list[dict[str, Any]], nodes: list[NodeReport]) -> dict[str, Any]:
             site, plan = _plan(nodes, options, files, sizes)
-            return {"site": site.to_dict(), "plan": plan.to_json(), "source": plan.source, "lines": _down(nodes, site)}
+            return {"site": site.to_dict(), "plan": plan.to_json(), "source": plan.source, "lines": _told(nodes, site, files["spec"])}
 
         silent, limit = _silent(process, report), options.timeout_s + 15 + _SILENT_SECONDS
         verdict = within(limit, silent, exchange, _stores[-1], process, report, decide, options.timeout_s)
@@ -161,12 +161,13 @@ def _say(sizes: Sizes) -> str:
 def _single(report: dict, options: Options, files: dict, sizes: Sizes | None) -> dict[str, Any]:
     node = NodeReport.from_dict(report["nics_of_node"], 1)
     site, plan = _plan([node], options, files, sizes)
-    return {"site": site.to_dict(), "plan": plan.to_json(), "source": plan.source, "lines": _down([node], site), "round": "holmes/1"}
+    return {"site": site.to_dict(), "plan": plan.to_json(), "source": plan.source, "lines": _told([node], site, files["spec"]), "round": "holmes/1"}
 
 
-def _down(reports: list[NodeReport], site: Site) -> list[str]:
-    """A line for every fast NIC that the plan does without because it is down."""
-    lines = []
+def _told(reports: list[NodeReport], site: Site, spec: SiteSpec | None) -> list[str]:
+    """A line for every fast NIC that the plan does without because it is down, and for those slower than declared."""
+    slow = slower_than_declared(reports, spec) if spec is not None else []
+    lines = [f"node {name}: {text}; the plan counts on what the file says" for name, text in slow]
     for node in site.nodes:
         for port in node.ports:
             if port.fault:
