@@ -124,7 +124,7 @@ def _start(options: Options, argv: list[str], failure: HolmesError | None = None
         try:
             sizes = parse_sizes(options.sizes, "--holmes-sizes") if options.sizes else arguments.sizes_from_arguments(argv)
             model = arguments.model_from_arguments(argv) if options.partition in ("speed", "balanced") else None
-            patches.enable_installed(options.required_features)
+            patches.enable_asked_for(options)
         except HolmesError as error:
             failure = failure or error
         current, lines = start(options, process, sizes, agreed, failure, model=model, overlap=arguments.overlaps(options.overlap, argv))
@@ -161,7 +161,7 @@ def _check_config(config, current: session.Session) -> list[str]:
 
 def describe(current: session.Session) -> str:
     """One line: clusters found, order of the nodes, stages and layers, which groups use which NIC, what is patched and what is not."""
-    return "; ".join(filter(None, [_describe_ranks(current), _describe_plan(current), _describe_patches(current)]))
+    return "; ".join(filter(None, [_describe_ranks(current), _describe_plan(current), _describe_patches()]))
 
 
 def _describe_plan(current: session.Session) -> str:
@@ -183,24 +183,11 @@ def _describe_plan(current: session.Session) -> str:
     return "; ".join(filter(None, [text, ", ".join(f"{', '.join(kind)} groups on {where}" for where, kind in kinds.items())]))
 
 
-#: Features whose patches stand by: the option that asks for them, and its values that do not.
-_STAND_BY = {
-    "overlap": ("overlap", ("off",)),
-    "overlap-gather": ("overlap", ("off", "auto")),
-    "deepspeed-profile": ("profile", ("",)),
-    "megatron-profile": ("profile", ("",)),
-}
-
-
-def _describe_patches(current: session.Session) -> str:
+def _describe_patches() -> str:
     """Features that are on, and those that are off though their framework is there."""
-    from holmes_ext.patches import all_patches, registry
+    from holmes_ext.patches import registry
 
-    watched = {patch.feature for patch in all_patches() if patch.version_of}  # whether their framework is there shows later
-    on = dict.fromkeys(s.feature for s in registry().report() if s.state == "applied" or s.state == "waiting" and s.feature not in watched)
-    asleep = {feature for feature, (option, values) in _STAND_BY.items() if getattr(current.options, option) in values}
-    on = [feature for feature in on if feature not in asleep]
-    off = {s.feature: s.reason for s in registry().report() if s.state == "off" and s.reason != "not enabled"}
+    on, off = registry().summary()
     text = f"patched: {', '.join(on) or 'nothing'}"
     return text + (f"; not patched: {', '.join(f'{feature} ({reason})' for feature, reason in off.items())}" if off else "")
 

@@ -29,22 +29,23 @@ def run(args: argparse.Namespace) -> int:
 
 def judge(patch, check: bool) -> dict:
     """One row: the patch, the installed version and the state. check: import the target's module and look at the target."""
-    from holmes_ext.patches.engine.location import Misfit, Site
+    from holmes_ext.patches.engine.location import Location, Misfit
     from holmes_ext.patches.engine.source import find_module, source_misfit
 
-    version = patch.installed()
-    reason = None if patch.version_of else patch.version_misfit(version)
+    feature = patch.feature
+    version = feature.installed()
+    reason = None if feature.version_of else feature.version_misfit(version)
     state = "off" if reason else "fits"
-    if patch.version_of and find_module(patch.module) is None:
+    if feature.version_of and find_module(patch.module) is None:
         state, reason = "off", f"there is no module {patch.module}"
     elif not reason and check:
         try:
             importlib.import_module(patch.module)
-            if patch.version_of:
-                version = patch.version_of()
-            reason = patch.version_misfit(version)
+            if feature.version_of:
+                version = feature.version_of()
+            reason = feature.version_misfit(version)
             if not reason:
-                Site(patch).check(patch)
+                Location(patch).check(patch)
         except Misfit as misfit:
             reason = str(misfit)
         except Exception as error:  # whatever a framework raises while it is imported
@@ -52,11 +53,12 @@ def judge(patch, check: bool) -> dict:
         state = "off" if reason else "fits"
     elif not reason:
         reason = source_misfit(patch)
-        state = "off" if reason else "unknown" if patch.version_of else "fits"
+        state = "off" if reason else "unknown" if feature.version_of else "fits"
         if state == "unknown":
             reason = "the version is known only when it is imported: use --check"
-    return {"feature": patch.feature, "target": patch.target, "versions": patch.versions, "installed": version, "state": state,
-            "parameters": list(patch.parameters), "purpose": patch.reason, "reason": reason}
+    return {"feature": feature.name, "target": patch.target, "versions": feature.versions, "tried": list(feature.tried),
+            "asked_by": feature.asked_by, "installed": version, "state": state, "parameters": list(patch.parameters),
+            "purpose": patch.reason, "reason": reason}
 
 
 def _print_table(rows):
@@ -67,8 +69,9 @@ def _print_table(rows):
     if not rows:
         print("holmes has no patches")
         return
-    table = Table("feature", "target", "supports", "installed", "state", "why")
+    table = Table("feature", "asked for by", "target", "supports", "installed", "state", "why")
     for row in rows:
-        cells = (row["feature"], row["target"], row["versions"], row["installed"] or "-", row["state"], row["reason"] or row["purpose"])
+        cells = (row["feature"], row["asked_by"] or "every job", row["target"], row["versions"], row["installed"] or "-",
+                 row["state"], row["reason"] or row["purpose"])
         table.add_row(*(Text(cell, overflow="fold") for cell in cells))
     Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -29,11 +29,11 @@ def check_patches(judge: Callable[[Patch], dict]) -> list[Finding]:
 
     reasons: dict[str, str] = {}
     for patch in all_patches():
-        if patch.version_of and _is_vendored(patch):  # another copy of the framework than the installed one: its patches stay off, quietly
+        if patch.feature.version_of and _is_vendored(patch):  # another copy of the framework than the installed one: its patches stay off, quietly
             continue
         row = judge(patch)
         if row["state"] == "off" and row["installed"]:
-            reasons.setdefault(patch.feature, f"{patch.target}: {row['reason']}")
+            reasons.setdefault(patch.feature.name, f"{patch.target}: {row['reason']}")
     mend = "install a version in the range (`holmes patches`), or train without the feature: it is left off as a whole"
     return [
         problem(f"feature {feature}", reason, "holmes leaves the feature off; `--holmes-require` would stop the job", mend)

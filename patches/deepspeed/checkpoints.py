@@ -14,7 +14,7 @@ from typing import Any
 
 from holmes_ext.document import write_whole
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.deepspeed.p2p import DEEPSPEED
+from holmes_ext.patches.deepspeed.features import CHECKPOINTS
 from holmes_ext.patches.deepspeed.partition import borders_of, class_name, most_frequent
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.runtime import session
@@ -154,27 +154,18 @@ def _refuse_other_split(wrapped, instance, args, kwargs):
 
 PATCHES = (
     Patch(
-        feature="deepspeed-checkpoints",
-        target="deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
-        versions=DEEPSPEED,
-        parameters=("method",),
-        wrap=_remember_method,
-        reason="stock's own split of a model must be known to tell whether a checkpoint of stock fits",
+        CHECKPOINTS, "deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
+        "stock's own split of a model must be known to tell whether a checkpoint of stock fits",
+        _remember_method, parameters=("method",),
     ),
     Patch(
-        feature="deepspeed-checkpoints",
-        target="deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",
-        versions=DEEPSPEED,
-        parameters=_SAVE,
-        wrap=_save_whole,
-        reason="native checkpoints do not say how they are split; rank 0 names one in `latest` while others may still write it",
+        CHECKPOINTS, "deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",
+        "native checkpoints do not say how they are split; rank 0 names one in `latest` while others may still write it",
+        _save_whole, parameters=_SAVE,
     ),
     Patch(
-        feature="deepspeed-checkpoints",
-        target="deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
-        versions=DEEPSPEED,
-        parameters=("load_dir", "tag", "load_module_only"),
-        wrap=_refuse_other_split,
-        reason="a native checkpoint of another split fails halfway, in errors that do not name the cause",
+        CHECKPOINTS, "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
+        "a native checkpoint of another split fails halfway, in errors that do not name the cause",
+        _refuse_other_split, parameters=("load_dir", "tag", "load_module_only"),
     ),
-)
+)  # fmt: skip

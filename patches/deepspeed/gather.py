@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.deepspeed.reduce import DEEPSPEED, overlap_of
+from holmes_ext.patches.deepspeed.features import OVERLAP_GATHER
+from holmes_ext.patches.deepspeed.reduce import overlap_of
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.runtime import session
 
@@ -163,29 +164,17 @@ _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 
 PATCHES = (
     Patch(
-        feature="overlap-gather",
-        target="deepspeed.runtime.pipe.engine:PipelineEngine._exec_optimizer_step",
-        versions=DEEPSPEED,
-        wrap=_step,
+        OVERLAP_GATHER, "deepspeed.runtime.pipe.engine:PipelineEngine._exec_optimizer_step",
+        "whose all-gather may go on after it", _step,
         rebind=("deepspeed.runtime.pipe.engine:PipelineEngine._INSTRUCTION_MAP[OptimizerStep]",),
-        reason="whose all-gather may go on after it",
     ),
     Patch(
-        feature="overlap-gather",
-        target="deepspeed.runtime.utils:all_gather_dp_groups",
-        versions=DEEPSPEED,
-        parameters=("groups_flat", "partitioned_param_groups"),
-        wrap=_all_gather,
-        reason="ZeRO 1 waits for all updated parameters before the next forward pass may begin",
+        OVERLAP_GATHER, "deepspeed.runtime.utils:all_gather_dp_groups",
+        "ZeRO 1 waits for all updated parameters before the next forward pass may begin",
+        _all_gather, parameters=("groups_flat", "partitioned_param_groups"),
     ),
     *(
-        Patch(
-            feature="overlap-gather",
-            target=f"{_ENGINE}.{name}",
-            versions=DEEPSPEED,
-            wrap=_whole,
-            reason="reads or replaces parameters that may be on their way",
-        )
+        Patch(OVERLAP_GATHER, f"{_ENGINE}.{name}", "reads or replaces parameters that may be on their way", _whole)
         for name in ("save_checkpoint", "load_checkpoint")
     ),
-)
+)  # fmt: skip

@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches.deepspeed.features import PARTITION
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.runtime import session
 
-DEEPSPEED = "deepspeed>=0.16,<0.20"
 _LIST = re.compile(r"\s*\d+(\s*,\s*\d+)+\s*")
 
 
@@ -103,11 +103,8 @@ def _partition_layers(wrapped, instance, args, kwargs):
 
 PATCHES = (
     Patch(
-        feature="deepspeed-partition",
-        target="deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
-        versions=DEEPSPEED,
-        parameters=("method",),
-        wrap=_partition_layers,
-        reason="PipelineModule takes no list of borders, and its methods know nothing of clusters",
+        PARTITION, "deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
+        "PipelineModule takes no list of borders, and its methods know nothing of clusters",
+        _partition_layers, parameters=("method",),
     ),
-)
+)  # fmt: skip

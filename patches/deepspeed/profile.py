@@ -10,7 +10,7 @@ import weakref
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.deepspeed.p2p import DEEPSPEED
+from holmes_ext.patches.deepspeed.features import PROFILE
 from holmes_ext.patches.deepspeed.partition import class_name, most_frequent
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.runtime import session
@@ -124,10 +124,7 @@ def _activation_bytes(engine: Any) -> int:
 
 PATCHES = (
     Patch(
-        feature="deepspeed-profile",
-        target="deepspeed.runtime.pipe.engine:PipelineEngine.train_batch",
-        versions=DEEPSPEED,
-        wrap=_train_batch,
-        reason="--holmes-profile: where a step begins and ends; the rest is measured inside it",
+        PROFILE, "deepspeed.runtime.pipe.engine:PipelineEngine.train_batch",
+        "--holmes-profile: where a step begins and ends; the rest is measured inside it", _train_batch,
     ),
-)
+)  # fmt: skip

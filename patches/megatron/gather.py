@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
+from holmes_ext.patches.megatron.features import REDUCTION
 
 
 def turn_on(ddp_config: Any) -> bool:
@@ -64,11 +64,7 @@ def _gather_after_step(wrapped, instance, args, kwargs):
 
 PATCHES = (
     Patch(
-        feature="megatron-reduction",
-        target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
-        versions=MEGATRON,
-        version_of=loaded_version,
-        wrap=_gather_after_step,
-        reason="the gather is to be under way before anything can read the weights",
+        REDUCTION, "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
+        "the gather is to be under way before anything can read the weights", _gather_after_step,
     ),
-)
+)  # fmt: skip

@@ -15,7 +15,7 @@ import weakref
 from dataclasses import dataclass, field
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
+from holmes_ext.patches.megatron.features import P2P
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.carrier import carrier
 from holmes_ext.runtime.groups.pair import new_pair_group
@@ -119,21 +119,13 @@ _PARAMETERS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tens
 
 PATCHES = (
     Patch(
-        feature="megatron-p2p",
-        target="megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops",
-        versions=MEGATRON,
-        version_of=loaded_version,
-        parameters=_PARAMETERS,
-        wrap=_batched,
-        reason="the pipeline group is on Ethernet as soon as it crosses clusters, for pairs inside a cluster too",
+        P2P, "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops",
+        "the pipeline group is on Ethernet as soon as it crosses clusters, for pairs inside a cluster too",
+        _batched, parameters=_PARAMETERS,
     ),
     Patch(
-        feature="megatron-p2p",
-        target="megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
-        versions=MEGATRON,
-        version_of=loaded_version,
-        parameters=_PARAMETERS,
-        wrap=_unbatched,
-        reason="the same for unbatched p2p; with two stages it sends one direction over the world group",
+        P2P, "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
+        "the same for unbatched p2p; with two stages it sends one direction over the world group",
+        _unbatched, parameters=_PARAMETERS,
     ),
-)
+)  # fmt: skip

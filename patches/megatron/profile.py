@@ -14,7 +14,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
+from holmes_ext.patches.megatron.features import PROFILE, loaded_version
 from holmes_ext.runtime import session
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -157,21 +157,26 @@ def _as(kind: str):
     return wrapper
 
 
-def _patch(target: str, wrap, reason: str, parameters: tuple[str, ...] = ()) -> Patch:
-    return Patch(
-        feature="megatron-profile", target=target, versions=MEGATRON, version_of=loaded_version, parameters=parameters, wrap=wrap, reason=reason
-    )
-
-
 PATCHES = (
     *(
-        _patch(f"{_SCHEDULES}:{name}", _schedule, "--holmes-profile: where a step begins", ("model", "num_microbatches", "seq_length", "micro_batch_size"))
-        for name in ("forward_backward_no_pipelining", "forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
+        Patch(
+            PROFILE, f"{_SCHEDULES}:forward_backward_{name}", "--holmes-profile: where a step begins", _schedule,
+            parameters=("model", "num_microbatches", "seq_length", "micro_batch_size"),
+        )
+        for name in ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")
     ),
-    _patch(f"{_SCHEDULES}:forward_step", _as("forward"), "--holmes-profile: one micro-batch forward"),
-    _patch(f"{_SCHEDULES}:backward_step", _as("backward"), "--holmes-profile: one micro-batch backward"),
     *(
-        _patch(f"{_P2P}.{name}", _as("receive" if "recv" in name else "send"), "--holmes-profile: sends and receives, with waiting")
-        for name in ("recv_forward", "recv_backward", "send_forward", "send_backward", "send_forward_recv_backward", "send_backward_recv_forward")
+        Patch(PROFILE, f"{_SCHEDULES}:{kind}_step", f"--holmes-profile: one micro-batch {kind}", _as(kind))
+        for kind in ("forward", "backward")
     ),
-)
+    *(
+        Patch(
+            PROFILE, f"{_P2P}.{name}", "--holmes-profile: sends and receives, with waiting",
+            _as("receive" if "recv" in name else "send"),
+        )
+        for name in (
+            "recv_forward", "recv_backward", "send_forward", "send_backward",
+            "send_forward_recv_backward", "send_backward_recv_forward",
+        )
+    ),
+)  # fmt: skip

@@ -18,7 +18,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from holmes_ext.plan.sizes import Sizes
@@ -187,11 +188,6 @@ class Recorder:
 
     # Steps
 
-    def span(self, kind: str, start: float, end: float) -> None:
-        """Something of the program's own: forward, backward, optimizer."""
-        if self.keeps:
-            self.spans.append((kind, start, end))
-
     def step_begins(self, exactly: bool = True) -> None:
         """The program enters a step. exactly: it begins here; else where the last one ended, unless much (saving, evaluating) lies between."""
         self.entered, self.armed = self.clock(), True
@@ -241,10 +237,6 @@ class Recorder:
             if self.keeps:
                 self.done.append(op)
 
-    def learn_sizes(self, sizes: Sizes) -> None:
-        """The framework's own parallel sizes, where the plan was made without."""
-        self.sizes = self.sizes or sizes
-
 
 #: This process's recorder; the patches look here, so None costs one look.
 recorder: Recorder | None = None
@@ -253,6 +245,21 @@ recorder: Recorder | None = None
 def set_recorder(new: Recorder | None) -> None:
     global recorder
     recorder = new
+
+
+@contextmanager
+def span(kind: str) -> Iterator[None]:
+    """Around something of the program's own: "forward", "backward", "optimizer"."""
+    begun = recorder.clock() if recorder is not None else 0.0
+    yield
+    if recorder is not None and recorder.keeps:
+        recorder.spans.append((kind, begun, recorder.clock()))
+
+
+def learn_sizes(sizes: Sizes | None) -> None:
+    """The framework's own parallel sizes, where the plan was made without."""
+    if recorder is not None:
+        recorder.sizes = recorder.sizes or sizes
 
 
 def reduction_done(times: Any) -> None:
