@@ -24,10 +24,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from harness import Row, finish, parser, tell
+from megatron_two_clusters import PRELOAD as MEGATRON
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.lab import Lab, interleave
@@ -36,7 +38,7 @@ from holmes_ext.lab.samples import examples
 
 CLUSTERS = examples() / "clusters" / "two_clusters_8.toml"
 #: How much slower than the sample cluster a scene's networks are; its FLOP/s below are made slower by the same.
-SLOWER = {"overlap": 2, "pipeline": 4, "step": 4}
+SLOWER = {"overlap": 2, "pipeline": 4, "step": 4, "gather": 4}
 #: 3.1 M parameters, 6.2 MB of gradients in each of two stages. At 3e9 FLOP/s a stage computes 16 ms forward, 32 ms backward
 #: (SLOWER times as long), and its reduction takes 37 ms on InfiniBand, 46 on RoCE, 0.3 s on Ethernet. With 6 micro-batches stock on
 #: the hybrid clusters has 0.6 of the all-RDMA speed, as in two_clusters.py's 4+4 and in the prototype that the targets come from;
@@ -46,6 +48,16 @@ MICRO_BATCHES = {"pipeline": 6, "pipeline 8": 8}
 #: 10.7 MB of gradients; at 8e8 FLOP/s 0.63 s of computing a step, of which 0.21 s are the last backward; a flat ring takes 0.6 s.
 PLAIN = "--layers 6 --hidden 192 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 2".split()
 RING_BYTES = 10 * 2**20
+#: For each engine (script and its arguments, modules loaded once, what is emulated, the feature that is measured).
+GATHERS = {
+    "deepspeed": (
+        ["deepspeed_pipeline", *PIPELINE, "--micro-batches", "6", "--zero", "1"], ("torch", "deepspeed"), {"classes": ["Block"]}, "overlap-gather",
+    ),
+    "megatron": (
+        ["megatron_core", *"--hidden 256 --heads 4 --sequence 16 --micro-batch 1 --layers 6 --pipeline 2 --micro-batches 6 --distributed-optimizer".split()],
+        MEGATRON, {"classes": ["TransformerLayer"], "layout": "sbh"}, "megatron-gather",
+    ),
+}  # fmt: skip
 
 
 @contextmanager
@@ -155,6 +167,32 @@ def _ratio(scene: str, series: dict[str, Series], over: str, under: str, target:
     return _row(scene, f"{over} / {under}", ratios, "x", target)
 
 
+def gather(repetitions: int, engine: str) -> list[Row]:
+    """A step with --holmes-overlap on; of its two overlaps, that of updated parameters with the next forward pass on and off."""
+    scene = f"gather {engine}"
+    script, preload, layers, feature = GATHERS[engine]
+    with slower("gather") as (file, spec):
+        flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-overlap", "on", "--holmes-sizes", "pipeline=2")
+        order = interleave(spec)
+        waited = Variant("waited for", spec, order, flags, {"HOLMES_DISABLE": feature})
+        series = compare(
+            [waited, Variant("under the forward", spec, order, flags), replace(waited, name="waited for, again")],
+            [str(examples() / script[0] / "train.py"), *script[1:]],
+            repetitions=repetitions,
+            steps=10,
+            skip=3,
+            preload=preload,
+            accelerator={"flops": 3e9 / SLOWER["gather"], **layers},
+            on_run=lambda name, repetition: tell(f"{scene}, repetition {repetition + 1}: {name}"),
+        )
+    rows = [_row(scene, f"step, parameters {name}", one.medians, "s") for name, one in series.items()]
+    rows.append(_ratio(scene, series, "waited for", "under the forward", ""))
+    rows.append(_ratio(scene, series, "waited for", "waited for, again", ""))
+    worst = max_loss_difference(series["waited for"], series["under the forward"])
+    rows.append(Row.of(scene, "largest difference of the losses", worst, "nats", (worst, worst), False, "<= 1e-6"))
+    return rows
+
+
 def ring(repetitions: int) -> list[Row]:
     """An all-reduce of 10 MiB over 4 + 4 nodes whose link has 1/8 of the fabric's rate."""
     spec: SiteSpec = load_spec(CLUSTERS)
@@ -259,13 +297,16 @@ def _row(scene: str, metric: str, values: list[float], unit: str, target: str = 
     return Row.of(scene, metric, statistics.median(values), unit, (min(values), max(values)), True, target)
 
 
-SCENES = {"overlap": overlap, "pipeline": pipeline, "pipeline 8": lambda repetitions: pipeline(repetitions, "pipeline 8"), "ring": ring, "owners": owners, "step": step}
+SCENES = {"overlap": overlap, "pipeline": pipeline, "pipeline 8": lambda repetitions: pipeline(repetitions, "pipeline 8"), "ring": ring, "owners": owners, "step": step,
+          "gather deepspeed": lambda repetitions: gather(repetitions, "deepspeed"), "gather megatron": lambda repetitions: gather(repetitions, "megatron")}
 
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
     args = arguments.parse_args()
+    shim = str(Path(__file__).resolve().parents[1] / "integration_tests")  # megatron-core on machines without CUDA
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [shim, os.environ.get("PYTHONPATH", "")]))
     wanted = [name for name in args.scenes.split(",") if name]
     unknown = [name for name in wanted if name not in SCENES]
     if unknown:
