@@ -4,8 +4,8 @@
     order     piece needed first, second, ...
     chain     owner -> owner + 1 -> owner + 2 -> ...                    each piece goes round once, the first needed first
 
-An all-gather's pieces all end at its end; here the first layer's parameters are there after 1/n of the time, so that a forward pass may
-start while the rest travels. Every NIC sends as much as in a ring all-gather.
+An all-gather's pieces all end at its end; here the first layer's parameters are there after 1/n of the time, so that a
+forward pass may start while the rest travels. Every NIC sends as much as in a ring all-gather.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ LARGEST_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a flat buffer, which `owner` (a rank in the group) has; needed: the least number of its parameters."""
+    """Elements [start, stop) of a flat buffer, which `owner` (a rank in the group) has; needed: the least number of its
+    parameters."""
 
     start: int
     stop: int
@@ -37,7 +38,8 @@ class Piece:
 
 
 def cut(numel: int, ranks: int, parameters: Sequence[tuple[int, int, int]], itemsize: int) -> list[Piece]:
-    """Pieces of a buffer of `numel` elements, `numel // ranks` of each rank; parameters: (start, stop, number in order of use)."""
+    """Pieces of a buffer of `numel` elements, `numel // ranks` of each rank; parameters: (start, stop, number in order
+    of use)."""
     share = numel // ranks
     cuts, last = set(range(0, numel + 1, share)), 0
     for start, stop, _ in sorted(parameters):
@@ -54,9 +56,11 @@ def cut(numel: int, ranks: int, parameters: Sequence[tuple[int, int, int]], item
 
 
 class OrderedGather:
-    """handle = gather(parts): every part, a view of a buffer, arrives from its owner; handle.wait(k) returns when parts 0 to k are there.
+    """handle = gather(parts): every part, a view of a buffer, arrives from its owner; handle.wait(k) returns when parts
+    0 to k are there.
 
-    Construction is collective: gloo gets two groups, one for each direction (see direct.py); NCCL one, over which pieces are broadcast.
+    Construction is collective: gloo gets two groups, one for each direction (see direct.py); NCCL one, over which
+    pieces are broadcast.
     """
 
     def __init__(self, group: dist.ProcessGroup):

@@ -1,4 +1,5 @@
-"""What is on its way when a process ends: a thread inside gloo's calls aborts the interpreter that ends under it (status 134 in place of 0 or 1).
+"""What is on its way when a process ends: a thread inside gloo's calls aborts the interpreter that ends under it
+(status 134 in place of 0 or 1).
 
 So at exit everything on its way is waited for: it arrives, or fails because the other end is gone.
 """

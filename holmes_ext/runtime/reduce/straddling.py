@@ -1,4 +1,4 @@
-"""The all-reduce that suits a group: in two levels where it straddles clusters and the plan predicts that to be faster."""
+"""The all-reduce that suits a group: in two levels where it straddles clusters and that is predicted to be faster."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 TwoLevel = TwoLevelAllReduce | TwoLevelCollectives
 
 
-def two_level_for(group: dist.ProcessGroup, size: int, compress: str | None = None, device_type: str = "") -> TwoLevel | None:
+def two_level_for(
+    group: dist.ProcessGroup, size: int, compress: str | None = None, device_type: str = ""
+) -> TwoLevel | None:
     """For all-reduces of about `size` bytes in `group`; None: use torch's. Collective, and the same on all its ranks.
 
-    None where holmes is off, the group lies in one cluster, a flat ring is predicted to be faster, or NCCL has clusters of different
-    sizes. compress: "off", "bf16" or "int8" for what crosses; None takes --holmes-compress. device_type: of the tensors; "" as in carrier.
+    None where holmes is off, the group lies in one cluster, a flat ring is predicted to be faster, or NCCL has clusters
+    of different sizes. compress: "off", "bf16" or "int8" for what crosses; None takes --holmes-compress. device_type:
+    of the tensors; "" as in carrier.
     """
     clusters = planned(tuple(dist.get_process_group_ranks(group)), size, compress)
     if clusters is None:
