@@ -87,13 +87,11 @@ def enable(plan: str | os.PathLike | None = None, **options: Any) -> None:
 def disable() -> None:
     """Undo every patch and put the environment back; process groups that exist keep their transport."""
     from holmes_ext.patches import registry
-    from holmes_ext.runtime.watch import observers as observe
+    from holmes_ext.runtime.watch import start_stop
 
-    observe.end()
+    start_stop.stop()
     registry().undo()
     session.set_active(None)
-    if "holmes_ext.runtime.watch.nic_watch" in sys.modules:
-        sys.modules["holmes_ext.runtime.watch.nic_watch"].stop()
     for name, value in _before.items():
         if value is None:
             os.environ.pop(name, None)
@@ -108,7 +106,7 @@ def _start(options: Options, argv: list[str], failure: HolmesError | None = None
     from holmes_ext.patches.megatron import arguments
     from holmes_ext.plan.sizes import parse_sizes
     from holmes_ext.runtime.start.rank import start
-    from holmes_ext.runtime.watch import observers as observe
+    from holmes_ext.runtime.watch import start_stop
 
     process = launcher.detect(os.environ)
     _before.update({name: os.environ.get(name) for name in _TOUCHED})
@@ -133,19 +131,11 @@ def _start(options: Options, argv: list[str], failure: HolmesError | None = None
     except BaseException:
         patches.undo()
         raise
-    lines += observe.begin(current)
+    lines += start_stop.start(current)
     if current.rank == 0:
         for line in [describe(current), *lines]:
             print(f"holmes: {line}", file=sys.stderr, flush=True)
-    if process.world_size > 1:
-        _watch_nics(options)
 
-
-def _watch_nics(options: Options) -> None:
-    from holmes_ext.runtime.watch import failure, nic_watch
-
-    failure.remember_counters()
-    nic_watch.start(options.patience_s)
 
 
 def _check_config(config, current: session.Session) -> list[str]:

@@ -2,7 +2,8 @@
 
     engine/                         patches as values, the registry, where a patch lands
     torch/ deepspeed/ megatron/     each framework's: features.py says what there is, which versions it was run with and which
-                                    option asks for it; PATCHES of the modules do it. They import the framework only inside
+                                    option asks for it; PATCHES of the modules do it. They import the framework only
+                                    inside
 """
 
 import functools

@@ -62,8 +62,8 @@ class PlainGradients:
 class Bf16Gradients(PlainGradients):
     """BF16_Optimizer: each micro-batch's .grad is folded into a high-precision buffer, which is what is reduced.
 
-    Stock folds after a backward pass, in update_hp_grads (or, with immediate_grad_update, in a hook before ours). In the
-    last one each parameter is folded when its bucket leaves, once, and update_hp_grads finds nothing to do.
+    Stock folds after a backward pass, in update_hp_grads (or, with immediate_grad_update, in a hook before ours). In
+    the last one each parameter is folded when its bucket leaves, once, and update_hp_grads finds nothing to do.
     """
 
     def __init__(self, engine: Any):

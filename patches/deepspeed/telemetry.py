@@ -1,7 +1,9 @@
-"""Where the steps of DeepSpeed's engines begin and end, and what its groups are for: telemetry and the watchdog look on."""
+"""Where the steps of DeepSpeed's engines begin and end, and what its groups are for: telemetry and the watchdog look
+on."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from holmes_ext.patches.deepspeed.features import TELEMETRY
@@ -57,7 +59,7 @@ PATCHES = (
     Patch(TELEMETRY, "deepspeed.runtime.engine:DeepSpeedEngine.step", "a step of the plain engine", _engine_step),
     *(
         Patch(
-            TELEMETRY, f"{_PIPE}._exec_{kind}_pass", "spans of the trace", inside(lambda kind=kind: telemetry.span(kind)),
+            TELEMETRY, f"{_PIPE}._exec_{kind}_pass", "spans of the trace", inside(partial(telemetry.span, kind)),
             rebind=(f"{_PIPE}._INSTRUCTION_MAP[{kind.capitalize()}Pass]",),
         )
         for kind in ("forward", "backward")

@@ -23,6 +23,8 @@ import wrapt
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.source import missing_parameters
 
+_log = logging.getLogger(__name__)
+
 
 class Misfit(Exception):
     """The target is not what the patch expects; the message is the reason."""
@@ -104,7 +106,7 @@ class Location:
         """Put value into the attribute and all its copies, where the former value was."""
         former = self.value
         if former is not self.original and vars(self.parent).get(self.name) is not former:
-            logging.getLogger(__name__).warning("holmes: %s was changed by somebody else: it stays as it is", self.target)
+            _log.warning("holmes: %s was changed by somebody else meanwhile: it stays as it is", self.target)
         elif value is self.original and self.inherited:
             delattr(self.parent, self.name)
         else:
@@ -133,7 +135,8 @@ class Location:
         return call
 
     def _entries_of(self, patch):
-        """The dict entries that patch.rebind names, in modules that are imported; the others will copy the patched object."""
+        """The dict entries that patch.rebind names, in modules that are imported; the others will copy the patched
+        object."""
         entries = []
         for module, qualname, name in patch.rebind_places():
             if module in sys.modules:

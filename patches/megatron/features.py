@@ -15,22 +15,26 @@ from holmes_ext.patches.engine.patch import Feature
 
 
 def loaded_version() -> str | None:
-    """The version of the megatron.core that the program imports, from its package_info (megatron.core is not whole yet).
+    """The version of the megatron.core that the program imports, from its package_info (megatron.core is not whole
+    yet).
 
-    None when it is the copy that Megatron-DeepSpeed brings: its pipeline is DeepSpeed's, and there is nothing in it to patch.
+    None when it is the copy that Megatron-DeepSpeed brings: its pipeline is DeepSpeed's, and there is nothing in it to
+    patch.
     """
     version = importlib.import_module("megatron.core.package_info").__version__
     return None if version.startswith("0.2.") and _is_megatron_deepspeed() else version
 
 
 def _is_megatron_deepspeed() -> bool:
-    """By the file beside megatron/core that Megatron-LM has moved, and that reads deepspeed's arguments here; nothing is imported."""
+    """By the file beside megatron/core that Megatron-LM has moved, and that reads deepspeed's arguments here; nothing
+    is imported."""
     beside = Path(sys.modules["megatron.core"].__path__[0]).parent / "arguments.py"
     return beside.is_file() and "add_config_arguments" in beside.read_text(errors="replace")
 
 
 def megatron_deepspeed_version() -> str | None:
-    """The version of the vendored megatron.core; None when the megatron that was imported is not Megatron-DeepSpeed's."""
+    """The version of the vendored megatron.core; None when the megatron that was imported is not
+    Megatron-DeepSpeed's."""
     if not hasattr(sys.modules.get("megatron.arguments"), "deepspeed"):
         return None
     return importlib.import_module("megatron.core.package_info").__version__

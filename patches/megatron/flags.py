@@ -1,4 +1,5 @@
-"""holmes's flags in the parsers of Megatron-LM and Megatron-DeepSpeed; holmes strips them from sys.argv before they parse."""
+"""holmes's flags in the parsers of Megatron-LM and Megatron-DeepSpeed; holmes strips them from sys.argv before they
+parse."""
 
 from __future__ import annotations
 

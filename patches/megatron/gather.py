@@ -1,7 +1,9 @@
-"""The distributed optimizer's weights travel during the next forward pass, in programs that never heard of it (--holmes-overlap on).
+"""The distributed optimizer's weights travel during the next forward pass, in programs that never heard of it
+(--holmes-overlap on).
 
-megatron-core's overlap_param_gather starts the gather in the forward pass; until then the weights that a program sees are old, and
-it has to know (start_param_sync before each checkpoint, on all ranks). Here instead, with the same buckets and handles:
+megatron-core's overlap_param_gather starts the gather in the forward pass; until then the weights that a program sees
+are old, and it has to know (start_param_sync before each checkpoint, on all ranks). Here instead, with the same buckets
+and handles:
 
     optimizer.step()     every bucket's gather starts, the first that the forward pass needs first
     forward              a layer waits for its own bucket, by megatron-core's hook
@@ -20,7 +22,8 @@ from holmes_ext.patches.megatron.features import REDUCTION
 
 
 def turn_on(ddp_config: Any) -> bool:
-    """Set overlap_param_gather in place unless the program did, or has weights that it does not suit; whether it is ours."""
+    """Set overlap_param_gather in place unless the program did, or has weights that it does not suit; whether it is
+    ours."""
     if getattr(ddp_config, "gather_by_plan", False):
         return True  # an earlier chunk of the same model
     eight_bit = getattr(ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False) or getattr(ddp_config, "fp8_param_gather", False)
@@ -31,7 +34,8 @@ def turn_on(ddp_config: Any) -> bool:
 
 
 def prepare(ddp: Any) -> None:
-    """A DistributedDataParallel that was built with turn_on(): reading or loading its weights waits for their gathers."""
+    """A DistributedDataParallel that was built with turn_on(): reading or loading its weights waits for their
+    gathers."""
     for group in _groups(ddp):
         group.next_param_gather_bucket_group = None  # step() starts them all
 
@@ -51,7 +55,8 @@ def _groups(ddp: Any) -> Iterator[Any]:
 
 
 def _gather_after_step(wrapped, instance, args, kwargs):
-    """DistributedOptimizer.step_with_ready_grads, which leaves the gather to the forward pass where it is overlapped."""
+    """DistributedOptimizer.step_with_ready_grads, which leaves the gather to the forward pass where it is
+    overlapped."""
     done = wrapped(*args, **kwargs)
     if getattr(instance.ddp_config, "gather_by_plan", False):
         own = {id(bucket) for buffer in instance.buffers for bucket in buffer.buckets}  # experts have an optimizer of their own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import inside
@@ -53,7 +54,7 @@ PATCHES = (
         "the job's sizes tell what each group is for", _learn_sizes,
     ),
     Patch(TELEMETRY, f"{_SCHEDULES}forward_step", "spans of the trace; the first one begins a step", inside(_forward)),
-    Patch(TELEMETRY, f"{_SCHEDULES}backward_step", "spans of the trace", inside(lambda: telemetry.span("backward"))),
+    Patch(TELEMETRY, f"{_SCHEDULES}backward_step", "spans of the trace", inside(partial(telemetry.span, "backward"))),
     *(Patch(TELEMETRY, f"megatron.core.optimizer.optimizer:{name}.step", "the end of a step", _optimizer_step)
       for name in _OPTIMIZERS),
 )  # fmt: skip

@@ -1,11 +1,13 @@
 """Telemetry's and the watchdog's view of a job's communication: torch's process groups.
 
-Python code reaches the network through the methods of two classes of torch's, so these are the fewest places that see everything:
+Python code reaches the network through the methods of two classes of torch's, so these are the fewest places that see
+everything:
 
     dist.all_reduce, send, ... -> ProcessGroup.allreduce, send, ...   an operation starts
                                   Work.wait                           the program waits for one
 
-torch's own C++ (DistributedDataParallel's reducer, functional collectives) goes past them. Without a recorder each costs one look.
+torch's own C++ (DistributedDataParallel's reducer, functional collectives) goes past them. Without a recorder each
+costs one look.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from holmes_ext.runtime.measure import telemetry
 _C10D = "torch.distributed.distributed_c10d"
 
 _IS_213 = Version(installed_version("torch") or "2.13") >= Version("2.13.0.dev0")
-#: ProcessGroup's method (some were renamed in 2.13) -> (the operation, which argument is the payload). Of an all-gather and
-#: a reduce-scatter it is this rank's share.
+#: ProcessGroup's method (some were renamed in 2.13) -> (the operation, which argument is the payload). Of an all-gather
+#: and a reduce-scatter it is this rank's share.
 METHODS: dict[str, tuple[str, int | None]] = {
     "allreduce": ("all_reduce", 0), "allreduce_coalesced": ("all_reduce", 0), "broadcast": ("broadcast", 0),
     "reduce": ("reduce", 0), "allgather": ("all_gather", 1), "allgather_coalesced": ("all_gather", 1),
@@ -77,7 +79,7 @@ def _wait(original: Any) -> Any:
             return _wait_on_stream(op, lambda: original(self, *args, **kwargs))
         start = recorder.clock()
         result = original(self, *args, **kwargs)
-        recorder.waited(self, op, start)
+        recorder.waited(op, start)
         return result
 
     return wait

@@ -1,6 +1,6 @@
-"""Reduce-scatter and all-gather over gloo by direct sends: every rank sends each other rank its block, receives posted first.
+"""Reduce-scatter and all-gather over gloo by direct sends: every rank sends each other rank its block.
 
-Two groups, one for each direction: sends both ways on one gloo group take the time of one or of both, at random.
+Receives are posted first. Two groups, one for each direction: sends both ways on one gloo group take the time of one or of both, at random.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Parts = tuple[Sequence[torch.Tensor], Sequence[int]]
 class DirectExchange:
     """Reduce-scatter and all-gather among ranks of one network. All jobs of a call are under way at once.
 
-    ranks: global, this one among them; construction is collective. codec: what is sent is compressed; then a call may be
-    given the residuals of the tensor that its parts are views of (None: rounding errors are not carried on).
+    ranks: global, this one among them; construction is collective. codec: of what is sent; a call may be given the
+    residuals of the tensor that its parts are views of (None: rounding errors are not carried on).
     """
 
     def __init__(self, ranks: Sequence[int], codec: Codec = PLAIN):

@@ -76,8 +76,8 @@ class GradientReducer:
         takes two levels where holmes is active, the group straddles clusters (with NCCL: of equal size) and that is
         predicted to be faster.
     gradient: gradient(parameter) -> its final gradient, called once a step when the bucket is filled; None: .grad.
-    owners: owners(parameter) -> (elements, rank) one after the other: who needs which part of its average; on others that
-        part is undefined afterwards (owned.py). None: all ranks need everything. Not used where two levels are.
+    owners: owners(parameter) -> (elements, rank) one after the other: who needs which part of its average; on others
+        that part is undefined afterwards (owned.py). None: all ranks need everything. Not used where two levels are.
 
     A parameter that got no gradient on this rank counts as zeros, and its .grad is the average on all ranks afterwards
     (zeros where no rank used it, as DeepSpeed does and DistributedDataParallel does not): no rank waits for it. NaN and
