@@ -1,9 +1,8 @@
 """Patches of the frameworks: the only code that knows their insides.
 
     engine/                         patches as values, the registry, where a patch lands
-    torch/ deepspeed/ megatron/     each framework's: features.py says what there is, which versions it was run with and which
-                                    option asks for it; PATCHES of the modules do it. They import the framework only
-                                    inside
+    torch/ deepspeed/ megatron/     each framework's: features.py says what there is, the versions it was run with, the
+                                    option that asks for it; PATCHES of the modules do it. They import it only inside
 """
 
 import functools

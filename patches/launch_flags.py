@@ -1,7 +1,6 @@
 """The flags that start a planned job with each framework, and what of the plan a framework cannot do.
 
-tests/patches/test_launch_flags.py parses them with Megatron-LM's and Megatron-DeepSpeed's own parsers where their checkouts
-are at hand.
+tests/patches/test_launch_flags.py parses them with the two Megatrons' own parsers where their checkouts are at hand.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ LIMITS = {"megatron-lm": {"zero": (0, 1)}, "deepspeed": _DEEPSPEED, "megatron-de
 
 @dataclass(frozen=True)
 class Launch:
-    """flags: for the script's command line. config: the ds_config, if the framework has one. lacks: what it cannot do, ()
-    when it can all."""
+    """flags: for the script's command line. config: the ds_config, if there is one. lacks: what it cannot do."""
 
     flags: tuple[str, ...]
     config: dict = field(default_factory=dict)
@@ -91,7 +89,8 @@ def _megatron_lm(candidate: Candidate, model: Model, global_batch: int) -> tuple
         flags += ["--num-distributed-optimizer-instances", str(clusters.pop())]
     elif clusters:
         lacks.append(
-            "two-level reduction without the distributed optimizer, or of some stages only (limit reduction=flat, or zero=1)"
+            "two-level reduction without the distributed optimizer, or of some stages only (limit reduction=flat, or"
+            " zero=1)"
         )
     return flags, lacks
 

@@ -3,7 +3,7 @@
     save    beside the tag's files, holmes_split.json: which module starts each stage; `latest` only when every rank has
             written its files (DeepSpeed's rank 0 writes it as soon as its own are: a rank that dies meanwhile leaves a
             `latest` that cannot be loaded)
-    load    compare; a checkpoint without that file was saved by stock, so its split is what stock makes of the same model
+    load    compare; a checkpoint without that file was saved by stock, so its split is what stock makes of the model
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def stock_parts(module: Any) -> list[int]:
     from deepspeed.runtime import utils
 
     method, count = _methods[module], len(module._layer_specs)
-    if not isinstance(method, str) or method[:1].isdecimal():  # the script's own borders (partition.py): stock knows none
+    if not isinstance(method, str) or method[:1].isdecimal():  # the script's own borders (partition.py)
         return list(module.parts)
     if method == "uniform":
         return list(utils.partition_uniform(num_items=count, num_parts=module.num_stages))
@@ -54,7 +54,7 @@ def stock_parts(module: Any) -> list[int]:
 
 
 def _save_whole(wrapped, instance, args, kwargs):
-    """save_checkpoint(save_dir, tag=None, client_state={}, save_latest=True, ...); it begins and ends with a barrier."""
+    """save_checkpoint(save_dir, tag=None, client_state={}, save_latest=True, ...), with a barrier at both ends."""
     if session.active() is None:
         return wrapped(*args, **kwargs)
     given = {**dict(zip(_SAVE, args)), **kwargs}
@@ -116,13 +116,12 @@ def way_out(folder: Path, saved: Split, here: Split, module: Any) -> str:
     if any(folder.glob("*zero_pp_rank_*_optim_states.pt")):
         ways.append(
             f"convert it once: python -m deepspeed.checkpoint.ds_to_universal --input_folder {folder}"
-            f" --output_folder {folder}_universal, with --inject_missing_state where the program is not Megatron-DeepSpeed,"
-            " then load with --universal-checkpoint (load_universal in ds_config's 'checkpoint')"
+            f" --output_folder {folder}_universal, with --inject_missing_state where the program is not"
+            " Megatron-DeepSpeed, then load with --universal-checkpoint (load_universal in ds_config's 'checkpoint')"
         )
     else:
-        ways.append(
-            "it cannot be converted, having no ZeRO files: save with ZeRO 1 or bf16, or take the weights alone (--finetune)"
-        )
+        ways.append("it cannot be converted, having no ZeRO files: save with ZeRO 1 or bf16, or take the weights alone"
+                    " (--finetune)")  # fmt: skip
     return ", or ".join(ways)
 
 
@@ -153,8 +152,8 @@ def _refuse_other_split(wrapped, instance, args, kwargs):
             raise RemoteError("rank 0 says which split")
         if saved != here:
             raise HolmesError(
-                f"{folder} was saved with {saved}, this job has {here}, and DeepSpeed's native checkpoints do not load under"
-                f" another split; {way_out(folder, saved, here, module)}"
+                f"{folder} was saved with {saved}, this job has {here}, and DeepSpeed's native checkpoints do not load"
+                f" under another split; {way_out(folder, saved, here, module)}"
             )
     return wrapped(*args, **kwargs)
 

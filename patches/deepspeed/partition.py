@@ -54,9 +54,8 @@ def borders_of(names: Sequence[str | None], stage_layers: Sequence[int], source:
     if most is None or names.count(most) != total:
         found = f"{names.count(most)} layers of class {most}" if most else "no layer class that repeats"
         split = "+".join(map(str, stage_layers))
-        raise HolmesError(
-            f"{source}: key 'stage_layers': {split} = {total} layers, but the model has {found}; make the plan for this model"
-        )
+        key = f"{source}: key 'stage_layers'"
+        raise HolmesError(f"{key}: {split} = {total} layers, but the model has {found}; make the plan for this model")
     blocks = [index for index, name in enumerate(names) if name == most]
     return [0, *(blocks[first] for first in itertools.accumulate(stage_layers[:-1])), len(names)]
 
@@ -90,10 +89,8 @@ def _partition_layers(wrapped, instance, args, kwargs):
         if current is not None and current.plan.stage_layers:
             plan = current.plan
             if len(plan.stage_layers) != stages:
-                raise HolmesError(
-                    f"{plan.source}: key 'stage_layers' has {len(plan.stage_layers)} stages, but the module has {stages};"
-                    " make the plan for this pipeline size"
-                )
+                key = f"{plan.source}: key 'stage_layers' has {len(plan.stage_layers)} stages"
+                raise HolmesError(f"{key}, but the module has {stages}; make the plan for this pipeline size")
             borders = borders_of([class_name(spec) for spec in specs], plan.stage_layers, plan.source)
             what = f"{plan.partition} partition, {'+'.join(map(str, plan.stage_layers))} blocks"
     if borders is not None:

@@ -152,7 +152,7 @@ class Location:
 def _locate(module, qualname):
     """(the object that has the attribute, the attribute's name); Misfit when there is no such attribute."""
     *path, name = qualname.split(".")
-    parent = sys.modules[module]
+    parent: object = sys.modules[module]
     for part in path:
         parent = getattr(parent, part, None)
     if parent is None or not hasattr(parent, name):

@@ -16,7 +16,6 @@ Modules are only watched (wrapt's post-import hooks), never imported from here. 
 after undo() they find nothing to do.
 """
 
-import difflib
 import functools
 import hashlib
 import logging
@@ -33,6 +32,7 @@ from holmes_ext.options import Options
 from holmes_ext.patches.engine.location import Location, Misfit
 from holmes_ext.patches.engine.patch import Feature, Patch, PatchStatus
 from holmes_ext.patches.engine.source import source_misfit
+from holmes_ext.words import did_you_mean
 
 _log = logging.getLogger(__name__)
 #: Why a feature is off that nobody wanted: nothing that a user must be told.
@@ -44,17 +44,15 @@ def disabled_features(environ: Mapping[str, str], known: Iterable[str]) -> froze
 
     HolmesError names an unknown feature and the nearest known one.
     """
-    known = set(known)
+    known = list(known)
     names = {name.strip() for name in environ.get("HOLMES_DISABLE", "").split(",")} - {""}
-    for name in sorted(names - known - {"all"}):
-        raise HolmesError(f"HOLMES_DISABLE: {_unknown(name, known | {'all'})}")
+    for name in sorted(names - {*known, "all"}):
+        raise HolmesError(f"HOLMES_DISABLE: {_unknown(name, [*known, 'all'])}")
     return frozenset(known if "all" in names else names)
 
 
-def _unknown(name, known):
-    near = difflib.get_close_matches(name, sorted(known), 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known)) or 'none'}"
-    return f"there is no feature {name!r}; {hint}"
+def _unknown(name: str, known: Iterable[str]) -> str:
+    return f"there is no feature {name!r}; {did_you_mean(name, sorted(known))}"
 
 
 class _NotLoaded(Exception):

@@ -4,7 +4,7 @@ Before core 0.20 a fully reshardable checkpoint is wrong when a bucket other tha
 get_parameter_state_dp_zero drops the padding between buckets, sharded_param_state_fully_reshardable counts it (0.14,
 0.15, 0.16.1; mended in 0.20).
 
-    params   | 4096 | 32.. | 4096 |        cut where the sum is a multiple of the divisor: no padding, and nothing to be dropped
+    params   | 4096 | 32.. | 4096 |        cut where the sum is a multiple of the divisor: no padding, nothing dropped
 """
 
 from __future__ import annotations
@@ -65,4 +65,5 @@ def of_buffer(params: Sequence[Any], ranks: int, ddp_config: Any, wanted: int) -
     """unpadded() for the parameters of a _ParamAndGradBuffer that is reduced among `ranks`."""
     high = getattr(ddp_config, "pad_buckets_for_high_nccl_busbw", False)
     divisor = math.lcm(ranks, END, HIGH_BANDWIDTH if high else 1)
-    return unpadded([(param.numel(), getattr(param, "shared_embedding", False)) for param in params[::-1]], wanted, divisor)
+    backwards = [(param.numel(), getattr(param, "shared_embedding", False)) for param in params[::-1]]
+    return unpadded(backwards, wanted, divisor)

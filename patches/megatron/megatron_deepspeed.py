@@ -6,13 +6,12 @@ megatron.core and DeepSpeed's grid both follow the renumbered RANK.
 
 from __future__ import annotations
 
-import difflib
-
 from holmes_ext.options import NAMES, PREFIX, flag
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron.features import MEGATRON_DEEPSPEED_FLAGS
 from holmes_ext.patches.megatron.flags import add_flags
 from holmes_ext.runtime import session
+from holmes_ext.words import nearest
 
 
 def _teach_flags(wrapped, instance, args, kwargs):
@@ -33,13 +32,12 @@ def _teach_flags(wrapped, instance, args, kwargs):
 
 def tell_near_misses(parser):
     """A misspelt flag's near miss in the parser's own usage error."""
-    usage_error = parser.error
+    usage_error, flags = parser.error, [PREFIX, *map(flag, NAMES)]
 
     def error(message):
         named = [item.partition("=")[0] for item in message.split() if item.startswith("--")]
-        flags = [PREFIX, *map(flag, NAMES)]
-        near = {name: difflib.get_close_matches(name, flags, 1, cutoff=0.75) for name in named}
-        usage_error("; ".join([message, *(f"{name}: did you mean {found[0]}?" for name, found in near.items() if found)]))
+        near = [f"{name}: did you mean {found}?" for name in named if (found := nearest(name, flags, 0.75))]
+        usage_error("; ".join([message, *near]))
 
     parser.error = error
     return parser

@@ -1,7 +1,7 @@
 """--holmes-profile under megatron-core: its schedules call forward_step and backward_step, and a P2PCommunicator
 between them.
 
-    a step           from one call of a forward_backward schedule to the next; "optimizer" is all that the program does between them
+    a step           from one call of a forward_backward schedule to the next; "optimizer": all that lies between
     "reduce"         config.finalize_model_grads_func: what is left of the reduction, and the embeddings' all-reduce
     layers           TransformerLayer modules by their layer_number; what a stage computes before and after them
 
@@ -45,11 +45,13 @@ def layers_of(model: Any) -> list[tuple[str | int, Any]]:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     modules = dict(model.named_modules())
-    found: list[tuple[str | int, Any]] = [("before", module) for name, module in modules.items() if name.endswith("embedding") and name.count("embedding") == 1]
-    layers = [module for module in modules.values() if isinstance(module, TransformerLayer)]
-    found += [(layer.layer_number - 1, layer) for layer in layers]
+    embeddings = [name for name in modules if name.endswith("embedding") and name.count("embedding") == 1]
     last = ("final_layernorm", "final_norm", "output_layer")
-    return found + [("after", module) for name, module in modules.items() if name.rpartition(".")[2] in last and module is not None]
+    return [
+        *(("before", modules[name]) for name in embeddings),
+        *((one.layer_number - 1, one) for one in modules.values() if isinstance(one, TransformerLayer)),
+        *(("after", one) for name, one in modules.items() if name.rpartition(".")[2] in last and one is not None),
+    ]
 
 
 def gradient_bytes(model: Any) -> dict[str | int, float]:
@@ -79,8 +81,8 @@ def _schedule(wrapped, instance, args, kwargs):
     if isinstance(model, list):
         if len(model) > 1:
             raise HolmesError(
-                "--holmes-profile: the interleaved schedule is not measured; run with one chunk on each stage, and give the"
-                " layers of each chunk"
+                "--holmes-profile: the interleaved schedule is not measured; run with one chunk on each stage, and give"
+                " the layers of each chunk"
             )
         model = model[0]
     if state.profiler is None:

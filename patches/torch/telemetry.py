@@ -73,7 +73,7 @@ def _wait(original: Any) -> Any:
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = telemetry.recorder
         op = recorder.by_work.get(id(self)) if recorder is not None else None
-        if op is None:
+        if recorder is None or op is None:
             return original(self, *args, **kwargs)
         if op.events is not None and recorder.keeps:
             return _wait_on_stream(op, lambda: original(self, *args, **kwargs))
@@ -110,12 +110,10 @@ def _end_coalescing(original: Any) -> Any:
     """The one work of a block stands for its last operation; the others are over with it, as far as one can tell."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        work = original(self, *args, **kwargs)
-        recorder = telemetry.recorder
-        ops = recorder.coalescing.pop(id(self), []) if recorder is not None else []
-        for op in ops[:-1]:
-            recorder.finish(op)
-        if ops:
+        work, recorder = original(self, *args, **kwargs), telemetry.recorder
+        if recorder is not None and (ops := recorder.coalescing.pop(id(self), [])):
+            for op in ops[:-1]:
+                recorder.finish(op)
             recorder.launched(ops[-1], work, self)
         return work
 

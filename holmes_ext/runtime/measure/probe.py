@@ -31,7 +31,8 @@ _LARGEST_REDUCTION = 64 << 20
 
 def pairs(session: Session) -> dict[str, tuple[int, int]]:
     """fabric -> first ranks of the two nodes to measure between."""
-    site, plan, found = session.site, session.plan, {}
+    site, plan = session.site, session.plan
+    found: dict[str, tuple[tuple[str, str], bool]] = {}
     for one, two in itertools.combinations(plan.nodes, 2):
         fabric = site.shared_fabric((one, two)).name
         crossing = site.node_by_name[one].cluster != site.node_by_name[two].cluster

@@ -6,7 +6,7 @@ A Profiler is framework-neutral: patches/*/profile.py tell it where a step, a pa
 modules are which layers. A pass is cut at the layers, so that their times add up to it:
 
     forward     a layer begins where its module is called, and ends where the next one begins or the pass ends
-    backward    a layer ends where its input's gradient is ready, and begins where the one behind it ended or the pass began
+    backward    a layer ends where its input's gradient is ready, and begins where the one behind it ended or the pass
 
 so what stands between modules counts for its neighbour, recomputation for the layers that are recomputed. On a GPU the
 borders are CUDA events, read when the step has ended: nothing waits for them. Of all micro-batches the median counts,

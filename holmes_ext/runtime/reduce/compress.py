@@ -58,7 +58,7 @@ class Bf16(Codec):
 
 
 class Int8(Codec):
-    """The wire: uint8, first the blocks' scales, then the elements; a multiple of 4 bytes, so that several may follow."""
+    """The wire: uint8, first the blocks' scales, then the elements; a multiple of 4 bytes: several may follow."""
 
     share, feedback = (1 + 4 / BLOCK) / 4, True
 

@@ -1,6 +1,7 @@
 """Reduce-scatter and all-gather over gloo by direct sends: every rank sends each other rank its block.
 
-Receives are posted first. Two groups, one for each direction: sends both ways on one gloo group take the time of one or of both, at random.
+Receives are posted first. Two groups, one for each direction: sends both ways on one gloo group take the time of one or
+of both, at random.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class DirectExchange:
     def _encode(self, part: torch.Tensor, tag: int, residuals: Known | None) -> torch.Tensor:
         codec = self._codec_of(part)
         known = residuals if codec.feedback else None
-        return codec.encode(part, residual_of(known, (tag, part.storage_offset()), part))
+        return codec.encode(part, residual_of(known, (tag, int(part.storage_offset())), part))
 
     def _kept(self, part: torch.Tensor, *place: int) -> torch.Tensor:
         """What arrives for `part`: cut from the buffer that earlier calls had in the same place, as fresh memory costs

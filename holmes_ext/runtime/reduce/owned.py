@@ -67,18 +67,18 @@ class ReduceToOwners:
         """All receives are posted at once; a rank works on one span after the other, and so does its neighbour."""
         count, me = len(self._ranks), self._ranks.index(self._rank)
         before, after = self._ranks[me - 1], self._ranks[(me + 1) % count]
-        hops = []
+        hops: list[tuple[torch.Tensor, Any, bool]] = []
         for part, owner in parts:
             place = (me - self._ranks.index(owner) - 1) % count  # 0: begins the chain; count - 1: owns the span
             for chunk in part.split(max(1, CHUNK_BYTES // part.element_size())):
                 arriving = torch.empty_like(chunk) if place > 0 else None
-                receive = dist.irecv(arriving, src=before, group=self._group) if place > 0 else None
-                hops.append((chunk, arriving, receive, place < count - 1))
-        sends = []
-        for chunk, arriving, receive, goes_on in hops:
-            if receive is not None:
-                receive.wait()
-                chunk.add_(arriving)
+                receive = arriving is not None and (dist.irecv(arriving, src=before, group=self._group), arriving)
+                hops.append((chunk, receive, place < count - 1))
+        sends: list[Any] = []
+        for chunk, receive, goes_on in hops:
+            if receive:
+                receive[0].wait()
+                chunk.add_(receive[1])
             if goes_on:
                 sends.append(dist.isend(chunk, dst=after, group=self._group))
         for send in sends:

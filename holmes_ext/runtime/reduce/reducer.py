@@ -105,7 +105,7 @@ class GradientReducer:
     ):
         named = _named(parameters)
         self._parameters = [parameter for _, parameter in named]
-        self.group = group if group is not None else dist.group.WORLD
+        self.group: Any = group if group is not None else dist.group.WORLD
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
         self.fabric = fabric or _planned_fabric(self.ranks)
         self._divisors = (predivide, len(self.ranks) / predivide) if average else (predivide, 1 / predivide)
@@ -161,8 +161,9 @@ class GradientReducer:
         self._buckets = [FlatBucket(indices, self._items) for indices in (*groups, *last)]
         self._hooked = len(groups)  # buckets that the backward pass may launch
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
-        for bucket in self._buckets if self._owners else ():
-            bucket.spans = merge_spans(span for i in bucket.indices for span in self._owners(self._parameters[i]))
+        if owners := self._owners:
+            for bucket in self._buckets:
+                bucket.spans = merge_spans(span for i in bucket.indices for span in owners(self._parameters[i]))
         self._reset()
 
     def _reset(self) -> None:
@@ -232,8 +233,9 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for helper in filter(None, (self._two_level, self._to_owners)):
-            helper.close()
+        for helper in (self._two_level, self._to_owners):
+            if helper is not None:
+                helper.close()
 
     # Backward pass
 

@@ -30,7 +30,8 @@ class Work:
     """Parts under way: wait() returns when all are through, and raises what went wrong."""
 
     def __init__(self, parts: int):
-        self.left, self.error = parts, None
+        self.left = parts
+        self.error: Exception | None = None
         self._future: torch.futures.Future = torch.futures.Future()
         self.out = threading.Event()  # all parts have come out of the threads, done or not
         _under_way.add(self)

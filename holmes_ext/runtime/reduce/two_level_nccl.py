@@ -87,7 +87,7 @@ class TwoLevelCollectives:
         shard: Any = torch.empty(chunk.numel() // self._members, dtype=chunk.dtype, device=chunk.device)
         dist.reduce_scatter_tensor(shard, chunk, group=self._inside)
         if self._codec.applies(shard.dtype):
-            self._sum_compressed(shard, residual_of(residuals, (0, chunk.storage_offset()), shard))
+            self._sum_compressed(shard, residual_of(residuals, (0, int(chunk.storage_offset())), shard))
         else:
             dist.all_reduce(shard, group=self._across)
         dist.all_gather_into_tensor(chunk, shard, group=self._inside)
