@@ -26,7 +26,7 @@ HELP = {
     "sizes": "pipeline=2,tensor=1,...: the job's parallel sizes, where holmes cannot read them from the command line",
     "timeout": "seconds until a rank that has not reported is named and the job ends (default 300)",
     "require": "feature,...: these must be usable (see `holmes patches`), or the job ends; others are left off with a reason",
-    "overlap": "auto (default): DeepSpeed's pipeline engine and megatron-core reduce gradients while the last backward pass runs, on the stages whose reduction would be waited for, where no checkpoint depends on it; on: on every stage, and updated parameters of ZeRO 1 and of a distributed optimizer travel during the next forward pass; off: as the framework does it",
+    "overlap": "auto (default): DeepSpeed's pipeline engine and megatron-core reduce gradients while the last backward pass runs, on the stages whose reduction would be waited for, where no checkpoint depends on it; on: on every stage, and updated weights of megatron-core's distributed optimizer travel during the next forward pass; off: as the framework does it",
     "bucket": "megabytes of gradients that travel together (default: from the fabric's latency and rate)",
     "compress": "off (default), bf16, or int8 (with error feedback): gradients on the slow network only, where they are reduced in two levels",
     "partition": "uniform (the framework decides), speed (the Holmes paper's formula), balanced (least predicted step), or layers of each stage: 5,3",

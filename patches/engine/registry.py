@@ -35,6 +35,8 @@ from holmes_ext.patches.engine.source import source_misfit
 from holmes_ext.words import did_you_mean
 
 _log = logging.getLogger(__name__)
+#: Features that are no more: switching them off is no mistake.
+_FORMER = ("overlap-gather",)
 #: Why a feature is off that nobody wanted: nothing that a user must be told.
 _UNWANTED = "not enabled"
 
@@ -46,7 +48,7 @@ def disabled_features(environ: Mapping[str, str], known: Iterable[str]) -> froze
     """
     known = list(known)
     names = {name.strip() for name in environ.get("HOLMES_DISABLE", "").split(",")} - {""}
-    for name in sorted(names - {*known, "all"}):
+    for name in sorted(names - {*known, *_FORMER, "all"}):
         raise HolmesError(f"HOLMES_DISABLE: {_unknown(name, [*known, 'all'])}")
     return frozenset(known if "all" in names else names)
 
@@ -149,6 +151,10 @@ class Registry:
             for progress in self._features.values():
                 self._remove(progress)
                 progress.off, progress.required = "undone" if progress.off is None else progress.off, False
+
+    def is_on(self, name: str) -> bool:
+        """Whether this feature is applied, or will be."""
+        return self._features[name].off is None
 
     def statuses(self) -> list[PatchStatus]:
         """The state of every patch, in the order of registration within each feature."""

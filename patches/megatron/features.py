@@ -49,6 +49,7 @@ _lm = partial(Feature, versions=f"megatron-lm{_RANGE}", tried=("0.16.1", "0.20.0
 GROUPS = _core("megatron-groups")
 LAYERS = _core("megatron-layers")
 REDUCTION = _core("megatron-reduction")
+GATHER = _core("megatron-gather", option="overlap", idle=("off", "auto"))
 P2P = _core("megatron-p2p")
 PROFILE = _core("megatron-profile", option="profile", idle=("",))
 TELEMETRY = _core("telemetry-megatron")

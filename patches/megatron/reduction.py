@@ -92,7 +92,7 @@ def _reduce_as_planned(wrapped, instance, args, kwargs):
         ddp_config.overlap_grad_reduce = ddp_config.overlap_by_plan = True
     if getattr(ddp_config, "overlap_by_plan", False):
         _no_sync_between_micro_batches(given["config"], instance)
-    gather = current.options.overlap == "on" and megatron_gather.turn_on(ddp_config)
+    gather = megatron_gather.turn_on(ddp_config)
     chosen = ddp_config.bucket_size
     token = _bucket.set(None if given["disable_bucketing"] else _Planned(chosen, getattr(ddp_config, "buckets_by_plan", False)))
     try:
