@@ -226,14 +226,15 @@ def owners(repetitions: int) -> list[Row]:
             seconds, sent = _sums(lab, ("all-reduce", "to owners"), order, [], order, repetitions)
             rows += [_row("owners", f"{where}, 10 MiB, {name}", values, "s") for name, values in seconds.items()]
             for name, values in sent.items():
-                rows.append(_row("owners", f"{where}, sent by a node / gradient, {name}", [v / count for v in values], "x"))
+                each = [value / count for value in values]
+                rows.append(_row("owners", f"{where}, sent by a node / gradient, {name}", each, "x"))
             ratios = [a / b for a, b in zip(*seconds.values())]
             rows.append(_row("owners", f"{where}, all-reduce / to owners", ratios, "x"))
     return rows
 
 
 def _sums(
-    lab: Lab, names: Sequence[str], order: Sequence[str], clusters: list[list[int]], counted: Sequence[str], repetitions: int
+    lab: Lab, names: Sequence[str], order: Sequence[str], clusters: list, counted: Sequence[str], repetitions: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Of each way to sum 10 MiB, in turn: seconds, and what the nodes `counted` sent over Ethernet, in gradients."""
     times = 4

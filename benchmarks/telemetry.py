@@ -86,7 +86,7 @@ def operation(repetitions: int) -> list[Row]:
             "telemetry": (f"dict(watchdog='off', telemetry={directory!r})", "no", ""),
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for repetition in range(repetitions):
+        for _ in range(repetitions):
             for name, (options, watched, off) in ways.items():
                 env = {**os.environ, "HOLMES_DISABLE": off}
                 command = [sys.executable, "-c", SMALL, options, watched]
