@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext.cluster.site import Fabric, Site
-from holmes_ext.document import Table, write_whole
+from holmes_ext.document import Table, load_json, parse_json, save
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.sizes import Sizes
 
 VERSION = 1
+ADVICE = "`holmes plan` writes one"
 
 
 @dataclass(frozen=True)
@@ -95,33 +96,22 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write plan.json whole or not at all; HolmesError when the place cannot be written."""
-        try:
-            write_whole(path, self.to_json())
-        except OSError as error:
-            raise HolmesError(f"{path}: the plan cannot be written ({error.strerror}); name another place") from None
+        save(path, self.to_json(), "the plan")
 
 
 def load_plan(path: str | Path) -> Plan:
     """Read and validate plan.json; HolmesError names the file and the key, and tells an edited file from a whole one."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise HolmesError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); `holmes plan` writes one") from None
-    return parse_plan(text, str(path))
+    return _plan(load_json(path, ADVICE))
 
 
 def parse_plan(text: str, source: str) -> Plan:
     """`text` of a plan.json as a Plan; see load_plan."""
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:  # JSONDecodeError, and whole numbers of thousands of digits
-        raise HolmesError(f"{source}: not valid JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise HolmesError(f"{source}: a plan is a JSON object; `holmes plan` writes one")
-    top = Table(document, source)
-    if (version := top.take("version", int)) != VERSION:
-        raise HolmesError(f"{source}: key 'version' is {version}; this holmes_ext reads version {VERSION}")
-    digest = top.take("digest", str)
+    return _plan(parse_json(text, source, ADVICE))
+
+
+def _plan(top: Table) -> Plan:
+    top.version(VERSION)
+    source, digest = top.source, top.take("digest", str)
     plan = Plan(
         site_digest=top.take("site_digest", str),
         nodes=top.list("nodes", str),

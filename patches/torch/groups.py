@@ -22,6 +22,7 @@ from holmes_ext.runtime.groups.carrier import backends, carrier, carrier_of
 from holmes_ext.runtime.groups.transport import Transport, gloo_interface, nccl_options
 from holmes_ext.runtime.session import GroupRecord
 from holmes_ext.runtime.start.exchange import RemoteError
+from holmes_ext.words import some_of
 
 
 def _host_store_where_launched(wrapped, instance, args, kwargs):
@@ -142,7 +143,7 @@ def _await_all(store: Any, prefix: str, current: session.Session) -> None:
         store.wait([f"{prefix}/difference"], timedelta(seconds=current.options.timeout_s))
     except RuntimeError:  # torch.distributed.DistError is one
         missing = [rank for rank in range(current.plan.world_size) if not store.check([f"{prefix}/rank/{rank}"])]
-        names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        names = some_of(missing)
         raise HolmesError(
             f"rank {current.rank} on {current.node.name}: rank {names} did not come to init_process_group within {current.options.timeout} s"
             " (--holmes-timeout)"
@@ -161,7 +162,7 @@ def _options(transport: Transport, given: Any) -> Any:
 def _record(current: session.Session, record: GroupRecord) -> None:
     current.groups.append(record)
     if current.options.verbose == "on" and current.rank == record.ranks[0]:
-        members = ",".join(map(str, record.ranks[:8])) + (",..." if len(record.ranks) > 8 else "")
+        members = some_of(record.ranks, separator=",")
         where = f"{record.transport.fabric} via {record.transport.interface or record.transport.net_name or 'NVLink/memory'}"
         print(f"holmes: group {record.name or 'world'} [{members}] {record.backend}: {where}", file=sys.stderr)
 

@@ -14,7 +14,7 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.doctor import frameworks as health
 from holmes_ext.doctor.command import check_command, split_command
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches import Feature, Patch
+from holmes_ext.patches import Feature, Patch, all_patches
 from holmes_ext.runtime.start import launcher
 
 ROOT = Path(__file__).parents[2]
@@ -139,9 +139,11 @@ def test_a_target_that_another_library_replaced_is_told(monkeypatch):
 
 
 def test_patches_that_do_not_fit_are_told_once_a_feature():
-    told = health.check_patches(lambda patch: {"state": "off", "installed": "9.9", "reason": "too new"})
-    assert len(told) == len({patch.feature for patch in __import__("holmes_ext.patches", fromlist=["x"]).all_patches()}) and "too new" in told[0].what
-    assert health.check_patches(lambda patch: {"state": "fits", "installed": "1", "reason": ""}) == []
+    patches = all_patches()
+    told = [*health.check_patches(health.Fit(patch, "9.9", "off", "too new") for patch in patches)]
+    assert len(told) == len({patch.feature for patch in patches}) and "too new" in told[0].what
+    assert not [*health.check_patches(health.Fit(patch, "1", "fits", None) for patch in patches)]
+    assert not [*health.check_patches(health.Fit(patch, None, "off", "not installed") for patch in patches)]
 
 
 def test_nodes_meet_through_a_launchers_variables(tmp_path):

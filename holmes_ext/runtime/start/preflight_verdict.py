@@ -9,6 +9,7 @@ from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.layout import KINDS, groups
 from holmes_ext.plan.plan import Plan
+from holmes_ext.words import some_of
 
 #: [fabric, one node, the other, "" or what went wrong]
 Finding = Sequence[str]
@@ -25,14 +26,14 @@ def decide(site: Site, plan: Plan, todo: Sequence[Any], findings: Sequence[Findi
     ethernet = [told[tuple(finding)] for finding in bad if finding[0] == ETHERNET]
     if ethernet:
         way_out = "every node must reach the others over Ethernet: mend its cable, VLAN, addresses or firewall, or name the right interface in cluster.toml"
-        raise HolmesError(f"preflight: {_some(ethernet)}; {way_out}")
+        raise HolmesError(f"preflight: {some_of(ethernet, 3, '; ')}; {way_out}")
     if fallback == "fail":
-        raise HolmesError(f"preflight: {_some(list(told.values()))}; mend that, or let --holmes-fallback ethernet go round it")
+        raise HolmesError(f"preflight: {some_of(told.values(), 3, '; ')}; mend that, or let --holmes-fallback ethernet go round it")
     faults = lost(findings)
-    after = site.without({(node, fabric): "x" for node, fabric in faults})
+    after = site.without(dict.fromkeys(faults, "x"))
     moved = _moved(site, after, plan)
-    therefore = f"therefore {_some(moved)}" if moved else "no planned group needs it"
-    lines = [f"preflight: {_some(list(told.values()))}; {therefore} (--holmes-fallback fail would end the job)", *lines]
+    therefore = f"therefore {some_of(moved, 3, '; ')}" if moved else "no planned group needs it"
+    lines = [f"preflight: {some_of(told.values(), 3, '; ')}; {therefore} (--holmes-fallback fail would end the job)", *lines]
     return {"faults": [[node, fabric, f"found by the preflight: {why}"] for (node, fabric), why in faults.items()], "lines": lines}
 
 
@@ -63,18 +64,13 @@ def _tell(site: Site, plan: Plan, pair: Any, problem: str) -> str:
     for name in (pair.one, pair.two):
         port = site.node_by_name[name].port(pair.fabric)
         ends.append(f"node {name} (rank {_ranks_on(plan, name, pair.ranks)}, {port.name}, {port.address})")
-    ranks = ", ".join(map(str, pair.ranks[:8])) + (", ..." if len(pair.ranks) > 8 else "")
+    ranks = some_of(pair.ranks)
     return f"{ends[0]} does not reach {ends[1]} over {pair.fabric}, for the {pair.kind} group of ranks {ranks}: {problem}"
 
 
 def _ranks_on(plan: Plan, node: str, ranks: Sequence[int]) -> str:
     here = [str(rank) for rank in ranks if plan.node_of(rank) == node]
     return here[0] if len(here) == 1 else f"{here[0]} to {here[-1]}"
-
-
-def _some(texts: list[str], most: int = 3) -> str:
-    rest = len(texts) - most
-    return "; ".join(texts[:most]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def _all_groups(plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
@@ -91,8 +87,7 @@ def _moved(before: Site, after: Site, plan: Plan) -> list[str]:
     for kind, ranks in _all_groups(plan):
         names = {plan.node_of(rank) for rank in ranks}
         if len(names) > 1 and before.shared_fabric(names) != after.shared_fabric(names):
-            members = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-            told.append(f"the {kind} group of ranks {members} goes over {after.shared_fabric(names).name} on all its ranks")
+            told.append(f"the {kind} group of ranks {some_of(ranks)} goes over {after.shared_fabric(names).name} on all its ranks")
     if not told and plan.sizes is None:  # the script makes its groups as it likes
         told = ["every group that needs it goes over the next fastest fabric that its ranks share, on all of them"]
     return told

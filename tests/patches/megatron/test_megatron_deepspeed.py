@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from holmes_ext.options import Options
-from holmes_ext.patches.megatron import megatron_deepspeed
-from holmes_ext.patches.megatron import features
+from holmes_ext.patches.megatron import features, megatron_deepspeed
 from holmes_ext.patches.megatron.flags import add_flags
 from holmes_ext.plan.plan import Plan
 
