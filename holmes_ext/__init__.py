@@ -13,13 +13,13 @@ __all__ = ["GradientReducer", "HolmesError", "disable", "enable", "initialize_mo
 def __getattr__(name: str) -> Any:
     """The public names, loaded when they are used: importing holmes_ext alone stays cheap."""
     if name in ("enable", "disable"):
-        from holmes_ext import job as switch
+        from holmes_ext import job
 
-        return getattr(switch, name)
+        return getattr(job, name)
     if name == "initialize_model_parallel":  # megatron.core.parallel_state's, imported only now
-        from holmes_ext.patches.megatron.core import drop_in
+        from holmes_ext.job import initialize_model_parallel
 
-        return drop_in()
+        return initialize_model_parallel()
     if name == "GradientReducer":
         from holmes_ext.runtime.reduce.reducer import GradientReducer
 

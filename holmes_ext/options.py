@@ -127,6 +127,11 @@ class Options:
         return tuple(map(int, parts)) if all(part.isdecimal() and 0 < len(part) < 6 and int(part) for part in parts) else ()
 
     @property
+    def needs_model(self) -> bool:
+        """Whether the layers of the stages are worked out from what they cost."""
+        return self.partition != "uniform" and not self.stage_layers
+
+    @property
     def timeout_s(self) -> float:
         return float(self.timeout)
 

@@ -59,12 +59,22 @@ MODEL_FLAGS = {
 GPT2_VOCABULARY = 50304
 
 
-def model_from_arguments(argv: list[str]) -> Model | None:
+def model_from_arguments(argv: list[str], needed: bool = True) -> Model | None:
     """The model that `argv` describes in Megatron's flags; None when it names neither layers, hidden size nor heads.
 
-    GPUs are the nominal ones (150 TFLOP/s, no memory limit). HolmesError when only some of what a model needs is there.
+    GPUs are the nominal ones (150 TFLOP/s, no memory limit). HolmesError when only some of what a model needs is there, or it fits
+    together badly; None then where it is not `needed`.
     """
-    following = {item: value for item, value in zip(argv, [*argv[1:], ""])}
+    try:
+        return _model(argv)
+    except HolmesError:
+        if needed:
+            raise
+        return None
+
+
+def _model(argv: list[str]) -> Model | None:
+    following = dict(zip(argv, [*argv[1:], ""]))
     following.update(item.split("=", 1) for item in argv if item.startswith("--") and "=" in item)
     values: dict = {}
     for flag, name in MODEL_FLAGS.items():
@@ -74,7 +84,8 @@ def model_from_arguments(argv: list[str]) -> Model | None:
         return None
     for flag, name in MODEL_FLAGS.items():
         if name in ("layers", "hidden", "heads", "sequence", "micro_batch", "global_batch") and name not in values:
-            raise HolmesError(f"the command line describes a model, but not {flag}; add it, or give the model with --holmes-model FILE")
+            way_out = "add it, or give the model with --holmes-model FILE"
+            raise HolmesError(f"the command line describes a model, but not {flag}; {way_out}")
     wide = not {"--bf16", "--fp16"} & set(argv)
     recompute = following.get("--recompute-granularity", "selective" if "--recompute-activations" in argv else "none")
     if {"--checkpoint-activations", "--deepspeed-activation-checkpointing"} & set(argv):  # Megatron-DeepSpeed's names

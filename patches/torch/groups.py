@@ -13,14 +13,13 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.carrier import backends, carrier, carrier_of
 from holmes_ext.runtime.groups.transport import Transport, gloo_interface, nccl_options
 from holmes_ext.runtime.session import GroupRecord
-from holmes_ext.runtime.start.exchange import RemoteError
 
 TORCH = "torch>=2.4"
 

@@ -9,13 +9,11 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.plan.profile import Profile, StageTimes
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure.profile import Label
-from holmes_ext.runtime.start import rank as start
-from holmes_ext.runtime.start.exchange import RemoteError
 
 #: How long rank 0 waits for the others' reports.
 _COLLECT_SECONDS = 120.0
@@ -28,7 +26,7 @@ def publish(current: session.Session, own: dict[str, Any]) -> None:
     if world == 1:
         write(current, [own], path)
     else:
-        store, prefix = start._stores[-1], f"{current.round}/profile"
+        store, prefix = current.store, f"{current.round}/profile"
         store.set(f"{prefix}/{current.rank}", json.dumps(own))
         if current.rank == 0:
             try:

@@ -24,7 +24,7 @@ from typing import Any
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import kinds as group_kinds
-from holmes_ext.runtime.groups.carrier import carrier
+from holmes_ext.runtime.groups.backend import backend_of
 
 #: Who can end a step, the most trusted last: once a later one has, those before it are not listened to.
 SOURCES = ("optimizer", "reducer", "engine", "program")
@@ -41,7 +41,7 @@ class Group:
         current = session.require()
         self.name = process_group.group_name
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
-        self.backend = "nccl" if carrier(process_group) == "nccl" else "gloo"
+        self.backend = backend_of(process_group)
         self.description = str(process_group.group_desc or "")
         if self.description in ("", "undefined"):
             self.description = ""

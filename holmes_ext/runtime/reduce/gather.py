@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holmes_ext.runtime.groups.carrier import carrier
+from holmes_ext.runtime.groups.backend import backend_of
+from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.reduce.settle import under_way
 
 #: A piece is at least so many bytes where parameters end, and at most so many inside one.
@@ -62,10 +63,10 @@ class OrderedGather:
     def __init__(self, group: dist.ProcessGroup):
         self.ranks = sorted(dist.get_process_group_ranks(group))
         self._here = self.ranks.index(dist.get_rank())
-        backend = carrier(group)
+        backend = backend_of(group)
         self._gloo = backend == "gloo"
         self._groups = [
-            dist.new_group(self.ranks, backend=backend, use_local_synchronization=True, group_desc=f"gather {way}")
+            members_group(self.ranks, f"gather {way}", backend=backend)
             for way in (("up", "down") if self._gloo else ("all",))
         ]
 

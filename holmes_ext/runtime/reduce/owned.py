@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holmes_ext.runtime.groups.carrier import carrier
+from holmes_ext.runtime.groups.backend import backend_of
+from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.reduce.two_level import Reduction, serve
 
 #: What a rank adds and sends on at a time.
@@ -49,8 +50,8 @@ class ReduceToOwners:
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = dist.get_rank()
         self._group, self._inbox = group, None
-        if carrier(group, device_type) == "gloo":
-            self._group = dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True, group_desc="data_parallel owners")
+        if backend_of(group, device_type) == "gloo":
+            self._group = members_group(self._ranks, "data_parallel owners", backend="gloo")
             self._inbox = queue.SimpleQueue()
             self._thread = threading.Thread(target=serve, args=(self._chains, self._inbox, None), name="holmes_owners", daemon=True)
             self._thread.start()

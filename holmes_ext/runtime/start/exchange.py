@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from holmes_ext.cluster.node_report import NodeReport
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.runtime.start.launcher import Process
 
 #: What rank 0 makes of all reports: the verdict's content.
@@ -34,10 +34,6 @@ _CHUNK = 512
 _ROUND = "holmes/round"
 #: How long a verdict that does not count this rank's report may stand until it is taken for one that gave the rank up, in seconds.
 _LEFTOVER_SECONDS = 10.0
-
-
-class RemoteError(HolmesError):
-    """An error that rank 0 has already told the user; the other ranks only end."""
 
 
 def exchange(

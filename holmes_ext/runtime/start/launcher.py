@@ -21,7 +21,6 @@ class Process:
     master_port: int
     launcher: str
     agent_store: bool = False
-    restart: int = 0
 
     def __post_init__(self):
         if not 0 <= self.rank < self.world_size:
@@ -81,7 +80,6 @@ def _from_torch(environ: Mapping[str, str]) -> Process:
         master_port=_number(environ, "MASTER_PORT", launcher, 29500),
         launcher=launcher,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", launcher, 0),
     )
 
 

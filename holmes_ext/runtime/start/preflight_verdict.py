@@ -7,15 +7,19 @@ from typing import Any
 
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.layout import KINDS, groups
+from holmes_ext.options import Options
+from holmes_ext.plan.decide import settle
 from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.traffic import CARRIERS
 
 #: [fabric, one node, the other, "" or what went wrong]
 Finding = Sequence[str]
 
 
-def decide(site: Site, plan: Plan, todo: Sequence[Any], findings: Sequence[Finding], fallback: str, seconds: float) -> dict[str, Any]:
-    """{"faults": [[node, fabric, what]], "lines": [text]}; HolmesError where nothing is left to go over, or `fallback` is "fail"."""
+def decide(
+    site: Site, plan: Plan, todo: Sequence[Any], findings: Sequence[Finding], options: Options
+) -> dict[str, Any]:
+    """{"faults": [[node, fabric, what]], "lines": [text]}; HolmesError where nothing is left to go over, or it is to fail."""
     first = {(pair.fabric, pair.one, pair.two): pair for pair in todo}
     bad = [finding for finding in findings if finding[3]]
     lines = _not_tried(site, todo)
@@ -24,16 +28,16 @@ def decide(site: Site, plan: Plan, todo: Sequence[Any], findings: Sequence[Findi
     told = {tuple(finding): _tell(site, plan, first[tuple(finding[:3])], finding[3]) for finding in bad}
     ethernet = [told[tuple(finding)] for finding in bad if finding[0] == ETHERNET]
     if ethernet:
-        way_out = "every node must reach the others over Ethernet: mend its cable, VLAN, addresses or firewall, or name the right interface in cluster.toml"
-        raise HolmesError(f"preflight: {_some(ethernet)}; {way_out}")
-    if fallback == "fail":
+        way_out = "mend its cable, VLAN, addresses or firewall, or name the right interface in cluster.toml"
+        raise HolmesError(f"preflight: {_some(ethernet)}; every node must reach the others over Ethernet: {way_out}")
+    if options.fallback == "fail":
         raise HolmesError(f"preflight: {_some(list(told.values()))}; mend that, or let --holmes-fallback ethernet go round it")
     faults = lost(findings)
-    after = site.without({(node, fabric): "x" for node, fabric in faults})
-    moved = _moved(site, after, plan)
+    moved = _moved(plan, settle(plan, site.without(faults), options))
     therefore = f"therefore {_some(moved)}" if moved else "no planned group needs it"
     lines = [f"preflight: {_some(list(told.values()))}; {therefore} (--holmes-fallback fail would end the job)", *lines]
-    return {"faults": [[node, fabric, f"found by the preflight: {why}"] for (node, fabric), why in faults.items()], "lines": lines}
+    reasons = [[node, fabric, f"found by the preflight: {why}"] for (node, fabric), why in faults.items()]
+    return {"faults": reasons, "lines": lines}
 
 
 def lost(findings: Sequence[Finding]) -> dict[tuple[str, str], str]:
@@ -63,8 +67,8 @@ def _tell(site: Site, plan: Plan, pair: Any, problem: str) -> str:
     for name in (pair.one, pair.two):
         port = site.node_by_name[name].port(pair.fabric)
         ends.append(f"node {name} (rank {_ranks_on(plan, name, pair.ranks)}, {port.name}, {port.address})")
-    ranks = ", ".join(map(str, pair.ranks[:8])) + (", ..." if len(pair.ranks) > 8 else "")
-    return f"{ends[0]} does not reach {ends[1]} over {pair.fabric}, for the {pair.kind} group of ranks {ranks}: {problem}"
+    group = f"for the {pair.kind} group of ranks {_few(pair.ranks)}"
+    return f"{ends[0]} does not reach {ends[1]} over {pair.fabric}, {group}: {problem}"
 
 
 def _ranks_on(plan: Plan, node: str, ranks: Sequence[int]) -> str:
@@ -77,27 +81,21 @@ def _some(texts: list[str], most: int = 3) -> str:
     return "; ".join(texts[:most]) + (f"; and {rest} more" if rest > 0 else "")
 
 
-def _all_groups(plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
-    found = [("world", tuple(range(plan.world_size)))]
-    if plan.sizes is not None:
-        kinds = [kind for kind in KINDS if kind != "expert" or plan.sizes.expert > 1]
-        found = [(kind, ranks) for kind in kinds for ranks in groups(plan.sizes, kind) if len(ranks) > 1] + found
-    return found
-
-
-def _moved(before: Site, after: Site, plan: Plan) -> list[str]:
+def _moved(before: Plan, after: Plan) -> list[str]:
     """The planned groups that travel on another fabric now."""
     told = []
-    for kind, ranks in _all_groups(plan):
-        names = {plan.node_of(rank) for rank in ranks}
-        if len(names) > 1 and before.shared_fabric(names) != after.shared_fabric(names):
-            members = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-            told.append(f"the {kind} group of ranks {members} goes over {after.shared_fabric(names).name} on all its ranks")
-    if not told and plan.sizes is None:  # the script makes its groups as it likes
+    for kind, ranks in before.groups():
+        networks = [(before.fabric_of(ranks, carrier), after.fabric_of(ranks, carrier)) for carrier in CARRIERS]
+        now = [new.name for old, new in networks if old != new and new is not None]
+        if now:
+            told.append(f"the {kind} group of ranks {_few(ranks)} goes over {now[0]} on all its ranks")
+    if not told and before.sizes is None:  # the script makes its groups as it likes
         told = ["every group that needs it goes over the next fastest fabric that its ranks share, on all of them"]
     return told
 
 
+def _few(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def _not_tried(site: Site, todo: Sequence[Any]) -> list[str]:

@@ -9,13 +9,12 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from holmes_ext.runtime.measure import clock, telemetry
 from holmes_ext.runtime.session import Session
-from holmes_ext.runtime.start.launcher import Process
+from holmes_ext.runtime.start.store import connect
 
 #: How long telemetry waits for the others at the start, in seconds.
 _START_S = 60.0
@@ -73,13 +72,6 @@ def end() -> None:
     if _writer is not None:
         _writer.close()
     _writer = _watchdog = None
-
-
-def connect(process: Process, timeout_s: float) -> Any:
-    """A client of the job's store for a thread of its own: a client that waits keeps others from using it."""
-    import torch.distributed as dist
-
-    return dist.TCPStore(process.master_addr, process.master_port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 def _rank_of_host(current: Session) -> int | None:

@@ -8,11 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.start import preflight
-from holmes_ext.runtime.start.exchange import RemoteError
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.preflight_verdict import lost
 
