@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holmes_ext.cluster.site import Node, Site
+from holmes_ext.cluster.site import Fabric, Node, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.model import Model
@@ -39,12 +39,15 @@ class Session:
     def node(self) -> Node:
         return self.site.node_by_name[self.plan.node_of(self.rank)]
 
+    def fabric_of(self, ranks: Iterable[int], backend: str) -> Fabric | None:
+        """What the plan has for a group of (renumbered) `ranks`; None inside a node, and where the backend finds its networks itself."""
+        return self.plan.fabric_of(ranks, carrier_of(backend)) if carrier_of(backend) else None
+
     def transport(self, ranks: Iterable[int], backend: str) -> Transport:
-        """The transport of a group of (renumbered) `ranks`, as the plan says; an empty list is the default group, as torch has it."""
-        if not (carrier := carrier_of(backend)):
+        """The same as this node sees it."""
+        if not carrier_of(backend):
             return Transport(f"chosen by {backend}", "", "", "")
-        members = tuple(ranks) or range(self.plan.world_size)
-        return transport_on(self.plan.fabric_of(members, carrier), self.node)
+        return transport_on(self.fabric_of(ranks, backend), self.node)
 
     def plan_for(self, sizes: Sizes) -> Plan:
         """The plan; where it was made without sizes, or others were guessed, what it decides for those that the framework makes (complete)."""

@@ -21,9 +21,11 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.gradients import gradients_of
+from holmes_ext.patches.deepspeed.p2p import grid_sizes
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.backend import backend_of, carrier_of
 
 #: The insides of the engine and of the optimizers were read in this version.
 DEEPSPEED = "deepspeed>=0.19.8,<0.20"
@@ -112,13 +114,11 @@ class _Overlap:
 
 def _make_reducer(engine: Any, trained: list[tuple[str, Any]], source: Any) -> Any:
     """A GradientReducer that does the engine's arithmetic (DeepSpeedEngine.allreduce_bucket, ZeRO's average_tensor)."""
-    from holmes_ext.runtime.reduce.reducer import GradientReducer
+    from holmes_ext.runtime.reduce.reducer import GradientReducer  # torch is there by now
 
-    current = session.active()
     return GradientReducer(
         trained,
         engine.mpu.get_data_parallel_group(),
-        bucket_bytes=current.options.bucket_bytes if current else None,
         average=engine.gradient_average,
         predivide=source.predivide(engine.dp_world_size),
         communication_dtype=source.communication_dtype,
@@ -130,27 +130,26 @@ def _make_reducer(engine: Any, trained: list[tuple[str, Any]], source: Any) -> A
 
 def overlap_of(engine: Any) -> _Overlap | None:
     """The engine's _Overlap; None where the plan does without, nothing is to be reduced, or it cannot be overlapped (said once, by rank 0)."""
-    current = session.active()
-    if current is not None and current.options.overlap == "off":
-        return None
     if engine not in _overlaps:
-        wanted = _wanted(engine, current)
+        current, wanted = session.active(), _wanted(engine)
         reason = (unsupported(engine) or _refused(engine, current)) if any(wanted) else None
         if reason and current is not None and "overlap" in current.options.required_features:
             raise HolmesError(f"--holmes-require overlap: DeepSpeed's gradient reduction cannot be overlapped: {reason}")
         if reason and engine.global_rank == 0:
-            print(f"holmes: the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}", file=sys.stderr)
+            text = f"the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}"
+            print(f"holmes: {text}", file=sys.stderr)
         _overlaps[engine] = _Overlap(weakref.proxy(engine)) if wanted[engine.stage_id] and not reason else None
     return _overlaps[engine]
 
 
-def _wanted(engine: Any, current: session.Session | None) -> tuple[bool, ...]:
-    """For each stage whether its reduction is to be overlapped: on means all, auto those that the plan would wait for."""
-    if current is None or current.options.overlap == "on" or not engine.is_data_parallel:
+def _wanted(engine: Any) -> tuple[bool, ...]:
+    """For each stage whether its reduction is to be overlapped, as the plan says; without holmes (its patches alone) every one."""
+    current = session.active()
+    if current is None or not engine.is_data_parallel:
         return (bool(engine.is_data_parallel),) * engine.num_stages
-    grid = engine.grid
-    engines = Sizes(pipeline=engine.num_stages, tensor=grid.get_slice_parallel_world_size(), data=grid.get_data_parallel_world_size())
-    return current.overlapped_stages(current.plan.sizes or engines)
+    sizes = grid_sizes(current, engine.num_stages, engine.grid.get_slice_parallel_world_size())
+    traffic = current.plan_for(sizes).traffic_of(carrier_of(backend_of()) or SOCKETS)
+    return tuple(reduction.overlap for reduction in traffic.reductions)
 
 
 def _refused(engine: Any, current: session.Session | None) -> str | None:

@@ -112,16 +112,17 @@ class GradientReducer:
         self._parameters = [parameter for _, parameter in named]
         self.group = group if group is not None else dist.group.WORLD
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
-        self.fabric = fabric or _planned_fabric(self.ranks)
         self._divisors = (predivide, len(self.ranks) / predivide) if average else (predivide, 1 / predivide)
         self._gradient = gradient or (lambda parameter: parameter.grad)
         self._items = [_item(name, parameter, communication_dtype) for name, parameter in named]
         device_type = self._parameters[0].device.type
-        self._two_level = None if all_reduce else two_level_for(self.group, sum(item.bytes for item in self._items), compress, device_type)
+        self.fabric = fabric or _planned_fabric(self.group, device_type)
+        way = None if all_reduce else planned(self.group, compress, device_type)
+        self._two_level = two_level_for(self.group, sum(item.bytes for item in self._items), way, device_type)
         self._all_reduce = all_reduce or self._two_level or flat_all_reduce(self.group)
         self._owners = owners if all_reduce is None and self._two_level is None else None
         self._to_owners = ReduceToOwners(self.group, device_type) if self._owners else None
-        self.bucket_bytes = self._choose_size(bucket_bytes)
+        self.bucket_bytes = self._choose_size(bucket_bytes, way)
         late = {id(parameter) for parameter in deferred}
         self._deferred = [i for i, parameter in enumerate(self._parameters) if id(parameter) in late]
         self.times: ReductionTimes | None = None
@@ -136,13 +137,9 @@ class GradientReducer:
             for index, parameter in enumerate(self._parameters)
         ]
 
-    def _choose_size(self, wanted: int | None) -> int:
+    def _choose_size(self, wanted: int | None, way: Reduction | None) -> int:
         if wanted is None:
-            if isinstance(self._all_reduce, TwoLevel):
-                return self._all_reduce.chunk_bytes
-            if self.fabric is None:
-                return buckets.DEFAULT_BYTES
-            return buckets.bucket_bytes_for(self.fabric.latency_s, self.fabric.rate_bps, len(self.ranks))
+            return way.bucket_bytes if way is not None else buckets.DEFAULT_BYTES
         if not isinstance(wanted, int) or wanted < 1:
             raise HolmesError(f"GradientReducer: bucket_bytes is {wanted!r}; give a number of bytes above 0, or None")
         return wanted
@@ -320,6 +317,7 @@ def _item(name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None) -
     return buckets.Item(name, parameter.numel(), dtype.itemsize, (dtype, parameter.device))
 
 
-def _planned_fabric(ranks: tuple[int, ...]) -> Fabric | None:
+def _planned_fabric(group: dist.ProcessGroup, device_type: str) -> Fabric | None:
     current = session.active()
-    return current.plan.fabric_of(ranks, current.site) if current else None
+    backend = backend_of(group, device_type)
+    return current.fabric_of(dist.get_process_group_ranks(group), backend) if current else None
