@@ -3,7 +3,7 @@
 megatron-core buckets and overlaps on the first pipeline stage only, which is right where all stages have one network:
 
     DistributedDataParallel   bucket_size = None on later stages, so one all-reduce after their last backward
-    here                      plan/cost/reduction.py says which stages are exposed and how large a bucket suits their fabric
+    here                      plan/cost/ says which stages are exposed and how large a bucket suits their fabric
 
 Everything else is megatron-core's own: its buckets, hooks, handles and schedules. The distributed optimizer is never turned on: it is
 the program's choice, which changes what its checkpoints look like. Where a program runs it,
@@ -28,6 +28,7 @@ from holmes_ext.patches.megatron import core as megatron_core
 from holmes_ext.patches.megatron import gather as megatron_gather
 from holmes_ext.patches.megatron.core import job
 from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
+from holmes_ext.plan.cost.buckets import bucket_bytes
 from holmes_ext.runtime import session
 
 
@@ -77,14 +78,12 @@ def _reduce_as_planned(wrapped, instance, args, kwargs):
     fabric = current.plan.fabric_of(ranks, current.site)
     if fabric is None:  # in one node
         return wrapped(*args, **kwargs)
-    from holmes_ext.plan.cost.reduction import bucket_bytes
-
     ddp_config, module = given["ddp_config"], given["module"]
     if ddp_config.use_distributed_optimizer and not may_bucket_optimizer(current):
         tell_that_buckets_stay(current)
         return wrapped(*args, **kwargs)
     count = sum(param.numel() for param in module.parameters() if param.requires_grad)
-    elements = bucket_bytes(4 * count, len(ranks), fabric) // 4
+    elements = bucket_bytes(fabric, len(ranks), 4 * count) // 4
     default = max(40_000_000, 1_000_000 * len(ranks))
     # In place, as megatron-core itself does it: all chunks of a model must have equal configurations.
     if ddp_config.bucket_size in (None, default):

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.buckets import bucket_bytes as bucket_bytes_of
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.reduce import buckets
@@ -69,7 +70,7 @@ class GradientReducer:
     parameters: parameters, or (name, parameter) pairs; those without requires_grad are left out. The same on all ranks of `group`
         (checked once, here: construction is collective).
     group: a process group, None for all ranks.
-    bucket_bytes: size of a bucket; None takes buckets.bucket_bytes_for() of `fabric` (a chunk, where two levels are used), or 25 MiB
+    bucket_bytes: size of a bucket; None takes plan/cost/buckets.py's for `fabric` (a chunk, where two levels are used), or 25 MiB
         where no fabric is known.
     fabric: the group's fabric; None takes it from the plan when holmes is active.
     average: divide by the number of ranks; else the sum stays.
@@ -142,7 +143,7 @@ class GradientReducer:
                 return self._all_reduce.chunk_bytes
             if self.fabric is None:
                 return buckets.DEFAULT_BYTES
-            return buckets.bucket_bytes_for(self.fabric.latency_s, self.fabric.rate_bps, len(self.ranks))
+            return bucket_bytes_of(self.fabric, len(self.ranks), sum(item.bytes for item in self._items))
         if not isinstance(wanted, int) or wanted < 1:
             raise HolmesError(f"GradientReducer: bucket_bytes is {wanted!r}; give a number of bytes above 0, or None")
         return wanted

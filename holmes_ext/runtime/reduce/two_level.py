@@ -29,13 +29,11 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES, two_level_seconds
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce.compress import Residuals, codec
 from holmes_ext.runtime.reduce.direct import DirectExchange
 from holmes_ext.runtime.reduce.settle import under_way
-
-#: Bytes of a chunk for each rank of the smallest cluster: what its Ethernet NIC carries at a time.
-CHUNK_SHARE_BYTES = 512 * 2**10
 
 
 @dataclass(frozen=True)
@@ -65,30 +63,6 @@ def _owner(position: int, cuts: list[int]) -> int:
     return next(k for k in range(len(cuts) - 1) if cuts[k] <= position < cuts[k + 1])
 
 
-def predict(
-    size: int,
-    clusters: Sequence[int],
-    fabric: tuple[float, float],
-    ethernet: tuple[float, float],
-    processes: int = 1,
-    share: float = 1.0,
-) -> tuple[float, float]:
-    """Seconds of an all-reduce of `size` bytes: (flat ring on Ethernet, two-level pipelined by chunks).
-
-    clusters: ranks in each; processes: ranks that share a node's NICs; fabric, ethernet: (bits/s of one node, latency in seconds),
-    fabric the slowest of the clusters'; share: what compression leaves of the bytes that cross. Ring after Thakur et al. 2005, passing
-    each node once; two-level: the busier network works all the time, the other one's first chunk is waited for.
-    """
-    ranks, smallest, largest, count = sum(clusters), min(clusters), max(clusters), len(clusters)
-    flat = 2 * (ranks - 1) * (ethernet[1] + size * 8 / ranks / ethernet[0])
-    chunk = min(size, CHUNK_SHARE_BYTES * smallest)
-    bits_inside = processes * (largest - processes) / largest * chunk * 8  # from the node's ranks to all others' nodes
-    bits_across = share * processes * (count - 1) / count * chunk / smallest * 8
-    inside = 2 * (fabric[1] + bits_inside / fabric[0])
-    across = 2 * (ethernet[1] + bits_across / ethernet[0])
-    return flat, inside + across + (max(1, size / chunk) - 1) * max(inside, across)
-
-
 def planned(ranks: Sequence[int], size: int, compress: str | None = None) -> list[list[int]] | None:
     """Clusters of `ranks` for a TwoLevelAllReduce of `size` bytes, where holmes is active and two levels are predicted to be faster
     than a flat ring; else None (the group lies in one cluster, or its own network is no slower than the clusters'). compress: None
@@ -106,10 +80,9 @@ def planned(ranks: Sequence[int], size: int, compress: str | None = None) -> lis
         return None
     slowest = min(inside, key=lambda fabric: fabric.rate_bps)
     across = site.shared_fabric(set().union(*nodes))
-    networks = [(fabric.rate_bps, fabric.latency_s) for fabric in (slowest, across)]
     used = codec(compress or current.options.compress)
     sizes = [len(members) for members in clusters.values()]
-    flat, two_level = predict(size, sizes, *networks, plan.processes, used.share if used else 1.0)
+    flat, two_level = two_level_seconds(size, sizes, slowest, across, plan.processes, share=used.share if used else 1.0)
     return list(clusters.values()) if two_level < flat else None
 
 
