@@ -1,4 +1,4 @@
-"""Rates and times as people write them: "200Gb/s", "250 Mb/s", "50us" - and back."""
+"""Rates, times and sizes as people write them: "200Gb/s", "250 Mb/s", "50us" - and back."""
 
 import re
 
@@ -10,7 +10,7 @@ _TIME = re.compile(r"\s*([0-9.]+)\s*(s|ms|us|ns)\s*")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
-def _number(text: str, value: str, where: str) -> float:
+def _number(text: str, value: object, where: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -39,17 +39,16 @@ def parse_seconds(value: object, where: str) -> float:
     return _number(match[1], value, where) * _SECONDS[match[2]]
 
 
-def format_rate(bits_per_second: float) -> str:
-    """ "25 Gb/s" from 25e9."""
-    for unit in ("T", "G", "M", "k"):
-        if bits_per_second >= _SCALE[unit]:
-            return f"{bits_per_second / _SCALE[unit]:.4g} {unit}b/s"
-    return f"{bits_per_second:.4g} b/s"
+def format_rate(bits_per_second: float, digits: int = 4) -> str:
+    """ "25 Gb/s" from 25e9, to `digits` significant digits."""
+    return _with_prefix(bits_per_second, "b/s", digits)
 
 
-def format_bytes(count: float) -> str:
-    """ "34.9 GB" from 34.9e9."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}"
-    return f"{count:.3g} B"
+def format_bytes(count: float, digits: int = 3) -> str:
+    """ "34.9 GB" from 34.9e9, to `digits` significant digits."""
+    return _with_prefix(count, "B", digits)
+
+
+def _with_prefix(value: float, unit: str, digits: int) -> str:
+    prefix = next((prefix for prefix in "TGMk" if value >= _SCALE[prefix]), "")
+    return f"{value / _SCALE[prefix]:.{digits}g} {prefix}{unit}"

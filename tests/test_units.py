@@ -1,7 +1,7 @@
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.units import format_rate, parse_rate, parse_seconds
+from holmes_ext.units import format_bytes, format_rate, parse_rate, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,7 @@ def test_bad_seconds(value):
 def test_format():
     assert format_rate(25e9) == "25 Gb/s"
     assert format_rate(512) == "512 b/s"
+    assert format_rate(123.456e9, 2) == "1.2e+02 Gb/s"
+    assert format_bytes(34.94e9) == "34.9 GB"
+    assert format_bytes(34.94e9, 4) == "34.94 GB"
+    assert format_bytes(12) == "12 B"

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.document import write_whole
+from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
 
 #: The job: examples/deepspeed_pipeline with these arguments; 6.15 M parameters, float32.
@@ -179,11 +179,4 @@ Largest difference of the loss to stock's at any step: {result['max_loss_differe
 <h2>Who sits where, over which NIC</h2>{pictures.inline(placement, 'placement of the ranks')}
 <h2>One step</h2>{pictures.inline(timeline, 'timeline of one step of each run')}
 """
-    _write(path, document)
-
-
-def _write(path: Path, document: str) -> None:
-    try:
-        write_whole(path, document)
-    except OSError as error:
-        raise HolmesError(f"{path}: the report cannot be written ({error.strerror}); name another place with --output") from None
+    save(path, document, "the report")

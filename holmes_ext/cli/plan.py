@@ -8,12 +8,11 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import fields, replace
-from pathlib import Path
 
 from holmes_ext.cli.show import explain, search
 from holmes_ext.cluster.site import Site, site_from_spec
-from holmes_ext.cluster.spec import load_spec, tomllib
-from holmes_ext.document import Table
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.document import load_toml
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
@@ -117,11 +116,7 @@ def _workload(args: argparse.Namespace) -> Workload | None:
 
 def load_workload(path: str) -> dict[str, float]:
     """Fields of Workload from a TOML file whose keys are the options' names with underscores."""
-    try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise HolmesError(f"{path}: not a readable TOML file: {getattr(error, 'strerror', None) or error}") from None
-    table, given = Table(document, path), {}
+    table, given = load_toml(path, "name a TOML file"), {}
     for name, (option, _) in _WORKLOAD.items():
         key = option.replace("-", "_")
         value = table.take(key, int if name == "micro_batches" else float, None)

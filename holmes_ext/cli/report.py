@@ -7,9 +7,9 @@ import html
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate
 
@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
     if args.trace:
         from holmes_ext.report.trace import chosen_step, trace
 
-        _write(Path(args.trace), json.dumps(trace(job, chosen_step(job, args.step))) + "\n")
+        save(args.trace, json.dumps(trace(job, chosen_step(job, args.step))) + "\n", "the trace")
     if args.html:
-        _write(Path(args.html), _document(job, summary, args.step))
+        save(args.html, _document(job, summary, args.step), "the page")
     if args.json:
         slowest = {"slowest_rank": summary.slowest.rank, "notes": job.notes}
         print(json.dumps({"version": 1, **asdict(summary), **slowest}))
@@ -60,13 +60,6 @@ def run(args: argparse.Namespace) -> int:
         if name:
             console.print(f"{option}: {name}", markup=False)
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise HolmesError(f"{path}: cannot be written ({error.strerror}); name another place") from None
 
 
 def headline(summary: Any) -> str:

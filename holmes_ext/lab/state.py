@@ -18,6 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from holmes_ext.document import write_whole
 from holmes_ext.errors import HolmesError
 
 
@@ -50,9 +51,7 @@ def identity(pid: int) -> list[int]:
 
 def record(directory: Path, **content: object) -> None:
     """Write state.json in one step."""
-    part = directory / "state.json.part"
-    part.write_text(json.dumps(content))
-    part.replace(directory / "state.json")
+    write_whole(directory / "state.json", json.dumps(content))
 
 
 @dataclass(frozen=True)

@@ -7,25 +7,41 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
+from holmes_ext.plan.cost.buckets import FEWEST, SMALLEST_BYTES, bucket_bytes
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES, two_level_seconds
 from holmes_ext.plan.cost.reduction import exposed_stages
 from holmes_ext.plan.cost.step import Predictor, Workload
-from holmes_ext.plan.for_now import CHUNK_SHARE_BYTES, DEFAULT_BYTES, bucket_bytes_for, predict
 from holmes_ext.plan.layout import INSIDE, Layout, groups
 from holmes_ext.plan.placement import straddling_groups
 from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.traffic import CARRIERS, LOCAL, SOCKETS, VERBS, Edge, PlannedFabric, Reduction, Traffic, carries, same
+from holmes_ext.plan.traffic import (
+    CARRIERS,
+    LOCAL,
+    SOCKETS,
+    VERBS,
+    Edge,
+    PlannedFabric,
+    Reduction,
+    Traffic,
+    carries,
+    same,
+)
 
 #: Bytes on the wire for each byte of gradients that crosses (runtime/reduce/compress.py).
 SHARES = {"off": 1.0, "bf16": 0.5, "int8": (1 + 4 / 256) / 4}
+#: A bucket of a group in one node, where no network says how large: torch DistributedDataParallel's bucket_cap_mb.
+INSIDE_BYTES = 25 * 2**20
 #: Sums for which two levels are compared with a flat ring: 1 KiB to 1 GiB.
 _SUMS = tuple(2**power for power in range(10, 31))
 
@@ -131,12 +147,14 @@ def _edges(plan: Plan, carrier: str) -> tuple[Edge, ...]:
 # --------------------------------------------------------------------------- reductions
 
 
-def reduction_of(plan: Plan, ranks: Sequence[int], carrier: str, options: Options) -> Reduction:
-    """How the group of `ranks` reduces: as its stage does, or, where it is no data-parallel group of the plan, by the same rules."""
+def reduction_of(plan: Plan, ranks: Sequence[int], carrier: str, options: Options, total_bytes: float = inf) -> Reduction:
+    """How the group of `ranks` sums total_bytes in a step: as its stage does; by the same rules where it is no data-parallel group of the
+    plan, is to compress otherwise, or has so little to sum that its buckets are smaller than any network asks for."""
     planned, stage = plan.traffic_of(carrier).reductions, plan.stage_of(ranks)
-    if stage is not None and planned[stage].compress == options.compress:
+    if stage is not None and planned[stage].compress == options.compress and total_bytes >= FEWEST * SMALLEST_BYTES:
         return planned[stage]
-    return _reduction(plan, [tuple(ranks)], carrier, options, overlap=options.overlap != "off")
+    overlap = options.overlap != "off" if stage is None else planned[stage].overlap
+    return _reduction(plan, [tuple(ranks)], carrier, options, overlap, total_bytes)
 
 
 def _reductions(plan: Plan, carrier: str, options: Options) -> tuple[Reduction, ...]:
@@ -149,23 +167,20 @@ def _reductions(plan: Plan, carrier: str, options: Options) -> tuple[Reduction, 
     of_stage: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in range(sizes.pipeline)}
     for ranks in groups(sizes, "data"):
         of_stage[sizes.stage(ranks[0])].append(ranks)
-    return tuple(_reduction(plan, found, carrier, options, wanted[stage]) for stage, found in of_stage.items())
+    total = plan.workload.gradient_bytes
+    return tuple(_reduction(plan, found, carrier, options, wanted[stage], total) for stage, found in of_stage.items())
 
 
-def _reduction(plan: Plan, found: Sequence[Sequence[int]], carrier: str, options: Options, overlap: bool) -> Reduction:
+def _reduction(
+    plan: Plan, found: Sequence[Sequence[int]], carrier: str, options: Options, overlap: bool, total_bytes: float
+) -> Reduction:
     """Of groups that do the same at the same time: in two levels where that is faster for each that lies on several clusters."""
     clusters, least, chunk = _two_levels(plan, found, carrier, options.compress)
     fabrics = [fabric for ranks in found if (fabric := plan.fabric_of(ranks, carrier)) is not None]
-    if options.bucket_bytes:
-        size = options.bucket_bytes
-    elif clusters:
-        size = chunk
-    elif fabrics:
-        slowest = min(fabrics, key=lambda fabric: fabric.preference)
-        size = bucket_bytes_for(slowest.latency_s, slowest.rate_bps, len(found[0]))
-    else:
-        size = DEFAULT_BYTES
-    return Reduction(overlap, size, clusters, least, options.compress)
+    slowest = min(fabrics, key=lambda fabric: fabric.preference, default=None)
+    size = bucket_bytes(slowest, len(found[0]), total_bytes) if slowest is not None else INSIDE_BYTES
+    given = options.bucket_bytes
+    return Reduction(overlap, given or size, clusters, least, (given or chunk) if clusters else 0, options.compress)
 
 
 def _two_levels(
@@ -178,22 +193,23 @@ def _two_levels(
     names: dict[str, None] = {}
     least, chunks = 0, []
     for ranks in found:
-        parts = plan.by_cluster(ranks)
-        inside = [fabric for part in parts.values() if (fabric := plan.fabric_of(part, carrier)) is not None]
-        across = plan.fabric_of(ranks, carrier)
-        if len(parts) < 2:
+        parts, across = plan.by_cluster(ranks), plan.fabric_of(ranks, carrier)
+        if len(parts) < 2 or across is None:
             continue
-        sizes = [len(part) for part in parts.values()]
-        if not inside or across is None or carrier == VERBS and len(set(sizes)) > 1:
+        inside = [fabric for part in parts.values() if (fabric := plan.fabric_of(part, carrier)) is not None]
+        clusters = [len(part) for part in parts.values()]
+        if not inside or carrier == VERBS and len(set(clusters)) > 1:
             return (), 0, 0
-        slowest = min(inside, key=lambda fabric: fabric.rate_bps)
-        networks = [(fabric.rate_bps, fabric.latency_s) for fabric in (slowest, across)]
-        slower = [size for size in _SUMS if (times := predict(size, sizes, *networks, plan.processes, SHARES[compress]))[0] <= times[1]]
-        if slower and slower[-1] == _SUMS[-1]:
+        here = max(Counter(map(plan.node_of, ranks)).values())
+        network = min(inside, key=lambda fabric: fabric.rate_bps), across, here, max(1, plan.processes // here)
+        how = {"share": SHARES[compress], "direct": carrier == SOCKETS}
+        times = {size: two_level_seconds(size, clusters, *network, **how) for size in _SUMS}
+        slower = [size for size, (flat, two_level) in times.items() if two_level >= flat]
+        if _SUMS[-1] in slower:
             return (), 0, 0
         names.update(dict.fromkeys(parts))
         least = max(least, 2 * slower[-1] if slower else 0)
-        chunks.append(CHUNK_SHARE_BYTES * min(sizes))
+        chunks.append(CHUNK_SHARE_BYTES * min(clusters))
     return tuple(names), least, min(chunks, default=0)
 
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Set
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from holmes_ext.cluster.site import Fabric, Site
-from holmes_ext.document import Table, write_whole
+from holmes_ext.document import Table, load_json, parse_json, save
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.step import Workload
 from holmes_ext.plan.layout import KINDS, groups
@@ -26,6 +25,7 @@ from holmes_ext.plan.traffic import CARRIERS, VERBS, PlannedFabric, Traffic
 VERSION = 2
 #: `basis` of a plan whose model nobody told.
 NOMINAL = "nominal"
+ADVICE = "`holmes plan` writes one"
 
 
 @dataclass(frozen=True)
@@ -64,19 +64,21 @@ class Plan:
     source: str = "computed at start-up"
 
     def __post_init__(self) -> None:
+        if self.processes < 1 or not self.nodes:
+            raise HolmesError("keys 'nodes' and 'processes' name no rank")
         if len(set(self.nodes)) != len(self.nodes):
             twice = next(node for node in self.nodes if self.nodes.count(node) > 1)
-            raise HolmesError(f"{self.source}: key 'nodes': node {twice!r} stands twice")
+            raise HolmesError(f"key 'nodes': node {twice!r} stands twice")
         if self.sizes is not None:
             try:
                 complete = self.sizes.complete(self.world_size)
             except HolmesError as error:
-                raise HolmesError(f"{self.source}: key 'sizes': {error}") from None
+                raise HolmesError(f"key 'sizes': {error}") from None
             if complete != self.sizes:
-                raise HolmesError(f"{self.source}: key 'sizes' leaves the data size open")
+                raise HolmesError("key 'sizes' leaves the data size open")
             if self.stage_layers and len(self.stage_layers) % self.sizes.pipeline:
                 count = f"{len(self.stage_layers)} entries for {self.sizes.pipeline} stages"
-                raise HolmesError(f"{self.source}: key 'stage_layers' has {count}")
+                raise HolmesError(f"key 'stage_layers' has {count}")
 
     @property
     def world_size(self) -> int:
@@ -162,10 +164,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write plan.json whole or not at all; HolmesError when the place cannot be written."""
-        try:
-            write_whole(path, self.to_json())
-        except OSError as error:
-            raise HolmesError(f"{path}: the plan cannot be written ({error.strerror}); name another place") from None
+        save(path, self.to_json(), "the plan")
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -174,64 +173,24 @@ def _digest(content: dict[str, Any]) -> str:
 
 def load_plan(path: str | Path) -> Plan:
     """Read and validate plan.json; HolmesError names the file and the key, and tells an edited file from a whole one."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise HolmesError(f"{path}: cannot be read ({reason}); `holmes plan` writes one") from None
-    return parse_plan(text, str(path))
+    return _plan(load_json(path, ADVICE))
 
 
 def parse_plan(text: str, source: str) -> Plan:
     """`text` of a plan.json as a Plan; see load_plan."""
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:  # JSONDecodeError, and whole numbers of thousands of digits
-        raise HolmesError(f"{source}: not valid JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise HolmesError(f"{source}: a plan is a JSON object; `holmes plan` writes one")
-    top = Table(document, source)
+    return _plan(parse_json(text, source, ADVICE))
+
+
+def _plan(top: Table) -> Plan:
     if (version := top.take("version", int)) not in (1, VERSION):
-        raise HolmesError(f"{source}: key 'version' is {version}; this holmes_ext reads versions 1 and {VERSION}")
-    digest = top.take("digest", str)
+        raise HolmesError(f"{top.at('version')} is {version}; this holmes_ext reads versions 1 and {VERSION}")
     if version == 1:
         top.table("transports")  # they follow from what settle() adds
-    added = {"fabrics", "clusters", "traffic", "workload", "basis"} if version == 1 else set()
-    plan = _read(Plan, top, added | {"source"}, source=source)
-    if plan.processes < 1 or not plan.nodes:
-        raise HolmesError(f"{source}: keys 'nodes' and 'processes' name no rank")
-    if digest != _digest({key: value for key, value in document.items() if key != "digest"}):
-        way_out = "the file was edited or cut; make it again with `holmes plan`"
-        raise HolmesError(f"{source}: key 'digest' does not match: {way_out}")
+    digest = top.take("digest", str)
+    plan = top.into(Plan, source=top.source)
+    if digest != _digest({key: value for key, value in top.values.items() if key != "digest"}):
+        raise HolmesError(f"{top.at('digest')} does not match: the file was edited or cut; make it again with `holmes plan`")
     return plan
-
-
-def _read(kind: Any, table: Table, skip: Set[str] = frozenset(), **more: Any) -> Any:
-    """The dataclass `kind`, each of its fields from the key of its name, but those to skip; HolmesError names the key."""
-    hints = get_type_hints(kind)
-    values = {item.name: _value(hints[item.name], table, item.name) for item in fields(kind) if item.name not in skip}
-    table.done()
-    try:
-        return kind(**values, **more)
-    except HolmesError as error:
-        raise HolmesError(f"{table.source}: key '{table.path}': {error}" if table.path else str(error)) from None
-
-
-def _value(kind: Any, table: Table, key: str) -> Any:
-    """The value of `key`: a text or number, a tuple or dict of such, a dataclass, several, or None where it may be."""
-    if get_origin(kind) is UnionType:
-        if table.values.get(key, key) is None:
-            return table.read.add(key)
-        kind = get_args(kind)[0]
-    if is_dataclass(kind):
-        return _read(kind, table.table(key))
-    if get_origin(kind) is dict:
-        own = table.table(key)
-        return {name: _value(get_args(kind)[1], own, name) for name in own.values}
-    if get_origin(kind) is not tuple:
-        return table.take(key, kind)
-    inner = get_args(kind)[0]
-    return tuple(_read(inner, own) for own in table.tables(key)) if is_dataclass(inner) else table.list(key, inner)
 
 
 def check_plan(plan: Plan, site: Site) -> Plan:

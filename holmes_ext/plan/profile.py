@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from holmes_ext.cluster.site import Site
-from holmes_ext.document import Table
+from holmes_ext.document import Table, load_json, save
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.stage_costs import StageCosts
@@ -132,14 +131,7 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write profile.json whole or not at all."""
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            partial.write_text(self.to_json(), encoding="utf-8")
-            partial.replace(target)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise HolmesError(f"{path}: the profile cannot be written ({error.strerror}); name another place") from None
+        save(path, self.to_json(), "the profile")
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -148,15 +140,8 @@ def _digest(content: dict[str, Any]) -> str:
 
 def load_profile(path: str | Path) -> Profile:
     """Read and validate profile.json; HolmesError names the file and the key."""
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise HolmesError(f"{path}: not a readable profile ({getattr(error, 'strerror', None) or error}); --holmes-profile N writes one") from None
-    if not isinstance(document, dict):
-        raise HolmesError(f"{path}: a profile is a JSON object; --holmes-profile N writes one")
-    top = Table(document, str(path))
-    if (version := top.take("version", int)) != VERSION:
-        raise HolmesError(f"{path}: key 'version' is {version}; this holmes_ext reads version {VERSION}")
+    top = load_json(path, "--holmes-profile N writes one")
+    top.version(VERSION)
     sizes = top.table("sizes")
     stored = {name: top.take(name, str) for name in ("digest", "model_digest", "site_digest")}
     try:
@@ -176,7 +161,7 @@ def load_profile(path: str | Path) -> Profile:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise HolmesError(f"{path}: not a profile of this holmes_ext ({type(error).__name__}: {error}); measure it again") from None
     top.done()
-    if not same or _digest({key: value for key, value in document.items() if key != "digest"}) != stored["digest"]:
+    if not same or _digest({key: value for key, value in top.values.items() if key != "digest"}) != stored["digest"]:
         raise HolmesError(f"{path}: key 'digest' does not match: the file was edited or cut; measure it again with --holmes-profile N")
     return profile
 
@@ -230,7 +215,7 @@ def measured_costs(profile: Profile, clusters: Sequence[Sequence[str]], overlap:
     first, last = profile.stages[0], profile.stages[-1]
     forward, backward = (
         tuple(
-            (getattr(first, "before_s")[way] * _ratio(first, one), *_blocks(profile, one, way), getattr(last, "after_s")[way] * _ratio(last, one)) for one in on
+            (first.before_s[way] * _ratio(first, one), *_blocks(profile, one, way), last.after_s[way] * _ratio(last, one)) for one in on
         )
         for way in (0, 1)
     )

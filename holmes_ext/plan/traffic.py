@@ -10,6 +10,7 @@ without IPoIB has not). Ethernet carries both, so every node is on it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from holmes_ext.cluster.site import ETHERNET, Fabric, Port
 
 VERBS, SOCKETS = CARRIERS = ("verbs", "sockets")
@@ -44,14 +45,16 @@ class PlannedFabric:
 class Reduction:
     """How the gradients of one pipeline stage are averaged.
 
-    overlap: under the last backward pass. bucket_bytes: of gradients that travel together. clusters: where their names stand, a group that lies on several of
-    them reduces in two levels, for sums of two_level_from bytes and more; () in one ring. compress: what crosses in two levels ("off", "bf16", "int8").
+    overlap: under the last backward pass. bucket_bytes: of gradients that travel together in one ring. clusters: where
+    their names stand, a group that lies on several of them sums in two levels what has two_level_from bytes or more, in buckets
+    of chunk_bytes; compress: what crosses then ("off", "bf16", "int8").
     """
 
     overlap: bool
     bucket_bytes: int
     clusters: tuple[str, ...] = ()
     two_level_from: int = 0
+    chunk_bytes: int = 0
     compress: str = "off"
 
 

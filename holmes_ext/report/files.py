@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.words import some_of
 
 VERSION = 1
 #: Steps at the start that do not count: imports, connections, allocators.
@@ -83,7 +84,7 @@ def load(directory: str | Path) -> Run:
             notes.append(f"{one.path.name} ends in the middle of a line, which is left out: rank {one.rank} was killed, or still writes")
     absent = sorted(set(range(ranks[0].head["world"])) - {one.rank for one in ranks})
     if absent:
-        shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+        shown = some_of(absent)
         notes.append(f"{len(absent)} of {ranks[0].head['world']} ranks have no file here (rank {shown}); copy the files of all nodes together")
     run = Run(ranks, notes)
     unaligned = sorted({one.node for one in ranks if not any(other.clock for other in ranks if other.node == one.node)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from holmes_ext.cluster.site import Fabric, Node, Site
@@ -57,10 +58,16 @@ class Session:
             self._resized[sizes] = resized(self.plan, sizes, self.options, self.model)
         return self._resized[sizes]
 
-    def reduction(self, ranks: Iterable[int], backend: str, compress: str | None = None) -> Reduction:
-        """How a group of `ranks` sums gradients that travel by `backend`. compress: in place of --holmes-compress."""
+    def stages(self, sizes: Sizes, backend: str) -> tuple[Reduction, ...]:
+        """How each stage of a job of complete `sizes` reduces its gradients by `backend`."""
+        return self.plan_for(sizes).traffic_of(carrier_of(backend) or SOCKETS).reductions
+
+    def reduction(
+        self, ranks: Iterable[int], backend: str, total_bytes: float = inf, compress: str | None = None
+    ) -> Reduction:
+        """How a group of `ranks` sums gradients, total_bytes of them in a step. compress: in place of --holmes-compress."""
         options = self.options if compress is None else replace(self.options, compress=compress)
-        return reduction_of(self.plan, tuple(ranks), carrier_of(backend) or SOCKETS, options)
+        return reduction_of(self.plan, tuple(ranks), carrier_of(backend) or SOCKETS, options, total_bytes)
 
 
 @dataclass(frozen=True)

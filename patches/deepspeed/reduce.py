@@ -23,9 +23,8 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.gradients import gradients_of
 from holmes_ext.patches.deepspeed.p2p import grid_sizes
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.backend import backend_of
 
 #: The insides of the engine and of the optimizers were read in this version.
 DEEPSPEED = "deepspeed>=0.19.8,<0.20"
@@ -148,8 +147,7 @@ def _wanted(engine: Any) -> tuple[bool, ...]:
     if current is None or not engine.is_data_parallel:
         return (bool(engine.is_data_parallel),) * engine.num_stages
     sizes = grid_sizes(current, engine.num_stages, engine.grid.get_slice_parallel_world_size())
-    traffic = current.plan_for(sizes).traffic_of(carrier_of(backend_of()) or SOCKETS)
-    return tuple(reduction.overlap for reduction in traffic.reductions)
+    return tuple(way.overlap for way in current.stages(sizes, backend_of()))
 
 
 def _refused(engine: Any, current: session.Session | None) -> str | None:

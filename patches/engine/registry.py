@@ -16,7 +16,6 @@ Modules are only watched (wrapt's post-import hooks), never imported from here. 
 after undo() they find nothing to do.
 """
 
-import difflib
 import functools
 import hashlib
 import logging
@@ -32,6 +31,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.location import Misfit, Site
 from holmes_ext.patches.engine.patch import Patch, PatchStatus
 from holmes_ext.patches.engine.source import source_misfit
+from holmes_ext.words import did_you_mean
 
 _log = logging.getLogger(__name__)
 
@@ -49,9 +49,7 @@ def disabled_features(environ: Mapping[str, str], known: Iterable[str]) -> froze
 
 
 def _unknown(name, known):
-    near = difflib.get_close_matches(name, sorted(known), 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known)) or 'none'}"
-    return f"there is no feature {name!r}; {hint}"
+    return f"there is no feature {name!r}; {did_you_mean(name, sorted(known))}"
 
 
 class _NotLoaded(Exception):

@@ -6,13 +6,13 @@ Megatron-LM has moved. Where its groups land needs no patch: megatron.core and D
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 
 from holmes_ext.options import CHOICES, HELP, NAMES, PREFIX, flag
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.runtime import session
+from holmes_ext.words import nearest
 
 MEGATRON_DEEPSPEED = "megatron-deepspeed==0.2.*"
 
@@ -52,20 +52,15 @@ def add_flags(parser, current: session.Session):
             action.help and action.help % {**vars(action), "prog": parser.prog}
         except (ValueError, TypeError, KeyError):  # arguments.py:639 ends in "100%"
             action.help = action.help.replace("%", "%%")
-    usage_error = parser.error
+    usage_error, known = parser.error, [PREFIX, *map(flag, NAMES)]
 
     def error(message):
         named = [item.partition("=")[0] for item in message.split() if item.startswith("--")]
-        near = [f"{name}: did you mean {found[0]}?" for name in named if (found := near_miss(name))]
+        near = [f"{name}: did you mean {found}?" for name in named if (found := nearest(name, known, cutoff=0.75))]
         usage_error("; ".join([message, *near]))
 
     parser.error = error
     return parser
-
-
-def near_miss(name: str) -> list[str]:
-    """The flag of holmes that `name` was probably meant to be, if any."""
-    return difflib.get_close_matches(name, [PREFIX, *map(flag, NAMES)], 1, cutoff=0.75)
 
 
 PATCHES = (

@@ -15,6 +15,7 @@ from holmes_ext.patches.megatron import core as megatron_core
 from holmes_ext.patches.megatron import reduction as megatron_reduction
 from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.start.refusal import told_once
 
 #: Megatron-LM is run from its checkout: megatron-core, which is also installed alone, has no megatron.training.
@@ -81,7 +82,8 @@ def _set_overlap(current: session.Session, args) -> None:
 
     With --align-grad-reduce, the default, only the first stage overlaps: off when a later one has to.
     """
-    stages = current.overlapped_stages(current.plan.sizes)
+    sizes = current.plan.sizes
+    stages = [way.overlap for way in current.stages(sizes, args.distributed_backend)] if sizes else []
     if not any(stages) or args.use_megatron_fsdp or args.use_torch_fsdp2:
         return
     if args.use_distributed_optimizer:
@@ -110,7 +112,7 @@ def _compare_plans(wrapped, instance, args, kwargs):
     if current is not None and digest not in (None, current.plan.digest):
         layers = "+".join(map(str, getattr(saved, "holmes_stage_layers", ()))) or "megatron's own"
         here = "+".join(map(str, current.plan.stage_layers)) or "megatron's own"
-        megatron_core.tell(
+        tell(
             current,
             f"the checkpoint was saved under another plan ({digest[:8]}, layers for each stage: {layers}; here"
             f" {current.plan.digest[:8]}, {here}); it loads where the layers match",

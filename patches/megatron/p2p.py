@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
+from holmes_ext.plan.decide import own_pair
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.carrier import carrier
-from holmes_ext.runtime.groups.pair import new_pair_group
+from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.members import members_group
 
 #: The order in which megatron-core issues unbatched operations: by parity of the pipeline rank, so that every send meets its receive.
 _ORDER = (("send_next", "recv_prev", "send_prev", "recv_next"), ("recv_prev", "send_next", "recv_next", "send_prev"))
@@ -49,19 +50,18 @@ def pairs_of(group) -> _Pairs:
 def _make(current: session.Session, group) -> _Pairs:
     import torch.distributed as dist
 
-    pairs, ranks, backend = _Pairs(), dist.get_process_group_ranks(group), carrier(group)
-    if len(ranks) < 2 or current.rank not in ranks or backend not in ("nccl", "gloo"):
+    pairs, ranks, backend = _Pairs(), dist.get_process_group_ranks(group), backend_of(group)
+    if len(ranks) < 2 or current.rank not in ranks or not (carrier := carrier_of(backend)):
         return pairs
     options = {"backend": backend, "timeout": _timeout(group, backend)}
-    whole = current.transport(ranks, backend).fabric
     if len(ranks) == 2:
-        if current.transport((), backend).fabric != whole:
-            pairs.twin = new_pair_group(ranks, "pipeline twin", **options)
+        if own_pair(current.plan, ranks, range(current.plan.world_size), carrier):
+            pairs.twin = members_group(ranks, "pipeline twin", **options)
         return pairs
     neighbours = {tuple(sorted((rank, ranks[index - 1]))) for index, rank in enumerate(ranks)}
     for pair in sorted(neighbours):
-        if current.rank in pair and current.transport(pair, backend).fabric != whole:
-            pairs.by_peer[pair[current.rank == pair[0]]] = new_pair_group(list(pair), "pipeline pair", **options)
+        if current.rank in pair and own_pair(current.plan, pair, ranks, carrier):
+            pairs.by_peer[pair[current.rank == pair[0]]] = members_group(pair, "pipeline pair", **options)
     return pairs
 
 
@@ -109,13 +109,17 @@ def _unbatched(wrapped, instance, args, kwargs):
             peer = next_pipeline_rank if side == "next" else prev_pipeline_rank
             from_odd = odd == (direction == "send")  # with two stages each direction has its group
             over = pairs.by_peer.get(peer, pairs.twin if pairs.twin is not None and from_odd else group)
-            requests[name] = dist.isend(tensor, dst=peer, group=over) if direction == "send" else dist.irecv(tensor, src=peer, group=over)
+            post = {"send": dist.isend, "recv": dist.irecv}[direction]
+            requests[name] = post(tensor, peer, group=over)
         return requests
 
     return call(*args, **kwargs)
 
 
-_PARAMETERS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next", "group", "prev_pipeline_rank", "next_pipeline_rank")
+_PARAMETERS = (
+    "tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next", "group", "prev_pipeline_rank",
+    "next_pipeline_rank",
+)  # fmt: skip
 
 PATCHES = (
     Patch(

@@ -19,6 +19,7 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends
 from holmes_ext.runtime.groups.transport import Transport, gloo_interface, nccl_options
 from holmes_ext.runtime.session import GroupRecord
+from holmes_ext.words import some_of
 
 TORCH = "torch>=2.4"
 
@@ -132,7 +133,7 @@ def _await_all(store: Any, prefix: str, current: session.Session) -> None:
         store.wait([f"{prefix}/difference"], timedelta(seconds=current.options.timeout_s))
     except RuntimeError:  # torch.distributed.DistError is one
         missing = [rank for rank in range(current.plan.world_size) if not store.check([f"{prefix}/rank/{rank}"])]
-        names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        names = some_of(missing)
         raise HolmesError(
             f"rank {current.rank} on {current.node.name}: rank {names} did not come to init_process_group within"
             f" {current.options.timeout} s (--holmes-timeout)"
@@ -152,7 +153,7 @@ def _record(current: session.Session, name: str, ranks: tuple[int, ...], backend
     transport = current.transport(ranks, backend)
     current.groups.append(GroupRecord(name, ranks, backend, transport))
     if current.options.verbose == "on" and current.rank == ranks[0]:
-        members = ",".join(map(str, ranks[:8])) + (",..." if len(ranks) > 8 else "")
+        members = some_of(ranks, separator=",")
         where = f"{transport.fabric} via {transport.interface or transport.net_name or 'NVLink/memory'}"
         print(f"holmes: group {name or 'world'} [{members}] {backend}: {where}", file=sys.stderr)
 

@@ -87,7 +87,7 @@ def test_picture(tmp_path, slow):
         (("--pipeline", "2", "--model", DEMO, "--explain", "--alpha", "nan"), "alpha is nan"),
         (("--pipeline", "2", "--model", DEMO, "--picture", "/nonexistent/x.png"), "cannot be written"),
         (("--pipeline", "2", "--model", DEMO, "--picture", "/tmp/x.nothing"), "cannot be written"),
-        (("--pipeline", "2", "--model", "/nonexistent.toml"), "not a readable model TOML"),
+        (("--pipeline", "2", "--model", "/nonexistent.toml"), "cannot be read"),
         (("--pipeline", "2", "--partition", "speed"), "needs to know the model"),
     ],
 )

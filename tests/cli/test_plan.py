@@ -59,7 +59,7 @@ def test_workload(capsys, tmp_path):
     assert "predicted step: 15" in text  # (4 + 2 - 1) * 3
 
 
-@pytest.mark.parametrize("text,message", [("forward = 1", "'forward' is not known"), ("micro_batches = 1.5", "'micro_batches'"), ("x", "not a readable TOML")])
+@pytest.mark.parametrize("text,message", [("forward = 1", "'forward' is not known"), ("micro_batches = 1.5", "'micro_batches'"), ("x", "not valid TOML")])
 def test_bad_workload_file(text, message, tmp_path):
     (tmp_path / "w.toml").write_text(text)
     with pytest.raises(HolmesError, match=message):

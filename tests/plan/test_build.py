@@ -117,7 +117,7 @@ def test_refusals():
     with pytest.raises(HolmesError, match="layers 1,2,3: 3 numbers for 2 pipeline stages"):
         build_plan(site, Sizes(2), stage_layers=(1, 2, 3))
     small = replace(MODEL, gpu=Gpu(5e9, 1e6))
-    with pytest.raises(HolmesError, match=r"stage 0 \(cluster a\): one layer needs .* GB and its GPUs have 0.001 GB"):
+    with pytest.raises(HolmesError, match=r"stage 0 \(cluster a\): one layer needs .* MB and its GPUs have 1 MB"):
         build_plan(site, Sizes(2), partition="balanced", model=small)
 
 

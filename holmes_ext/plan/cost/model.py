@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext.cluster.gpu import KNOWN
-from holmes_ext.cluster.spec import SiteSpec, tomllib
-from holmes_ext.document import Table
+from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.document import Table, load_toml
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.step import Workload
 from holmes_ext.plan.sizes import Sizes
@@ -240,13 +240,8 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
 
 def load_model(path: str | Path) -> Model:
     """Read and validate a model TOML (examples/models/); HolmesError names the file and the key."""
-    try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise HolmesError(f"{path}: not a readable model TOML: {getattr(error, 'strerror', None) or error}") from None
-    top = Table(document, str(path))
-    if (version := top.take("version", int)) != VERSION:
-        raise HolmesError(f"{path}: key 'version' is {version}; this holmes_ext reads version {VERSION}")
+    top = load_toml(path, "name a model's TOML, such as those of examples/models/")
+    top.version(VERSION)
     training, gpu = top.table("training"), top.table("gpu", default={})
     of_training = ("micro_batch", "micro_batches", "global_batch", "recompute", "activation_width", "gradient_width", "state_bytes", "sharded_bytes", "sequence_parallel")
     values: dict[str, Any] = {}

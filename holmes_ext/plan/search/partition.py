@@ -37,6 +37,7 @@ from math import floor, inf
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.stage_costs import Estimate, StageCosts, estimate, predict
 from holmes_ext.plan.cost.step import pace
+from holmes_ext.units import format_bytes
 
 METHODS = ("uniform", "speed", "balanced")
 #: Times that differ by less than this fraction are equal.
@@ -177,7 +178,8 @@ def _too_big(costs: StageCosts) -> str:
             count += 1
         if not count:
             return (
-                f"{costs.names[stage]}: one layer needs {used / 1e9:.3g} GB and its GPUs have {costs.limit_bytes[stage] / 1e9:.3g} GB;"
+                f"{costs.names[stage]}: one layer needs {format_bytes(used)} and its GPUs have"
+                f" {format_bytes(costs.limit_bytes[stage])};"
                 " use more tensor parallelism, recomputation or smaller micro-batches"
             )
         most.append(count)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from holmes_ext.plan.cost.memory import Memory, stage_memory, under_way
 from holmes_ext.plan.cost.stage_costs import StageCosts
 from holmes_ext.plan.search.bounds import Stages
+from holmes_ext.units import format_bytes
 
 #: Rounds of moving one layer.
 ROUNDS = 40
@@ -91,8 +92,9 @@ def describe_misfit(stages: Stages) -> str:
     }
     return (
         f"{stages.pricing.model.name} fits nowhere: nearest is tensor {shape.tensor}, pipeline {shape.pipeline}, data {shape.data}, recompute"
-        f" {shape.recompute}, ZeRO {shape.zero}, whose stage {stage} needs {memory[stage] / 1e9:.4g} GB of {limit / 1e9:.4g} GB:"
-        f" {largest} alone are {getattr(found, largest) / 1e9:.4g} GB, {(memory[stage] - limit) / 1e9:.4g} GB are too much; it needs {fixes[largest]}"
+        f" {shape.recompute}, ZeRO {shape.zero}, whose stage {stage} needs {format_bytes(memory[stage], 4)} of {format_bytes(limit, 4)}:"
+        f" {largest} alone are {format_bytes(getattr(found, largest), 4)}, {format_bytes(memory[stage] - limit, 4)} are too much;"
+        f" it needs {fixes[largest]}"
     )
 
 

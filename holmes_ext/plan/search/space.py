@@ -7,7 +7,6 @@ expert; groups of ranks that fill nodes unevenly; and contexts of less than MIN_
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +15,7 @@ from holmes_ext.plan.cost.memory import states
 from holmes_ext.plan.cost.model import RECOMPUTE, Model
 from holmes_ext.plan.search.arrangement import Ground
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
+from holmes_ext.words import did_you_mean
 
 #: What limits can name: values allowed.
 NAMES = ("tensor", "pipeline", "data", "context", "expert", "virtual", "micro_batch", "recompute", "zero", "reduction", "clusters")
@@ -37,13 +37,13 @@ class Limits:
     def __post_init__(self):
         for name, values in self.allowed.items():
             if name not in NAMES:
-                raise HolmesError(f"limit {name!r} is not known; {_near(name, (*NAMES, 'memory'))}")
+                raise HolmesError(f"limit {name!r} is not known; {did_you_mean(name, (*NAMES, 'memory'))}")
             if not values:
                 raise HolmesError(f"limit {name}: no value is allowed; name one")
             known = {"recompute": RECOMPUTE, "reduction": REDUCTIONS, "clusters": CLUSTERS, "zero": (0, 1, 2, 3)}.get(name)
             for value in values:
                 if known is not None and value not in known:
-                    raise HolmesError(f"limit {name}: {value!r} is not one of {', '.join(map(str, known))}; {_near(str(value), map(str, known))}")
+                    raise HolmesError(f"limit {name}: {value!r} is not one of {', '.join(map(str, known))}; {did_you_mean(str(value), map(str, known))}")
                 if known is None and not (isinstance(value, int) and 1 <= value < 10**6):
                     raise HolmesError(f"limit {name}: {value!r} is not a whole number, 1 or more")
         if not 0 <= self.memory_bytes < 1e30:
@@ -61,7 +61,7 @@ def parse_limits(texts: list[str]) -> Limits:
         name, equals, values = text.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or (name not in NAMES and name != "memory"):
-            raise HolmesError(f"--limit {text!r:.60} is not NAME=VALUE,...; {_near(name, (*NAMES, 'memory'))}")
+            raise HolmesError(f"--limit {text!r:.60} is not NAME=VALUE,...; {did_you_mean(name, (*NAMES, 'memory'))}")
         if name == "memory":
             number = values.strip().removesuffix("B").removesuffix("G")
             if not number.replace(".", "", 1).isdecimal() or not 0 < float(number) < 1e9:
@@ -71,12 +71,6 @@ def parse_limits(texts: list[str]) -> Limits:
         parts = [part.strip() for part in values.split(",") if part.strip()]
         allowed[name] = tuple(int(part) if part.isdecimal() and len(part) < 9 else part for part in parts)
     return Limits(allowed, memory)
-
-
-def _near(name: str, known) -> str:
-    known = list(known)
-    near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
 @dataclass(frozen=True, order=True)

@@ -23,6 +23,13 @@ def backend_of(group: Any = None, device_type: str = "") -> str:
     return backend_named(dist.get_backend(group), device_type)  # get_backend_config() does not know split_group's groups
 
 
+def group_ranks(group: Any) -> list[int]:
+    """Its members, as the job numbers them."""
+    import torch.distributed as dist
+
+    return dist.get_process_group_ranks(group)
+
+
 def backend_named(text: str, device_type: str = "") -> str:
     """The same for what a program gives, or torch tells, as a group's backend."""
     import torch

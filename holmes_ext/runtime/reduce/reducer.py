@@ -23,12 +23,15 @@ import torch.distributed as dist
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.buckets import bucket_bytes as bucket_bytes_of
+from holmes_ext.plan.traffic import Reduction
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.backend import backend_of
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.reduce import buckets
 from holmes_ext.runtime.reduce.flat_bucket import FlatBucket, Gradient
 from holmes_ext.runtime.reduce.owned import ReduceToOwners, Spans, merge_spans
-from holmes_ext.runtime.reduce.straddling import TwoLevel, flat_all_reduce, two_level_for
+from holmes_ext.runtime.reduce.straddling import flat_all_reduce, planned, two_level_for
 from holmes_ext.runtime.watch.failure import describe_failure
 
 
@@ -69,7 +72,7 @@ class GradientReducer:
     parameters: parameters, or (name, parameter) pairs; those without requires_grad are left out. The same on all ranks of `group`
         (checked once, here: construction is collective).
     group: a process group, None for all ranks.
-    bucket_bytes: size of a bucket; None takes buckets.bucket_bytes_for() of `fabric` (a chunk, where two levels are used), or 25 MiB
+    bucket_bytes: size of a bucket; None takes plan/cost/buckets.py's for `fabric` (a chunk, where two levels are used), or 25 MiB
         where no fabric is known.
     fabric: the group's fabric; None takes it from the plan when holmes is active.
     average: divide by the number of ranks; else the sum stays.
@@ -115,14 +118,14 @@ class GradientReducer:
         self._divisors = (predivide, len(self.ranks) / predivide) if average else (predivide, 1 / predivide)
         self._gradient = gradient or (lambda parameter: parameter.grad)
         self._items = [_item(name, parameter, communication_dtype) for name, parameter in named]
-        device_type = self._parameters[0].device.type
+        device_type, size = self._parameters[0].device.type, sum(item.bytes for item in self._items)
         self.fabric = fabric or _planned_fabric(self.group, device_type)
-        way = None if all_reduce else planned(self.group, compress, device_type)
-        self._two_level = two_level_for(self.group, sum(item.bytes for item in self._items), way, device_type)
+        way = None if all_reduce else planned(self.group, size, compress, device_type)
+        self._two_level = two_level_for(self.group, size, way, device_type)
         self._all_reduce = all_reduce or self._two_level or flat_all_reduce(self.group)
         self._owners = owners if all_reduce is None and self._two_level is None else None
         self._to_owners = ReduceToOwners(self.group, device_type) if self._owners else None
-        self.bucket_bytes = self._choose_size(bucket_bytes, way)
+        self.bucket_bytes = self._choose_size(bucket_bytes, way, size)
         late = {id(parameter) for parameter in deferred}
         self._deferred = [i for i, parameter in enumerate(self._parameters) if id(parameter) in late]
         self.times: ReductionTimes | None = None
@@ -137,9 +140,11 @@ class GradientReducer:
             for index, parameter in enumerate(self._parameters)
         ]
 
-    def _choose_size(self, wanted: int | None, way: Reduction | None) -> int:
+    def _choose_size(self, wanted: int | None, way: Reduction | None, size: int) -> int:
+        if wanted is None and way is not None:
+            return way.chunk_bytes if self._two_level is not None else way.bucket_bytes
         if wanted is None:
-            return way.bucket_bytes if way is not None else buckets.DEFAULT_BYTES
+            return bucket_bytes_of(self.fabric, len(self.ranks), size) if self.fabric else buckets.DEFAULT_BYTES
         if not isinstance(wanted, int) or wanted < 1:
             raise HolmesError(f"GradientReducer: bucket_bytes is {wanted!r}; give a number of bytes above 0, or None")
         return wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import torch.distributed as dist
@@ -16,12 +17,15 @@ from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 TwoLevel = TwoLevelAllReduce | TwoLevelCollectives
 
 
-def planned(group: dist.ProcessGroup, compress: str | None = None, device_type: str = "") -> Reduction | None:
-    """How `group` reduces; None where holmes is off. compress: in place of the plan's; device_type: of the tensors."""
+def planned(
+    group: dist.ProcessGroup, size: float = inf, compress: str | None = None, device_type: str = ""
+) -> Reduction | None:
+    """How `group` reduces `size` bytes in a step; None where holmes is off. compress: in place of the plan's; device_type: of
+    the tensors."""
     current = session.active()
     if current is None:
         return None
-    return current.reduction(dist.get_process_group_ranks(group), backend_of(group, device_type), compress)
+    return current.reduction(dist.get_process_group_ranks(group), backend_of(group, device_type), size, compress)
 
 
 def two_level_for(group: dist.ProcessGroup, size: int, way: Reduction | None, device_type: str = "") -> TwoLevel | None:

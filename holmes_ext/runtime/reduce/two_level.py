@@ -29,13 +29,10 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime import session
+from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES
 from holmes_ext.runtime.reduce.compress import Residuals, codec
 from holmes_ext.runtime.reduce.direct import DirectExchange
 from holmes_ext.runtime.reduce.settle import under_way
-
-#: Bytes of a chunk for each rank of the smallest cluster: what its Ethernet NIC carries at a time.
-CHUNK_SHARE_BYTES = 512 * 2**10
 
 
 @dataclass(frozen=True)
@@ -63,54 +60,6 @@ def _cuts(numel: int, parts: int) -> list[int]:
 
 def _owner(position: int, cuts: list[int]) -> int:
     return next(k for k in range(len(cuts) - 1) if cuts[k] <= position < cuts[k + 1])
-
-
-def predict(
-    size: int,
-    clusters: Sequence[int],
-    fabric: tuple[float, float],
-    ethernet: tuple[float, float],
-    processes: int = 1,
-    share: float = 1.0,
-) -> tuple[float, float]:
-    """Seconds of an all-reduce of `size` bytes: (flat ring on Ethernet, two-level pipelined by chunks).
-
-    clusters: ranks in each; processes: ranks that share a node's NICs; fabric, ethernet: (bits/s of one node, latency in seconds),
-    fabric the slowest of the clusters'; share: what compression leaves of the bytes that cross. Ring after Thakur et al. 2005, passing
-    each node once; two-level: the busier network works all the time, the other one's first chunk is waited for.
-    """
-    ranks, smallest, largest, count = sum(clusters), min(clusters), max(clusters), len(clusters)
-    flat = 2 * (ranks - 1) * (ethernet[1] + size * 8 / ranks / ethernet[0])
-    chunk = min(size, CHUNK_SHARE_BYTES * smallest)
-    bits_inside = processes * (largest - processes) / largest * chunk * 8  # from the node's ranks to all others' nodes
-    bits_across = share * processes * (count - 1) / count * chunk / smallest * 8
-    inside = 2 * (fabric[1] + bits_inside / fabric[0])
-    across = 2 * (ethernet[1] + bits_across / ethernet[0])
-    return flat, inside + across + (max(1, size / chunk) - 1) * max(inside, across)
-
-
-def planned(ranks: Sequence[int], size: int, compress: str | None = None) -> list[list[int]] | None:
-    """Clusters of `ranks` for a TwoLevelAllReduce of `size` bytes, where holmes is active and two levels are predicted to be faster
-    than a flat ring; else None (the group lies in one cluster, or its own network is no slower than the clusters'). compress: None
-    takes the option's."""
-    current = session.active()
-    if current is None:
-        return None
-    site, plan = current.site, current.plan
-    clusters: dict[str, list[int]] = {}
-    for rank in ranks:
-        clusters.setdefault(site.node_by_name[plan.node_of(rank)].cluster, []).append(rank)
-    nodes = [{plan.node_of(rank) for rank in members} for members in clusters.values()]
-    inside = [site.shared_fabric(names) for names in nodes if len(names) > 1]
-    if len(clusters) < 2 or not inside:
-        return None
-    slowest = min(inside, key=lambda fabric: fabric.rate_bps)
-    across = site.shared_fabric(set().union(*nodes))
-    networks = [(fabric.rate_bps, fabric.latency_s) for fabric in (slowest, across)]
-    used = codec(compress or current.options.compress)
-    sizes = [len(members) for members in clusters.values()]
-    flat, two_level = predict(size, sizes, *networks, plan.processes, used.share if used else 1.0)
-    return list(clusters.values()) if two_level < flat else None
 
 
 class Reduction:

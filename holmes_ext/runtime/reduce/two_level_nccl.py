@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES
 from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.reduce.compress import Residuals, codec, residual_of
-from holmes_ext.runtime.reduce.two_level import CHUNK_SHARE_BYTES
 
 STREAMS = 4
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.runtime.start.launcher import Process
+from holmes_ext.words import some_of
 
 #: What rank 0 makes of all reports: the verdict's content.
 Decide = Callable[[list[dict[str, Any]], list[NodeReport]], dict[str, Any]]
@@ -122,7 +123,7 @@ def _collect(store: dist.Store, prefix: str, process: Process, timeout_s: float)
             store.wait(chunk, timedelta(seconds=max(0.1, deadline - time.monotonic())))
         except (dist.DistError, RuntimeError):
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            names = some_of(missing)
             raise HolmesError(
                 f"{len(missing)} of {process.world_size} ranks did not report within {timeout_s:g} s: rank {names};"
                 " were they started, with --holmes, and can they reach"

@@ -11,6 +11,7 @@ from holmes_ext.options import Options
 from holmes_ext.plan.decide import settle
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import CARRIERS
+from holmes_ext.words import some_of
 
 #: [fabric, one node, the other, "" or what went wrong]
 Finding = Sequence[str]
@@ -29,13 +30,13 @@ def decide(
     ethernet = [told[tuple(finding)] for finding in bad if finding[0] == ETHERNET]
     if ethernet:
         way_out = "mend its cable, VLAN, addresses or firewall, or name the right interface in cluster.toml"
-        raise HolmesError(f"preflight: {_some(ethernet)}; every node must reach the others over Ethernet: {way_out}")
+        raise HolmesError(f"preflight: {some_of(ethernet, 3, '; ')}; every node must reach the others over Ethernet: {way_out}")
     if options.fallback == "fail":
-        raise HolmesError(f"preflight: {_some(list(told.values()))}; mend that, or let --holmes-fallback ethernet go round it")
+        raise HolmesError(f"preflight: {some_of(told.values(), 3, '; ')}; mend that, or let --holmes-fallback ethernet go round it")
     faults = lost(findings)
     moved = _moved(plan, settle(plan, site.without(faults), options))
-    therefore = f"therefore {_some(moved)}" if moved else "no planned group needs it"
-    lines = [f"preflight: {_some(list(told.values()))}; {therefore} (--holmes-fallback fail would end the job)", *lines]
+    therefore = f"therefore {some_of(moved, 3, '; ')}" if moved else "no planned group needs it"
+    lines = [f"preflight: {some_of(told.values(), 3, '; ')}; {therefore} (--holmes-fallback fail would end the job)", *lines]
     reasons = [[node, fabric, f"found by the preflight: {why}"] for (node, fabric), why in faults.items()]
     return {"faults": reasons, "lines": lines}
 
@@ -67,18 +68,13 @@ def _tell(site: Site, plan: Plan, pair: Any, problem: str) -> str:
     for name in (pair.one, pair.two):
         port = site.node_by_name[name].port(pair.fabric)
         ends.append(f"node {name} (rank {_ranks_on(plan, name, pair.ranks)}, {port.name}, {port.address})")
-    group = f"for the {pair.kind} group of ranks {_few(pair.ranks)}"
+    group = f"for the {pair.kind} group of ranks {some_of(pair.ranks)}"
     return f"{ends[0]} does not reach {ends[1]} over {pair.fabric}, {group}: {problem}"
 
 
 def _ranks_on(plan: Plan, node: str, ranks: Sequence[int]) -> str:
     here = [str(rank) for rank in ranks if plan.node_of(rank) == node]
     return here[0] if len(here) == 1 else f"{here[0]} to {here[-1]}"
-
-
-def _some(texts: list[str], most: int = 3) -> str:
-    rest = len(texts) - most
-    return "; ".join(texts[:most]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def _moved(before: Plan, after: Plan) -> list[str]:
@@ -88,14 +84,10 @@ def _moved(before: Plan, after: Plan) -> list[str]:
         networks = [(before.fabric_of(ranks, carrier), after.fabric_of(ranks, carrier)) for carrier in CARRIERS]
         now = [new.name for old, new in networks if old != new and new is not None]
         if now:
-            told.append(f"the {kind} group of ranks {_few(ranks)} goes over {now[0]} on all its ranks")
+            told.append(f"the {kind} group of ranks {some_of(ranks)} goes over {now[0]} on all its ranks")
     if not told and before.sizes is None:  # the script makes its groups as it likes
         told = ["every group that needs it goes over the next fastest fabric that its ranks share, on all of them"]
     return told
-
-
-def _few(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def _not_tried(site: Site, todo: Sequence[Any]) -> list[str]:

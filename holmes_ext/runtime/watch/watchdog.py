@@ -21,6 +21,7 @@ from typing import Any
 
 from holmes_ext.runtime.measure.telemetry import Op, Recorder
 from holmes_ext.units import format_rate
+from holmes_ext.words import some_of
 
 #: Longest operation under way, at least: so old must the oldest one be for a late step to count as stuck (or the median step).
 STUCK_S = 1.0
@@ -116,9 +117,8 @@ def _arrived(state: State | None, wait: Waiting, rank: int) -> bool:
 
 
 def _group(wait: Waiting) -> str:
-    members = ", ".join(map(str, wait.ranks[:8])) + (", ..." if len(wait.ranks) > 8 else "")
     over = f"{wait.fabric} over {wait.interface}" if wait.interface else wait.fabric
-    return f"the {wait.kind} group of ranks {members} ({wait.operation} on {over})"
+    return f"the {wait.kind} group of ranks {some_of(wait.ranks)} ({wait.operation} on {over})"
 
 
 def _slow(rank: int, wait: Waiting, ask: Ask, node_of: Callable[[int], str], rates: Mapping[str, int]) -> str:

@@ -146,7 +146,7 @@ def test_every_example_is_read():
         ("micro_batches = 2", "micro_batches = 2\nbatch = 2", "key 'training.batch' is not known"),
         ("flops = 1e12", "flops = nan", "key 'gpu.flops'"),
         ("flops = 5e11", "flops = -1.0", "key 'gpu.cluster.b': gpu: flops is -1.0"),
-        ("[gpu]", "[gpu", "not a readable model TOML"),
+        ("[gpu]", "[gpu", "not valid TOML"),
     ],
 )
 def test_bad_file(tmp_path, old, new, message):
@@ -157,5 +157,5 @@ def test_bad_file(tmp_path, old, new, message):
 
 
 def test_missing_file():
-    with pytest.raises(HolmesError, match="/nonexistent.toml: not a readable model TOML"):
+    with pytest.raises(HolmesError, match="/nonexistent.toml: cannot be read"):
         load_model("/nonexistent.toml")

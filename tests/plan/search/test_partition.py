@@ -293,7 +293,7 @@ def test_bad_input():
     with pytest.raises(HolmesError, match="memory limit of nan"):
         two_kinds(limit_bytes=(1.0, nan))
     heavy = two_kinds(state_bytes=(1e9,) * 8)
-    with pytest.raises(HolmesError, match="^stage 1: one layer needs 1 GB and its GPUs have 0.5 GB"):
+    with pytest.raises(HolmesError, match="^stage 1: one layer needs 1 GB and its GPUs have 500 MB"):
         balanced(replace(heavy, limit_bytes=(inf, 5e8)))
     with pytest.raises(HolmesError, match="no split of 8 layers fits the GPUs' memory: the stages hold at most 3.2 layers"):
         balanced(replace(heavy, limit_bytes=(3e9, 2e9)))

@@ -142,7 +142,7 @@ def test_clusters_of_one_node():
 
 
 def test_a_model_that_fits_nowhere():
-    with pytest.raises(HolmesError, match=r"fits nowhere: nearest is tensor .* needs .* GB of 0.05 GB: \w+ alone are .* GB, .* GB are too much; it needs"):
+    with pytest.raises(HolmesError, match=r"fits nowhere: nearest is tensor .* needs .*B of 50 MB: \w+ alone are .*B, .*B are too much; it needs"):
         search(small(), MODEL, 16, Limits(memory_bytes=50e6))
 
 

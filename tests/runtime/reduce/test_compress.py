@@ -7,12 +7,14 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
+from holmes_ext.plan.cost.network import two_level_seconds
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce import straddling
 from holmes_ext.runtime.reduce.compress import BLOCK, Bf16, Int8, Residuals, codec, residual_of
-from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce, predict
+from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
 
@@ -76,8 +78,8 @@ def test_codecs_by_name():
 
 
 def test_prediction_counts_fewer_bytes_across():
-    fast, slow = (2e9, 20e-6), (250e6, 50e-6)
-    whole, compressed = (predict(10**7, [4, 4], fast, slow, share=share)[1] for share in (1.0, Int8().share))
+    fast, slow = Fabric("a", "ib", 2 * 10**9, 20e-6), Fabric("ethernet", "ethernet", 250 * 10**6, 50e-6)
+    whole, compressed = (two_level_seconds(10**7, [4, 4], fast, slow, share=share)[1] for share in (1.0, Int8().share))
     assert compressed < 0.7 * whole  # then the fabric is the busier network
 
 
