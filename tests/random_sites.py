@@ -14,16 +14,16 @@ def site(rng: random.Random) -> Site:
     """2 to 8 nodes in unequal clusters; on several fabrics or none; ports without an address, without HCAs, out of use."""
     fast = [Fabric(f"f{i}", rng.choice(("ib", "roce")), rng.choice(RATES), 2e-6) for i in range(rng.randint(1, 3))]
     fabrics = (Fabric(ETHERNET, "ethernet", rng.choice(RATES), 3e-5), *fast)
-    processes, nodes = rng.choice((1, 2, 4)), []
+    processes, good, nodes = rng.choice((1, 2, 4)), rng.choice((0.6, 0.9, 1.0)), []
     for number in range(rng.randint(2, 8)):
-        own = rng.sample(fast, rng.randint(0, len(fast)))
+        own = [fabric for fabric in fast if rng.random() < good]
         ports = [
             Port(
                 fabric.name,
                 f"i{fabric.name}",
-                rng.choice(("10.1.0.1", "10.1.0.1", "")),
-                rng.choice(((f"mlx_{fabric.name}:1",), (f"mlx_{fabric.name}:1",), ())),
-                usable=rng.random() < 0.9,
+                "10.1.0.1" if rng.random() < good else "",
+                (f"mlx_{fabric.name}:1",) if rng.random() < good else (),
+                usable=rng.random() < good,
             )
             for fabric in sorted(own, key=lambda fabric: fabric.preference, reverse=True)
         ]
