@@ -188,7 +188,8 @@ def _two_levels(
 ) -> tuple[tuple[str, ...], int, int]:
     """(names of clusters, bytes of the least sum, bytes of a chunk); no names where a flat ring is faster for large sums.
 
-    NCCL's collectives (runtime/reduce/two_level_nccl.py) need clusters of equal size.
+    A cluster that is on the network between the clusters only sends as much as in the ring. NCCL's collectives
+    (runtime/reduce/two_level_nccl.py) need clusters of equal size.
     """
     names: dict[str, None] = {}
     least, chunks = 0, []
@@ -198,7 +199,7 @@ def _two_levels(
             continue
         inside = [fabric for part in parts.values() if (fabric := plan.fabric_of(part, carrier)) is not None]
         clusters = [len(part) for part in parts.values()]
-        if not inside or carrier == VERBS and len(set(clusters)) > 1:
+        if across in inside or not inside or carrier == VERBS and len(set(clusters)) > 1:
             return (), 0, 0
         here = max(Counter(map(plan.node_of, ranks)).values())
         network = min(inside, key=lambda fabric: fabric.rate_bps), across, here, max(1, plan.processes // here)

@@ -173,6 +173,17 @@ def test_large_sums_over_unequal_clusters_go_in_two_levels_over_sockets_only():
     assert reduction_of(even, (0, 1, 2), SOCKETS, Options()).clusters == ()
 
 
+def test_two_levels_where_a_group_straddles_and_the_link_is_slow():
+    nodes = [(f"n{i}", cluster, (cluster, "10.1.0.1", True)) for i, cluster in enumerate(("r", "i", "r", "i"))]
+    for ethernet, clusters in ((GB // 4, ("r", "i")), (200 * GB, ())):
+        site = real(*nodes, ethernet=ethernet, i=("ib", 2 * GB), r=("roce", 2 * GB))
+        plan = settle(Plan(site.digest, ("n0", "n1", "n2", "n3"), 1), site)
+        assert reduction_of(plan, (0, 1, 2, 3), SOCKETS, Options()).clusters == clusters
+        assert list(plan.by_cluster((0, 1, 2, 3)).values()) == [[0, 2], [1, 3]]
+        assert reduction_of(plan, (0, 2), SOCKETS, Options()).clusters == ()  # one cluster
+        assert reduction_of(plan, (0, 1), SOCKETS, Options()).clusters == ()  # one node of each: as many bytes cross
+
+
 def test_a_group_that_is_not_planned_follows_the_same_rules():
     plan = build_plan(sample("two_clusters_8"), Sizes(2))
     inside, across = reduction_of(plan, (0, 1), SOCKETS, Options()), reduction_of(plan, (0, 1, 4, 5), SOCKETS, Options())
