@@ -1,4 +1,5 @@
-"""What a job says when it starts: one line on clusters, ranks, networks, reductions and patches, and what else there is to say."""
+"""What a job says when it starts: one line on clusters, ranks, networks, reductions and patches, and what else there is
+to say."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def show(current: Session, lines: list[str]) -> None:
 
 
 def describe(current: Session) -> str:
-    """One line: clusters found, order of the nodes, stages and layers, which groups use which NIC, what is patched and what is not."""
+    """One line: clusters found, order of the nodes, stages and layers, which groups use which NIC, what is patched and
+    what is not."""
     return "; ".join(filter(None, (_ranks(current), _networks(current), _reductions(current), _patches(current))))
 
 
@@ -39,7 +41,8 @@ def _ranks(current: Session) -> str:
 
 
 def _networks(current: Session) -> str:
-    """ "pipeline 2 x data 2, layers as the framework splits them; data groups on ib and roce, pipeline groups on ethernet"."""
+    """ "pipeline 2 x data 2, layers as the framework splits them; data groups on ib and roce, pipeline groups on
+    ethernet"."""
     plan, sizes = current.plan, current.plan.sizes
     if sizes is None:
         return ""

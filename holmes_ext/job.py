@@ -28,7 +28,8 @@ _TOUCHED = (
 
 
 def activate(argv: list[str]) -> None:
-    """Read and strip the flags from `argv` (in place, normally sys.argv), and start; ends the process with status 2 on bad input."""
+    """Read and strip the flags from `argv` (in place, normally sys.argv), and start; ends the process with status 2 on
+    bad input."""
     trouble = None
     try:
         try:
@@ -59,7 +60,8 @@ def _one_line(show: Callable[..., Any]) -> Callable[..., Any]:
                 sys.stderr.flush()
             return
         if not issubclass(kind, RemoteError):
-            # Not sys.stderr: torch.distributed's own hook puts a buffer in its place, which SystemExit leaves unprinted.
+            # Not sys.stderr: torch.distributed's own hook puts a buffer in its place, which SystemExit leaves
+            # unprinted.
             print(f"holmes: {error}", file=sys.__stderr__, flush=True)
         raise SystemExit(2)
 
@@ -77,8 +79,9 @@ def _explain(error: BaseException) -> str | None:
 def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:
     """Switch holmes on in this process, before init_process_group; the same as --holmes with --holmes-plan `plan`.
 
-    options: cluster, sizes, partition, model, timeout, verbose - as the flags of these names. HolmesError when the input is bad, when
-    torch.distributed is initialized already (the ranks are fixed by then), or when holmes is on already.
+    options: cluster, sizes, partition, model, timeout, verbose - as the flags of these names. HolmesError when the
+    input is bad, when torch.distributed is initialized already (the ranks are fixed by then), or when holmes is on
+    already.
     """
     if session.active() is not None:
         raise HolmesError("holmes is already active in this process; call disable() first")

@@ -34,16 +34,19 @@ def build_plan(
     options: Options = Options(),
     basis: str = "",
 ) -> Plan:
-    """The plan for a job of `sizes` on `site`; with sizes None only the order of the nodes, and what follows for the group of all ranks.
+    """The plan for a job of `sizes` on `site`; with sizes None only the order of the nodes, and what follows for the
+    group of all ranks.
 
-    partition: how layers go to stages (plan/search/partition.py), of `model`; "uniform" leaves them to the framework. alpha: of "speed"; overlap:
-    gradients are reduced under the last backward. stage_layers: the layers of each stage, as the user lists them. links: what was measured of the
-    networks; times and the choice among them follow it. options: what the user asked of reductions (overlap, bucket, compress). basis: where `workload` comes from.
+    partition: how layers go to stages (plan/search/partition.py), of `model`; "uniform" leaves them to the framework.
+    alpha: of "speed"; overlap: gradients are reduced under the last backward. stage_layers: the layers of each stage,
+    as the user lists them. links: what was measured of the networks; times and the choice among them follow it.
+    options: what the user asked of reductions (overlap, bucket, compress). basis: where `workload` comes from.
 
-    predicted, in seconds for each step: step_seconds, reduction_seconds (of the slowest stage), exposed_reduction_seconds (after the first
-    stage's last backward), and the first two with the prefix stock_ for the launcher's order with all traffic on stock_fabric(site). With a model the times
-    are its own, with a profile those measured (and a model's memory, where both are given). HolmesError when the sizes do not multiply to the
-    world size, or the partition cannot be made.
+    predicted, in seconds for each step: step_seconds, reduction_seconds (of the slowest stage),
+    exposed_reduction_seconds (after the first stage's last backward), and the first two with the prefix stock_ for the
+    launcher's order with all traffic on stock_fabric(site). With a model the times are its own, with a profile those
+    measured (and a model's memory, where both are given). HolmesError when the sizes do not multiply to the world size,
+    or the partition cannot be made.
     """
     if profile is not None:
         check_profile(profile, site, sizes, model)

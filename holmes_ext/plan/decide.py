@@ -1,4 +1,5 @@
-"""What follows from a Plan's order, sizes and networks: the one place where a group's network and a reduction's way are decided.
+"""What follows from a Plan's order, sizes and networks: the one place where a group's network and a reduction's way are
+decided.
 
     settle(plan, site)       the plan with the ports that there are: made by `holmes plan`, at a job's start, and anew when a port fails
     reduction_of(...)        for groups that are not planned: the same rules, with the plan's own rates
@@ -86,13 +87,15 @@ def with_traffic(plan: Plan, options: Options) -> Plan:
 
 
 def resized(plan: Plan, sizes: Sizes, options: Options, model: Model | None = None) -> Plan:
-    """What the plan decides for other sizes than its own, in its order of the nodes: those that a framework tells when it starts."""
+    """What the plan decides for other sizes than its own, in its order of the nodes: those that a framework tells when
+    it starts."""
     workload = workload_of(model, sizes) or plan.workload
     return with_traffic(replace(plan, sizes=sizes, stage_layers=(), straddling=(), predicted={}, workload=workload), options)
 
 
 def workload_of(model: Model | None, sizes: Sizes | None) -> Workload | None:
-    """Of a known model and complete sizes; None where one is missing or the batch does not divide, which the framework refuses in its own words."""
+    """Of a known model and complete sizes; None where one is missing or the batch does not divide, which the framework
+    refuses in its own words."""
     try:
         return model.workload(sizes) if model is not None and sizes is not None else None
     except HolmesError:
@@ -148,8 +151,9 @@ def _edges(plan: Plan, carrier: str) -> tuple[Edge, ...]:
 
 
 def reduction_of(plan: Plan, ranks: Sequence[int], carrier: str, options: Options, total_bytes: float = inf) -> Reduction:
-    """How the group of `ranks` sums total_bytes in a step: as its stage does; by the same rules where it is no data-parallel group of the
-    plan, is to compress otherwise, or has so little to sum that its buckets are smaller than any network asks for."""
+    """How the group of `ranks` sums total_bytes in a step: as its stage does; by the same rules where it is no
+    data-parallel group of the plan, is to compress otherwise, or has so little to sum that its buckets are smaller than
+    any network asks for."""
     planned, stage = plan.traffic_of(carrier).reductions, plan.stage_of(ranks)
     if stage is not None and planned[stage].compress == options.compress and total_bytes >= FEWEST * SMALLEST_BYTES:
         return planned[stage]
@@ -174,7 +178,8 @@ def _reductions(plan: Plan, carrier: str, options: Options) -> tuple[Reduction, 
 def _reduction(
     plan: Plan, found: Sequence[Sequence[int]], carrier: str, options: Options, overlap: bool, total_bytes: float
 ) -> Reduction:
-    """Of groups that do the same at the same time: in two levels where that is faster for each that lies on several clusters."""
+    """Of groups that do the same at the same time: in two levels where that is faster for each that lies on several
+    clusters."""
     clusters, least, chunk = _two_levels(plan, found, carrier, options.compress)
     fabrics = [fabric for ranks in found if (fabric := plan.fabric_of(ranks, carrier)) is not None]
     slowest = min(fabrics, key=lambda fabric: fabric.preference, default=None)
@@ -186,7 +191,8 @@ def _reduction(
 def _two_levels(
     plan: Plan, found: Sequence[Sequence[int]], carrier: str, compress: str
 ) -> tuple[tuple[str, ...], int, int]:
-    """(names of clusters, bytes of the least sum, bytes of a chunk); no names where a flat ring is faster for large sums.
+    """(names of clusters, bytes of the least sum, bytes of a chunk); no names where a flat ring is faster for large
+    sums.
 
     A cluster that is on the network between the clusters only sends as much as in the ring. NCCL's collectives
     (runtime/reduce/two_level_nccl.py) need clusters of equal size.
@@ -218,7 +224,8 @@ def _two_levels(
 
 
 def straddling(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
-    """How many groups of each kind a job of complete `sizes` has that the plan's order leaves to Ethernet though a member's node has better.
+    """How many groups of each kind a job of complete `sizes` has that the plan's order leaves to Ethernet though a
+    member's node has better.
 
     instances > 1: of a data-parallel group its slices are looked at, within which megatron-core reduces first.
     """

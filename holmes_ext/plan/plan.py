@@ -1,7 +1,8 @@
 """The Plan: what goes where, and how. One JSON file that every rank follows.
 
-`nodes` is the heart of it: rank r of the job runs on nodes[r // processes], so the framework's own default layout
-lands on the planned placement. `fabrics` and `traffic` are what a running job looks up; the rest records why, and what to expect.
+`nodes` is the heart of it: rank r of the job runs on nodes[r // processes], so the framework's own default layout lands
+on the planned placement. `fabrics` and `traffic` are what a running job looks up; the rest records why, and what to
+expect.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ class Straddle:
 class Plan:
     """Node order, networks, reductions and stages of one job on one site.
 
-    fabrics: in the order of preference. clusters: nodes of each. traffic: see plan/traffic.py. workload: of which `basis` ("nominal", or where the
-    model came from) the decisions were made with. stage_layers: layers of each pipeline stage, () when the framework decides. predicted: seconds, by
-    name. A plan of version 1 has no fabrics: plan/decide.py, settle() adds what it lacks.
+    fabrics: in the order of preference. clusters: nodes of each. traffic: see plan/traffic.py. workload: of which
+    `basis` ("nominal", or where the model came from) the decisions were made with. stage_layers: layers of each
+    pipeline stage, () when the framework decides. predicted: seconds, by name. A plan of version 1 has no fabrics:
+    plan/decide.py, settle() adds what it lacks.
     """
 
     site_digest: str
@@ -98,7 +100,8 @@ class Plan:
         }
 
     def fabric_of(self, ranks: Iterable[int], carrier: str = VERBS) -> Fabric | None:
-        """The network of a group of `ranks`: the first fabric that all its nodes can use; None when one node holds them all."""
+        """The network of a group of `ranks`: the first fabric that all its nodes can use; None when one node holds them
+        all."""
         names = {self.node_of(rank) for rank in ranks}
         if len(names) == 1:
             return None
@@ -132,7 +135,8 @@ class Plan:
         yield "world", tuple(range(self.world_size))
 
     def stage_of(self, ranks: Iterable[int]) -> int | None:
-        """The pipeline stage whose gradients the group of `ranks` reduces; None when it is no data-parallel group of the plan."""
+        """The pipeline stage whose gradients the group of `ranks` reduces; None when it is no data-parallel group of
+        the plan."""
         return self._reducing.get(tuple(sorted(ranks)))
 
     @cached_property
@@ -172,7 +176,8 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read and validate plan.json; HolmesError names the file and the key, and tells an edited file from a whole one."""
+    """Read and validate plan.json; HolmesError names the file and the key, and tells an edited file from a whole
+    one."""
     return _plan(load_json(path, ADVICE))
 
 

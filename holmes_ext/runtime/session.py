@@ -22,8 +22,8 @@ from holmes_ext.runtime.start.launcher import Process
 
 @dataclass
 class Session:
-    """State of one activated process. rank: as renumbered; process.rank: as the launcher numbered it. store: the job's, None for one
-    process; round: prefix of this start's keys in it. model: of the job, None where nobody told it."""
+    """State of one activated process. rank: as renumbered; process.rank: as the launcher numbered it. store: the job's,
+    None for one process; round: prefix of this start's keys in it. model: of the job, None where nobody told it."""
 
     options: Options
     process: Process
@@ -41,7 +41,8 @@ class Session:
         return self.site.node_by_name[self.plan.node_of(self.rank)]
 
     def fabric_of(self, ranks: Iterable[int], backend: str) -> Fabric | None:
-        """What the plan has for a group of (renumbered) `ranks`; None inside a node, and where the backend finds its networks itself."""
+        """What the plan has for a group of (renumbered) `ranks`; None inside a node, and where the backend finds its
+        networks itself."""
         return self.plan.fabric_of(ranks, carrier_of(backend)) if carrier_of(backend) else None
 
     def transport(self, ranks: Iterable[int], backend: str) -> Transport:
@@ -51,7 +52,8 @@ class Session:
         return transport_on(self.fabric_of(ranks, backend), self.node)
 
     def plan_for(self, sizes: Sizes) -> Plan:
-        """The plan; where it was made without sizes, or others were guessed, what it decides for those that the framework makes (complete)."""
+        """The plan; where it was made without sizes, or others were guessed, what it decides for those that the
+        framework makes (complete)."""
         if sizes == self.plan.sizes:
             return self.plan
         if sizes not in self._resized:
@@ -65,7 +67,8 @@ class Session:
     def reduction(
         self, ranks: Iterable[int], backend: str, total_bytes: float = inf, compress: str | None = None
     ) -> Reduction:
-        """How a group of `ranks` sums gradients, total_bytes of them in a step. compress: in place of --holmes-compress."""
+        """How a group of `ranks` sums gradients, total_bytes of them in a step. compress: in place of
+        --holmes-compress."""
         options = self.options if compress is None else replace(self.options, compress=compress)
         return reduction_of(self.plan, tuple(ranks), carrier_of(backend) or SOCKETS, options, total_bytes)
 

@@ -17,7 +17,8 @@ FLAGS = ("--deepspeed_config", "--deepspeed-config")  # deepspeed.add_config_arg
 
 @dataclass(frozen=True)
 class DsConfig:
-    """A ds_config file: its path as given, content, and digest (empty content and digest where it could not be read: DeepSpeed says why)."""
+    """A ds_config file: its path as given, content, and digest (empty content and digest where it could not be read:
+    DeepSpeed says why)."""
 
     path: str
     content: dict[str, Any]

@@ -1,15 +1,15 @@
 """DeepSpeed's pipeline engine with its gradient reduction overlapped.
 
-The engine's schedule ends every batch with ReduceTiedGrads, ReduceGrads, OptimizerStep: the network idles while the last
-micro-batch's backward runs, and the GPUs while the network works. Under this patch the stage's gradients leave
-as they become final:
+The engine's schedule ends every batch with ReduceTiedGrads, ReduceGrads, OptimizerStep: the network idles while the
+last micro-batch's backward runs, and the GPUs while the network works. Under this patch the stage's gradients leave as
+they become final:
 
     schedule            ... BackwardPass m-1 | BackwardPass m              | ReduceTiedGrads | ReduceGrads | OptimizerStep
     stock                                    |                             | tied            | everything  |
     here                                     | bucket 0, bucket 1, ...     | tied            | tied, last  |
 
-The sums are the engine's own: same group, same dtype on the wire, same divisors; only the cut into buckets differs. What is reduced is the
-gradient where the optimizer reads it: deepspeed_gradients.py.
+The sums are the engine's own: same group, same dtype on the wire, same divisors; only the cut into buckets differs.
+What is reduced is the gradient where the optimizer reads it: deepspeed_gradients.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _overlaps: weakref.WeakKeyDictionary[Any, _Overlap | None] = weakref.WeakKeyDict
 
 
 def unsupported(engine: Any) -> str | None:
-    """Why this engine's reduction cannot be overlapped, or None. The same on all ranks: it reads the configuration only."""
+    """Why this engine's reduction cannot be overlapped, or None. The same on all ranks: it reads the configuration
+    only."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -91,7 +92,8 @@ class _Overlap:
             return run()
 
     def reduce(self) -> None:
-        """ReduceGrads: launch the tied gradients (now summed over the stages), wait for all, let the optimizer take over."""
+        """ReduceGrads: launch the tied gradients (now summed over the stages), wait for all, let the optimizer take
+        over."""
         with self.source.last_use():
             self.reducer.finish()
             self.source.after()
@@ -128,7 +130,8 @@ def _make_reducer(engine: Any, trained: list[tuple[str, Any]], source: Any) -> A
 
 
 def overlap_of(engine: Any) -> _Overlap | None:
-    """The engine's _Overlap; None where the plan does without, nothing is to be reduced, or it cannot be overlapped (said once, by rank 0)."""
+    """The engine's _Overlap; None where the plan does without, nothing is to be reduced, or it cannot be overlapped
+    (said once, by rank 0)."""
     if engine not in _overlaps:
         current, wanted = session.active(), _wanted(engine)
         reason = (unsupported(engine) or _refused(engine, current)) if any(wanted) else None
@@ -142,7 +145,8 @@ def overlap_of(engine: Any) -> _Overlap | None:
 
 
 def _wanted(engine: Any) -> tuple[bool, ...]:
-    """For each stage whether its reduction is to be overlapped, as the plan says; without holmes (its patches alone) every one."""
+    """For each stage whether its reduction is to be overlapped, as the plan says; without holmes (its patches alone)
+    every one."""
     current = session.active()
     if current is None or not engine.is_data_parallel:
         return (bool(engine.is_data_parallel),) * engine.num_stages
@@ -151,7 +155,8 @@ def _wanted(engine: Any) -> tuple[bool, ...]:
 
 
 def _refused(engine: Any, current: session.Session | None) -> str | None:
-    """The user's own setting wins over auto; where --holmes-overlap on contradicts it, patches/deepspeed/ds_config.py has said so before."""
+    """The user's own setting wins over auto; where --holmes-overlap on contradicts it, patches/deepspeed/ds_config.py
+    has said so before."""
     zero = engine._config._param_dict.get("zero_optimization", {})
     automatic = current is not None and current.options.overlap == "auto"
     return "zero_optimization.overlap_comm is false" if automatic and zero.get("overlap_comm") is False else None

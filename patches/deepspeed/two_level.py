@@ -5,10 +5,11 @@
     ZeRO 1 and 2           DeepSpeedZeroOptimizer's, an all-reduce too (0.19.8)           yes
     ZeRO 3                 reduce_scatter_coalesced, one partition for each rank          no
 
-Which gradients travel together, when (ZeRO 2 and overlap_comm: in hooks of the backward pass), in which dtype and divided by what
-stays DeepSpeed's; only the sum of a bucket takes another way. ZeRO 3 keeps stock collectives: it gathers every layer's parameters over
-the whole group in each forward and backward pass, twice the bytes of its gradients, which no way to sum gradients mends.
-zero_hpz_partition_size (ZeRO++) or MiCS, which keep the parameters' partitions inside a cluster, do.
+Which gradients travel together, when (ZeRO 2 and overlap_comm: in hooks of the backward pass), in which dtype and
+divided by what stays DeepSpeed's; only the sum of a bucket takes another way. ZeRO 3 keeps stock collectives: it
+gathers every layer's parameters over the whole group in each forward and backward pass, twice the bytes of its
+gradients, which no way to sum gradients mends. zero_hpz_partition_size (ZeRO++) or MiCS, which keep the parameters'
+partitions inside a cluster, do.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def _average(wrapped, instance, args, kwargs):
 
 
 def _all_reduce(wrapped, instance, args, kwargs):
-    """deepspeed.comm.all_reduce(tensor, op, group, async_op): in two levels for gradients of a group where that is faster.
+    """deepspeed.comm.all_reduce(tensor, op, group, async_op): in two levels for gradients of a group where that is
+    faster.
 
     (Its timing decorator hides the parameters' names, which is why the patch cannot list them.)
     """
@@ -68,7 +70,8 @@ def _all_reduce(wrapped, instance, args, kwargs):
 
 
 def _two_level(group: Any, size: int) -> Any:
-    """The group's two-level all-reduce, or None where the plan has torch's for so many bytes. All ranks come to the same."""
+    """The group's two-level all-reduce, or None where the plan has torch's for so many bytes. All ranks come to the
+    same."""
     from holmes_ext.runtime.reduce.straddling import planned, two_level_for  # torch is there by now
 
     if group not in _ways:

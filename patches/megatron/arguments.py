@@ -16,15 +16,18 @@ FLAGS = {
 }
 #: Megatron-LM's --use-tp-pp-dp-mapping: data-parallel ranks outermost (arguments.py, initialize_model_parallel order=).
 TP_PP_DP = "--use-tp-pp-dp-mapping"
-#: Above 1, gradients are reduced in two levels, within consecutive slices of a data-parallel group first (megatron.core.parallel_state).
+#: Above 1, gradients are reduced in two levels, within consecutive slices of a data-parallel group first
+#: (megatron.core.parallel_state).
 INSTANCES = "--num-distributed-optimizer-instances"
 
 
 def sizes_from_arguments(argv: list[str]) -> Sizes | None:
-    """Sizes that `argv` names in Megatron's flags; None when it names none. Values that are no numbers are the script's to refuse.
+    """Sizes that `argv` names in Megatron's flags; None when it names none. Values that are no numbers are the script's
+    to refuse.
 
-    None as well with several optimizer instances: a plan without sizes puts each cluster's nodes together, so that an instance is a
-    cluster, while one with sizes sees that data-parallel groups cross anyway and leaves the launcher's order.
+    None as well with several optimizer instances: a plan without sizes puts each cluster's nodes together, so that an
+    instance is a cluster, while one with sizes sees that data-parallel groups cross anyway and leaves the launcher's
+    order.
     """
     values: dict[str, int] = {}
     for item, following in zip(argv, [*argv[1:], ""]):
@@ -62,8 +65,8 @@ GPT2_VOCABULARY = 50304
 def model_from_arguments(argv: list[str], needed: bool = True) -> Model | None:
     """The model that `argv` describes in Megatron's flags; None when it names neither layers, hidden size nor heads.
 
-    GPUs are the nominal ones (150 TFLOP/s, no memory limit). HolmesError when only some of what a model needs is there, or it fits
-    together badly; None then where it is not `needed`.
+    GPUs are the nominal ones (150 TFLOP/s, no memory limit). HolmesError when only some of what a model needs is there,
+    or it fits together badly; None then where it is not `needed`.
     """
     try:
         return _model(argv)
@@ -109,5 +112,6 @@ def _model(argv: list[str]) -> Model | None:
 
 
 def overlaps(option: str, argv: list[str]) -> bool:
-    """Whether gradients will be reduced under the last backward, where --holmes-overlap is `option`: "auto" does so where there are stages."""
+    """Whether gradients will be reduced under the last backward, where --holmes-overlap is `option`: "auto" does so
+    where there are stages."""
     return "--no-pipeline-parallel" not in argv if option == "auto" else option == "on"

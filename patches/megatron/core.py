@@ -3,8 +3,8 @@
     initialize_model_parallel    the job's sizes, order and instances are checked before any group is made
     TransformerConfig            the plan's layers, through the public pipeline_model_parallel_layout; a user's own split wins
 
-patches/megatron/reduction.py does the reductions, patches/megatron/p2p.py the pipeline's sends and receives. Where the groups
-land is settled before: RANK is renumbered, and patches/torch/groups.py gives each group its transport.
+patches/megatron/reduction.py does the reductions, patches/megatron/p2p.py the pipeline's sends and receives. Where the
+groups land is settled before: RANK is renumbered, and patches/torch/groups.py gives each group its transport.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from holmes_ext.runtime.start.refusal import told_once
 
 
 class _Job:
-    """What initialize_model_parallel was called with last; None before that, or where the grid is not one a plan describes."""
+    """What initialize_model_parallel was called with last; None before that, or where the grid is not one a plan
+    describes."""
 
     sizes: Sizes | None = None
 
@@ -38,7 +39,8 @@ job = _Job()
 
 
 def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
-    """The complete sizes that initialize_model_parallel's (bound) `arguments` ask for; HolmesError when megatron-core could not make them."""
+    """The complete sizes that initialize_model_parallel's (bound) `arguments` ask for; HolmesError when megatron-core
+    could not make them."""
     sizes = Sizes(
         pipeline=arguments["pipeline_model_parallel_size"],
         tensor=arguments["tensor_model_parallel_size"],
@@ -67,7 +69,8 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
 
 
 def _initialize(wrapped, instance, args, kwargs):
-    """Check first, so that nothing is half-initialized; then let megatron-core make its groups, and the pairs' beside them."""
+    """Check first, so that nothing is half-initialized; then let megatron-core make its groups, and the pairs' beside
+    them."""
     current = session.active()
     if current is None:
         return wrapped(*args, **kwargs)
@@ -97,7 +100,8 @@ def _initialize(wrapped, instance, args, kwargs):
 
 @functools.cache
 def drop_in(enable: Callable[..., None]):
-    """holmes_ext.initialize_model_parallel: the installed function's signature, under holmes even where nothing else switched it on.
+    """holmes_ext.initialize_model_parallel: the installed function's signature, under holmes even where nothing else
+    switched it on.
 
     enable: what does that (holmes_ext.job).
     """
@@ -118,7 +122,8 @@ def drop_in(enable: Callable[..., None]):
 
 
 def _take_over(asked: Mapping[str, Any], enable: Callable[..., None]) -> None:
-    """Switch holmes on although torch.distributed is initialized: form the default group anew under the planned ranks."""
+    """Switch holmes on although torch.distributed is initialized: form the default group anew under the planned
+    ranks."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -148,7 +153,8 @@ _OWN_SPLITS = (
 def layout_of(layers: tuple[int, ...], mtp_layers: int = 0) -> str:
     """megatron-core's notation for `layers` of each stage (chunk by chunk under the interleaved schedule): "Ettt|tL".
 
-    The embedding stands in the first entry; multi-token prediction and the loss in the last, where they read the last layer.
+    The embedding stands in the first entry; multi-token prediction and the loss in the last, where they read the last
+    layer.
     """
     entries = ["t" * count for count in layers]
     entries[0] = "E" + entries[0]
@@ -157,7 +163,8 @@ def layout_of(layers: tuple[int, ...], mtp_layers: int = 0) -> str:
 
 
 def planned_layout(current: session.Session, pipeline: int, virtual: int, layers: int, mtp_layers: int, own: str) -> str | None:
-    """The layout string of the plan, or None when it leaves the layers to megatron-core or the user splits them (`own` says how).
+    """The layout string of the plan, or None when it leaves the layers to megatron-core or the user splits them (`own`
+    says how).
 
     HolmesError when the plan's stages are not the job's or its layers are not the model's.
     """
@@ -181,12 +188,14 @@ def planned_layout(current: session.Session, pipeline: int, virtual: int, layers
     return layout_of(plan.stage_layers, mtp_layers)
 
 
-#: Where this module is, megatron-core ends uniform recomputation's last unit with the stage; before, it looks for layers that are not there.
+#: Where this module is, megatron-core ends uniform recomputation's last unit with the stage; before, it looks for
+#: layers that are not there.
 _CUTS_UNITS = "megatron.core.recompute"
 
 
 def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
-    """HolmesError when recomputation in units of N layers does not come out even on a stage of the plan, and megatron-core does not cut them."""
+    """HolmesError when recomputation in units of N layers does not come out even on a stage of the plan, and
+    megatron-core does not cut them."""
     if config.recompute_granularity != "full" or config.recompute_method != "uniform" or cuts:
         return
     unit = config.recompute_num_layers or 1

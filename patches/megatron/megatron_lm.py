@@ -1,4 +1,5 @@
-"""Megatron-LM's own training loop under a plan: holmes's flags in its parser, the plan in its arguments and checkpoints.
+"""Megatron-LM's own training loop under a plan: holmes's flags in its parser, the plan in its arguments and
+checkpoints.
 
     add_megatron_arguments    --help shows a holmes group; what was given stands in args (holmes strips the flags before parsing)
     validate_args             the plan's layers and overlap are set as if they had been on the command line
@@ -23,7 +24,8 @@ MEGATRON_LM = MEGATRON.replace("megatron-core", "megatron-lm")
 
 
 def _add_flags(wrapped, instance, args, kwargs):
-    """The flags with what they were given as defaults, since by now they are gone from sys.argv; and the plan, for checkpoints."""
+    """The flags with what they were given as defaults, since by now they are gone from sys.argv; and the plan, for
+    checkpoints."""
     parser = wrapped(*args, **kwargs)
     current = session.active()
     if current is None:
@@ -65,7 +67,8 @@ def _validate(wrapped, instance, args, kwargs):
 
 
 def _set_layout(current: session.Session, args) -> None:
-    """--pipeline-model-parallel-layout from the plan, unless the user splits the layers or megatron does it by another model class."""
+    """--pipeline-model-parallel-layout from the plan, unless the user splits the layers or megatron does it by another
+    model class."""
     if getattr(args, "hybrid_layer_pattern", None) or not args.num_layers:
         return
     own = ", ".join(str(value) if name.endswith("layout") else name for name in _OWN_SPLITS if (value := getattr(args, name, None)))
@@ -99,7 +102,8 @@ def _set_overlap(current: session.Session, args) -> None:
 
 
 def _compare_plans(wrapped, instance, args, kwargs):
-    """After megatron's own check of the model's shape, whose assertions become one line: was the checkpoint saved under another plan?"""
+    """After megatron's own check of the model's shape, whose assertions become one line: was the checkpoint saved under
+    another plan?"""
     current = session.active()
     try:
         result = wrapped(*args, **kwargs)
@@ -120,7 +124,8 @@ def _compare_plans(wrapped, instance, args, kwargs):
     return result
 
 
-#: What megatron.core.dist_checkpointing.strategies.torch says of tensors that the model has and the checkpoint has not, or not in this shape.
+#: What megatron.core.dist_checkpointing.strategies.torch says of tensors that the model has and the checkpoint has not,
+#: or not in this shape.
 _OTHER_MODEL = ("Global shape mismatch", "from model not in state dict")
 
 

@@ -1,12 +1,14 @@
-"""megatron-core's pipeline send and receive under a plan: every pair of stages on the fastest fabric that the two share.
+"""megatron-core's pipeline send and receive under a plan: every pair of stages on the fastest fabric that the two
+share.
 
-pipeline_parallel/p2p_communication.py sends over the pipeline group, which crosses clusters and so is on Ethernet as a whole:
+pipeline_parallel/p2p_communication.py sends over the pipeline group, which crosses clusters and so is on Ethernet as a
+whole:
 
     stage 0 === stage 1 --- stage 2 === stage 3        === inside a cluster: the pair's own group, on its fabric
        cluster a        |       cluster b              --- across: the pipeline group, on Ethernet
 
-With two stages the pipeline group is the pair. But unbatched p2p then sends one direction over the world group, which may be on a
-slower fabric than the pair: it gets a twin of the pipeline group instead.
+With two stages the pipeline group is the pair. But unbatched p2p then sends one direction over the world group, which
+may be on a slower fabric than the pair: it gets a twin of the pipeline group instead.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
 from holmes_ext.runtime.groups.members import members_group
 
-#: The order in which megatron-core issues unbatched operations: by parity of the pipeline rank, so that every send meets its receive.
+#: The order in which megatron-core issues unbatched operations: by parity of the pipeline rank, so that every send
+#: meets its receive.
 _ORDER = (("send_next", "recv_prev", "send_prev", "recv_next"), ("recv_prev", "send_next", "recv_next", "send_prev"))
 
 
 @dataclass
 class _Pairs:
-    """Groups made for one pipeline group. by_peer: the neighbour's rank -> the pair's group; twin: see the module's text."""
+    """Groups made for one pipeline group. by_peer: the neighbour's rank -> the pair's group; twin: see the module's
+    text."""
 
     by_peer: dict[int, object] = field(default_factory=dict)
     twin: object = None
@@ -37,7 +41,8 @@ _made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def pairs_of(group) -> _Pairs:
-    """The pair groups of this rank in a pipeline group. Made on the first call, which all of the group's ranks must reach.
+    """The pair groups of this rank in a pipeline group. Made on the first call, which all of the group's ranks must
+    reach.
 
     A pair is made by its two ranks alone, in the same order everywhere, so that no circle of ranks waits.
     """
@@ -82,7 +87,8 @@ def _batched(wrapped, instance, args, kwargs):
         if not by_peer:
             return wrapped(group=group, **ends, **tensors)
         requests = []
-        # Even ranks start with their next, odd ones with their previous: each pair is at it at the same time, also in a ring.
+        # Even ranks start with their next, odd ones with their previous: each pair is at it at the same time, also in a
+        # ring.
         for side, peer in (("next", next_pipeline_rank), ("prev", prev_pipeline_rank))[:: -1 if group.rank() % 2 else 1]:
             half = {name: tensor if name.endswith(side) else None for name, tensor in tensors.items()}
             requests += wrapped(group=by_peer.get(peer, group), **ends, **half)

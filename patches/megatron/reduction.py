@@ -1,12 +1,13 @@
-"""megatron-core's gradient reductions under a plan: buckets and overlap on every stage whose reduction would be waited for.
+"""megatron-core's gradient reductions under a plan: buckets and overlap on every stage whose reduction would be waited
+for.
 
 megatron-core buckets and overlaps on the first pipeline stage only, which is right where all stages have one network:
 
     DistributedDataParallel   bucket_size = None on later stages, so one all-reduce after their last backward
     here                      plan/cost/ says which stages are exposed and how large a bucket suits their fabric
 
-Everything else is megatron-core's own: its buckets, hooks, handles and schedules. The distributed optimizer is never turned on: it is
-the program's choice, which changes what its checkpoints look like. Where a program runs it,
+Everything else is megatron-core's own: its buckets, hooks, handles and schedules. The distributed optimizer is never
+turned on: it is the program's choice, which changes what its checkpoints look like. Where a program runs it,
 
     --holmes-overlap auto     its buckets stay, since checkpoints may depend on them (patches/megatron/megatron_lm.py knows when they do not)
     --holmes-overlap on       its buckets are the plan's too, and weights travel during the forward pass (patches/megatron/gather.py)
@@ -34,7 +35,8 @@ from holmes_ext.runtime.groups.grid import tell
 
 @dataclass(frozen=True)
 class _Planned:
-    """For the DistributedDataParallel that is being built: elements of a bucket, and whether the program left them to megatron-core."""
+    """For the DistributedDataParallel that is being built: elements of a bucket, and whether the program left them to
+    megatron-core."""
 
     elements: int
     ours: bool
@@ -43,7 +45,8 @@ class _Planned:
 _bucket: ContextVar[_Planned | None] = ContextVar("planned bucket", default=None)
 #: Before, see patches/megatron/buckets.py: the distributed optimizer's buckets must need no padding.
 _BUCKETS_SAVED_RIGHT = Version("0.20.0")
-#: True once patches/megatron/megatron_lm.py has found that no checkpoint of this job depends on the distributed optimizer's buckets.
+#: True once patches/megatron/megatron_lm.py has found that no checkpoint of this job depends on the distributed
+#: optimizer's buckets.
 checkpoints_allow_buckets = False
 
 
@@ -112,7 +115,8 @@ def _reduction_group(given: Mapping[str, Any]) -> Any:
 
 
 def _no_sync_between_micro_batches(config, ddp) -> None:
-    """What megatron-core's schedules need to know of an overlap that the program did not ask for: when not to reduce."""
+    """What megatron-core's schedules need to know of an overlap that the program did not ask for: when not to
+    reduce."""
     if config.virtual_pipeline_model_parallel_size:
         config.no_sync_func = [*(config.no_sync_func or []), ddp.no_sync]
     elif config.no_sync_func is None:
@@ -120,7 +124,8 @@ def _no_sync_between_micro_batches(config, ddp) -> None:
 
 
 def _distributed_layout(given: Mapping[str, Any], elements: int):
-    """Megatron-LM's main branch lays the distributed optimizer's buckets out beforehand, in one piece on later stages."""
+    """Megatron-LM's main branch lays the distributed optimizer's buckets out beforehand, in one piece on later
+    stages."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
 

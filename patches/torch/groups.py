@@ -101,9 +101,9 @@ _agreed = itertools.count()
 def agree_on_patches(store: Any, current: session.Session, waits: bool = True) -> None:
     """Compare plan and patches here with what the first rank that came by had; ranks that differ in them would hang.
 
-    Before the default group is made, in a few store operations for each rank. HolmesError names the difference and both ranks,
-    on the rank that differs first; the others, which wait (if `waits`) until all have compared, get RemoteError: nobody is
-    left in a group that never comes about.
+    Before the default group is made, in a few store operations for each rank. HolmesError names the difference and both
+    ranks, on the rank that differs first; the others, which wait (if `waits`) until all have compared, get RemoteError:
+    nobody is left in a group that never comes about.
     """
     prefix = f"{current.round}/agree/{next(_agreed)}"
     mine = {"who": f"rank {current.rank} on {current.node.name}", "plan's digest": current.plan.digest}

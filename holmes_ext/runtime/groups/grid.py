@@ -19,7 +19,8 @@ _told: set[str] = set()
 
 
 def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
-    """For complete `sizes`, the same on all ranks, which all must call it; instances: see plan/decide.py, straddling()."""
+    """For complete `sizes`, the same on all ranks, which all must call it; instances: see plan/decide.py,
+    straddling()."""
     try:
         refuse_other_sizes(current, sizes)
     except HolmesError as error:
@@ -29,7 +30,8 @@ def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
 
 
 def refuse_other_sizes(current: Session, sizes: Sizes) -> None:
-    """HolmesError when the plan was made for other sizes that the user gave on purpose (--holmes-plan, --holmes-sizes)."""
+    """HolmesError when the plan was made for other sizes that the user gave on purpose (--holmes-plan,
+    --holmes-sizes)."""
     plan = current.plan
     if plan.sizes is not None and plan.sizes != sizes and {"plan", "sizes"} & current.options.given:
         where = f"{plan.source}: key 'sizes'" if "plan" in current.options.given else "--holmes-sizes"
@@ -37,7 +39,8 @@ def refuse_other_sizes(current: Session, sizes: Sizes) -> None:
 
 
 def advice(current: Session, sizes: Sizes, instances: int = 1) -> str:
-    """A line on the groups that straddle under the plan's order, unless the start line has told them; "" where none does."""
+    """A line on the groups that straddle under the plan's order, unless the start line has told them; "" where none
+    does."""
     here = straddling(current.plan, sizes, instances)
     if not here or (current.plan.sizes == sizes and instances == 1):
         return ""

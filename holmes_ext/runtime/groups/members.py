@@ -1,8 +1,9 @@
 """A process group at whose making only its members take part.
 
-torch.distributed.new_group(use_local_synchronization=True) is meant for that, but names the group after its ranks and the number of
-groups that the process is in (_hash_ranks_to_str). Ranks of different stages are in different numbers of groups (only some
-have embeddings): they look for each other under different names and wait for ever. So the name is given here.
+torch.distributed.new_group(use_local_synchronization=True) is meant for that, but names the group after its ranks and
+the number of groups that the process is in (_hash_ranks_to_str). Ranks of different stages are in different numbers of
+groups (only some have embeddings): they look for each other under different names and wait for ever. So the name is
+given here.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-#: How often this process has made a group of these ranks and purpose: a name must not come back, its keys are still in the store.
+#: How often this process has made a group of these ranks and purpose: a name must not come back, its keys are still in
+#: the store.
 _count: Counter[tuple[Any, ...]] = Counter()
 
 
 def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
     """A new group of `ranks`, this one among them; options: new_group's.
 
-    All members must make their groups of the same ranks and purpose in the same order. purpose: also the group's description.
+    All members must make their groups of the same ranks and purpose in the same order. purpose: also the group's
+    description.
     """
     import torch.distributed as dist
 

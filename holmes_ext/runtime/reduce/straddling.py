@@ -20,8 +20,8 @@ TwoLevel = TwoLevelAllReduce | TwoLevelCollectives
 def planned(
     group: dist.ProcessGroup, size: float = inf, compress: str | None = None, device_type: str = ""
 ) -> Reduction | None:
-    """How `group` reduces `size` bytes in a step; None where holmes is off. compress: in place of the plan's; device_type: of
-    the tensors."""
+    """How `group` reduces `size` bytes in a step; None where holmes is off. compress: in place of the plan's;
+    device_type: of the tensors."""
     current = session.active()
     if current is None:
         return None
@@ -29,8 +29,8 @@ def planned(
 
 
 def two_level_for(group: dist.ProcessGroup, size: int, way: Reduction | None, device_type: str = "") -> TwoLevel | None:
-    """For all-reduces of about `size` bytes in `group`, which reduces in this `way`; None: use torch's. Collective, and the same on all
-    its ranks."""
+    """For all-reduces of about `size` bytes in `group`, which reduces in this `way`; None: use torch's. Collective, and
+    the same on all its ranks."""
     if way is None or not way.clusters or size < way.two_level_from:
         return None
     ranks = dist.get_process_group_ranks(group)

@@ -11,7 +11,8 @@ from holmes_ext.errors import HolmesError
 
 @dataclass(frozen=True)
 class Process:
-    """Identity as the launcher gave it. local_world_size 0: the launcher does not say (it is counted from the reports)."""
+    """Identity as the launcher gave it. local_world_size 0: the launcher does not say (it is counted from the
+    reports)."""
 
     rank: int
     world_size: int
@@ -110,7 +111,8 @@ def _first_slurm_host(environ: Mapping[str, str]) -> str:
 
 
 def exported(process: Process, rank: int, processes: int) -> dict[str, str]:
-    """Environment variables, in torchrun's names, that make `process` run as `rank` on a node with `processes` of them."""
+    """Environment variables, in torchrun's names, that make `process` run as `rank` on a node with `processes` of
+    them."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(process.world_size),

@@ -5,8 +5,9 @@
                          and tells the launcher's rank 0 what did not answer (all through the job's store)
     launcher's rank 0    decides, for all: nothing | these ports are left out, on every rank of the groups | the job ends
 
-Sockets only: what gloo uses, and NCCL over Ethernet. Of RDMA it shows that the fabric carries IP between the two ports (IPoIB, RoCE's net device),
-not that verbs work; ports without an address cannot be tried at all, which is said. Every wait has an end.
+Sockets only: what gloo uses, and NCCL over Ethernet. Of RDMA it shows that the fabric carries IP between the two ports
+(IPoIB, RoCE's net device), not that verbs work; ports without an address cannot be tried at all, which is said. Every
+wait has an end.
 """
 
 from __future__ import annotations
@@ -32,15 +33,17 @@ from holmes_ext.plan.traffic import CARRIERS
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.preflight_verdict import decide
 
-#: Seconds: until the kernel at the other end must have answered (no process needs to run for that; two lost packets are made good), until
-#: the process there must have, until a node must have said where it listens, and until rank 0 must have every node's findings.
+#: Seconds: until the kernel at the other end must have answered (no process needs to run for that; two lost packets are
+#: made good), until the process there must have, until a node must have said where it listens, and until rank 0 must
+#: have every node's findings.
 CONNECT_S, ANSWER_S, LISTEN_S, FINDINGS_S = 5.0, 10.0, 15.0, 25.0
 _THREADS = 16
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two nodes that have to reach each other over a fabric, and the first group (of renumbered ranks) that needs it."""
+    """Two nodes that have to reach each other over a fabric, and the first group (of renumbered ranks) that needs
+    it."""
 
     fabric: str
     one: str
@@ -72,7 +75,8 @@ def pairs(plan: Plan) -> list[Pair]:
 
 
 def tried_groups(plan: Plan) -> Iterable[tuple[str, tuple[int, ...]]]:
-    """(kind, ranks) of every group of the plan; where the job's sizes are not known, of the clusters and of all ranks."""
+    """(kind, ranks) of every group of the plan; where the job's sizes are not known, of the clusters and of all
+    ranks."""
     if plan.sizes is None:
         yield from (("cluster", tuple(ranks)) for ranks in plan.by_cluster(range(plan.world_size)).values())
     yield from plan.groups()
@@ -84,7 +88,8 @@ def run(
     """Try all pairs; the site and plan to go on with, the same on all ranks, and lines for the user.
 
     host: this rank's node as `site` calls it. HolmesError on the launcher's rank 0 and RemoteError elsewhere where
-    Ethernet does not reach, or a fast NIC does not and --holmes-fallback is fail; within half a minute whatever happens.
+    Ethernet does not reach, or a fast NIC does not and --holmes-fallback is fail; within half a minute whatever
+    happens.
     """
     prefix, started = f"{prefix}/preflight", time.monotonic()
     todo = pairs(plan)
@@ -206,7 +211,8 @@ def _addresses(site: Site, pair: Pair) -> tuple[str, str] | None:
 
 
 def exchange_hello(source: str, target: str, port: int, me: str, other: str, token: str) -> str:
-    """Send a message from address `source` to `target` and have it answered by node `other` of this job; "" or what went wrong."""
+    """Send a message from address `source` to `target` and have it answered by node `other` of this job; "" or what
+    went wrong."""
     try:
         connection = socket.create_connection((target, port), timeout=CONNECT_S, source_address=(source, 0))
     except TimeoutError:

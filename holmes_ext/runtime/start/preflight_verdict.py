@@ -1,4 +1,5 @@
-"""What the launcher's rank 0 makes of the preflight's findings: nothing, ports that are left out, or the end of the job."""
+"""What the launcher's rank 0 makes of the preflight's findings: nothing, ports that are left out, or the end of the
+job."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ Finding = Sequence[str]
 def decide(
     site: Site, plan: Plan, todo: Sequence[Any], findings: Sequence[Finding], options: Options
 ) -> dict[str, Any]:
-    """{"faults": [[node, fabric, what]], "lines": [text]}; HolmesError where nothing is left to go over, or it is to fail."""
+    """{"faults": [[node, fabric, what]], "lines": [text]}; HolmesError where nothing is left to go over, or it is to
+    fail."""
     first = {(pair.fabric, pair.one, pair.two): pair for pair in todo}
     bad = [finding for finding in findings if finding[3]]
     lines = _not_tried(site, todo)
@@ -44,7 +46,8 @@ def decide(
 def lost(findings: Sequence[Finding]) -> dict[tuple[str, str], str]:
     """{(node, fabric): why} of the ports to leave out.
 
-    A node none of whose neighbours answers on a fabric has lost it; where it is not clear which end is to blame, both have.
+    A node none of whose neighbours answers on a fabric has lost it; where it is not clear which end is to blame, both
+    have.
     """
     tried: dict[tuple[str, str], list[str]] = {}
     for fabric, one, two, problem in findings:

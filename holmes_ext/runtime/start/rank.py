@@ -35,14 +35,16 @@ from holmes_ext.runtime.start.store import open_store
 
 #: How long a rank that has only an error to report waits for somebody to report it to, in seconds.
 _ERROR_SECONDS = 30.0
-#: How much longer than its own limit a wait for the store may take until the store is taken for one that does not answer.
+#: How much longer than its own limit a wait for the store may take until the store is taken for one that does not
+#: answer.
 _SILENT_SECONDS = 10.0
 
 
 @dataclass
 class Request:
-    """What this rank knows of the job before the others are heard. sizes, model: as the command line or a file tells them, None where
-    neither does; overlap: whether reductions are under the last backward, for predictions; digests: of the files."""
+    """What this rank knows of the job before the others are heard. sizes, model: as the command line or a file tells
+    them, None where neither does; overlap: whether reductions are under the last backward, for predictions; digests: of
+    the files."""
 
     options: Options
     sizes: Sizes | None = None
@@ -106,10 +108,11 @@ def start(
     failure: HolmesError | None = None,
     environ: MutableMapping[str, str] = os.environ,
 ) -> tuple[session.Session, list[str]]:
-    """Agree with all ranks, renumber this one in `environ`, and make the session active; returns it and lines for the user.
+    """Agree with all ranks, renumber this one in `environ`, and make the session active; returns it and lines for the
+    user.
 
-    agreed: what, besides flags and files, must be the same on all ranks. failure: what went wrong on this rank so far; it
-    ends the job for all. Raises HolmesError (RemoteError where rank 0 tells).
+    agreed: what, besides flags and files, must be the same on all ranks. failure: what went wrong on this rank so far;
+    it ends the job for all. Raises HolmesError (RemoteError where rank 0 tells).
     """
     options, store = request.options, None
     report = _own_report(request, process, agreed, failure, environ)

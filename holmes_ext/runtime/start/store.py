@@ -39,7 +39,8 @@ def open_store(process: Process, timeout_s: float) -> dist.TCPStore:
 
 
 def connect(process: Process, timeout_s: float, hosts: bool = False) -> dist.TCPStore:
-    """A client of its own, for a thread that waits: one that waits keeps others from using it. Raises what torch does."""
+    """A client of its own, for a thread that waits: one that waits keeps others from using it. Raises what torch
+    does."""
     limit = timedelta(seconds=timeout_s)
     where = process.master_addr, process.master_port, process.world_size
     return dist.TCPStore(*where, is_master=hosts, timeout=limit, wait_for_workers=False, multi_tenant=True)
