@@ -131,6 +131,11 @@ class Options:
         return tuple(map(int, parts)) if listed else ()
 
     @property
+    def needs_model(self) -> bool:
+        """Whether the layers of the stages are worked out from what they cost."""
+        return self.partition != "uniform" and not self.stage_layers
+
+    @property
     def timeout_s(self) -> float:
         return float(self.timeout)
 

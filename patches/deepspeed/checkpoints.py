@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext.document import write_whole
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches.deepspeed.features import CHECKPOINTS
 from holmes_ext.patches.deepspeed.partition import borders_of, class_name, most_frequent
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.runtime import session
-from holmes_ext.runtime.start.exchange import RemoteError
 
 SPLIT = "holmes_split.json"
 _SAVE = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")

@@ -1,4 +1,5 @@
-"""Megatron-LM's own training loop under a plan: holmes's flags in its parser, the plan in its arguments and checkpoints.
+"""Megatron-LM's own training loop under a plan: holmes's flags in its parser, the plan in its arguments and
+checkpoints.
 
     add_megatron_arguments    --help shows a holmes group; what was given stands in args (holmes strips the flags before parsing)
     validate_args             the plan's layers and overlap are set as if they had been on the command line
@@ -15,6 +16,7 @@ from holmes_ext.patches.megatron import reduction as megatron_reduction
 from holmes_ext.patches.megatron.features import LM, LM_CHECKPOINTS
 from holmes_ext.patches.megatron.flags import add_flags
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.start.refusal import told_once
 
 
@@ -42,7 +44,8 @@ def _validate(wrapped, instance, args, kwargs):
 
 
 def _set_layout(current: session.Session, args) -> None:
-    """--pipeline-model-parallel-layout from the plan, unless the user splits the layers or megatron does it by another model class."""
+    """--pipeline-model-parallel-layout from the plan, unless the user splits the layers or megatron does it by another
+    model class."""
     if getattr(args, "hybrid_layer_pattern", None) or not args.num_layers:
         return
     own = ", ".join(str(value) if name.endswith("layout") else name for name in _OWN_SPLITS if (value := getattr(args, name, None)))
@@ -59,7 +62,8 @@ def _set_overlap(current: session.Session, args) -> None:
 
     With --align-grad-reduce, the default, only the first stage overlaps: off when a later one has to.
     """
-    stages = current.overlapped_stages(current.plan.sizes)
+    sizes = current.plan.sizes
+    stages = [way.overlap for way in current.stages(sizes, args.distributed_backend)] if sizes else []
     if not any(stages) or args.use_megatron_fsdp or args.use_torch_fsdp2:
         return
     if args.use_distributed_optimizer:
@@ -75,7 +79,8 @@ def _set_overlap(current: session.Session, args) -> None:
 
 
 def _compare_plans(wrapped, instance, args, kwargs):
-    """After megatron's own check of the model's shape, whose assertions become one line: was the checkpoint saved under another plan?"""
+    """After megatron's own check of the model's shape, whose assertions become one line: was the checkpoint saved under
+    another plan?"""
     current = session.active()
     try:
         result = wrapped(*args, **kwargs)
@@ -88,7 +93,7 @@ def _compare_plans(wrapped, instance, args, kwargs):
     if current is not None and digest not in (None, current.plan.digest):
         layers = "+".join(map(str, getattr(saved, "holmes_stage_layers", ()))) or "megatron's own"
         here = "+".join(map(str, current.plan.stage_layers)) or "megatron's own"
-        megatron_core.tell(
+        tell(
             current,
             f"the checkpoint was saved under another plan ({digest[:8]}, layers for each stage: {layers}; here"
             f" {current.plan.digest[:8]}, {here}); it loads where the layers match",
@@ -96,7 +101,8 @@ def _compare_plans(wrapped, instance, args, kwargs):
     return result
 
 
-#: What megatron.core.dist_checkpointing.strategies.torch says of tensors that the model has and the checkpoint has not, or not in this shape.
+#: What megatron.core.dist_checkpointing.strategies.torch says of tensors that the model has and the checkpoint has not,
+#: or not in this shape.
 _OTHER_MODEL = ("Global shape mismatch", "from model not in state dict")
 
 

@@ -10,14 +10,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.plan.profile import Profile, StageTimes
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure import probe
 from holmes_ext.runtime.measure.profiler import Label, Profiler
-from holmes_ext.runtime.start import rank as start
-from holmes_ext.runtime.start.exchange import RemoteError
 
 #: How long rank 0 waits for the others' reports.
 _COLLECT_SECONDS = 120.0
@@ -62,7 +60,7 @@ def publish(
     if world == 1:
         write(current, [own], path)
     else:
-        store, prefix = start._stores[-1], f"{current.round}/profile"
+        store, prefix = current.store, f"{current.round}/profile"
         store.set(f"{prefix}/{current.rank}", json.dumps(own))
         if current.rank == 0:
             try:

@@ -26,7 +26,7 @@ from typing import Any
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import kinds
-from holmes_ext.runtime.groups.carrier import carrier
+from holmes_ext.runtime.groups.backend import backend_of
 
 #: Who can end a step, the most trusted last: once a later one has, those before it are not listened to.
 SOURCES = ("optimizer", "reducer", "engine", "program")
@@ -43,7 +43,7 @@ class GroupTraffic:
         current = session.require()
         self.name = process_group.group_name
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
-        self.backend = "nccl" if carrier(process_group) == "nccl" else "gloo"
+        self.backend = backend_of(process_group)
         self.description = str(process_group.group_desc or "").replace("undefined", "")
         made = [r.transport for r in current.groups if r.ranks == self.ranks and r.backend == self.backend]
         self.transport = made[-1] if made else current.transport(self.ranks, self.backend)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.reduce.compress import PLAIN, Codec, Known, residual_of
 
 #: (parts, owners): owners[k], a global rank, holds or gets parts[k].
@@ -32,8 +33,7 @@ class DirectExchange:
         self._sent: Counter = Counter()  # by tag: each has its own thread
         self._buffers: dict[tuple, torch.Tensor] = {}
         self._up, self._down = (
-            dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True, group_desc=f"two-level {way}")
-            for way in ("up", "down")
+            members_group(ranks, f"two-level {way}", backend="gloo") for way in ("up", "down")
         )
 
     @property

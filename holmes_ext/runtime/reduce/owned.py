@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holmes_ext.runtime.groups.carrier import carrier
+from holmes_ext.runtime.groups.backend import backend_of
+from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.reduce.steps import Steps
 
 #: What a rank adds and sends on at a time.
@@ -47,10 +48,8 @@ class ReduceToOwners:
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = dist.get_rank()
         self._group, self._steps = group, None
-        if carrier(group, device_type) == "gloo":
-            self._group = dist.new_group(
-                self._ranks, backend="gloo", use_local_synchronization=True, group_desc="data_parallel owners"
-            )
+        if backend_of(group, device_type) == "gloo":
+            self._group = members_group(self._ranks, "data_parallel owners", backend="gloo")
             self._steps = Steps("owners", self._chains)
 
     def __call__(self, flat: torch.Tensor, spans: Spans) -> Any:

@@ -24,11 +24,13 @@ import torch.distributed as dist
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.buckets import bucket_bytes as bucket_bytes_of
+from holmes_ext.plan.traffic import Reduction
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.backend import backend_of
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.reduce.flat_bucket import DEFAULT_BYTES, FlatBucket, Gradient, Item, fill_buckets, layout_digest
 from holmes_ext.runtime.reduce.owned import ReduceToOwners, Spans, merge_spans
-from holmes_ext.runtime.reduce.straddling import TwoLevel, flat_all_reduce, two_level_for
+from holmes_ext.runtime.reduce.straddling import flat_all_reduce, planned, two_level_for
 from holmes_ext.runtime.watch.failure import describe_failure
 
 
@@ -107,16 +109,17 @@ class GradientReducer:
         self._parameters = [parameter for _, parameter in named]
         self.group: Any = group if group is not None else dist.group.WORLD
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
-        self.fabric = fabric or _planned_fabric(self.ranks)
         self._divisors = (predivide, len(self.ranks) / predivide) if average else (predivide, 1 / predivide)
         self._gradient = gradient or (lambda parameter: parameter.grad)
         self._items = [_item(name, parameter, communication_dtype) for name, parameter in named]
         device_type, size = self._parameters[0].device.type, sum(item.bytes for item in self._items)
-        self._two_level = None if all_reduce else two_level_for(self.group, size, compress, device_type)
+        self.fabric = fabric or _planned_fabric(self.group, device_type)
+        way = None if all_reduce else planned(self.group, size, compress, device_type)
+        self._two_level = two_level_for(self.group, size, way, device_type)
         self._all_reduce = all_reduce or self._two_level or flat_all_reduce(self.group)
         self._owners = owners if all_reduce is None and self._two_level is None else None
         self._to_owners = ReduceToOwners(self.group, device_type) if self._owners else None
-        self.bucket_bytes = self._choose_size(bucket_bytes)
+        self.bucket_bytes = self._choose_size(bucket_bytes, way, size)
         late = {id(parameter) for parameter in deferred}
         self._deferred = [i for i, parameter in enumerate(self._parameters) if id(parameter) in late]
         self.times: ReductionTimes | None = None
@@ -131,13 +134,11 @@ class GradientReducer:
             for index, parameter in enumerate(self._parameters)
         ]
 
-    def _choose_size(self, wanted: int | None) -> int:
+    def _choose_size(self, wanted: int | None, way: Reduction | None, size: int) -> int:
+        if wanted is None and way is not None:
+            return way.chunk_bytes if self._two_level is not None else way.bucket_bytes
         if wanted is None:
-            if isinstance(self._all_reduce, TwoLevel):
-                return self._all_reduce.chunk_bytes
-            if self.fabric is None:
-                return DEFAULT_BYTES
-            return bucket_bytes_of(self.fabric, len(self.ranks), sum(item.bytes for item in self._items))
+            return bucket_bytes_of(self.fabric, len(self.ranks), size) if self.fabric else DEFAULT_BYTES
         if not isinstance(wanted, int) or wanted < 1:
             raise HolmesError(f"GradientReducer: bucket_bytes is {wanted!r}; give a number of bytes above 0, or None")
         return wanted
@@ -316,6 +317,7 @@ def _item(name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None) -
     return Item(name, parameter.numel(), dtype.itemsize, (dtype, parameter.device))
 
 
-def _planned_fabric(ranks: tuple[int, ...]) -> Fabric | None:
+def _planned_fabric(group: dist.ProcessGroup, device_type: str) -> Fabric | None:
     current = session.active()
-    return current.plan.fabric_of(ranks, current.site) if current else None
+    backend = backend_of(group, device_type)
+    return current.fabric_of(dist.get_process_group_ranks(group), backend) if current else None

@@ -29,8 +29,7 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES, two_level_seconds
-from holmes_ext.runtime import session
+from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES
 from holmes_ext.runtime.reduce.compress import Residuals, codec
 from holmes_ext.runtime.reduce.direct import DirectExchange, Parts
 from holmes_ext.runtime.reduce.steps import Steps, Work
@@ -69,27 +68,6 @@ def _owner(position: int, cuts: list[int]) -> int:
     return next(k for k in range(len(cuts) - 1) if cuts[k] <= position < cuts[k + 1])
 
 
-def planned(ranks: Sequence[int], size: int, compress: str | None = None) -> list[list[int]] | None:
-    """Clusters of `ranks` for a TwoLevelAllReduce of `size` bytes, where holmes is active and two levels are predicted
-    to be faster than a flat ring; else None (the group lies in one cluster, or its own network is no slower than the
-    clusters'). compress: None takes the option's."""
-    current = session.active()
-    if current is None:
-        return None
-    site, plan = current.site, current.plan
-    clusters: dict[str, list[int]] = {}
-    for rank in ranks:
-        clusters.setdefault(site.node_by_name[plan.node_of(rank)].cluster, []).append(rank)
-    nodes = [{plan.node_of(rank) for rank in members} for members in clusters.values()]
-    inside = [site.shared_fabric(names) for names in nodes if len(names) > 1]
-    if len(clusters) < 2 or not inside:
-        return None
-    slowest = min(inside, key=lambda fabric: fabric.rate_bps)
-    across = site.shared_fabric(set().union(*nodes))
-    used = codec(compress or current.options.compress)
-    sizes = [len(members) for members in clusters.values()]
-    flat, two_level = two_level_seconds(size, sizes, slowest, across, plan.processes, share=used.share)
-    return list(clusters.values()) if two_level < flat else None
 
 
 class TwoLevelAllReduce:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES
+from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.reduce.compress import Residuals, codec, residual_of
 
 STREAMS = 4
@@ -59,7 +60,7 @@ class TwoLevelCollectives:
         self._codec, self._residuals = codec(compress), Residuals()
         everyone = sorted(other for members in clusters for other in members)
         self._inside, self._across, self._everyone = (
-            dist.new_group(ranks, use_local_synchronization=True, group_desc=f"two-level {name}")
+            members_group(ranks, f"two-level {name}")
             for name, ranks in (("inside", inside), ("across", across), ("rest", everyone))
         )
         self._streams = [torch.cuda.Stream() for _ in range(STREAMS)] if torch.cuda.is_available() else []

@@ -8,9 +8,10 @@
 
 A rank that fails before it can report sends its error instead, so that nobody waits for it in vain.
 
-Why rounds: torchrun's agents keep one store over the restarts of a job, and do not agree on TORCHELASTIC_RESTART_COUNT (an agent that
-restarts because another one did does not count it). So a rank may find what the job left there the last time it was started. A verdict that is
-there before the rank has reported is such a leftover, since no verdict is made without its report: it waits for the next round.
+Why rounds: torchrun's agents keep one store over the restarts of a job, and do not agree on TORCHELASTIC_RESTART_COUNT
+(an agent that restarts because another one did does not count it). So a rank may find what the job left there the last
+time it was started. A verdict that is there before the rank has reported is such a leftover, since no verdict is made
+without its report: it waits for the next round.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from holmes_ext.cluster.node_report import NodeReport
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.words import some_of
 
@@ -34,21 +35,19 @@ if TYPE_CHECKING:  # `holmes patches` runs where torch is not installed
 Decide = Callable[[list[dict[str, Any]], list[NodeReport]], dict[str, Any]]
 _CHUNK = 512
 _ROUND = "holmes/round"
-#: How long a verdict that does not count this rank's report may stand until it is taken for one that gave the rank up, in seconds.
+#: How long a verdict that does not count this rank's report may stand until it is taken for one that gave the rank up,
+#: in seconds.
 _LEFTOVER_SECONDS = 10.0
-
-
-class RemoteError(HolmesError):
-    """An error that rank 0 has already told the user; the other ranks only end."""
 
 
 def exchange(
     store: dist.Store, process: Process, report: dict[str, Any], decide: Decide, timeout_s: float
 ) -> dict[str, Any]:
-    """The verdict on all ranks' reports; its key "round" is the prefix for whatever else this start of the job puts into the store.
+    """The verdict on all ranks' reports; its key "round" is the prefix for whatever else this start of the job puts
+    into the store.
 
-    `report` holds at least node, identity, local_rank, `agreed` (a flat dict that must be the same everywhere) and, from
-    local rank 0, `nics_of_node`; or only `error`. Raises HolmesError on rank 0 and RemoteError elsewhere.
+    `report` holds at least node, identity, local_rank, `agreed` (a flat dict that must be the same everywhere) and,
+    from local rank 0, `nics_of_node`; or only `error`. Raises HolmesError on rank 0 and RemoteError elsewhere.
     """
     packed = _pack({**report, "rank": process.rank})
     try:

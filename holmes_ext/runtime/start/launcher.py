@@ -11,7 +11,8 @@ from holmes_ext.errors import HolmesError
 
 @dataclass(frozen=True)
 class Process:
-    """Identity as the launcher gave it. local_world_size 0: the launcher does not say (it is counted from the reports)."""
+    """Identity as the launcher gave it. local_world_size 0: the launcher does not say (it is counted from the
+    reports)."""
 
     rank: int
     world_size: int
@@ -21,7 +22,6 @@ class Process:
     master_port: int
     launcher: str
     agent_store: bool = False
-    restart: int = 0
 
     def __post_init__(self):
         if not 0 <= self.rank < self.world_size:
@@ -81,7 +81,6 @@ def _from_torch(environ: Mapping[str, str]) -> Process:
         master_port=_number(environ, "MASTER_PORT", launcher, 29500),
         launcher=launcher,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", launcher, 0),
     )
 
 
@@ -112,7 +111,8 @@ def _first_slurm_host(environ: Mapping[str, str]) -> str:
 
 
 def exported(process: Process, rank: int, processes: int) -> dict[str, str]:
-    """Environment variables, in torchrun's names, that make `process` run as `rank` on a node with `processes` of them."""
+    """Environment variables, in torchrun's names, that make `process` run as `rank` on a node with `processes` of
+    them."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(process.world_size),

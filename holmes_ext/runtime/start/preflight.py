@@ -5,8 +5,9 @@
                          and tells the launcher's rank 0 what did not answer (all through the job's store)
     launcher's rank 0    decides, for all: nothing | these ports are left out, on every rank of the groups | the job ends
 
-Sockets only: what gloo uses, and NCCL over Ethernet. Of RDMA it shows that the fabric carries IP between the two ports (IPoIB, RoCE's net device),
-not that verbs work; ports without an address cannot be tried at all, which is said. Every wait has an end.
+Sockets only: what gloo uses, and NCCL over Ethernet. Of RDMA it shows that the fabric carries IP between the two ports
+(IPoIB, RoCE's net device), not that verbs work; ports without an address cannot be tried at all, which is said. Every
+wait has an end.
 """
 
 from __future__ import annotations
@@ -23,24 +24,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holmes_ext.cluster.site import ETHERNET, Site
-from holmes_ext.errors import HolmesError
-from holmes_ext.plan.build import transports
-from holmes_ext.plan.layout import KINDS, groups
+from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext.errors import HolmesError, RemoteError
+from holmes_ext.options import Options
+from holmes_ext.plan.decide import settle
 from holmes_ext.plan.plan import Plan
-from holmes_ext.runtime.start.exchange import RemoteError
+from holmes_ext.plan.traffic import CARRIERS
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.preflight_verdict import decide
 
-#: Seconds: until the kernel at the other end must have answered (no process needs to run for that; two lost packets are made good), until
-#: the process there must have, until a node must have said where it listens, and until rank 0 must have every node's findings.
+#: Seconds: until the kernel at the other end must have answered (no process needs to run for that; two lost packets are
+#: made good), until the process there must have, until a node must have said where it listens, and until rank 0 must
+#: have every node's findings.
 CONNECT_S, ANSWER_S, LISTEN_S, FINDINGS_S = 5.0, 10.0, 15.0, 25.0
 _THREADS = 16
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two nodes that have to reach each other over a fabric, and the first group (of renumbered ranks) that needs it."""
+    """Two nodes that have to reach each other over a fabric, and the first group (of renumbered ranks) that needs
+    it."""
 
     fabric: str
     one: str
@@ -49,50 +52,47 @@ class Pair:
     ranks: tuple[int, ...]
 
 
-def pairs(site: Site, plan: Plan) -> list[Pair]:
+def pairs(plan: Plan) -> list[Pair]:
     """What to try, the same list on every rank; each pair of nodes once for each fabric."""
     found: dict[tuple[str, frozenset[str]], Pair] = {}
 
-    def add(fabric: str, one: str, two: str, kind: str, ranks: tuple[int, ...]) -> None:
-        found.setdefault((fabric, frozenset((one, two))), Pair(fabric, one, two, kind, ranks))
+    def add(fabrics: Iterable[Fabric | None], one: str, two: str, kind: str, ranks: tuple[int, ...]) -> None:
+        for name in dict.fromkeys(fabric.name for fabric in fabrics if fabric is not None):
+            found.setdefault((name, frozenset((one, two))), Pair(name, one, two, kind, ranks))
 
-    for kind, ranks in _planned_groups(plan, site):
+    for kind, ranks in tried_groups(plan):
         names = [plan.node_of(rank) for rank in ranks]
-        if len(set(names)) == 1:
-            continue
-        group = site.shared_fabric(names).name
-        for one, two in zip(names, names[1:] + names[:1]):
+        whole = [plan.fabric_of(ranks, carrier) for carrier in CARRIERS]
+        for index, (one, two) in enumerate(zip(names, names[1:] + names[:1])):
             if one != two:
-                add(group, one, two, kind, ranks)
+                add(whole, one, two, kind, ranks)
                 if kind == "pipeline":  # two stages may have a group of their own
-                    add(site.shared_fabric((one, two)).name, one, two, kind, ranks)
+                    pair = ranks[index], ranks[(index + 1) % len(ranks)]
+                    add((plan.fabric_of(pair, carrier) for carrier in CARRIERS), one, two, kind, ranks)
     for pair in list(found.values()):
-        add(ETHERNET, pair.one, pair.two, pair.kind, pair.ranks)
+        found.setdefault((ETHERNET, frozenset((pair.one, pair.two))), replace(pair, fabric=ETHERNET))
     return list(found.values())
 
 
-def _planned_groups(plan: Plan, site: Site) -> Iterable[tuple[str, tuple[int, ...]]]:
-    """(kind, ranks) of every group of the plan; of the clusters, where the job's sizes are not known; and of all ranks."""
-    if plan.sizes is not None:
-        for kind in KINDS:
-            if kind != "expert" or plan.sizes.expert > 1:
-                yield from ((kind, ranks) for ranks in groups(plan.sizes, kind) if len(ranks) > 1)
-    else:
-        of_cluster: dict[str, list[int]] = {}
-        for rank in range(plan.world_size):
-            of_cluster.setdefault(site.node_by_name[plan.node_of(rank)].cluster, []).append(rank)
-        yield from (("cluster", tuple(ranks)) for ranks in of_cluster.values())
-    yield "world", tuple(range(plan.world_size))
+def tried_groups(plan: Plan) -> Iterable[tuple[str, tuple[int, ...]]]:
+    """(kind, ranks) of every group of the plan; where the job's sizes are not known, of the clusters and of all
+    ranks."""
+    if plan.sizes is None:
+        yield from (("cluster", tuple(ranks)) for ranks in plan.by_cluster(range(plan.world_size)).values())
+    yield from plan.groups()
 
 
-def run(store: dist.Store, prefix: str, process: Process, host: str, site: Site, plan: Plan, fallback: str) -> tuple[Site, Plan, list[str]]:
+def run(
+    store: dist.Store, prefix: str, process: Process, host: str, site: Site, plan: Plan, options: Options
+) -> tuple[Site, Plan, list[str]]:
     """Try all pairs; the site and plan to go on with, the same on all ranks, and lines for the user.
 
-    host: this rank's node as `site` calls it. HolmesError on the launcher's rank 0 and RemoteError elsewhere where Ethernet does not reach, or
-    a fast NIC does not and `fallback` is "fail"; within half a minute whatever happens.
+    host: this rank's node as `site` calls it. HolmesError on the launcher's rank 0 and RemoteError elsewhere where
+    Ethernet does not reach, or a fast NIC does not and --holmes-fallback is fail; within half a minute whatever
+    happens.
     """
     prefix, started = f"{prefix}/preflight", time.monotonic()
-    todo = pairs(site, plan)
+    todo = pairs(plan)
     listeners = None
     try:
         try:
@@ -101,23 +101,23 @@ def run(store: dist.Store, prefix: str, process: Process, host: str, site: Site,
                 store.set(f"{prefix}/ports/{host}", json.dumps(listeners.ports))
                 store.set(f"{prefix}/findings/{host}", json.dumps(_try_mine(store, prefix, site, host, todo)))
             if process.rank == 0:
-                _publish(store, prefix, site, plan, todo, fallback, started)
+                verdict = _judge(store, prefix, site, plan, todo, options, started)
+                store.set(f"{prefix}/verdict", json.dumps(verdict))
             store.wait([f"{prefix}/verdict"], timedelta(seconds=FINDINGS_S + 10))
             verdict = json.loads(store.get(f"{prefix}/verdict"))
         except (dist.DistError, RuntimeError) as error:
             raise HolmesError(
-                f"preflight: rank {process.rank} on {host} got no verdict from the launcher's rank 0 at {process.master_addr}:{process.master_port}"
-                f" ({str(error).splitlines()[0]}); is it alive?"
+                f"preflight: rank {process.rank} on {host} got no verdict from the launcher's rank 0 at"
+                f" {process.master_addr}:{process.master_port} ({str(error).splitlines()[0]}); is it alive?"
             ) from None
     finally:
         if listeners is not None:
             listeners.close()
     if "error" in verdict:
         raise RemoteError(verdict["error"]) if process.rank else HolmesError(verdict["error"])
-    faults = {(node, fabric): fault for node, fabric, fault in verdict["faults"]}
-    if faults:
+    if faults := {(node, fabric): fault for node, fabric, fault in verdict["faults"]}:
         site = site.without(faults)
-        plan = replace(plan, transports=transports(site, plan.nodes, plan.sizes))
+        plan = settle(plan, site, options)
     return site, plan, verdict["lines"]
 
 
@@ -211,7 +211,8 @@ def _addresses(site: Site, pair: Pair) -> tuple[str, str] | None:
 
 
 def exchange_hello(source: str, target: str, port: int, me: str, other: str, token: str) -> str:
-    """Send a message from address `source` to `target` and have it answered by node `other` of this job; "" or what went wrong."""
+    """Send a message from address `source` to `target` and have it answered by node `other` of this job; "" or what
+    went wrong."""
     try:
         connection = socket.create_connection((target, port), timeout=CONNECT_S, source_address=(source, 0))
     except TimeoutError:
@@ -232,22 +233,25 @@ def exchange_hello(source: str, target: str, port: int, me: str, other: str, tok
     return ""
 
 
-def _publish(store: dist.Store, prefix: str, site: Site, plan: Plan, todo: list[Pair], fallback: str, started: float) -> None:
-    """Rank 0: every node's findings -> holmes/.../verdict."""
+def _judge(
+    store: dist.Store, prefix: str, site: Site, plan: Plan, todo: list[Pair], options: Options, started: float
+) -> dict[str, Any]:
+    """Rank 0: every node's findings -> what all go on with."""
     findings: list[list[str]] = []
     for node in plan.nodes:
+        left = max(0.05, started + FINDINGS_S - time.monotonic())
         try:
-            store.wait([f"{prefix}/findings/{node}"], timedelta(seconds=max(0.05, started + FINDINGS_S - time.monotonic())))
+            store.wait([f"{prefix}/findings/{node}"], timedelta(seconds=left))
         except (dist.DistError, RuntimeError):
             # Who has not even said where it listens keeps its neighbours waiting: that one is to be named.
             node = next((other for other in plan.nodes if not store.check([f"{prefix}/ports/{other}"])), node)
             first = plan.nodes.index(node) * plan.processes
-            error = f"preflight: node {node} (rank {first}) did not finish it within {FINDINGS_S:g} s; is its process alive? (--holmes-preflight off skips it)"
-            store.set(f"{prefix}/verdict", json.dumps({"error": error}))
-            return
+            return {
+                "error": f"preflight: node {node} (rank {first}) did not finish it within {FINDINGS_S:g} s;"
+                " is its process alive? (--holmes-preflight off skips it)"
+            }
         findings += json.loads(store.get(f"{prefix}/findings/{node}"))
     try:
-        verdict = decide(site, plan, todo, findings, fallback, time.monotonic() - started)
+        return decide(site, plan, todo, findings, options)
     except HolmesError as error:
-        verdict = {"error": str(error)}
-    store.set(f"{prefix}/verdict", json.dumps(verdict))
+        return {"error": str(error)}

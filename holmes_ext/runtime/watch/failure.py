@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.carrier import carrier
+from holmes_ext.runtime.groups.backend import backend_of
 from holmes_ext.runtime.watch import nics
 from holmes_ext.words import some_of
 
@@ -37,7 +37,7 @@ _ADDRESS = re.compile(r"\[?([0-9]+(?:\.[0-9]+){3}|[0-9a-fA-F]*(?::[0-9a-fA-F]*){
 
 def describe_failure(what: str, ranks: Sequence[int], fabric: Fabric | None, error: str) -> str:
     """One line: who sees it, `what` failed, over which fabric, what the transport says, and which node that means."""
-    where = f"fabric {fabric.name}" if fabric else f"backend {carrier()}"
+    where = f"fabric {fabric.name}" if fabric else f"backend {backend_of()}"
     return with_first(
         f"rank {dist.get_rank()}: the reduction of {what} failed over {where} in the group of ranks"
         f" {some_of(ranks)}{_lost_node(error, ranks)}: {_last_line(error)}{_blamed()}"

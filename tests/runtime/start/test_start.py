@@ -46,13 +46,12 @@ flops = 150e9
 def no_session():
     yield
     session.set_active(None)
-    start._stores.clear()
 
 
 def start_all(monkeypatch, world, options, sizes=None, failures={}):
     """start() of `world` ranks on a node each, in threads; what each returned or raised, and its environment."""
     store = dist.HashStore()
-    monkeypatch.setattr("holmes_ext.runtime.start.store.open_store", lambda process, timeout_s: store)
+    monkeypatch.setattr(start, "open_store", lambda process, timeout_s: store)
     monkeypatch.setattr(start, "node_identity", lambda: threading.current_thread().name)
     monkeypatch.setattr(report_module, "node_identity", lambda: threading.current_thread().name)
     outcome = {}
@@ -61,7 +60,7 @@ def start_all(monkeypatch, world, options, sizes=None, failures={}):
         environ = {"HOLMES_NODE": f"n{rank}", "RANK": str(rank), "SLURM_PROCID": str(rank)}
         process = Process(rank, world, 0, 1, "127.0.0.1", 29500, "test")
         try:
-            current, _ = start.start(options, process, sizes, {}, failures.get(rank), environ)
+            current, _ = start.start(start.Request(options, sizes), process, {}, failures.get(rank), environ)
             outcome[rank] = (current, environ)
         except HolmesError as error:
             outcome[rank] = (error, environ)
@@ -118,7 +117,7 @@ def test_a_plan_of_other_sizes_than_the_jobs(monkeypatch, tmp_path, no_session):
 
 def test_one_process_without_a_launcher_keeps_its_environment(no_session):
     environ = {}
-    current, _ = start.start(Options(), Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher"), None, {}, None, environ)
+    current, _ = start.start(start.Request(Options()), Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher"), {}, None, environ)
     assert current.rank == 0 and "RANK" not in environ and session.active() is current
 
 
