@@ -95,21 +95,14 @@ def _publish(current: session.Session, engine: Any, mine: Profiler) -> None:
     for label, layer in _own_layers(engine.module):
         trained = [p for p in layer.parameters() if p.requires_grad] if hasattr(layer, "parameters") else []
         gradients[label] = gradients.get(label, 0.0) + sum(p.numel() * p.element_size() for p in trained)
-    publish(
-        current,
-        mine,
-        framework=f"deepspeed {deepspeed.__version__}",
-        stage=engine.stage_id,
-        stages=engine.num_stages,
-        tensor=engine.grid.model_parallel_size,
-        micro_batches=engine.micro_batches,
-        gradient_bytes=gradients,
-        activation_bytes=_activation_bytes(engine),
-        group=engine.grid.get_data_parallel_group(),
-        device=engine.device,
-        send=p2p.send,
-        receive=p2p.recv,
-    )
+    own = {
+        "framework": f"deepspeed {deepspeed.__version__}", "stage": engine.stage_id,
+        "tensor": engine.grid.model_parallel_size, "micro_batches": engine.micro_batches,
+        "activation_bytes": _activation_bytes(engine),
+    }  # fmt: skip
+    group = engine.grid.get_data_parallel_group()
+    publish(current, mine, own, stages=engine.num_stages, gradient_bytes=gradients, group=group, device=engine.device,
+            send=p2p.send, receive=p2p.recv)  # fmt: skip
 
 
 def _activation_bytes(engine: Any) -> int:

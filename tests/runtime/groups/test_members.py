@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from holmes_ext.runtime.reduce.gather import OrderedGather
 from ranks import run_ranks
 
 from holmes_ext.runtime.groups.members import members_group
@@ -15,7 +14,6 @@ MAKERS = {
     "pair": lambda: members_group([1, 2], "pair"),
     "direct": lambda: DirectExchange([1, 2]),
     "owned": lambda: ReduceToOwners(members_group([1, 2], "data")),
-    "gather": lambda: OrderedGather(members_group([1, 2], "data")),
     "two levels": lambda: TwoLevelCollectives([[1], [2]]),
 }
 
