@@ -129,7 +129,6 @@ class Everything:
             start_stop.watch_nics(20.0)
             telemetry.set_recorder(self.recorder)
             start_stop.hook_optimizers(self.recorder)
-            self.watchdog._ended.clear()
             self.watchdog.start()
             return
         start_stop.unwatch_nics()

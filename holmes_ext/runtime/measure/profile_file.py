@@ -23,13 +23,14 @@ _TOTALS = ("send", "receive", "reduce", "tied", "optimizer", "idle")
 
 
 def publish(
-    current: session.Session, profiler: Profiler, own: dict[str, Any], *, stages: int, gradient_bytes: dict[Label, float],
-    group: Any, device: Any, send: Callable[[Any, int], Any], receive: Callable[[Any, int], Any],
+    current: session.Session, profiler: Profiler, own: dict[str, Any], *, stages: int,
+    gradient_bytes: dict[Label, float], group: Any, device: Any, send: Callable[[Any, int], Any],
+    receive: Callable[[Any, int], Any],
 ) -> None:  # fmt: skip
     """Time the reduction in `group` and the edges by themselves and send this rank's report; rank 0 writes the profile.
 
-    own: "framework", "stage" (of `stages`), "tensor" (size), "micro_batches", "activation_bytes". send, receive: of a tensor
-    to and from a stage, until done. Ends the process with status 0 where the options say so (`holmes tune`).
+    own: "framework", "stage" (of `stages`), "tensor" (size), "micro_batches", "activation_bytes". send, receive: of a
+    tensor to and from a stage, until done. Ends the process with status 0 where the options say so (`holmes tune`).
     """
     own |= {
         "steps": profiler.steps,

@@ -98,18 +98,19 @@ class GradientReducer:
     ):  # fmt: skip
         named = _named(parameters)
         self._parameters = [parameter for _, parameter in named]
-        self.group: Any = group if group is not None else dist.group.WORLD
+        self.group = group = group if group is not None else dist.group.WORLD
+        assert group is not None, "no process group: call init_process_group first"
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
         self._divisors = (predivide, len(self.ranks) / predivide) if average else (predivide, 1 / predivide)
         self._gradient = gradient or (lambda parameter: parameter.grad)
         self._items = [_item(name, parameter, communication_dtype) for name, parameter in named]
         device_type, size = self._parameters[0].device.type, sum(item.bytes for item in self._items)
-        self.fabric = fabric or _planned_fabric(self.group, device_type)
-        way = None if all_reduce else planned(self.group, size, compress, device_type)
-        self._two_level = two_level_for(self.group, size, way, device_type)
-        self._all_reduce = all_reduce or self._two_level or flat_all_reduce(self.group)
+        self.fabric = fabric or _planned_fabric(group, device_type)
+        way = None if all_reduce else planned(group, size, compress, device_type)
+        self._two_level = two_level_for(group, size, way, device_type)
+        self._all_reduce = all_reduce or self._two_level or flat_all_reduce(group)
         self._owners = owners if all_reduce is None and self._two_level is None else None
-        self._to_owners = ReduceToOwners(self.group, device_type) if self._owners else None
+        self._to_owners = ReduceToOwners(group, device_type) if self._owners else None
         self.bucket_bytes = self._choose_size(bucket_bytes, way, size)
         late = {id(parameter) for parameter in deferred}
         self._deferred = [i for i, parameter in enumerate(self._parameters) if id(parameter) in late]
@@ -192,8 +193,8 @@ class GradientReducer:
         ended = time.perf_counter()
         last = max((bucket.done_at or ended for bucket in self._buckets), default=ended)
         self.times = ReductionTimes(
-            step=self._step, bytes=sum(bucket.bytes for bucket in self._buckets), buckets=len(self._buckets), early=early,
-            seconds=last - self._started_at if self._buckets else 0.0, exposed_s=ended - began,
+            step=self._step, bytes=sum(bucket.bytes for bucket in self._buckets), buckets=len(self._buckets),
+            early=early, seconds=last - self._started_at if self._buckets else 0.0, exposed_s=ended - began,
             fabric=self.fabric.name if self.fabric else "",
         )  # fmt: skip
         self._step += 1

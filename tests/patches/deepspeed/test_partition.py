@@ -59,7 +59,7 @@ def test_module_takes_a_list_and_a_text(monkeypatch, capsys):
         pipe.PipelineModule._partition_layers.__get__(module, holder)(method)
         return module.parts, module.set
 
-    registry.enable("deepspeed-partition", required=True)
+    registry.enable(["deepspeed-partition"], required=True)
     try:
         assert parts([0, 2, 6]) == parts("0,2,6") == ([0, 2, 6], (2, 6))
         assert parts("uniform") == ([0, 3, 6], (3, 6))
