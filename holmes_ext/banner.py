@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from holmes_ext.patches import all_patches, registry
+from holmes_ext.patches import registry
 from holmes_ext.plan.plan import NOMINAL
 from holmes_ext.plan.traffic import SOCKETS, VERBS
 from holmes_ext.runtime.session import Session
@@ -21,7 +21,7 @@ def show(current: Session, lines: list[str]) -> None:
 def describe(current: Session) -> str:
     """One line: clusters found, order of the nodes, stages and layers, which groups use which NIC, what is patched and
     what is not."""
-    return "; ".join(filter(None, (_ranks(current), _networks(current), _reductions(current), _patches(current))))
+    return "; ".join(filter(None, (_ranks(current), _networks(current), _reductions(current), _patches())))
 
 
 def _ranks(current: Session) -> str:
@@ -74,21 +74,8 @@ def _reductions(current: Session) -> str:
     return "reductions planned for a nominal model" if decided and plan.basis == NOMINAL else ""
 
 
-#: Features whose patches stand by: the option that asks for them, and its values that do not.
-_STAND_BY = {
-    "overlap": ("overlap", ("off",)),
-    "overlap-gather": ("overlap", ("off", "auto")),
-    "deepspeed-profile": ("profile", ("",)),
-    "megatron-profile": ("profile", ("",)),
-}
-
-
-def _patches(current: Session) -> str:
+def _patches() -> str:
     """Features that are on, and those that are off though their framework is there."""
-    watched = {patch.feature for patch in all_patches() if patch.version_of}  # whether their framework is there shows later
-    states = registry().report()
-    on = dict.fromkeys(s.feature for s in states if s.state == "applied" or s.state == "waiting" and s.feature not in watched)
-    asleep = {feature for feature, (option, values) in _STAND_BY.items() if getattr(current.options, option) in values}
-    off = {s.feature: s.reason for s in states if s.state == "off" and s.reason != "not enabled"}
-    text = f"patched: {', '.join(feature for feature in on if feature not in asleep) or 'nothing'}"
+    on, off = registry().summary()
+    text = f"patched: {', '.join(on) or 'nothing'}"
     return text + (f"; not patched: {', '.join(f'{name} ({reason})' for name, reason in off.items())}" if off else "")

@@ -17,7 +17,7 @@ from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start import launcher
 from holmes_ext.runtime.start.rank import Request, start
-from holmes_ext.runtime.watch import failure, nic_watch, observers
+from holmes_ext.runtime.watch import failure, start_stop
 
 #: Environment variables before activation, to be put back by disable().
 _before: dict[str, str | None] = {}
@@ -93,10 +93,9 @@ def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:
 
 def disable() -> None:
     """Undo every patch and put the environment back; process groups that exist keep their transport."""
-    observers.end()
+    start_stop.stop()
     patches.registry().undo()
     session.set_active(None)
-    nic_watch.stop()
     for name, value in _before.items():
         if value is None:
             os.environ.pop(name, None)
@@ -127,7 +126,7 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
             request.sizes = said or arguments.sizes_from_arguments(argv)
             if not options.model:
                 request.model = arguments.model_from_arguments(argv, needed=options.needs_model)
-            registry.enable_installed(options.required_features)
+            registry.enable_asked_for(options)
         except HolmesError as error:
             trouble = trouble or error
         current, lines = start(request, process, agreed, trouble)
@@ -136,7 +135,4 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
     except BaseException:
         registry.undo()
         raise
-    banner.show(current, lines + observers.begin(current))
-    if process.world_size > 1:
-        failure.remember_counters()
-        nic_watch.start(options.patience_s)
+    banner.show(current, lines + start_stop.start(current))

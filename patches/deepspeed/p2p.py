@@ -9,6 +9,7 @@ A pair of neighbouring stages whose two nodes share something faster gets a grou
 
 from __future__ import annotations
 
+from holmes_ext.patches.deepspeed.features import GRID_CHECK, P2P
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.plan.decide import own_pair
 from holmes_ext.plan.sizes import Sizes
@@ -16,8 +17,6 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
 from holmes_ext.runtime.groups.grid import check_grid
 from holmes_ext.runtime.groups.members import members_group
-
-DEEPSPEED = "deepspeed>=0.19,<0.20"
 
 #: This rank's pair groups: the other's rank -> process group. Filled when the engine sets up its p2p.
 _pairs: dict[int, object] = {}
@@ -77,35 +76,22 @@ def _check_grid(wrapped, instance, args, kwargs):
 
 PATCHES = (
     Patch(
-        feature="deepspeed-p2p",
-        target="deepspeed.runtime.pipe.p2p:init_process_groups",
-        versions=DEEPSPEED,
-        parameters=("grid",),
-        wrap=_make_pair_groups,
-        reason="the pair groups are made where the engine sets up its p2p, on all ranks at once",
+        P2P, "deepspeed.runtime.pipe.p2p:init_process_groups",
+        "the pair groups are made where the engine sets up its p2p, on all ranks at once",
+        _make_pair_groups, parameters=("grid",),
     ),
     Patch(
-        feature="deepspeed-p2p",
-        target="deepspeed.runtime.pipe.p2p:send",
-        versions=DEEPSPEED,
-        parameters=("tensor", "dest_stage", "async_op"),
-        wrap=_over_pair_group("send"),
-        reason="p2p sends over the world group, which is on Ethernet as soon as the job crosses clusters",
+        P2P, "deepspeed.runtime.pipe.p2p:send",
+        "p2p sends over the world group, which is on Ethernet as soon as the job crosses clusters",
+        _over_pair_group("send"), parameters=("tensor", "dest_stage", "async_op"),
     ),
     Patch(
-        feature="deepspeed-p2p",
-        target="deepspeed.runtime.pipe.p2p:recv",
-        versions=DEEPSPEED,
-        parameters=("tensor", "src_stage", "async_op"),
-        wrap=_over_pair_group("recv"),
-        reason="the other end of p2p.send",
+        P2P, "deepspeed.runtime.pipe.p2p:recv", "the other end of p2p.send",
+        _over_pair_group("recv"), parameters=("tensor", "src_stage", "async_op"),
     ),
     Patch(
-        feature="deepspeed-grid-check",
-        target="deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
-        versions=DEEPSPEED,
-        parameters=("topology",),
-        wrap=_check_grid,
-        reason="only here the pipeline size of a script with flags of its own becomes known",
+        GRID_CHECK, "deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
+        "only here the pipeline size of a script with flags of its own becomes known",
+        _check_grid, parameters=("topology",),
     ),
-)
+)  # fmt: skip

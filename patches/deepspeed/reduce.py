@@ -20,14 +20,12 @@ from collections.abc import Callable
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches.deepspeed.features import OVERLAP
 from holmes_ext.patches.deepspeed.gradients import gradients_of
 from holmes_ext.patches.deepspeed.p2p import grid_sizes
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of
-
-#: The insides of the engine and of the optimizers were read in this version.
-DEEPSPEED = "deepspeed>=0.19.8,<0.20"
 
 #: engine -> its _Overlap, or None where its configuration is not supported.
 _overlaps: weakref.WeakKeyDictionary[Any, _Overlap | None] = weakref.WeakKeyDictionary()
@@ -187,28 +185,15 @@ _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 
 PATCHES = (
     Patch(
-        feature="overlap",
-        target=f"{_ENGINE}._exec_schedule",
-        versions=DEEPSPEED,
-        parameters=("pipe_schedule",),
-        wrap=_begin,
-        reason="where a batch begins, to know which backward pass is its last",
+        OVERLAP, f"{_ENGINE}._exec_schedule", "where a batch begins, to know which backward pass is its last",
+        _begin, parameters=("pipe_schedule",),
     ),
     Patch(
-        feature="overlap",
-        target=f"{_ENGINE}._exec_backward_pass",
-        versions=DEEPSPEED,
-        parameters=("buffer_id",),
-        wrap=_backward,
-        rebind=(f"{_ENGINE}._INSTRUCTION_MAP[BackwardPass]",),
-        reason="the engine reduces nothing before its last backward pass has ended",
+        OVERLAP, f"{_ENGINE}._exec_backward_pass", "the engine reduces nothing before its last backward pass has ended",
+        _backward, parameters=("buffer_id",), rebind=(f"{_ENGINE}._INSTRUCTION_MAP[BackwardPass]",),
     ),
     Patch(
-        feature="overlap",
-        target=f"{_ENGINE}._exec_reduce_grads",
-        versions=DEEPSPEED,
-        wrap=_reduce,
-        rebind=(f"{_ENGINE}._INSTRUCTION_MAP[ReduceGrads]",),
-        reason="what is left of the reduction, in place of the whole of it",
+        OVERLAP, f"{_ENGINE}._exec_reduce_grads", "what is left of the reduction, in place of the whole of it",
+        _reduce, rebind=(f"{_ENGINE}._INSTRUCTION_MAP[ReduceGrads]",),
     ),
-)
+)  # fmt: skip

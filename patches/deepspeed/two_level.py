@@ -18,13 +18,11 @@ import weakref
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches.deepspeed.features import TWO_LEVEL
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of
 from holmes_ext.runtime.groups.grid import tell
-
-#: The methods that average a bucket were read in this version.
-DEEPSPEED = "deepspeed>=0.19.8,<0.20"
 
 #: How many of the averaging methods are on the stack: only their all-reduces are gradients.
 _averaging = 0
@@ -111,27 +109,15 @@ _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 
 PATCHES = (
     Patch(
-        feature="two-level",
-        target="deepspeed.comm.comm:all_reduce",
-        versions=DEEPSPEED,
-        wrap=_all_reduce,
-        reason="the sum of a bucket of gradients, for a group that straddles clusters",
+        TWO_LEVEL, "deepspeed.comm.comm:all_reduce",
+        "the sum of a bucket of gradients, for a group that straddles clusters", _all_reduce,
     ),
     *(
-        Patch(
-            feature="two-level",
-            target=target,
-            versions=DEEPSPEED,
-            wrap=_average,
-            reason="tells the all-reduces of gradients from others",
-        )
+        Patch(TWO_LEVEL, target, "tells the all-reduces of gradients from others", _average)
         for target in (f"{_ENGINE}.allreduce_bucket", f"{_ZERO}.allreduce_bucket", f"{_ZERO}.gradient_reduction_w_predivide")
     ),
     Patch(
-        feature="two-level",
-        target=f"{_ENGINE}._configure_zero_optimizer",
-        versions=DEEPSPEED,
-        wrap=_tell_stage_3,
-        reason="says that ZeRO 3 over several clusters is not helped",
+        TWO_LEVEL, f"{_ENGINE}._configure_zero_optimizer", "says that ZeRO 3 over several clusters is not helped",
+        _tell_stage_3,
     ),
-)
+)  # fmt: skip

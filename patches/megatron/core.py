@@ -18,7 +18,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron import p2p as megatron_p2p
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
+from holmes_ext.patches.megatron.features import GROUPS, LAYERS
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -232,23 +232,16 @@ def _layers_as_planned(wrapped, instance, args, kwargs):
 
 PATCHES = (
     Patch(
-        feature="megatron-groups",
-        target="megatron.core.parallel_state:initialize_model_parallel",
-        versions=MEGATRON,
-        version_of=loaded_version,
+        GROUPS, "megatron.core.parallel_state:initialize_model_parallel",
+        "here the job's sizes become known, before any group is made", _initialize,
         parameters=(
-            "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
-            "expert_model_parallel_size", "expert_tensor_parallel_size", "num_distributed_optimizer_instances", "order",
-        ),  # fmt: skip
-        wrap=_initialize,
-        reason="here the job's sizes become known, before any group is made",
+            "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+            "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+            "num_distributed_optimizer_instances", "order",
+        ),
     ),
     Patch(
-        feature="megatron-layers",
-        target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-        versions=MEGATRON,
-        version_of=loaded_version,
-        wrap=_layers_as_planned,
-        reason="the plan's layers for each stage go in as the public pipeline_model_parallel_layout",
+        LAYERS, "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+        "the plan's layers for each stage go in as the public pipeline_model_parallel_layout", _layers_as_planned,
     ),
-)
+)  # fmt: skip

@@ -17,7 +17,7 @@ import weakref
 from dataclasses import dataclass, field
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
+from holmes_ext.patches.megatron.features import P2P
 from holmes_ext.plan.decide import own_pair
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
@@ -129,21 +129,13 @@ _PARAMETERS = (
 
 PATCHES = (
     Patch(
-        feature="megatron-p2p",
-        target="megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops",
-        versions=MEGATRON,
-        version_of=loaded_version,
-        parameters=_PARAMETERS,
-        wrap=_batched,
-        reason="the pipeline group is on Ethernet as soon as it crosses clusters, for pairs inside a cluster too",
+        P2P, "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops",
+        "the pipeline group is on Ethernet as soon as it crosses clusters, for pairs inside a cluster too",
+        _batched, parameters=_PARAMETERS,
     ),
     Patch(
-        feature="megatron-p2p",
-        target="megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
-        versions=MEGATRON,
-        version_of=loaded_version,
-        parameters=_PARAMETERS,
-        wrap=_unbatched,
-        reason="the same for unbatched p2p; with two stages it sends one direction over the world group",
+        P2P, "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
+        "the same for unbatched p2p; with two stages it sends one direction over the world group",
+        _unbatched, parameters=_PARAMETERS,
     ),
-)
+)  # fmt: skip

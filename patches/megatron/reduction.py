@@ -27,7 +27,7 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron import buckets as megatron_buckets
 from holmes_ext.patches.megatron import gather as megatron_gather
 from holmes_ext.patches.megatron.core import job
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
+from holmes_ext.patches.megatron.features import REDUCTION, loaded_version
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.grid import tell
@@ -92,7 +92,7 @@ def _reduce_as_planned(wrapped, instance, args, kwargs):
         ddp_config.overlap_grad_reduce = ddp_config.overlap_by_plan = True
     if getattr(ddp_config, "overlap_by_plan", False):
         _no_sync_between_micro_batches(given["config"], instance)
-    gather = current.options.overlap == "on" and megatron_gather.turn_on(ddp_config)
+    gather = megatron_gather.turn_on(ddp_config)
     chosen = ddp_config.bucket_size
     token = _bucket.set(None if given["disable_bucketing"] else _Planned(chosen, getattr(ddp_config, "buckets_by_plan", False)))
     try:
@@ -157,21 +157,13 @@ def _bucket_as_planned(wrapped, instance, args, kwargs):
 
 PATCHES = (
     Patch(
-        feature="megatron-reduction",
-        target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-        versions=MEGATRON,
-        version_of=loaded_version,
-        parameters=("config", "ddp_config", "module", "disable_bucketing"),
-        wrap=_reduce_as_planned,
-        reason="a later stage on a slow fabric must overlap too; megatron-core buckets on the first stage only",
+        REDUCTION, "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+        "a later stage on a slow fabric must overlap too; megatron-core buckets on the first stage only",
+        _reduce_as_planned, parameters=("config", "ddp_config", "module", "disable_bucketing"),
     ),
     Patch(
-        feature="megatron-reduction",
-        target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
-        versions=MEGATRON,
-        version_of=loaded_version,
-        parameters=("bucket_size", "ddp_config", "data_parallel_group"),
-        wrap=_bucket_as_planned,
-        reason="bucket_size is None on every stage but the first",
+        REDUCTION, "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
+        "bucket_size is None on every stage but the first",
+        _bucket_as_planned, parameters=("bucket_size", "ddp_config", "data_parallel_group"),
     ),
-)
+)  # fmt: skip

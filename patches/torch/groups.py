@@ -15,13 +15,12 @@ from typing import Any
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.torch.features import NICS, RANKS
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends
 from holmes_ext.runtime.groups.transport import Transport, gloo_interface, nccl_options
 from holmes_ext.runtime.session import GroupRecord
 from holmes_ext.words import some_of
-
-TORCH = "torch>=2.4"
 
 
 def _host_store_where_launched(wrapped, instance, args, kwargs):
@@ -160,29 +159,20 @@ def _record(current: session.Session, name: str, ranks: tuple[int, ...], backend
 
 PATCHES = (
     Patch(
-        feature="ranks",
-        target="torch.distributed.rendezvous:_create_c10d_store",
-        versions=TORCH,
-        parameters=("hostname", "port", "rank"),
-        wrap=_host_store_where_launched,
-        reason="rank 0 may have moved away from MASTER_ADDR, where the store is hosted",
+        RANKS, "torch.distributed.rendezvous:_create_c10d_store",
+        "rank 0 may have moved away from MASTER_ADDR, where the store is hosted",
+        _host_store_where_launched, parameters=("hostname", "port", "rank"),
     ),
     Patch(
-        feature="nics",
-        target="torch.distributed.distributed_c10d:_new_process_group_helper",
-        versions=TORCH,
+        NICS, "torch.distributed.distributed_c10d:_new_process_group_helper",
+        "torch has no hook for the transport of a group; every group is made here", _give_group_its_nic,
         parameters=(
             "group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name", "backend_options",
-        ),  # fmt: skip
-        wrap=_give_group_its_nic,
-        reason="torch has no hook for the transport of a group; every group is made here",
+        ),
     ),
     Patch(
-        feature="nics",
-        target="torch.distributed.distributed_c10d:split_group",
-        versions=TORCH,
-        parameters=("parent_pg", "split_ranks", "pg_options"),
-        wrap=_give_split_group_its_nic,
-        reason="split_group copies the parent's options, so a split would keep the parent's network",
+        NICS, "torch.distributed.distributed_c10d:split_group",
+        "split_group copies the parent's options, so a split would keep the parent's network",
+        _give_split_group_its_nic, parameters=("parent_pg", "split_ranks", "pg_options"),
     ),
-)
+)  # fmt: skip

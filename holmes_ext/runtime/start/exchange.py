@@ -21,14 +21,15 @@ import time
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.words import some_of
+
+if TYPE_CHECKING:  # `holmes patches` runs where torch is not installed
+    import torch.distributed as dist
 
 #: What rank 0 makes of all reports: the verdict's content.
 Decide = Callable[[list[dict[str, Any]], list[NodeReport]], dict[str, Any]]
@@ -53,7 +54,7 @@ def exchange(
         if process.rank == 0:
             return _lead(store, process, packed, decide, timeout_s)
         verdict = _await_verdict(store, process, packed, timeout_s)
-    except (dist.DistError, RuntimeError):  # the store, or the host of it, is gone
+    except RuntimeError:  # the store, or the host of it, is gone
         verdict = None
     if verdict is None:
         raise HolmesError(
@@ -103,7 +104,7 @@ def _wait(store: dist.Store, key: str, seconds: float) -> bool:
     try:
         store.wait([key], timedelta(seconds=seconds))
         return True
-    except (dist.DistError, RuntimeError):
+    except RuntimeError:
         return store.check([key])  # raises when the store is gone
 
 
@@ -124,7 +125,7 @@ def _collect(store: dist.Store, prefix: str, process: Process, timeout_s: float)
         chunk = keys[start : start + _CHUNK]
         try:
             store.wait(chunk, timedelta(seconds=max(0.1, deadline - time.monotonic())))
-        except (dist.DistError, RuntimeError):
+        except RuntimeError:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             names = some_of(missing)
             raise HolmesError(

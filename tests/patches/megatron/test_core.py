@@ -125,10 +125,10 @@ for trial in range(300):
     if tuple(sum(kind.name == "decoder" for kind in entry) for entry in built) != layers:
         wrong.append(layers)
 original = parallel_state.initialize_model_parallel
-names = ["megatron-groups", "megatron-layers", "megatron-reduction", "megatron-p2p"]
+names = ["megatron-groups", "megatron-layers", "megatron-reduction", "megatron-gather", "megatron-p2p"]
 registry().enable(names)
 import megatron.core.distributed, megatron.core.optimizer, megatron.core.pipeline_parallel.p2p_communication, megatron.core.transformer.transformer_config
-states = {{status.target: status.state for status in registry().report() if status.feature in names}}
+states = {{status.target: status.state for status in registry().statuses() if status.feature in names}}
 registry().undo()
 print(json.dumps({{"same": same, "wrong": wrong, "states": states, "undone": parallel_state.initialize_model_parallel is original}}))
 """

@@ -7,7 +7,6 @@ from ranks import run_ranks
 
 from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.reduce.direct import DirectExchange
-from holmes_ext.runtime.reduce.gather import OrderedGather
 from holmes_ext.runtime.reduce.owned import ReduceToOwners
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
@@ -15,7 +14,6 @@ MAKERS = {
     "pair": lambda: members_group([1, 2], "pair"),
     "direct": lambda: DirectExchange([1, 2]),
     "owned": lambda: ReduceToOwners(members_group([1, 2], "data")),
-    "gather": lambda: OrderedGather(members_group([1, 2], "data")),
     "two levels": lambda: TwoLevelCollectives([[1], [2]]),
 }
 

@@ -1,7 +1,6 @@
 """The line that a failed reduction ends with."""
 
 import pytest
-import torch.distributed as dist
 from ranks import run_ranks
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
