@@ -60,10 +60,11 @@ def rank_main(cluster: str, flag: str) -> None:
             took[0] = time.monotonic() - begin
 
     preflight.run = timed
+    request = start.Request(Options(cluster=cluster, preflight=flag), Sizes(pipeline=2, tensor=4))
     begin = time.monotonic()
-    current, lines = start.start(Options(cluster=cluster, preflight=flag), launcher.detect(os.environ), Sizes(pipeline=2, tensor=4), {})
+    current, lines = start.start(request, launcher.detect(os.environ), {})
     whole = time.monotonic() - begin
-    store = start._stores[-1]  # rank 0's process hosts it: wait for all before it ends
+    store = current.store  # rank 0's process hosts it: wait for all before it ends
     store.set(f"done/{current.rank}", "")
     store.wait([f"done/{rank}" for rank in range(current.plan.world_size)])
     print(json.dumps({"preflight_s": took[0], "start_s": whole, "lines": lines}), flush=True)

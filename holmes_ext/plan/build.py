@@ -90,18 +90,21 @@ def build_plan(
         partition=partition,
         predicted=predicted,
     )
-    return settle(plan, site, options, links, workload, basis or NOMINAL)
+    return settle(plan, site, options, links, workload, basis or (NOMINAL if workload is None else "given"))
 
 
-def costs_of(site: Site, nodes: Sequence[str], sizes: Sizes, model: Model | None, overlap: bool, profile: Profile | None) -> StageCosts:
-    """Of `model`, or as measured; the memory always comes from the model."""
-    planned = costs_on_site(site, nodes, sizes, model, overlap) if model is not None else None
+def costs_of(
+    site: Site, nodes: Sequence[str], sizes: Sizes, model: Model | None, overlap: bool, profile: Profile | None
+) -> StageCosts:
+    """Of `model`, or as measured (one is given); the memory always comes from the model."""
     if profile is None:
-        return planned
+        assert model is not None
+        return costs_on_site(site, nodes, sizes, model, overlap)
     costs = measured_costs(profile, clusters_of_stages(site, nodes, sizes), overlap)
-    if planned is None:
+    if model is None:
         return costs
-    return replace(costs, state_bytes=planned.state_bytes, kept_bytes=planned.kept_bytes, limit_bytes=planned.limit_bytes)
+    memory = costs_on_site(site, nodes, sizes, model, overlap)
+    return replace(costs, state_bytes=memory.state_bytes, kept_bytes=memory.kept_bytes, limit_bytes=memory.limit_bytes)
 
 
 def _check(partition: str, sizes: Sizes | None, model: Model | Profile | None, stage_layers: Sequence[int]) -> None:
@@ -112,7 +115,8 @@ def _check(partition: str, sizes: Sizes | None, model: Model | Profile | None, s
     if sizes is None:
         raise HolmesError(f"{what}: the number of stages is not known; give --holmes-sizes pipeline=N")
     if stage_layers and (len(stage_layers) != sizes.pipeline or min(stage_layers) < 1):
-        raise HolmesError(f"{what}: {len(stage_layers)} numbers for {sizes.pipeline} pipeline stages; give each stage one, 1 or more")
+        count = f"{len(stage_layers)} numbers for {sizes.pipeline} pipeline stages"
+        raise HolmesError(f"{what}: {count}; give each stage one, 1 or more")
     if not stage_layers and model is None:
         raise HolmesError(f"{what} needs to know the model: give --holmes-model FILE (examples/models has some)")
 

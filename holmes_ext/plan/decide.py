@@ -1,9 +1,8 @@
-"""What follows from a Plan's order, sizes and networks: the one place where a group's network and a reduction's way are
-decided.
+"""What follows from a Plan's order, sizes and networks: where a group's network and a reduction's way are decided.
 
-    settle(plan, site)       the plan with the ports that there are: made by `holmes plan`, at a job's start, and anew when a port fails
-    reduction_of(...)        for groups that are not planned: the same rules, with the plan's own rates
-    straddling(...)          groups that an order of the nodes leaves to Ethernet
+    settle(plan, site)    the plan with the ports that there are: by `holmes plan`, at a job's start, when a port fails
+    reduction_of(...)     for groups that are not planned: the same rules, with the plan's own rates
+    straddling(...)       groups that an order of the nodes leaves to Ethernet
 """
 
 from __future__ import annotations
@@ -26,18 +25,7 @@ from holmes_ext.plan.layout import INSIDE, Layout, groups
 from holmes_ext.plan.placement import straddling_groups
 from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.traffic import (
-    CARRIERS,
-    LOCAL,
-    SOCKETS,
-    VERBS,
-    Edge,
-    PlannedFabric,
-    Reduction,
-    Traffic,
-    carries,
-    same,
-)
+from holmes_ext.plan.traffic import CARRIERS, LOCAL, SOCKETS, VERBS, Edge, PlannedFabric, Reduction, Traffic, same
 
 #: Bytes on the wire for each byte of gradients that crosses (runtime/reduce/compress.py).
 SHARES = {"off": 1.0, "bf16": 0.5, "int8": (1 + 4 / 256) / 4}
@@ -48,54 +36,59 @@ _SUMS = tuple(2**power for power in range(10, 31))
 
 
 def settle(
-    plan: Plan, site: Site, options: Options = Options(), links: Links = Links(), workload: Workload | None = None, basis: str = NOMINAL
+    plan: Plan,
+    site: Site,
+    options: Options = Options(),
+    links: Links = Links(),
+    workload: Workload | None = None,
+    basis: str = NOMINAL,
 ) -> Plan:
     """`plan` with what the ports of `site` can carry, and the decisions that follow from it under the user's `options`.
 
     links, workload, basis: for a plan that has no rates and no model of its own yet (a new one, or one of version 1).
     """
-    known = {planned.name: planned.fabric for planned in plan.fabrics}
+    known, here = {fabric.name: fabric for fabric in plan.fabrics}, [site.node_by_name[name] for name in plan.nodes]
+
+    def able(fabric: Fabric, carrier: str) -> tuple[str, ...]:
+        return tuple(n.name for n in here for p in n.ports if p.fabric == fabric.name and _carries(p, carrier))
+
     rates = [known.get(fabric.name, fabric) for fabric in links.site(site).fabrics]
-    able = {carrier: {node.name: {p.fabric for p in node.ports if carries(p, carrier)} for node in site.nodes} for carrier in CARRIERS}
-
-    def reached(fabric: Fabric, carrier: str) -> tuple[str, ...]:
-        return tuple(node for node in plan.nodes if fabric.name in able[carrier][node])
-
-    clusters = {site.node_by_name[node].cluster: () for node in plan.nodes}
-    settled = replace(
-        plan,
-        fabrics=tuple(
-            PlannedFabric(f.name, f.kind, f.rate_bps, f.latency_s, reached(f, VERBS), reached(f, SOCKETS))
-            for f in sorted(rates, key=lambda fabric: fabric.preference, reverse=True)
-        ),
-        clusters={name: tuple(node for node in plan.nodes if site.node_by_name[node].cluster == name) for name in clusters},
+    fabrics = tuple(
+        PlannedFabric(f.name, f.kind, f.rate_bps, f.latency_s, able(f, VERBS), able(f, SOCKETS))
+        for f in sorted(rates, key=lambda f: f.preference, reverse=True)
     )
+    clusters = {node.cluster: tuple(other.name for other in here if other.cluster == node.cluster) for node in here}
+    settled = replace(plan, fabrics=fabrics, clusters=clusters)
     if not plan.fabrics:
         settled = replace(settled, workload=workload or Workload(), basis=basis)
-    elif settled.fabrics != plan.fabrics and plan.sizes is not None:  # what straddles, on the ports that are left
+    elif fabrics != plan.fabrics and plan.sizes is not None:  # what straddles, on the ports that are left
         predictor = Predictor(site_of(settled), Layout(plan.sizes, plan.processes), plan.workload)
         settled = replace(settled, straddling=straddling_groups(predictor, plan.nodes))
     return with_traffic(settled, options)
 
 
+def _carries(port: Port, carrier: str) -> bool:
+    """Whether groups may use `port`; taken for granted where its NIC is not known yet (a plan before the job)."""
+    known = port.interface or port.address or port.hcas
+    needed = port.hcas if carrier == VERBS else port.address
+    return port.usable and (port.fabric == ETHERNET or not known or bool(needed))
+
+
 def with_traffic(plan: Plan, options: Options) -> Plan:
     """The decisions for both carriers, one entry where they are the same."""
-    first, second = (_traffic(plan, carrier, options) for carrier in CARRIERS)
-    if first == replace(second, carriers=first.carriers):
-        return replace(plan, traffic=(replace(first, carriers=CARRIERS),))
-    return replace(plan, traffic=(first, second))
+    both = tuple(_traffic(plan, carrier, options) for carrier in CARRIERS)
+    same_ways = both[0] == replace(both[1], carriers=both[0].carriers)
+    return replace(plan, traffic=(replace(both[0], carriers=CARRIERS),) if same_ways else both)
 
 
 def resized(plan: Plan, sizes: Sizes, options: Options, model: Model | None = None) -> Plan:
-    """What the plan decides for other sizes than its own, in its order of the nodes: those that a framework tells when
-    it starts."""
-    workload = workload_of(model, sizes) or plan.workload
-    return with_traffic(replace(plan, sizes=sizes, stage_layers=(), straddling=(), predicted={}, workload=workload), options)
+    """What the plan decides for other sizes than its own, which a framework tells when it starts; the order stays."""
+    changed = {"sizes": sizes, "workload": workload_of(model, sizes) or plan.workload}
+    return with_traffic(replace(plan, stage_layers=(), straddling=(), predicted={}, **changed), options)
 
 
 def workload_of(model: Model | None, sizes: Sizes | None) -> Workload | None:
-    """Of a known model and complete sizes; None where one is missing or the batch does not divide, which the framework
-    refuses in its own words."""
+    """None where model or (complete) sizes are not known, or the batch does not divide: the framework refuses that."""
     try:
         return model.workload(sizes) if model is not None and sizes is not None else None
     except HolmesError:
@@ -104,13 +97,14 @@ def workload_of(model: Model | None, sizes: Sizes | None) -> Workload | None:
 
 def site_of(plan: Plan, carrier: str = VERBS) -> Site:
     """The plan's own networks as a Site, nodes in its order."""
+    cluster_of = {node: name for name, nodes in plan.clusters.items() for node in nodes}
+    fast = [fabric.name for fabric in plan.fabrics if fabric.name != ETHERNET]  # the fastest first
 
-    def node(name: str, cluster: str) -> Node:
-        fast = (f for f in plan.fabrics if f.name != ETHERNET and f.name in plan.reach[carrier][name])
-        return Node(name, cluster, plan.processes, (*(Port(f.name, rate_bps=f.rate_bps) for f in fast), Port(ETHERNET)))
+    def node(name: str) -> Node:
+        ports = (Port(fabric) for fabric in fast if fabric in plan.reach[carrier][name])
+        return Node(name, cluster_of[name], plan.processes, (*ports, Port(ETHERNET)))
 
-    cluster_of = {name: cluster for cluster, names in plan.clusters.items() for name in names}
-    return Site(tuple(node(name, cluster_of[name]) for name in plan.nodes), tuple(f.fabric for f in plan.fabrics))
+    return Site(tuple(map(node, plan.nodes)), plan.fabrics)
 
 
 def _traffic(plan: Plan, carrier: str, options: Options) -> Traffic:
@@ -150,10 +144,11 @@ def _edges(plan: Plan, carrier: str) -> tuple[Edge, ...]:
 # --------------------------------------------------------------------------- reductions
 
 
-def reduction_of(plan: Plan, ranks: Sequence[int], carrier: str, options: Options, total_bytes: float = inf) -> Reduction:
-    """How the group of `ranks` sums total_bytes in a step: as its stage does; by the same rules where it is no
-    data-parallel group of the plan, is to compress otherwise, or has so little to sum that its buckets are smaller than
-    any network asks for."""
+def reduction_of(
+    plan: Plan, ranks: Sequence[int], carrier: str, options: Options, total_bytes: float = inf
+) -> Reduction:
+    """How the group of `ranks` sums total_bytes in a step: as its stage does. By the same rules, for itself, where the
+    plan has no such group, it is to compress otherwise, or has too little for buckets that suit a network."""
     planned, stage = plan.traffic_of(carrier).reductions, plan.stage_of(ranks)
     if stage is not None and planned[stage].compress == options.compress and total_bytes >= FEWEST * SMALLEST_BYTES:
         return planned[stage]
@@ -178,8 +173,7 @@ def _reductions(plan: Plan, carrier: str, options: Options) -> tuple[Reduction, 
 def _reduction(
     plan: Plan, found: Sequence[Sequence[int]], carrier: str, options: Options, overlap: bool, total_bytes: float
 ) -> Reduction:
-    """Of groups that do the same at the same time: in two levels where that is faster for each that lies on several
-    clusters."""
+    """Of groups that do the same at once: in two levels where that is faster for each that lies on several clusters."""
     clusters, least, chunk = _two_levels(plan, found, carrier, options.compress)
     fabrics = [fabric for ranks in found if (fabric := plan.fabric_of(ranks, carrier)) is not None]
     slowest = min(fabrics, key=lambda fabric: fabric.preference, default=None)
@@ -191,8 +185,7 @@ def _reduction(
 def _two_levels(
     plan: Plan, found: Sequence[Sequence[int]], carrier: str, compress: str
 ) -> tuple[tuple[str, ...], int, int]:
-    """(names of clusters, bytes of the least sum, bytes of a chunk); no names where a flat ring is faster for large
-    sums.
+    """(names of clusters, bytes of the least sum, bytes of a chunk); no names where one ring is faster for large sums.
 
     A cluster that is on the network between the clusters only sends as much as in the ring. NCCL's collectives
     (runtime/reduce/two_level_nccl.py) need clusters of equal size.
@@ -209,8 +202,8 @@ def _two_levels(
             return (), 0, 0
         here = max(Counter(map(plan.node_of, ranks)).values())
         network = min(inside, key=lambda fabric: fabric.rate_bps), across, here, max(1, plan.processes // here)
-        how = {"share": SHARES[compress], "direct": carrier == SOCKETS}
-        times = {size: two_level_seconds(size, clusters, *network, **how) for size in _SUMS}
+        direct, share = carrier == SOCKETS, SHARES[compress]
+        times = {size: two_level_seconds(size, clusters, *network, share=share, direct=direct) for size in _SUMS}
         slower = [size for size, (flat, two_level) in times.items() if two_level >= flat]
         if _SUMS[-1] in slower:
             return (), 0, 0
@@ -224,8 +217,7 @@ def _two_levels(
 
 
 def straddling(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
-    """How many groups of each kind a job of complete `sizes` has that the plan's order leaves to Ethernet though a
-    member's node has better.
+    """How many groups of each kind straddle in a job of complete `sizes` in the plan's order (Plan.straddles).
 
     instances > 1: of a data-parallel group its slices are looked at, within which megatron-core reduces first.
     """

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.cluster.site import Fabric, Site
+from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.document import Table, load_json, parse_json, save
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.step import Workload
@@ -71,16 +71,17 @@ class Plan:
         if len(set(self.nodes)) != len(self.nodes):
             twice = next(node for node in self.nodes if self.nodes.count(node) > 1)
             raise HolmesError(f"key 'nodes': node {twice!r} stands twice")
-        if self.sizes is not None:
-            try:
-                complete = self.sizes.complete(self.world_size)
-            except HolmesError as error:
-                raise HolmesError(f"key 'sizes': {error}") from None
-            if complete != self.sizes:
-                raise HolmesError("key 'sizes' leaves the data size open")
-            if self.stage_layers and len(self.stage_layers) % self.sizes.pipeline:
-                count = f"{len(self.stage_layers)} entries for {self.sizes.pipeline} stages"
-                raise HolmesError(f"key 'stage_layers' has {count}")
+        if self.sizes is None:
+            return
+        try:
+            complete = self.sizes.complete(self.world_size)
+        except HolmesError as error:
+            raise HolmesError(f"key 'sizes': {error}") from None
+        if complete != self.sizes:
+            raise HolmesError("key 'sizes' leaves the data size open")
+        if len(self.stage_layers) % self.sizes.pipeline:
+            entries, stages = len(self.stage_layers), self.sizes.pipeline
+            raise HolmesError(f"key 'stage_layers' has {entries} entries for {stages} stages")
 
     @property
     def world_size(self) -> int:
@@ -100,21 +101,18 @@ class Plan:
         }
 
     def fabric_of(self, ranks: Iterable[int], carrier: str = VERBS) -> Fabric | None:
-        """The network of a group of `ranks`: the first fabric that all its nodes can use; None when one node holds them
-        all."""
-        names = {self.node_of(rank) for rank in ranks}
-        if len(names) == 1:
+        """The network of a group of `ranks`: the first fabric that all its nodes can use; None inside one node."""
+        nodes = {self.node_of(rank) for rank in ranks}
+        if len(nodes) == 1:
             return None
-        shared = frozenset.intersection(*{self.reach[carrier][name] for name in names})
-        return next(planned.fabric for planned in self.fabrics if planned.name in shared)
+        shared = frozenset.intersection(*{self.reach[carrier][node] for node in nodes})
+        return next(fabric for fabric in self.fabrics if fabric.name in shared)
 
-    def straddles(self, ranks: Iterable[int], carrier: str = VERBS) -> bool:
+    def straddles(self, ranks: Collection[int], carrier: str = VERBS) -> bool:
         """Whether a group is left to Ethernet although one of its nodes has better."""
-        ranks = tuple(ranks)
         used = self.fabric_of(ranks, carrier)
-        own = frozenset().union(*(self.reach[carrier][self.node_of(rank)] for rank in ranks))
-        fast = any(planned.name in own and planned.kind != "ethernet" for planned in self.fabrics)
-        return used is not None and used.kind == "ethernet" and fast
+        better = (len(self.reach[carrier][self.node_of(rank)]) > 1 for rank in ranks)
+        return used is not None and used.name == ETHERNET and any(better)
 
     def by_cluster(self, ranks: Iterable[int]) -> dict[str, list[int]]:
         """Cluster -> those of `ranks` that run on it, in their order."""
@@ -129,14 +127,13 @@ class Plan:
 
     def groups(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(kind, ranks) of every group of the plan, that of all ranks last; expert groups where there are experts."""
-        for kind in KINDS if self.sizes is not None else ():
-            if kind != "expert" or self.sizes.expert > 1:
-                yield from ((kind, ranks) for ranks in groups(self.sizes, kind))
+        if (sizes := self.sizes) is not None:
+            kinds = (kind for kind in KINDS if kind != "expert" or sizes.expert > 1)
+            yield from ((kind, ranks) for kind in kinds for ranks in groups(sizes, kind))
         yield "world", tuple(range(self.world_size))
 
     def stage_of(self, ranks: Iterable[int]) -> int | None:
-        """The pipeline stage whose gradients the group of `ranks` reduces; None when it is no data-parallel group of
-        the plan."""
+        """The pipeline stage whose gradients the group of `ranks` reduces; None when the plan has no such group."""
         return self._reducing.get(tuple(sorted(ranks)))
 
     @cached_property
@@ -159,9 +156,7 @@ class Plan:
         return _digest(self._content())
 
     def _content(self) -> dict[str, Any]:
-        content = asdict(self)
-        del content["source"]
-        return {"version": VERSION, **content}
+        return {"version": VERSION, **{name: value for name, value in asdict(self).items() if name != "source"}}
 
     def to_json(self) -> str:
         return json.dumps({**self._content(), "digest": self.digest}, indent=1) + "\n"
@@ -176,8 +171,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read and validate plan.json; HolmesError names the file and the key, and tells an edited file from a whole
-    one."""
+    """Read and validate plan.json; HolmesError names file and key, and tells an edited file from a whole one."""
     return _plan(load_json(path, ADVICE))
 
 
@@ -194,7 +188,8 @@ def _plan(top: Table) -> Plan:
     digest = top.take("digest", str)
     plan = top.into(Plan, source=top.source)
     if digest != _digest({key: value for key, value in top.values.items() if key != "digest"}):
-        raise HolmesError(f"{top.at('digest')} does not match: the file was edited or cut; make it again with `holmes plan`")
+        way_out = "the file was edited or cut; make it again with `holmes plan`"
+        raise HolmesError(f"{top.at('digest')} does not match: {way_out}")
     return plan
 
 
@@ -202,9 +197,8 @@ def check_plan(plan: Plan, site: Site) -> Plan:
     """`plan` itself, after making sure that it was made for `site`; HolmesError names the difference."""
     here, planned = {node.name for node in site.nodes}, set(plan.nodes)
     if here != planned:
-        missing, extra = sorted(planned - here), sorted(here - planned)
-        parts = [f"the plan has node {missing[0]!r}, which did not report"] if missing else []
-        parts += [f"node {extra[0]!r} reported and is not in the plan"] if extra else []
+        parts = [f"the plan has node {name!r}, which did not report" for name in sorted(planned - here)[:1]]
+        parts += [f"node {name!r} reported and is not in the plan" for name in sorted(here - planned)[:1]]
         way_out = "make the plan for these nodes with `holmes plan`"
         raise HolmesError(f"{plan.source}: key 'nodes': {'; '.join(parts)}; {way_out}")
     if plan.processes != site.processes:

@@ -11,36 +11,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Port
+from holmes_ext.cluster.site import Fabric
 
 VERBS, SOCKETS = CARRIERS = ("verbs", "sockets")
 #: The "fabric" of a group that one node holds: memory, NVLink or loopback.
 LOCAL = "local"
 
 
-def carries(port: Port, carrier: str) -> bool:
-    """Whether groups may use `port`; of a port whose NIC is not known yet (a plan before the job) it is taken for
-    granted."""
-    known = port.interface or port.address or port.hcas
-    needed = port.hcas if carrier == VERBS else port.address
-    return port.usable and (port.fabric == ETHERNET or not known or bool(needed))
-
-
 @dataclass(frozen=True)
-class PlannedFabric:
-    """A fabric as the plan reckons with it: rate_bps (bits/s of a node) and latency_s measured where they were, and the
-    nodes that can use it."""
+class PlannedFabric(Fabric):
+    """A fabric as the plan reckons with it (measured where it was), and the nodes that can use it."""
 
-    name: str
-    kind: str
-    rate_bps: int
-    latency_s: float
     verbs: tuple[str, ...]
     sockets: tuple[str, ...]
-
-    @property
-    def fabric(self) -> Fabric:
-        return Fabric(self.name, self.kind, self.rate_bps, self.latency_s)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import io
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -21,13 +20,21 @@ deepspeed = pytest.importorskip("deepspeed")
 from model import layer_specs, next_byte_loss  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
+from holmes_ext.cluster.site import site_from_spec  # noqa: E402
+from holmes_ext.cluster.spec import load_spec  # noqa: E402
 from holmes_ext.errors import HolmesError  # noqa: E402
+from holmes_ext.lab.samples import examples  # noqa: E402
 from holmes_ext.options import Options  # noqa: E402
 from holmes_ext.patches import Registry  # noqa: E402
 from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce  # noqa: E402
+from holmes_ext.plan.build import build_plan  # noqa: E402
+from holmes_ext.plan.sizes import Sizes  # noqa: E402
 from holmes_ext.runtime import session  # noqa: E402
 from holmes_ext.runtime.reduce import reducer  # noqa: E402
 from holmes_ext.runtime.reduce.owned import ReduceToOwners  # noqa: E402
+from holmes_ext.runtime.start.launcher import Process  # noqa: E402
+
+SITE = site_from_spec(load_spec(examples() / "clusters" / "two_clusters_4.toml"))
 
 STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE = 4, 3, 2, 16
 ZERO = {"stage": 1, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
@@ -233,7 +240,9 @@ def not_supported(rank):
         losses = [engine.train_batch(data).item() for _ in range(2)]
     registry.undo()
     deepspeed_reduce._overlaps.clear()
-    session.set_active(SimpleNamespace(options=Options(require="overlap", overlap="on")))
+    options = Options(require="overlap", overlap="on")
+    plan = build_plan(SITE, Sizes(2), options=options)
+    session.set_active(session.Session(options, Process(rank, 4, 0, 1, "", 0, "test"), SITE, plan, rank))
     try:
         deepspeed_reduce.overlap_of(engine)
         required = ""

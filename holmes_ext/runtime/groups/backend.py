@@ -1,5 +1,6 @@
-"""Which backend a group's tensors travel by, and what that backend can use: torch's get_backend() says "undefined" or
-"cpu:gloo,cuda:nccl" where a job names none, or several.
+"""Which backend a group's tensors travel by, and what of a node's ports that backend can use.
+
+torch's get_backend() says "undefined" or "cpu:gloo,cuda:nccl" where a job names none, or several:
 
     init_process_group()                       with a GPU NCCL, else gloo
     init_process_group("gloo")                 gloo, for tensors on either
@@ -14,14 +15,13 @@ from holmes_ext.plan.traffic import SOCKETS, VERBS
 
 
 def backend_of(group: Any = None, device_type: str = "") -> str:
-    """The backend's name ("nccl", "gloo", ...) for tensors on `device_type` ("cpu", "cuda"); "": on the GPU where there
-    is one, else on the CPU.
+    """The backend's name ("nccl", "gloo", ...) for tensors on `device_type` ("cpu", "cuda"; "": the GPU if there is one).
 
     group: None for all ranks.
     """
     import torch.distributed as dist
 
-    return backend_named(dist.get_backend(group), device_type)  # get_backend_config() does not know split_group's groups
+    return backend_named(dist.get_backend(group), device_type)  # get_backend_config() knows no groups of split_group
 
 
 def group_ranks(group: Any) -> list[int]:
@@ -48,7 +48,9 @@ def backends(text: str) -> dict[str, str]:
 
 
 def carrier_of(backend: str) -> str:
-    """What of a node's ports the backend can use, "verbs" or "sockets"; "" where it finds its networks by itself: UCC
-    by UCX_NET_DEVICES, MPI by its own parameters, for all groups of a process alike. torch's "fake" backend, which
-    sends nothing, stands for NCCL."""
+    """What of a node's ports the backend can use, "verbs" or "sockets"; "" where it finds its networks by itself.
+
+    UCC does by UCX_NET_DEVICES, MPI by its own parameters, for all groups of a process alike. torch's "fake" backend,
+    which sends nothing, stands for NCCL.
+    """
     return {"nccl": VERBS, "fake": VERBS, "gloo": SOCKETS}.get(backend, "")

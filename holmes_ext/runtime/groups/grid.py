@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
@@ -19,8 +20,7 @@ _told: set[str] = set()
 
 
 def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
-    """For complete `sizes`, the same on all ranks, which all must call it; instances: see plan/decide.py,
-    straddling()."""
+    """For complete `sizes`; all ranks must call it. instances: see plan/decide.py, straddling()."""
     try:
         refuse_other_sizes(current, sizes)
     except HolmesError as error:
@@ -30,8 +30,7 @@ def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
 
 
 def refuse_other_sizes(current: Session, sizes: Sizes) -> None:
-    """HolmesError when the plan was made for other sizes that the user gave on purpose (--holmes-plan,
-    --holmes-sizes)."""
+    """HolmesError when the plan was made for others that the user gave on purpose (--holmes-plan, --holmes-sizes)."""
     plan = current.plan
     if plan.sizes is not None and plan.sizes != sizes and {"plan", "sizes"} & current.options.given:
         where = f"{plan.source}: key 'sizes'" if "plan" in current.options.given else "--holmes-sizes"
@@ -39,19 +38,18 @@ def refuse_other_sizes(current: Session, sizes: Sizes) -> None:
 
 
 def advice(current: Session, sizes: Sizes, instances: int = 1) -> str:
-    """A line on the groups that straddle under the plan's order, unless the start line has told them; "" where none
-    does."""
+    """A line on the groups that straddle in the plan's order, unless the start line has told them; "" where none does."""
     here = straddling(current.plan, sizes, instances)
     if not here or (current.plan.sizes == sizes and instances == 1):
         return ""
+    site = replace(current.site, fabrics=current.plan.fabrics)
     ways = {f"with --holmes-sizes {say(sizes).replace(' ', '')}": sizes, "without --holmes-sizes": None}
-    found = {way: straddling(build_plan(current.site, given), sizes, instances) for way, given in ways.items()}
+    found = {way: straddling(build_plan(site, given), sizes, instances) for way, given in ways.items()}
     way = min(found, key=lambda way: sum(found[way].values()))
     avoidable = {kind: less for kind, count in here.items() if (less := count - found[way].get(kind, 0)) > 0}
-    text = f"{_counts(here)} straddle clusters (on ethernet)"
-    if not avoidable:
-        return text
-    return f"{text} and need not: start {way}" if avoidable == here else f"{text}, {_counts(avoidable)} need not: start {way}"
+    which = " and" if avoidable == here else f", {_counts(avoidable)}"
+    way_out = f"{which} need not: start {way}" if avoidable else ""
+    return f"{_counts(here)} straddle clusters (on ethernet){way_out}"
 
 
 def _counts(groups: dict[str, int]) -> str:
@@ -60,10 +58,10 @@ def _counts(groups: dict[str, int]) -> str:
 
 def say(sizes: Sizes) -> str:
     """ "pipeline=2, tensor=4": as --holmes-sizes takes it."""
-    named = {name: getattr(sizes, name) for name in ("pipeline", "tensor", "context", "expert") if getattr(sizes, name) > 1}
-    if sizes.order != DEFAULT_ORDER:
-        named["order"] = sizes.order
-    return ", ".join(f"{name}={value}" for name, value in named.items()) or "pipeline=1"
+    axes = ("pipeline", "tensor", "context", "expert")
+    named = [f"{name}={size}" for name in axes if (size := getattr(sizes, name)) > 1]
+    named += [f"order={sizes.order}"] if sizes.order != DEFAULT_ORDER else []
+    return ", ".join(named) or "pipeline=1"
 
 
 def tell(current: Session, text: str, once: str = "") -> None:

@@ -16,16 +16,18 @@ from holmes_ext.plan.sizes import Sizes
 KINDS = ("data", "tensor", "pipeline", "context", "expert", "embedding", "world", "other")
 #: Words of a group's description (lower case) and its kind; the first that fits counts.
 _WORDS = (
-    ("two-level", "data"), ("pipeline pair", "pipeline"), ("pipeline twin", "pipeline"), ("position_embedding", "embedding"),
-    ("embedding", "embedding"), ("expert_data", "data"), ("expert", "expert"), ("distributed_optimizer_instance", "data"),
-    ("tensor_and", "other"), ("data_parallel", "data"), ("context_parallel", "context"), ("hybrid_dp_cp", "context"), ("hierarchical", "context"),
-    ("tensor_model_parallel", "tensor"), ("pipeline_model_parallel", "pipeline"), ("default_pg", "world"),
+    ("two-level", "data"), ("pipeline pair", "pipeline"), ("pipeline twin", "pipeline"), ("embedding", "embedding"),
+    ("expert_data", "data"), ("expert", "expert"), ("distributed_optimizer_instance", "data"), ("tensor_and", "other"),
+    ("data_parallel", "data"), ("context_parallel", "context"), ("hybrid_dp_cp", "context"),
+    ("hierarchical", "context"), ("tensor_model_parallel", "tensor"), ("pipeline_model_parallel", "pipeline"),
+    ("default_pg", "world"),
 )  # fmt: skip
 #: Parts of a mesh dimension's name (PyTorch's tutorials, torchtitan) and its kind; the first that is among them counts:
 #: a group of "dp_shard_cp" shards weights.
-_DIMENSIONS = (
-    ("dp", "data"), ("replicate", "data"), ("shard", "data"), ("fsdp", "data"), ("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert"),
-)  # fmt: skip
+_DIMENSIONS = {
+    "dp": "data", "replicate": "data", "shard": "data", "fsdp": "data", "tp": "tensor", "cp": "context",
+    "pp": "pipeline", "ep": "expert",
+}  # fmt: skip
 _AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
 
 
@@ -39,7 +41,7 @@ def described(description: str) -> str:
     text = description.lower()
     if text.startswith("mesh_"):
         parts = text.split("_")
-        return next((kind for part, kind in _DIMENSIONS if part in parts), "")
+        return next((kind for part, kind in _DIMENSIONS.items() if part in parts), "")
     return next((kind for word, kind in _WORDS if word in text), "")
 
 

@@ -40,9 +40,10 @@ def _as_members_make_it(name: str) -> Iterator[None]:
     """What torch would do with all ranks at hand is set aside: here the name."""
     from torch.distributed import distributed_c10d
 
-    own = distributed_c10d._process_group_name
-    distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name
+    c10d: Any = distributed_c10d
+    own = c10d._process_group_name
+    c10d._process_group_name = lambda ranks, use_hashed_name: name
     try:
         yield
     finally:
-        distributed_c10d._process_group_name = own
+        c10d._process_group_name = own

@@ -1,8 +1,8 @@
 """The NIC for a process group, on the network that the plan has for it.
 
     gloo   binds to the interface in GLOO_SOCKET_IFNAME at the moment the group is made
-    NCCL   takes the network ("IB", which is RoCE too, or "Socket") from the group's own options, config.net_name; which HCAs and
-           which interface that means is read once in a process, so it is set for the node before the first communicator
+    NCCL   takes the network ("IB", which is RoCE too, or "Socket") from the group's own options, config.net_name; which
+           HCAs and interface that means is read once in a process, so it is set before the first communicator
 
 One communicator cannot use RDMA and sockets both (NVIDIA/nccl#878), hence one transport for a whole group.
 """

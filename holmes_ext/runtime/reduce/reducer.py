@@ -26,7 +26,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.buckets import bucket_bytes as bucket_bytes_of
 from holmes_ext.plan.traffic import Reduction
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.reduce.flat_bucket import DEFAULT_BYTES, FlatBucket, Gradient, Item, fill_buckets, layout_digest
 from holmes_ext.runtime.reduce.owned import ReduceToOwners, Spans, merge_spans
@@ -301,5 +301,4 @@ def _item(name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None) -
 
 def _planned_fabric(group: dist.ProcessGroup, device_type: str) -> Fabric | None:
     current = session.active()
-    backend = backend_of(group, device_type)
-    return current.fabric_of(dist.get_process_group_ranks(group), backend) if current else None
+    return current.fabric_of(group_ranks(group), backend_of(group, device_type)) if current else None

@@ -68,8 +68,6 @@ def _owner(position: int, cuts: list[int]) -> int:
     return next(k for k in range(len(cuts) - 1) if cuts[k] <= position < cuts[k + 1])
 
 
-
-
 class TwoLevelAllReduce:
     """work = all_reduce(flat tensor) starts a sum over all ranks of `clusters`, in place; work.wait() ends it.
 

@@ -67,10 +67,11 @@ def _number(environ: Mapping[str, str], name: str, launcher: str, default: int |
 
 
 def _from_torch(environ: Mapping[str, str]) -> Process:
-    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "deepspeed" if "CROSS_RANK" in environ else "environment"
+    by = {"TORCHELASTIC_RUN_ID": "torchrun", "CROSS_RANK": "deepspeed"}
+    launcher = next((name for variable, name in by.items() if variable in environ), "environment")
     world_size = _number(environ, "WORLD_SIZE", launcher)
     if world_size > 1 and not environ.get("MASTER_ADDR"):
-        raise HolmesError(f"{launcher}: environment variable MASTER_ADDR is not set; it names the host of rank 0's store")
+        raise HolmesError(f"{launcher}: environment variable MASTER_ADDR is not set; it names rank 0's host")
     local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "LOCAL_SIZE"
     return Process(
         rank=_number(environ, "RANK", launcher),
@@ -96,7 +97,7 @@ def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: tuple[str, 
         rank=_number(environ, rank, launcher),
         world_size=world_size,
         local_rank=_number(environ, local, launcher),
-        local_world_size=_number({per_node: re.sub(r"\(x\d+\)$", "", environ.get(per_node, "0"))}, per_node, launcher, 0),
+        local_world_size=_number({per_node: re.sub(r"\(x\d+\)$", "", environ.get(per_node, "0"))}, per_node, launcher),
         master_addr=address or "127.0.0.1",
         master_port=_number(environ, "MASTER_PORT", launcher, port),
         launcher=launcher,

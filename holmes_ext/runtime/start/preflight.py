@@ -1,9 +1,9 @@
 """Before training: do the neighbours of every group reach each other over the NIC that was chosen for it?
 
-    pairs of nodes       neighbours in the ring of every planned group, one for each fabric; each pair over Ethernet too
-    local rank 0         listens on its node's address of each fabric, connects to the other end of its pairs from its own address,
-                         and tells the launcher's rank 0 what did not answer (all through the job's store)
-    launcher's rank 0    decides, for all: nothing | these ports are left out, on every rank of the groups | the job ends
+    pairs of nodes       neighbours in the ring of every planned group, one for each fabric; each over Ethernet too
+    local rank 0         listens on its node's address of each fabric, connects to the other end of its pairs from its
+                         own, and tells the launcher's rank 0 what did not answer (all through the job's store)
+    launcher's rank 0    decides, for all: nothing | these ports are left out, on all ranks of a group | the job ends
 
 Sockets only: what gloo uses, and NCCL over Ethernet. Of RDMA it shows that the fabric carries IP between the two ports
 (IPoIB, RoCE's net device), not that verbs work; ports without an address cannot be tried at all, which is said. Every
@@ -16,22 +16,23 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options
 from holmes_ext.plan.decide import settle
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import CARRIERS
 from holmes_ext.runtime.start.launcher import Process
-from holmes_ext.runtime.start.preflight_verdict import decide
+from holmes_ext.runtime.start.preflight_verdict import Finding, decide
 
 #: Seconds: until the kernel at the other end must have answered (no process needs to run for that; two lost packets are
 #: made good), until the process there must have, until a node must have said where it listens, and until rank 0 must
@@ -42,8 +43,7 @@ _THREADS = 16
 
 @dataclass(frozen=True)
 class Pair:
-    """Two nodes that have to reach each other over a fabric, and the first group (of renumbered ranks) that needs
-    it."""
+    """Two nodes that have to reach each other over a fabric, and the first group (renumbered ranks) that needs it."""
 
     fabric: str
     one: str
@@ -55,22 +55,15 @@ class Pair:
 def pairs(plan: Plan) -> list[Pair]:
     """What to try, the same list on every rank; each pair of nodes once for each fabric."""
     found: dict[tuple[str, frozenset[str]], Pair] = {}
-
-    def add(fabrics: Iterable[Fabric | None], one: str, two: str, kind: str, ranks: tuple[int, ...]) -> None:
-        for name in dict.fromkeys(fabric.name for fabric in fabrics if fabric is not None):
-            found.setdefault((name, frozenset((one, two))), Pair(name, one, two, kind, ranks))
-
     for kind, ranks in tried_groups(plan):
-        names = [plan.node_of(rank) for rank in ranks]
-        whole = [plan.fabric_of(ranks, carrier) for carrier in CARRIERS]
-        for index, (one, two) in enumerate(zip(names, names[1:] + names[:1])):
-            if one != two:
-                add(whole, one, two, kind, ranks)
-                if kind == "pipeline":  # two stages may have a group of their own
-                    pair = ranks[index], ranks[(index + 1) % len(ranks)]
-                    add((plan.fabric_of(pair, carrier) for carrier in CARRIERS), one, two, kind, ranks)
-    for pair in list(found.values()):
-        found.setdefault((ETHERNET, frozenset((pair.one, pair.two))), replace(pair, fabric=ETHERNET))
+        for pair in zip(ranks, ranks[1:] + ranks[:1]):
+            one, two = map(plan.node_of, pair)
+            groups = [ranks, pair] if kind == "pipeline" else [ranks]  # two stages may have a group of their own
+            used = [plan.fabric_of(group, carrier) for group in groups for carrier in CARRIERS] if one != two else []
+            for name in dict.fromkeys(fabric.name for fabric in used if fabric is not None):
+                found.setdefault((name, frozenset((one, two))), Pair(name, one, two, kind, ranks))
+    for known in list(found.values()):
+        found.setdefault((ETHERNET, frozenset((known.one, known.two))), replace(known, fabric=ETHERNET))
     return list(found.values())
 
 
@@ -144,28 +137,21 @@ class Listeners:
 
     def close(self) -> None:
         for made in self._sockets:
-            try:
+            with suppress(OSError):
                 made.shutdown(socket.SHUT_RDWR)  # wakes accept()
-            except OSError:
-                pass
             made.close()
 
     def _serve(self, listener: socket.socket) -> None:
-        while True:
-            try:
+        with suppress(OSError):
+            while True:
                 connection, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._reply, args=(connection,), daemon=True).start()
+                threading.Thread(target=self._reply, args=(connection,), daemon=True).start()
 
     def _reply(self, connection: socket.socket) -> None:
-        with connection:
-            try:
-                connection.settimeout(ANSWER_S)
-                _read_line(connection)
-                connection.sendall(self._answer)
-            except OSError:
-                return
+        with connection, suppress(OSError):
+            connection.settimeout(ANSWER_S)
+            _read_line(connection)
+            connection.sendall(self._answer)
 
 
 def _family(address: str) -> int:
@@ -173,46 +159,41 @@ def _family(address: str) -> int:
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    data = b""
-    while not data.endswith(b"\n") and len(data) < 4096:
-        more = connection.recv(4096)
-        if not more:
-            break
-        data += more
+    data = more = connection.recv(4096)
+    while more and not data.endswith(b"\n") and len(data) < 4096:
+        data += (more := connection.recv(4096))
     return data
 
 
-def _try_mine(store: dist.Store, prefix: str, site: Site, host: str, todo: list[Pair]) -> list[list[str]]:
-    """[[fabric, one, two, "" or what went wrong]] of the pairs that begin at `host`, all tried at the same time."""
-    mine = [pair for pair in todo if pair.one == host and _addresses(site, pair)]
+def _try_mine(store: Any, prefix: str, site: Site, host: str, todo: list[Pair]) -> list[Finding]:
+    """Of the pairs that begin at `host`, all tried at the same time."""
     ports: dict[str, dict[str, Any]] = {}
     deadline = time.monotonic() + LISTEN_S
+
+    def attempt(pair: Pair) -> Finding:
+        source, target = addresses(pair)
+        number = ports[pair.two].get(pair.fabric, "the process there has not come to its preflight")
+        told = number if isinstance(number, str) else exchange_hello(source, target, number, host, pair.two, prefix)
+        return pair.fabric, pair.one, pair.two, told
+
+    def addresses(pair: Pair) -> Iterator[str]:
+        return (site.node_by_name[name].port(pair.fabric).address for name in (pair.one, pair.two))
+
+    mine = [pair for pair in todo if pair.one == host and all(addresses(pair))]
     for other in dict.fromkeys(pair.two for pair in mine):
         try:
             store.wait([f"{prefix}/ports/{other}"], timedelta(seconds=max(0.05, deadline - time.monotonic())))
             ports[other] = json.loads(store.get(f"{prefix}/ports/{other}"))
         except (dist.DistError, RuntimeError):
             ports[other] = {}
-
-    def attempt(pair: Pair) -> list[str]:
-        number = ports[pair.two].get(pair.fabric, "the process there has not come to its preflight")
-        problem = number if isinstance(number, str) else exchange_hello(*_addresses(site, pair), number, host, pair.two, prefix)
-        return [pair.fabric, pair.one, pair.two, problem]
-
     if not mine:
         return []
     with ThreadPoolExecutor(min(_THREADS, len(mine))) as pool:
         return list(pool.map(attempt, mine))
 
 
-def _addresses(site: Site, pair: Pair) -> tuple[str, str] | None:
-    found = tuple(site.node_by_name[name].port(pair.fabric).address for name in (pair.one, pair.two))
-    return found if all(found) else None
-
-
 def exchange_hello(source: str, target: str, port: int, me: str, other: str, token: str) -> str:
-    """Send a message from address `source` to `target` and have it answered by node `other` of this job; "" or what
-    went wrong."""
+    """Have a message from address `source` to `target` answered by node `other` of this job; "" or what went wrong."""
     try:
         connection = socket.create_connection((target, port), timeout=CONNECT_S, source_address=(source, 0))
     except TimeoutError:
@@ -228,30 +209,31 @@ def exchange_hello(source: str, target: str, port: int, me: str, other: str, tok
             return f"connected, but no answer within {ANSWER_S:g} s"
         except (OSError, ValueError) as error:
             return f"connected, but the answer failed: {getattr(error, 'strerror', None) or 'it is not of this job'}"
-    if answer != {"node": other, "token": token}:
-        return f"the address is answered by node {answer.get('node')!r}, so two nodes have it" if isinstance(answer, dict) else "not of this job"
-    return ""
+    if answer == {"node": other, "token": token}:
+        return ""
+    if isinstance(answer, dict):
+        return f"the address is answered by node {answer.get('node')!r}, so two nodes have it"
+    return "not of this job"
 
 
 def _judge(
-    store: dist.Store, prefix: str, site: Site, plan: Plan, todo: list[Pair], options: Options, started: float
+    store: Any, prefix: str, site: Site, plan: Plan, todo: list[Pair], options: Options, started: float
 ) -> dict[str, Any]:
     """Rank 0: every node's findings -> what all go on with."""
-    findings: list[list[str]] = []
-    for node in plan.nodes:
-        left = max(0.05, started + FINDINGS_S - time.monotonic())
-        try:
-            store.wait([f"{prefix}/findings/{node}"], timedelta(seconds=left))
-        except (dist.DistError, RuntimeError):
-            # Who has not even said where it listens keeps its neighbours waiting: that one is to be named.
-            node = next((other for other in plan.nodes if not store.check([f"{prefix}/ports/{other}"])), node)
-            first = plan.nodes.index(node) * plan.processes
-            return {
-                "error": f"preflight: node {node} (rank {first}) did not finish it within {FINDINGS_S:g} s;"
-                " is its process alive? (--holmes-preflight off skips it)"
-            }
-        findings += json.loads(store.get(f"{prefix}/findings/{node}"))
+    findings: list[Finding] = []
     try:
+        for node in plan.nodes:
+            left = max(0.05, started + FINDINGS_S - time.monotonic())
+            try:
+                store.wait([f"{prefix}/findings/{node}"], timedelta(seconds=left))
+            except (dist.DistError, RuntimeError):
+                # Who has not even said where it listens keeps its neighbours waiting: that one is to be named.
+                node = next((other for other in plan.nodes if not store.check([f"{prefix}/ports/{other}"])), node)
+                raise HolmesError(
+                    f"preflight: node {node} (rank {plan.nodes.index(node) * plan.processes}) did not finish it within"
+                    f" {FINDINGS_S:g} s; is its process alive? (--holmes-preflight off skips it)"
+                ) from None
+            findings += map(tuple, json.loads(store.get(f"{prefix}/findings/{node}")))
         return decide(site, plan, todo, findings, options)
     except HolmesError as error:
         return {"error": str(error)}

@@ -34,8 +34,7 @@ def told_once(error: HolmesError, topic: str = "") -> HolmesError:
     mine = str(process.rank)
     try:
         if store.compare_set(key, "", mine).decode() == mine:
-            sys.__stderr__.write(f"holmes: {error}\n")  # not sys.stderr: see job._one_line
-            sys.__stderr__.flush()
+            print(f"holmes: {error}", file=sys.__stderr__, flush=True)  # not sys.stderr: see job._one_line
             store.set(f"{key}/told", "yes")
         store.wait([f"{key}/told"], timedelta(seconds=_WAIT))
         seen = store.add(f"{key}/seen", 1)

@@ -129,15 +129,16 @@ def test_collectives_of_nccl_s_kind_compress_alike(clusters):
 
 
 def chosen(rank):
-    """What a group that straddles clusters gets: by option, and by argument."""
-    straddling.planned = lambda ranks, size, compress: [[0], [1]]
-    session.set_active(SimpleNamespace(options=Options(compress="bf16")))
-    reduces = [straddling.two_level_for(dist.group.WORLD, 1000, compress) for compress in (None, "off", "int8")]
+    """What a group that straddles clusters gets, as the plan says."""
+    plan = SimpleNamespace(by_cluster=lambda ranks: {"a": [0], "b": [1]})
+    session.set_active(SimpleNamespace(plan=plan))
+    ways = [SimpleNamespace(clusters=("a", "b"), two_level_from=0, compress=kind) for kind in ("bf16", "off", "int8")]
+    reduces = [straddling.two_level_for(dist.group.WORLD, 1000, way) for way in ways]
     session.set_active(None)
     return [type(reduce._across.codec).__name__ for reduce in reduces]
 
 
-def test_the_option_reaches_the_two_level_all_reduce():
+def test_what_the_plan_compresses_reaches_the_two_level_all_reduce():
     assert run_ranks(chosen, 2) == [["Bf16", "Codec", "Int8"]] * 2
 
 

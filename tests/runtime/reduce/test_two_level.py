@@ -132,7 +132,7 @@ def test_a_reducer_can_use_it():
 def dies(rank):
     all_reduce = TwoLevelAllReduce([[0, 1], [2, 3]], chunk_bytes=1024)
     model = torch.nn.Linear(32, 32)
-    reducer = GradientReducer(model.named_parameters(), all_reduce=all_reduce)
+    reducer = GradientReducer(model.named_parameters(), all_reduce=all_reduce, bucket_bytes=1024)
     ranks.all_are_here(rank, 4)
     if rank == 3:
         os._exit(0)
