@@ -103,8 +103,17 @@ def test_copies_made_before_are_rebound_and_everything_is_undone_exactly(fw):
     before = {module: dict(vars(module)) for module in (comm, pipe)}
     classes = {cls: dict(vars(cls)) for cls in (comm.Engine, comm.Base)}
     table = dict(comm.Engine.TABLE)
-    registry = Registry([patch_of(fw), patch_of(fw, "comm:Engine.pick"), patch_of(fw, "comm:Engine.make"),
-                         patch_of(fw, "comm:Engine.step"), patch_of(fw, "comm:Engine.reduce", rebind=tuple(f"{fw}.comm:Engine.TABLE[{key}]" for key in ("reduce", "Base")))])
+    registry = Registry(
+        [
+            patch_of(fw),
+            patch_of(fw, "comm:Engine.pick"),
+            patch_of(fw, "comm:Engine.make"),
+            patch_of(fw, "comm:Engine.step"),
+            patch_of(
+                fw, "comm:Engine.reduce", rebind=tuple(f"{fw}.comm:Engine.TABLE[{key}]" for key in ("reduce", "Base"))
+            ),
+        ]
+    )
     registry.enable(["f"])
     assert pipe.transmit is pipe.send is comm.send is comm.alias is not before[comm]["send"]
     assert comm.Engine.pick(1, b=2) == ("f", ("pick", 1, 2)) == comm.Engine().pick(1, 2)
@@ -164,23 +173,31 @@ def test_replace_also_constants_without_touching_equal_ones(fw):
     assert comm.DEBUG is None
 
 
-@pytest.mark.parametrize("fields, reason", [
-    ({"versions": "{fw}>=2"}, "{fw} 1.5 is not supported (needs >=2)"),
-    ({"versions": "no-such-framework"}, "no-such-framework is not installed"),
-    ({"target": "comm:gone"}, "{fw}.comm has no gone"),
-    ({"target": "comm:Engine.gone"}, "{fw}.comm has no Engine.gone"),
-    ({"parameters": ("tensor", "tag")}, "{fw}.comm:send has no parameter tag"),
-    ({"version_of": lambda: "3.0"}, "{fw} 3.0 is not supported (needs <2,>=1)"),
-    ({"version_of": lambda: "unknown"}, "{fw} calls its version 'unknown', which cannot be compared with the supported <2,>=1"),
-    ({"replace": lambda original: 1 / 0}, "ZeroDivisionError: division by zero"),
-])
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"versions": "{fw}>=2"}, "{fw} 1.5 is not supported (needs >=2)"),
+        ({"versions": "no-such-framework"}, "no-such-framework is not installed"),
+        ({"target": "comm:gone"}, "{fw}.comm has no gone"),
+        ({"target": "comm:Engine.gone"}, "{fw}.comm has no Engine.gone"),
+        ({"parameters": ("tensor", "tag")}, "{fw}.comm:send has no parameter tag"),
+        ({"version_of": lambda: "3.0"}, "{fw} 3.0 is not supported (needs <2,>=1)"),
+        (
+            {"version_of": lambda: "unknown"},
+            "{fw} calls its version 'unknown', which cannot be compared with the supported <2,>=1",
+        ),
+        ({"replace": lambda original: 1 / 0}, "ZeroDivisionError: division by zero"),
+    ],
+)
 @pytest.mark.parametrize("imported_before", [False, True])
 def test_a_misfit_switches_the_whole_feature_off(fw, fields, reason, imported_before, caplog):
     fields = {**fields, "versions": fields.get("versions", "{fw}>=1,<2").format(fw=fw)}
     if imported_before:
         load(fw, "comm")
     others = {key: value for key, value in fields.items() if key in ("versions", "version_of")}
-    registry = Registry([patch_of(fw, "comm:recv", **others), patch_of(fw, **fields), patch_of(fw, "comm:recv", "good")])
+    registry = Registry(
+        [patch_of(fw, "comm:recv", **others), patch_of(fw, **fields), patch_of(fw, "comm:recv", "good")]
+    )
     registry.enable(["f", "good"])
     comm = load(fw, "comm")
     assert comm.recv("x", 1) == ("good", ("recv", "x", 1)) and comm.send("x", 1) == sent("x")
@@ -191,7 +208,8 @@ def test_a_misfit_switches_the_whole_feature_off(fw, fields, reason, imported_be
 
 @pytest.mark.parametrize("imported_before", [False, True])
 def test_a_module_of_another_framework_switches_the_feature_off_without_a_warning(fw, imported_before, caplog):
-    """A patch of a third module, which the other framework lacks, must not be judged before it is known to be another one."""
+    """A patch of a third module, which the other framework lacks, must not be judged before it is known to be another
+    one."""
     if imported_before:
         load(fw, "comm")
     other = lambda: None  # noqa: E731
@@ -216,7 +234,9 @@ def test_a_feature_whose_other_module_cannot_fit_is_not_begun(fw, target, parame
 
 
 def test_a_misfit_that_shows_late_undoes_what_was_applied(fw):
-    registry = Registry([patch_of(fw), patch_of(fw, "pipe:transmit", parameters=("no such",))])  # an alias: source says nothing
+    registry = Registry(
+        [patch_of(fw), patch_of(fw, "pipe:transmit", parameters=("no such",))]
+    )  # an alias: source says nothing
     registry.enable(["f"])
     comm = load(fw, "comm")
     original = comm.send.__wrapped__
@@ -227,7 +247,9 @@ def test_a_misfit_that_shows_late_undoes_what_was_applied(fw):
 
 
 def test_required_features_stop_with_one_line(fw):
-    registry = Registry([patch_of(fw, parameters=("nope",)), patch_of(fw, "comm:recv", feature="old", versions=f"{fw}>=2")])
+    registry = Registry(
+        [patch_of(fw, parameters=("nope",)), patch_of(fw, "comm:recv", feature="old", versions=f"{fw}>=2")]
+    )
     with pytest.raises(HolmesError, match="feature old cannot be used: .* is not supported"):
         registry.enable(["old"], required=True)
     registry.enable(["f"], required=True)
@@ -288,7 +310,12 @@ def test_states_tell_ranks_apart_that_are_patched_differently(fw):
         return result
 
     assert states_of("f", imports=False) == states_of("f") == states_of("f", parameters=("dst",))
-    assert len({states_of("f"), states_of("g"), states_of("f", "g"), states_of(), states_of("f", version_of=lambda: "1.9")}) == 5
+    assert (
+        len(
+            {states_of("f"), states_of("g"), states_of("f", "g"), states_of(), states_of("f", version_of=lambda: "1.9")}
+        )
+        == 5
+    )
     assert states_of("f", parameters=("nope",)) == states_of()
 
 

@@ -84,7 +84,8 @@ def test_prediction_counts_fewer_bytes_across():
 
 
 def sums(rank, kind, clusters, compress, steps=3, numel=5001):
-    """(largest error relative to the largest sum, same on all ranks, the mean's error over the steps, bytes this rank sent across)"""
+    """(largest error relative to the largest sum, same on all ranks, the mean's error over the steps, bytes this rank
+    sent across)"""
     all_reduce = kind(clusters, chunk_bytes=4096, compress=compress)
     x = randoms(numel, 100 + rank)
     wanted = x.clone()
@@ -99,7 +100,12 @@ def sums(rank, kind, clusters, compress, steps=3, numel=5001):
         dist.all_gather(everywhere, flat)
         same &= all(torch.equal(flat, other) for other in everywhere)
     all_reduce.close()
-    return worst, same, ((mean - wanted).abs().max() / wanted.abs().max()).item(), getattr(all_reduce, "bytes_across", 0) / steps
+    return (
+        worst,
+        same,
+        ((mean - wanted).abs().max() / wanted.abs().max()).item(),
+        getattr(all_reduce, "bytes_across", 0) / steps,
+    )
 
 
 @pytest.mark.parametrize("clusters", [[[0, 1], [2, 3]], [[0, 1], [2, 3, 4]], [[0, 2], [1], [4, 3]]], ids=str)
@@ -113,7 +119,8 @@ def test_compressed_sums_are_close_and_the_same_bits_everywhere(clusters):
 
 
 def test_the_bytes_that_cross():
-    """Two clusters: each rank sends half its quarter to scatter and half to gather, 4, 2, or 1 + 4/256 bytes an element."""
+    """Two clusters: each rank sends half its quarter to scatter and half to gather, 4, 2, or 1 + 4/256 bytes an
+    element."""
     numel = 1024 * 8
     for compress, of_element in (("off", 4.0), ("bf16", 2.0), ("int8", 1 + 4 / BLOCK)):
         for *_, sent in run_ranks(sums, 4, TwoLevelAllReduce, [[0, 1], [2, 3]], compress, 2, numel):
@@ -123,7 +130,9 @@ def test_the_bytes_that_cross():
 @pytest.mark.parametrize("clusters", [[[0, 1], [2, 3]], [[0], [1], [2]]], ids=str)
 def test_collectives_of_nccl_s_kind_compress_alike(clusters):
     for compress, tolerance in (("bf16", 0.02), ("int8", 0.03)):
-        for worst, same, mean, _ in run_ranks(sums, sum(map(len, clusters)), TwoLevelCollectives, clusters, compress, 8):
+        for worst, same, mean, _ in run_ranks(
+            sums, sum(map(len, clusters)), TwoLevelCollectives, clusters, compress, 8
+        ):
             assert same and 0 < worst < tolerance
             assert compress == "bf16" or mean < worst / 3
 
@@ -143,7 +152,8 @@ def test_what_the_plan_compresses_reaches_the_two_level_all_reduce():
 
 
 def trained(codecs):
-    """The loss of a least-squares problem whose columns differ by 30 in scale, after 200 steps of SGD on two workers' gradients."""
+    """The loss of a least-squares problem whose columns differ by 30 in scale, after 200 steps of SGD on two workers'
+    gradients."""
     scale = torch.logspace(0, -1.5, 64)
     inputs, wanted = randoms(512 * 64).view(512, 64) * scale, randoms(64, 1)
     weights = torch.zeros(64)

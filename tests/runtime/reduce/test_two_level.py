@@ -67,7 +67,9 @@ def against_flat(rank, clusters, numels, chunk_bytes, dtype):
 
 
 @pytest.mark.parametrize(
-    "clusters", [[[0, 1], [2, 3]], [[0, 2], [3, 1]], [[0], [1, 2]], [[0, 1], [2, 3, 4]], [[0, 1], [2], [3, 4, 5]]], ids=str
+    "clusters",
+    [[[0, 1], [2, 3]], [[0, 2], [3, 1]], [[0], [1, 2]], [[0, 1], [2, 3, 4]], [[0, 1], [2], [3, 4, 5]]],
+    ids=str,
 )
 def test_sum_is_the_flat_sum_and_the_same_bits_everywhere(clusters):
     count = sum(map(len, clusters))
