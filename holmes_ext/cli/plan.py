@@ -14,7 +14,7 @@ from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.document import load_toml
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.build import LOCAL, build_plan
+from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import load_model, on_clusters
 from holmes_ext.plan.cost.step import Workload, step_seconds
@@ -22,6 +22,7 @@ from holmes_ext.plan.layout import groups
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import load_profile
 from holmes_ext.plan.sizes import Sizes, parse_sizes
+from holmes_ext.plan.traffic import LOCAL
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
 _WORKLOAD = {  # field of Workload -> (option, what it is)
@@ -194,6 +195,6 @@ def _stage_rows(site: Site, plan: Plan) -> list[tuple[str, str, str]]:
         data[group[0] // stride % count][fabric] = None
     for group in groups(plan.sizes, "pipeline"):
         for stage, pair in enumerate(zip(group, group[1:])):
-            fabric = plan.fabric_of(pair, site)
+            fabric = plan.fabric_of(pair)
             edges[stage][LOCAL if fabric is None else fabric.name] = None
     return [(compress_hosts(nodes[stage]), ", ".join(data[stage]), ", ".join(edges[stage])) for stage in range(count)]

@@ -6,7 +6,7 @@ import pytest
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.plan.build import build_plan
-from integration_tests.jobs import STEPS, fast, full, losses, same, train
+from integration_tests.jobs import SIZE, STEPS, TRAIN, fast, full, launch, losses, same, train
 
 
 def measured(clusters, log, *flags, **more):
@@ -55,5 +55,15 @@ def test_an_order_that_crosses_although_it_need_not_is_told(two_clusters, tmp_pa
     replace(plan, nodes=("a0", "b0", "a1", "b1")).save(tmp_path / "plan.json")
     planned = ("--holmes-plan", str(tmp_path / "plan.json"))
     text = train(two_clusters, tmp_path / "log", "--stages", "2", *two_clusters.holmes, *planned)
-    assert "2 of 2 data-parallel groups cross clusters, 2 of them need not" in text
-    assert "start with --holmes-sizes pipeline=2" in text
+    told = "2 data groups straddle clusters (on ethernet) and need not: start with --holmes-sizes pipeline=2"
+    assert text.count(told) == 1
+
+
+@pytest.mark.parametrize("planned", ["pipeline=4", "pipeline=1"])
+def test_sizes_that_are_not_the_jobs_end_it_in_one_line(two_clusters, planned):
+    flags = ("--stages", "2", *two_clusters.holmes, "--holmes-sizes", planned)
+    result = launch(two_clusters, TRAIN, *SIZE, *flags)
+    assert set(result.statuses.values()) == {2}, result.outputs
+    text = "".join(result.outputs.values())
+    assert text.count(f"holmes: --holmes-sizes says {planned}, but the program initializes pipeline=2") == 1
+    assert "Traceback" not in text and "is lost" not in text

@@ -3,33 +3,32 @@
     initialize_model_parallel    the job's sizes, order and instances are checked before any group is made
     TransformerConfig            the plan's layers, through the public pipeline_model_parallel_layout; a user's own split wins
 
-patches/megatron/reduction.py does the reductions, patches/megatron/p2p.py the pipeline's sends and receives. Where the groups
-land is settled before: RANK is renumbered, and patches/torch/groups.py gives each group its transport.
+patches/megatron/reduction.py does the reductions, patches/megatron/p2p.py the pipeline's sends and receives. Where the
+groups land is settled before: RANK is renumbered, and patches/torch/groups.py gives each group its transport.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from holmes_ext.cluster.site import ETHERNET
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron import p2p as megatron_p2p
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
-from holmes_ext.plan.layout import INSIDE, groups
+from holmes_ext.patches.megatron.features import GROUPS, LAYERS
 from holmes_ext.plan.plan import Plan
-from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
+from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.grid import check_grid, say, tell
 from holmes_ext.runtime.start.refusal import told_once
 
 
 class _Job:
-    """What initialize_model_parallel was called with last; None before that, or where the grid is not one a plan describes."""
+    """What initialize_model_parallel was called with last; None before that, or where the grid is not one a plan
+    describes."""
 
     sizes: Sizes | None = None
 
@@ -40,7 +39,8 @@ job = _Job()
 
 
 def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
-    """The complete sizes that initialize_model_parallel's (bound) `arguments` ask for; HolmesError when megatron-core could not make them."""
+    """The complete sizes that initialize_model_parallel's (bound) `arguments` ask for; HolmesError when megatron-core
+    could not make them."""
     sizes = Sizes(
         pipeline=arguments["pipeline_model_parallel_size"],
         tensor=arguments["tensor_model_parallel_size"],
@@ -68,73 +68,9 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
     return sizes
 
 
-def crossing(current: session.Session, nodes: tuple[str, ...], sizes: Sizes, instances: int = 1) -> dict[str, int]:
-    """How many groups of each kind lie on Ethernet though a member's node has better, with the nodes in this order.
-
-    instances > 1: of a data-parallel group its slices are looked at, which is what megatron-core reduces within first.
-    """
-    site, processes, known, found = current.site, current.plan.processes, {}, {}
-
-    def crosses(ranks: tuple[int, ...]) -> bool:
-        names = frozenset(nodes[rank // processes] for rank in ranks)
-        if len(names) == 1:
-            return False
-        if names not in known:
-            better = any(site.node_by_name[name].fabrics[0] != ETHERNET for name in names)
-            known[names] = better and site.shared_fabric(names).kind == "ethernet"
-        return known[names]
-
-    for kind in INSIDE:
-        members = groups(sizes, kind)
-        if kind == "data" and instances > 1:
-            size = len(members[0]) // instances
-            members = [group[start : start + size] for group in members for start in range(0, len(group), size)]
-        if count := sum(map(crosses, members)):
-            found[kind] = count
-    return found
-
-
-def refuse_other_sizes(current: session.Session, sizes: Sizes) -> None:
-    """HolmesError when the plan was made for other sizes that the user gave on purpose (--holmes-plan, --holmes-sizes)."""
-    plan = current.plan
-    if plan.sizes is not None and plan.sizes != sizes and {"plan", "sizes"} & current.options.given:
-        where = f"{plan.source}: key 'sizes'" if "plan" in current.options.given else "--holmes-sizes"
-        raise HolmesError(f"{where} says {say(plan.sizes)}, but the program initializes {say(sizes)}; make them agree")
-
-
-def advice(current: session.Session, sizes: Sizes, instances: int) -> str:
-    """A line when another order of the nodes would keep more groups inside a fabric than the plan's does; "" when none would."""
-    from holmes_ext.plan.build import build_plan
-
-    here = crossing(current, current.plan.nodes, sizes, instances)
-    if not here or (current.plan.sizes == sizes and instances == 1):
-        return ""
-    ways = {f"with --holmes-sizes {say(sizes).replace(' ', '')}": sizes, "without --holmes-sizes": None}
-    found = {way: crossing(current, build_plan(current.site, given).nodes, sizes, instances) for way, given in ways.items()}
-    way = min(found, key=lambda way: sum(found[way].values()))
-    best = found[way]
-    avoidable = {kind: count - best.get(kind, 0) for kind, count in here.items() if count > best.get(kind, 0)}
-    if not avoidable:
-        return ""
-    counts = ", ".join(f"{count} {kind} groups" for kind, count in avoidable.items())
-    return f"{counts} cross clusters and need not: start {way}"
-
-
-def say(sizes: Sizes) -> str:
-    """ "pipeline=2, tensor=4": as --holmes-sizes takes it."""
-    named = {name: getattr(sizes, name) for name in ("pipeline", "tensor", "context", "expert") if getattr(sizes, name) > 1}
-    if sizes.order != DEFAULT_ORDER:
-        named["order"] = sizes.order
-    return ", ".join(f"{name}={value}" for name, value in named.items()) or "pipeline=1"
-
-
-def tell(current: session.Session, text: str) -> None:
-    if text and current.rank == 0:
-        print(f"holmes: {text}", file=sys.stderr, flush=True)
-
-
 def _initialize(wrapped, instance, args, kwargs):
-    """Check first, so that nothing is half-initialized; then let megatron-core make its groups, and the pairs' beside them."""
+    """Check first, so that nothing is half-initialized; then let megatron-core make its groups, and the pairs' beside
+    them."""
     current = session.active()
     if current is None:
         return wrapped(*args, **kwargs)
@@ -148,11 +84,9 @@ def _initialize(wrapped, instance, args, kwargs):
     if whole:
         try:
             sizes = sizes_of(asked, current.plan.world_size)
-            refuse_other_sizes(current, sizes)
         except HolmesError as error:
             raise told_once(error) from None
-        if current.rank == 0:
-            tell(current, advice(current, sizes, asked["num_distributed_optimizer_instances"]))
+        check_grid(current, sizes, asked["num_distributed_optimizer_instances"])
         job.sizes = sizes
     result = wrapped(*args, **kwargs)
     if asked["pipeline_model_parallel_size"] > 1:
@@ -165,8 +99,12 @@ def _initialize(wrapped, instance, args, kwargs):
 
 
 @functools.cache
-def drop_in():
-    """holmes_ext.initialize_model_parallel: the installed function's signature, under holmes even where nothing else switched it on."""
+def drop_in(enable: Callable[..., None]):
+    """holmes_ext.initialize_model_parallel: the installed function's signature, under holmes even where nothing else
+    switched it on.
+
+    enable: what does that (holmes_ext.job).
+    """
     try:
         from megatron.core import parallel_state
     except ImportError as error:
@@ -177,18 +115,17 @@ def drop_in():
         if session.active() is None:
             bound = inspect.signature(parallel_state.initialize_model_parallel).bind(*args, **kwargs)
             bound.apply_defaults()
-            _take_over(bound.arguments)
+            _take_over(bound.arguments, enable)
         return parallel_state.initialize_model_parallel(*args, **kwargs)
 
     return initialize_model_parallel
 
 
-def _take_over(asked: Mapping[str, Any]) -> None:
-    """Switch holmes on although torch.distributed is initialized: form the default group anew under the planned ranks."""
+def _take_over(asked: Mapping[str, Any], enable: Callable[..., None]) -> None:
+    """Switch holmes on although torch.distributed is initialized: form the default group anew under the planned
+    ranks."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
-
-    from holmes_ext import job as switch
 
     if not dist.is_initialized():
         raise HolmesError("initialize_model_parallel: call torch.distributed.init_process_group first")
@@ -200,7 +137,7 @@ def _take_over(asked: Mapping[str, Any]) -> None:
     sizes, backend = sizes_of(asked, dist.get_world_size()), dist.get_backend()
     dist.destroy_process_group()
     # Several instances: see patches/megatron/arguments.py, sizes_from_arguments.
-    switch.enable(**({} if asked["num_distributed_optimizer_instances"] > 1 else {"sizes": say(sizes).replace(" ", "")}))
+    enable(**({} if asked["num_distributed_optimizer_instances"] > 1 else {"sizes": say(sizes).replace(" ", "")}))
     dist.init_process_group(backend)
 
 
@@ -216,7 +153,8 @@ _OWN_SPLITS = (
 def layout_of(layers: tuple[int, ...], mtp_layers: int = 0) -> str:
     """megatron-core's notation for `layers` of each stage (chunk by chunk under the interleaved schedule): "Ettt|tL".
 
-    The embedding stands in the first entry; multi-token prediction and the loss in the last, where they read the last layer.
+    The embedding stands in the first entry; multi-token prediction and the loss in the last, where they read the last
+    layer.
     """
     entries = ["t" * count for count in layers]
     entries[0] = "E" + entries[0]
@@ -225,7 +163,8 @@ def layout_of(layers: tuple[int, ...], mtp_layers: int = 0) -> str:
 
 
 def planned_layout(current: session.Session, pipeline: int, virtual: int, layers: int, mtp_layers: int, own: str) -> str | None:
-    """The layout string of the plan, or None when it leaves the layers to megatron-core or the user splits them (`own` says how).
+    """The layout string of the plan, or None when it leaves the layers to megatron-core or the user splits them (`own`
+    says how).
 
     HolmesError when the plan's stages are not the job's or its layers are not the model's.
     """
@@ -234,8 +173,8 @@ def planned_layout(current: session.Session, pipeline: int, virtual: int, layers
         return None
     if own:
         if own != layout_of(plan.stage_layers, mtp_layers):
-            text = f"layers for each stage: your own ({own}) wins over the plan's ({'+'.join(map(str, plan.stage_layers))})"
-            tell_once(current, text, text)
+            layers = "+".join(map(str, plan.stage_layers))
+            tell(current, f"layers for each stage: your own ({own}) wins over the plan's ({layers})", once=f"layers {own}")
         return None
     where = f"{plan.source}: key 'stage_layers'"
     problem = ""
@@ -249,12 +188,14 @@ def planned_layout(current: session.Session, pipeline: int, virtual: int, layers
     return layout_of(plan.stage_layers, mtp_layers)
 
 
-#: Where this module is, megatron-core ends uniform recomputation's last unit with the stage; before, it looks for layers that are not there.
+#: Where this module is, megatron-core ends uniform recomputation's last unit with the stage; before, it looks for
+#: layers that are not there.
 _CUTS_UNITS = "megatron.core.recompute"
 
 
 def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
-    """HolmesError when recomputation in units of N layers does not come out even on a stage of the plan, and megatron-core does not cut them."""
+    """HolmesError when recomputation in units of N layers does not come out even on a stage of the plan, and
+    megatron-core does not cut them."""
     if config.recompute_granularity != "full" or config.recompute_method != "uniform" or cuts:
         return
     unit = config.recompute_num_layers or 1
@@ -289,35 +230,18 @@ def _layers_as_planned(wrapped, instance, args, kwargs):
     return wrapped(*args, **kwargs)
 
 
-_told: set[str] = set()
-
-
-def tell_once(current: session.Session, what: str, text: str) -> None:
-    """tell() unless this process has told of `what` before."""
-    if what not in _told:
-        _told.add(what)
-        tell(current, text)
-
-
 PATCHES = (
     Patch(
-        feature="megatron-groups",
-        target="megatron.core.parallel_state:initialize_model_parallel",
-        versions=MEGATRON,
-        version_of=loaded_version,
+        GROUPS, "megatron.core.parallel_state:initialize_model_parallel",
+        "here the job's sizes become known, before any group is made", _initialize,
         parameters=(
-            "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
-            "expert_model_parallel_size", "expert_tensor_parallel_size", "num_distributed_optimizer_instances", "order",
-        ),  # fmt: skip
-        wrap=_initialize,
-        reason="here the job's sizes become known, before any group is made",
+            "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+            "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+            "num_distributed_optimizer_instances", "order",
+        ),
     ),
     Patch(
-        feature="megatron-layers",
-        target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-        versions=MEGATRON,
-        version_of=loaded_version,
-        wrap=_layers_as_planned,
-        reason="the plan's layers for each stage go in as the public pipeline_model_parallel_layout",
+        LAYERS, "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+        "the plan's layers for each stage go in as the public pipeline_model_parallel_layout", _layers_as_planned,
     ),
-)
+)  # fmt: skip

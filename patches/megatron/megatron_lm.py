@@ -1,4 +1,5 @@
-"""Megatron-LM's own training loop under a plan: holmes's flags in its parser, the plan in its arguments and checkpoints.
+"""Megatron-LM's own training loop under a plan: holmes's flags in its parser, the plan in its arguments and
+checkpoints.
 
     add_megatron_arguments    --help shows a holmes group; what was given stands in args (holmes strips the flags before parsing)
     validate_args             the plan's layers and overlap are set as if they had been on the command line
@@ -9,42 +10,21 @@
 from __future__ import annotations
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.options import CHOICES, HELP, NAMES, flag
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron import core as megatron_core
 from holmes_ext.patches.megatron import reduction as megatron_reduction
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
+from holmes_ext.patches.megatron.features import LM, LM_CHECKPOINTS
+from holmes_ext.patches.megatron.flags import add_flags
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.start.refusal import told_once
-
-#: Megatron-LM is run from its checkout: megatron-core, which is also installed alone, has no megatron.training.
-MEGATRON_LM = MEGATRON.replace("megatron-core", "megatron-lm")
 
 
 def _add_flags(wrapped, instance, args, kwargs):
-    """The flags with what they were given as defaults, since by now they are gone from sys.argv; and the plan, for checkpoints."""
-    parser = wrapped(*args, **kwargs)
-    current = session.active()
-    if current is None:
-        return parser
-    group = parser.add_argument_group("holmes", "one job over several clusters with different NICs")
-    group.add_argument("--holmes", action="store_true", default=True, help="switch holmes on")
-    for name in NAMES:
-        text = HELP[name].replace("%", "%%")
-        group.add_argument(flag(name), default=getattr(current.options, name), choices=CHOICES.get(name), help=text)
-    plan = current.plan
-    _escape_percent_signs(parser)
-    parser.set_defaults(holmes_plan_digest=plan.digest, holmes_nodes=list(plan.nodes), holmes_stage_layers=list(plan.stage_layers))
+    parser, current = wrapped(*args, **kwargs), session.active()
+    if current is not None:
+        add_flags(parser, current).set_defaults(holmes_stage_layers=list(current.plan.stage_layers))
     return parser
-
-
-def _escape_percent_signs(parser) -> None:
-    """Megatron-LM's main has help texts with a bare "%", on which argparse ends --help with a traceback."""
-    for action in parser._actions:
-        try:
-            (action.help or "") % {**vars(action), "prog": parser.prog}
-        except (ValueError, TypeError, KeyError):
-            action.help = action.help.replace("%", "%%")
 
 
 #: Arguments by which a user splits the layers.
@@ -64,7 +44,8 @@ def _validate(wrapped, instance, args, kwargs):
 
 
 def _set_layout(current: session.Session, args) -> None:
-    """--pipeline-model-parallel-layout from the plan, unless the user splits the layers or megatron does it by another model class."""
+    """--pipeline-model-parallel-layout from the plan, unless the user splits the layers or megatron does it by another
+    model class."""
     if getattr(args, "hybrid_layer_pattern", None) or not args.num_layers:
         return
     own = ", ".join(str(value) if name.endswith("layout") else name for name in _OWN_SPLITS if (value := getattr(args, name, None)))
@@ -81,7 +62,8 @@ def _set_overlap(current: session.Session, args) -> None:
 
     With --align-grad-reduce, the default, only the first stage overlaps: off when a later one has to.
     """
-    stages = current.overlapped_stages(current.plan.sizes)
+    sizes = current.plan.sizes
+    stages = [way.overlap for way in current.stages(sizes, args.distributed_backend)] if sizes else []
     if not any(stages) or args.use_megatron_fsdp or args.use_torch_fsdp2:
         return
     if args.use_distributed_optimizer:
@@ -97,7 +79,8 @@ def _set_overlap(current: session.Session, args) -> None:
 
 
 def _compare_plans(wrapped, instance, args, kwargs):
-    """After megatron's own check of the model's shape, whose assertions become one line: was the checkpoint saved under another plan?"""
+    """After megatron's own check of the model's shape, whose assertions become one line: was the checkpoint saved under
+    another plan?"""
     current = session.active()
     try:
         result = wrapped(*args, **kwargs)
@@ -110,7 +93,7 @@ def _compare_plans(wrapped, instance, args, kwargs):
     if current is not None and digest not in (None, current.plan.digest):
         layers = "+".join(map(str, getattr(saved, "holmes_stage_layers", ()))) or "megatron's own"
         here = "+".join(map(str, current.plan.stage_layers)) or "megatron's own"
-        megatron_core.tell(
+        tell(
             current,
             f"the checkpoint was saved under another plan ({digest[:8]}, layers for each stage: {layers}; here"
             f" {current.plan.digest[:8]}, {here}); it loads where the layers match",
@@ -118,7 +101,8 @@ def _compare_plans(wrapped, instance, args, kwargs):
     return result
 
 
-#: What megatron.core.dist_checkpointing.strategies.torch says of tensors that the model has and the checkpoint has not, or not in this shape.
+#: What megatron.core.dist_checkpointing.strategies.torch says of tensors that the model has and the checkpoint has not,
+#: or not in this shape.
 _OTHER_MODEL = ("Global shape mismatch", "from model not in state dict")
 
 
@@ -135,39 +119,23 @@ def _load(wrapped, instance, args, kwargs):
 
 PATCHES = (
     Patch(
-        feature="megatron-lm",
-        target="megatron.training.arguments:add_megatron_arguments",
-        versions=MEGATRON_LM,
-        version_of=loaded_version,
-        parameters=("parser",),
-        wrap=_add_flags,
-        reason="main's pretrain takes no extra_args_provider, and args are what checkpoints record",
+        LM, "megatron.training.arguments:add_megatron_arguments",
+        "main's pretrain takes no extra_args_provider, and args are what checkpoints record",
+        _add_flags, parameters=("parser",),
     ),
     Patch(
-        feature="megatron-lm",
-        target="megatron.training.arguments:validate_args",
-        versions=MEGATRON_LM,
-        version_of=loaded_version,
-        parameters=("args",),
-        wrap=_validate,
-        reason="layers and overlap are set as arguments, before megatron derives others from them",
+        LM, "megatron.training.arguments:validate_args",
+        "layers and overlap are set as arguments, before megatron derives others from them",
+        _validate, parameters=("args",),
     ),
     Patch(
-        feature="megatron-lm-checkpoints",
-        target="megatron.training.checkpointing:check_checkpoint_args",
-        versions=MEGATRON_LM,
-        version_of=loaded_version,
-        parameters=("checkpoint_args",),
-        wrap=_compare_plans,
-        reason="here the arguments that a checkpoint was saved with are known",
+        LM_CHECKPOINTS, "megatron.training.checkpointing:check_checkpoint_args",
+        "here the arguments that a checkpoint was saved with are known",
+        _compare_plans, parameters=("checkpoint_args",),
     ),
     Patch(
-        feature="megatron-lm-checkpoints",
-        target="megatron.training.checkpointing:load_checkpoint",
-        versions=MEGATRON_LM,
-        version_of=loaded_version,
-        parameters=("load_arg",),
-        wrap=_load,
-        reason="another model's tensors end in one line, not in a traceback of every rank",
+        LM_CHECKPOINTS, "megatron.training.checkpointing:load_checkpoint",
+        "another model's tensors end in one line, not in a traceback of every rank",
+        _load, parameters=("load_arg",),
     ),
-)
+)  # fmt: skip

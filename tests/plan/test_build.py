@@ -11,13 +11,14 @@ import pytest
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.build import build_plan, transports
+from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Link, Links
 from holmes_ext.plan.cost.model import Gpu, load_model
 from holmes_ext.plan.cost.stage_costs import costs_on_site, estimate
 from holmes_ext.plan.cost.step import Workload, step_seconds
+from holmes_ext.plan.decide import settle
 from holmes_ext.plan.layout import groups
-from holmes_ext.plan.plan import check_plan, parse_plan
+from holmes_ext.plan.plan import Plan, check_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
@@ -69,7 +70,7 @@ def test_samples_fit(name, sizes, first):
 def test_transports_agree_with_the_site():
     site, sizes = sample("two_clusters_6"), Sizes(3, order="tp-cp-ep-pp-dp").complete(6)
     nodes = tuple(node.name for node in site.nodes)
-    found = transports(site, nodes, sizes)
+    found = settle(Plan(site.digest, nodes, site.processes, sizes), site).transports
     for kind in ("data", "pipeline"):
         expected = tuple(site.shared_fabric(nodes[rank] for rank in group).name for group in groups(sizes, kind))
         assert found[kind] == (expected[:1] if len(set(expected)) == 1 else expected)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holmes_ext.plan.build import transports
 from holmes_ext.plan.cost.step import Predictor
+from holmes_ext.plan.decide import settle
 from holmes_ext.plan.layout import Layout
 from holmes_ext.plan.placement import straddling_groups
 from holmes_ext.plan.plan import Plan
@@ -16,20 +16,21 @@ def plan_of(outcome: Outcome, candidate: Candidate) -> Plan:
     site, shape = outcome.ground.site, candidate.shape
     sizes = shape.sizes(candidate.arrangement.order)
     nodes = candidate.arrangement.nodes(outcome.ground)
-    predictor = Predictor(site, Layout(sizes, site.processes), shape.model(outcome.model).workload(sizes))
+    model = shape.model(outcome.model)
+    predictor = Predictor(site, Layout(sizes, site.processes), model.workload(sizes))
     today, split = stock(outcome, shape)
     even = len(set(candidate.split)) == 1
-    return Plan(
+    plan = Plan(
         site_digest=site.digest,
         nodes=nodes,
         processes=site.processes,
         sizes=sizes,
-        transports=transports(site, nodes, sizes),
         straddling=straddling_groups(predictor, nodes),
         stage_layers=() if even else candidate.split,
         partition="uniform" if even else "balanced",
         predicted={**_times(outcome.stages(candidate), candidate.split, ""), **_times(today, split, "stock_")},
     )
+    return settle(plan, site, links=outcome.ground.links, workload=predictor.workload, basis=model.source)
 
 
 def _times(stages, split, prefix: str) -> dict[str, float]:

@@ -11,12 +11,12 @@ from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.patches.megatron import core as megatron_core
 from holmes_ext.patches.megatron import megatron_lm
 from holmes_ext.patches.megatron import reduction as megatron_reduction
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups import grid
 from holmes_ext.runtime.start.launcher import Process
 
 SITE = site_from_spec(load_spec(Path(__file__).parents[3] / "examples" / "clusters" / "two_clusters_4.toml"))
@@ -27,13 +27,14 @@ def active(monkeypatch):
     """A function that makes a session with this plan the active one."""
 
     def activate(overlap="auto", **changes):
-        plan = replace(build_plan(SITE, Sizes(pipeline=2)), **changes)
-        current = session.Session(Options(cluster="two.toml", overlap=overlap), Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0)
+        options = Options(cluster="two.toml", overlap=overlap)
+        plan = replace(build_plan(SITE, Sizes(pipeline=2), options=options), **changes)
+        current = session.Session(options, Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0)
         session.set_active(current)
         return current
 
     monkeypatch.setattr(megatron_reduction, "checkpoints_allow_buckets", False)
-    monkeypatch.setattr(megatron_core, "_told", set())
+    monkeypatch.setattr(grid, "_told", set())
     yield activate
     session.set_active(None)
 
@@ -43,7 +44,7 @@ def arguments(**changes):
     return SimpleNamespace(**{
         "hybrid_layer_pattern": None, "num_layers": 4, "pipeline_model_parallel_size": 2, "mtp_num_layers": None,
         "pipeline_model_parallel_layout": None, "num_virtual_stages_per_pipeline_rank": None, "num_layers_per_virtual_pipeline_stage": None,
-        "use_megatron_fsdp": False, "use_torch_fsdp2": False, "use_distributed_optimizer": False, "load": None, "save": None, "overlap_grad_reduce": False,
+        "distributed_backend": "gloo", "use_megatron_fsdp": False, "use_torch_fsdp2": False, "use_distributed_optimizer": False, "load": None, "save": None, "overlap_grad_reduce": False,
         "overlap_param_gather": False, "overlap_param_gather_with_optimizer_step": False, "align_grad_reduce": True,
         "dist_ckpt_optim_fully_reshardable": False, **changes,
     })  # fmt: skip

@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches import registry
 from holmes_ext.patches.torch import groups as torch_distributed
 from holmes_ext.runtime import session
-from holmes_ext.runtime.start.exchange import RemoteError
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.start.exchange import RemoteError, exchange
+from holmes_ext.errors import HolmesError, RemoteError
+from holmes_ext.runtime.start.exchange import exchange
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.store import open_store
 

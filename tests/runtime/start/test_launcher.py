@@ -10,7 +10,7 @@ TORCHRUN = {
 
 
 def test_torchrun():
-    assert detect(TORCHRUN) == Process(3, 8, 1, 2, "a0", 29400, "torchrun", agent_store=True, restart=2)
+    assert detect(TORCHRUN) == Process(3, 8, 1, 2, "a0", 29400, "torchrun", agent_store=True)
 
 
 def test_deepspeed_launcher():

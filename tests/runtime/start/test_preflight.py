@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
+from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.start import preflight
-from holmes_ext.runtime.start.exchange import RemoteError
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.preflight_verdict import lost
 
@@ -47,7 +47,7 @@ def fly(site, plan, monkeypatch, fallback="ethernet", absent=(), seconds=(1.0, 5
         process = Process(rank, plan.world_size, rank % plan.processes, plan.processes, "host", 1, "test")
         host = site.nodes[rank // plan.processes].name
         try:
-            outcome[rank] = preflight.run(store, "holmes/1", process, host, site, plan, fallback)
+            outcome[rank] = preflight.run(store, "holmes/1", process, host, site, plan, Options(fallback=fallback))
         except HolmesError as error:
             outcome[rank] = error
 
@@ -61,7 +61,7 @@ def fly(site, plan, monkeypatch, fallback="ethernet", absent=(), seconds=(1.0, 5
 
 def test_each_pair_of_nodes_once_for_each_fabric():
     site = site_of(processes=2)
-    todo = preflight.pairs(site, build_plan(site, Sizes(pipeline=2)))
+    todo = preflight.pairs(build_plan(site, Sizes(pipeline=2)))
     keys = [(pair.fabric, frozenset((pair.one, pair.two))) for pair in todo]
     assert len(keys) == len(set(keys))
     assert {frozenset(("a0", "a1")), frozenset(("b0", "b1"))} == {names for fabric, names in keys if fabric != ETHERNET}
@@ -71,7 +71,7 @@ def test_each_pair_of_nodes_once_for_each_fabric():
 
 def test_without_sizes_the_clusters_are_tried():
     site = site_of()
-    todo = preflight.pairs(site, build_plan(site))
+    todo = preflight.pairs(build_plan(site))
     assert {(p.fabric, p.kind) for p in todo} >= {("ib", "cluster"), ("roce", "cluster"), (ETHERNET, "world")}
 
 
@@ -79,7 +79,7 @@ def test_64_ranks_need_few_connections():
     nodes = tuple(node(f"n{i}", "ib" if i < 4 else "roce", i + 1, 8) for i in range(8))
     site = Site(nodes, FABRICS)
     for sizes in (Sizes(pipeline=2), Sizes(pipeline=4, tensor=4), Sizes(tensor=8)):
-        assert len(preflight.pairs(site, build_plan(site, sizes))) <= 24
+        assert len(preflight.pairs(build_plan(site, sizes))) <= 24
 
 
 def test_all_is_well(monkeypatch):
