@@ -53,52 +53,31 @@ class Gid:
 
 @dataclass(frozen=True)
 class Nic:
-    """One port of a NIC.
+    """One port of a NIC."""
 
-    kind           "ib", "roce" or "ethernet" (see the module)
-    device         HCA name ("mlx5_0") for ib and roce, net device name ("eth0") for ethernet
-    port           port number of the HCA, from 1; 0 for ethernet
-    netdevs        net devices behind the port, the one to bind sockets on first
-    state          "up" (carries data now) or "down"
-    state_text     what the kernel says: "ACTIVE", "INIT", "DOWN/Polling"; "up", "no carrier", ...
-    rate_bps       rate of the link in bits/s, 0 when unknown (always 0 where there is no link)
-    max_rate_bps   what the PCIe link under it can carry, bits/s (speed x lanes after line coding), 0 when unknown
-    addresses      of its net devices, with prefix length: "10.0.0.1/16"
-    mtu            of the first net device in bytes, 0 when unknown
-    subnet_prefix  ib: upper 64 bits of GID 0, "fe80:0000:0000:0000"; "" otherwise
-    gids           GID table without its empty entries
-    lid, sm_lid    ib: local identifier of the port and of its subnet manager, 0 when there is none
-    numa           NUMA node, -1 when unknown
-    pci            PCI address "0000:41:00.0", "" when it has none
-    driver         kernel driver, "" when unknown
-    parent         of a virtual function: the device of its physical function (its PCI address where this
-                   network namespace does not show the device); "" otherwise
-    members        of a bond (or a bridge): the net devices under it
-    rdma           ethernet: the RoCE port that owns this net device ("mlx5_1:1"), "" otherwise
-    skipped        "" or the reason why it is set aside ("member of bond0", "management (USB/BMC)", ...)
-    """
-
-    kind: str
-    device: str
-    port: int = 0
-    netdevs: tuple[str, ...] = ()
-    state: str = "down"
-    state_text: str = ""
-    rate_bps: int = 0
-    max_rate_bps: int = 0
-    addresses: tuple[str, ...] = ()
-    mtu: int = 0
-    subnet_prefix: str = ""
-    gids: tuple[Gid, ...] = ()
-    lid: int = 0
-    sm_lid: int = 0
-    numa: int = -1
-    pci: str = ""
-    driver: str = ""
+    kind: str  # "ib", "roce" or "ethernet" (see the module)
+    device: str  # HCA name ("mlx5_0") for ib and roce, net device name ("eth0") for ethernet
+    port: int = 0  # port number of the HCA, from 1; 0 for ethernet
+    netdevs: tuple[str, ...] = ()  # net devices behind the port, the one to bind sockets on first
+    state: str = "down"  # "up" (carries data now) or "down"
+    state_text: str = ""  # what the kernel says: "ACTIVE", "INIT", "DOWN/Polling"; "up", "no carrier", ...
+    rate_bps: int = 0  # of the link in bits/s, 0 when unknown (always 0 where there is no link)
+    max_rate_bps: int = 0  # what its PCIe link can carry, bits/s (speed x lanes after line coding), 0 when unknown
+    addresses: tuple[str, ...] = ()  # of its net devices, with prefix length: "10.0.0.1/16"
+    mtu: int = 0  # of the first net device in bytes, 0 when unknown
+    subnet_prefix: str = ""  # ib: upper 64 bits of GID 0, "fe80:0000:0000:0000"
+    gids: tuple[Gid, ...] = ()  # GID table without its empty entries
+    lid: int = 0  # ib: local identifier of the port, 0 when there is none
+    sm_lid: int = 0  # ib: that of its subnet manager
+    numa: int = -1  # NUMA node, -1 when unknown
+    pci: str = ""  # PCI address "0000:41:00.0"
+    driver: str = ""  # of the kernel
+    #: Of a virtual function: the device of its physical function (its PCI address where this network namespace does not
+    #: show the device).
     parent: str = ""
-    members: tuple[str, ...] = ()
-    rdma: str = ""
-    skipped: str = ""
+    members: tuple[str, ...] = ()  # of a bond (or a bridge): the net devices under it
+    rdma: str = ""  # ethernet: the RoCE port that owns this net device ("mlx5_1:1")
+    skipped: str = ""  # the reason why it is set aside ("member of bond0", "management (USB/BMC)", ...)
 
     def __post_init__(self) -> None:
         what = f"NIC {self.device!a:.80}"
