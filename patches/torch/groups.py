@@ -111,10 +111,8 @@ def agree_on_patches(store: Any, current: session.Session, waits: bool = True) -
     key = next((key for key in sorted({*mine, *first} - {"who"}) if mine.get(key) != first.get(key)), None)
     if key is not None:
         what = "differ in" if key == "plan's digest" else "are patched differently:"
-        error = (
-            f"the ranks {what} {key}: it is {mine.get(key)!r} on {mine['who']} and {first.get(key)!r} on {first['who']};"
-            " install and give the same everywhere"
-        )
+        here, there = (f"{found.get(key)!r} on {found['who']}" for found in (mine, first))
+        error = f"the ranks {what} {key}: it is {here} and {there}; install and give the same everywhere"
         told = store.compare_set(f"{prefix}/difference", "", error).decode()
         raise HolmesError(error) if told == error else RemoteError(told)  # once is enough
     if not waits:
