@@ -20,6 +20,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.features import TWO_LEVEL
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.grid import tell
@@ -86,10 +87,11 @@ def _two_level(group: Any, size: int) -> Any:
     return _made[group]
 
 
-def _tell_stage_3(wrapped, instance, args, kwargs):
+@with_session
+def _tell_stage_3(current, wrapped, instance, args, kwargs):
     """ZeRO 3 over clusters: say once that its collectives are DeepSpeed's own."""
-    result, current = wrapped(*args, **kwargs), session.active()
-    if instance.zero_optimization_stage() == 3 and current is not None:
+    result = wrapped(*args, **kwargs)
+    if instance.zero_optimization_stage() == 3:
         group = instance.seq_data_parallel_group
         if current.reduction(group_ranks(group), backend_of(group)).clusters:
             tell(

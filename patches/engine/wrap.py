@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any
+
+from holmes_ext.runtime import session
 
 
 def inside(context: Callable[[], AbstractContextManager]) -> Callable[..., Any]:
@@ -15,3 +18,14 @@ def inside(context: Callable[[], AbstractContextManager]) -> Callable[..., Any]:
             return wrapped(*args, **kwargs)
 
     return wrapper
+
+
+def with_session(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper (Patch.wrap) of one that gets the session first; the target as it is where holmes is off."""
+
+    @wraps(wrapper)
+    def outer(wrapped, instance, args, kwargs):
+        current = session.active()
+        return wrapped(*args, **kwargs) if current is None else wrapper(current, wrapped, instance, args, kwargs)
+
+    return outer

@@ -17,6 +17,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.megatron import p2p as megatron_p2p
 from holmes_ext.patches.megatron.features import GROUPS, LAYERS
 from holmes_ext.plan.plan import Plan
@@ -63,11 +64,9 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
     return sizes
 
 
-def _initialize(wrapped, instance, args, kwargs):
+@with_session
+def _initialize(current, wrapped, instance, args, kwargs):
     """Check first, so that nothing is half-initialized; then megatron-core makes its groups, and we the pairs'."""
-    current = session.active()
-    if current is None:
-        return wrapped(*args, **kwargs)
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     bound.apply_defaults()
     asked = bound.arguments
@@ -196,10 +195,10 @@ def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
         raise told_once(HolmesError(f"{plan.source}: key 'stage_layers': {parts}; {way_out}"))
 
 
-def _layers_as_planned(wrapped, instance, args, kwargs):
+@with_session
+def _layers_as_planned(current, wrapped, instance, args, kwargs):
     """TransformerConfig.__post_init__, before which every field is as the program gave it."""
-    current = session.active()
-    if current is not None and not getattr(instance, "is_hybrid_model", False):
+    if not getattr(instance, "is_hybrid_model", False):
         own = instance.pipeline_model_parallel_layout
         own = str(own) if own is not None else ", ".join(name for name in _OWN_SPLITS if getattr(instance, name))
         pipeline, virtual = instance.pipeline_model_parallel_size, instance.virtual_pipeline_model_parallel_size or 1

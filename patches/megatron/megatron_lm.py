@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.megatron import core as megatron_core
 from holmes_ext.patches.megatron import reduction as megatron_reduction
 from holmes_ext.patches.megatron.features import LM, LM_CHECKPOINTS
@@ -19,10 +20,10 @@ from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.start.refusal import told_once
 
 
-def _add_flags(wrapped, instance, args, kwargs):
-    parser, current = wrapped(*args, **kwargs), session.active()
-    if current is not None:
-        add_flags(parser, current).set_defaults(holmes_stage_layers=list(current.plan.stage_layers))
+@with_session
+def _add_flags(current, wrapped, instance, args, kwargs):
+    parser = wrapped(*args, **kwargs)
+    add_flags(parser, current).set_defaults(holmes_stage_layers=list(current.plan.stage_layers))
     return parser
 
 
@@ -34,12 +35,11 @@ _OWN_SPLITS = (
 )  # fmt: skip
 
 
-def _validate(wrapped, instance, args, kwargs):
-    current = session.active()
-    if current is not None:
-        arguments = args[0] if args else kwargs["args"]
-        _set_layout(current, arguments)
-        _set_overlap(current, arguments)
+@with_session
+def _validate(current, wrapped, instance, args, kwargs):
+    arguments = args[0] if args else kwargs["args"]
+    _set_layout(current, arguments)
+    _set_overlap(current, arguments)
     return wrapped(*args, **kwargs)
 
 
@@ -78,18 +78,16 @@ def _set_overlap(current: session.Session, args) -> None:
         args.overlap_param_gather = True
 
 
-def _compare_plans(wrapped, instance, args, kwargs):
+@with_session
+def _compare_plans(current, wrapped, instance, args, kwargs):
     """After megatron's own check of the model's shape, whose assertions become one line: is it of another plan?"""
-    current = session.active()
     try:
         result = wrapped(*args, **kwargs)
     except AssertionError as error:
-        if current is None:
-            raise
         raise told_once(HolmesError(f"--load: the checkpoint is another model's: {error}")) from None
     saved = args[0] if args else kwargs["checkpoint_args"]
     digest = getattr(saved, "holmes_plan_digest", None)
-    if current is not None and digest not in (None, current.plan.digest):
+    if digest not in (None, current.plan.digest):
         splits = getattr(saved, "holmes_stage_layers", ()), current.plan.stage_layers
         there, here = ("+".join(map(str, split)) or "megatron's own" for split in splits)
         plans = f"{digest[:8]}, layers for each stage: {there}; here {current.plan.digest[:8]}, {here}"
@@ -101,13 +99,14 @@ def _compare_plans(wrapped, instance, args, kwargs):
 _OTHER_MODEL = ("Global shape mismatch", "from model not in state dict")
 
 
-def _load(wrapped, instance, args, kwargs):
+@with_session
+def _load(current, wrapped, instance, args, kwargs):
     """A checkpoint whose tensors are not the model's ends in one line instead of every rank's traceback."""
     try:
         return wrapped(*args, **kwargs)
     except BaseException as error:  # megatron's, or torch's CheckpointException (no Exception) with all ranks' errors
         lines = [line.strip() for line in str(error).splitlines() if any(words in line for words in _OTHER_MODEL)]
-        if session.active() is None or not lines:
+        if not lines:
             raise
         raise told_once(HolmesError(f"--load: the checkpoint is another model's: {lines[0][:300]}"), "--load") from None
 

@@ -23,6 +23,7 @@ from typing import Any
 from packaging.version import Version
 
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.megatron import buckets as megatron_buckets
 from holmes_ext.patches.megatron import gather as megatron_gather
 from holmes_ext.patches.megatron.core import job
@@ -57,16 +58,15 @@ def tell_that_buckets_stay(current: session.Session, way: str = "") -> None:
     tell(
         current,
         "the distributed optimizer's buckets stay as they are, since checkpoints may depend on them;"
-        f" {way}--holmes-overlap on from the first checkpoint lets them, and the weights, travel while the job computes",
+        f" {way}--holmes-overlap on from the first checkpoint lets them, and weights, travel while the job computes",
         once="distributed optimizer's buckets",
     )
 
 
-def _reduce_as_planned(wrapped, instance, args, kwargs):
+@with_session
+def _reduce_as_planned(current, wrapped, instance, args, kwargs):
     """DistributedDataParallel.__init__ with overlap on and buckets sized for the fabric of this stage's group."""
-    current = session.active()
-    sizes = job.sizes or (current.plan.sizes if current else None)
-    if current is None or sizes is None:
+    if (sizes := job.sizes or current.plan.sizes) is None:
         return wrapped(*args, **kwargs)
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -77,8 +77,7 @@ def _reduce_as_planned(wrapped, instance, args, kwargs):
     if not overlap or current.fabric_of(ranks, backend) is None:  # nothing to wait for, or in one node
         return wrapped(*args, **kwargs)
     if ddp_config.use_distributed_optimizer and not may_bucket_optimizer(current):
-        tell_that_buckets_stay(current)
-        return wrapped(*args, **kwargs)
+        return tell_that_buckets_stay(current) or wrapped(*args, **kwargs)
     count = sum(param.numel() for param in given["module"].parameters() if param.requires_grad)
     elements = max(1, current.reduction(ranks, backend, 4 * count).bucket_bytes // 4)
     default = max(40_000_000, 1_000_000 * len(ranks))

@@ -112,7 +112,7 @@ def test_a_plan_of_other_sizes_than_the_jobs(monkeypatch, tmp_path, no_session):
     build_plan(site_from_spec(load_spec(tmp_path / "c.toml")), Sizes(pipeline=4)).save(tmp_path / "p.json")
     options = Options(cluster=str(tmp_path / "c.toml"), plan=str(tmp_path / "p.json"))
     outcome = start_all(monkeypatch, 4, options, Sizes(pipeline=2))
-    assert "p.json: key 'sizes' is pipeline 4, but the job runs pipeline 2" in str(outcome[0][0])
+    assert "p.json: key 'sizes' is pipeline=4, but the job runs pipeline=2" in str(outcome[0][0])
 
 
 def test_one_process_without_a_launcher_keeps_its_environment(no_session):
