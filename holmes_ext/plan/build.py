@@ -9,8 +9,10 @@ from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.stage_costs import Estimate, StageCosts, clusters_of_stages, costs_on_site, predict
-from holmes_ext.plan.cost.step import Workload, step_seconds, stock_fabric
+from holmes_ext.plan.cost.nodes import clusters_of_stages, costs_on_site, step_seconds, stock_fabric
+from holmes_ext.plan.cost.pipeline import Estimate, uniform
+from holmes_ext.plan.cost.stages import StageCosts, predict
+from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.layout import KINDS, groups
 from holmes_ext.plan.placement import place
 from holmes_ext.plan.plan import Plan
@@ -60,7 +62,7 @@ def build_plan(
         predicted = {
             "step_seconds": placement.predicted.step_s,
             "reduction_seconds": max(placement.predicted.reduction_s),
-            "exposed_reduction_seconds": placement.predicted.exposed_s,
+            "exposed_reduction_seconds": placement.predicted.waited_s,
             "stock_step_seconds": stock.step_s,
             "stock_reduction_seconds": max(stock.reduction_s),
         }
@@ -72,7 +74,7 @@ def build_plan(
         predicted |= _times(predict(costs, split))
         if profile is None:
             launched = [node.name for node in site.nodes]
-            stock = predict(costs_on_site(measured, launched, sizes, model, only=stock_fabric(measured)), stages.uniform(costs.blocks, costs.stages))
+            stock = predict(costs_on_site(measured, launched, sizes, model, only=stock_fabric(measured)), uniform(costs.blocks, costs.stages))
             times = {f"stock_{name}": value for name, value in _times(stock).items()}
             predicted |= {name: value for name, value in times.items() if name in predicted}
         stage_layers = split if partition != "uniform" else ()
@@ -97,7 +99,8 @@ def costs_of(site: Site, nodes: Sequence[str], sizes: Sizes, model: Model | None
     costs = measured_costs(profile, clusters_of_stages(site, nodes, sizes), overlap)
     if planned is None:
         return costs
-    return replace(costs, state_bytes=planned.state_bytes, kept_bytes=planned.kept_bytes, limit_bytes=planned.limit_bytes)
+    state, kept = (tuple(planned.by_layer(row)) for row in (planned.state_bytes, planned.kept_bytes))
+    return replace(costs, state_bytes=state, kept_bytes=kept, limit_bytes=planned.limit_bytes, working_bytes=planned.working_bytes)
 
 
 def _check(partition: str, sizes: Sizes | None, model: Model | Profile | None, stage_layers: Sequence[int]) -> None:
@@ -117,7 +120,7 @@ def _times(outcome: Estimate) -> dict[str, float]:
     return {
         "step_seconds": outcome.step_s,
         "reduction_seconds": max(outcome.reduction_s),
-        "exposed_reduction_seconds": outcome.step_s - (outcome.end_s[0] - outcome.exposed_s[0]),
+        "exposed_reduction_seconds": outcome.waited_s,
     }
 
 

@@ -26,12 +26,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from holmes_ext.cluster.site import ETHERNET, Site
-from holmes_ext.plan.cost.step import Breakdown, Predictor, Workload, fast_fabrics
+from holmes_ext.plan.cost.nodes import Part, Predictor, fast_fabrics
+from holmes_ext.plan.cost.pipeline import Estimate
+from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.layout import Layout
 from holmes_ext.plan.plan import Straddle
 from holmes_ext.plan.sizes import Sizes
 
-Part = tuple[int, ...]  # the node class in each slot of a component
 #: Work allowed in a search, in slots of groups looked at anew and in stages whose known costs are added up.
 SLOT_BUDGET = 300_000
 STAGE_BUDGET = 100_000
@@ -47,7 +48,7 @@ class Placement:
 
     nodes: tuple[str, ...]
     straddling: tuple[Straddle, ...]
-    predicted: Breakdown | None
+    predicted: Estimate | None
 
 
 def place(site: Site, sizes: Sizes | None = None, workload: Workload | None = None, budget: int | None = None) -> Placement:
@@ -71,7 +72,7 @@ def place(site: Site, sizes: Sizes | None = None, workload: Workload | None = No
 def straddling_groups(predictor: Predictor, nodes: Sequence[str]) -> tuple[Straddle, ...]:
     """What straddles when the nodes stand in this order. A group's cost: the step against one in which all groups of its kind
     were on the slowest of their members' own fabrics. example: one node of each class of one group."""
-    parts = predictor.cut([predictor.class_of[name] for name in nodes])
+    parts = predictor.parts(nodes)
     step, found = predictor.breakdown(parts).step_s, []
     kinds = dict.fromkeys(kind for part in parts for kind in predictor.component(part).straddling)
     for kind in kinds:
@@ -131,7 +132,7 @@ def _search(predictor: Predictor, budget: int | None) -> tuple[Part, ...]:
     several = any(len(fabrics) > 1 for fabrics in predictor.classes)
     if packed is not None and not several:
         _arrange(packed, best, known)
-    elif arrangements(counts) <= fresh:
+    elif order_count(counts) <= fresh:
         for order in distinct_orders(counts):
             best.offer(predictor.cut(order))
     elif packed is not None:
@@ -202,7 +203,7 @@ def _with_leftovers(counts: dict[int, int], size: int) -> Iterator[list[Part]]:
 def _arrange(parts: list[Part], best: _Best, limit: int) -> None:
     """Offer `best` orders of these components: all if they are few, else runs of equal ones permuted, then swaps."""
     counts = Counter(parts)
-    if arrangements(counts) <= limit:
+    if order_count(counts) <= limit:
         for order in distinct_orders(counts):
             best.offer(order)
         return
@@ -240,7 +241,7 @@ def _swap(order: Sequence[Hashable], offer: Callable[[tuple], bool], limit: int)
                 current[left], current[right] = current[right], current[left]
 
 
-def arrangements(counts: dict) -> int:
+def order_count(counts: dict) -> int:
     """How many distinct orders a multiset has."""
     total = math.factorial(sum(counts.values()))
     return total // math.prod(math.factorial(count) for count in counts.values())

@@ -17,8 +17,8 @@ from holmes_ext.cluster.site import Site
 from holmes_ext.document import Table, load_json, save
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.stage_costs import StageCosts
-from holmes_ext.plan.cost.step import Workload
+from holmes_ext.plan.cost.stages import StageCosts
+from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
 
 VERSION = 1
@@ -231,7 +231,7 @@ def measured_costs(profile: Profile, clusters: Sequence[Sequence[str]], overlap:
         latency_s=tuple(one.reduction_latency_s + optimizer for one in on),
         tied_s=tied,
         overlap=overlap,
-        names=tuple(f"stage {stage} (cluster {', '.join(names)})" for stage, names in enumerate(clusters)),
+        places=tuple(", ".join(names) for names in clusters),
     )
 
 

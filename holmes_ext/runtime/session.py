@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from holmes_ext.cluster.site import Node, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan.cost.reduction import exposed_stages
+from holmes_ext.plan.cost.nodes import exposed_stages
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.groups.transport import Transport, choose

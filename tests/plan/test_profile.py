@@ -14,7 +14,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.stage_costs import predict
+from holmes_ext.plan.cost.stages import predict
 from holmes_ext.plan.profile import Profile, StageTimes, check_profile, load_profile, measured_costs
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.measure import profile_file

@@ -49,6 +49,13 @@ def states(model: Model) -> dict[str, float]:
     return {"weights": weights, "gradients": gradients, "optimizer": total - weights - gradients}
 
 
+def state_bytes(model: Model, layer: Layer, shards: int, expert_shards: int) -> float:
+    """Weights, gradients and optimizer of a layer on one rank; what ZeRO divides is the model's sharded_bytes."""
+    whole, shared = model.state_bytes, model.sharded_bytes
+    dense = layer.parameters - layer.expert_parameters
+    return dense * (whole + shared / shards) + layer.expert_parameters * (whole + shared / expert_shards)
+
+
 def under_way(stage: int, pipeline: int, virtual: int, micro_batches: int) -> float:
     """Micro-batches (of the whole stage) whose activations the stage keeps at most."""
     if virtual == 1:

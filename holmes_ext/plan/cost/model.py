@@ -19,7 +19,8 @@ copy, and first and last stage all-reduce its gradient. With `sequence_parallel`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +28,30 @@ from holmes_ext.cluster.gpu import KNOWN
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.document import Table, load_toml
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.step import Workload
+from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
 
 VERSION = 1
 RECOMPUTE = ("none", "selective", "full")
 POSITIONS = ("learned", "none")
+#: Keys of a model file's [training].
+TRAINING = (
+    *("micro_batch", "micro_batches", "global_batch", "recompute"),
+    *("activation_width", "gradient_width", "state_bytes", "sharded_bytes", "sequence_parallel"),
+)
 
 
 @dataclass(frozen=True)
 class Layer:
     """What one rank computes and keeps for one layer and one micro-batch.
 
-    parameters: of this rank. forward_flops, backward_flops. activation_bytes: sent on if the stage ends here. kept_bytes: from the
-    micro-batch's forward to its backward. tensor_bytes, context_bytes, expert_bytes: forward and backward together, as in Workload.
-    expert_parameters: those of `parameters` that are experts'.
+    tensors: elements of each parameter of this rank but experts', in the order of the forward pass; their gradients become final in the
+    reverse. forward_flops, backward_flops. activation_bytes: sent on if the stage ends here. kept_bytes: from the micro-batch's forward to
+    its backward. tensor_bytes, context_bytes, expert_bytes: forward and backward together, as in Workload. expert_parameters: of experts.
     """
 
     kind: str
-    parameters: float
+    tensors: tuple[float, ...]
     forward_flops: float
     backward_flops: float
     activation_bytes: float
@@ -54,6 +60,19 @@ class Layer:
     context_bytes: float = 0.0
     expert_bytes: float = 0.0
     expert_parameters: float = 0.0
+
+    @cached_property
+    def parameters(self) -> float:
+        return sum(self.tensors) + self.expert_parameters
+
+    def reduced(self, ranks: int, expert: int) -> tuple[float, ...]:
+        """Elements of each gradient, as a group of all `ranks` data- and context-parallel ranks would have to reduce them to send as much:
+        an expert's are reduced only by the ranks / expert that hold it. The last becomes final first."""
+        if not self.expert_parameters:
+            return self.tensors
+        group = max(1, ranks // expert)
+        part = (group - 1) / group / ((ranks - 1) / ranks) if ranks > 1 else 1.0
+        return (*self.tensors, self.expert_parameters * part)
 
 
 @dataclass(frozen=True)
@@ -162,51 +181,67 @@ class Model:
     def _block(self, tensor: int, context: int, expert: int) -> Layer:
         h, ffn = self.hidden, self.ffn or 4 * self.hidden
         kv = h * (self.groups or self.heads) // self.heads
-        into = 2 if self.gated else 1  # matrices that lead into the MLP
-        attention_matrices, mlp = 2 * h * h + 2 * h * kv, (into + 1) * h * ffn
+        into = (2 if self.gated else 1) * ffn  # outputs of the matrices that lead into the MLP
+        norm = (h, h) if self.bias else (h,)
         active = self.experts_per_token if self.experts else 1
-        mlp_biases = into * ffn + h if self.bias else 0
-        biases = (h + 2 * kv) + h + (0 if self.experts else mlp_biases) if self.bias else 0
-        experts = self.experts / expert * (mlp + mlp_biases) / tensor
-        own = attention_matrices + (0 if self.experts else mlp) + biases
-        norms = (4 * h if self.bias else 2 * h) + h * self.experts  # and the router
+
+        def linear(inputs: int, outputs: int) -> tuple[float, ...]:
+            return (inputs * outputs / tensor, *((outputs / tensor,) if self.bias else ()))
+
+        attention, mlp = (*linear(h, h + 2 * kv), *linear(h, h)), (*linear(h, into), *linear(ffn, h))
+        experts = self.experts / expert * sum(mlp)
+        tensors = (*norm, *attention, *norm, *((h * self.experts,) if self.experts else mlp))  # the router, or the MLP
         tokens = self._tokens(context)
-        attention = 4 * tokens * self.sequence * h
-        forward = (2 * tokens * (attention_matrices + active * mlp) + attention) / tensor
-        again = {"none": 0.0, "selective": attention / tensor, "full": forward}[self.recompute]
+        scores_flops = 4 * tokens * self.sequence * h
+        matrices = 2 * h * h + 2 * h * kv + active * (into + ffn) * h
+        forward = (2 * tokens * matrices + scores_flops) / tensor
+        again = {"none": 0.0, "selective": scores_flops / tensor, "full": forward}[self.recompute]
         wide = tokens * h * self.activation_width
         scores = 5 * self.heads * self.sequence / h  # bytes for each element of s b h; Korthikanti et al.
         whole = tensor if self.sequence_parallel else 1  # what the 10 and the 2 are divided by
-        routed = 19 * (active - 1) / tensor  # the MLP's part of the 24 is 16, and its input and mask 3, once for every expert passed
-        kept = {"none": 10 / whole + (24 + scores) / tensor + routed, "selective": 10 / whole + 24 / tensor + routed, "full": 2.0 / whole}[self.recompute]
-        passes = 3 if self.recompute == "full" else 2  # through the block: forward, (forward again,) backward
+        routed = 19 * (active - 1) / tensor  # the MLP's part of the 24 is 16, its input and mask 3, for every expert passed
+        kept = 10 / whole + 24 / tensor + routed
+        kept = {"none": kept + scores / tensor, "selective": kept, "full": 2.0 / whole}[self.recompute]
+        through = 3 if self.recompute == "full" else 2  # passes through the block: forward, (forward again,) backward
+        sent = 2 * through * wide
         return Layer(
             "block",
-            own / tensor + norms + experts,
+            tensors,
             forward,
             2 * forward + again,
             self._sent(tensor, context),
             wide / 2 * kept,
-            tensor_bytes=2 * passes * wide if tensor > 1 else 0.0,  # two all-reduces a pass (Shoeybi et al. 2019)
-            context_bytes=4 * tokens * kv * self.activation_width / tensor if context > 1 else 0.0,  # K, V and their gradients
-            expert_bytes=2 * passes * wide * active * (expert - 1) / expert / tensor if self.experts else 0.0,  # two all-to-alls a pass
+            tensor_bytes=sent if tensor > 1 else 0.0,  # two all-reduces a pass (Shoeybi et al. 2019)
+            context_bytes=4 * tokens * kv * self.activation_width / tensor if context > 1 else 0.0,  # K, V, their gradients
+            expert_bytes=sent * active * (expert - 1) / expert / tensor if self.experts else 0.0,  # two all-to-alls a pass
             expert_parameters=experts,
         )
 
     def _embedding(self, tensor: int, context: int) -> Layer:
         tokens, h = self._tokens(context), self.hidden
-        table = self.vocabulary * h / tensor
-        positions = self.sequence * h if self.positions == "learned" else 0
+        positions = (self.sequence * h,) if self.positions == "learned" else ()
         kept = tokens * h / (tensor if self.sequence_parallel else 1)  # the dropout mask
-        return Layer("embedding", table + positions, tokens * h, tokens * h, self._sent(tensor, context), kept)
+        tensors = (self.vocabulary * h / tensor, *positions)
+        return Layer("embedding", tensors, tokens * h, tokens * h, self._sent(tensor, context), kept)
 
     def _output(self, tensor: int, context: int) -> Layer:
         """Final norm, logits and loss; kept: the inputs of norm and matrix, and the logits in 32 bits."""
         tokens, h = self._tokens(context), self.hidden
         logits = tokens * self.vocabulary / tensor
-        norm = (2 if self.bias else 1) * h
         kept = 2 * tokens * h * self.activation_width + 4 * logits
-        return Layer("output", self.vocabulary * h / tensor + norm, 2 * h * logits, 4 * h * logits, 0.0, kept)
+        tensors = (*((h, h) if self.bias else (h,)), self.vocabulary * h / tensor)
+        return Layer("output", tensors, 2 * h * logits, 4 * h * logits, 0.0, kept)
+
+    def layers_of(self, sizes: Sizes) -> tuple[Layer, ...]:
+        """costs() as a job of `sizes` has them: tied, a single stage has one matrix, not two copies."""
+        layers = self.costs(sizes.tensor, sizes.context, sizes.expert if self.experts else 1)
+        if self.tied and sizes.pipeline == 1:
+            layers = (*layers[:-1], replace(layers[-1], tensors=layers[-1].tensors[:-1]))
+        return layers
+
+    def tied_bytes(self, sizes: Sizes) -> float:
+        """Of the tied embedding's gradient that a rank of the first stage all-reduces with its twin of the last."""
+        return self.vocabulary * self.hidden / sizes.tensor * self.gradient_width if self.tied and sizes.pipeline > 1 else 0.0
 
     def workload(self, sizes: Sizes) -> Workload:
         """One rank's work on the average stage under complete `sizes`: what placement compares orders with."""
@@ -243,16 +278,13 @@ def load_model(path: str | Path) -> Model:
     top = load_toml(path, "name a model's TOML, such as those of examples/models/")
     top.version(VERSION)
     training, gpu = top.table("training"), top.table("gpu", default={})
-    of_training = ("micro_batch", "micro_batches", "global_batch", "recompute", "activation_width", "gradient_width", "state_bytes", "sharded_bytes", "sequence_parallel")
     values: dict[str, Any] = {}
     for item in fields(Model):
-        if item.name in ("gpu", "gpus", "source"):
-            continue
-        table = training if item.name in of_training else top
-        kind = {"int": int, "float": float, "bool": bool, "str": str}[str(item.type)]
-        value = table.take(item.name, kind, *(() if item.name in ("layers", "hidden", "heads", "sequence", "vocabulary") else (None,)))
-        if value is not None:
-            values[item.name] = value
+        if item.name not in ("gpu", "gpus", "source"):
+            table = training if item.name in TRAINING else top
+            required = item.default is MISSING
+            kind = int if required else type(item.default)
+            values[item.name] = table.take(item.name, kind, *(() if required else (item.default,)))
     clusters = gpu.table("cluster", default={})
     default = _gpu(gpu, Gpu())
     gpus = {name: _gpu(clusters.table(name), default) for name in list(clusters.values)}
@@ -262,7 +294,7 @@ def load_model(path: str | Path) -> Model:
 
 
 def _gpu(table: Table, default: Gpu) -> Gpu:
-    values = {"flops": table.take("flops", float, default.flops), "memory_bytes": table.take("memory_bytes", float, default.memory_bytes)}
+    values = {name: table.take(name, float, getattr(default, name)) for name in ("flops", "memory_bytes")}
     table.done()
     try:
         return Gpu(**values)

@@ -11,16 +11,18 @@ every order; clusters that are alike (nodes, GPU, fabric's kind, rate and latenc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from typing import Any, TypeVar
 
 from holmes_ext.cluster.site import Fabric, Site
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.sizes import DEFAULT_ORDER
 
+T = TypeVar("T")
 Content = tuple[tuple[int, int], ...]
 #: Order of the axes where whole pipelines follow each other (Megatron-LM's --use-tp-pp-dp-mapping).
 PIPELINES_FIRST = "tp-cp-ep-pp-dp"
@@ -62,20 +64,28 @@ class Ground:
         return sum(self.ranks)
 
     @cached_property
-    def memo(self) -> dict:
-        """What plan/cost/pricing.py worked out for several shapes."""
+    def _memo(self) -> dict[Hashable, Any]:
         return {}
 
-    @cached_property
-    def _shared(self) -> dict[frozenset[int], Fabric]:
-        return {}
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made once for each key."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        found: T = self._memo[key]
+        return found
 
     def fabric(self, clusters: Sequence[int]) -> Fabric:
         """The fastest that nodes of all these clusters share; its rate and latency as measured, where they were."""
         key = frozenset(clusters)
-        if key not in self._shared:
-            self._shared[key] = self.links.line(self.only or self.site.shared_fabric(self.nodes[index][0] for index in key))
-        return self._shared[key]
+
+        def shared() -> Fabric:
+            return self.links.line(self.only or self.site.shared_fabric(self.nodes[index][0] for index in key))
+
+        return self.remember(key, shared)
+
+    def place(self, content: Content) -> str:
+        """The names of the clusters that hold a stage."""
+        return ", ".join(dict.fromkeys(self.site.clusters[index] for index, _ in content))
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
