@@ -153,7 +153,7 @@ def _report(path: Path, variants: list, series: dict, result: dict, traces: Path
     from holmes_ext.cluster.site import site_from_spec
     from holmes_ext.plan.build import build_plan
     from holmes_ext.plan.sizes import Sizes
-    from holmes_ext.report import run_pictures as pictures
+    from holmes_ext.report import pictures
 
     sizes = Sizes(pipeline=2).complete(4)
     panels = []

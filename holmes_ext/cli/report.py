@@ -115,7 +115,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], left: int) -> Any
 
 def _document(job: Any, summary: Any, step: int | None) -> str:
     """One HTML file: the tables, and one step of every rank as in `holmes demo`."""
-    from holmes_ext.report import run_pictures as pictures
+    from holmes_ext.report import pictures
     from holmes_ext.report.trace import chosen_step, pictured
 
     shown = chosen_step(job, step)

@@ -1,18 +1,18 @@
 """Which node slots the framework's default layout ties together.
 
 Rank r sits in node slot r // processes, whatever node stands there. The groups of a job (data, tensor, context, expert)
-never leave a pipeline stage, and together they connect all ranks of it; stages that share a slot are tied by that slot. What
-is tied is a component: it must lie inside one fabric, and only pipeline edges run between components.
+never leave a pipeline stage, and together they connect all ranks of it; stages that share a slot are tied by that slot.
+What is tied is a component: it must lie inside one fabric, and only pipeline edges run between components.
 
     processes 2, 3 ranks a stage        slots    0   1   2 | 3   4   5
                                         stages   0 0 0 1 1 1 2 2 2 3 3 3
                                                  component   component
 
-Every component is the first one, moved along. Proof: a slot border falls between stages j-1 and j of the repeated sequence
-(stage s owns the ranks whose rank // stride % pipeline is s) where j * stride is a multiple of `processes`, that is at
-multiples of q = processes / gcd(stride, processes); if the sequence repeats (data outside pipeline) a border must fall
-there in every repetition, so components exist only where q divides the pipeline size, and each has q stages. (Asserted
-below, and tested for all small sizes.)
+Every component is the first one, moved along. Proof: a slot border falls between stages j-1 and j of the repeated
+sequence (stage s owns the ranks whose rank // stride % pipeline is s) where j * stride is a multiple of `processes`,
+that is at multiples of q = processes / gcd(stride, processes); if the sequence repeats (data outside pipeline) a border
+must fall there in every repetition, so components exist only where q divides the pipeline size, and each has q stages.
+(Asserted below, and tested for all small sizes.)
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class Tie:
 class Layout:
     """Components, and what ties the first one; slots of a component are counted from 0, stages too.
 
-    sizes: complete. components: the slots of each, in the order of stages. ties: for each kind of INSIDE. inner[s] and onward:
-    {(slot, slot): ranks} that send activations from stage s to s + 1 inside a component, and from a component's last stage
-    to the next component; pairs in one slot are left out.
+    sizes: complete. components: the slots of each, in the order of stages. ties: for each kind of INSIDE. inner[s] and
+    onward: {(slot, slot): ranks} that send activations from stage s to s + 1 inside a component, and from a component's
+    last stage to the next component; pairs in one slot are left out.
     """
 
     def __init__(self, sizes: Sizes, processes: int):

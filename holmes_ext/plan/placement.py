@@ -3,18 +3,19 @@
     launcher: a0 b0 a1 b1            stages: [a0 b0] [a1 b1]     every data-parallel group on Ethernet
     placed:   a0 a1 b0 b1            stages: [a0 a1] [b0 b1]     each on its own fabric, one edge on Ethernet
 
-The layout ties slots into equal components (plan/layout.py); nodes that are on the same fast fabrics are interchangeable (a
-class). Nodes on one fast fabric at most: an order without straddling groups gives every component the nodes of one
-class, so it exists exactly when a component is one slot or its size divides every class. Nodes on several: pack() searches which
-fabric each node serves. Among orders equally free of straddling the least predicted time wins, among equal times the
-launcher's order: so the fabric whose reduction is slowest goes last, where the others' backward hides it, and a site that gains
-nothing is left alone.
+The layout ties slots into equal components (plan/layout.py); nodes that are on the same fast fabrics are
+interchangeable (a class). Nodes on one fast fabric at most: an order without straddling groups gives every component
+the nodes of one class, so it exists exactly when a component is one slot or its size divides every class. Nodes on
+several: pack() searches which fabric each node serves. Among orders equally free of straddling the least predicted time
+wins, among equal times the launcher's order: so the fabric whose reduction is slowest goes last, where the others'
+backward hides it, and a site that gains nothing is left alone.
 
-How sure: up to `budget` orders all are tried. Above, runs of equal components are permuted, then pairs are swapped while that
-helps: whether straddling can be avoided stays exact (with nodes on several fabrics: by whole components), and the time is never
-more than the launcher's where that straddles no less. Where nothing straddles and tensor, context and expert groups stay in
-their nodes, it exceeds the least by at most what the crossing edges cost: runs in the order of their reductions are best
-when edges are free. (Small sites with only 6 orders allowed, tests/test_placement.py: within 10 % of the least.)
+How sure: up to `budget` orders all are tried. Above, runs of equal components are permuted, then pairs are swapped
+while that helps: whether straddling can be avoided stays exact (with nodes on several fabrics: by whole components),
+and the time is never more than the launcher's where that straddles no less. Where nothing straddles and tensor, context
+and expert groups stay in their nodes, it exceeds the least by at most what the crossing edges cost: runs in the order
+of their reductions are best when edges are free. (Small sites with only 6 orders allowed, tests/test_placement.py:
+within 10 % of the least.)
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class Placement:
 def place(site: Site, sizes: Sizes | None = None, workload: Workload | None = None, budget: int | None = None) -> Placement:
     """The order of `site`'s nodes for a job of `sizes`; HolmesError when they do not multiply to the world size.
 
-    sizes None (the job's are not known yet): each cluster's nodes together, the fastest fabric first. That is free of straddling
-    for every pipeline size whose stages divide the clusters, and puts the slowest reduction last. budget: orders tried one by
-    one (default: what about half a second allows).
+    sizes None (the job's are not known yet): each cluster's nodes together, the fastest fabric first. That is free of
+    straddling for every pipeline size whose stages divide the clusters, and puts the slowest reduction last. budget:
+    orders tried one by one (default: what about half a second allows).
     """
     if sizes is None:
         return Placement(_fastest_first(site), (), None)
@@ -70,8 +71,8 @@ def place(site: Site, sizes: Sizes | None = None, workload: Workload | None = No
 
 
 def straddling_groups(predictor: Predictor, nodes: Sequence[str]) -> tuple[Straddle, ...]:
-    """What straddles when the nodes stand in this order. A group's cost: the step against one in which all groups of its kind
-    were on the slowest of their members' own fabrics. example: one node of each class of one group."""
+    """What straddles when the nodes stand in this order. A group's cost: the step against one in which all groups of
+    its kind were on the slowest of their members' own fabrics. example: one node of each class of one group."""
     parts = predictor.parts(nodes)
     step, found = predictor.breakdown(parts).step_s, []
     kinds = dict.fromkeys(kind for part in parts for kind in predictor.component(part).straddling)
@@ -98,7 +99,8 @@ def _fastest_first(site: Site) -> tuple[str, ...]:
 
 
 class _Best:
-    """The best order offered so far; the first, the launcher's, stays unless another is better by more than rounding."""
+    """The best order offered so far; the first, the launcher's, stays unless another is better by more than rounding.
+    """
 
     def __init__(self, predictor: Predictor, first: tuple[Part, ...]):
         self.predictor, self.parts = predictor, first
@@ -148,9 +150,10 @@ def _search(predictor: Predictor, budget: int | None) -> tuple[Part, ...]:
 def pack(counts: dict[int, int], classes: Sequence[frozenset[str]], size: int) -> list[Part] | None:
     """Components of `size` nodes, each sharing a fast fabric or having none; None when there is no such packing.
 
-    counts: nodes of each class. Whether it fits depends on numbers modulo `size` only, so the search goes over the classes, and
-    its state is what each fabric that can still get nodes has beyond whole components. The parts come in the order of classes.
-    Where most nodes are on three fast fabrics or more the states can be too many; then only PACK_BUDGET steps are looked at.
+    counts: nodes of each class. Whether it fits depends on numbers modulo `size` only, so the search goes over the
+    classes, and its state is what each fabric that can still get nodes has beyond whole components. The parts come in
+    the order of classes. Where most nodes are on three fast fabrics or more the states can be too many; then only
+    PACK_BUDGET steps are looked at.
     """
     if size == 1:
         return [(index,) for index, count in counts.items() for _ in range(count)]
@@ -182,7 +185,8 @@ def pack(counts: dict[int, int], classes: Sequence[frozenset[str]], size: int) -
 
 
 def _shares(count: int, homes: int, size: int) -> Iterator[tuple[int, ...]]:
-    """Ways to share `count` nodes among `homes` fabrics that differ modulo `size`; whole components stay with the first."""
+    """Ways to share `count` nodes among `homes` fabrics that differ modulo `size`; whole components stay with the
+    first."""
     if homes == 1:
         yield (count,)
         return

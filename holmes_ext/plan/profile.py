@@ -1,7 +1,8 @@
 """profile.json: what a job's stages took, and the costs of any partition that follow.
 
-A layer that was measured on the stage costs there what was measured, the mean over the stage's layers of the same size; elsewhere
-its time is scaled by how much faster or slower that stage is with what both computed. So GPUs that differ need no numbers from anyone.
+A layer that was measured on the stage costs there what was measured, the mean over the stage's layers of the same size;
+elsewhere its time is scaled by how much faster or slower that stage is with what both computed. So GPUs that differ
+need no numbers from anyone.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
 
 VERSION = 1
-#: A model's layer may differ so much from the profile's in the bytes of its gradients (biases, padding of the vocabulary).
+#: A model's layer may differ so much from the profile's in the bytes of its gradients (biases, padding of the
+#: vocabulary).
 _SAME_MODEL = 0.05
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds on one stage, of its slowest rank. forward_s, backward_s: of its `blocks` (numbers from 0), one micro-batch; before_s, after_s:
-    (forward, backward) of what stands before the first block and after the last. reduction_s_per_byte, reduction_latency_s: an all-reduce
-    of its gradients; edge_s: an activation to the next stage; both measured alone. The rest: of one step, waiting included."""
+    """Seconds on one stage, of its slowest rank. forward_s, backward_s: of its `blocks` (numbers from 0), one
+    micro-batch; before_s, after_s: (forward, backward) of what stands before the first block and after the last.
+    reduction_s_per_byte, reduction_latency_s: an all-reduce of its gradients; edge_s: an activation to the next stage;
+    both measured alone. The rest: of one step, waiting included."""
 
     clusters: tuple[str, ...]
     nodes: tuple[str, ...]
@@ -52,7 +55,8 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Profile:
-    """gradient_bytes: of one rank, "before", every block, "after". site: cluster/site.py's dict. HolmesError names file and key."""
+    """gradient_bytes: of one rank, "before", every block, "after". site: cluster/site.py's dict. HolmesError names file
+    and key."""
 
     framework: str
     site: dict[str, Any]
@@ -219,7 +223,8 @@ def measured_costs(profile: Profile, clusters: Sequence[Sequence[str]], overlap:
         )
         for way in (0, 1)
     )
-    # Who comes last to the embeddings' all-reduce, or to the optimizer's norm, does not wait in it: so the least of the stages' times.
+    # Who comes last to the embeddings' all-reduce, or to the optimizer's norm, does not wait in it: so the least of the
+    # stages' times.
     tied = min(first.tied_s, last.tied_s) if len(clusters) > 1 else 0.0
     optimizer = min(stage.optimizer_s for stage in profile.stages)
     return StageCosts(

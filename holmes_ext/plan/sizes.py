@@ -19,7 +19,8 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of each parallel dimension. data = 0: what the world size leaves. expert divides data x context x tensor."""
+    """Sizes of each parallel dimension. data = 0: what the world size leaves. expert divides data x context x tensor.
+    """
 
     pipeline: int = 1
     tensor: int = 1

@@ -1,4 +1,4 @@
-"""One step of every rank on one time axis: as a trace for Chrome and Perfetto, and as the picture of report/run_pictures.py.
+"""One step of every rank on one time axis: as a trace for Chrome and Perfetto, and as the picture of report/pictures.py.
 
 The trace event format (chrome://tracing, ui.perfetto.dev): a process for each rank, threads "compute" and one for each kind of group.
 """
@@ -66,7 +66,7 @@ def _complete(rank: int, lane: int, name: str, category: str, start: float, end:
 
 
 def pictured(run: Run, step: int) -> list[dict[str, Any]]:
-    """The step as holmes_ext.report.run_pictures.timeline_figure takes it: rows of [kind, start, end, bytes] on one clock."""
+    """The step as holmes_ext.report.pictures.timeline_figure takes it: rows of [kind, start, end, bytes] on one clock."""
     ends = [one.steps[step]["end"] + run.offset(one) for one in run.ranks]
     begins = [one.steps[step]["begin"] + run.offset(one) for one in run.ranks]
     traces = []

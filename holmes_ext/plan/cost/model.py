@@ -3,7 +3,8 @@
     embedding | block 0 | block 1 | ... | block N-1 | output          the partition cuts between blocks;
     stays with the first stage             stays with the last one    only blocks are counted as "layers"
 
-b: sequences in a micro-batch, s: tokens in a sequence, h: hidden size, V: vocabulary, a: attention heads, t: tensor size.
+b: sequences in a micro-batch, s: tokens in a sequence, h: hidden size, V: vocabulary, a: attention heads, t: tensor
+size.
 
     parameters   block 12 h^2 + 13 h, embedding (V + s) h          Narayanan et al. 2021 (arXiv 2104.04473), equation 2
     FLOPs        block 24 b s h^2 + 4 b s^2 h forward, output 2 b s h V; backward twice that, and a forward more where a
@@ -11,10 +12,11 @@ b: sequences in a micro-batch, s: tokens in a sequence, h: hidden size, V: vocab
     memory       block s b h (10 + 24/t + 5 a s / (h t)) bytes kept in 16 bits, without the last term when attention is recomputed
                  ("selective"), 2 s b h when all is ("full")         Korthikanti et al. 2022 (arXiv 2205.05198), equations 2, 5, table 2
 
-The embedding computes next to nothing (a look-up, an addition, the same backward), but its gradients are reduced and its
-parameters kept. Tied, the output layer uses the embedding's weight: no parameters more in the model, yet the last stage keeps a
-copy, and first and last stage all-reduce its gradient. With `sequence_parallel` all that a block keeps, and what stages send, is divided by t
-(arXiv 2205.05198, equation 4). With `experts` every MLP is so many, of which a token passes `experts_per_token`; an expert group shares them.
+The embedding computes next to nothing (a look-up, an addition, the same backward), but its gradients are reduced and
+its parameters kept. Tied, the output layer uses the embedding's weight: no parameters more in the model, yet the last
+stage keeps a copy, and first and last stage all-reduce its gradient. With `sequence_parallel` all that a block keeps,
+and what stages send, is divided by t (arXiv 2205.05198, equation 4). With `experts` every MLP is so many, of which a
+token passes `experts_per_token`; an expert group shares them.
 """
 
 from __future__ import annotations
@@ -45,9 +47,10 @@ TRAINING = (
 class Layer:
     """What one rank computes and keeps for one layer and one micro-batch.
 
-    tensors: elements of each parameter of this rank but experts', in the order of the forward pass; their gradients become final in the
-    reverse. forward_flops, backward_flops. activation_bytes: sent on if the stage ends here. kept_bytes: from the micro-batch's forward to
-    its backward. tensor_bytes, context_bytes, expert_bytes: forward and backward together, as in Workload. expert_parameters: of experts.
+    tensors: elements of each parameter of this rank but experts', in the order of the forward pass; their gradients
+    become final in the reverse. forward_flops, backward_flops. activation_bytes: sent on if the stage ends here.
+    kept_bytes: from the micro-batch's forward to its backward. tensor_bytes, context_bytes, expert_bytes: forward and
+    backward together, as in Workload. expert_parameters: of experts.
     """
 
     kind: str
@@ -66,8 +69,9 @@ class Layer:
         return sum(self.tensors) + self.expert_parameters
 
     def reduced(self, ranks: int, expert: int) -> tuple[float, ...]:
-        """Elements of each gradient, as a group of all `ranks` data- and context-parallel ranks would have to reduce them to send as much:
-        an expert's are reduced only by the ranks / expert that hold it. The last becomes final first."""
+        """Elements of each gradient, as a group of all `ranks` data- and context-parallel ranks would have to reduce
+        them to send as much: an expert's are reduced only by the ranks / expert that hold it. The last becomes final
+        first."""
         if not self.expert_parameters:
             return self.tensors
         group = max(1, ranks // expert)
@@ -77,8 +81,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Gpu:
-    """flops: FLOP/s that training reaches on one GPU (not the data sheet's peak). memory_bytes: 0 when no limit is known. link_bps: bits/s
-    of one GPU to the others of its node (NVLink), each way; 0 when not known: then that traffic counts as free."""
+    """flops: FLOP/s that training reaches on one GPU (not the data sheet's peak). memory_bytes: 0 when no limit is
+    known. link_bps: bits/s of one GPU to the others of its node (NVLink), each way; 0 when not known: then that traffic
+    counts as free."""
 
     flops: float = 150e12
     memory_bytes: float = 0.0
@@ -95,10 +100,11 @@ class Gpu:
 class Model:
     """A GPT and how it is trained. Give micro_batches (in a step, of one rank) or global_batch (sequences of a step).
 
-    layers: transformer blocks. ffn: 0 means 4 x hidden. groups: key-value heads, 0 means as many as heads. gated: SwiGLU.
-    bias: linear layers have one, and norms too. positions: "learned" (a table) or "none" (rotary ones have no parameters). activation_width,
-    gradient_width: bytes of an element. state_bytes: weights, gradients and optimizer of one parameter on each rank;
-    sharded_bytes: the same, divided by the data size (12 with 6 of state_bytes for Adam under ZeRO-1). gpus: where a cluster's differ.
+    layers: transformer blocks. ffn: 0 means 4 x hidden. groups: key-value heads, 0 means as many as heads. gated:
+    SwiGLU. bias: linear layers have one, and norms too. positions: "learned" (a table) or "none" (rotary ones have no
+    parameters). activation_width, gradient_width: bytes of an element. state_bytes: weights, gradients and optimizer of
+    one parameter on each rank; sharded_bytes: the same, divided by the data size (12 with 6 of state_bytes for Adam
+    under ZeRO-1). gpus: where a cluster's differ.
     """
 
     layers: int
@@ -168,7 +174,8 @@ class Model:
         return round(embedding.parameters + sum(block.parameters for block in blocks) + output.parameters - tied)
 
     def costs(self, tensor: int = 1, context: int = 1, expert: int = 1) -> tuple[Layer, ...]:
-        """Embedding, every block, output, as one rank of `tensor` x `context` sees them, with its part of the experts."""
+        """Embedding, every block, output, as one rank of `tensor` x `context` sees them, with its part of the experts.
+        """
         block = self._block(tensor, context, expert)
         return (self._embedding(tensor, context), *[block] * self.layers, self._output(tensor, context))
 
@@ -264,7 +271,8 @@ class Model:
 
 
 def on_clusters(model: Model, spec: SiteSpec) -> Model:
-    """`model` with the GPUs of cluster.toml: its numbers first, then the model's [gpu.cluster.NAME], then what the GPU's name says, then [gpu]."""
+    """`model` with the GPUs of cluster.toml: its numbers first, then the model's [gpu.cluster.NAME], then what the
+    GPU's name says, then [gpu]."""
     gpus = {}
     for cluster in spec.clusters:
         sources = (cluster.accelerator, model.gpus.get(cluster.name), KNOWN.get(cluster.gpu), model.gpu)

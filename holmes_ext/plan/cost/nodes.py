@@ -1,8 +1,9 @@
-"""The step under any order of nodes, rank by rank: what placement compares orders with, and the costs of a job's stages on them.
+"""The step under any order of nodes, rank by rank: what placement compares orders with, and the costs of a job's stages
+on them.
 
-Every group gets the fastest fabric that all its nodes share, groups that share a node's NIC share its rate, the slowest group of a
-stage counts. It compares orders of nodes; it does not promise milliseconds: traffic inside a node counts as free, collectives do not
-overlap with computing, the optimizer and what it gathers are left out.
+Every group gets the fastest fabric that all its nodes share, groups that share a node's NIC share its rate, the slowest
+group of a stage counts. It compares orders of nodes; it does not promise milliseconds: traffic inside a node counts as
+free, collectives do not overlap with computing, the optimizer and what it gathers are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Part = tuple[int, ...]  # the node class in each slot of a component
 
 
 def fast_fabrics(site: Site) -> tuple[frozenset[str], ...]:
-    """For each node, in the launcher's order, the fabrics that are better than Ethernet. Equal nodes are interchangeable."""
+    """For each node, in the launcher's order, the fabrics that are better than Ethernet. Equal nodes are
+    interchangeable."""
     ethernet = site.fabric_by_name[ETHERNET]
     fast = {fabric.name for fabric in site.fabrics if fabric.preference > ethernet.preference}
     return tuple(frozenset(node.fabrics) & fast for node in site.nodes)
@@ -39,8 +41,9 @@ def stock_fabric(site: Site) -> Fabric:
 
 @dataclass(frozen=True)
 class Component:
-    """Prices by stage of a component, of each kind of group, and of the edges between its stages. reduction: seconds of a step's, collectives:
-    of a micro-batch's. straddling: of each kind, the groups that only Ethernet holds though a member has better: (count, slots)."""
+    """Prices by stage of a component, of each kind of group, and of the edges between its stages. reduction: seconds of
+    a step's, collectives: of a micro-batch's. straddling: of each kind, the groups that only Ethernet holds though a
+    member has better: (count, slots)."""
 
     prices: dict[str, tuple[Price, ...]]
     edges: tuple[Price, ...]
@@ -52,9 +55,10 @@ class Component:
 class Predictor:
     """Predicts steps of one job for many orders of nodes.
 
-    An order is a tuple of node classes by slot (an index of `classes`; nodes with equal fast fabrics are of one class), cut
-    into components. inside: kinds of groups to treat as if each were on the slowest of its members' own best fabrics;
-    only: the fabric of all traffic, whatever the nodes have (stock behaviour). like() makes another that shares the layout.
+    An order is a tuple of node classes by slot (an index of `classes`; nodes with equal fast fabrics are of one class),
+    cut into components. inside: kinds of groups to treat as if each were on the slowest of its members' own best
+    fabrics; only: the fabric of all traffic, whatever the nodes have (stock behaviour). like() makes another that
+    shares the layout.
     """
 
     def __init__(
@@ -183,7 +187,8 @@ def _collective(kind: str, tie: Tie, fabric: Fabric, sharers: int) -> Price:
 def step_seconds(
     site: Site, order: Sequence[str], sizes: Sizes, workload: Workload | None = None, only: Fabric | None = None
 ) -> Estimate:
-    """The predicted step with the nodes in `order` (names; rank r runs on order[r // processes]); only: see Predictor."""
+    """The predicted step with the nodes in `order` (names; rank r runs on order[r // processes]); only: see Predictor.
+    """
     layout = Layout(sizes.complete(site.world_size), site.processes)
     predictor = Predictor(site, layout, workload or Workload(), only=only)
     return predictor.breakdown(predictor.parts(order))
@@ -192,8 +197,8 @@ def step_seconds(
 def exposed_stages(
     site: Site, nodes: Sequence[str], sizes: Sizes, workload: Workload | None = None
 ) -> tuple[bool, ...]:
-    """For each stage, whether reducing in one piece after its last backward would end after the first stage's last backward. (Frameworks
-    bucket and overlap on the first stage only, which is right on one uniform network.)
+    """For each stage, whether reducing in one piece after its last backward would end after the first stage's last
+    backward. (Frameworks bucket and overlap on the first stage only, which is right on one uniform network.)
 
     nodes: in the order of ranks. workload: nominal by default, whose proportions hold for any model size.
     """
@@ -207,8 +212,8 @@ def costs_on_site(
 ) -> StageCosts:
     """The layers of `model` on the stages of a job of `sizes` whose rank r runs on order[r // processes].
 
-    A stage computes as fast as its slowest GPU and holds what its smallest one does (model.gpu, model.gpus). only: the fabric of all
-    traffic. HolmesError: fewer layers than stages.
+    A stage computes as fast as its slowest GPU and holds what its smallest one does (model.gpu, model.gpus). only: the
+    fabric of all traffic. HolmesError: fewer layers than stages.
     """
     sizes = sizes.complete(site.world_size)
     if model.layers < sizes.pipeline:

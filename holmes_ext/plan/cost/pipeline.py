@@ -1,4 +1,5 @@
-"""A pipeline's step: in which order a stage does its passes, when it has ended its last backward, and what is waited for after that.
+"""A pipeline's step: in which order a stage does its passes, when it has ended its last backward, and what is waited
+for after that.
 
     stage 0  F F F F    B   B   B   B [reduce]          each stage reduces its gradients right after its own last backward, as
     stage 1    F F F B F B ...  B [reduce]              DeepSpeed's and Megatron's 1F1B do; the later the stage, the earlier
@@ -7,7 +8,8 @@
     1F1B         F F B F B F B B                 Narayanan et al. 2019 (PipeDream-flush); bubble (p - 1) / m of the work
     interleaved  the same with v chunks a stage  Narayanan et al. 2021 (arXiv 2104.04473, section 2.2); bubble (p - 1) / (v m)
 
-All in seconds, tuples by stage; transfer: of one activation over each edge between stages, as long as its gradient's way back.
+All in seconds, tuples by stage; transfer: of one activation over each edge between stages, as long as its gradient's
+way back.
 """
 
 from __future__ import annotations
@@ -56,9 +58,10 @@ def passes(stage: int, stages: int, micro_batches: int, virtual: int = 1) -> lis
 def pace(busy: Seconds, transfer: Seconds) -> float:
     """From one micro-batch to the next under 1F1B; busy: forward and backward of each stage.
 
-    It is that of the slowest run of neighbouring stages s..t: F goes down from s to t, there its B follows at once, goes back up, and then s
-    may begin the micro-batch t - s + 1 later: (sum of busy[s..t] + 2 x transfers between them) / (t - s + 1). The largest such
-    average is found by Dinkelbach's method: find the run that exceeds the pace so far most, take its average.
+    It is that of the slowest run of neighbouring stages s..t: F goes down from s to t, there its B follows at once,
+    goes back up, and then s may begin the micro-batch t - s + 1 later: (sum of busy[s..t] + 2 x transfers between them)
+    / (t - s + 1). The largest such average is found by Dinkelbach's method: find the run that exceeds the pace so far
+    most, take its average.
     """
     best = top = max(busy)
     while True:
@@ -76,10 +79,12 @@ def pace(busy: Seconds, transfer: Seconds) -> float:
 def formula_ends(
     forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int, virtual: int = 1, load_s: float = 0.0
 ) -> list[float]:
-    """When each stage ends its last backward, in closed form. load_s: in which a NIC sends one micro-batch of all chunks (virtual > 1).
+    """When each stage ends its last backward, in closed form. load_s: in which a NIC sends one micro-batch of all
+    chunks (virtual > 1).
 
-    The first micro-batch goes down and comes back, all others follow at the pace. Then the last backward runs up to stage 0. Exact for
-    equal stages and free edges: (m + p - 1)(f + b); else up to 20 % too long (tests/plan/search/test_partition.py).
+    The first micro-batch goes down and comes back, all others follow at the pace. Then the last backward runs up to
+    stage 0. Exact for equal stages and free edges: (m + p - 1)(f + b); else up to 20 % too long
+    (tests/plan/search/test_partition.py).
     """
     busy = [f + b for f, b in zip(forward, backward)]
     hops = 2 * sum(transfer)
@@ -93,9 +98,9 @@ def formula_ends(
 
 
 def walked_ends(forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int) -> list[float]:
-    """What formula_ends has a formula for (one chunk a stage), pass by pass: each after the one before it on its stage, and what it needs
-    of its neighbour. The formula is too long where the first stage computes more than the others: it fills its wait for the first
-    gradient with a forward pass. A microsecond or two for each pass."""
+    """What formula_ends has a formula for (one chunk a stage), pass by pass: each after the one before it on its stage,
+    and what it needs of its neighbour. The formula is too long where the first stage computes more than the others: it
+    fills its wait for the first gradient with a forward pass. A microsecond or two for each pass."""
     last = len(forward) - 1
     orders = [passes(stage, last + 1, micro_batches) for stage in range(last + 1)]
     ended: dict[str, list[list[float]]] = {kind: [[] for _ in orders] for kind in "FB"}  # of each stage, by micro-batch
@@ -118,9 +123,10 @@ def walked_ends(forward: Seconds, backward: Seconds, transfer: Seconds, micro_ba
 
 @dataclass(frozen=True)
 class Estimate:
-    """One step; tuples by stage. compute_s: all micro-batches. transfer_s: one activation to the next stage, by edge. reduction_s: all of
-    it; exposed_s: what is left after the stage's last backward, with a tied embedding's all-reduce. end_s: when the stage has ended all.
-    stage_layers, memory_bytes, fits: where layers were given to stages (plan/cost/stages.py)."""
+    """One step; tuples by stage. compute_s: all micro-batches. transfer_s: one activation to the next stage, by edge.
+    reduction_s: all of it; exposed_s: what is left after the stage's last backward, with a tied embedding's all-reduce.
+    end_s: when the stage has ended all. stage_layers, memory_bytes, fits: where layers were given to stages
+    (plan/cost/stages.py)."""
 
     compute_s: tuple[float, ...]
     transfer_s: tuple[float, ...]
@@ -137,7 +143,8 @@ class Estimate:
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """Neither computing nor reducing after its backward: the bubble, transfers, and waiting for the slowest stage."""
+        """Neither computing nor reducing after its backward: the bubble, transfers, and waiting for the slowest stage.
+        """
         return tuple(self.step_s - compute - exposed for compute, exposed in zip(self.compute_s, self.exposed_s))
 
     @property
@@ -159,8 +166,8 @@ def step_of(
 ) -> Estimate:
     """The step, its last backwards by `ends` (formula_ends or walked_ends); chunks: virtual and load_s of formula_ends.
 
-    tied_s: all-reduce of a tied embedding's gradient between the first and the last stage when both have ended; then they reduce their
-    own (the order of DeepSpeed's PipelineEngine: ReduceTiedGrads, ReduceGrads).
+    tied_s: all-reduce of a tied embedding's gradient between the first and the last stage when both have ended; then
+    they reduce their own (the order of DeepSpeed's PipelineEngine: ReduceTiedGrads, ReduceGrads).
     """
     end = ends(forward, backward, transfer, micro_batches, *(chunks if chunks[0] > 1 else ()))
     exposed = list(exposed)

@@ -2,8 +2,9 @@
 
     Portion (model, sizes) + StagePrice of each stage  -- costs_of -->  StageCosts  -- estimate(stage_layers) -->  Estimate
 
-The step is plan/cost/pipeline.py's, then each stage's reduction. With overlap a layer's gradients travel while the layers below it
-still run backward in the last micro-batch (they are final only then), so what is exposed of layers i..j-1 is
+The step is plan/cost/pipeline.py's, then each stage's reduction. With overlap a layer's gradients travel while the
+layers below it still run backward in the last micro-batch (they are final only then), so what is exposed of layers
+i..j-1 is
 
     max over l of   reduction(i..l) - backward(i..l-1)
 """
@@ -29,10 +30,11 @@ Rows = tuple[Row, ...]
 
 @dataclass(frozen=True)
 class StagePrice:
-    """What a stage's GPUs and networks take. flops: FLOP/s of its slowest GPU. collective_s: tensor, context and expert groups of a block
-    and micro-batch, forward and backward. reduction: of bytes of gradients, once a step; gather, scatter: weights before a layer's
-    forward and its backward (ZeRO 3), gradients after its backward (ZeRO 2 and 3), of every micro-batch. limit_bytes: of its smallest GPU.
-    way: how its data-parallel groups reduce ("none", "local", "flat", "two-level")."""
+    """What a stage's GPUs and networks take. flops: FLOP/s of its slowest GPU. collective_s: tensor, context and expert
+    groups of a block and micro-batch, forward and backward. reduction: of bytes of gradients, once a step; gather,
+    scatter: weights before a layer's forward and its backward (ZeRO 3), gradients after its backward (ZeRO 2 and 3), of
+    every micro-batch. limit_bytes: of its smallest GPU. way: how its data-parallel groups reduce ("none", "local",
+    "flat", "two-level")."""
 
     flops: float
     collective_s: float = 0.0
@@ -55,14 +57,15 @@ Kinds = tuple[tuple[Layer, Layer, Layer], float]
 
 
 def layer_kinds(model: Model, sizes: Sizes) -> Kinds:
-    """(embedding, a block, output) as one rank of complete `sizes` has them, and what recomputation works on (plan/cost/memory.py)."""
+    """(embedding, a block, output) as one rank of complete `sizes` has them, and what recomputation works on
+    (plan/cost/memory.py)."""
     every, expert = model.layers_of(sizes), sizes.expert if model.experts else 1
     return (every[0], every[1], every[-1]), working_bytes(model, sizes.tensor, sizes.context, expert)
 
 
 class Portion:
-    """What one rank has of `model` under complete `sizes`. layers: embedding, a block (of which `blocks` follow each other), output;
-    reduced_bytes, state_bytes: of each. kinds: layer_kinds, where it is known."""
+    """What one rank has of `model` under complete `sizes`. layers: embedding, a block (of which `blocks` follow each
+    other), output; reduced_bytes, state_bytes: of each. kinds: layer_kinds, where it is known."""
 
     def __init__(self, model: Model, sizes: Sizes, kinds: Kinds | None = None):
         self.layers, self.working_bytes = kinds or layer_kinds(model, sizes)
@@ -76,14 +79,16 @@ class Portion:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds and bytes, by stage and kind of layer. Layers include those `before` the first block and `after` the last.
+    """Seconds and bytes, by stage and kind of layer. Layers include those `before` the first block and `after` the
+    last.
 
-    repeats: layers of each kind that follow each other, () for one of each. forward_s, backward_s: [stage][kind], one micro-batch.
-    reduction_s: [stage][kind], the layer's gradients; latency_s: [stage], once a step. transfer_s: [stage][kind], the layer's output from
-    this stage to the next (the last stage's row is not used). state_bytes, kept_bytes: [kind]; kept for each micro-batch under way.
-    limit_bytes: [stage], inf without limit; working_bytes: on every stage. tied_s: all-reduce of a tied embedding. virtual: chunks of a
-    stage; load_s: in which a stage's NIC sends one micro-batch of all chunks. places: the clusters of each stage, for messages.
-    HolmesError names stage, layer and number.
+    repeats: layers of each kind that follow each other, () for one of each. forward_s, backward_s: [stage][kind], one
+    micro-batch. reduction_s: [stage][kind], the layer's gradients; latency_s: [stage], once a step. transfer_s:
+    [stage][kind], the layer's output from this stage to the next (the last stage's row is not used). state_bytes,
+    kept_bytes: [kind]; kept for each micro-batch under way. limit_bytes: [stage], inf without limit; working_bytes: on
+    every stage. tied_s: all-reduce of a tied embedding. virtual: chunks of a stage; load_s: in which a stage's NIC
+    sends one micro-batch of all chunks. places: the clusters of each stage, for messages. HolmesError names stage,
+    layer and number.
     """
 
     forward_s: Rows
@@ -264,7 +269,8 @@ def costs_of(
     load_s: float = 0.0,
     sharded: bool = True,
 ) -> StageCosts:
-    """The layers of a model on stages of these prices; edges: seconds of an activation to each next stage. sharded: see StagePrice."""
+    """The layers of a model on stages of these prices; edges: seconds of an activation to each next stage. sharded: see
+    StagePrice."""
     known = {}
     for price in dict.fromkeys(prices):
         layers = zip(portion.layers, portion.reduced_bytes)

@@ -4,8 +4,9 @@
                                   one group (AB)       stages  AB AB AB AB    every cluster holds whole pipelines, gradients cross
     clusters A B C D              groups (AB)(CD)      stages  AB AB CD CD    both
 
-A stage's content is a tuple of (cluster, ranks) in the order of its data-parallel ranks. Groups of equal numbers of clusters are looked at, in
-every order; clusters that are alike (nodes, GPU, fabric's kind, rate and latency, measured ones first) are interchangeable, so only distinct orders are listed.
+A stage's content is a tuple of (cluster, ranks) in the order of its data-parallel ranks. Groups of equal numbers of
+clusters are looked at, in every order; clusters that are alike (nodes, GPU, fabric's kind, rate and latency, measured
+ones first) are interchangeable, so only distinct orders are listed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ MAX_ORDERS = 9600
 
 @dataclass(frozen=True)
 class Ground:
-    """A site as the search sees it: clusters by index, in the launcher's order. only: the fabric of all traffic (stock). links: measured ones."""
+    """A site as the search sees it: clusters by index, in the launcher's order. only: the fabric of all traffic
+    (stock). links: measured ones."""
 
     site: Site
     gpus: tuple[Gpu, ...]
@@ -104,7 +106,8 @@ class Ground:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """groups: clusters that share stages, in the order of stages. contents: by stage. order: of the axes in the ranks."""
+    """groups: clusters that share stages, in the order of stages. contents: by stage. order: of the axes in the ranks.
+    """
 
     groups: tuple[tuple[int, ...], ...]
     contents: tuple[Content, ...]
@@ -127,7 +130,8 @@ class Arrangement:
 
 
 def arrangements(ground: Ground, pipeline: int, replica: int, limit: int = MAX_ORDERS) -> tuple[list[Arrangement], bool]:
-    """All arrangements of `pipeline` stages whose tensor x context groups have `replica` ranks, and whether none was left out."""
+    """All arrangements of `pipeline` stages whose tensor x context groups have `replica` ranks, and whether none was
+    left out."""
     count, complete, found = len(ground.ranks), True, []
     for together in (size for size in range(1, count + 1) if count % size == 0):
         if pipeline == 1 and together > 1:

@@ -1,19 +1,21 @@
 """The split of the layers with the least predicted step: a dynamic program, exact.
 
-With stage i's blocks a range, from the last stage to the first (f, b, x: forward, backward, transfer; R: exposed reduction)
+With stage i's blocks a range, from the last stage to the first (f, b, x: forward, backward, transfer; R: exposed
+reduction)
 
     tail_s = f_s + b_s + 2 x_s + tail_(s+1)                    the first micro-batch from s down and back
     V_s    = max(tail_s + R_s, f_s + x_s + V_(s+1))            the latest end of stages s..p-1, seen from s
     step   = V_0 + (micro_batches - 1) P,   P >= the average of any run of stages             (plan/cost/step.py: pace)
     M_s    = f_s + b_s - P + max(0, 2 x_s + M_(s+1)) <= 0      the same, for one P: no run that begins with s exceeds it
 
-For a given bound on P a dynamic program over (stage, first block) finds the least V_0; it keeps every (V, tail, carry), carry = max(0, 2 x + M)
-for the stage before, that no other beats in all. Intervals of P are then halved, those that cannot hold a better step are dropped, and each
-run says up to which P its answer stays the same. A run skips what cannot lead to a better step than the best one known: the blocks above need
-at least their cheapest forward (and backward) before V (and tail), and the stages above must be able to hold them. Tied embeddings make the last
-stage wait for the first: its R is kept too. "Exact" is: no other split is better by more than TOLERANCE, as long as no (stage, first block) has
-more than MAX_STATES of them (benchmarks/stages_speed.py counts how often); above, half are kept for the least V, half for the least carry, and
-the split found may be a little worse than the best.
+For a given bound on P a dynamic program over (stage, first block) finds the least V_0; it keeps every (V, tail, carry),
+carry = max(0, 2 x + M) for the stage before, that no other beats in all. Intervals of P are then halved, those that
+cannot hold a better step are dropped, and each run says up to which P its answer stays the same. A run skips what
+cannot lead to a better step than the best one known: the blocks above need at least their cheapest forward (and
+backward) before V (and tail), and the stages above must be able to hold them. Tied embeddings make the last stage wait
+for the first: its R is kept too. "Exact" is: no other split is better by more than TOLERANCE, as long as no (stage,
+first block) has more than MAX_STATES of them (benchmarks/stages_speed.py counts how often); above, half are kept for
+the least V, half for the least carry, and the split found may be a little worse than the best.
 """
 
 from __future__ import annotations
@@ -97,8 +99,8 @@ def _least(costs: StageCosts) -> tuple[Row, Row]:
 
 
 class _Search:
-    """The dynamic program for one bound on P after the other. next_pace: the least P above the last bound that allows more;
-    exact: no state was dropped for there being too many."""
+    """The dynamic program for one bound on P after the other. next_pace: the least P above the last bound that allows
+    more; exact: no state was dropped for there being too many."""
 
     def __init__(self, costs: StageCosts):
         self.costs = costs

@@ -1,15 +1,17 @@
 """What no partition of the layers can beat, for a shape under an arrangement whose blocks are alike.
 
-w: work of a micro-batch on one stage (forward f and backward b), W its sum over the p stages, m micro-batches, x_s the edge below stage s.
+w: work of a micro-batch on one stage (forward f and backward b), W its sum over the p stages, m micro-batches, x_s the
+edge below stage s.
 
     formula    W + 2 sum x + (m - 1) pace, then exposed reductions           (plan/cost/pipeline.py, stages.py)
     bound      W + 2 sum x + max over s of ((m - 1) w_s - (u_s - 1) f_s),     u_s = min(p - s, m)
 
-holds for every 1F1B schedule: stage s starts when the first micro-batch has come down, its first backward waits until that one has been to
-the end and back, u_s forwards may come before, the other m - u_s forwards and all m backwards come after, and the last one goes up again. As
-(m - 1) w - (u - 1) f >= k_s w with k_s = (m - 1) - (u_s - 1) max f/w, no split beats W_least + Q + 2 sum x, where Q is the least for which
-the stages have room for all layers when k_s w_s <= Q (and what they reduce fits under the backwards above). With v chunks a stage: m w_s +
-(sum of the stages above) / v + 2 sum x above, and m times what a NIC sends.
+holds for every 1F1B schedule: stage s starts when the first micro-batch has come down, its first backward waits until
+that one has been to the end and back, u_s forwards may come before, the other m - u_s forwards and all m backwards come
+after, and the last one goes up again. As (m - 1) w - (u - 1) f >= k_s w with k_s = (m - 1) - (u_s - 1) max f/w, no
+split beats W_least + Q + 2 sum x, where Q is the least for which the stages have room for all layers when k_s w_s <= Q
+(and what they reduce fits under the backwards above). With v chunks a stage: m w_s + (sum of the stages above) / v + 2
+sum x above, and m times what a NIC sends.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ Bound = tuple[float, tuple[int, ...] | None]
 
 
 class Bounds:
-    """Of `costs` with one kind of blocks. Lists by stage: forward, backward, reduction of a block in seconds; extra_*: of what the first
-    and the last stage have besides (embedding, output); most: blocks that the memory holds."""
+    """Of `costs` with one kind of blocks. Lists by stage: forward, backward, reduction of a block in seconds; extra_*:
+    of what the first and the last stage have besides (embedding, output); most: blocks that the memory holds."""
 
     def __init__(self, costs: StageCosts):
         assert len(costs.repeats) == 3, "embedding, blocks, output"
@@ -46,7 +48,8 @@ class Bounds:
         return all(layers <= most for layers, most in zip(split, self.most))
 
     def bound(self) -> Bound:
-        """Seconds that no split beats, and the split whose slowest stage is the fastest; (inf, None) when no split fits."""
+        """Seconds that no split beats, and the split whose slowest stage is the fastest; (inf, None) when no split
+        fits."""
         if self.costs.virtual > 1:
             return self._bound_of_chunks()
         more, share = self.micro_batches - 1, 0.0
@@ -86,8 +89,9 @@ class Bounds:
         return max(least, self.micro_batches * costs.load_s), split
 
     def _room_for_reductions(self, weights: Sequence[float], start: float, most_backward: float) -> float:
-        """The least Q, layers being divisible, when every stage reduces what it holds after its last backward, under the last backwards of
-        the stages above: weight x work + reduction <= Q + backwards and edges above, the former at most Q / weight x its share of work."""
+        """The least Q, layers being divisible, when every stage reduces what it holds after its last backward, under
+        the last backwards of the stages above: weight x work + reduction <= Q + backwards and edges above, the former
+        at most Q / weight x its share of work."""
         tied = self.costs.tied_wait_s
         lines = []  # n <= offset + slope x Q, twice a stage
         above, edges = 0.0, 0.0
@@ -131,7 +135,8 @@ class Bounds:
         return total
 
     def _room(self, weights: Sequence[float]) -> Bound:
-        """The least Q for which all layers have room when weight x work <= Q on every stage, and the split; (inf, None) without room."""
+        """The least Q for which all layers have room when weight x work <= Q on every stage, and the split; (inf, None)
+        without room."""
         layers = self.costs.blocks
         if min(self.most) < 1 or sum(self.most) < layers:
             return inf, None

@@ -1,4 +1,6 @@
-"""Where the time of a candidate's step goes, what the same job takes without holmes, and what it would with another Ethernet."""
+"""Where the time of a candidate's step goes, what the same job takes without holmes, and what it would with another
+Ethernet.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ CAUSES = {
 
 
 def causes(outcome: Outcome, candidate: Candidate) -> dict[str, float]:
-    """Seconds of CAUSES, the mean over all ranks; they add up to the candidate's step: to the simulated one where there is one."""
+    """Seconds of CAUSES, the mean over all ranks; they add up to the candidate's step: to the simulated one where there
+    is one."""
     pricing, order = outcome.pricing(candidate.shape), candidate.arrangement.order
     prices = [pricing.stage(content, order) for content in candidate.arrangement.contents]
     stages, steps = len(prices), candidate.shape.micro_batches
@@ -46,7 +49,8 @@ def stock_like(outcome: Outcome, candidate: Candidate) -> tuple[Outcome, Candida
 
 
 def best_stock(outcome: Outcome) -> Candidate | None:
-    """Stock with the sizes that suit it best of all that were worked out and fit (in closed form), simulated if the best candidate is."""
+    """Stock with the sizes that suit it best of all that were worked out and fit (in closed form), simulated if the
+    best candidate is."""
     every = [outcome.stock(shape)[1] for shape in dict.fromkeys(one.shape for one in outcome.candidates)]
     fitting = [one for one in every if all(used <= limit for used, limit in zip(one.memory_bytes, one.limit_bytes))]
     least = min(fitting, key=lambda one: one.formula_s, default=None)
@@ -54,7 +58,8 @@ def best_stock(outcome: Outcome) -> Candidate | None:
 
 
 def on_ethernet(outcome: Outcome, candidate: Candidate, rate_bps: float) -> tuple[float, float]:
-    """Seconds, in closed form, of a candidate's step and of stock's with its shape, if Ethernet had this rate on every node."""
+    """Seconds, in closed form, of a candidate's step and of stock's with its shape, if Ethernet had this rate on every
+    node."""
     factor = rate_bps / outcome.ground.site.fabric_by_name[ETHERNET].rate_bps
     site = with_ethernet(outcome.ground.site, rate_bps)
     ground = Ground.of(site, outcome.model, links=outcome.ground.links.scaled(ETHERNET, factor))

@@ -6,9 +6,10 @@
                 S_i: the steps a second of a job whose stages were all like i
     balanced    the least predicted step among all splits that fit the stages' memory (plan/search/balanced.py)
 
-The formula that balanced is exact for is up to 20 % too long where stages are unequal. So partition() walks through the schedule pass by
-pass: of the split found, of uniform and of speed; from the least of them it goes on, one block over one border at a time, while that gets
-better. So balanced is never predicted to be slower than the other two; with two stages nor than any split near it.
+The formula that balanced is exact for is up to 20 % too long where stages are unequal. So partition() walks through the
+schedule pass by pass: of the split found, of uniform and of speed; from the least of them it goes on, one block over
+one border at a time, while that gets better. So balanced is never predicted to be slower than the other two; with two
+stages nor than any split near it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ WALKED_PASSES = 100_000
 
 
 def partition(method: str, costs: StageCosts, alpha: float = 1.0) -> tuple[int, ...]:
-    """Blocks of each stage by `method` of METHODS. HolmesError: unknown method, bad alpha, nothing fits the memory (balanced)."""
+    """Blocks of each stage by `method` of METHODS. HolmesError: unknown method, bad alpha, nothing fits the memory
+    (balanced)."""
     if method == "uniform":
         return uniform(costs.blocks, costs.stages)
     if method == "speed":
@@ -46,7 +48,8 @@ def partition(method: str, costs: StageCosts, alpha: float = 1.0) -> tuple[int, 
 
 
 def speeds(costs: StageCosts) -> tuple[float, ...]:
-    """Steps a second of the uniform partition if every stage had stage i's GPUs and networks: the paper measures S in such jobs."""
+    """Steps a second of the uniform partition if every stage had stage i's GPUs and networks: the paper measures S in
+    such jobs."""
     rows, known = (costs.forward_s, costs.backward_s, costs.reduction_s, costs.latency_s), {}
     for stage, own in enumerate(zip(*rows)):
         if own not in known:
@@ -82,9 +85,11 @@ def improved(
     pairs_of: Callable[[Sequence[int]], Iterable[tuple[int, int]]],
     tries: int,
 ) -> tuple[tuple[int, ...], float]:
-    """(split, seconds) after single blocks were moved from one stage to another, as long as that takes off time, for so many tries.
+    """(split, seconds) after single blocks were moved from one stage to another, as long as that takes off time, for so
+    many tries.
 
-    seconds_of: of a step under a split, inf where it does not fit. pairs_of: (giver, taker) that are tried, the most promising first.
+    seconds_of: of a step under a split, inf where it does not fit. pairs_of: (giver, taker) that are tried, the most
+    promising first.
     """
     best, again, better = seconds_of(split), [], True
     while better:

@@ -1,10 +1,11 @@
 """Prices of every stage of a shape under an arrangement, from numbers of clusters instead of numbers of ranks.
 
-The prices are plan/cost/network.py's and the sharing of NICs plan/cost/nodes.py's, so a dense model gives the same figures as costs_on_site
-where traffic inside a node is free (tests/plan/search/test_pricing.py compares them); here stages with the same content are priced once,
-which is what a search of 16,384 GPUs needs. Besides: NVLink where the GPUs' rate is known, ZeRO, experts, and for a data-parallel group that
-straddles clusters the choice between a flat ring and two levels (not under ZeRO 2 and 3, which no engine reduces so). What ZeRO 2 and 3
-send counts in full: nothing of it is hidden under computing.
+The prices are plan/cost/network.py's and the sharing of NICs plan/cost/nodes.py's, so a dense model gives the same
+figures as costs_on_site where traffic inside a node is free (tests/plan/search/test_pricing.py compares them); here
+stages with the same content are priced once, which is what a search of 16,384 GPUs needs. Besides: NVLink where the
+GPUs' rate is known, ZeRO, experts, and for a data-parallel group that straddles clusters the choice between a flat ring
+and two levels (not under ZeRO 2 and 3, which no engine reduces so). What ZeRO 2 and 3 send counts in full: nothing of
+it is hidden under computing.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Pricing:
         return found
 
     def least_edge_s(self) -> float:
-        """Seconds that no activation to the next stage beats, whatever the arrangement; 0 where neighbouring stages may share a node."""
+        """Seconds that no activation to the next stage beats, whatever the arrangement; 0 where neighbouring stages may
+        share a node."""
         ground, shape = self.ground, self.shape
         replica, uneven = shape.pipeline * shape.tensor * shape.context, self.stage_ranks % self.processes
         pipelines_first = all(ranks % replica == 0 for ranks in ground.ranks)
@@ -103,8 +105,8 @@ class Pricing:
         return max(all_reduce(2, fabric, min(self.processes, step)).seconds(size) for fabric in fabrics)
 
     def _load_s(self, arrangement: Arrangement, edges: Sequence[float]) -> float:
-        """Seconds that a stage's NIC sends for one micro-batch of all chunks: v activations down, v gradients up, and at the ends v - 1
-        around; what goes to another cluster and what stays in one are different NICs."""
+        """Seconds that a stage's NIC sends for one micro-batch of all chunks: v activations down, v gradients up, and
+        at the ends v - 1 around; what goes to another cluster and what stays in one are different NICs."""
         v, contents = self.shape.virtual, arrangement.contents
         clusters = [{index for index, _ in content} for content in contents]
         loads = [{True: 0.0, False: 0.0} for _ in clusters]
@@ -188,7 +190,8 @@ class Pricing:
         return Price(ring(count)[1] * 8 / rate) if rate and count > 1 else FREE
 
     def _fabric_of(self, content: Content, span: int) -> Fabric:
-        """Of groups of `span` neighbouring ranks: the slowest of the clusters' own where each lies in one, else what all share."""
+        """Of groups of `span` neighbouring ranks: the slowest of the clusters' own where each lies in one, else what
+        all share."""
         if all(ranks % span == 0 for _, ranks in content):
             return min((self.ground.fabric([index]) for index, _ in content), key=lambda fabric: fabric.preference)
         return self.ground.fabric([index for index, _ in content])

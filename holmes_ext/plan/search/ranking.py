@@ -1,7 +1,9 @@
-"""The fastest candidates of a search simulated step by step (plan/simulate/step.py), ranked by that, and a certificate that holds for it.
+"""The fastest candidates of a search simulated step by step (plan/simulate/step.py), ranked by that, and a certificate
+that holds for it.
 
-What was not simulated is bounded by Candidate.least_s (plan/search/bounds.py), which holds for every 1F1B step, so the certificate compares
-the best simulated step with the least of all others' bounds. Steps of more than WORK passes are not simulated.
+What was not simulated is bounded by Candidate.least_s (plan/search/bounds.py), which holds for every 1F1B step, so the
+certificate compares the best simulated step with the least of all others' bounds. Steps of more than WORK passes are
+not simulated.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from holmes_ext.plan.search.result import Candidate, Certificate, Outcome
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.step import Step, simulate
 
-#: Candidates simulated at most, each of another shape, and the passes (forward and backward, of all stages) of all of them together.
-COUNT = 30
+#: Candidates simulated at least (those that a table shows) and at most, each of another shape, and the passes (forward and backward, of all stages) of all of
+#: them together.
+SHOWN, COUNT = 10, 30
 WORK = 60_000
 
 
@@ -35,16 +38,18 @@ def simulated(outcome: Outcome, candidate: Candidate) -> Step:
 
 
 def passes(candidate: Candidate, layers: int) -> int:
-    """That a simulation of it walks through: under ZeRO 2 and 3 each layer's weights and gradients travel by themselves."""
+    """That a simulation of it walks through: under ZeRO 2 and 3 each layer's weights and gradients travel by
+    themselves."""
     shape = candidate.shape
     return 2 * shape.micro_batches * shape.pipeline * shape.virtual * (layers if shape.zero > 1 else 1)
 
 
 def rank(outcome: Outcome, count: int = COUNT) -> Outcome:
-    """`outcome` with its fastest shapes simulated: those first, by their simulated step, and a second certificate for it."""
+    """`outcome` with its fastest shapes simulated: those first, by their simulated step, and a second certificate for
+    it."""
     left, seen, done, best = WORK, set(), {}, inf
     for index, one in enumerate(outcome.candidates):
-        if len(seen) == count or one.formula_s >= best:  # the closed form seldom says more than the simulation
+        if len(seen) == count or (len(seen) >= SHOWN and one.formula_s >= best):  # which seldom says more than the simulation
             break
         work = passes(one, outcome.model.layers)
         if one.shape in seen or work > left:

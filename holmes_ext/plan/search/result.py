@@ -19,9 +19,9 @@ EQUAL = 1e-9
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan. formula_s: its step in closed form; bound_s: no partition of it is faster in closed form; least_s: no 1F1B step of any
-    partition takes less. simulated_s: of plan/simulate/step.py, 0 when it was not simulated. memory_bytes, limit_bytes, and reductions
-    (the way of plan/cost/stages.py's StagePrice): by stage."""
+    """One plan. formula_s: its step in closed form; bound_s: no partition of it is faster in closed form; least_s: no
+    1F1B step of any partition takes less. simulated_s: of plan/simulate/step.py, 0 when it was not simulated.
+    memory_bytes, limit_bytes, and reductions (the way of plan/cost/stages.py's StagePrice): by stage."""
 
     shape: Shape
     arrangement: Arrangement
@@ -68,9 +68,9 @@ class Certificate:
 
 @dataclass
 class Outcome:
-    """candidates: the fastest first. unseen: shapes that were not expanded, with their bounds. misfits: arrangements that no memory holds.
-    left_s: the least bound of what was not worked out. formula: certificate of the closed form; simulated: of simulated steps, None
-    before plan/search/ranking.py's rank."""
+    """candidates: the fastest first. unseen: shapes that were not expanded, with their bounds. misfits: arrangements
+    that no memory holds. left_s: the least bound of what was not worked out. formula: certificate of the closed form;
+    simulated: of simulated steps, None before plan/search/ranking.py's rank."""
 
     ground: Ground
     model: Model
@@ -137,8 +137,8 @@ class Outcome:
         )
 
     def stock(self, shape: Shape) -> tuple[Outcome, Candidate]:
-        """The same shape without holmes: the launcher's order, all traffic on the network that all nodes share, layers even, nothing
-        overlapped."""
+        """The same shape without holmes: the launcher's order, all traffic on the network that all nodes share, layers
+        even, nothing overlapped."""
         site = self.ground.site
         ground = Ground.of(site, self.model, stock_fabric(site), self.ground.links)
         stock = replace(self, ground=ground, overlap=False)

@@ -1,12 +1,14 @@
-"""The best plan for a model on a site: branch and bound over shapes, arrangements of the clusters and partitions of the layers.
+"""The best plan for a model on a site: branch and bound over shapes, arrangements of the clusters and partitions of the
+layers.
 
     shape        sizes, micro-batch, recomputation, ZeRO          bound: all clusters' stages together, nothing sent
      `- arrangement   order of clusters, who shares stages        bound: no split of the layers is faster
          `- partition     layers of each stage                    the step itself
 
-What has the least bound is looked at next; when the least bound left is no better than the best step found, that step is the best: nothing
-that was not looked at can beat it. With a time limit, or where only some orders of clusters or some partitions were tried, the certificate
-says within which fraction the best lies. Everything looked at is kept, and of the rest its bound.
+What has the least bound is looked at next; when the least bound left is no better than the best step found, that step
+is the best: nothing that was not looked at can beat it. With a time limit, or where only some orders of clusters or
+some partitions were tried, the certificate says within which fraction the best lies. Everything looked at is kept, and
+of the rest its bound.
 """
 
 from __future__ import annotations
@@ -68,10 +70,12 @@ def search(
     rows: int = ROWS,
     links: Links = Links(),
 ) -> Outcome:
-    """The best plans for `model` with `global_batch` sequences a step; HolmesError: no sizes are possible, or nothing fits the memory.
+    """The best plans for `model` with `global_batch` sequences a step; HolmesError: no sizes are possible, or nothing
+    fits the memory.
 
-    overlap: gradients are reduced under the last backward. seconds: after so many the best so far is the answer. A KeyboardInterrupt does
-    the same, with interrupted set; before anything was found it is raised on. links: measured ones (`holmes probe`).
+    overlap: gradients are reduced under the last backward. seconds: after so many the best so far is the answer. A
+    KeyboardInterrupt does the same, with interrupted set; before anything was found it is raised on. links: measured
+    ones (`holmes probe`).
     """
     if global_batch < 1:
         raise HolmesError(f"--global-batch is {global_batch}; it must be 1 or more")
@@ -97,7 +101,8 @@ class _Arranged:
 
 
 class _Run:
-    """One search. heap: (bound, number, shape or arranged shape); a shape is expanded into its arrangements, an arrangement is worked out."""
+    """One search. heap: (bound, number, shape or arranged shape); a shape is expanded into its arrangements, an
+    arrangement is worked out."""
 
     def __init__(self, outcome: Outcome, rows: int):
         self.outcome, self.rows = outcome, rows
@@ -141,8 +146,9 @@ class _Run:
         heapq.heappush(self.heap, (bound, next(self.number), item))
 
     def _ideal(self, pricing: Pricing) -> float:
-        """Seconds that no arrangement beats: each cluster's stages compute and talk inside stages as if they were alone, layers are
-        divisible, activations take the fastest network, nothing is reduced; inf where no stages have room for the layers."""
+        """Seconds that no arrangement beats: each cluster's stages compute and talk inside stages as if they were
+        alone, layers are divisible, activations take the fastest network, nothing is reduced; inf where no stages have
+        room for the layers."""
         ground, shape, block, layers = self.outcome.ground, pricing.shape, pricing.block, pricing.portion.blocks
         size = ground.world // shape.pipeline
         prices = [pricing.stage(((index, size),), DEFAULT_ORDER) for index in range(len(ground.ranks))]
@@ -156,7 +162,8 @@ class _Run:
         if v > 1:
             slowest = max(each) * layers / shape.pipeline
             alike = max(0.0, sum(count for count, seconds in zip(stages, each) if seconds == max(each)) - 1)
-            # at most two edges at each border between clusters leave one: with many more, two neighbouring ones are on one network
+            # at most two edges at each border between clusters leave one: with many more, two neighbouring ones are on
+            # one network
             both = 2 if edges // 2 > 2 * (len(stages) - 1) else 1
             return max(slowest * (m + alike / v) + 2 * alike * edge, m * v * both * edge)
         share = max(f / seconds for f, seconds in zip(forward, each))
@@ -289,7 +296,8 @@ class _Run:
 
 
 def _full_to_empty(bounds: Bounds, split: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Pairs of stages: those with the most work give, those with the least take; and the ends, whose reductions may be exposed."""
+    """Pairs of stages: those with the most work give, those with the least take; and the ends, whose reductions may be
+    exposed."""
     work = [n * each for n, each in zip(split, bounds.each)]
     stages = sorted(range(bounds.count), key=work.__getitem__)
     givers = dict.fromkeys((*stages[: -4 : -1], 0, bounds.count - 1))

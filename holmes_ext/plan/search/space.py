@@ -1,8 +1,10 @@
-"""Every shape that a job can have on a site: the sizes, micro-batch, recomputation and ZeRO stage, without the order of nodes.
+"""Every shape that a job can have on a site: the sizes, micro-batch, recomputation and ZeRO stage, without the order of
+nodes.
 
-What does not divide is left out: ranks by tensor x context x pipeline, the global batch by micro-batch x data, heads by tensor, the sequence by
-2 x context, layers by pipeline x virtual (virtual > 1), micro-batches by pipeline (virtual > 1, Megatron's rule), experts and data x context by
-expert; groups of ranks that fill nodes unevenly; and contexts of less than MIN_TOKENS a rank. ZeRO stages 2 and 3 only without a pipeline (DeepSpeed's rule).
+What does not divide is left out: ranks by tensor x context x pipeline, the global batch by micro-batch x data, heads by
+tensor, the sequence by 2 x context, layers by pipeline x virtual (virtual > 1), micro-batches by pipeline (virtual > 1,
+Megatron's rule), experts and data x context by expert; groups of ranks that fill nodes unevenly; and contexts of less
+than MIN_TOKENS a rank. ZeRO stages 2 and 3 only without a pipeline (DeepSpeed's rule).
 """
 
 from __future__ import annotations

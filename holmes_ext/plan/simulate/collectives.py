@@ -38,8 +38,8 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Leaving:
-    """Buckets that leave at one moment: bytes of each; places: of their gradients; after: the layer whose backward they wait for, None
-    for what is sent after the backward pass."""
+    """Buckets that leave at one moment: bytes of each; places: of their gradients; after: the layer whose backward they
+    wait for, None for what is sent after the backward pass."""
 
     sizes: tuple[float, ...]
     places: tuple[Place, ...]
@@ -47,8 +47,8 @@ class Leaving:
 
 
 def leaving(gradients: Sequence[Gradient], limit_bytes: float, exceed: bool) -> list[Leaving]:
-    """`gradients`, in the order in which they become final, in buckets of limit_bytes. Those that are full at one layer's end leave one
-    after the other: one transfer."""
+    """`gradients`, in the order in which they become final, in buckets of limit_bytes. Those that are full at one
+    layer's end leave one after the other: one transfer."""
     found: dict[Place | None, list[tuple[Gradient, ...]]] = {}
     for late in (False, True):
         own = [gradient for gradient in gradients if gradient.late == late]
@@ -163,7 +163,8 @@ class Reductions:
     def along(
         self, kind: int, stage: int, chunk: int, letter: str, micro_batch: int, final: bool
     ) -> tuple[Operations, Operations]:
-        """For one pass, by layer: operations before it (gathered weights are awaited), operations after it (buckets leave)."""
+        """For one pass, by layer: operations before it (gathered weights are awaited), operations after it (buckets
+        leave)."""
         needs: Operations = {}
         launches: Operations = {}
         if self.execution.zero > 1:

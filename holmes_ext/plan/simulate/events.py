@@ -1,12 +1,14 @@
-"""Actors that compute and wait, and flows that share NICs: the event-driven core of plan/simulate/step.py. Seconds and bits.
+"""Actors that compute and wait, and flows that share NICs: the event-driven core of plan/simulate/step.py. Seconds and
+bits.
 
     actor     ("compute", kind, seconds, micro_batch, chunk)     ("post", tag)     ("wait", tag, kind, micro_batch)
     transfer  begins when all its parties posted it (rendezvous: blocking sends, collectives) and its channel is free;
               then a fixed time, then a flow; when it ends it posts `then` once
 
-Flows share the NICs that they use max-min fairly (progressive filling; Bertsekas and Gallager 1992, sec. 6.5.2), each way by itself. A
-flow counts `weight` times on a NIC: it stands for as many like it. What an actor waits for is idle time until the transfer is
-ready (all have posted it, or the first of those that it follows) and communication from then on.
+Flows share the NICs that they use max-min fairly (progressive filling; Bertsekas and Gallager 1992, sec. 6.5.2), each
+way by itself. A flow counts `weight` times on a NIC: it stands for as many like it. What an actor waits for is idle
+time until the transfer is ready (all have posted it, or the first of those that it follows) and communication from then
+on.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ Op = tuple[Any, ...]
 
 
 class Span(NamedTuple):
-    """What an actor did from start to end. kind: forward, backward, optimizer, idle, send, reduce, gather; across: between clusters."""
+    """What an actor did from start to end. kind: forward, backward, optimizer, idle, send, reduce, gather; across:
+    between clusters."""
 
     kind: str
     start: float
@@ -37,8 +40,8 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Transfer:
-    """parties: how many posts it needs. uses: (NIC, weight); limit_bps: what one flow reaches alone. channel: those of one channel follow each other
-    in the order in which they became ready. across: between clusters."""
+    """parties: how many posts it needs. uses: (NIC, weight); limit_bps: what one flow reaches alone. channel: those of
+    one channel follow each other in the order in which they became ready. across: between clusters."""
 
     parties: int
     fixed_s: float = 0.0
@@ -192,7 +195,8 @@ class Simulation:
 def _fair(
     flows: dict[Hashable, Transfer], nics: set[Hashable], capacities: dict[Hashable, float]
 ) -> dict[Hashable, float]:
-    """Max-min fair rates: all grow together until a NIC is full or a flow reaches its limit; those stay, the others grow on."""
+    """Max-min fair rates: all grow together until a NIC is full or a flow reaches its limit; those stay, the others
+    grow on."""
     if len(flows) == 1:
         ((tag, flow),) = flows.items()
         return {tag: min(flow.limit_bps, *(capacities[nic] / weight for nic, weight in flow.uses if weight > 1e-9), inf)}

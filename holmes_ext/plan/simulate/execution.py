@@ -13,18 +13,20 @@ TWO_LEVELS = ("off", "rings", "direct")
 
 @dataclass(frozen=True)
 class Execution:
-    """virtual: chunks of a stage; above 1 the schedule is interleaved, else 1F1B. engine: whose sends, receives, buckets and order of
-    reductions. stage_layers: blocks of each stage (interleaved: of each virtual stage, chunk by chunk), () for as even as can be.
+    """virtual: chunks of a stage; above 1 the schedule is interleaved, else 1F1B. engine: whose sends, receives,
+    buckets and order of reductions. stage_layers: blocks of each stage (interleaved: of each virtual stage, chunk by
+    chunk), () for as even as can be.
 
-    overlap: of reductions with the last backward: "off", "first" (megatron's: the first stage in buckets, the others in one piece) or "on".
-    bucket_bytes: 0 for plan/cost/buckets.py's rule. two_level: of groups that straddle clusters: "off", or how the steps inside clusters are
-    made: "rings" (NCCL) or "direct" (gloo). zero: 0 to 3; 2 and 3 without a pipeline, where every micro-batch's gradients are scattered layer
-    by layer, and (3) weights gathered before each layer's forward and backward, while nothing is computed. gather_overlap: ZeRO-1's weights
-    travel under the next forward.
+    overlap: of reductions with the last backward: "off", "first" (megatron's: the first stage in buckets, the others in
+    one piece) or "on". bucket_bytes: 0 for plan/cost/buckets.py's rule. two_level: of groups that straddle clusters:
+    "off", or how the steps inside clusters are made: "rings" (NCCL) or "direct" (gloo). zero: 0 to 3; 2 and 3 without a
+    pipeline, where every micro-batch's gradients are scattered layer by layer, and (3) weights gathered before each
+    layer's forward and backward, while nothing is computed. gather_overlap: ZeRO-1's weights travel under the next
+    forward.
 
-    block_s, message_s, step_s: seconds that software adds to a block's forward or backward, a message, a step. parameter_s: optimizer's
-    seconds of one parameter. cores: CPU cores that all ranks share for block_s, parameter_s, step_s and what links say of bytes sent, as
-    in a lab on one machine; 0: every rank has its own.
+    block_s, message_s, step_s: seconds that software adds to a block's forward or backward, a message, a step.
+    parameter_s: optimizer's seconds of one parameter. cores: CPU cores that all ranks share for block_s, parameter_s,
+    step_s and what links say of bytes sent, as in a lab on one machine; 0: every rank has its own.
     """
 
     engine: str = "megatron"

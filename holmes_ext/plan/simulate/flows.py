@@ -1,9 +1,9 @@
-"""What a message or a collective puts on the networks: plan/simulate/step.py's transfers, with their seconds and bits, and the NICs that
-they share. The one place that knows the way from node to node.
+"""What a message or a collective puts on the networks: plan/simulate/step.py's transfers, with their seconds and bits,
+and the NICs that they share. The one place that knows the way from node to node.
 
-A ring of n ranks passes every node once: 2 (n - 1) / n of the bytes through each NIC, both ways at once, in 2 (n - 1) messages (half of
-both for a reduce-scatter or a gather); among GPUs of one node over their own link, where its rate is known. Two levels:
-runtime/reduce/two_level.py's four steps, chunk after chunk.
+A ring of n ranks passes every node once: 2 (n - 1) / n of the bytes through each NIC, both ways at once, in 2 (n - 1)
+messages (half of both for a reduce-scatter or a gather); among GPUs of one node over their own link, where its rate is
+known. Two levels: runtime/reduce/two_level.py's four steps, chunk after chunk.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Flows:
         return Transfer(2, fixed, share * 8 * size, curve.rate_bps, uses, across=self._across(one, two))
 
     def ring(self, groups: DataGroups, sizes: Sequence[float], part: float, channel: Hashable) -> Transfer:
-        """Buckets of `sizes` bytes, one after the other; part: 1 of an all-reduce, 1/2 of a reduce-scatter or a gather."""
+        """Buckets of `sizes` bytes, one after the other; part: 1 of an all-reduce, 1/2 of a reduce-scatter or a gather.
+        """
         parties, total = len(groups.kinds), sum(sizes)
         messages, share = (part * value for value in ring(groups.ranks))
         if len(groups.members) == 1:
@@ -73,8 +74,8 @@ class Flows:
     def two_levels(
         self, groups: DataGroups, sizes: Sequence[float], direct: bool, tag: tuple[Hashable, ...]
     ) -> tuple[dict[Hashable, Transfer], list[Hashable]]:
-        """The transfers of an all-reduce of buckets of `sizes` bytes, and those that start it: chunks, each in four that follow each other;
-        `tag` itself is the last of the last chunk."""
+        """The transfers of an all-reduce of buckets of `sizes` bytes, and those that start it: chunks, each in four
+        that follow each other; `tag` itself is the last of the last chunk."""
         ranks = {name: sum(groups.members[node] for node in nodes) for name, nodes in groups.clusters.items()}
         chunk_bytes = CHUNK_SHARE_BYTES * min(ranks.values())
         chunks = min(MOST_CHUNKS, sum(max(1, int(size // chunk_bytes)) for size in sizes))
@@ -121,7 +122,8 @@ class Flows:
         return size * 8 / rate if rate else 0.0
 
     def _uses(self, fabric: Fabric, out: Mapping[str, float], into: Mapping[str, float], senders: float) -> Uses:
-        """out, into: how many such flows leave and reach each node; senders: nodes that send at once, as far as they share cores."""
+        """out, into: how many such flows leave and reach each node; senders: nodes that send at once, as far as they
+        share cores."""
         found: dict[Hashable, float] = {}
         for way, nodes in (("out", out), ("in", into)):
             for node, weight in nodes.items():

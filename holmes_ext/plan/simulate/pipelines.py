@@ -1,8 +1,9 @@
 """Pipelines that are alike, folded into one: what plan/simulate/step.py simulates stands for all of them.
 
-A pipeline is one rank on every stage. Two are alike (of one kind) when on every stage they are in the same cluster, their edges use the
-same fabrics, and their data-parallel groups are made of the same kinds. Nodes that hold the same kinds of ranks are alike too: one NIC
-of theirs stands for all of theirs, and a flow counts on it as many times as the node has such flows.
+A pipeline is one rank on every stage. Two are alike (of one kind) when on every stage they are in the same cluster,
+their edges use the same fabrics, and their data-parallel groups are made of the same kinds. Nodes that hold the same
+kinds of ranks are alike too: one NIC of theirs stands for all of theirs, and a flow counts on it as many times as the
+node has such flows.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from holmes_ext.plan.sizes import Sizes
 
 @dataclass(frozen=True)
 class DataGroups:
-    """The data-parallel groups of one stage that are alike. kinds: of the pipelines in it; members: ranks on each of its nodes;
-    alike: how many such groups each node has a part in, count: in all; clusters: the nodes' names by cluster."""
+    """The data-parallel groups of one stage that are alike. kinds: of the pipelines in it; members: ranks on each of
+    its nodes; alike: how many such groups each node has a part in, count: in all; clusters: the nodes' names by
+    cluster."""
 
     stage: int
     kinds: tuple[int, ...]
@@ -37,8 +39,8 @@ def _numbered(looks: Mapping[int, Hashable]) -> dict[int, int]:
 
 
 class Pipelines:
-    """A pipeline goes by its rank on the first stage. kinds: representative nodes by stage; count: pipelines of the kind; kind_of: rank ->
-    kind."""
+    """A pipeline goes by its rank on the first stage. kinds: representative nodes by stage; count: pipelines of the
+    kind; kind_of: rank -> kind."""
 
     def __init__(self, site: Site, order: Sequence[str], sizes: Sizes, only: Fabric | None = None):
         self.site, self.only, self.stages = site, only, sizes.pipeline
@@ -99,7 +101,8 @@ class Pipelines:
         return self._alike[node], fabric.name, way
 
     def edge(self, kind: int, stage: int, other: int) -> tuple[str, str, int, int]:
-        """Nodes of a message from `stage` to `other` of a kind of pipeline, and how many like it leave the one and reach the other."""
+        """Nodes of a message from `stage` to `other` of a kind of pipeline, and how many like it leave the one and
+        reach the other."""
         one, two = self.kinds[kind][stage], self.kinds[kind][other]
         return one, two, max(1, self._leaving[one, kind, stage, other]), max(1, self._leaving[two, kind, other, stage])
 

@@ -1,8 +1,8 @@
 """Passes of a stage with its sends and receives, as an engine orders and awaits them.
 
-An operation is a Pass, or ("post", message) or ("wait", message) with message = ("a" | "g", stage of the model that sends or is sent to,
-micro-batch). Virtual stage chunk x p + s passes activations ("a") to the next, which returns gradients ("g"); both are named by the
-earlier one.
+An operation is a Pass, or ("post", message) or ("wait", message) with message = ("a" | "g", stage of the model that
+sends or is sent to, micro-batch). Virtual stage chunk x p + s passes activations ("a") to the next, which returns
+gradients ("g"); both are named by the earlier one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Message = tuple[str, int, int]
 
 
 def program(engine: str, stage: int, stages: int, micro_batches: int, virtual: int = 1) -> Iterator[Op]:
-    """deepspeed: each operation waits until its message has gone or come, in TrainSchedule's order. megatron: 1F1B's pairs (send forward,
-    receive backward and so on) are awaited together. async: receives are posted beforehand and awaited before use, sends by nobody
-    (megatron's overlap_p2p_comm, and its interleaved schedule here)."""
+    """deepspeed: each operation waits until its message has gone or come, in TrainSchedule's order. megatron: 1F1B's
+    pairs (send forward, receive backward and so on) are awaited together. async: receives are posted beforehand and
+    awaited before use, sends by nobody (megatron's overlap_p2p_comm, and its interleaved schedule here)."""
     order, last = passes(stage, stages, micro_batches, virtual), stages * virtual - 1
 
     def comes(unit: Pass) -> list[Message]:
@@ -53,8 +53,8 @@ def program(engine: str, stage: int, stages: int, micro_batches: int, virtual: i
             joined = index in steady and index + 1 in steady
             yield from _together([*goes(unit), *(comes(order[index + 1]) if joined else [])])
     else:
-        # deepspeed.runtime.pipe.schedule.TrainSchedule: what a pass made is sent at the next step, by even and odd steps; a forward
-        # step sends the last gradient before it receives, a backward step receives before it sends
+        # deepspeed.runtime.pipe.schedule.TrainSchedule: what a pass made is sent at the next step, by even and odd
+        # steps; a forward step sends the last gradient before it receives, a backward step receives before it sends
         made: list[Message] = []
         for step in range(2 * (micro_batches + last)):
             forward = step % 2 == stage % 2

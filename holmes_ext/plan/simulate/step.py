@@ -2,10 +2,11 @@
 
     site, order of nodes, sizes, model, Execution  -- simulate -->  Step
 
-Rank r runs on order[r // processes]; `only` is the fabric of all traffic (stock: plan/cost/nodes.py's stock_fabric). Pure and
-deterministic. A simulation takes 1 to 100 ms for each thousand passes (stages x micro-batches x kinds of pipelines): plan/cost/ chooses
-what to simulate. Compute is costs_on_site's (tensor and context collectives are inside it); orders and waits of the engines are
-programs.py's, NICs and their sharing events.py's, what travels flows.py's, and when it does collectives.py's.
+Rank r runs on order[r // processes]; `only` is the fabric of all traffic (stock: plan/cost/nodes.py's stock_fabric).
+Pure and deterministic. A simulation takes 1 to 100 ms for each thousand passes (stages x micro-batches x kinds of
+pipelines): plan/cost/ chooses what to simulate. Compute is costs_on_site's (tensor and context collectives are inside
+it); orders and waits of the engines are programs.py's, NICs and their sharing events.py's, what travels flows.py's, and
+when it does collectives.py's.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Step:
-    """step_s: to the end of the last rank. ranks: one Timeline for all that are alike (same stage, same fabrics: pipelines.py).
-    carried: (kind of node, fabric, "out" or "in") -> bytes through one such node's NIC."""
+    """step_s: to the end of the last rank. ranks: one Timeline for all that are alike (same stage, same fabrics:
+    pipelines.py). carried: (kind of node, fabric, "out" or "in") -> bytes through one such node's NIC."""
 
     step_s: float
     ranks: tuple[Timeline, ...]
@@ -59,8 +60,9 @@ class Step:
 
     @property
     def causes(self) -> dict[str, float]:
-        """Mean seconds of a rank; their sum is step_s. compute, optimizer, bubble (idle, waiting for others); exposed communication in a
-        cluster ("_inside") and between clusters ("_across"): sends between stages, and reductions with what ZeRO gathers."""
+        """Mean seconds of a rank; their sum is step_s. compute, optimizer, bubble (idle, waiting for others); exposed
+        communication in a cluster ("_inside") and between clusters ("_across"): sends between stages, and reductions
+        with what ZeRO gathers."""
         exposed = {f"{what}_{where}": 0.0 for what in ("send", "reduce") for where in ("inside", "across")}
         total: Counter[str] = Counter(compute=0.0, optimizer=0.0, bubble=0.0, **exposed)  # type: ignore[arg-type]
         world = sum(len(line.ranks) for line in self.ranks)
@@ -86,8 +88,8 @@ def simulate(
     only: Fabric | None = None,
     costs: StageCosts | None = None,
 ) -> Step:
-    """See the module. costs: seconds by stage and layer if they are known better than costs_on_site knows them. HolmesError: what does not
-    fit together."""
+    """See the module. costs: seconds by stage and layer if they are known better than costs_on_site knows them.
+    HolmesError: what does not fit together."""
     sizes, run = sizes.complete(site.world_size), execution
     if run.zero > 1 and sizes.pipeline > 1:
         raise HolmesError(f"zero is {run.zero} with {sizes.pipeline} pipeline stages; under a pipeline it can be 0 or 1")
@@ -163,8 +165,8 @@ def _program(
 def _pieces(
     sums: Sequence[float], low: int, high: int, forward: bool, needs: Operations, launches: Operations
 ) -> Iterator[tuple[float, list[Op]]]:
-    """A pass over layers [low, high), cut where a layer needs weights that are gathered or has gradients that are sent: (seconds, what
-    is done then)."""
+    """A pass over layers [low, high), cut where a layer needs weights that are gathered or has gradients that are sent:
+    (seconds, what is done then)."""
     at = sums[low if forward else high]
     for layer in sorted({*needs, *launches}, reverse=not forward):
         for ops, border in ((needs.get(layer), layer + (not forward)), (launches.get(layer), layer + forward)):
@@ -177,9 +179,9 @@ def _pieces(
 def _software(
     ops: Iterator[Op], cores: int, ranks: int, actor: Hashable, transfers: dict[Hashable, Transfer], core_bps: float
 ) -> Iterator[Op]:
-    """`ops` of an actor that stands for `ranks` ranks, with software's seconds as flows through the shared cores, at most one core a rank.
-    core_bps: bits that count as a second, as many as a core can send: then a rank that computes and one that sends get the same share of
-    the cores. Where every rank has its own, software is compute."""
+    """`ops` of an actor that stands for `ranks` ranks, with software's seconds as flows through the shared cores, at
+    most one core a rank. core_bps: bits that count as a second, as many as a core can send: then a rank that computes
+    and one that sends get the same share of the cores. Where every rank has its own, software is compute."""
     for number, op in enumerate(ops):
         if op[0] != "software":
             yield op
