@@ -21,7 +21,7 @@ from math import floor, inf
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
-from holmes_ext.plan.search.balanced import TOLERANCE, balanced
+from holmes_ext.plan.search.balanced import ROUNDING, balanced
 
 METHODS = ("uniform", "speed", "balanced")
 #: Passes of micro-batches that partition() walks through at most to improve a split (0.1 s or so).
@@ -43,7 +43,7 @@ def partition(method: str, costs: StageCosts, alpha: float = 1.0) -> tuple[int, 
             return outcome.step_s if all(outcome.fits) else inf
 
         tries = WALKED_PASSES // (2 * costs.stages * costs.micro_batches)
-        return improved(min(dict.fromkeys(known), key=seconds_of), seconds_of, _over_borders, tries)[0]
+        return improved(min(dict.fromkeys(known), key=seconds_of), seconds_of, _over_borders, tries)
     raise HolmesError(f"partition {method!r} is not one of {', '.join(METHODS)}")
 
 
@@ -80,33 +80,23 @@ def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> tuple[i
 
 
 def improved(
-    split: Sequence[int],
-    seconds_of: Callable[[Sequence[int]], float],
-    pairs_of: Callable[[Sequence[int]], Iterable[tuple[int, int]]],
-    tries: int,
-) -> tuple[tuple[int, ...], float]:
-    """(split, seconds) after single blocks were moved from one stage to another, as long as that takes off time, for so
-    many tries.
+    split: Sequence[int], seconds_of: Callable[[Sequence[int]], float],
+    pairs_of: Callable[[Sequence[int]], Iterable[tuple[int, int]]], tries: int,
+) -> tuple[int, ...]:
+    """`split` after single blocks were moved from one stage to another, always the move that takes off most, for so many tries.
 
-    seconds_of: of a step under a split, inf where it does not fit. pairs_of: (giver, taker) that are tried, the most
-    promising first.
+    seconds_of: of a step under a split, inf where it does not fit. pairs_of: (giver, taker) to try, the most promising first.
     """
-    best, again, better = seconds_of(split), [], True
-    while better:
-        better = False
-        for giver, taker in (*again, *pairs_of(split)):
-            if split[giver] < 2 or giver == taker:
-                continue
-            if not tries:
-                break
-            tries -= 1
-            moved = list(split)
-            moved[giver], moved[taker] = moved[giver] - 1, moved[taker] + 1
-            found = seconds_of(moved)
-            if found < best * (1 - TOLERANCE):
-                split, best, again, better = moved, found, [(giver, taker)], True
-                break
-    return tuple(split), best
+    best = seconds_of(split), tuple(split)
+    while tries > 0:
+        pairs = [pair for pair in pairs_of(best[1]) if best[1][pair[0]] > 1][:tries]
+        moves = [tuple(n - (s == a) + (s == b) for s, n in enumerate(best[1])) for a, b in pairs]
+        tries -= len(moves)
+        found = min(((seconds_of(moved), moved) for moved in moves), default=best)
+        if not found[0] < best[0] * (1 - ROUNDING):
+            break
+        best = found
+    return best[1]
 
 
 def _over_borders(split: Sequence[int]) -> list[tuple[int, int]]:

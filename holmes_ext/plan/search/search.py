@@ -41,8 +41,8 @@ from holmes_ext.units import format_bytes
 EXACT_WORK = 300
 #: Stages x layers^2, all together, of the partitions worked out exactly after the search, the fastest candidates first.
 POLISH_WORK = 800_000
-#: Blocks moved at most to improve a larger one.
-TRIES = 1000
+#: Moves of a block that are tried to improve a larger one.
+TRIES = 1400
 #: What makes a term of the memory smaller.
 FIXES = {
     "weights": "more GPUs, or a larger tensor or pipeline size",
@@ -235,7 +235,7 @@ class _Run:
                 def seconds_of(moved: Sequence[int]) -> float:
                     return estimate(costs, moved).step_s if bounds.fits(moved) else inf
 
-                split, _ = improved(split, seconds_of, lambda moved: _full_to_empty(bounds, moved), TRIES)
+                split = improved(split, seconds_of, lambda moved: _full_to_empty(bounds, moved), TRIES)
         least = None if exact else bound
         self.outcome.candidates.append(self.outcome.candidate(one.pricing, one.arrangement, split, least, one.bound_s))
         self.best = min(self.best, self.outcome.candidates[-1].formula_s)
@@ -302,7 +302,7 @@ def _full_to_empty(bounds: Bounds, split: Sequence[int]) -> Iterator[tuple[int, 
     stages = sorted(range(bounds.count), key=work.__getitem__)
     givers = dict.fromkeys((*stages[: -4 : -1], 0, bounds.count - 1))
     takers = dict.fromkeys((*stages[:4], 0, bounds.count // 2, bounds.count - 1))
-    return ((giver, taker) for giver in givers for taker in takers)
+    return ((giver, taker) for giver in givers for taker in takers if giver != taker)
 
 
 def _across(arrangement: Arrangement) -> str:

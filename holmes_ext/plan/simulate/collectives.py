@@ -22,6 +22,8 @@ from holmes_ext.plan.simulate.flows import Flows
 from holmes_ext.plan.simulate.pipelines import DataGroups
 from holmes_ext.plan.sizes import Sizes
 
+#: Beyond so many chunks of a stage they are simulated as larger ones: the fill of their pipeline is overrated by under 1/32.
+MOST_CHUNKS = 32
 Tag = tuple[Hashable, ...]
 Place = tuple[int, int]  # (chunk, layer)
 Operations = dict[int, list[Op]]  # by layer
@@ -132,8 +134,8 @@ class Reductions:
         for number, one in enumerate(every):
             tag = ("reduce", groups.stage, groups.kinds, number)
             if two_level and not scatter:
-                direct = self.execution.two_level == "direct"
-                found, self._starts[tag] = self.flows.two_levels(groups, one.sizes, direct, tag)
+                direct, most = self.execution.two_level == "direct", max(1, MOST_CHUNKS // len(every))
+                found, self._starts[tag] = self.flows.two_levels(groups, one.sizes, direct, most, tag)
                 self.transfers.update(found)
             else:
                 self._ring(groups, tag, one.sizes, 0.5 if scatter else 1.0)

@@ -18,8 +18,6 @@ from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES, across_clusters, ins
 from holmes_ext.plan.simulate.events import Transfer
 from holmes_ext.plan.simulate.pipelines import DataGroups, Pipelines
 
-#: Beyond so many chunks they are simulated as larger ones: the fill of their pipeline is then overrated by under 1/32.
-MOST_CHUNKS = 32
 Uses = tuple[tuple[Hashable, float], ...]
 
 
@@ -72,13 +70,13 @@ class Flows:
         return Transfer(parties, fixed, share * 8 * total, curve.rate_bps, uses, channel, across=across)
 
     def two_levels(
-        self, groups: DataGroups, sizes: Sequence[float], direct: bool, tag: tuple[Hashable, ...]
+        self, groups: DataGroups, sizes: Sequence[float], direct: bool, most: int, tag: tuple[Hashable, ...]
     ) -> tuple[dict[Hashable, Transfer], list[Hashable]]:
         """The transfers of an all-reduce of buckets of `sizes` bytes, and those that start it: chunks, each in four
         that follow each other; `tag` itself is the last of the last chunk."""
         ranks = {name: sum(groups.members[node] for node in nodes) for name, nodes in groups.clusters.items()}
         chunk_bytes = CHUNK_SHARE_BYTES * min(ranks.values())
-        chunks = min(MOST_CHUNKS, sum(max(1, int(size // chunk_bytes)) for size in sizes))
+        chunks = min(most, sum(max(1, int(size // chunk_bytes)) for size in sizes))
         size, share = sum(sizes) / chunks, across_clusters(list(ranks.values()))
         ethernet = self.pipelines.fabric(tuple(groups.members))
         crossing = {
