@@ -190,8 +190,8 @@ def _title(plan: Plan, sizes: Sizes) -> str:
 
 def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[tuple[str, str, str]]:
     """For each stage its nodes, the fabrics of its data-parallel groups, and those of its edges to the next stage."""
-    nodes: list[dict[str, None]]
-    nodes, data, edges = ([{} for _ in range(sizes.pipeline)] for _ in range(3))
+    stages: list[list[dict[str, None]]] = [[{} for _ in range(sizes.pipeline)] for _ in range(3)]
+    nodes, data, edges = stages
     for rank in range(plan.world_size):
         nodes[sizes.stage(rank)][plan.node_of(rank)] = None
     reducing, fabrics = groups(sizes, "data"), plan.transports["data"]

@@ -128,7 +128,7 @@ class Layout:
         return {kind: self._ties(kind) for kind in INSIDE}
 
     def _ties(self, kind: str) -> tuple[Tie, ...]:
-        counts: Counter = Counter()
+        counts: Counter[tuple[int, tuple[int, ...], int]] = Counter()
         size = self.sizes.expert if kind == "expert" else math.prod(self.sizes.size(axis) for axis in KINDS[kind])
         for group in groups(self.sizes, kind) if size > 1 else ():
             stage = self._stage(group[0])
@@ -140,8 +140,8 @@ class Layout:
     @property
     def work(self) -> int:
         """Slots of groups and edges, over all components: what predicting one order costs when nothing is known."""
-        first = sum(len(tie.slots) for ties in self.ties.values() for tie in ties) + sum(map(len, self.inner)) + len(self.onward)
-        return (first + 1) * len(self.components)
+        first = sum(len(tie.slots) for ties in self.ties.values() for tie in ties) + sum(map(len, self.inner))
+        return (first + len(self.onward) + 1) * len(self.components)
 
     @cached_property
     def inner(self) -> tuple[dict[tuple[int, int], int], ...]:
@@ -154,7 +154,7 @@ class Layout:
         return self._edges(self.stages - 1, self.components[1][0] - self.components[0][0])
 
     def _edges(self, stage: int, shift: int) -> dict[tuple[int, int], int]:
-        counts: Counter = Counter()
+        counts: Counter[tuple[int, int]] = Counter()
         axes = {axis: self.sizes.size(axis) for axis in AXES if axis != "pp"}
         for first in _span(self.sizes.strides(), axes):
             sender = first + stage * self.stride

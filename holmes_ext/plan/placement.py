@@ -23,8 +23,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.plan.cost.nodes import Part, Predictor, fast_fabrics
@@ -34,6 +35,7 @@ from holmes_ext.plan.layout import Layout
 from holmes_ext.plan.plan import Straddle
 from holmes_ext.plan.sizes import Sizes
 
+T = TypeVar("T")
 #: Work allowed in a search, in slots of groups looked at anew and in stages whose known costs are added up.
 SLOT_BUDGET = 300_000
 STAGE_BUDGET = 100_000
@@ -52,7 +54,9 @@ class Placement:
     predicted: Estimate | None
 
 
-def place(site: Site, sizes: Sizes | None = None, workload: Workload | None = None, budget: int | None = None) -> Placement:
+def place(
+    site: Site, sizes: Sizes | None = None, workload: Workload | None = None, budget: int | None = None
+) -> Placement:
     """The order of `site`'s nodes for a job of `sizes`; HolmesError when they do not multiply to the world size.
 
     sizes None (the job's are not known yet): each cluster's nodes together, the fastest fabric first. That is free of
@@ -63,10 +67,10 @@ def place(site: Site, sizes: Sizes | None = None, workload: Workload | None = No
         return Placement(_fastest_first(site), (), None)
     predictor = Predictor(site, Layout(sizes.complete(site.world_size), site.processes), workload or Workload())
     best = _search(predictor, budget)
-    names: dict[int, Iterator[str]] = {
-        index: iter([name for name, own in predictor.class_of.items() if own == index]) for index in range(len(predictor.classes))
-    }
-    nodes = tuple(next(names[index]) for index in predictor.join(best))
+    names: dict[int, list[str]] = {}
+    for name, index in reversed(predictor.class_of.items()):
+        names.setdefault(index, []).append(name)
+    nodes = tuple(names[index].pop() for index in predictor.join(best))
     return Placement(nodes, straddling_groups(predictor, nodes), predictor.breakdown(best))
 
 
@@ -163,7 +167,7 @@ def pack(counts: dict[int, int], classes: Sequence[frozenset[str]], size: int) -
     while waiting:
         index = waiting.pop(0)
         later = {home for other in waiting for home in homes[other]}
-        following: dict = {}
+        following: dict[frozenset[tuple[str, int]], tuple[tuple[str, int, int], ...]] = {}
         steps = ((rests, shares) for rests in states for shares in _shares(counts[index], len(homes[index]), size))
         for rests, shares in itertools.islice(steps, PACK_BUDGET // len(counts)):
             now = dict(rests)
@@ -227,7 +231,7 @@ def _arrange(parts: list[Part], best: _Best, limit: int) -> None:
     _swap(best.parts, best.offer_swapped, limit // 4)
 
 
-def _swap(order: Sequence[Hashable], offer: Callable[[tuple], bool], limit: int) -> None:
+def _swap(order: Sequence[T], offer: Callable[[tuple[T, ...]], bool], limit: int) -> None:
     """Swap any two different items as long as the result is accepted, for at most `limit` offers."""
     current, tried, improved = list(order), 0, True
     while improved:
@@ -245,27 +249,21 @@ def _swap(order: Sequence[Hashable], offer: Callable[[tuple], bool], limit: int)
                 current[left], current[right] = current[right], current[left]
 
 
-def order_count(counts: dict) -> int:
+def order_count(counts: Mapping[T, int]) -> int:
     """How many distinct orders a multiset has."""
     total = math.factorial(sum(counts.values()))
     return total // math.prod(math.factorial(count) for count in counts.values())
 
 
-def distinct_orders(counts: dict[Hashable, int]) -> Iterator[tuple]:
+def distinct_orders(counts: Mapping[T, int]) -> Iterator[tuple[T, ...]]:
     """Every distinct order of a multiset, once, in the lexicographic order of its keys as given."""
-    keys, left, order = list(counts), dict(counts), []
-    total = sum(counts.values())
-
-    def extend() -> Iterator[tuple]:
-        if len(order) == total:
-            yield tuple(order)
+    keys = list(counts)
+    order = [index for index, key in enumerate(keys) for _ in range(counts[key])]
+    while True:
+        yield tuple(keys[index] for index in order)
+        at = next((at for at in reversed(range(len(order) - 1)) if order[at] < order[at + 1]), None)
+        if at is None:
             return
-        for key in keys:
-            if left[key]:
-                left[key] -= 1
-                order.append(key)
-                yield from extend()
-                order.pop()
-                left[key] += 1
-
-    return extend()
+        greater = next(place for place in reversed(range(len(order))) if order[place] > order[at])
+        order[at], order[greater] = order[greater], order[at]
+        order[at + 1 :] = reversed(order[at + 1 :])

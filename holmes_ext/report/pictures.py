@@ -96,8 +96,9 @@ def _rows(axis: Any, names: Sequence[str]) -> None:
 def placement_figure(panels: Sequence[tuple[str, Site, Sequence[str], bool]], sizes: Sizes) -> Any:
     """One panel for each (title, site, nodes in rank order, NIC for each group?).
 
-    Nodes stand in their cluster's box with their ranks; lines are data-parallel groups (thick) and pipeline edges (thin), coloured
-    by the kind of network that carries them. Without a NIC for each group all is on Ethernet, unless the site is one cluster.
+    Nodes stand in their cluster's box with their ranks; lines are data-parallel groups (thick) and pipeline edges
+    (thin), coloured by the kind of network that carries them. Without a NIC for each group all is on Ethernet, unless
+    the site is one cluster.
     """
     plt = pyplot()
     figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.6), squeeze=False)
@@ -142,8 +143,8 @@ def _placement_panel(axis: Any, site: Site, nodes: Sequence[str], chooses: bool,
 def _box(x: float, y: float, width: float, height: float, color: str, alpha: float, edge: str = "none") -> Any:
     from matplotlib.patches import FancyBboxPatch
 
-    look = dict(fc=color, ec=edge, alpha=alpha, zorder=3 if edge != "none" else 0)
-    return FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.02", **look)
+    order, style = 3 if edge != "none" else 0, "round,pad=0.02"
+    return FancyBboxPatch((x, y), width, height, boxstyle=style, fc=color, ec=edge, alpha=alpha, zorder=order)
 
 
 def _edges(nodes: Sequence[str], sizes: Sizes) -> list[tuple[list[tuple[str, str]], float, str]]:
@@ -164,8 +165,8 @@ def load_traces(directory: Path) -> list[dict[str, Any]]:
 
 
 def last_step(traces: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Begin and end (monotonic seconds) of the "step" that the traces name, or else of the last step but one: from the end of
-    one optimizer step to the next, over all ranks."""
+    """Begin and end (monotonic seconds) of the "step" that the traces name, or else of the last step but one: from the
+    end of one optimizer step to the next, over all ranks."""
     if "step" in traces[0]:
         begin, end = traces[0]["step"]
         return begin, end
@@ -216,7 +217,7 @@ def _timeline(panels: Mapping[str, tuple[list[Row], float]], label: str) -> Any:
 
 
 def draw_search(outcome: Outcome, folder: Path) -> list[Path]:
-    """Write placement.png, timeline.png and ethernet.png of the best plan; their paths. HolmesError when that cannot be done."""
+    """Write placement.png, timeline.png and ethernet.png of the best plan; their paths. HolmesError: it cannot be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -295,13 +296,14 @@ def memory_text(one: Estimate, costs: StageCosts, stage: int) -> str:
 
 
 def draw_partitions(costs: StageCosts, found: Mapping[str, Estimate], path: str) -> None:
-    """A panel for each partition: a bar for each stage, its length the step, cut into computing, exposed communication, idle."""
+    """A panel for each partition: a bar for each stage, as long as the step, cut into computing, communication, idle.
+    """
     plt, height = pyplot("--picture needs"), max(1.6, 0.3 * costs.stages + 0.9)
     figure, axes = plt.subplots(len(found), 1, figsize=(9, height * len(found) + 0.5), sharex=True, squeeze=False)
     for axis, (name, one) in zip(axes[:, 0], found.items()):
         left = [0.0] * costs.stages
-        parts = (("compute", one.compute_s, "#4c78a8"), ("communication", one.exposed_s, "#d62728"), ("idle", one.idle_s, "#d9d9d9"))
-        for kind, values, color in parts:
+        parts = ("compute", "#4c78a8"), ("communication", "#d62728"), ("idle", "#d9d9d9")
+        for (kind, color), values in zip(parts, (one.compute_s, one.exposed_s, one.idle_s)):
             axis.barh(range(costs.stages), values, left=left, color=color, label=kind)
             left = [a + b for a, b in zip(left, values)]
         for stage, count in enumerate(one.stage_layers):

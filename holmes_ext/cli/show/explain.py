@@ -1,6 +1,6 @@
-"""`holmes plan --explain`: each stage's layers, computing, communication, memory and idle time, for every way to partition.
+"""`holmes plan --explain`: each stage's layers, computing, communication, memory and idle time, for every partition.
 
-The three partitions stand on the same order of nodes. Times are predictions (plan/cost/stages.py), in seconds of one step.
+All stand on the same order of nodes. Times are predictions (plan/cost/stages.py), in seconds of one step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="FILE", help="the model as TOML (examples/models); its times replace the nominal ones")
     add("--profile", metavar="FILE", help="what a job measured with --holmes-profile N; its times replace the model's")
     add("--partition", choices=METHODS, default="uniform", help="how layers go to stages (default: uniform)")
-    add("--alpha", type=float, default=1.0, metavar="X", help="of the partition by speed (default 1; the paper: 1 to 1.05)")
+    add("--alpha", type=float, default=1.0, metavar="X", help="of partition speed (default 1; the paper: 1 to 1.05)")
     add("--overlap", choices=("on", "off"), default="on",
         help="gradients are reduced under the last backward, as --holmes-overlap auto does (default on)")
     add("--explain", action="store_true", help="every stage's times and memory, for uniform, speed and balanced")
@@ -81,6 +81,6 @@ def show(costs: StageCosts, found: Mapping[str, Estimate]) -> None:
         fits = "" if all(one.fits) else " - does not fit the memory"
         screen.line(f"{name:>8}: {one.step_s:.4g} s, {found['uniform'].step_s / one.step_s:.3f} x uniform{fits}")
     screen.line(
-        "seconds; compute: all micro-batches, send: one activation to the next stage, exposed: of the reduction, after the last"
-        " backward; compute, exposed and idle add up to the step"
+        "seconds; compute: all micro-batches, send: one activation to the next stage, exposed: of the reduction, after the"
+        " last backward; compute, exposed and idle add up to the step"
     )

@@ -1,4 +1,4 @@
-"""`holmes plan` without parallel sizes: search them all, rank what was found, explain the best, and say how to start it."""
+"""`holmes plan` without parallel sizes: search them all, rank what is found, explain the best, say how to start it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", action="append", default=[], metavar="NAME=V,...",
         help="only these values, such as tensor=1,2 or recompute=none; memory=60GB; repeat")
     add("--for", dest="framework", choices=tuple(LIMITS), help="only what this framework can do")
-    add("--seconds", type=float, default=inf, metavar="S", help="the best so far after so long (default: until it is proven)")
+    add("--seconds", type=float, default=inf, metavar="S", help="the best after so long (default: until it is proven)")
     add("--rows", type=int, default=10, metavar="N", help="of the table (default 10)")
     add("--pictures", metavar="DIR", help="placement.png, timeline.png and ethernet.png there (needs matplotlib)")
     what = "a Megatron or DeepSpeed command line that names the model"
@@ -87,8 +88,9 @@ def _model(args: argparse.Namespace) -> Model:
         return load_model(args.model)
     model = model_from_arguments(args.command) if args.command else None
     if model is None:
-        named = "the command line names no model (--num-layers, --hidden-size, ...)"
-        raise HolmesError(f"{named if args.command else 'nothing says what to train'}; give --model FILE (examples/models has some)")
+        given = "the command line names no model (--num-layers, --hidden-size, ...)"
+        what = given if args.command else "nothing says what to train"
+        raise HolmesError(f"{what}; give --model FILE (examples/models has some)")
     return model
 
 
@@ -102,7 +104,8 @@ def _global_batch(args: argparse.Namespace, model: Model) -> int:
 def _limits(args: argparse.Namespace) -> Limits:
     limits = parse_limits(args.limit)
     allowed = dict(limits.allowed)
-    for name, values in LIMITS[args.framework].items() if args.framework else ():
+    can: dict[str, tuple[Any, ...]] = dict(LIMITS[args.framework]) if args.framework else {}
+    for name, values in can.items():
         allowed[name] = tuple(value for value in limits.allowed.get(name, values) if value in values)
         if not allowed[name]:
             given = f"--limit {name}={','.join(map(str, limits.allowed[name]))}"

@@ -1,7 +1,7 @@
-"""What `holmes plan` says about a search: the ranked table, where the best plan's time goes, how to start it; and as JSON.
+"""What `holmes plan` says about a search: the ranked table, where the best plan's time goes, how to start it; as JSON.
 
-The step that leads is the simulated one (plan/search/ranking.py) wherever there is one, and all that explains it adds up to it;
-the closed form, which chose what was simulated, stands beside it.
+The step that leads is the simulated one (plan/search/ranking.py) wherever there is one, and what explains it adds up to
+it; the closed form, which chose what was simulated, stands beside it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from holmes_ext.units import format_bytes
 
 #: Those that a narrow screen does not get have a number: the greatest goes first.
 COLUMNS = (
-    Column("", right=True), Column("sizes"), Column("batch", right=True), Column("recompute"), Column("ZeRO", right=True),
-    Column("clusters", wrap=12), Column("reduce", drop=3), Column("step s", right=True),
+    Column("", right=True), Column("sizes"), Column("batch", right=True), Column("recompute"),
+    Column("ZeRO", right=True), Column("clusters", wrap=12), Column("reduce", drop=3), Column("step s", right=True),
     Column("closed form", right=True, drop=5), Column("token/s", right=True, drop=1),
     Column("TFLOP/s", right=True, drop=4), Column("memory", right=True, drop=2),
 )  # fmt: skip
 LEGEND = (
-    "T tensor, P pipeline, C context, E expert, V chunks a stage, D data; batch: sequences x micro-batches; of each shape the"
-    " best arrangement; step: simulated, ~ in closed form only"
+    "T tensor, P pipeline, C context, E expert, V chunks a stage, D data; batch: sequences x micro-batches; of each"
+    " shape the best arrangement; step: simulated, ~ in closed form only"
 )
 
 
@@ -66,11 +66,10 @@ def show(outcome: Outcome, plan: Plan, args: argparse.Namespace) -> None:
         screen.line("interrupted: the best so far", "yellow")
     if outcome.simulated:
         screen.line(f"simulated: best {outcome.simulated.step_s:.4g} s, {outcome.simulated}", "bold")
-    screen.line(f"closed form: best {outcome.formula.step_s:.4g} s, {outcome.formula}", "" if outcome.simulated else "bold")
-    screen.line(
-        f"{outcome.shapes} shapes, {len(outcome.candidates)} plans worked out, {outcome.pruned} left out by their bound,"
-        f" {outcome.misfits} too large, {outcome.seconds:.1f} s"
-    )
+    style = "" if outcome.simulated else "bold"
+    screen.line(f"closed form: best {outcome.formula.step_s:.4g} s, {outcome.formula}", style)
+    counts = f"{outcome.shapes} shapes, {len(outcome.candidates)} plans worked out, {outcome.pruned} left out by their"
+    screen.line(f"{counts} bound, {outcome.misfits} too large, {outcome.seconds:.1f} s")
     if ground.links.measured:
         screen.line(f"networks as holmes probe measured them: {', '.join(ground.links.measured)}")
     screen.line(f"best plan: {best.arrangement.describe(ground)}; layers of the stages: {split_text(best.split)}")
@@ -90,11 +89,11 @@ def show(outcome: Outcome, plan: Plan, args: argparse.Namespace) -> None:
 def _cells(index: int, one: Candidate, outcome: Outcome) -> tuple[str, ...]:
     """A row of the table."""
     shape, where = one.shape, one.arrangement.describe(outcome.ground)
-    cells = (str(index), sizes_text(shape), f"{shape.micro_batch}x{shape.micro_batches}", shape.recompute, str(shape.zero))
+    batch, reductions = f"{shape.micro_batch}x{shape.micro_batches}", ", ".join(dict.fromkeys(one.reductions))
+    of_shape = (str(index), sizes_text(shape), batch, shape.recompute, str(shape.zero))
     step = f"{one.step_s:.4g}" if one.simulated_s else f"~{one.step_s:.4g}"
-    cells += (where, ", ".join(dict.fromkeys(one.reductions)), step, f"{one.formula_s:.4g}")
-    flops = f"{outcome.flops_per_gpu(one) / 1e12:.3g}"
-    return (*cells, f"{outcome.tokens_per_s(one):.0f}", flops, format_bytes(one.peak_bytes))
+    rates = f"{outcome.tokens_per_s(one):.0f}", f"{outcome.flops_per_gpu(one) / 1e12:.3g}"
+    return (*of_shape, where, reductions, step, f"{one.formula_s:.4g}", *rates, format_bytes(one.peak_bytes))
 
 
 def reasons(outcome: Outcome) -> dict[str, dict[str, float]]:
@@ -140,8 +139,8 @@ def _launches(outcome: Outcome, args: argparse.Namespace) -> Any:
 
 
 def document(outcome: Outcome, plan: Plan, args: argparse.Namespace) -> str:
-    """Everything that was found, as JSON; a memory limit of null means none. step_seconds is the simulated step where there is one,
-    closed_form_seconds the other; certificate is the former's, closed_form the latter's."""
+    """Everything that was found, as JSON; a memory limit of null means none. step_seconds is the simulated step where
+    there is one, closed_form_seconds the other; certificate is the former's, closed_form the latter's."""
     found = {
         "gpus": outcome.ground.world,
         "clusters": list(outcome.ground.site.clusters),

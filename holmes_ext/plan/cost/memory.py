@@ -1,9 +1,10 @@
 """What one rank of a pipeline stage holds at its fullest, term by term.
 
-    weights, gradients, optimizer    by the ZeRO stage: 1 divides the optimizer by the data-parallel ranks, 2 gradients too, 3 all
-    activations                      what each layer keeps of a micro-batch (plan/cost/model.py: Korthikanti et al. 2022,
-                                     arXiv 2205.05198) x the micro-batches under way on the stage
-    working                          the layer that is recomputed right now, and logits with their gradient
+    weights, gradients, optimizer   by the ZeRO stage: 1 divides the optimizer by the data-parallel ranks, 2 gradients
+                                    too, 3 all
+    activations                     what each layer keeps of a micro-batch (plan/cost/model.py: Korthikanti et al. 2022,
+                                    arXiv 2205.05198) x the micro-batches under way on the stage
+    working                         the layer that is recomputed right now, and logits with their gradient
 
 Under way on stage s of p: min(p - s, m) under 1F1B; with v chunks a stage min(m, (2 (p - s - 1) + (v - 1) p + 1) / v),
 Megatron's warm-up (Narayanan et al. 2021, arXiv 2104.04473, section 2.2; the first stage's is the paper's 1 + (p - 1) /
@@ -33,10 +34,6 @@ class Memory:
     def terms(self) -> dict[str, float]:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
-    @property
-    def largest(self) -> str:
-        return max(self.terms, key=self.terms.__getitem__)
-
 
 def states(model: Model) -> dict[str, float]:
     """Bytes of one parameter when nothing is shared: their sum is the model's state_bytes + sharded_bytes."""
@@ -64,8 +61,9 @@ def working_bytes(model: Model, tensor: int = 1, context: int = 1, expert: int =
     """Of a block: all that its forward keeps, while it runs again for its backward; 0 without recomputation."""
     if model.recompute == "none":
         return 0.0
-    whole, kept = (replace(model, recompute=name).costs(tensor, context, expert)[1] for name in ("none", model.recompute))
-    return whole.kept_bytes - kept.kept_bytes
+    sizes = tensor, context, expert
+    whole, kept = (replace(model, recompute=name).costs(*sizes)[1].kept_bytes for name in ("none", model.recompute))
+    return whole - kept
 
 
 def stage_memory(

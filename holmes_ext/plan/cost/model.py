@@ -6,11 +6,12 @@
 b: sequences in a micro-batch, s: tokens in a sequence, h: hidden size, V: vocabulary, a: attention heads, t: tensor
 size.
 
-    parameters   block 12 h^2 + 13 h, embedding (V + s) h          Narayanan et al. 2021 (arXiv 2104.04473), equation 2
+    parameters   block 12 h^2 + 13 h, embedding (V + s) h       Narayanan et al. 2021 (arXiv 2104.04473), equation 2
     FLOPs        block 24 b s h^2 + 4 b s^2 h forward, output 2 b s h V; backward twice that, and a forward more where a
-                 block is recomputed                                 the same, appendix (equation 3 is their sum)
-    memory       block s b h (10 + 24/t + 5 a s / (h t)) bytes kept in 16 bits, without the last term when attention is recomputed
-                 ("selective"), 2 s b h when all is ("full")         Korthikanti et al. 2022 (arXiv 2205.05198), equations 2, 5, table 2
+                 block is recomputed                            the same, appendix (equation 3 is their sum)
+    memory       block s b h (10 + 24/t + 5 a s / (h t)) bytes kept in 16 bits, without the last term when attention is
+                 recomputed ("selective"), 2 s b h when all is ("full")         Korthikanti et al. 2022 (arXiv
+                 2205.05198), equations 2, 5, table 2
 
 The embedding computes next to nothing (a look-up, an addition, the same backward), but its gradients are reduced and
 its parameters kept. Tied, the output layer uses the embedding's weight: no parameters more in the model, yet the last
@@ -89,7 +90,7 @@ class Gpu:
     memory_bytes: float = 0.0
     link_bps: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0 < self.flops < 1e30:
             raise HolmesError(f"gpu: flops is {self.flops}; it must be above 0, and finite")
         if not 0 <= self.memory_bytes < 1e30:
@@ -134,24 +135,30 @@ class Model:
     gpus: dict[str, Gpu] = field(default_factory=dict)
     source: str = "model"
 
-    def __post_init__(self):
-        positive = ("layers", "hidden", "heads", "sequence", "vocabulary", "micro_batch", "activation_width", "gradient_width")
-        for name in (*positive, "ffn", "groups", "micro_batches", "global_batch", "experts"):
-            value, least = getattr(self, name), int(name in positive)
+    def __post_init__(self) -> None:
+        optional = ("ffn", "groups", "micro_batches", "global_batch", "experts")
+        positive = ("hidden", "heads", "sequence", "vocabulary", "micro_batch", "activation_width", "gradient_width")
+        for name in ("layers", *positive, *optional):
+            value, least = getattr(self, name), int(name not in optional)
             if not least <= value < 10**12:
-                raise HolmesError(f"{self.source}: key '{name}': {value} is not {least} or more")
+                raise self._wrong(name, f"{value} is not {least} or more")
         for name in ("state_bytes", "sharded_bytes"):
             if not 0 <= getattr(self, name) < 1e6:
-                raise HolmesError(f"{self.source}: key '{name}': {getattr(self, name)} is not a number of bytes, 0 or more")
+                raise self._wrong(name, f"{getattr(self, name)} is not a number of bytes, 0 or more")
         for name, known in (("recompute", RECOMPUTE), ("positions", POSITIONS)):
             if getattr(self, name) not in known:
-                raise HolmesError(f"{self.source}: key '{name}': {getattr(self, name)!r} is not one of {', '.join(known)}")
+                raise self._wrong(name, f"{getattr(self, name)!r} is not one of {', '.join(known)}")
         if self.hidden % self.heads or self.heads % (self.groups or self.heads):
-            raise HolmesError(f"{self.source}: key 'heads': {self.heads} heads do not divide hidden {self.hidden}, or key 'groups' not them")
+            given = f"{self.heads} heads do not divide hidden {self.hidden}"
+            raise self._wrong("heads", f"{given}, or key 'groups' not them")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
-            raise HolmesError(f"{self.source}: key 'experts_per_token': {self.experts_per_token} is not 1 to {self.experts} (key 'experts')")
+            given = f"{self.experts_per_token} is not 1 to {self.experts}"
+            raise self._wrong("experts_per_token", f"{given} (key 'experts')")
         if bool(self.micro_batches) == bool(self.global_batch):
             raise HolmesError(f"{self.source}: give one of the keys 'micro_batches' and 'global_batch'")
+
+    def _wrong(self, key: str, what: str) -> HolmesError:
+        return HolmesError(f"{self.source}: key '{key}': {what}")
 
     def gpu_of(self, cluster: str) -> Gpu:
         return self.gpus.get(cluster, self.gpu)
@@ -161,9 +168,8 @@ class Model:
         if self.micro_batches:
             return self.micro_batches
         if self.global_batch % (self.micro_batch * data):
-            raise HolmesError(
-                f"{self.source}: key 'global_batch': {self.global_batch} is not divisible by micro_batch {self.micro_batch} x data {data}"
-            )
+            by = f"micro_batch {self.micro_batch} x data {data}"
+            raise self._wrong("global_batch", f"{self.global_batch} is not divisible by {by}")
         return self.global_batch // (self.micro_batch * data)
 
     @property
@@ -174,8 +180,7 @@ class Model:
         return round(embedding.parameters + sum(block.parameters for block in blocks) + output.parameters - tied)
 
     def costs(self, tensor: int = 1, context: int = 1, expert: int = 1) -> tuple[Layer, ...]:
-        """Embedding, every block, output, as one rank of `tensor` x `context` sees them, with its part of the experts.
-        """
+        """Embedding, every block, output, as one rank of `tensor` x `context` has them; its part of the experts."""
         block = self._block(tensor, context, expert)
         return (self._embedding(tensor, context), *[block] * self.layers, self._output(tensor, context))
 
@@ -206,23 +211,15 @@ class Model:
         wide = tokens * h * self.activation_width
         scores = 5 * self.heads * self.sequence / h  # bytes for each element of s b h; Korthikanti et al.
         whole = tensor if self.sequence_parallel else 1  # what the 10 and the 2 are divided by
-        routed = 19 * (active - 1) / tensor  # the MLP's part of the 24 is 16, its input and mask 3, for every expert passed
+        routed = 19 * (active - 1) / tensor  # of the 24 the MLP's part is 16, its input and mask 3
         kept = 10 / whole + 24 / tensor + routed
         kept = {"none": kept + scores / tensor, "selective": kept, "full": 2.0 / whole}[self.recompute]
         through = 3 if self.recompute == "full" else 2  # passes through the block: forward, (forward again,) backward
-        sent = 2 * through * wide
-        return Layer(
-            "block",
-            tensors,
-            forward,
-            2 * forward + again,
-            self._sent(tensor, context),
-            wide / 2 * kept,
-            tensor_bytes=sent if tensor > 1 else 0.0,  # two all-reduces a pass (Shoeybi et al. 2019)
-            context_bytes=4 * tokens * kv * self.activation_width / tensor if context > 1 else 0.0,  # K, V, their gradients
-            expert_bytes=sent * active * (expert - 1) / expert / tensor if self.experts else 0.0,  # two all-to-alls a pass
-            expert_parameters=experts,
-        )
+        sent = 2 * through * wide  # two all-reduces (Shoeybi et al. 2019) or all-to-alls a pass
+        around = 4 * tokens * kv * self.activation_width / tensor if context > 1 else 0.0  # K, V and their gradients
+        routes = sent * active * (expert - 1) / expert / tensor if self.experts else 0.0
+        times, both = (forward, 2 * forward + again), (self._sent(tensor, context), wide / 2 * kept)
+        return Layer("block", tensors, *times, *both, sent if tensor > 1 else 0.0, around, routes, experts)
 
     def _embedding(self, tensor: int, context: int) -> Layer:
         tokens, h = self._tokens(context), self.hidden
@@ -248,26 +245,23 @@ class Model:
 
     def tied_bytes(self, sizes: Sizes) -> float:
         """Of the tied embedding's gradient that a rank of the first stage all-reduces with its twin of the last."""
-        return self.vocabulary * self.hidden / sizes.tensor * self.gradient_width if self.tied and sizes.pipeline > 1 else 0.0
+        if not self.tied or sizes.pipeline == 1:
+            return 0.0
+        return self.vocabulary * self.hidden / sizes.tensor * self.gradient_width
 
     def workload(self, sizes: Sizes) -> Workload:
         """One rank's work on the average stage under complete `sizes`: what placement compares orders with."""
         layers = self.costs(sizes.tensor, sizes.context, sizes.expert if self.experts else 1)
 
         def mean(name: str) -> float:
-            return sum(getattr(layer, name) for layer in layers) / sizes.pipeline
+            total: float = sum(getattr(layer, name) for layer in layers)
+            return total / sizes.pipeline
 
-        slowest = min([self.gpu, *self.gpus.values()], key=lambda gpu: gpu.flops).flops
-        return Workload(
-            forward_s=mean("forward_flops") / slowest,
-            backward_s=mean("backward_flops") / slowest,
-            micro_batches=self.micro_batches_of(sizes.data),
-            gradient_bytes=mean("parameters") * self.gradient_width,
-            activation_bytes=layers[0].activation_bytes,
-            tensor_bytes=mean("tensor_bytes"),
-            context_bytes=mean("context_bytes"),
-            expert_bytes=mean("expert_bytes"),
-        )
+        slowest = min(gpu.flops for gpu in (self.gpu, *self.gpus.values()))
+        computing = mean("forward_flops") / slowest, mean("backward_flops") / slowest
+        gradients, activation = mean("parameters") * self.gradient_width, layers[0].activation_bytes
+        sent = {name: mean(name) for name in ("tensor_bytes", "context_bytes", "expert_bytes")}
+        return Workload(*computing, self.micro_batches_of(sizes.data), gradients, activation, **sent)
 
 
 def on_clusters(model: Model, spec: SiteSpec) -> Model:
@@ -276,8 +270,8 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
     gpus = {}
     for cluster in spec.clusters:
         sources = (cluster.accelerator, model.gpus.get(cluster.name), KNOWN.get(cluster.gpu), model.gpu)
-        values = {item.name: next((found for source in sources if (found := getattr(source, item.name, 0.0))), 0.0) for item in fields(Gpu)}
-        gpus[cluster.name] = Gpu(**values)
+        every = {item.name: [getattr(source, item.name, 0.0) for source in sources] for item in fields(Gpu)}
+        gpus[cluster.name] = Gpu(**{name: next(filter(None, values), 0.0) for name, values in every.items()})
     return replace(model, gpus=gpus)
 
 
@@ -293,8 +287,7 @@ def load_model(path: str | Path) -> Model:
             required = item.default is MISSING
             kind = int if required else type(item.default)
             values[item.name] = table.take(item.name, kind, *(() if required else (item.default,)))
-    clusters = gpu.table("cluster", default={})
-    default = _gpu(gpu, Gpu())
+    clusters, default = gpu.table("cluster", default={}), _gpu(gpu, Gpu())
     gpus = {name: _gpu(clusters.table(name), default) for name in list(clusters.values)}
     for table in (top, training):
         table.done()

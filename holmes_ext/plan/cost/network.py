@@ -4,8 +4,9 @@ its latency.
 Every time is linear in the bytes (alpha-beta model: Thakur, Rabenseifner and Gropp 2005; Patarasuk and Yuan 2009), so
 it is a Price: latency_s + size x byte_s. Groups that share a node's NICs share their rate: `sharers`.
 
-    ring of n    passes every node once, each way: 2 (n - 1) / n of the bytes through its NIC, in 2 (n - 1) messages that follow each other
-    two levels   inside every cluster, across, inside: chunks follow each other, so the slower level is busy all the time
+    ring of n    passes every node once, each way: 2 (n - 1) / n of the bytes through its NIC, in 2 (n - 1) messages
+                 that follow each other
+    two levels   inside every cluster, across, inside: chunks follow each other, so the slower level is always busy
 """
 
 from __future__ import annotations
@@ -100,14 +101,8 @@ def two_levels(
 
 
 def two_level_seconds(
-    size: float,
-    clusters: Sequence[int],
-    inside: Fabric,
-    across: Fabric,
-    here: int = 1,
-    sharers: int = 1,
-    share: float = 1.0,
-    direct: bool = True,
+    size: float, clusters: Sequence[int], inside: Fabric, across: Fabric, here: int = 1, sharers: int = 1,
+    share: float = 1.0, direct: bool = True,
 ) -> tuple[float, float]:
     """Seconds of an all-reduce of `size` bytes: (flat ring on `across`, two levels).
 

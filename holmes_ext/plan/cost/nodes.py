@@ -62,11 +62,7 @@ class Predictor:
     """
 
     def __init__(
-        self,
-        site: Site,
-        layout: Layout,
-        workload: Workload,
-        inside: frozenset[str] = frozenset(),
+        self, site: Site, layout: Layout, workload: Workload, inside: frozenset[str] = frozenset(),
         only: Fabric | None = None,
     ):
         self.site, self.layout, self.workload, self.inside, self.only = site, layout, workload, inside, only
@@ -150,7 +146,8 @@ class Predictor:
                     load[slot, fabric.name] += tie.count
             for tie, fabric, classes in zip(ties, fabrics, members):
                 price = _collective(kind, tie, fabric, max(load[slot, fabric.name] for slot in tie.slots))
-                prices[kind][tie.stage] = max(prices[kind][tie.stage], price, key=lambda one: one.seconds(sizes[kind] or 1.0))
+                if price.seconds(sizes[kind] or 1.0) > prices[kind][tie.stage].seconds(sizes[kind] or 1.0):
+                    prices[kind][tie.stage] = price
                 if len(classes) > 1 and fabric.name == ETHERNET:  # two classes: one at least has better
                     straddling.setdefault(kind, []).append((tie.count, tie.slots))
         seconds = {kind: [price.seconds(sizes[kind]) for price in own] for kind, own in prices.items()}

@@ -1,12 +1,12 @@
 """A pipeline's step: in which order a stage does its passes, when it has ended its last backward, and what is waited
 for after that.
 
-    stage 0  F F F F    B   B   B   B [reduce]          each stage reduces its gradients right after its own last backward, as
-    stage 1    F F F B F B ...  B [reduce]              DeepSpeed's and Megatron's 1F1B do; the later the stage, the earlier
-                       step ends with the last of them -^
+    stage 0  F F F F    B   B   B   B [reduce]   each stage reduces its gradients right after its own last backward,
+    stage 1    F F F B F B ...  B [reduce]       as DeepSpeed's and Megatron's 1F1B do; the later the stage, the earlier
+                step ends with the last of them -^
 
     1F1B         F F B F B F B B                 Narayanan et al. 2019 (PipeDream-flush); bubble (p - 1) / m of the work
-    interleaved  the same with v chunks a stage  Narayanan et al. 2021 (arXiv 2104.04473, section 2.2); bubble (p - 1) / (v m)
+    interleaved  the same, v chunks a stage      Narayanan et al. 2021 (arXiv 2104.04473, section 2.2); (p - 1) / (v m)
 
 All in seconds, tuples by stage; transfer: of one activation over each edge between stages, as long as its gradient's
 way back.
@@ -154,15 +154,8 @@ class Estimate:
 
 
 def step_of(
-    ends: Callable[..., list[float]],
-    forward: Seconds,
-    backward: Seconds,
-    transfer: Seconds,
-    micro_batches: int,
-    reduction: Seconds,
-    exposed: Seconds,
-    tied_s: float = 0.0,
-    chunks: tuple[int, float] = (1, 0.0),
+    ends: Callable[..., list[float]], forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int,
+    reduction: Seconds, exposed: Seconds, tied_s: float = 0.0, chunks: tuple[int, float] = (1, 0.0),
 ) -> Estimate:
     """The step, its last backwards by `ends` (formula_ends or walked_ends); chunks: virtual and load_s of formula_ends.
 
@@ -174,10 +167,6 @@ def step_of(
     if tied_s and len(end) > 1:
         end[-1] = end[0]  # the last stage waits for the first one
         exposed[0], exposed[-1] = exposed[0] + tied_s, exposed[-1] + tied_s
-    return Estimate(
-        tuple((f + b) * micro_batches for f, b in zip(forward, backward)),
-        tuple(transfer),
-        tuple(reduction),
-        tuple(exposed),
-        tuple(at + left for at, left in zip(end, exposed)),
-    )
+    compute = tuple((f + b) * micro_batches for f, b in zip(forward, backward))
+    ended = tuple(at + left for at, left in zip(end, exposed))
+    return Estimate(compute, tuple(transfer), tuple(reduction), tuple(exposed), ended)

@@ -1,6 +1,6 @@
 """What every layer costs on every stage, and the step that a partition of the layers makes.
 
-    Portion (model, sizes) + StagePrice of each stage  -- costs_of -->  StageCosts  -- estimate(stage_layers) -->  Estimate
+    Portion (model, sizes) + StagePrices  -- costs_of -->  StageCosts  -- estimate(stage_layers) -->  Estimate
 
 The step is plan/cost/pipeline.py's, then each stage's reduction. With overlap a layer's gradients travel while the
 layers below it still run backward in the last micro-batch (they are final only then), so what is exposed of layers
@@ -114,9 +114,9 @@ class StageCosts:
         stages, kinds = len(self.forward_s), len(self.forward_s[0])
         none, empty = (0.0,) * stages, (0.0,) * kinds
         defaults = {"latency_s": none, "state_bytes": empty, "kept_bytes": empty, "limit_bytes": (inf,) * stages}
-        for name, value in {**defaults, "repeats": (1,) * kinds}.items():
+        for name, default in ({**defaults, "repeats": (1,) * kinds}).items():
             if not getattr(self, name):
-                object.__setattr__(self, name, value)
+                object.__setattr__(self, name, default)
         for name in ("forward_s", "backward_s", "reduction_s", "transfer_s"):
             rows = getattr(self, name)
             assert len(rows) == stages and all(len(row) == kinds for row in rows), name
@@ -126,14 +126,11 @@ class StageCosts:
                         what = f"stage {rows.index(row)}, layer {kind}: {name} is {value}"
                         raise HolmesError(f"{what}; a time must be 0 or more, and finite")
         for name in ("latency_s", "state_bytes", "kept_bytes"):
-            for index, value in enumerate(getattr(self, name)):
-                if not 0 <= value < 1e30:
-                    raise HolmesError(f"{name}[{index}] is {value}; it must be 0 or more, and finite")
-        if not 0 <= self.tied_s < 1e30:
-            raise HolmesError(f"tied_s is {self.tied_s}; a time must be 0 or more, and finite")
-        for stage, value in enumerate(self.limit_bytes):
-            if not value > 0:
-                raise HolmesError(f"{self.names[stage]}: a memory limit of {value} bytes; it must be above 0")
+            if not all(0 <= value < 1e30 for value in getattr(self, name)):
+                raise HolmesError(f"{name} is {getattr(self, name)}; all must be 0 or more, and finite")
+        for stage, limit in enumerate(self.limit_bytes):
+            if not limit > 0:
+                raise HolmesError(f"{self.names[stage]}: a memory limit of {limit} bytes; it must be above 0")
         if self.micro_batches < 1:
             raise HolmesError(f"micro_batches is {self.micro_batches}; it must be 1 or more")
         if self.blocks < stages:
@@ -167,14 +164,11 @@ class StageCosts:
         """Blocks start..stop-1 of a stage as a range of layers: with what comes before the first and after the last."""
         return start + self.before if start else 0, stop + self.before if stop < self.blocks else self.layers
 
-    def under_way(self, stage: int) -> float:
-        """Micro-batches whose activations the stage keeps at most."""
-        return under_way(stage, self.stages, self.virtual, self.micro_batches)
-
     @cached_property
     def memory(self) -> Rows:
-        """Bytes, [stage][kind]."""
-        both, keeps = list(zip(self.state_bytes, self.kept_bytes)), map(self.under_way, range(self.stages))
+        """Bytes at a stage's fullest, [stage][kind]."""
+        both, stages = list(zip(self.state_bytes, self.kept_bytes)), range(self.stages)
+        keeps = (under_way(stage, self.stages, self.virtual, self.micro_batches) for stage in stages)
         return tuple(tuple(state + keep * kept for state, kept in both) for keep in keeps)
 
     @cached_property
@@ -236,38 +230,25 @@ def estimate(
     costs: StageCosts, stage_layers: Sequence[int], ends: Callable[..., list[float]] = formula_ends
 ) -> Estimate:
     """The predicted step with stage_layers[s] blocks on stage s (all of them, each stage at least one)."""
-    assert len(stage_layers) == costs.stages and sum(stage_layers) == costs.blocks and min(stage_layers) > 0, stage_layers
+    assert len(stage_layers) == costs.stages and sum(stage_layers) == costs.blocks and min(stage_layers) > 0
     ranges = costs.ranges(stage_layers)
 
     def total(name: str) -> list[float]:
         return [sums[high] - sums[low] for sums, (low, high) in zip(costs.sums[name], ranges)]
 
-    one = step_of(
-        ends,
-        total("forward_s"),
-        total("backward_s"),
-        [row[high - 1] for row, (_, high) in zip(costs.transfer, ranges[:-1])],
-        costs.micro_batches,
-        [part + latency for part, latency in zip(total("reduction_s"), costs.latency_s)],
-        [costs.exposed_s(stage, *layers) for stage, layers in enumerate(ranges)],
-        costs.tied_wait_s,
-        (costs.virtual, costs.load_s),
-    )
+    transfer = [row[high - 1] for row, (_, high) in zip(costs.transfer, ranges[:-1])]
+    reduction = [part + latency for part, latency in zip(total("reduction_s"), costs.latency_s)]
+    exposed = [costs.exposed_s(stage, *layers) for stage, layers in enumerate(ranges)]
+    times, chunks = (total("forward_s"), total("backward_s"), transfer), (costs.virtual, costs.load_s)
+    one = step_of(ends, *times, costs.micro_batches, reduction, exposed, costs.tied_wait_s, chunks)
     memory = tuple(held + costs.working_bytes for held in total("memory"))
     fits = tuple(held <= limit for held, limit in zip(memory, costs.limit_bytes))
     return replace(one, stage_layers=tuple(stage_layers), memory_bytes=memory, fits=fits)
 
 
 def costs_of(
-    portion: Portion,
-    prices: Sequence[StagePrice],
-    edges: Sequence[float],
-    tied_s: float = 0.0,
-    places: Sequence[str] = (),
-    overlap: bool = False,
-    virtual: int = 1,
-    load_s: float = 0.0,
-    sharded: bool = True,
+    portion: Portion, prices: Sequence[StagePrice], edges: Sequence[float], tied_s: float, places: Sequence[str],
+    overlap: bool, virtual: int = 1, load_s: float = 0.0, sharded: bool = True,
 ) -> StageCosts:
     """The layers of a model on stages of these prices; edges: seconds of an activation to each next stage. sharded: see
     StagePrice."""
@@ -277,9 +258,7 @@ def costs_of(
         known[price] = tuple(zip(*(price.seconds(layer, size, sharded) for layer, size in layers)))
     forward, backward, reduction = (tuple(known[price][way] for price in prices) for way in range(3))
     return StageCosts(
-        forward,
-        backward,
-        reduction,
+        *(forward, backward, reduction),
         transfer_s=tuple((edge, edge, 0.0) for edge in (*edges, 0.0)),
         micro_batches=portion.micro_batches,
         latency_s=tuple(price.reduction.latency_s for price in prices),

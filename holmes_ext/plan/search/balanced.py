@@ -89,7 +89,8 @@ def _too_big(costs: StageCosts) -> str:
             return f"{costs.names[stage]}: {needs} and {has}; use more {advice}"
         most.append(count)
     held = "+".join(map(str, most))
-    return f"no split of {costs.blocks} layers fits the GPUs' memory: the stages hold at most {held} layers; use more stages, {advice}"
+    what = f"no split of {costs.blocks} layers fits the GPUs' memory: the stages hold at most {held} layers"
+    return f"{what}; use more stages, {advice}"
 
 
 def _least(costs: StageCosts) -> tuple[Row, Row]:
@@ -110,8 +111,9 @@ class _Search:
         forward, both = _least(costs)
         self._ahead = list(accumulate(costs.by_layer(forward), initial=0.0))  # of the layers below this one, at least
         self._round = list(accumulate(costs.by_layer(both), initial=0.0))
-        self._low = [costs.bounds(start, start + 1)[0] for start in range(costs.blocks)]  # by first block; high by the one after the last
-        self._high = [0, *(costs.bounds(stop - 1, stop)[1] for stop in range(1, costs.blocks + 1))]
+        blocks = range(costs.blocks)
+        self._low = [costs.bounds(start, start + 1)[0] for start in blocks]  # by first block
+        self._high = [0, *(costs.bounds(last, last + 1)[1] for last in blocks)]  # by the block after the last
 
     def pace(self, stage_layers: Sequence[int]) -> float:
         """P of a split."""
@@ -158,7 +160,9 @@ class _Search:
             held.append(stop)
         return held
 
-    def _stage(self, stage: int, below: dict[int, list[State]], bound: float, cap: float, held: int) -> dict[int, list[State]]:
+    def _stage(
+        self, stage: int, below: dict[int, list[State]], bound: float, cap: float, held: int
+    ) -> dict[int, list[State]]:
         """States of `stage` by its first block, from those of the next stage by theirs."""
         costs = self.costs
         forward, backward = costs.sums["forward_s"][stage], costs.sums["backward_s"][stage]
@@ -201,11 +205,11 @@ class _Search:
                     if latest + before_s > cap:
                         continue
                     excess = room + carry
-                    if excess > 0:
-                        self.next_pace = min(self.next_pace, bound + excess / share)  # a run is at most `share` stages long
+                    if excess > 0:  # a run is at most `share` stages long
+                        self.next_pace = min(self.next_pace, bound + excess / share)
                         continue
-                    carry = excess + link
-                    options.append((latest, tail, exposed if tied and last else kept, 0.0 if first or carry < 0 else carry, stop, index))
+                    carry = 0.0 if first else max(0.0, excess + link)
+                    options.append((latest, tail, exposed if tied and last else kept, carry, stop, index))
             if options:
                 found[start] = self._unbeaten(options, bound)
         return found
@@ -230,5 +234,6 @@ class _Search:
                 kept.append(option)
         if len(kept) > MAX_STATES:
             self.exact = False
-            kept = kept[: MAX_STATES // 2] + sorted(kept[MAX_STATES // 2 :], key=lambda state: state[3])[: MAX_STATES // 2]
+            half = MAX_STATES // 2
+            kept = kept[:half] + sorted(kept[half:], key=lambda state: state[3])[:half]
         return kept

@@ -1,9 +1,9 @@
 """How many layers each pipeline stage gets: uniform, by speed, or the best split of all.
 
     uniform     N / p each, the first N mod p stages one more (DeepSpeed's and Megatron's rule)
-    speed       floor(alpha N S_i / sum S) (Holmes, arXiv 2312.03549). The paper leaves the remainder open: layers that are
-                left go, one by one, where most was cut off; those that are too many (alpha > 1) come from the slowest stages.
-                S_i: the steps a second of a job whose stages were all like i
+    speed       floor(alpha N S_i / sum S) (Holmes, arXiv 2312.03549). The paper leaves the remainder open: layers that
+                are left go, one by one, where most was cut off; those that are too many (alpha > 1) come from the
+                slowest stages. S_i: the steps a second of a job whose stages were all like i
     balanced    the least predicted step among all splits that fit the stages' memory (plan/search/balanced.py)
 
 The formula that balanced is exact for is up to 20 % too long where stages are unequal. So partition() walks through the
@@ -50,15 +50,16 @@ def partition(method: str, costs: StageCosts, alpha: float = 1.0) -> tuple[int, 
 def speeds(costs: StageCosts) -> tuple[float, ...]:
     """Steps a second of the uniform partition if every stage had stage i's GPUs and networks: the paper measures S in
     such jobs."""
-    rows, known = (costs.forward_s, costs.backward_s, costs.reduction_s, costs.latency_s), {}
-    for stage, own in enumerate(zip(*rows)):
-        if own not in known:
-            forward, backward, reduction, latency = ((one,) * costs.stages for one in own)
-            free = ((0.0,) * len(costs.repeats),) * costs.stages
-            alike = dict(forward_s=forward, backward_s=backward, reduction_s=reduction, latency_s=latency)
-            one = replace(costs, **alike, transfer_s=free, tied_s=0.0)
-            known[own] = 1 / max(estimate(one, uniform(costs.blocks, costs.stages)).step_s, 1e-30)
-    return tuple(known[own] for own in zip(*rows))
+    stages = list(zip(costs.forward_s, costs.backward_s, costs.reduction_s, costs.latency_s))
+    free, known = ((0.0,) * len(costs.repeats),) * costs.stages, {}
+    for own in dict.fromkeys(stages):
+        forward, backward, reduction, latency = own
+        alike = replace(
+            costs, forward_s=(forward,) * costs.stages, backward_s=(backward,) * costs.stages, transfer_s=free,
+            reduction_s=(reduction,) * costs.stages, latency_s=(latency,) * costs.stages, tied_s=0.0,
+        )
+        known[own] = 1 / max(estimate(alike, uniform(costs.blocks, costs.stages)).step_s, 1e-30)
+    return tuple(known[own] for own in stages)
 
 
 def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> tuple[int, ...]:
@@ -75,7 +76,8 @@ def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> tuple[i
     while sum(found) < layers:
         found[max(range(stages), key=lambda stage: round(shares[stage] - found[stage], 9))] += 1
     while sum(found) > layers:
-        found[min((s for s in range(stages) if found[s] > 1), key=lambda stage: (speed[stage], -found[stage], -stage))] -= 1
+        several = (stage for stage in range(stages) if found[stage] > 1)
+        found[min(several, key=lambda stage: (speed[stage], -found[stage], -stage))] -= 1
     return tuple(found)
 
 
@@ -83,10 +85,9 @@ def improved(
     split: Sequence[int], seconds_of: Callable[[Sequence[int]], float],
     pairs_of: Callable[[Sequence[int]], Iterable[tuple[int, int]]], tries: int,
 ) -> tuple[int, ...]:
-    """`split` after single blocks were moved from one stage to another, always the move that takes off most, for so many tries.
-
-    seconds_of: of a step under a split, inf where it does not fit. pairs_of: (giver, taker) to try, the most promising first.
-    """
+    """`split` after single blocks were moved from one stage to another, always the move that takes off most, for so
+    many tries. seconds_of: of a step under a split, inf where it does not fit. pairs_of: (giver, taker) to try, the
+    most promising first."""
     best = seconds_of(split), tuple(split)
     while tries > 0:
         pairs = [pair for pair in pairs_of(best[1]) if best[1][pair[0]] > 1][:tries]

@@ -26,19 +26,16 @@ class Pricing:
     """Prices of one shape; content by content, edge by edge."""
 
     def __init__(
-        self,
-        ground: Ground,
-        model: Model,
-        shape: Shape,
-        reductions: Sequence[str] = REDUCTIONS,
+        self, ground: Ground, model: Model, shape: Shape, reductions: Sequence[str] = REDUCTIONS,
         memory_bytes: float = 0.0,
     ):
         self.ground, self.shape, self.reductions, self.memory_bytes = ground, shape, reductions, memory_bytes
         self.original, self.sizes, self.processes = model, shape.sizes(), ground.processes
         key = (id(model), shape.micro_batch, shape.recompute)
         self.model = ground.remember((*key, shape.micro_batches, shape.zero), lambda: shape.model(model))
-        key = (*key, shape.tensor, shape.context, shape.expert, shape.pipeline == 1)
-        self.portion = Portion(self.model, self.sizes, ground.remember(key, lambda: layer_kinds(self.model, self.sizes)))
+        of_layers = (*key, shape.tensor, shape.context, shape.expert, shape.pipeline == 1)
+        kinds = ground.remember(of_layers, lambda: layer_kinds(self.model, self.sizes))
+        self.portion = Portion(self.model, self.sizes, kinds)
         self.block, self.shards = self.portion.block, self.portion.shards
         self.stage_ranks = ground.world // shape.pipeline
         self._stages: dict[tuple[Content, str], StagePrice] = {}
@@ -52,10 +49,9 @@ class Pricing:
     def costs(self, arrangement: Arrangement, overlap: bool, sharded: bool = True) -> StageCosts:
         """What a partition of the layers under `arrangement` costs; sharded: with what ZeRO 2 and 3 send."""
         prices = [self.stage(content, arrangement.order) for content in arrangement.contents]
-        edges, virtual, places = self.edges(arrangement), self.shape.virtual, map(self.ground.place, arrangement.contents)
-        load_s = self._load_s(arrangement, edges) if virtual > 1 else 0.0
-        tied_s = self.tied_s(arrangement)
-        return costs_of(self.portion, prices, edges, tied_s, tuple(places), overlap, virtual, load_s, sharded)
+        edges, places = self.edges(arrangement), [self.ground.place(content) for content in arrangement.contents]
+        chunks = self.shape.virtual, self._load_s(arrangement, edges) if self.shape.virtual > 1 else 0.0
+        return costs_of(self.portion, prices, edges, self.tied_s(arrangement), places, overlap, *chunks, sharded)
 
     def memory(self, stage: int, blocks: int) -> Memory:
         """Of a rank of a stage with so many blocks, term by term."""
@@ -204,8 +200,9 @@ class Pricing:
         local = Price(8 / rate) if rate else FREE
         pipelines_first, seconds = order == PIPELINES_FIRST, 0.0
         if shape.tensor > 1:
-            whole = shape.tensor <= processes
-            price = self._inside(shape.tensor, clusters) if whole else all_reduce(shape.tensor, self._fabric_of(content, shape.tensor))
+            price = self._inside(shape.tensor, clusters)
+            if shape.tensor > processes:
+                price = all_reduce(shape.tensor, self._fabric_of(content, shape.tensor))
             seconds += price.seconds(block.tensor_bytes)
         if (size := shape.context) > 1:
             span, sharers = shape.tensor * size, min(shape.tensor, processes)
@@ -223,7 +220,8 @@ class Pricing:
         if local:
             rate = min(self.ground.gpus[index].link_bps for index, _ in (*one, *other))
             return size * 8 / rate if rate else 0.0
-        fabrics, sharers = {self.ground.fabric(pair) for pair in _pairs(one, other)}, min(self.processes, self._step(order))
+        fabrics = {self.ground.fabric(pair) for pair in _pairs(one, other)}
+        sharers = min(self.processes, self._step(order))
         return max(message(fabric, sharers).seconds(size) for fabric in fabrics)
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from math import inf
 
 from holmes_ext.plan.search.result import Candidate, Certificate, Outcome
+from holmes_ext.plan.search.space import Shape
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.step import Step, simulate
 
@@ -30,7 +31,7 @@ def simulated(outcome: Outcome, candidate: Candidate) -> Step:
         stage_layers=candidate.split if shape.virtual == 1 else (),
         overlap="on" if outcome.overlap else "off",
         two_level="rings" if two_level else "off",
-        zero=0 if two_level else shape.zero,  # scattered inside, all-reduced across, gathered inside: a two-level all-reduce
+        zero=0 if two_level else shape.zero,  # scattered inside, all-reduced across, gathered inside: as two levels
     )
     nodes, sizes = candidate.arrangement.nodes(ground), shape.sizes(candidate.arrangement.order)
     costs, model = outcome.costs(candidate, sharded=False), shape.model(outcome.model)
@@ -47,10 +48,11 @@ def passes(candidate: Candidate, layers: int) -> int:
 def rank(outcome: Outcome, count: int = COUNT) -> Outcome:
     """`outcome` with its fastest shapes simulated: those first, by their simulated step, and a second certificate for
     it."""
-    left, seen, done, best = WORK, set(), {}, inf
+    left, done, best = WORK, {}, inf
+    seen: set[Shape] = set()
     for index, one in enumerate(outcome.candidates):
-        if len(seen) == count or (len(seen) >= SHOWN and one.formula_s >= best):  # which seldom says more than the simulation
-            break
+        if len(seen) == count or (len(seen) >= SHOWN and one.formula_s >= best):
+            break  # the closed form seldom says more than the simulation
         work = passes(one, outcome.model.layers)
         if one.shape in seen or work > left:
             continue

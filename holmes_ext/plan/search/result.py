@@ -115,15 +115,12 @@ class Outcome:
         return self.pricing(candidate.shape).costs(candidate.arrangement, self.overlap, sharded)
 
     def candidate(
-        self,
-        pricing: Pricing,
-        arrangement: Arrangement,
-        split: Sequence[int],
-        bound_s: float | None = None,
+        self, pricing: Pricing, arrangement: Arrangement, split: Sequence[int], bound_s: float | None = None,
         least_s: float = 0.0,
     ) -> Candidate:
         """bound_s: None where the split is the best one."""
         one = estimate(pricing.costs(arrangement, self.overlap), split)
+        prices = [pricing.stage(content, arrangement.order) for content in arrangement.contents]
         return Candidate(
             shape=pricing.shape,
             arrangement=arrangement,
@@ -132,8 +129,8 @@ class Outcome:
             bound_s=one.step_s if bound_s is None else bound_s,
             least_s=least_s,
             memory_bytes=one.memory_bytes,
-            limit_bytes=tuple(pricing.stage(content, arrangement.order).limit_bytes for content in arrangement.contents),
-            reductions=tuple(pricing.stage(content, arrangement.order).way for content in arrangement.contents),
+            limit_bytes=tuple(price.limit_bytes for price in prices),
+            reductions=tuple(price.way for price in prices),
         )
 
     def stock(self, shape: Shape) -> tuple[Outcome, Candidate]:

@@ -167,7 +167,8 @@ class _Run:
             both = 2 if edges // 2 > 2 * (len(stages) - 1) else 1
             return max(slowest * (m + alike / v) + 2 * alike * edge, m * v * both * edge)
         share = max(f / seconds for f, seconds in zip(forward, each))
-        weight = m - 1 - (min(shape.pipeline, m) - 1) * min(1.0, share * 1.2)  # embedding and output may have a greater share
+        share = min(1.0, share * 1.2)  # embedding and output may have a greater one
+        weight = m - 1 - (min(shape.pipeline, m) - 1) * share
         once, rounds = layers * min(each) + 2 * edges * edge, (m - 1) // min(shape.pipeline, m) + 1
         return max(once + max(weight, 0.0) * layers / room, m * layers / room, rounds * once, m * edge)
 
@@ -201,7 +202,8 @@ class _Run:
                 outcome.misfits += 1
                 self._least(pricing)
             else:
-                fitting.append((max(bound, ideal), next(self.number), _Arranged(pricing, arrangement, bounds, bound, split)))
+                one = _Arranged(pricing, arrangement, bounds, bound, split)
+                fitting.append((max(bound, ideal), next(self.number), one))
         if not fitting:
             return
         fitting.sort(key=lambda entry: entry[:2])
@@ -259,11 +261,10 @@ class _Run:
         outcome = self.outcome
         if not outcome.shapes:
             ground, model = outcome.ground, outcome.model
-            raise HolmesError(
-                f"no parallel sizes are possible: {ground.world} GPUs ({ground.processes} on a node), global batch"
-                f" {outcome.global_batch}, {model.heads} heads, {model.layers} layers{_said(outcome.limits)}; give a global batch that"
-                " is a multiple of the data size, or other limits"
-            )
+            what = f"{ground.world} GPUs ({ground.processes} on a node), global batch {outcome.global_batch}"
+            what += f", {model.heads} heads, {model.layers} layers{_said(outcome.limits)}"
+            advice = "give a global batch that is a multiple of the data size, or other limits"
+            raise HolmesError(f"no parallel sizes are possible: {what}; {advice}")
         if not outcome.candidates:
             raise HolmesError(self._why_not())
         outcome.candidates.sort(key=lambda candidate: (candidate.formula_s, candidate.peak_bytes))
@@ -283,15 +284,15 @@ class _Run:
         shape = self.least_need[1]
         pricing, split = outcome.pricing(shape), uniform(outcome.model.layers, shape.pipeline)
         one = outcome.candidate(pricing, launcher(outcome.ground, shape.pipeline), split)
-        used, limit, stage = max(
-            zip(one.memory_bytes, one.limit_bytes, range(shape.pipeline)), key=lambda each: each[0] / each[1]
-        )
-        memory = pricing.memory(stage, split[stage])
+        stages = zip(one.memory_bytes, one.limit_bytes, range(shape.pipeline))
+        used, limit, stage = max(stages, key=lambda each: each[0] / each[1])
+        terms = pricing.memory(stage, split[stage]).terms
+        largest = max(terms, key=terms.__getitem__)
+        has, needs, more, alone = (format_bytes(each, 4) for each in (limit, used, used - limit, terms[largest]))
         return (
-            f"{outcome.model.name} fits nowhere: nearest is tensor {shape.tensor}, pipeline {shape.pipeline}, data {shape.data}, recompute"
-            f" {shape.recompute}, ZeRO {shape.zero}, whose stage {stage} needs {format_bytes(used, 4)} of {format_bytes(limit, 4)}:"
-            f" {memory.largest} alone are {format_bytes(getattr(memory, memory.largest), 4)}, {format_bytes(used - limit, 4)} are too"
-            f" much; it needs {FIXES[memory.largest]}"
+            f"{outcome.model.name} fits nowhere: nearest is tensor {shape.tensor}, pipeline {shape.pipeline}, data"
+            f" {shape.data}, recompute {shape.recompute}, ZeRO {shape.zero}, whose stage {stage} needs {needs} of {has}:"
+            f" {largest} alone are {alone}, {more} are too much; it needs {FIXES[largest]}"
         )
 
 

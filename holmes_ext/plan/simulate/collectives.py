@@ -1,11 +1,12 @@
 """What is reduced and gathered in a step, and when: plan/simulate/step.py's collectives.
 
     deepspeed   tied embeddings, then each stage's gradients, optimizer, (ZeRO-1: weights are gathered)
-    megatron    each stage's gradients, then tied embeddings, optimizer, (ZeRO-1: weights are gathered, or under the next forward)
-    ZeRO 2, 3   each micro-batch: a layer's gradients are scattered after its backward, (3) its weights gathered before forward and
-                backward; once a step: (2) weights are gathered
-    overlap     a layer's gradients are final in the last micro-batch's backward; full buckets leave at once, in that order. Where
-                they end is plan/cost/buckets.py's cut: GradientReducer's, or megatron-core's
+    megatron    each stage's gradients, then tied embeddings, optimizer, (ZeRO-1: weights are gathered, or under the
+                next forward)
+    ZeRO 2, 3   each micro-batch: a layer's gradients are scattered after its backward, (3) its weights gathered before
+                forward and backward; once a step: (2) weights are gathered
+    overlap     a layer's gradients are final in the last micro-batch's backward; full buckets leave at once, in that
+                order. Where they end is plan/cost/buckets.py's cut: GradientReducer's, or megatron-core's
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from holmes_ext.plan.simulate.flows import Flows
 from holmes_ext.plan.simulate.pipelines import DataGroups
 from holmes_ext.plan.sizes import Sizes
 
-#: Beyond so many chunks of a stage they are simulated as larger ones: the fill of their pipeline is overrated by under 1/32.
+#: Beyond so many chunks of a stage they are simulated as larger ones: their pipeline's fill is overrated by under 1/32.
 MOST_CHUNKS = 32
 Tag = tuple[Hashable, ...]
 Place = tuple[int, int]  # (chunk, layer)
@@ -70,14 +71,8 @@ class Reductions:
     """transfers: of all collectives. before, along, after: the operations that an actor's program gets for them."""
 
     def __init__(
-        self,
-        flows: Flows,
-        execution: Execution,
-        ranges: Sequence[tuple[int, int]],
-        layers: Sequence[Layer],
-        model: Model,
-        sizes: Sizes,
-        micro_batches: int,
+        self, flows: Flows, execution: Execution, ranges: Sequence[tuple[int, int]], layers: Sequence[Layer],
+        model: Model, sizes: Sizes, micro_batches: int,
     ):
         self.flows, self.execution, self.ranges, self.micro_batches = flows, execution, ranges, micro_batches
         self.stages, self.width = flows.pipelines.stages, model.gradient_width
@@ -169,8 +164,8 @@ class Reductions:
         leave)."""
         needs: Operations = {}
         launches: Operations = {}
-        if self.execution.zero > 1:
-            return self._shards(kind, stage, letter, micro_batch) if (kind, stage) in self._groups else (needs, launches)
+        if self.execution.zero > 1 and (kind, stage) in self._groups:
+            return self._shards(kind, stage, letter, micro_batch)
         if not final and not (self._late_gather and letter == "F" and micro_batch == 0):
             return needs, launches
         for number, one in enumerate(self._leaving.get((kind, stage), [])):
@@ -183,7 +178,8 @@ class Reductions:
 
     def _shards(self, kind: int, stage: int, letter: str, micro_batch: int) -> tuple[Operations, Operations]:
         """along, of ZeRO 2 and 3: each layer's weights before it, its gradients after it, and both awaited."""
-        needs, launches = {}, {}
+        needs: Operations = {}
+        launches: Operations = {}
         for layer in range(*self.ranges[stage]):
             of_layer = (stage, self._groups[kind, stage].kinds, micro_batch, layer)
             if self.execution.zero == 3:

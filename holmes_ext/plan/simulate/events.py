@@ -65,10 +65,7 @@ class Simulation:
     """capacities: bits/s of every NIC, one way. run() returns every actor's spans, without gaps from 0 to its end."""
 
     def __init__(
-        self,
-        programs: Sequence[Sequence[Op]],
-        transfers: dict[Hashable, Transfer],
-        capacities: dict[Hashable, float],
+        self, programs: Sequence[Sequence[Op]], transfers: dict[Hashable, Transfer], capacities: dict[Hashable, float]
     ):
         self.programs, self.transfers, self.capacities = programs, transfers, capacities
         self.now, self.count = 0.0, 0
@@ -199,7 +196,8 @@ def _fair(
     grow on."""
     if len(flows) == 1:
         ((tag, flow),) = flows.items()
-        return {tag: min(flow.limit_bps, *(capacities[nic] / weight for nic, weight in flow.uses if weight > 1e-9), inf)}
+        shares = (capacities[nic] / weight for nic, weight in flow.uses if weight > 1e-9)
+        return {tag: min((flow.limit_bps, *shares))}
     left = {nic: capacities[nic] for nic in nics}
     weights = dict.fromkeys(nics, 0.0)
     for flow in flows.values():

@@ -101,14 +101,14 @@ class Flows:
         transfers: dict[Hashable, Transfer] = {}
         starts: list[Hashable] = []
         for chunk in range(chunks):
-            names: list[Hashable] = [(*tag, chunk, phase) for phase in range(4)]
-            names[3] = tag if chunk == chunks - 1 else names[3]
-            starts.append(names[0])
-            for phase, name in enumerate(names):
-                parties, then = len(groups.kinds) if phase == 0 else 1, names[phase + 1] if phase < 3 else None
+            phases: list[Hashable] = [(*tag, chunk, phase) for phase in range(4)]
+            phases[3] = tag if chunk == chunks - 1 else phases[3]
+            starts.append(phases[0])
+            for phase, one in enumerate(phases):
+                parties, then = len(groups.kinds) if phase == 0 else 1, phases[phase + 1] if phase < 3 else None
                 seconds, uses = (piece, across) if phase in (1, 2) else (fixed, tuple(inside.items()))
                 channel = (tag[:3], phase)
-                transfers[name] = Transfer(parties, seconds, 8 * size, inf, uses, channel, then, across=True)
+                transfers[one] = Transfer(parties, seconds, 8 * size, inf, uses, channel, then, across=True)
         return transfers, starts
 
     def _across(self, one: str, two: str) -> bool:

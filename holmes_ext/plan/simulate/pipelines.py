@@ -12,9 +12,12 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from holmes_ext.cluster.site import Fabric, Site
 from holmes_ext.plan.sizes import Sizes
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class DataGroups:
     count: int
 
 
-def _numbered(looks: Mapping[int, Hashable]) -> dict[int, int]:
+def _numbered(looks: Mapping[K, Hashable]) -> dict[K, int]:
     """Equal looks get equal numbers, in the order of appearance."""
     known = {look: number for number, look in enumerate(dict.fromkeys(looks.values()))}
     return {key: known[look] for key, look in looks.items()}
@@ -46,10 +49,10 @@ class Pipelines:
         self.site, self.only, self.stages = site, only, sizes.pipeline
         self._shared: dict[frozenset[tuple[str, ...]], Fabric] = {}
         strides = sizes.strides()
-        self._stride, stages = strides["pp"], range(sizes.pipeline)
+        self._stride, stages, processes = strides["pp"], range(sizes.pipeline), site.processes
         firsts = [rank for rank in range(site.world_size) if rank // self._stride % sizes.pipeline == 0]
         self._nodes = {
-            first: tuple(order[(first + stage * self._stride) // site.processes] for stage in stages) for first in firsts
+            first: tuple(order[(first + stage * self._stride) // processes] for stage in stages) for first in firsts
         }
         self._group = {first: first // strides["tp"] % sizes.tensor for first in firsts}
         looks = _numbered({first: self._look(nodes) for first, nodes in self._nodes.items()})
@@ -62,7 +65,8 @@ class Pipelines:
         representative = {kind: first for first, kind in reversed(self.kind_of.items())}
         self.kinds = [self._nodes[representative[kind]] for kind in sorted(representative)]
         self._on: dict[str, Counter[tuple[int, int]]] = {}  # node -> (kind, stage) -> ranks
-        self._leaving: Counter[tuple[str, int, int, int]] = Counter()  # (node, kind, stage, other) -> ranks with a peer elsewhere
+        #: (node, kind, stage, other stage) -> ranks whose peer is on another node
+        self._leaving: Counter[tuple[str, int, int, int]] = Counter()
         for first, nodes in self._nodes.items():
             for stage, node in enumerate(nodes):
                 self._on.setdefault(node, Counter())[self.kind_of[first], stage] += 1
@@ -92,9 +96,7 @@ class Pipelines:
     @cached_property
     def _alike(self) -> dict[str, int]:
         """node -> a number that its likes have too."""
-        names = list(self._on)
-        looks = {number: (self.cluster(name), tuple(sorted(self._on[name].items()))) for number, name in enumerate(names)}
-        return {names[number]: look for number, look in _numbered(looks).items()}
+        return _numbered({node: (self.cluster(node), tuple(sorted(held.items()))) for node, held in self._on.items()})
 
     def nic(self, node: str, fabric: Fabric, way: str) -> Hashable:
         """The key of one way ("out" or "in") of the NIC that stands for `node`'s and its likes'."""

@@ -8,6 +8,7 @@ gradients ("g"); both are named by the earlier one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+
 from holmes_ext.plan.cost.pipeline import Pass, passes
 from holmes_ext.plan.simulate.events import Op
 

@@ -11,7 +11,6 @@ when it does collectives.py's.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -31,6 +30,7 @@ from holmes_ext.plan.simulate.pipelines import Pipelines
 from holmes_ext.plan.simulate.programs import program
 from holmes_ext.plan.sizes import Sizes
 
+CAUSES = ("compute", "optimizer", "bubble", "send_inside", "send_across", "reduce_inside", "reduce_across")
 _KINDS = {"F": "forward", "B": "backward"}
 _CAUSES = {"forward": "compute", "backward": "compute", "optimizer": "optimizer", "idle": "bubble", "send": "send"}
 
@@ -63,8 +63,7 @@ class Step:
         """Mean seconds of a rank; their sum is step_s. compute, optimizer, bubble (idle, waiting for others); exposed
         communication in a cluster ("_inside") and between clusters ("_across"): sends between stages, and reductions
         with what ZeRO gathers."""
-        exposed = {f"{what}_{where}": 0.0 for what in ("send", "reduce") for where in ("inside", "across")}
-        total: Counter[str] = Counter(compute=0.0, optimizer=0.0, bubble=0.0, **exposed)  # type: ignore[arg-type]
+        total = dict.fromkeys(CAUSES, 0.0)
         world = sum(len(line.ranks) for line in self.ranks)
         for line in self.ranks:
             share, busy = len(line.ranks) / world, 0.0
@@ -72,10 +71,10 @@ class Step:
                 cause = _CAUSES.get(span.kind, "reduce")
                 if cause in ("send", "reduce"):
                     cause += "_across" if span.across else "_inside"
-                total[cause] += share * (span.end - span.start)  # type: ignore[assignment]
+                total[cause] += share * (span.end - span.start)
                 busy += span.end - span.start
-            total["bubble"] += share * (self.step_s - busy)  # type: ignore[assignment]
-        return dict(total)
+            total["bubble"] += share * (self.step_s - busy)
+        return total
 
 
 def simulate(
@@ -92,19 +91,22 @@ def simulate(
     HolmesError: what does not fit together."""
     sizes, run = sizes.complete(site.world_size), execution
     if run.zero > 1 and sizes.pipeline > 1:
-        raise HolmesError(f"zero is {run.zero} with {sizes.pipeline} pipeline stages; under a pipeline it can be 0 or 1")
+        given = f"zero is {run.zero} with {sizes.pipeline} pipeline stages"
+        raise HolmesError(f"{given}; under a pipeline it can be 0 or 1")
     costs = costs or costs_on_site(site, order, sizes, model, only=only)
     pipelines = Pipelines(site, order, sizes, only)
     flows = Flows(pipelines, links, model, run.message_s)
     layers = model.layers_of(sizes)
     ranges = costs.ranges(_blocks(run.stage_layers, costs.blocks, sizes.pipeline * run.virtual))
     reductions = Reductions(flows, run, ranges, layers, model, sizes, costs.micro_batches)
-    transfers = {**_messages(flows, run.virtual, costs.micro_batches, layers[0].activation_bytes), **reductions.transfers}
+    messages = _messages(flows, run.virtual, costs.micro_batches, layers[0].activation_bytes)
+    transfers = {**messages, **reductions.transfers}
     actors = [(kind, stage) for kind in range(len(pipelines.kinds)) for stage in range(sizes.pipeline)]
     programs = []
     for kind, stage in actors:
         ops = _program(kind, stage, run, costs, ranges, reductions)
-        programs.append(list(_software(ops, run.cores, pipelines.count[kind], (kind, stage), transfers, links.core_bps)))
+        cores = run.cores, pipelines.count[kind], (kind, stage), links.core_bps
+        programs.append(list(_software(ops, transfers, *cores)))
     fabrics = {nic for transfer in transfers.values() for nic, _ in transfer.uses if nic != CORES}
     capacities = {nic: flows.capacity(only or site.fabric_by_name[nic[1]]) for nic in fabrics}  # type: ignore[index]
     simulation = Simulation(programs, transfers, {**capacities, CORES: run.cores or inf})
@@ -177,7 +179,7 @@ def _pieces(
 
 
 def _software(
-    ops: Iterator[Op], cores: int, ranks: int, actor: Hashable, transfers: dict[Hashable, Transfer], core_bps: float
+    ops: Iterator[Op], transfers: dict[Hashable, Transfer], cores: int, ranks: int, actor: Hashable, core_bps: float
 ) -> Iterator[Op]:
     """`ops` of an actor that stands for `ranks` ranks, with software's seconds as flows through the shared cores, at
     most one core a rank. core_bps: bits that count as a second, as many as a core can send: then a rank that computes
