@@ -49,10 +49,8 @@ def groups(sizes: Sizes, kind: str) -> list[tuple[int, ...]]:
 
 def _expert_groups(sizes: Sizes) -> list[tuple[int, ...]]:
     """Expert-parallel groups: a second grid over the ranks of each stage, without a context axis.
-
     megatron.core.parallel_state makes it with the expert tensor size, which is the tensor size unless the user says
-    otherwise; here 1 where expert x tensor does not divide a stage.
-    """
+    otherwise; here 1 where expert x tensor does not divide a stage."""
     stride = sizes.strides()["pp"]
     stage = _span(sizes.strides(), {axis: sizes.size(axis) for axis in AXES if axis != "pp"})
     tensor = sizes.tensor if (sizes.data * sizes.context) % sizes.expert == 0 else 1
@@ -77,12 +75,10 @@ class Tie:
 
 
 class Layout:
-    """Components, and what ties the first one; slots of a component are counted from 0, stages too.
-
-    sizes: complete. components: the slots of each, in the order of stages. ties: for each kind of INSIDE. inner[s] and
-    onward: {(slot, slot): ranks} that send activations from stage s to s + 1 inside a component, and from a component's
-    last stage to the next component; pairs in one slot are left out.
-    """
+    """Components, and what ties the first one; slots of a component are counted from 0, stages too. sizes: complete.
+    components: the slots of each, in the order of stages. ties: for each kind of INSIDE. inner[s] and onward: {(slot,
+    slot): ranks} that send activations from stage s to s + 1 inside a component, and from a component's last stage to
+    the next component; pairs in one slot are left out."""
 
     def __init__(self, sizes: Sizes, processes: int):
         self.sizes, self.processes = sizes, processes

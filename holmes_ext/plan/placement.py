@@ -57,12 +57,10 @@ class Placement:
 def place(
     site: Site, sizes: Sizes | None = None, workload: Workload | None = None, budget: int | None = None
 ) -> Placement:
-    """The order of `site`'s nodes for a job of `sizes`; HolmesError when they do not multiply to the world size.
-
-    sizes None (the job's are not known yet): each cluster's nodes together, the fastest fabric first. That is free of
+    """The order of `site`'s nodes for a job of `sizes`; HolmesError when they do not multiply to the world size. sizes
+    None (the job's are not known yet): each cluster's nodes together, the fastest fabric first. That is free of
     straddling for every pipeline size whose stages divide the clusters, and puts the slowest reduction last. budget:
-    orders tried one by one (default: what about half a second allows).
-    """
+    orders tried one by one (default: what about half a second allows)."""
     if sizes is None:
         return Placement(_fastest_first(site), (), None)
     predictor = Predictor(site, Layout(sizes.complete(site.world_size), site.processes), workload or Workload())
@@ -153,12 +151,10 @@ def _search(predictor: Predictor, budget: int | None) -> tuple[Part, ...]:
 
 def pack(counts: dict[int, int], classes: Sequence[frozenset[str]], size: int) -> list[Part] | None:
     """Components of `size` nodes, each sharing a fast fabric or having none; None when there is no such packing.
-
     counts: nodes of each class. Whether it fits depends on numbers modulo `size` only, so the search goes over the
     classes, and its state is what each fabric that can still get nodes has beyond whole components. The parts come in
     the order of classes. Where most nodes are on three fast fabrics or more the states can be too many; then only
-    PACK_BUDGET steps are looked at.
-    """
+    PACK_BUDGET steps are looked at."""
     if size == 1:
         return [(index,) for index, count in counts.items() for _ in range(count)]
     homes = {index: sorted(classes[index]) or [ETHERNET] for index in counts}

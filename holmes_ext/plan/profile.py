@@ -171,9 +171,7 @@ def check_profile(profile: Profile, site: Site, sizes: Sizes | None = None, mode
 
 def measured_costs(profile: Profile, clusters: Sequence[Sequence[str]], overlap: bool = False) -> StageCosts:
     """The costs on stages that lie on `clusters` (names for each); HolmesError when the profile has no such stage.
-
-    latency_s holds the optimizer too: both come once a step, after the reduction.
-    """
+    latency_s holds the optimizer too: both come once a step, after the reduction."""
     on = [_measured_on(profile, names, stage) for stage, names in enumerate(clusters)]
     first, last = profile.stages[0], profile.stages[-1]
 

@@ -94,12 +94,9 @@ def _rows(axis: Any, names: Sequence[str]) -> None:
 
 
 def placement_figure(panels: Sequence[tuple[str, Site, Sequence[str], bool]], sizes: Sizes) -> Any:
-    """One panel for each (title, site, nodes in rank order, NIC for each group?).
-
-    Nodes stand in their cluster's box with their ranks; lines are data-parallel groups (thick) and pipeline edges
-    (thin), coloured by the kind of network that carries them. Without a NIC for each group all is on Ethernet, unless
-    the site is one cluster.
-    """
+    """One panel for each (title, site, nodes in rank order, NIC for each group?). Nodes stand in their cluster's box
+    with their ranks; lines are data-parallel groups (thick) and pipeline edges (thin), coloured by the kind of network
+    that carries them. Without a NIC for each group all is on Ethernet, unless the site is one cluster."""
     plt = pyplot()
     figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.6), squeeze=False)
     for axis, (title, site, nodes, chooses) in zip(axes[0], panels):

@@ -19,12 +19,10 @@ LATENCY_SHARE = 0.1
 
 
 def bucket_bytes(fabric: Fabric, ranks: int, total_bytes: float, share: float = LATENCY_SHARE) -> int:
-    """Bytes of a bucket, so that latency is at most `share` of its all-reduce among `ranks` ranks on `fabric`.
-
-    A ring all-reduce of B bytes takes 2 (n-1) steps of latency + B / (n rate) each (Thakur, Rabenseifner and Gropp
-    2005, section 4.4), so latency / (latency + B / (n rate)) <= share gives B >= n rate latency (1 - share) / share. At
-    least 1 MiB (an eighth of total_bytes, all that the group reduces, where that is less), at most 256 MiB.
-    """
+    """Bytes of a bucket, so that latency is at most `share` of its all-reduce among `ranks` ranks on `fabric`. A ring
+    all-reduce of B bytes takes 2 (n-1) steps of latency + B / (n rate) each (Thakur, Rabenseifner and Gropp 2005,
+    section 4.4), so latency / (latency + B / (n rate)) <= share gives B >= n rate latency (1 - share) / share. At least
+    1 MiB (an eighth of total_bytes, all that the group reduces, where that is less), at most 256 MiB."""
     assert 0 < share < 1 and ranks >= 1
     wanted = ranks * (fabric.rate_bps / 8) * fabric.latency_s * (1 - share) / share
     return int(min(max(wanted, min(SMALLEST_BYTES, total_bytes / 8), 1), LARGEST_BYTES))
@@ -33,13 +31,11 @@ def bucket_bytes(fabric: Fabric, ranks: int, total_bytes: float, share: float = 
 def cut(
     sizes: Sequence[float], limit_bytes: float, keys: Sequence[Hashable] = (), exceed: bool = False
 ) -> tuple[tuple[int, ...], ...]:
-    """Places in `sizes` (bytes, in the order in which gradients become final), bucket by bucket.
-
-    keys: of each gradient (dtype, device); different ones never share a bucket. A bucket holds at most limit_bytes, a
-    larger gradient is alone (runtime/reduce/reducer.py); with `exceed` it ends with the gradient that reaches
-    limit_bytes (megatron-core's _ParamAndGradBuffer). A bucket takes the place of its last gradient: buckets stand in
-    the order in which they become complete.
-    """
+    """Places in `sizes` (bytes, in the order in which gradients become final), bucket by bucket. keys: of each gradient
+    (dtype, device); different ones never share a bucket. A bucket holds at most limit_bytes, a larger gradient is alone
+    (runtime/reduce/reducer.py); with `exceed` it ends with the gradient that reaches limit_bytes (megatron-core's
+    _ParamAndGradBuffer). A bucket takes the place of its last gradient: buckets stand in the order in which they become
+    complete."""
     done: list[tuple[int, ...]] = []
     open_: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, float] = {}

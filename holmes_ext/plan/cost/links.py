@@ -29,11 +29,8 @@ CORES = "cores"
 @dataclass(frozen=True)
 class Curve:
     """Seconds of a message by its bytes. points: (bytes, seconds), by bytes; without them latency and rate say
-    everything.
-
-    Between two points the line through them; below the first its seconds (never less); beyond the last the rate of the
-    last.
-    """
+    everything. Between two points the line through them; below the first its seconds (never less); beyond the last the
+    rate of the last."""
 
     rate_bps: float
     latency_s: float = 0.0

@@ -46,13 +46,11 @@ TRAINING = (
 
 @dataclass(frozen=True)
 class Layer:
-    """What one rank computes and keeps for one layer and one micro-batch.
-
-    tensors: elements of each parameter of this rank but experts', in the order of the forward pass; their gradients
-    become final in the reverse. forward_flops, backward_flops. activation_bytes: sent on if the stage ends here.
-    kept_bytes: from the micro-batch's forward to its backward. tensor_bytes, context_bytes, expert_bytes: forward and
-    backward together, as in Workload. expert_parameters: of experts.
-    """
+    """What one rank computes and keeps for one layer and one micro-batch. tensors: elements of each parameter of this
+    rank but experts', in the order of the forward pass; their gradients become final in the reverse. forward_flops,
+    backward_flops. activation_bytes: sent on if the stage ends here. kept_bytes: from the micro-batch's forward to its
+    backward. tensor_bytes, context_bytes, expert_bytes: forward and backward together, as in Workload.
+    expert_parameters: of experts."""
 
     kind: str
     tensors: tuple[float, ...]
@@ -100,13 +98,11 @@ class Gpu:
 @dataclass(frozen=True)
 class Model:
     """A GPT and how it is trained. Give micro_batches (in a step, of one rank) or global_batch (sequences of a step).
-
     layers: transformer blocks. ffn: 0 means 4 x hidden. groups: key-value heads, 0 means as many as heads. gated:
     SwiGLU. bias: linear layers have one, and norms too. positions: "learned" (a table) or "none" (rotary ones have no
     parameters). activation_width, gradient_width: bytes of an element. state_bytes: weights, gradients and optimizer of
     one parameter on each rank; sharded_bytes: the same, divided by the data size (12 with 6 of state_bytes for Adam
-    under ZeRO-1). gpus: where a cluster's differ.
-    """
+    under ZeRO-1). gpus: where a cluster's differ."""
 
     layers: int
     hidden: int

@@ -104,12 +104,9 @@ def two_level_seconds(
     size: float, clusters: Sequence[int], inside: Fabric, across: Fabric, here: int = 1, sharers: int = 1,
     share: float = 1.0, direct: bool = True,
 ) -> tuple[float, float]:
-    """Seconds of an all-reduce of `size` bytes: (flat ring on `across`, two levels).
-
-    clusters: ranks of the group in each; here: ranks of the group on a node; sharers: such groups that share the node's
-    NICs; inside: the slowest cluster's fabric; share: what compression leaves of the bytes that cross; direct: see
-    inside_cluster.
-    """
+    """Seconds of an all-reduce of `size` bytes: (flat ring on `across`, two levels). clusters: ranks of the group in
+    each; here: ranks of the group on a node; sharers: such groups that share the node's NICs; inside: the slowest
+    cluster's fabric; share: what compression leaves of the bytes that cross; direct: see inside_cluster."""
     flat = all_reduce(sum(clusters), across, sharers).seconds(size)
     messages, volume = inside_cluster(max(clusters), here, direct)
     slowest = Price(2 * volume * 8 * sharers / inside.rate_bps, 2 * messages * inside.latency_s)

@@ -53,13 +53,10 @@ class Component:
 
 
 class Predictor:
-    """Predicts steps of one job for many orders of nodes.
-
-    An order is a tuple of node classes by slot (an index of `classes`; nodes with equal fast fabrics are of one class),
-    cut into components. inside: kinds of groups to treat as if each were on the slowest of its members' own best
-    fabrics; only: the fabric of all traffic, whatever the nodes have (stock behaviour). like() makes another that
-    shares the layout.
-    """
+    """Predicts steps of one job for many orders of nodes. An order is a tuple of node classes by slot (an index of
+    `classes`; nodes with equal fast fabrics are of one class), cut into components. inside: kinds of groups to treat as
+    if each were on the slowest of its members' own best fabrics; only: the fabric of all traffic, whatever the nodes
+    have (stock behaviour). like() makes another that shares the layout."""
 
     def __init__(
         self, site: Site, layout: Layout, workload: Workload, inside: frozenset[str] = frozenset(),
@@ -195,10 +192,8 @@ def exposed_stages(
     site: Site, nodes: Sequence[str], sizes: Sizes, workload: Workload | None = None
 ) -> tuple[bool, ...]:
     """For each stage, whether reducing in one piece after its last backward would end after the first stage's last
-    backward. (Frameworks bucket and overlap on the first stage only, which is right on one uniform network.)
-
-    nodes: in the order of ranks. workload: nominal by default, whose proportions hold for any model size.
-    """
+    backward. (Frameworks bucket and overlap on the first stage only, which is right on one uniform network.) nodes: in
+    the order of ranks. workload: nominal by default, whose proportions hold for any model size."""
     step = step_seconds(site, nodes, sizes, workload)
     first = step.end_s[0] - step.exposed_s[0]
     return tuple(bool(reduction) and end > first for end, reduction in zip(step.end_s, step.reduction_s))
@@ -207,11 +202,9 @@ def exposed_stages(
 def costs_on_site(
     site: Site, order: Sequence[str], sizes: Sizes, model: Model, overlap: bool = False, only: Fabric | None = None
 ) -> StageCosts:
-    """The layers of `model` on the stages of a job of `sizes` whose rank r runs on order[r // processes].
-
-    A stage computes as fast as its slowest GPU and holds what its smallest one does (model.gpu, model.gpus). only: the
-    fabric of all traffic. HolmesError: fewer layers than stages.
-    """
+    """The layers of `model` on the stages of a job of `sizes` whose rank r runs on order[r // processes]. A stage
+    computes as fast as its slowest GPU and holds what its smallest one does (model.gpu, model.gpus). only: the fabric
+    of all traffic. HolmesError: fewer layers than stages."""
     sizes = sizes.complete(site.world_size)
     if model.layers < sizes.pipeline:
         what = f"{model.layers} layers are too few for {sizes.pipeline} pipeline stages"

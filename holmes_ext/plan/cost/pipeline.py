@@ -56,13 +56,10 @@ def passes(stage: int, stages: int, micro_batches: int, virtual: int = 1) -> lis
 
 
 def pace(busy: Seconds, transfer: Seconds) -> float:
-    """From one micro-batch to the next under 1F1B; busy: forward and backward of each stage.
-
-    It is that of the slowest run of neighbouring stages s..t: F goes down from s to t, there its B follows at once,
-    goes back up, and then s may begin the micro-batch t - s + 1 later: (sum of busy[s..t] + 2 x transfers between them)
-    / (t - s + 1). The largest such average is found by Dinkelbach's method: find the run that exceeds the pace so far
-    most, take its average.
-    """
+    """From one micro-batch to the next under 1F1B; busy: forward and backward of each stage. It is that of the slowest
+    run of neighbouring stages s..t: F goes down from s to t, there its B follows at once, goes back up, and then s may
+    begin the micro-batch t - s + 1 later: (sum of busy[s..t] + 2 x transfers between them) / (t - s + 1). The largest
+    such average is found by Dinkelbach's method: find the run that exceeds the pace so far most, take its average."""
     best = top = max(busy)
     while True:
         total, count = busy[-1], 1
@@ -79,13 +76,9 @@ def pace(busy: Seconds, transfer: Seconds) -> float:
 def formula_ends(
     forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int, virtual: int = 1, load_s: float = 0.0
 ) -> list[float]:
-    """When each stage ends its last backward, in closed form. load_s: in which a NIC sends one micro-batch of all
-    chunks (virtual > 1).
-
-    The first micro-batch goes down and comes back, all others follow at the pace. Then the last backward runs up to
-    stage 0. Exact for equal stages and free edges: (m + p - 1)(f + b); else up to 20 % too long
-    (tests/plan/search/test_partition.py).
-    """
+    """When each stage ends its last backward, in closed form; virtual, load_s: as in StageCosts. The first micro-batch
+    goes down and comes back, all others follow at the pace. Then the last backward runs up to stage 0. Exact for equal
+    stages and free edges: (m + p - 1)(f + b); else up to 20 % too long (tests/plan/search/test_partition.py)."""
     busy = [f + b for f, b in zip(forward, backward)]
     hops = 2 * sum(transfer)
     if virtual == 1:
@@ -158,10 +151,8 @@ def step_of(
     reduction: Seconds, exposed: Seconds, tied_s: float = 0.0, chunks: tuple[int, float] = (1, 0.0),
 ) -> Estimate:
     """The step, its last backwards by `ends` (formula_ends or walked_ends); chunks: virtual and load_s of formula_ends.
-
     tied_s: all-reduce of a tied embedding's gradient between the first and the last stage when both have ended; then
-    they reduce their own (the order of DeepSpeed's PipelineEngine: ReduceTiedGrads, ReduceGrads).
-    """
+    they reduce their own (the order of DeepSpeed's PipelineEngine: ReduceTiedGrads, ReduceGrads)."""
     end = ends(forward, backward, transfer, micro_batches, *(chunks if chunks[0] > 1 else ()))
     exposed = list(exposed)
     if tied_s and len(end) > 1:

@@ -2,11 +2,8 @@
 
     Portion (model, sizes) + StagePrices  -- costs_of -->  StageCosts  -- estimate(stage_layers) -->  Estimate
 
-The step is plan/cost/pipeline.py's, then each stage's reduction. With overlap a layer's gradients travel while the
-layers below it still run backward in the last micro-batch (they are final only then), so what is exposed of layers
-i..j-1 is
-
-    max over l of   reduction(i..l) - backward(i..l-1)
+With overlap a layer's gradients travel while the layers below it still run backward in the last micro-batch (they are
+final only then), so of layers i..j-1 max over l of (reduction(i..l) - backward(i..l-1)) is exposed.
 """
 
 from __future__ import annotations
@@ -30,11 +27,10 @@ Rows = tuple[Row, ...]
 
 @dataclass(frozen=True)
 class StagePrice:
-    """What a stage's GPUs and networks take. flops: FLOP/s of its slowest GPU. collective_s: tensor, context and expert
-    groups of a block and micro-batch, forward and backward. reduction: of bytes of gradients, once a step; gather,
-    scatter: weights before a layer's forward and its backward (ZeRO 3), gradients after its backward (ZeRO 2 and 3), of
-    every micro-batch. limit_bytes: of its smallest GPU. way: how its data-parallel groups reduce ("none", "local",
-    "flat", "two-level")."""
+    """What a stage's slowest GPU (FLOP/s) and networks take. collective_s: tensor, context and expert groups of a block
+    and micro-batch, forward and backward. By bytes of gradients: reduction, once a step; gather and scatter, of every
+    micro-batch, before a layer's passes (ZeRO 3) and after its backward (ZeRO 2 and 3). limit_bytes: of its smallest
+    GPU. way: how its data-parallel groups reduce ("none", "local", "flat", "two-level")."""
 
     flops: float
     collective_s: float = 0.0
@@ -57,8 +53,7 @@ Kinds = tuple[tuple[Layer, Layer, Layer], float]
 
 
 def layer_kinds(model: Model, sizes: Sizes) -> Kinds:
-    """(embedding, a block, output) as one rank of complete `sizes` has them, and what recomputation works on
-    (plan/cost/memory.py)."""
+    """(embedding, a block, output) as a rank of complete `sizes` has them, and what recomputation works on."""
     every, expert = model.layers_of(sizes), sizes.expert if model.experts else 1
     return (every[0], every[1], every[-1]), working_bytes(model, sizes.tensor, sizes.context, expert)
 
@@ -79,16 +74,12 @@ class Portion:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds and bytes, by stage and kind of layer. Layers include those `before` the first block and `after` the
-    last.
-
-    repeats: layers of each kind that follow each other, () for one of each. forward_s, backward_s: [stage][kind], one
-    micro-batch. reduction_s: [stage][kind], the layer's gradients; latency_s: [stage], once a step. transfer_s:
-    [stage][kind], the layer's output from this stage to the next (the last stage's row is not used). state_bytes,
-    kept_bytes: [kind]; kept for each micro-batch under way. limit_bytes: [stage], inf without limit; working_bytes: on
-    every stage. tied_s: all-reduce of a tied embedding. virtual: chunks of a stage; load_s: in which a stage's NIC
-    sends one micro-batch of all chunks. places: the clusters of each stage, for messages. HolmesError names stage,
-    layer and number.
+    """Seconds and bytes, by stage and kind of layer, with those `before` the first block and `after` the last. repeats:
+    layers of each kind that follow each other, () for one of each. [stage][kind]: forward_s, backward_s of a
+    micro-batch, reduction_s of the gradients, transfer_s of the layer's output to the next stage. [stage]: latency_s of
+    the reduction, limit_bytes (inf without limit), places: its clusters. [kind]: state_bytes, kept_bytes of each
+    micro-batch under way. working_bytes: on every stage. tied_s: all-reduce of a tied embedding. virtual: chunks of a
+    stage; load_s: in which a stage's NIC sends one micro-batch of all chunks. HolmesError names stage, layer, number.
     """
 
     forward_s: Rows
@@ -115,8 +106,7 @@ class StageCosts:
         none, empty = (0.0,) * stages, (0.0,) * kinds
         defaults = {"latency_s": none, "state_bytes": empty, "kept_bytes": empty, "limit_bytes": (inf,) * stages}
         for name, default in ({**defaults, "repeats": (1,) * kinds}).items():
-            if not getattr(self, name):
-                object.__setattr__(self, name, default)
+            object.__setattr__(self, name, getattr(self, name) or default)
         for name in ("forward_s", "backward_s", "reduction_s", "transfer_s"):
             rows = getattr(self, name)
             assert len(rows) == stages and all(len(row) == kinds for row in rows), name
@@ -125,9 +115,6 @@ class StageCosts:
                     if not 0 <= value < 1e30:
                         what = f"stage {rows.index(row)}, layer {kind}: {name} is {value}"
                         raise HolmesError(f"{what}; a time must be 0 or more, and finite")
-        for name in ("latency_s", "state_bytes", "kept_bytes"):
-            if not all(0 <= value < 1e30 for value in getattr(self, name)):
-                raise HolmesError(f"{name} is {getattr(self, name)}; all must be 0 or more, and finite")
         for stage, limit in enumerate(self.limit_bytes):
             if not limit > 0:
                 raise HolmesError(f"{self.names[stage]}: a memory limit of {limit} bytes; it must be above 0")
@@ -250,26 +237,17 @@ def costs_of(
     portion: Portion, prices: Sequence[StagePrice], edges: Sequence[float], tied_s: float, places: Sequence[str],
     overlap: bool, virtual: int = 1, load_s: float = 0.0, sharded: bool = True,
 ) -> StageCosts:
-    """The layers of a model on stages of these prices; edges: seconds of an activation to each next stage. sharded: see
-    StagePrice."""
+    """The layers of a model on stages of these prices; edges: seconds of an activation; sharded: see StagePrice."""
     known = {}
     for price in dict.fromkeys(prices):
         layers = zip(portion.layers, portion.reduced_bytes)
         known[price] = tuple(zip(*(price.seconds(layer, size, sharded) for layer, size in layers)))
     forward, backward, reduction = (tuple(known[price][way] for price in prices) for way in range(3))
+    transfer = tuple((edge, edge, 0.0) for edge in (*edges, 0.0))
     return StageCosts(
-        *(forward, backward, reduction),
-        transfer_s=tuple((edge, edge, 0.0) for edge in (*edges, 0.0)),
-        micro_batches=portion.micro_batches,
-        latency_s=tuple(price.reduction.latency_s for price in prices),
-        state_bytes=tuple(portion.state_bytes),
-        kept_bytes=tuple(layer.kept_bytes for layer in portion.layers),
-        limit_bytes=tuple(price.limit_bytes for price in prices),
-        tied_s=tied_s,
-        overlap=overlap,
-        repeats=(1, portion.blocks, 1),
-        working_bytes=portion.working_bytes,
-        virtual=virtual,
-        load_s=load_s,
-        places=tuple(places),
+        forward, backward, reduction, transfer, portion.micro_batches,
+        latency_s=tuple(price.reduction.latency_s for price in prices), state_bytes=tuple(portion.state_bytes),
+        kept_bytes=tuple(layer.kept_bytes for layer in portion.layers), working_bytes=portion.working_bytes,
+        limit_bytes=tuple(price.limit_bytes for price in prices), tied_s=tied_s, overlap=overlap,
+        repeats=(1, portion.blocks, 1), virtual=virtual, load_s=load_s, places=tuple(places),
     )

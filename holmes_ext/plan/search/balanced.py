@@ -215,10 +215,8 @@ class _Search:
         return found
 
     def _unbeaten(self, options: list[State], bound: float) -> list[State]:
-        """Those that no other equals or beats in all four numbers (up to rounding).
-
-        Carries shrink as P grows, each in its own way: one that is above 0 beats another for this bound only.
-        """
+        """Those that no other equals or beats in all four numbers (up to rounding). Carries shrink as P grows, each in
+        its own way: one that is above 0 beats another for this bound only."""
         if len(options) == 1:
             return options
         options.sort()

@@ -16,8 +16,8 @@ from holmes_ext.plan.search.space import Shape
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.step import Step, simulate
 
-#: Candidates simulated at least (those that a table shows) and at most, each of another shape, and the passes (forward and backward, of all stages) of all of
-#: them together.
+#: Candidates simulated at least (those that a table shows) and at most, each of another shape, and the passes (forward
+#: and backward, of all stages) of all of them together.
 SHOWN, COUNT = 10, 30
 WORK = 60_000
 

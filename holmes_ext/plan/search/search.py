@@ -71,12 +71,9 @@ def search(
     links: Links = Links(),
 ) -> Outcome:
     """The best plans for `model` with `global_batch` sequences a step; HolmesError: no sizes are possible, or nothing
-    fits the memory.
-
-    overlap: gradients are reduced under the last backward. seconds: after so many the best so far is the answer. A
-    KeyboardInterrupt does the same, with interrupted set; before anything was found it is raised on. links: measured
-    ones (`holmes probe`).
-    """
+    fits the memory. overlap: gradients are reduced under the last backward. seconds: after so many the best so far is
+    the answer. A KeyboardInterrupt does the same, with interrupted set; before anything was found it is raised on.
+    links: measured ones (`holmes probe`)."""
     if global_batch < 1:
         raise HolmesError(f"--global-batch is {global_batch}; it must be 1 or more")
     run = _Run(Outcome(Ground.of(site, model, links=links), model, global_batch, limits, overlap), rows)
