@@ -90,9 +90,7 @@ class TwoLevels:
         return self.pipelined.seconds(size) + min(size, self.chunk_bytes) * min(self.inside.byte_s, self.across.byte_s)
 
 
-def two_levels(
-    inside: Price, across: Fabric, clusters: Sequence[int], processes: int, share: float = 1.0
-) -> TwoLevels:
+def two_levels(inside: Price, across: Fabric, clusters: Sequence[int], processes: int, share: float = 1.0) -> TwoLevels:
     """clusters: ranks of the group in each. processes: ranks of a node that send across at once. share: what
     compression leaves of the bytes that cross."""
     bits = 2 * across_clusters(clusters) * 8 * share * processes

@@ -5,7 +5,7 @@ reduction)
 
     tail_s = f_s + b_s + 2 x_s + tail_(s+1)                    the first micro-batch from s down and back
     V_s    = max(tail_s + R_s, f_s + x_s + V_(s+1))            the latest end of stages s..p-1, seen from s
-    step   = V_0 + (micro_batches - 1) P,   P >= the average of any run of stages             (plan/cost/step.py: pace)
+    step   = V_0 + (micro_batches - 1) P,   P >= the average of any run of stages             (plan/cost/pipeline.py)
     M_s    = f_s + b_s - P + max(0, 2 x_s + M_(s+1)) <= 0      the same, for one P: no run that begins with s exceeds it
 
 For a given bound on P a dynamic program over (stage, first block) finds the least V_0; it keeps every (V, tail, carry),

@@ -60,15 +60,8 @@ Progress = Callable[[int, int, float], None]
 
 
 def search(
-    site: Site,
-    model: Model,
-    global_batch: int,
-    limits: Limits = Limits(),
-    overlap: bool = False,
-    seconds: float = inf,
-    progress: Progress | None = None,
-    rows: int = ROWS,
-    links: Links = Links(),
+    site: Site, model: Model, global_batch: int, limits: Limits = Limits(), overlap: bool = False, seconds: float = inf,
+    progress: Progress | None = None, rows: int = ROWS, links: Links = Links(),
 ) -> Outcome:
     """The best plans for `model` with `global_batch` sequences a step; HolmesError: no sizes are possible, or nothing
     fits the memory. overlap: gradients are reduced under the last backward. seconds: after so many the best so far is

@@ -127,9 +127,7 @@ def shapes(ground: Ground, model: Model, global_batch: int, limits: Limits) -> I
                     yield from _inner(model, global_batch // data, limits, (pipeline, tensor, context), data)
 
 
-def _inner(
-    model: Model, sequences: int, limits: Limits, sizes: tuple[int, int, int], data: int
-) -> Iterator[Shape]:
+def _inner(model: Model, sequences: int, limits: Limits, sizes: tuple[int, int, int], data: int) -> Iterator[Shape]:
     """The shapes of these sizes, of `sequences` a step on each data-parallel rank."""
     (pipeline, _, context), experts = sizes, model.experts or 1
     expert_sizes = limits.of("expert", divisors(data * context) if model.experts else [1])

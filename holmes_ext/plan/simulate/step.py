@@ -45,9 +45,6 @@ class Timeline:
     cluster: str
     spans: tuple[Span, ...]
 
-    def seconds(self, *kinds: str) -> float:
-        return sum(span.end - span.start for span in self.spans if span.kind in kinds)
-
 
 @dataclass(frozen=True)
 class Step:
@@ -78,14 +75,8 @@ class Step:
 
 
 def simulate(
-    site: Site,
-    order: Sequence[str],
-    sizes: Sizes,
-    model: Model,
-    execution: Execution = Execution(),
-    links: Links = Links(),
-    only: Fabric | None = None,
-    costs: StageCosts | None = None,
+    site: Site, order: Sequence[str], sizes: Sizes, model: Model, execution: Execution = Execution(), links: Links =
+    Links(), only: Fabric | None = None, costs: StageCosts | None = None,
 ) -> Step:
     """See the module. costs: seconds by stage and layer if they are known better than costs_on_site knows them.
     HolmesError: what does not fit together."""
