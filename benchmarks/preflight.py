@@ -60,10 +60,11 @@ def rank_main(cluster: str, flag: str) -> None:
             took[0] = time.monotonic() - begin
 
     preflight.run = timed
+    request = start.Request(Options(cluster=cluster, preflight=flag), Sizes(pipeline=2, tensor=4))
     begin = time.monotonic()
-    current, lines = start.start(Options(cluster=cluster, preflight=flag), launcher.detect(os.environ), Sizes(pipeline=2, tensor=4), {})
+    current, lines = start.start(request, launcher.detect(os.environ), {})
     whole = time.monotonic() - begin
-    store = start._stores[-1]  # rank 0's process hosts it: wait for all before it ends
+    store = current.store  # rank 0's process hosts it: wait for all before it ends
     store.set(f"done/{current.rank}", "")
     store.wait([f"done/{rank}" for rank in range(current.plan.world_size)])
     print(json.dumps({"preflight_s": took[0], "start_s": whole, "lines": lines}), flush=True)
@@ -111,17 +112,16 @@ class Everything:
 
     def __init__(self):
         from holmes_ext.runtime.measure import telemetry
-        from holmes_ext.runtime.watch import observers as observe
+        from holmes_ext.runtime.watch import start_stop
 
-        self.recorder, self.watchdog = telemetry.recorder, observe._watchdog
+        self.recorder, self.watchdog = telemetry.recorder, start_stop._Running.watchdog
         assert self.recorder is not None and self.recorder.keeps and self.watchdog is not None
         self.on = True
 
     def switch(self, on: bool) -> None:
         """Between two steps."""
         from holmes_ext.runtime.measure import telemetry
-        from holmes_ext.runtime.watch import nic_watch
-        from holmes_ext.runtime.watch import observers as observe
+        from holmes_ext.runtime.watch import nic_watch, start_stop
 
         if on == self.on:
             return
@@ -129,15 +129,13 @@ class Everything:
         if on:
             nic_watch.start(20.0)
             telemetry.set_recorder(self.recorder)
-            observe._hook_optimizers(self.recorder)
+            start_stop.hook_optimizers(self.recorder)
             self.watchdog._ended.clear()
             self.watchdog.start()
             return
         nic_watch.stop()
         telemetry.set_recorder(None)
-        for hook in observe._hooks:
-            hook.remove()
-        observe._hooks.clear()
+        start_stop.unhook_optimizers()
         self.watchdog.stop()
 
 

@@ -2,8 +2,9 @@
 
     python benchmarks/telemetry.py --json FILE [--repetitions 5] [--steps 14]
 
-The 2+2 scene of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator), the variants in turn; and the time of one small operation
-over gloo in one process, which is what the patched methods of torch's process groups add to each.
+The 2+2 scene of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator), the variants in turn; and the time
+of one small operation over gloo in one process, which is what the patched methods of torch's process groups add to
+each.
 """
 
 from __future__ import annotations
@@ -64,14 +65,19 @@ def steps(repetitions: int, count: int) -> list[Row]:
     difference = max_loss_difference(without, all_of_it)
     rows = [Row.of("2+2", f"step, {one.name}", one.median, "s", one.spread, one.emulated) for one in series.values()]
     emulated = without.emulated
-    rows.append(Row.of("2+2", "what both add to a step", all_of_it.median / without.median - 1, "of a step", (min(pairs), max(pairs)), emulated, "<= 0.005"))
-    rows.append(Row.of("2+2", "A/A difference (noise)", again.median / without.median - 1, "of a step", (min(noise), max(noise)), emulated))
-    rows.append(Row.of("2+2", "largest loss difference", difference, "nats", (difference, difference), False, "<= 1e-6"))
+    for metric, series_of, each, target in (
+        ("what both add to a step", all_of_it, pairs, "<= 0.005"), ("A/A difference (noise)", again, noise, ""),
+    ):  # fmt: skip
+        share = series_of.median / without.median - 1
+        rows.append(Row.of("2+2", metric, share, "of a step", (min(each), max(each)), emulated, target))
+    spread = (difference, difference)
+    rows.append(Row.of("2+2", "largest loss difference", difference, "nats", spread, False, "<= 1e-6"))
     return rows
 
 
 def operation(repetitions: int) -> list[Row]:
-    """Seconds of an all-reduce of 16 bytes in one process: with the patches off, on without a recorder, watched, and written down."""
+    """Seconds of an all-reduce of 16 bytes in one process: with the patches off, on without a recorder, watched, and
+    written down."""
     with tempfile.TemporaryDirectory() as directory:
         ways = {
             "patches off": ("dict(watchdog='off')", "no", "telemetry"),
@@ -80,13 +86,18 @@ def operation(repetitions: int) -> list[Row]:
             "telemetry": (f"dict(watchdog='off', telemetry={directory!r})", "no", ""),
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for repetition in range(repetitions):
+        for _ in range(repetitions):
             for name, (options, watched, off) in ways.items():
                 env = {**os.environ, "HOLMES_DISABLE": off}
-                result = subprocess.run([sys.executable, "-c", SMALL, options, watched], capture_output=True, text=True, env=env, check=True)
+                command = [sys.executable, "-c", SMALL, options, watched]
+                result = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
                 seconds[name].append(float(result.stdout.strip().splitlines()[-1]))
-    return [Row.of("one operation", f"all-reduce of 16 bytes, {name}", statistics.median(times) * 1e6, "us", (min(times) * 1e6, max(times) * 1e6), False)
-            for name, times in seconds.items()]  # fmt: skip
+    rows = []
+    for name, times in seconds.items():
+        spread = (min(times) * 1e6, max(times) * 1e6)
+        metric = f"all-reduce of 16 bytes, {name}"
+        rows.append(Row.of("one operation", metric, statistics.median(times) * 1e6, "us", spread, False))
+    return rows
 
 
 def main() -> int:

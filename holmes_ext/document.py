@@ -42,7 +42,7 @@ class Table:
         self.read: set[str] = set()
 
     def at(self, key: str) -> str:
-        return f"{self.source}: key '{self._below(key)}'"
+        return f"{self.source}: key '{self._below(key):.200}'"
 
     def _below(self, key: str) -> str:
         return f"{self.path}.{key}" if self.path else key
@@ -163,7 +163,7 @@ def _fields_of(cls: Any) -> tuple[tuple[str, Any, bool], ...]:
 
 def load_toml(path: str | Path, advice: str) -> Table:
     """The top table of a TOML file; HolmesError ends with `advice` where the file cannot be read."""
-    return parse_toml(_read(path, advice), str(path))
+    return parse_toml(read_text(path, advice), str(path))
 
 
 def parse_toml(text: str, source: str) -> Table:
@@ -175,7 +175,7 @@ def parse_toml(text: str, source: str) -> Table:
 
 def load_json(path: str | Path, advice: str) -> Table:
     """The object in a JSON file; HolmesError ends with `advice` where the file cannot be read or holds no object."""
-    return parse_json(_read(path, advice), str(path), advice)
+    return parse_json(read_text(path, advice), str(path), advice)
 
 
 def parse_json(text: str, source: str, advice: str) -> Table:
@@ -188,9 +188,10 @@ def parse_json(text: str, source: str, advice: str) -> Table:
     return Table(document, source)
 
 
-def _read(path: str | Path, advice: str) -> str:
+def read_text(path: str | Path, advice: str) -> str:
+    """The text of a file; HolmesError ends with `advice` where it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_bytes().decode()
     except (OSError, ValueError) as error:  # not UTF-8, or a NUL in the path
         raise HolmesError(f"{path}: cannot be read ({why(error)}); {advice}") from None
 

@@ -11,11 +11,11 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return next(iter(difflib.get_close_matches(name, list(known), 1, cutoff)), "")
 
 
-def did_you_mean(name: str, known: Iterable[str], show: Callable[[str], str] = repr) -> str:
-    """ "did you mean 'cluster'?", else "known: a, b, c"; `show` writes the one name that is near."""
+def did_you_mean(name: str, known: Iterable[str], show: Callable[[str], str] | None = None) -> str:
+    """ "did you mean 'cluster'?", else "known: a, b, c"; `show` writes a name (default: the near one in quotes)."""
     known = list(known)
     near = nearest(name, known)
-    return f"did you mean {show(near)}?" if near else f"known: {', '.join(known) or 'none'}"
+    return f"did you mean {(show or repr)(near)}?" if near else f"known: {', '.join(map(show or str, known)) or 'none'}"
 
 
 def some_of(items: Iterable[object], most: int = 8, separator: str = ", ") -> str:

@@ -16,7 +16,7 @@ from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.document import load_toml
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.build import LOCAL, build_plan, costs_of
+from holmes_ext.plan.build import build_plan, costs_of
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import load_model, on_clusters
 from holmes_ext.plan.cost.nodes import step_seconds
@@ -27,6 +27,7 @@ from holmes_ext.plan.layout import groups
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import load_profile
 from holmes_ext.plan.sizes import Sizes, parse_sizes
+from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.report.pictures import draw_partitions
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
@@ -199,6 +200,6 @@ def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[tuple[str, str, st
         data[sizes.stage(group[0])][fabric] = None
     for group in groups(sizes, "pipeline"):
         for stage, pair in enumerate(zip(group, group[1:])):
-            shared = plan.fabric_of(pair, site)
+            shared = plan.fabric_of(pair)
             edges[stage][LOCAL if shared is None else shared.name] = None
     return [(compress_hosts(own), ", ".join(data[stage]), ", ".join(edges[stage])) for stage, own in enumerate(nodes)]

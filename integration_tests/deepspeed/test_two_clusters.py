@@ -71,6 +71,17 @@ def test_an_order_that_crosses_although_it_need_not_is_told(two_clusters, tmp_pa
         preload=("torch", "deepspeed"), env={"DS_ACCELERATOR": "cpu"},
     )  # fmt: skip
     assert result.returncode == 0
-    assert "2 of 2 data-parallel groups cross clusters, 2 of them need not: start with --holmes-sizes pipeline=2" in "".join(
-        result.outputs.values()
-    )
+    told = "2 data groups straddle clusters (on ethernet) and need not: start with --holmes-sizes pipeline=2"
+    assert "".join(result.outputs.values()).count(told) == 1
+
+
+@pytest.mark.parametrize("planned", ["pipeline=4", "pipeline=1"])
+def test_sizes_that_are_not_the_jobs_end_it_in_one_line(two_clusters, planned):
+    result = two_clusters.run(
+        TRAIN, *SIZE, "--stages", "2", "--holmes", "--holmes-cluster", str(two_clusters.file), "--holmes-sizes", planned,
+        preload=("torch", "deepspeed"), env={"DS_ACCELERATOR": "cpu"},
+    )  # fmt: skip
+    assert set(result.statuses.values()) == {2}, result.outputs
+    said = "".join(result.outputs.values())
+    assert said.count(f"holmes: --holmes-sizes says {planned}, but the program initializes pipeline=2") == 1
+    assert "Traceback" not in said and "is lost" not in said

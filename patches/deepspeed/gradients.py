@@ -2,7 +2,7 @@
 
     ZeRO 0           .grad
     BF16_Optimizer   its high-precision buffer, into which every micro-batch's .grad is folded
-    ZeRO 1           the accumulated gradient; its own reduce_gradients then puts the partition together, with the communication left out
+    ZeRO 1           the accumulated gradient; its own reduce_gradients then puts the partition together, unsent
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class PlainGradients:
 class Bf16Gradients(PlainGradients):
     """BF16_Optimizer: each micro-batch's .grad is folded into a high-precision buffer, which is what is reduced.
 
-    Stock folds after a backward pass, in update_hp_grads (or, with immediate_grad_update, in a hook before ours). In the
-    last one each parameter is folded when its bucket leaves, once, and update_hp_grads finds nothing to do.
+    Stock folds after a backward pass, in update_hp_grads (or, with immediate_grad_update, in a hook before ours). In
+    the last one each parameter is folded when its bucket leaves, once, and update_hp_grads finds nothing to do.
     """
 
     def __init__(self, engine: Any):
@@ -94,7 +94,7 @@ class Bf16Gradients(PlainGradients):
             yield
         finally:
             self.optimizer.immediate_grad_update = before
-        for i, group in enumerate(self.optimizer.bf16_groups):  # tied weights among them: ReduceTiedGrads reads the buffer
+        for i, group in enumerate(self.optimizer.bf16_groups):  # ReduceTiedGrads reads the buffer of tied weights
             for j, parameter in enumerate(group):
                 self._fold(parameter, i, j)
 
@@ -117,7 +117,8 @@ class ZeroGradients(PlainGradients):
         from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
         # Muon's updates of a matrix need all of it on every rank that holds a part
-        return None if not self.optimizer.reduce_scatter or isinstance(self.optimizer.optimizer, MuonWithAuxAdam) else self._owners
+        muon = isinstance(self.optimizer.optimizer, MuonWithAuxAdam)
+        return self._owners if self.optimizer.reduce_scatter and not muon else None
 
     def _owners(self, parameter: Any) -> list[tuple[int, int]]:
         """The slices that average_tensor sends to their partitions' ranks."""
@@ -126,13 +127,15 @@ class ZeroGradients(PlainGradients):
         optimizer, i = self.optimizer, self.given[id(parameter)]
         key = optimizer.get_param_id(parameter)
         ranks = get_process_group_ranks(optimizer.real_dp_process_group[i])
-        starts = sorted((optimizer.grad_start_offset[i][part][key], ranks[part]) for part in optimizer.param_to_partition_ids[i][key])
+        parts, offsets = optimizer.param_to_partition_ids[i][key], optimizer.grad_start_offset[i]
+        starts = sorted((offsets[part][key], ranks[part]) for part in parts)
         ends = [start for start, _ in starts[1:]] + [parameter.numel()]
         return [(end - start, rank) for (start, rank), end in zip(starts, ends)]
 
     def predivide(self, ranks: int) -> float:
         # average_tensor divides before the sum with reduce_scatter (the default), else as the engine does
-        return float(ranks) if self.optimizer.reduce_scatter and self.engine.gradient_average else super().predivide(ranks)
+        before = self.optimizer.reduce_scatter and self.engine.gradient_average
+        return float(ranks) if before else super().predivide(ranks)
 
     @contextmanager
     def last_use(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ import pytest
 
 from holmes_ext.cluster.nic import Gid, Nic
 from holmes_ext.cluster.node_report import NodeReport
-from holmes_ext.cluster.resolve import resolve_site
+from holmes_ext.cluster.resolve import resolve_site, slower_than_declared
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 
@@ -140,3 +140,29 @@ def test_rails_count_as_one_fabric():
 def test_roce_without_an_address_is_asked_about():
     with pytest.raises(HolmesError, match="mlx5_0:1 has no IPv4 address"):
         resolve_site([report("x", roce(""))], None)
+
+
+@pytest.mark.parametrize(
+    "changed, told",
+    [
+        ({}, []),
+        ({"rate_bps": 0}, []),  # not known
+        ({"rate_bps": 195 * 10**9}, []),  # rounded
+        ({"rate_bps": 100 * 10**9}, [("a0", "mlx5_0:1 runs at 100 Gb/s, c.toml: key 'cluster.a.rate' says 200 Gb/s")]),
+    ],
+)
+def test_a_nic_slower_than_the_file_says_is_told(changed, told):
+    reports = (report("a0", replace(ib(), **changed)), *GOOD[1:])
+    assert slower_than_declared(reports, spec()) == told
+    assert resolve_site(reports, spec()) == resolve_site(GOOD, spec())  # the plan is the file's
+
+
+def test_all_nics_of_a_node_count_together_and_ethernet_too():
+    two = [replace(ib(), device=f"mlx5_{number}", rate_bps=50 * 10**9) for number in range(2)]
+    slow = replace(ethernet(), rate_bps=10**9)
+    reports = (NodeReport("a0.site", "id", "eth0", (*two, slow)), *GOOD[1:])
+    assert [text for _, text in slower_than_declared(reports, spec())] == [
+        "mlx5_0:1, mlx5_1:1 run at 100 Gb/s, c.toml: key 'cluster.a.rate' says 200 Gb/s",
+        "eth0 runs at 1 Gb/s, c.toml: key 'ethernet.rate' says 25 Gb/s",
+    ]
+    assert len(slower_than_declared(reports, spec("[[cluster]]\nname = \"b\"", "[node.a0]\nexclude = [\"mlx5_1\"]\n[[cluster]]\nname = \"b\""))) == 2

@@ -14,7 +14,7 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.doctor import frameworks as health
 from holmes_ext.doctor.command import check_command, split_command
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches import Patch
+from holmes_ext.patches import Feature, Patch, all_patches
 from holmes_ext.runtime.start import launcher
 
 ROOT = Path(__file__).parents[2]
@@ -133,14 +133,17 @@ def test_a_target_that_another_library_replaced_is_told(monkeypatch):
     own.__module__, other.__module__ = "frame.work", "odd_patcher.core"
     module.kept, module.lost = own, other
     monkeypatch.setitem(sys.modules, "frame.work", module)
-    patches = [Patch("f", f"frame.work:{name}", "torch>=1", "test", wrap=lambda w, i, a, k: w(*a, **k)) for name in ("kept", "lost")]
+    feature = Feature("f", "torch>=1")
+    patches = [Patch(feature, f"frame.work:{name}", "test", lambda w, i, a, k: w(*a, **k)) for name in ("kept", "lost")]
     assert [(f.about, f.what) for f in health.check_replaced(patches)] == [("frame.work:lost", "was replaced by odd_patcher.core")]
 
 
 def test_patches_that_do_not_fit_are_told_once_a_feature():
-    told = health.check_patches(lambda patch: {"state": "off", "installed": "9.9", "reason": "too new"})
-    assert len(told) == len({patch.feature for patch in __import__("holmes_ext.patches", fromlist=["x"]).all_patches()}) and "too new" in told[0].what
-    assert health.check_patches(lambda patch: {"state": "fits", "installed": "1", "reason": ""}) == []
+    patches = all_patches()
+    told = [*health.check_patches(health.Fit(patch, "9.9", "off", "too new") for patch in patches)]
+    assert len(told) == len({patch.feature for patch in patches}) and "too new" in told[0].what
+    assert not [*health.check_patches(health.Fit(patch, "1", "fits", None) for patch in patches)]
+    assert not [*health.check_patches(health.Fit(patch, None, "off", "not installed") for patch in patches)]
 
 
 def test_nodes_meet_through_a_launchers_variables(tmp_path):

@@ -10,10 +10,14 @@
 Layout: drivers/net/core/net-sysfs.c of Linux and Documentation/ABI/testing/sysfs-class-net.
 """
 
+from __future__ import annotations
+
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holmes_ext.cluster.sysfs.tree import DEVICE_NAME, Tree
+from holmes_ext.cluster.nic import DEVICE_NAME
+from holmes_ext.cluster.sysfs.tree import Tree
 from holmes_ext.errors import HolmesError
 
 ETHERNET, INFINIBAND = 1, 32  # ARPHRD_ETHER, ARPHRD_INFINIBAND (IPoIB) of linux/if_arp.h
@@ -43,7 +47,7 @@ class NetDevice:
     pcie_bps: int
     mtu: int
     master: str
-    lowers: "tuple[str, ...]"
+    lowers: tuple[str, ...]
     port_index: int
     numa: int
     pci: str
@@ -54,7 +58,7 @@ class NetDevice:
     representor: bool = False
 
 
-def read_net_devices(tree: Tree) -> "dict[str, NetDevice]":
+def read_net_devices(tree: Tree) -> dict[str, NetDevice]:
     """The Ethernet and IPoIB net devices of a tree by name. Raises HolmesError naming the damaged file.
 
     Loopback, tunnels and other non-Ethernet types are left out. A device that is removed while it is being
@@ -67,7 +71,7 @@ def read_net_devices(tree: Tree) -> "dict[str, NetDevice]":
             continue
         real = tree.resolve(path)
         try:
-            if tree.number(f"{path}/type", required=True) in (ETHERNET, INFINIBAND):
+            if tree.needed_number(f"{path}/type") in (ETHERNET, INFINIBAND):
                 devices[name] = _read_device(tree, name, real)
         except HolmesError:
             if tree.is_dir(real):
@@ -78,9 +82,8 @@ def read_net_devices(tree: Tree) -> "dict[str, NetDevice]":
 def _read_device(tree: Tree, name: str, real: str) -> NetDevice:
     path = f"class/net/{name}"
     names = tree.device_names(path)
-    lowers = tuple(n[len("lower_"):] for n in names if n.startswith("lower_"))
     slaves = _slaves(tree, f"{path}/bonding/slaves") if "bonding" in names else ()
-    flags = tree.number(f"{path}/flags", "0x[0-9a-f]{1,8}", required=True)
+    flags = tree.needed_number(f"{path}/flags", "0x[0-9a-f]{1,8}")
     carrier = tree.number(f"{path}/carrier", "[01]")
     speed = tree.number(f"{path}/speed")
     devtype = tree.uevent(path).get("DEVTYPE", "")
@@ -94,15 +97,15 @@ def _read_device(tree: Tree, name: str, real: str) -> NetDevice:
     port_name = tree.text(f"{path}/phys_port_name") or ""
     return NetDevice(
         name=name,
-        type=tree.number(f"{path}/type", required=True),
+        type=tree.needed_number(f"{path}/type"),
         what=what,
         up=up,
         state_text=state_text,
         speed_bps=_speed(tree, path, speed) if up else 0,
         pcie_bps=pcie_bps(tree, device) if physical else 0,
-        mtu=tree.number(f"{path}/mtu", "[0-9]{1,10}", required=True),
+        mtu=tree.needed_number(f"{path}/mtu", "[0-9]{1,10}"),
         master=tree.link_name(f"{path}/master", "INTERFACE") if "master" in names else "",
-        lowers=tuple(dict.fromkeys([*slaves, *lowers])),
+        lowers=tuple(dict.fromkeys([*slaves, *_lowers(names)])),
         port_index=_port_index(tree, path),
         numa=numa_node(tree, device) if physical else -1,
         pci=tree.pci_address(device) if physical else "",
@@ -114,7 +117,11 @@ def _read_device(tree: Tree, name: str, real: str) -> NetDevice:
     )
 
 
-def _slaves(tree: Tree, path: str) -> "tuple[str, ...]":
+def _lowers(names: Sequence[str]) -> list[str]:
+    return [name.removeprefix("lower_") for name in names if name.startswith("lower_")]
+
+
+def _slaves(tree: Tree, path: str) -> tuple[str, ...]:
     names = tuple((tree.text(path) or "").split())
     for name in names:
         if not DEVICE_NAME.fullmatch(name):
@@ -122,14 +129,14 @@ def _slaves(tree: Tree, path: str) -> "tuple[str, ...]":
     return names
 
 
-def _what(tree: Tree, path: str, names, devtype: str, speed) -> str:
+def _what(tree: Tree, path: str, names: Sequence[str], devtype: str, speed: int | None) -> str:
     if devtype in ("bond", "vlan", "bridge", "macvlan", "vrf"):
         return devtype
     if devtype == "ipvlan":
         return "macvlan"
     if "bonding" in names:
         return "bond"
-    lowers = [n[len("lower_"):] for n in names if n.startswith("lower_")]
+    lowers = _lowers(names)
     if not devtype and lowers:  # a team takes in what is below it; a macvlan only stands on it
         name = path.rpartition("/")[2]
         taken = any(tree.link_name(f"class/net/{n}/master", "INTERFACE") == name for n in lowers)
@@ -137,14 +144,14 @@ def _what(tree: Tree, path: str, names, devtype: str, speed) -> str:
     # veth has no mark of its own in /sys. Its peer is another device (iflink), or, where both happen to have
     # the same number in two namespaces, it still claims a speed, which dummy and ifb do not.
     if not devtype and "tun_flags" not in names:
-        peer = tree.number(f"{path}/iflink", required=True)
-        if peer != tree.number(f"{path}/ifindex", required=True) or speed is not None:
+        peer = tree.needed_number(f"{path}/iflink")
+        if peer != tree.needed_number(f"{path}/ifindex") or speed is not None:
             return "veth"
     return "virtual"
 
 
-def _state(tree: Tree, path: str, flags: int, carrier) -> "tuple[bool, str]":
-    oper = tree.text(f"{path}/operstate", required=True)
+def _state(tree: Tree, path: str, flags: int, carrier: int | None) -> tuple[bool, str]:
+    oper = tree.needed_text(f"{path}/operstate")
     if oper not in _OPERSTATES:
         raise tree.error(f"{path}/operstate", f"{oper!a:.80} is no state that Linux knows ({', '.join(_OPERSTATES)})")
     if not flags & _UP:
@@ -155,7 +162,7 @@ def _state(tree: Tree, path: str, flags: int, carrier) -> "tuple[bool, str]":
     return False, "no carrier" if carrier == 0 else oper
 
 
-def _speed(tree: Tree, path: str, speed) -> int:
+def _speed(tree: Tree, path: str, speed: int | None) -> int:
     if speed is None or speed in _UNKNOWN_SPEEDS:
         return 0
     if not 0 <= speed < 10**8:
@@ -170,7 +177,7 @@ def _port_index(tree: Tree, path: str) -> int:
     return index or 0
 
 
-def top_device(name: str, devices: "dict[str, NetDevice]") -> str:
+def top_device(name: str, devices: dict[str, NetDevice]) -> str:
     """The device that has taken `name` in, at the end of the chain (a bond, or a bridge over it); else `name`.
 
     Sockets bind to that one. A virtual switch (Open vSwitch) is no end: it carries no address itself.
@@ -184,7 +191,7 @@ def top_device(name: str, devices: "dict[str, NetDevice]") -> str:
     return name
 
 
-def physical_below(device: NetDevice, devices: "dict[str, NetDevice]") -> "tuple[NetDevice, ...]":
+def physical_below(device: NetDevice, devices: dict[str, NetDevice]) -> tuple[NetDevice, ...]:
     """The physical devices that a stacked one stands on (itself when it is physical)."""
     seen, below = {}, [device.name]
     while below:

@@ -12,8 +12,9 @@ from collections.abc import Hashable, Sequence
 from holmes_ext.cluster.site import Fabric
 
 #: Below this gloo spends most of its time in the CPU (measured, 12 MiB on 4 ranks: 42 ms in 256 KiB buckets, 27 in 1
-#: MiB, 22 in one); a group that reduces less than 8 MiB in all is cut into eighths.
+#: MiB, 22 in one); a group that reduces less than FEWEST of these is cut into so many parts.
 SMALLEST_BYTES = 2**20
+FEWEST = 8
 LARGEST_BYTES = 256 * 2**20
 LATENCY_SHARE = 0.1
 
@@ -25,7 +26,7 @@ def bucket_bytes(fabric: Fabric, ranks: int, total_bytes: float, share: float = 
     1 MiB (an eighth of total_bytes, all that the group reduces, where that is less), at most 256 MiB."""
     assert 0 < share < 1 and ranks >= 1
     wanted = ranks * (fabric.rate_bps / 8) * fabric.latency_s * (1 - share) / share
-    return int(min(max(wanted, min(SMALLEST_BYTES, total_bytes / 8), 1), LARGEST_BYTES))
+    return int(min(max(wanted, min(SMALLEST_BYTES, total_bytes / FEWEST), 1), LARGEST_BYTES))
 
 
 def cut(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from holmes_ext.plan.build import transports
 from holmes_ext.plan.cost.nodes import Predictor
 from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.decide import settle
 from holmes_ext.plan.layout import Layout
 from holmes_ext.plan.placement import straddling_groups
 from holmes_ext.plan.plan import Plan
@@ -17,16 +17,15 @@ def plan_of(outcome: Outcome, candidate: Candidate) -> Plan:
     site, shape = outcome.ground.site, candidate.shape
     sizes = shape.sizes(candidate.arrangement.order)
     nodes = candidate.arrangement.nodes(outcome.ground)
-    predictor = Predictor(site, Layout(sizes, site.processes), shape.model(outcome.model).workload(sizes))
+    model = shape.model(outcome.model)
+    predictor = Predictor(site, Layout(sizes, site.processes), model.workload(sizes))
     even = len(set(candidate.split)) == 1
-    stock = _times(*stock_like(outcome, candidate))
-    exposed = causes(outcome, candidate)
-    return Plan(
+    stock, exposed = _times(*stock_like(outcome, candidate)), causes(outcome, candidate)
+    plan = Plan(
         site_digest=site.digest,
         nodes=nodes,
         processes=site.processes,
         sizes=sizes,
-        transports=transports(site, nodes, sizes),
         straddling=straddling_groups(predictor, nodes),
         stage_layers=() if even else candidate.split,
         partition="uniform" if even else "balanced",
@@ -36,6 +35,7 @@ def plan_of(outcome: Outcome, candidate: Candidate) -> Plan:
             **{f"stock_{name}": value for name, value in stock.items()},
         },
     )
+    return settle(plan, site, links=outcome.ground.links, workload=predictor.workload, basis=model.source)
 
 
 def _times(outcome: Outcome, candidate: Candidate) -> dict[str, float]:

@@ -6,29 +6,61 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.plan.profile import Profile, StageTimes
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
-from holmes_ext.runtime.measure.profile import Label
-from holmes_ext.runtime.start import rank as start
-from holmes_ext.runtime.start.exchange import RemoteError
+from holmes_ext.runtime.measure import probe
+from holmes_ext.runtime.measure.profiler import Label, Profiler
 
 #: How long rank 0 waits for the others' reports.
 _COLLECT_SECONDS = 120.0
+_TOTALS = ("send", "receive", "reduce", "tied", "optimizer", "idle")
 
 
-def publish(current: session.Session, own: dict[str, Any]) -> None:
-    """Send this rank's report; rank 0 writes the profile. Ends the process with status 0 where the options say so (`holmes tune`)."""
-    world, path = current.plan.world_size, current.options.profile_file
-    error = ""
+def publish(
+    current: session.Session,
+    profiler: Profiler,
+    *,
+    framework: str,
+    stage: int,
+    stages: int,
+    tensor: int,
+    micro_batches: int,
+    gradient_bytes: dict[Label, float],
+    activation_bytes: int,
+    group: Any,
+    device: Any,
+    send: Callable[[Any, int], Any],
+    receive: Callable[[Any, int], Any],
+) -> None:
+    """Time the reduction in `group` and the edges by themselves and send this rank's report; rank 0 writes the profile.
+
+    stage: of `stages`, this rank's; send, receive: of a tensor to and from a stage, until done. Ends the process with
+    status
+    0 where the options say so (`holmes tune`).
+    """
+    own = {
+        "framework": framework,
+        "stage": stage,
+        "tensor": tensor,
+        "micro_batches": micro_batches,
+        "steps": profiler.steps,
+        "gradient_bytes": [[label, size] for label, size in gradient_bytes.items()],
+        "activation_bytes": activation_bytes,
+        "edge_s": probe.edge(stage, stages, activation_bytes, device, send, receive),
+        "reduction": probe.reduction(group, int(sum(gradient_bytes.values())), device),
+        **profiler.medians(),
+    }
+    world, path, error = current.plan.world_size, current.options.profile_file, ""
     if world == 1:
         write(current, [own], path)
     else:
-        store, prefix = start._stores[-1], f"{current.round}/profile"
+        store, prefix = current.store, f"{current.round}/profile"
         store.set(f"{prefix}/{current.rank}", json.dumps(own))
         if current.rank == 0:
             try:
@@ -37,14 +69,12 @@ def publish(current: session.Session, own: dict[str, Any]) -> None:
                 write(current, [json.loads(store.get(name)) for name in names], path)
             except HolmesError as problem:
                 error = str(problem)
-            store.set(f"{prefix}/done", error or "written")
-        store.wait([f"{prefix}/done"], timedelta(seconds=2 * _COLLECT_SECONDS))
-        error = error or (text if (text := store.get(f"{prefix}/done").decode()) != "written" else "")
+            store.set(f"{prefix}/error", error)
+        store.wait([f"{prefix}/error"], timedelta(seconds=2 * _COLLECT_SECONDS))
+        error = store.get(f"{prefix}/error").decode()
         _leave_together(store, prefix, world, current.process.rank == 0)
-    if error and current.rank == 0:
-        raise HolmesError(error)
     if error:
-        raise RemoteError(error)
+        raise HolmesError(error) if current.rank == 0 else RemoteError(error)
     if current.options.profile_stops:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -110,7 +140,7 @@ def _stage(current: session.Session, ranks: list[dict[str, Any]]) -> StageTimes:
 
     forward, backward = slowest("forward"), slowest("backward")
     blocks = tuple(sorted(label for label in forward if isinstance(label, int)))
-    totals = {kind: max(rank["totals"].get(kind, 0.0) for rank in ranks) for kind in ("send", "receive", "reduce", "tied", "optimizer", "idle")}
+    totals = {kind: max(rank["totals"].get(kind, 0.0) for rank in ranks) for kind in _TOTALS}
     nodes = tuple(dict.fromkeys(rank["node"] for rank in ranks))
     return StageTimes(
         clusters=tuple(dict.fromkeys(current.site.node_by_name[node].cluster for node in nodes)),

@@ -2,6 +2,7 @@ import json
 import os
 import random
 import shutil
+from dataclasses import asdict, replace
 
 import pytest
 from sysfs_builder import (
@@ -19,8 +20,13 @@ from sysfs_builder import (
 from holmes_ext.cluster.addresses import interface_addresses
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.cluster.sysfs.node import read_nics, select
+from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 from tests.cluster.test_addresses import in_namespace
+
+
+def nic_of(values):
+    return Table(values, "a NIC").into(Nic)
 
 
 def by_name(nics):
@@ -232,7 +238,7 @@ def test_a_tree_copied_with_links_followed_reads_the_same(tmp_path, scene):
     assert not any(p.is_symlink() for p in copy.rglob("*"))
     expected = read_nics(root)
     if scene == "dgx_a100":  # a USB device's PCI address shows only in its path, which such a copy loses
-        expected = tuple(Nic.from_dict({**n.to_dict(), "pci": ""}) if "USB" in n.skipped else n for n in expected)
+        expected = tuple(replace(n, pci="") if "USB" in n.skipped else n for n in expected)
     assert read_nics(copy) == expected
 
 
@@ -279,15 +285,15 @@ def test_this_machine():
     assert "lo" not in names(nics)
 
 
-READ = ("import json; from holmes_ext.cluster.sysfs.node import read_nics; "
-        "print(json.dumps([n.to_dict() for n in read_nics()]))")
+READ = ("import json; from dataclasses import asdict; from holmes_ext.cluster.sysfs.node import read_nics; "
+        "print(json.dumps([asdict(n) for n in read_nics()]))")
 VETH = ("ip link add va type veth peer name vb", "ip addr add 10.1.2.3/20 dev va", "ip link set va up", "ip link set vb up")
 
 
 def test_veth_in_a_real_namespace():
     out = in_namespace(READ, *VETH, "mount -t sysfs sysfs /sys", "ip tuntap add dev tap7 mode tap",
                        "until [ $(cat /sys/class/net/va/operstate) = up ]; do sleep 0.05; done")
-    found = by_name(Nic.from_dict(d) for d in json.loads(out))
+    found = by_name(nic_of(d) for d in json.loads(out))
     assert found["va"].usable and found["va"].addresses == ("10.1.2.3/20",) and found["va"].rate_bps == 10**10
     assert found["vb"].skipped == "veth without an address"
     assert found["tap7"].skipped == "virtual device"
@@ -506,7 +512,7 @@ def fuzz(base, rounds: int, seed: int) -> "tuple[int, int]":
                     done.append((path, saved / str(i)))
                     damage(path, saved / str(i), rng.choice(KINDS), rng, paths)
             for nic in read_nics(root):
-                assert Nic.from_dict(json.loads(json.dumps(nic.to_dict()))) == nic
+                assert nic_of(json.loads(json.dumps(asdict(nic)))) == nic
             read += 1
         except HolmesError as error:
             assert str(root) in str(error) and "\n" not in str(error) and len(str(error)) < 600, str(error)

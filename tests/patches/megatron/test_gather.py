@@ -30,6 +30,11 @@ class Group:
         self.log.append(f"wait {self.name}")
 
 
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch):
+    monkeypatch.setattr(megatron_gather, "registry", lambda: SimpleNamespace(is_on=lambda name: name == "megatron-gather"))
+
+
 @pytest.fixture
 def parts():
     """(ddp, dense optimizer, log)"""
@@ -44,12 +49,14 @@ def parts():
     return ddp, SimpleNamespace(ddp_config=made, buffers=buffers, model_chunks=[ddp]), log
 
 
-def test_turned_on_once_for_all_chunks_and_not_where_it_does_not_suit():
+def test_turned_on_once_for_all_chunks_and_not_where_it_does_not_suit(monkeypatch):
     made = config()
     assert megatron_gather.turn_on(made) and made.overlap_param_gather and megatron_gather.turn_on(made)
     for other in (config(overlap_param_gather=True), config(use_distributed_optimizer=False), config(fp8_param_gather=True)):
         before = other.overlap_param_gather
         assert not megatron_gather.turn_on(other) and other.overlap_param_gather == before
+    monkeypatch.setattr(megatron_gather, "registry", lambda: SimpleNamespace(is_on=lambda name: False))
+    assert not megatron_gather.turn_on(other := config()) and not other.overlap_param_gather
 
 
 def test_a_step_starts_its_own_gathers_first_layers_first(parts):

@@ -5,7 +5,7 @@ import pytest
 
 from holmes_ext.report.files import read
 from holmes_ext.runtime.measure import telemetry_file
-from holmes_ext.runtime.measure.telemetry import Op
+from holmes_ext.runtime.measure.telemetry import Op, Recorder
 from holmes_ext.runtime.measure.telemetry_file import Writer
 
 HEAD = {"run": "r", "rank": 0, "world": 2, "node": "a0", "cluster": "a", "fabrics": {"ib": ["ib", 1000]}}
@@ -21,9 +21,7 @@ def operation(start, end, kind="data", peer=None, ranks=(0, 1), sent=100.0):
 
 
 def writer(path, **more):
-    made = Writer(path / "run" / "rank0.jsonl", HEAD, lambda ranks: set(ranks) == {0, 1}, 0, **more)
-    made.recorder = SimpleNamespace(sizes=None)
-    return made
+    return Writer(path / "run" / "rank0.jsonl", HEAD, Recorder(0, None), lambda ranks: set(ranks) == {0, 1}, **more)
 
 
 def test_a_step_is_one_line(tmp_path):
@@ -71,9 +69,10 @@ def test_a_file_is_never_written_over(tmp_path):
 
 
 def test_tensorboard_gets_the_totals(tmp_path):
-    written, made = [], writer(tmp_path)
-    board = SimpleNamespace(add_scalar=lambda name, value, step: written.append((name, value, step)), close=lambda: written.append("closed"))
-    made.add_scalars(lambda: board)
+    written = []
+    add = lambda name, value, step: written.append((name, value, step))  # noqa: E731
+    board = SimpleNamespace(add_scalar=add, close=lambda: written.append("closed"))
+    made = writer(tmp_path, make_board=lambda: board)
     made.on_step(4, 0.0, 2.0, 0, [operation(0, 1)], [], None)
     made.close()
     assert ("holmes/step_s", 2.0, 4) in written and ("holmes/data across (ib)/exposed_s", 0.25, 4) in written and written[-1] == "closed"

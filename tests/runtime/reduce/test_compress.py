@@ -13,7 +13,7 @@ from holmes_ext.options import Options
 from holmes_ext.plan.cost.network import two_level_seconds
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce import straddling
-from holmes_ext.runtime.reduce.compress import BLOCK, Bf16, Int8, Residuals, codec, residual_of
+from holmes_ext.runtime.reduce.compress import BLOCK, PLAIN, Bf16, Int8, Residuals, codec, residual_of
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
@@ -71,7 +71,7 @@ def test_residuals_live_as_long_as_their_tensor():
 
 
 def test_codecs_by_name():
-    assert codec("off") is None and isinstance(codec("bf16"), Bf16) and isinstance(codec("int8"), Int8)
+    assert codec("off") is PLAIN and isinstance(codec("bf16"), Bf16) and isinstance(codec("int8"), Int8)
     for wrong in (lambda: codec("int4"), lambda: Options(compress="int4")):
         with pytest.raises(HolmesError, match="'int4' is not one of off, bf16, int8"):
             wrong()
@@ -134,11 +134,11 @@ def chosen(rank):
     session.set_active(SimpleNamespace(options=Options(compress="bf16")))
     reduces = [straddling.two_level_for(dist.group.WORLD, 1000, compress) for compress in (None, "off", "int8")]
     session.set_active(None)
-    return [type(reduce._across._codec).__name__ for reduce in reduces]
+    return [type(reduce._across.codec).__name__ for reduce in reduces]
 
 
 def test_the_option_reaches_the_two_level_all_reduce():
-    assert run_ranks(chosen, 2) == [["Bf16", "NoneType", "Int8"]] * 2
+    assert run_ranks(chosen, 2) == [["Bf16", "Codec", "Int8"]] * 2
 
 
 def trained(codecs):

@@ -1,16 +1,12 @@
-"""The line that a failed reduction ends with, and when two levels are planned; both read the session's site."""
-
-from dataclasses import replace
+"""The line that a failed reduction ends with."""
 
 import pytest
-import torch.distributed as dist
 from ranks import run_ranks
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.options import Options
 from holmes_ext.plan.plan import Plan
 from holmes_ext.runtime import session
-from holmes_ext.runtime.reduce.two_level import planned
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.watch.failure import describe_failure
 
@@ -57,16 +53,3 @@ def test_the_first_sight_is_repeated(current):
 def test_an_unknown_address_names_nobody(current):
     lines = run_ranks(one_line, 2, "Connection closed by peer [192.168.0.1]:4711")
     assert not any("is lost" in line for line in lines)
-
-
-def test_two_levels_are_planned_where_a_group_straddles_and_the_link_is_slow(current):
-    assert planned((0, 1, 2, 3), 10**7) == [[0, 2], [1, 3]]
-    assert planned((0, 2), 10**7) is None  # one cluster
-    assert planned((0, 1), 10**7) is None  # one node of each: the bytes that cross are the same
-    current.site = replace(current.site, fabrics=(*FABRICS[:2], replace(FABRICS[2], rate_bps=200 * 10**9)))
-    assert planned((0, 1, 2, 3), 10**7) is None  # the network between is the faster one
-
-
-def test_without_a_session_nothing_is_planned():
-    assert session.active() is None and planned((0, 1), 10**7) is None
-    assert not dist.is_initialized()

@@ -31,7 +31,7 @@ def current(monkeypatch):
     made = session.Session(Options(), Process(1, 2, 0, 1, "127.0.0.1", 29500, "test"), site, Plan(site.digest, ("b0", "b1"), 1), 1)
     made.groups.append(GroupRecord("dp", (0, 1), "gloo", Transport("roce", "roce", "lo", "IB")))
     monkeypatch.setattr(session, "_active", made)
-    monkeypatch.setattr(failure, "_counters", {})
+    monkeypatch.setattr(nics, "_at_start", {})
     return made
 
 
@@ -41,7 +41,7 @@ class Watched(nic_watch.NicWatch):
     def __init__(self, patience_s):
         self.problem, self.lines = "", []
         super().__init__(patience_s, lambda port: self.problem if port.fabric == "roce" else "", self.lines.append)
-        self._local = self.lines.append
+        self._tell_once = lambda current, line: self.lines.append(line)
 
 
 def test_a_link_that_stays_away_ends_the_job_and_is_named(current):
@@ -102,11 +102,23 @@ def test_the_kernel_says_what_a_net_device_is(tmp_path, monkeypatch):
     monkeypatch.setenv("HOLMES_SYSFS", str(tmp_path))
     ib = Port("ib", "", hcas=("mlx5_0:1",))
     before = nics.counters([ib])
-    assert nics.trouble(ib) == "" and before == {"mlx5_0:1": {"link_downed": 3}} and nics.grown(before, before, ib) == ""
+    monkeypatch.setattr(nics, "_at_start", before)
+    assert nics.trouble(ib) == "" and before == {"mlx5_0:1": {"link_downed": 3}} and nics.grown(before, ib) == ""
     (port / "state").write_text("1: DOWN\n")
     (port / "counters/link_downed").write_text("4\n")
     assert nics.trouble(ib) == "has its port mlx5_0:1 in state 1: DOWN"
-    assert nics.grown(before, nics.counters([ib]), ib) == "link_downed +1"
+    assert nics.grown(nics.counters([ib]), ib) == "link_downed +1"
+
+
+def test_what_the_nics_carry(tmp_path, monkeypatch):
+    """An interface's own bytes, and those of the HCA behind it, which sockets do not count."""
+    monkeypatch.setenv("HOLMES_SYSFS", str(tmp_path))
+    own = nics.bytes_carried(node("b0", 1))["lo"]
+    counters = tmp_path / "class/infiniband/mlx5_0/ports/1/counters"
+    counters.mkdir(parents=True)
+    for name in ("port_xmit_data", "port_rcv_data"):
+        (counters / name).write_text(f"{10**12}\n")
+    assert 0 < own < 8 * 10**12 <= nics.bytes_carried(node("b0", 1))["lo"]
 
 
 def test_a_refusal_is_an_answer():
@@ -130,7 +142,7 @@ def test_an_error_of_communication_names_the_silent_nic(current, monkeypatch):
 def test_an_error_of_communication_names_the_own_dead_nic_and_the_lost_node(current, monkeypatch):
     monkeypatch.setattr(nics, "trouble", lambda port: "has no link" if port.fabric == "roce" else "")
     monkeypatch.setattr(nics, "counters", lambda ports: {"lo (mlx5_0:1)": {"carrier_down_count": 2}})
-    failure._counters["lo (mlx5_0:1)"] = {"carrier_down_count": 1}
+    nics._at_start["lo (mlx5_0:1)"] = {"carrier_down_count": 1}
     line = failure.explain(RuntimeError("gloo: Connection closed by peer [127.3.0.1]:4711"))
     assert "communication failed; node b0 (rank 0) is lost at its lo (mlx5_0:1): " in line
     assert "; NIC lo (mlx5_0:1) of node b1 (fabric roce, 127.3.0.2) has no link (carrier_down_count +1 since the start)" in line

@@ -100,7 +100,7 @@ class Job:
         """While one sleeps the others look."""
         self.now += seconds
         for dog in [dog for dog in self.dogs if dog.recorder.rank in self.answering]:
-            dog._tell(dog.state())
+            dog.tell(dog.state())
 
     def steps(self, count, seconds=2.0):
         for _ in range(count):
@@ -117,7 +117,7 @@ class Job:
         members = members or tuple(range(len(self.dogs)))
         for rank in ranks:
             group = self.dogs[rank].recorder.groups.setdefault(7, group_of(members))
-            group.count += 1
+            group.collectives += 1
             self.dogs[rank].recorder.open[rank] = operation(group, self.now)
 
     def look(self):
@@ -128,7 +128,7 @@ class Job:
 
 def group_of(ranks):
     return SimpleNamespace(
-        name="3", ranks=ranks, kind=lambda *_: "data", transport=Transport("ib", "ib", "ib0", ""), count=0, sends={}, receives={}, world_size=len(ranks)
+        name="3", ranks=ranks, kind=lambda *_: "data", transport=Transport("ib", "ib", "ib0", ""), collectives=0, messages={}
     )
 
 
@@ -208,8 +208,8 @@ def test_a_store_that_does_not_answer():
     job.now += 20
     for dog in job.dogs:
         dog.host = 0
-        dog._say_alone()
-        dog._say_alone()
+        dog.say_alone()
+        dog.say_alone()
     (line,) = job.lines
     assert "is stuck, and the job's store does not answer; it is kept by rank 0 on a0 (seen by rank 1)" in line
 

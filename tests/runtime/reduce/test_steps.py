@@ -8,15 +8,11 @@ import pytest
 
 JOB = """
 import datetime, sys, time, torch, torch.distributed as dist
-from holmes_ext.runtime.reduce.gather import OrderedGather
 from holmes_ext.runtime.reduce.owned import ReduceToOwners
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 rank, kind, error = int(sys.argv[1]), sys.argv[3], sys.argv[4]
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
-if kind == "gather":
-    gather = OrderedGather(dist.group.WORLD)
-    start = lambda: gather([(0, torch.ones(10)), (1, torch.ones(10))])
-elif kind == "owners":
+if kind == "owners":
     reduce = ReduceToOwners(dist.group.WORLD)
     start = lambda: reduce(torch.ones(10), [(5, 0), (5, 1)])
 else:
@@ -30,7 +26,7 @@ if error:
 """
 
 
-@pytest.mark.parametrize("kind, error", [("gather", ""), ("owners", ""), ("two levels", "wrong data")])
+@pytest.mark.parametrize("kind, error", [("owners", ""), ("two levels", "wrong data")])
 def test_a_process_ends_with_its_own_status(kind, error, tmp_path):
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     ends = [

@@ -1,6 +1,6 @@
 """How the running job puts gradients into buckets: plan/cost/buckets.py's cut, by dtype and device."""
 
-from holmes_ext.runtime.reduce.buckets import Item, fill_buckets, layout_digest
+from holmes_ext.runtime.reduce.flat_bucket import Item, fill_buckets, layout_digest
 
 
 def items(*numels, key="float32"):

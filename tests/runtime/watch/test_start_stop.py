@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -10,9 +8,10 @@ from holmes_ext.report.files import load
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start import launcher
-from holmes_ext.runtime.watch import observers as observe
+from holmes_ext.runtime.watch import start_stop
 
-SITE = Site((Node("a0", "a", 1, (Port("ethernet", "lo", hcas=("mlx5_0:1",)),)),), (Fabric("ethernet", "ethernet", 10**9, 1e-4),))
+ETHERNET = Fabric("ethernet", "ethernet", 10**9, 1e-4)
+SITE = Site((Node("a0", "a", 1, (Port("ethernet", "lo"),)),), (ETHERNET,))
 
 
 @pytest.fixture
@@ -21,10 +20,10 @@ def begin():
 
     def call(**options):
         process = launcher.Process(0, 1, 0, 1, "127.0.0.1", 0, launcher.NONE)
-        return observe.begin(Session(Options(**options), process, SITE, Plan(SITE.digest, ("a0",), 1), 0))
+        return start_stop.start(Session(Options(**options), process, SITE, Plan(SITE.digest, ("a0",), 1), 0))
 
     yield call
-    observe.end()
+    start_stop.stop()
 
 
 def train(steps):
@@ -39,7 +38,7 @@ def test_a_plain_loop_is_recorded(begin, tmp_path):
     (line,) = begin(telemetry=str(tmp_path))
     assert str(tmp_path) in line
     train(4)
-    observe.end()
+    start_stop.stop()
     assert telemetry.recorder is None
     run = load(tmp_path)
     assert list(run.ranks[0].steps) == [0, 1, 2, 3] and run.ranks[0].closed
@@ -59,17 +58,3 @@ def test_a_place_that_cannot_be_written_does_not_end_the_job(begin, tmp_path, ca
     err = capsys.readouterr().err
     assert "rank 0 trains without telemetry" in err and err.count("\n") == 1
     train(1)
-
-
-def test_what_the_nics_carry(tmp_path):
-    net = tmp_path / "proc/self/net"
-    net.mkdir(parents=True)
-    net.joinpath("dev").write_text("Inter-|\n face |\n    lo: 100 1 0 0 0 0 0 0 50 1 0\n  eth0:7 1 0 0 0 0 0 0 3 1 0\n")
-    current = SimpleNamespace(node=SITE.nodes[0])
-    assert observe.nic_bytes(current, tmp_path) == {"lo": 150, "eth0": 10}
-    counters = tmp_path / "sys/class/infiniband/mlx5_0/ports/1/counters"
-    counters.mkdir(parents=True)
-    for name in ("port_xmit_data", "port_rcv_data"):
-        (counters / name).write_text("1000\n")
-    assert observe.nic_bytes(current, tmp_path)["lo"] == 150 + 8000
-    assert observe.nic_bytes(current, tmp_path / "none") == {}
