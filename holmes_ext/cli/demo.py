@@ -24,7 +24,7 @@ from holmes_ext.lab.process.ranks import interleave
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.report import run_pictures as pictures
+from holmes_ext.report import pictures
 
 #: The job: examples/deepspeed_pipeline with these arguments; 6.15 M parameters, float32.
 SCRIPT = "--stages 2 --layers 6 --hidden 288 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 8".split()

@@ -12,7 +12,7 @@ from holmes_ext.cli.show.page import page, table
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
-from holmes_ext.report import run_pictures as pictures
+from holmes_ext.report import pictures
 from holmes_ext.report.figures import Summary, summarize
 from holmes_ext.report.files import Run, load
 from holmes_ext.report.trace import chosen_step, pictured, trace
