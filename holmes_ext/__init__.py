@@ -22,7 +22,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name == "initialize_model_parallel":  # megatron.core.parallel_state's, imported only now
-        return import_module("holmes_ext.patches.megatron.core").drop_in()
+        return import_module("holmes_ext.job").initialize_model_parallel()
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'holmes_ext' has no attribute {name!r}")

@@ -35,7 +35,7 @@ class Options:
     overlap: str = _option(
         "auto", "auto (default): DeepSpeed's pipeline engine and megatron-core reduce gradients while the last backward"
         " pass runs, on the stages whose reduction would be waited for, where no checkpoint depends on it; on: on every"
-        " stage, and updated parameters of ZeRO 1 and of a distributed optimizer travel during the next forward pass;"
+        " stage, and updated weights of megatron-core's distributed optimizer travel during the next forward pass;"
         " off: as the framework does it", ("auto", "on", "off"))
     bucket: str = _option(
         "", "megabytes of gradients that travel together (default: from the fabric's latency and rate)")
@@ -128,6 +128,11 @@ class Options:
         parts = self.partition.replace(" ", "").split(",")
         listed = all(part.isdecimal() and 0 < len(part) < 6 and int(part) for part in parts)
         return tuple(map(int, parts)) if listed else ()
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether the layers of the stages are worked out from what they cost."""
+        return self.partition != "uniform" and not self.stage_layers
 
     @property
     def timeout_s(self) -> float:

@@ -13,8 +13,9 @@ from holmes_ext.doctor.frameworks import Fit, fit_of
 from holmes_ext.patches import all_patches
 
 COLUMNS = (
-    Column("feature"), Column("target", wrap=18), Column("supports", wrap=16, drop=2), Column("installed", drop=1),
-    Column("state"), Column("why", wrap=20),
+    Column("feature"), Column("asked for by", wrap=16, drop=3), Column("target", wrap=18, drop=1),
+    Column("supports", wrap=16, drop=2), Column("installed"),
+    Column("state"), Column("why", wrap=24),
 )
 
 
@@ -35,12 +36,14 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"version": 1, "patches": [_document(fit) for fit in fits]}, indent=2))
     else:
         Screen().table(COLUMNS, [
-            (fit.patch.feature, fit.patch.target, fit.patch.versions, fit.installed or "-", fit.state,
-             fit.reason or fit.patch.reason) for fit in fits])
+            (fit.patch.feature.name, fit.patch.feature.asked_by or "every job", fit.patch.target,
+             fit.patch.feature.versions, fit.installed or "-", fit.state, fit.reason or fit.patch.reason)
+            for fit in fits])
     return 1 if any(fit.state == "off" and fit.installed for fit in fits) else 0
 
 
 def _document(fit: Fit) -> dict[str, Any]:
-    patch = fit.patch
-    return {"feature": patch.feature, "target": patch.target, "versions": patch.versions, "installed": fit.installed,
-            "state": fit.state, "parameters": list(patch.parameters), "purpose": patch.reason, "reason": fit.reason}
+    patch, feature = fit.patch, fit.patch.feature
+    return {"feature": feature.name, "asked_by": feature.asked_by, "target": patch.target, "versions": feature.versions,
+            "tried": list(feature.tried), "installed": fit.installed, "state": fit.state,
+            "parameters": list(patch.parameters), "purpose": patch.reason, "reason": fit.reason}

@@ -51,25 +51,26 @@ class Fit:
 
 def fit_of(patch: Patch, check: bool) -> Fit:
     """check: import the target's module and look at the target itself, not at its source."""
-    version = patch.installed()
-    reason = None if patch.version_of else patch.version_misfit(version)
-    if patch.version_of and find_module(patch.module) is None:
+    feature = patch.feature
+    version = feature.installed()
+    reason = None if feature.version_of else feature.version_misfit(version)
+    if feature.version_of and find_module(patch.module) is None:
         reason = f"there is no module {patch.module}"
     elif not reason and check:
         try:
             importlib.import_module(patch.module)
-            if patch.version_of:
-                version = patch.version_of()
-            reason = patch.version_misfit(version)
+            if feature.version_of:
+                version = feature.version_of()
+            reason = feature.version_misfit(version)
             if not reason:
-                location.Site(patch).check(patch)
+                location.Location(patch).check(patch)
         except location.Misfit as misfit:
             reason = str(misfit)
         except Exception as error:  # whatever a framework raises while it is imported
             reason = f"{type(error).__name__} while importing {patch.module}: {error}"
     elif not reason:
         reason = source_misfit(patch)
-        if not reason and patch.version_of:
+        if not reason and feature.version_of:
             return Fit(patch, version, "unknown", "the version is known only when it is imported: use --check")
     return Fit(patch, version, "off" if reason else "fits", reason)
 
@@ -78,9 +79,10 @@ def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
     """Findings on features whose framework is installed and that would stay off."""
     told = set()
     for fit in fits:
-        if fit.state == "off" and fit.installed and fit.patch.feature not in told and not _is_vendored(fit.patch):
-            told.add(fit.patch.feature)
-            yield problem(f"feature {fit.patch.feature}", f"{fit.patch.target}: {fit.reason}",
+        name = fit.patch.feature.name
+        if fit.state == "off" and fit.installed and name not in told and not _is_vendored(fit.patch):
+            told.add(name)
+            yield problem(f"feature {name}", f"{fit.patch.target}: {fit.reason}",
                           "holmes leaves the feature off; `--holmes-require` would stop the job",
                           "install a version in the range (`holmes patches`), or train without the feature: it is left"
                           " off as a whole")
@@ -89,7 +91,7 @@ def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
 def _is_vendored(patch: Patch) -> bool:
     """Whether the module would come from a checkout (PYTHONPATH, the script's folder), not an installed distribution:
     of another copy of the framework than the installed one, the patches stay off, quietly."""
-    if not patch.version_of:
+    if not patch.feature.version_of:
         return False
     spec = find_module(".".join(patch.module.split(".")[:2]))  # megatron.core, whether or not it has the module
     return bool(spec and spec.origin and not {"site-packages", "dist-packages"} & set(Path(spec.origin).parts))

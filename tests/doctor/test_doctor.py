@@ -14,7 +14,7 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.doctor import frameworks as health
 from holmes_ext.doctor.command import check_command, split_command
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches import Patch, all_patches
+from holmes_ext.patches import Feature, Patch, all_patches
 from holmes_ext.runtime.start import launcher
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +133,8 @@ def test_a_target_that_another_library_replaced_is_told(monkeypatch):
     own.__module__, other.__module__ = "frame.work", "odd_patcher.core"
     module.kept, module.lost = own, other
     monkeypatch.setitem(sys.modules, "frame.work", module)
-    patches = [Patch("f", f"frame.work:{name}", "torch>=1", "test", wrap=lambda w, i, a, k: w(*a, **k)) for name in ("kept", "lost")]
+    feature = Feature("f", "torch>=1")
+    patches = [Patch(feature, f"frame.work:{name}", "test", lambda w, i, a, k: w(*a, **k)) for name in ("kept", "lost")]
     assert [(f.about, f.what) for f in health.check_replaced(patches)] == [("frame.work:lost", "was replaced by odd_patcher.core")]
 
 

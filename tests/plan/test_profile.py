@@ -14,11 +14,11 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.stage_costs import predict
+from holmes_ext.plan.cost.stages import predict
 from holmes_ext.plan.profile import Profile, StageTimes, check_profile, load_profile, measured_costs
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.measure import profile_file
-from holmes_ext.runtime.measure.profile import WARM_UP, Recorder
+from holmes_ext.runtime.measure.profiler import WARM_UP, Profiler
 
 CLUSTERS = """version = 1
 [ethernet]
@@ -99,7 +99,7 @@ def test_a_pass_is_cut_at_the_layers():
             return Slow.apply(x * self.weight, self.seconds, 2 * self.seconds)
 
     layers = [Layer(1.0), Layer(2.0), Layer(4.0)]
-    recorder = Recorder(2, clock)
+    recorder = Profiler(2, clock)
     recorder.watch([("before", layers[0]), (0, layers[1]), ("after", layers[2])])
     for _ in range(WARM_UP + 2):
         with recorder.step():
@@ -116,7 +116,7 @@ def test_a_pass_is_cut_at_the_layers():
                 clock.pass_(3.0)
             clock.pass_(0.125)
     assert recorder.finished
-    report = recorder.report()
+    report = recorder.medians()
     assert dict(map(tuple, report["forward"])) == {"before": 1.0, 0: 2.0, "after": 4.5}
     assert dict(map(tuple, report["backward"])) == {"before": 2.0, 0: 4.0, "after": 8.25}
     assert report["totals"] == pytest.approx({"forward": 15.0, "backward": 28.5, "reduce": 3.0, "idle": 0.125, "step": 46.625})
@@ -183,7 +183,7 @@ def test_bad_files_are_one_line_and_status_2(file, tmp_path, capsys):
         "not a number": (lambda d: d["stages"][0]["forward_s"].__setitem__(0, math.nan), r"key 'stages\[0\].forward_s' is nan"),
         "edited": (lambda d: d.update(step_s=1.0), "key 'digest' does not match"),
         "version": (lambda d: d.update(version=2), "key 'version' is 2"),
-        "cut": (lambda d: d.pop("stages"), "has 0 entries for pipeline 2"),
+        "cut": (lambda d: d.pop("stages"), "key .stages. is missing"),
         "text": (lambda d: d["stages"][0].update(edge_s="x"), "is not a number"),
     }
     for name, (change, message) in changes.items():
