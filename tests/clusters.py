@@ -7,6 +7,8 @@ A cluster is its name, kind, rate and nodes, then keys of its own; what every cl
 
 from __future__ import annotations
 
+import re
+
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, parse_spec
 
@@ -28,10 +30,7 @@ def toml(*clusters: str, ethernet: str = "250Mb/s", **every: object) -> str:
 
 
 def _value(value: object) -> str:
-    try:
-        return f"{float(str(value)):g}" if not str(value).isdecimal() else str(value)
-    except ValueError:
-        return f'"{value}"'
+    return str(value) if re.fullmatch(r"[0-9.]+(e[0-9]+)?", str(value)) else f'"{value}"'
 
 
 def spec(*clusters: str, **more: object) -> SiteSpec:

@@ -6,8 +6,7 @@ import shutil
 import pytest
 import venvs
 from sysfs_builder import dgx_a100
-
-from tests.report.test_report import write
+from telemetry_files import write
 
 CLUSTERS = venvs.ROOT / "examples/clusters"
 ALL = """
@@ -48,7 +47,8 @@ def test_rooms_that_need_no_torch_import(python, tmp_path):
         (["plan", "--cluster", "two_clusters_4.toml", "--sizes", "pipeline=2", "--json"], '"transports"'),
         (["doctor", "--sysfs", "dgx"], "0 problems"),
         (["doctor", "--sysfs", "dgx", "--json"], '"findings"'),
-        (["doctor", "--sysfs", "dgx", "--cluster", "two_clusters_4.toml", "--", "python", "no.py", "--holmes"], "mend:"),
+        (["doctor", "--sysfs", "dgx", "--cluster", "two_clusters_4.toml", "--", "python", "no.py", "--holmes"],
+         "mend:"),
         (["patches"], "torch is not installed"),
         (["patches", "--json", "--check"], "torch is not installed"),
         (["report", "telemetry"], "2 ranks"),

@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import clusters
 import pytest
 
 from holmes_ext.cluster.nic import Gid, Nic
@@ -8,32 +9,18 @@ from holmes_ext.cluster.resolve import resolve_site, slower_than_declared
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 
-TOML = """
-version = 1
-[ethernet]
-rate = "25Gb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "200Gb/s"
-nodes = ["a[0-1]"]
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "100Gb/s"
-nodes = ["b0"]
-"""
+TOML = clusters.toml("a ib 200Gb/s a[0-1]", "b roce 100Gb/s b0", ethernet="25Gb/s")
 
 
 def ethernet(address="10.0.0.1/16", **more):
     return Nic(kind="ethernet", device="eth0", netdevs=("eth0",), state="up", state_text="up", rate_bps=25 * 10**9,
-               addresses=(address,), **more)  # fmt: skip
+               addresses=(address,), **more)
 
 
 def ib(prefix="fe80:0000:0000:0001", lid=1, device="mlx5_0", state="up", **more):
     values = dict(addresses=("10.1.0.1/16",), netdevs=("ib0",))
     return Nic(kind="ib", device=device, port=1, state=state, state_text="ACTIVE" if state == "up" else "DOWN",
-               rate_bps=200 * 10**9 * (state == "up"), subnet_prefix=prefix, lid=lid, **{**values, **more})  # fmt: skip
+               rate_bps=200 * 10**9 * (state == "up"), subnet_prefix=prefix, lid=lid, **{**values, **more})
 
 
 def roce(network="10.2.0.7/16", device="mlx5_0", **more):

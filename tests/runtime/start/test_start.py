@@ -15,19 +15,7 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.start import rank as start
 from holmes_ext.runtime.start.launcher import Process
 
-FILE = """
-version = 1
-[ethernet]
-rate = "1Gb/s"
-[[cluster]]
-name = "a"
-kind = "ethernet"
-nodes = ["n0", "n2"]
-[[cluster]]
-name = "b"
-kind = "ethernet"
-nodes = ["n1", "n3"]
-"""
+FILE = clusters.toml("a ethernet - n0,n2", "b ethernet - n1,n3", ethernet="1Gb/s")
 
 MODEL = """
 version = 1
