@@ -1,21 +1,23 @@
 """What crosses in fewer bytes: the codecs alone, and in the two-level all-reduce in several processes."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from holmes_ext.cluster.site import Fabric
+from holmes_ext.cluster.site import Fabric, site_from_spec
+from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
+from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
+from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.network import two_level_seconds
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce import straddling
 from holmes_ext.runtime.reduce.compress import BLOCK, PLAIN, Bf16, Int8, Residuals, codec, residual_of
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
+from holmes_ext.runtime.start.launcher import Process
 
 
 def randoms(numel, seed=0):
@@ -130,15 +132,17 @@ def test_collectives_of_nccl_s_kind_compress_alike(clusters):
 
 def chosen(rank):
     """What a group that straddles clusters gets: by option, and by argument."""
-    straddling.planned = lambda ranks, size, compress: [[0], [1]]
-    session.set_active(SimpleNamespace(options=Options(compress="bf16")))
-    reduces = [straddling.two_level_for(dist.group.WORLD, 1000, compress) for compress in (None, "off", "int8")]
+    site = site_from_spec(load_spec(examples() / "clusters" / "two_clusters_4.toml"))
+    options, process = Options(compress="bf16"), Process(rank, 4, 0, 1, "", 0, "test")
+    session.set_active(session.Session(options, process, site, build_plan(site, options=options), rank))
+    ways = [straddling.planned(dist.group.WORLD, 2**20, compress) for compress in (None, "off", "int8")]
+    reduces = [straddling.two_level_for(dist.group.WORLD, 2**20, way) for way in ways]
     session.set_active(None)
     return [type(reduce._across.codec).__name__ for reduce in reduces]
 
 
 def test_the_option_reaches_the_two_level_all_reduce():
-    assert run_ranks(chosen, 2) == [["Bf16", "Codec", "Int8"]] * 2
+    assert run_ranks(chosen, 4) == [["Bf16", "Codec", "Int8"]] * 4
 
 
 def trained(codecs):
