@@ -57,7 +57,8 @@ def settle(
         PlannedFabric(f.name, f.kind, f.rate_bps, f.latency_s, able(f, VERBS), able(f, SOCKETS))
         for f in sorted(rates, key=lambda f: f.preference, reverse=True)
     )
-    clusters = {node.cluster: tuple(other.name for other in here if other.cluster == node.cluster) for node in here}
+    names = dict.fromkeys(node.cluster for node in here)
+    clusters = {name: tuple(node.name for node in here if node.cluster == name) for name in names}
     settled = replace(plan, fabrics=fabrics, clusters=clusters)
     if not plan.fabrics:
         settled = replace(settled, workload=workload or Workload(), basis=basis)

@@ -9,7 +9,6 @@ import io
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -20,13 +19,19 @@ deepspeed = pytest.importorskip("deepspeed")
 
 from ranks import run_ranks  # noqa: E402
 
+from holmes_ext.cluster.site import site_from_spec  # noqa: E402
+from holmes_ext.cluster.spec import load_spec  # noqa: E402
 from holmes_ext.errors import HolmesError  # noqa: E402
+from holmes_ext.lab.samples import examples  # noqa: E402
 from holmes_ext.options import Options  # noqa: E402
 from holmes_ext.patches import Registry  # noqa: E402
 from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level  # noqa: E402
+from holmes_ext.plan.build import build_plan  # noqa: E402
 from holmes_ext.runtime import session  # noqa: E402
-from holmes_ext.runtime.reduce import straddling  # noqa: E402
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce  # noqa: E402
+from holmes_ext.runtime.start.launcher import Process  # noqa: E402
+
+SITE = site_from_spec(load_spec(examples() / "clusters" / "two_clusters_4.toml"))
 
 STEPS, MICRO_BATCHES, WIDTH = 4, 2, 32
 
@@ -96,11 +101,6 @@ def train(rank, config):
     return losses, engine.skipped_steps
 
 
-def straddle(ranks, size, compress=None):
-    """In place of runtime/two_level.planned: ranks 0 and 1, ranks 2 and 3."""
-    return [[0, 1], [2, 3]] if len(ranks) == 4 and size > 64 else None
-
-
 @contextlib.contextmanager
 def holmes(options):
     """The patches applied, a session with these options active, and how many elements went in two levels, in a list of one number."""
@@ -111,9 +111,10 @@ def holmes(options):
         return original(self, flat)
 
     TwoLevelAllReduce.__call__ = counted
-    straddling.planned = straddle
     registry.enable(["two-level"], required=True, disabled=frozenset())
-    session.set_active(SimpleNamespace(options=Options(**options), rank=torch.distributed.get_rank()))
+    asked, rank = Options(**options), torch.distributed.get_rank()
+    process = Process(rank, 4, 0, 1, "", 0, "test")  # ranks 0 and 1 in one cluster, ranks 2 and 3 in the other
+    session.set_active(session.Session(asked, process, SITE, build_plan(SITE, options=asked), rank))
     try:
         yield elements
     finally:
@@ -123,7 +124,7 @@ def holmes(options):
         for made in deepspeed_two_level._made.values():
             made.close()
         deepspeed_two_level._made.clear()
-        deepspeed_two_level._faster.clear()
+        deepspeed_two_level._ways.clear()
 
 
 def compare_scenes(rank, names):
