@@ -123,7 +123,9 @@ class Table:
         values = dict(given)
         for name, kind, required in _fields_of(cls):  # type: ignore[arg-type]
             if name not in given and (self._present(name) or required):
-                values[name] = self._value(name, kind)
+                value = self.values.get(name)
+                plain = type(value) is kind is not float  # most are, in the reports of thousands of nodes
+                values[name] = value if plain else self._value(name, kind)
         self.done()
         try:
             return cls(**values)

@@ -5,27 +5,26 @@ import re
 from holmes_ext.errors import HolmesError
 
 _RATE = re.compile(r"\s*([0-9.]+)\s*([kMGT]?)(?:b/s|bps|bit/s|bit)\s*")
-_SCALE = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _TIME = re.compile(r"\s*([0-9.]+)\s*(s|ms|us|ns)\s*")
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_SCALE = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
-def _number(text: str, value: object, where: str) -> float:
+def _parse(value: object, where: str, pattern: re.Pattern[str], wanted: str) -> float:
+    match = pattern.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise HolmesError(f"{where}: {value!r:.80} is not {wanted}")
     try:
-        number = float(text)
+        number = float(match[1])
     except ValueError:
         raise HolmesError(f"{where}: {value!r:.80} has no readable number") from None
     if number > 1e15:
         raise HolmesError(f"{where}: {value!r:.80} is beyond any rate or time")
-    return number
+    return number * _SCALE[match[2]]
 
 
 def parse_rate(value: object, where: str) -> int:
     """Bits/s of `value`, such as "25Gb/s" (decimal prefixes, bits). `where` names the file and key in the error."""
-    match = _RATE.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        raise HolmesError(f'{where}: {value!r:.80} is not a rate; write for example "25Gb/s" or "250Mb/s" (bits)')
-    rate = round(_number(match[1], value, where) * _SCALE[match[2]])
+    rate = round(_parse(value, where, _RATE, 'a rate; write for example "25Gb/s" or "250Mb/s" (bits)'))
     if rate <= 0:
         raise HolmesError(f"{where}: a rate must be above 0, not {value!r}")
     return rate
@@ -33,10 +32,7 @@ def parse_rate(value: object, where: str) -> int:
 
 def parse_seconds(value: object, where: str) -> float:
     """Seconds of `value`, such as "50us"."""
-    match = _TIME.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        raise HolmesError(f'{where}: {value!r:.80} is not a time; write for example "50us" or "1ms"')
-    return _number(match[1], value, where) * _SECONDS[match[2]]
+    return _parse(value, where, _TIME, 'a time; write for example "50us" or "1ms"')
 
 
 def format_rate(bits_per_second: float, digits: int = 4) -> str:

@@ -30,7 +30,6 @@ from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches import all_patches, installed_versions
 from holmes_ext.runtime.start import launcher
-from holmes_ext.runtime.start.store import open_store
 from holmes_ext.units import format_rate
 from holmes_ext.words import some_of
 
@@ -111,6 +110,8 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
 def _gather(process: launcher.Process, check: NodeCheck | None, timeout_s: float) -> list[dict[str, Any]]:
     """The checks of all nodes, on rank 0, through a store of the launcher's addresses; [] elsewhere."""
     try:
+        from holmes_ext.runtime.start.store import open_store  # which imports torch
+
         store = open_store(process, timeout_s)
     except ModuleNotFoundError:
         raise HolmesError("torch is not installed, so the nodes cannot talk to each other; run `holmes doctor --json`"

@@ -34,10 +34,7 @@ _IfAddrs._fields_ = [  # struct ifaddrs of getifaddrs(3)
     ("next", ctypes.POINTER(_IfAddrs)),
     ("name", ctypes.c_char_p),
     ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-    ("netmask", ctypes.c_void_p),
-    ("destination", ctypes.c_void_p),
-    ("data", ctypes.c_void_p),
+    *((name, ctypes.c_void_p) for name in ("address", "netmask", "destination", "data")),
 ]
 #: Where sockaddr_in and sockaddr_in6 hold how many bytes.
 _OFFSET = {int(socket.AF_INET): (4, 4), int(socket.AF_INET6): (8, 16)}

@@ -53,52 +53,31 @@ class Gid:
 
 @dataclass(frozen=True)
 class Nic:
-    """One port of a NIC.
+    """One port of a NIC."""
 
-    kind           "ib", "roce" or "ethernet" (see the module)
-    device         HCA name ("mlx5_0") for ib and roce, net device name ("eth0") for ethernet
-    port           port number of the HCA, from 1; 0 for ethernet
-    netdevs        net devices behind the port, the one to bind sockets on first
-    state          "up" (carries data now) or "down"
-    state_text     what the kernel says: "ACTIVE", "INIT", "DOWN/Polling"; "up", "no carrier", ...
-    rate_bps       rate of the link in bits/s, 0 when unknown (always 0 where there is no link)
-    max_rate_bps   what the PCIe link under it can carry, bits/s (speed x lanes after line coding), 0 when unknown
-    addresses      of its net devices, with prefix length: "10.0.0.1/16"
-    mtu            of the first net device in bytes, 0 when unknown
-    subnet_prefix  ib: upper 64 bits of GID 0, "fe80:0000:0000:0000"; "" otherwise
-    gids           GID table without its empty entries
-    lid, sm_lid    ib: local identifier of the port and of its subnet manager, 0 when there is none
-    numa           NUMA node, -1 when unknown
-    pci            PCI address "0000:41:00.0", "" when it has none
-    driver         kernel driver, "" when unknown
-    parent         of a virtual function: the device of its physical function (its PCI address where this
-                   network namespace does not show the device); "" otherwise
-    members        of a bond (or a bridge): the net devices under it
-    rdma           ethernet: the RoCE port that owns this net device ("mlx5_1:1"), "" otherwise
-    skipped        "" or the reason why it is set aside ("member of bond0", "management (USB/BMC)", ...)
-    """
-
-    kind: str
-    device: str
-    port: int = 0
-    netdevs: tuple[str, ...] = ()
-    state: str = "down"
-    state_text: str = ""
-    rate_bps: int = 0
-    max_rate_bps: int = 0
-    addresses: tuple[str, ...] = ()
-    mtu: int = 0
-    subnet_prefix: str = ""
-    gids: tuple[Gid, ...] = ()
-    lid: int = 0
-    sm_lid: int = 0
-    numa: int = -1
-    pci: str = ""
-    driver: str = ""
+    kind: str  # "ib", "roce" or "ethernet" (see the module)
+    device: str  # HCA name ("mlx5_0") for ib and roce, net device name ("eth0") for ethernet
+    port: int = 0  # port number of the HCA, from 1; 0 for ethernet
+    netdevs: tuple[str, ...] = ()  # net devices behind the port, the one to bind sockets on first
+    state: str = "down"  # "up" (carries data now) or "down"
+    state_text: str = ""  # what the kernel says: "ACTIVE", "INIT", "DOWN/Polling"; "up", "no carrier", ...
+    rate_bps: int = 0  # of the link in bits/s, 0 when unknown (always 0 where there is no link)
+    max_rate_bps: int = 0  # what its PCIe link can carry, bits/s (speed x lanes after line coding), 0 when unknown
+    addresses: tuple[str, ...] = ()  # of its net devices, with prefix length: "10.0.0.1/16"
+    mtu: int = 0  # of the first net device in bytes, 0 when unknown
+    subnet_prefix: str = ""  # ib: upper 64 bits of GID 0, "fe80:0000:0000:0000"
+    gids: tuple[Gid, ...] = ()  # GID table without its empty entries
+    lid: int = 0  # ib: local identifier of the port, 0 when there is none
+    sm_lid: int = 0  # ib: that of its subnet manager
+    numa: int = -1  # NUMA node, -1 when unknown
+    pci: str = ""  # PCI address "0000:41:00.0"
+    driver: str = ""  # of the kernel
+    #: Of a virtual function: the device of its physical function (its PCI address where this network namespace does not
+    #: show the device).
     parent: str = ""
-    members: tuple[str, ...] = ()
-    rdma: str = ""
-    skipped: str = ""
+    members: tuple[str, ...] = ()  # of a bond (or a bridge): the net devices under it
+    rdma: str = ""  # ethernet: the RoCE port that owns this net device ("mlx5_1:1")
+    skipped: str = ""  # the reason why it is set aside ("member of bond0", "management (USB/BMC)", ...)
 
     def __post_init__(self) -> None:
         what = f"NIC {self.device!a:.80}"
@@ -174,10 +153,7 @@ def _empty_or(good: Callable[[str], object]) -> Callable[[str], object]:
 
 #: key -> (whether a value of the key's type is good, what it must be)
 Rules = dict[str, tuple[Callable[[Any], object], str]]
-_COUNT = (_within(0, 2**63 - 1), "a whole number from 0")
 _LINE = (lambda text: len(text) <= 200 and (not text or text.isprintable()), "one short line of text")
-_NAMES = (_all(DEVICE_NAME.fullmatch), "a list of device names")
-_LID = (_within(0, 2**32 - 1), "a LID (0 to 2**32 - 1)")
 _GID_RULES: Rules = {
     "index": (_within(0, 2**31 - 1), "a whole number from 0"),
     "value": (GID.fullmatch, "eight groups of four lower-case hex digits"),
@@ -188,23 +164,15 @@ _NIC_RULES: Rules = {
     "kind": (KINDS.__contains__, " or ".join(map(repr, KINDS))),
     "device": (DEVICE_NAME.fullmatch, "a device name"),
     "port": (_within(0, 255), "a port number (0 to 255)"),
-    "netdevs": _NAMES,
     "state": (("up", "down").__contains__, "'up' or 'down'"),
-    "state_text": _LINE,
-    "rate_bps": _COUNT,
-    "max_rate_bps": _COUNT,
     "addresses": (_all(_is_address), "a list of IP addresses with prefix length ('10.0.0.1/16')"),
-    "mtu": _COUNT,
     "subnet_prefix": (_empty_or(SUBNET_PREFIX.fullmatch), "four groups of four lower-case hex digits or ''"),
-    "lid": _LID,
-    "sm_lid": _LID,
     "numa": (_within(-1, 2**31 - 1), "a NUMA node or -1"),
     "pci": (_empty_or(PCI_ADDRESS.fullmatch), "a PCI address ('0000:41:00.0') or ''"),
-    "driver": _LINE,
-    "parent": _LINE,
-    "members": _NAMES,
-    "rdma": _LINE,
-    "skipped": _LINE,
+    **dict.fromkeys(("netdevs", "members"), (_all(DEVICE_NAME.fullmatch), "a list of device names")),
+    **dict.fromkeys(("rate_bps", "max_rate_bps", "mtu"), (_within(0, 2**63 - 1), "a whole number from 0")),
+    **dict.fromkeys(("lid", "sm_lid"), (_within(0, 2**32 - 1), "a LID (0 to 2**32 - 1)")),
+    **dict.fromkeys(("state_text", "driver", "parent", "rdma", "skipped"), _LINE),
 }
 
 

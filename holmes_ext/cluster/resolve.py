@@ -50,42 +50,34 @@ def resolve_site(reports: Iterable[NodeReport], spec: SiteSpec | None, fallback:
     return Site(nodes, fabrics_of_spec(spec), spec.source)
 
 
-def slower_than_declared(reports: Iterable[NodeReport], spec: SiteSpec) -> list[tuple[str, str]]:
-    """(node, text) where the NICs in use state a lower rate than `spec` says: the plan counts on what it says."""
+def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[tuple[str, str]]:
+    """(node, text) where the NICs in use of a `site` resolved from `reports` state less than it counts on."""
     found = []
-    for report in _match_names(tuple(reports), spec, whole=False):
-        cluster = spec.cluster_of(report.name)
-        override = spec.overrides.get(report.name, NodeOverride())
-        wanted = override.ethernet or spec.ethernet_interface or report.ethernet
-        ethernet = [nic for nic in report.nics if nic.kind == "ethernet" and nic.device == wanted]
-        pairs = [(ethernet, spec.ethernet_rate_bps, "key 'ethernet.rate'")]
-        if cluster.fabric != ETHERNET:
-            fast = [nic for nic in _select(report, cluster, override, spec) if nic.kind == cluster.kind]
-            pairs.insert(0, (fast, cluster.rate_bps, f"key 'cluster.{cluster.name}.rate'"))
-        for nics, declared, key in pairs:
-            up = [nic for nic in nics if nic.usable]
-            stated = sum(nic.rate_bps for nic in up)
-            if up and all(nic.rate_bps for nic in up) and stated < ENOUGH * declared:
-                runs = f"{some_of(nic.name for nic in up)} run{'s' * (len(up) == 1)} at {format_rate(stated)}"
-                found.append((report.name, f"{runs}, {spec.source}: {key} says {format_rate(declared)}"))
+    for node, report in zip(site.nodes, reports):
+        for port in node.ports:
+            nics = [nic for nic in report.nics if nic.up and (nic.name in port.hcas or nic.name == port.interface)]
+            nics = [nic for nic in nics if nic.fast or not port.hcas]
+            stated = sum(nic.rate_bps for nic in nics)
+            if nics and all(nic.rate_bps for nic in nics) and stated < ENOUGH * port.rate_bps:
+                runs = f"{some_of(nic.name for nic in nics)} run{'s' * (len(nics) == 1)} at {format_rate(stated)}"
+                said = f"the rate of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}"
+                found.append((node.name, f"{runs}, but {said}"))
     return found
 
 
-def _match_names(reports: tuple[NodeReport, ...], spec: SiteSpec, whole: bool = True) -> tuple[NodeReport, ...]:
-    """The reports under the names that cluster.toml uses: the host name itself, or both cut at the first dot. whole:
-    all its nodes must be there and no others; else others are left out."""
+def _match_names(reports: tuple[NodeReport, ...], spec: SiteSpec) -> tuple[NodeReport, ...]:
+    """The reports under the names that cluster.toml uses: the host name itself, or both cut at the first dot."""
     listed = {name: name for cluster in spec.clusters for name in cluster.nodes}
     short = {short_name(name): name for name in listed}
     renamed = []
     for report in reports:
         name = listed.get(report.name) or short.get(short_name(report.name))
-        if name is not None:
-            renamed.append(replace(report, name=name))
-        elif whole:
+        if name is None:
             what = f"node {report.name!r} reported but is in no cluster"
             raise HolmesError(f"{spec.source}: {what}; add it to a cluster's nodes")
+        renamed.append(replace(report, name=name))
     absent = sorted(set(listed) - {report.name for report in renamed})
-    if absent and whole:
+    if absent:
         raise HolmesError(
             f"{spec.source}: node {absent[0]!r} of cluster {spec.cluster_of(absent[0]).name!r} did not report"
             f" ({len(renamed)} of {len(listed)} nodes did); start the job there too, or take it out of the file")
@@ -99,48 +91,41 @@ def _node_by_spec(report: NodeReport, spec: SiteSpec, fallback: bool) -> Node:
                           f" {report.name!r} started {report.processes}")
     override = spec.overrides.get(report.name, NodeOverride())
     named = override.ethernet or spec.ethernet_interface
-    ports = [_named_ethernet_port(report, named, spec) if named else _ethernet_port(report, spec.ethernet_rate_bps)]
+    ports = [_ethernet_port(report, spec.ethernet_rate_bps, named, spec.source)]
     if cluster.fabric != ETHERNET:
         ports.insert(0, _fast_port(report, cluster, override, spec, fallback))
     return Node(report.name, cluster.name, report.processes, tuple(ports))
 
 
-def _ethernet_port(report: NodeReport, rate_bps: int = 0) -> Port:
-    """By which the node reaches the master; rate_bps 0: what its NIC states."""
-    name = report.ethernet
+def _ethernet_port(report: NodeReport, rate_bps: int = 0, named: str = "", source: str = "") -> Port:
+    """By which the node reaches the master, or the interface that cluster.toml names; rate_bps 0: what it states."""
+    name = named or report.ethernet
     nic = next((nic for nic in report.nics if name in (nic.device, *nic.netdevs)), None)
-    stated = nic.rate_bps if nic else 0
-    return Port(ETHERNET, name, _address(nic) if nic else "", rate_bps=rate_bps or stated or UNKNOWN_ETHERNET_BPS)
-
-
-def _named_ethernet_port(report: NodeReport, name: str, spec: SiteSpec) -> Port:
-    """The interface that cluster.toml names."""
-    nic = next((nic for nic in report.nics if name in (nic.device, *nic.netdevs)), None)
+    trouble = ""
     if nic is None:
         have = ", ".join(sorted({nic.ifname for nic in report.nics if nic.ifname}))
-        raise HolmesError(f"{spec.source}: node {report.name!r} has no interface {name!r}; it has {have or 'none'}")
-    trouble = "" if nic.addresses else "has no address; give it one"
-    trouble = trouble if nic.up else f"is {nic.state_text}; bring it up"
-    if trouble:
-        raise HolmesError(f"{spec.source}: interface {name!r} of node {report.name!r} {trouble}")
-    return Port(ETHERNET, name, _address(nic), rate_bps=spec.ethernet_rate_bps)
+        trouble = f"node {report.name!r} has no interface {name!r}; it has {have or 'none'}"
+    elif not nic.up or not nic.addresses:
+        state = "has no address; give it one" if nic.up else f"is {nic.state_text}; bring it up"
+        trouble = f"interface {name!r} of node {report.name!r} {state}"
+    if named and trouble:
+        raise HolmesError(f"{source}: {trouble}")
+    rate_bps = rate_bps or (nic.rate_bps if nic else 0) or UNKNOWN_ETHERNET_BPS
+    return Port(ETHERNET, name, _address(nic) if nic else "", rate_bps=rate_bps)
 
 
 def _address(nic: Nic) -> str:
     return nic.addresses[0].split("/")[0] if nic.addresses else ""
 
 
-def _select(report: NodeReport, cluster: ClusterSpec, override: NodeOverride, spec: SiteSpec) -> tuple[Nic, ...]:
-    try:
-        return select(report.nics, override.include or cluster.include, override.exclude or cluster.exclude)
-    except HolmesError as error:
-        raise HolmesError(f"{spec.source}: node {report.name!r}: {error}") from None
-
-
 def _fast_port(
     report: NodeReport, cluster: ClusterSpec, override: NodeOverride, spec: SiteSpec, fallback: bool
 ) -> Port:
-    chosen = _select(report, cluster, override, spec)
+    include = override.include or cluster.include
+    try:
+        chosen = select(report.nics, include, override.exclude or cluster.exclude)
+    except HolmesError as error:
+        raise HolmesError(f"{spec.source}: node {report.name!r}: {error}") from None
     kind = [nic for nic in chosen if nic.kind == cluster.kind and not nic.skipped]
     usable = [nic for nic in kind if nic.up]
     down = [nic for nic in kind if not nic.up]
@@ -153,7 +138,7 @@ def _fast_port(
     if not usable:
         return replace(_port(cluster.fabric, kind, cluster.rate_bps), fault=states, usable=False)
     port = _port(cluster.fabric, usable, cluster.rate_bps)
-    if not (down and (override.include or cluster.include)):
+    if not (down and include):
         return port
     if fallback:
         return replace(port, fault=states)
@@ -204,13 +189,11 @@ def _ask_about_default_prefix(members: dict[str, list[Nic]]) -> None:
     """HolmesError where several nodes have InfiniBand ports with the default prefix."""
     if len(members) < 2:
         return
-    lids: dict[int, str] = {}
+    owner: dict[int, str] = {}
     evidence = ""
-    for name, nics in members.items():
-        for nic in nics:
-            other = lids.setdefault(nic.lid, name)
-            if nic.lid and other != name and not evidence:
-                evidence = f"; nodes {other!r} and {name!r} both have LID {nic.lid}, so there are at least two"
+    for name, lid in [(name, nic.lid) for name, nics in members.items() for nic in nics if nic.lid]:
+        if owner.setdefault(lid, name) != name:
+            evidence = f"; nodes {owner[lid]!r} and {name!r} both have LID {lid}, so there are at least two"
     raise HolmesError(
         f"the InfiniBand ports of {len(members)} nodes ({some_of(members, 4)}) all have the default subnet prefix"
         f" {DEFAULT_SUBNET_PREFIX}, which does not tell one fabric from two{evidence}; say which nodes belong together"

@@ -49,10 +49,10 @@ class ClusterSpec:
     name: str
     kind: str
     nodes: tuple[str, ...]
-    processes: int
     rate_bps: int
     fabric: str
     latency_s: float
+    processes: int = 1
     gpu: str = ""
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -118,18 +118,10 @@ def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
     overrides = {host: _override(node_table.table(host), host, known, source) for host in list(node_table.values)}
     links = parse_links(top.table("link", default={}), {"ethernet", *(cluster.fabric for cluster in clusters)})
     top.done()
-    spec = SiteSpec(
-        name=name,
-        ethernet_rate_bps=ethernet.rate("rate"),
-        ethernet_latency_s=ethernet.seconds("latency", DEFAULT_LATENCY["ethernet"]),
-        ethernet_interface=ethernet.take("interface", str, ""),
-        clusters=tuple(clusters),
-        overrides=overrides,
-        source=source,
-        links=links,
-    )
+    rate, latency = ethernet.rate("rate"), ethernet.seconds("latency", DEFAULT_LATENCY["ethernet"])
+    interface = ethernet.take("interface", str, "")
     ethernet.done()
-    return spec
+    return SiteSpec(name, rate, latency, interface, tuple(clusters), overrides, source, links)
 
 
 def expand_hosts(pattern: str, where: str) -> Iterator[str]:
@@ -159,28 +151,18 @@ def _cluster(table: Table) -> ClusterSpec:
     nodes = tuple(node for pattern in patterns for node in expand_hosts(pattern, table.at("nodes")))
     if not nodes:
         raise HolmesError(f"{table.at('nodes')}: cluster {name!r} has no nodes")
-    processes = table.take("processes", int, 1)
-    if not 1 <= processes <= 1024:
-        raise HolmesError(f"{table.at('processes')}: {processes} processes for each node; it must be 1 to 1024")
     fabric = _name(table, "fabric", "ethernet" if kind == "ethernet" else name)
     flops, memory = _above_0(table, "gpu_flops"), _above_0(table, "gpu_memory_bytes")
-    cluster = ClusterSpec(
-        name=name,
-        kind=kind,
-        nodes=nodes,
-        processes=processes,
-        rate_bps=table.rate("rate", required=fabric != "ethernet"),
-        fabric=fabric,
-        latency_s=table.seconds("latency", DEFAULT_LATENCY[kind]),
-        gpu=table.take("gpu", str, ""),
-        include=table.list("include", str, ()),
-        exclude=table.list("exclude", str, ()),
-        accelerator=Accelerator(flops, memory, table.rate("nvlink", required=False)),
-    )
-    if kind != "ethernet" and cluster.fabric == "ethernet":
+    if kind != "ethernet" and fabric == "ethernet":
         advice = f"name the {kind} fabric otherwise"
         raise HolmesError(f"{table.at('fabric')}: 'ethernet' is the network of all nodes; {advice}")
-    table.done()
+    cluster = table.into(
+        ClusterSpec, name=name, kind=kind, nodes=nodes, fabric=fabric,
+        rate_bps=table.rate("rate", required=fabric != "ethernet"),
+        latency_s=table.seconds("latency", DEFAULT_LATENCY[kind]),
+        accelerator=Accelerator(flops, memory, table.rate("nvlink", required=False)))
+    if not 1 <= cluster.processes <= 1024:
+        raise HolmesError(f"{table.at('processes')}: {cluster.processes} processes for each node; it must be 1 to 1024")
     return cluster
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 
 from holmes_ext.errors import HolmesError
 
@@ -29,9 +30,4 @@ class Finding:
             raise HolmesError(f"finding: key 'level' is {self.level!r:.80}, not one of {', '.join(LEVELS)}")
 
 
-def problem(about: str, what: str, why: str, mend: str) -> Finding:
-    return Finding("problem", about, what, why, mend)
-
-
-def note(about: str, what: str, why: str, mend: str) -> Finding:
-    return Finding("note", about, what, why, mend)
+problem, note = partial(Finding, "problem"), partial(Finding, "note")

@@ -137,12 +137,12 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
             continue
         node = replace(check.node, processes=cluster.processes if cluster else 1)
         try:
-            resolve_site([node], _only(spec, node.name))
+            site = resolve_site([node], _only(spec, node.name))
         except HolmesError as error:
             yield problem(node.name, str(error), "a job with this file ends at start-up with the same line",
                           "mend the node or the file")
             continue
-        for _, text in slower_than_declared([node], spec):
+        for _, text in slower_than_declared(site, [node]):
             yield problem(node.name, text, "the plan counts on the file's rate: groups on this NIC take longer",
                           "check cable, switch port and PCIe slot, or write the lower rate into the file")
 

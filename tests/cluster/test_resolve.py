@@ -38,8 +38,8 @@ def ib(prefix="fe80:0000:0000:0001", lid=1, device="mlx5_0", state="up", **more)
 
 def roce(network="10.2.0.7/16", device="mlx5_0", **more):
     gid = Gid(3, "0000:0000:0000:0000:0000:ffff:0a02:0007", "roce_v2", "roce0")
-    return Nic(kind="roce", device=device, port=1, netdevs=("roce0",), state="up", state_text="ACTIVE", rate_bps=100 * 10**9,
-               addresses=(network,) if network else (), gids=(gid,), **more)  # fmt: skip
+    return Nic(kind="roce", device=device, port=1, netdevs=("roce0",), state="up", state_text="ACTIVE",
+               rate_bps=100 * 10**9, addresses=(network,) if network else (), gids=(gid,), **more)
 
 
 def report(name, *nics, processes=1):
@@ -112,7 +112,8 @@ def test_named_ethernet_without_address():
 
 
 def test_without_a_file_subnets_tell_the_fabrics():
-    nodes = [report("x", ib("0001:0000:0000:0000:"[:19])), report("y", ib("0001:0000:0000:0000")), report("z", ib("0002:0000:0000:0000"))]
+    one, two = "0001:0000:0000:0000", "0002:0000:0000:0000"
+    nodes = [report("x", ib(one)), report("y", ib(one)), report("z", ib(two))]
     nodes += [report("r", roce()), report("s", roce("10.2.9.9/16")), report("t", roce("10.3.0.1/16"))]
     site = resolve_site(nodes, None)
     shared = lambda *names: site.shared_fabric(names).kind  # noqa: E731
@@ -148,21 +149,29 @@ def test_roce_without_an_address_is_asked_about():
         ({}, []),
         ({"rate_bps": 0}, []),  # not known
         ({"rate_bps": 195 * 10**9}, []),  # rounded
-        ({"rate_bps": 100 * 10**9}, [("a0", "mlx5_0:1 runs at 100 Gb/s, c.toml: key 'cluster.a.rate' says 200 Gb/s")]),
+        ({"rate_bps": 100 * 10**9},
+         [("a0", "mlx5_0:1 runs at 100 Gb/s, but the rate of fabric 'a' is 200 Gb/s in c.toml")]),
     ],
 )
 def test_a_nic_slower_than_the_file_says_is_told(changed, told):
     reports = (report("a0", replace(ib(), **changed)), *GOOD[1:])
-    assert slower_than_declared(reports, spec()) == told
-    assert resolve_site(reports, spec()) == resolve_site(GOOD, spec())  # the plan is the file's
+    site = resolve_site(reports, spec())
+    assert slower_than_declared(site, reports) == told
+    assert site == resolve_site(GOOD, spec())  # the plan is the file's
 
 
 def test_all_nics_of_a_node_count_together_and_ethernet_too():
     two = [replace(ib(), device=f"mlx5_{number}", rate_bps=50 * 10**9) for number in range(2)]
-    slow = replace(ethernet(), rate_bps=10**9)
-    reports = (NodeReport("a0.site", "id", "eth0", (*two, slow)), *GOOD[1:])
-    assert [text for _, text in slower_than_declared(reports, spec())] == [
-        "mlx5_0:1, mlx5_1:1 run at 100 Gb/s, c.toml: key 'cluster.a.rate' says 200 Gb/s",
-        "eth0 runs at 1 Gb/s, c.toml: key 'ethernet.rate' says 25 Gb/s",
+    reports = (NodeReport("a0.site", "id", "eth0", (*two, replace(ethernet(), rate_bps=10**9)), 1), *GOOD[1:])
+    assert slower_than_declared(resolve_site(reports, spec()), reports) == [
+        ("a0", "mlx5_0:1, mlx5_1:1 run at 100 Gb/s, but the rate of fabric 'a' is 200 Gb/s in c.toml"),
+        ("a0", "eth0 runs at 1 Gb/s, but the rate of fabric 'ethernet' is 25 Gb/s in c.toml"),
     ]
-    assert len(slower_than_declared(reports, spec("[[cluster]]\nname = \"b\"", "[node.a0]\nexclude = [\"mlx5_1\"]\n[[cluster]]\nname = \"b\""))) == 2
+    one = spec('nodes = ["b0"]', 'nodes = ["b0"]\n[node.a0]\nexclude = ["mlx5_1"]')
+    (fast, _) = slower_than_declared(resolve_site(reports, one), reports)
+    assert fast[1].startswith("mlx5_0:1 runs at 50 Gb/s")
+
+
+def test_a_site_without_a_file_counts_on_what_the_nics_state():
+    reports = (report("x", ib("0001:0000:0000:0000")), report("y", replace(ib("0001:0000:0000:0000"), rate_bps=10**9)))
+    assert slower_than_declared(resolve_site(reports, None), reports) == []

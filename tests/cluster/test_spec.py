@@ -109,6 +109,7 @@ def test_digest_is_of_the_content():
         ('latency = "5us"', 'fabric = "ethernet"', "'ethernet' is the network of all nodes"),
         ('latency = "5us"', 'fabric = ""', "'cluster.b.fabric': '' is not a name"),
         ('latency = "5us"', 'speed = "5us"', "'cluster.b.speed' is not known"),
+        ('latency = "5us"', "rate_bps = 5", "'cluster.b.rate_bps' is not known; did you mean 'rate'"),
         ("[node.a08]", "[node.a8]", "'node.a8': no cluster has a node of that name; did you mean"),
         ("[node.a08]\n", "[node]\na08 = 3\n", "not known|not a table"),
         ("[[cluster]]", "[[clusters]]", "'cluster' is missing"),

@@ -51,9 +51,9 @@ def test_alike_nodes_have_no_findings():
     [
         (dict(nics=(replace(IB, rate_bps=10**11), ETHERNET)), "note cluster a: rate of the fast NICs: 200 Gb/s on most, but a1 100 Gb/s"),
         (dict(nics=(replace(IB, rate_bps=10**11), ETHERNET)),
-         "problem a1: mlx5_0:1 runs at 100 Gb/s, cluster.toml: key 'cluster.a.rate' says 200 Gb/s"),
+         "problem a1: mlx5_0:1 runs at 100 Gb/s, but the rate of fabric 'a' is 200 Gb/s in cluster.toml"),
         (dict(nics=(IB, replace(ETHERNET, rate_bps=10**10))),
-         "problem a1: eth0 runs at 10 Gb/s, cluster.toml: key 'ethernet.rate' says 25 Gb/s"),
+         "problem a1: eth0 runs at 10 Gb/s, but the rate of fabric 'ethernet' is 25 Gb/s in cluster.toml"),
         (dict(nics=(replace(IB, mtu=4092), ETHERNET)), "problem cluster a: MTU of the fast NICs: 2044 on most, but a1 4092"),
         (dict(nics=(replace(IB, device="ibp1s0"), ETHERNET)), "note cluster a: names of the fast NICs: mlx5_0:1 on most, but a1 ibp1s0:1"),
         (dict(nics=(IB, replace(IB, device="mlx5_1"), ETHERNET)), "note cluster a: number of fast NICs that are up: 1 on most, but a1 2"),

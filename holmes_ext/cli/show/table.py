@@ -73,7 +73,7 @@ class Screen:
         for i in kept:
             column, head = columns[i], Text(columns[i].name)
             justify: JustifyMethod = "right" if column.right else "left"
-            grid.add_column(head, justify=justify, min_width=sizes[i][0], no_wrap=not column.wrap)
+            grid.add_column(head, justify=justify, min_width=sizes[i][0], no_wrap=not column.wrap, overflow="fold")
         for row, style in zip(rows, styles or [""] * len(rows)):
             grid.add_row(*(Text(row[i]) for i in kept), style=style)
         if title:

@@ -30,29 +30,30 @@ _PCIE_CODING = {2.5: 8 / 10, 5.0: 8 / 10, 8.0: 128 / 130, 16.0: 128 / 130, 32.0:
 
 
 @dataclass(frozen=True)
-class NetDevice:
-    """One net device. `what`: physical, bond, team, vlan, bridge, macvlan, vrf, veth or virtual.
+class Function:
+    """The PCI function (or other bus device) behind a port, in the words of cluster/nic.py."""
 
-    master: the device that has taken it in (bond, bridge, ...), "" when none; lowers: those below it;
-    port_index: which port of its HCA it belongs to, from 0; parent: PCI address of the
-    physical function of a virtual one; usb, wireless, representor: flags.
-    """
+    max_rate_bps: int = 0  # what its PCIe link carries now; 0 when unknown (no PCIe, a virtual function)
+    numa: int = -1
+    pci: str = ""
+    driver: str = ""
+    parent: str = ""  # PCI address of the physical function of a virtual one
 
-    name: str
-    type: int
-    what: str
-    up: bool
-    state_text: str
-    speed_bps: int
-    pcie_bps: int
-    mtu: int
-    master: str
-    lowers: tuple[str, ...]
-    port_index: int
-    numa: int
-    pci: str
-    driver: str
-    parent: str
+
+@dataclass(frozen=True)
+class NetDevice(Function):
+    """One net device."""
+
+    name: str = ""
+    type: int = ETHERNET
+    what: str = "virtual"  # physical, bond, team, vlan, bridge, macvlan, vrf, veth or virtual
+    up: bool = False
+    state_text: str = ""
+    speed_bps: int = 0
+    mtu: int = 0
+    master: str = ""  # the device that has taken it in (bond, bridge, ...)
+    lowers: tuple[str, ...] = ()  # the devices below it
+    port_index: int = 0  # which port of its HCA it belongs to
     usb: bool = False
     wireless: bool = False
     representor: bool = False
@@ -88,29 +89,23 @@ def _read_device(tree: Tree, name: str, real: str) -> NetDevice:
     speed = tree.number(f"{path}/speed")
     devtype = tree.uevent(path).get("DEVTYPE", "")
     physical = "device" in names
-    device = f"{path}/device"
-    if physical:
-        tree.resolve(device)
     what = "physical" if physical else _what(tree, path, names, devtype, speed)
+    function = read_function(tree, path) if physical else Function(driver=what if what != "virtual" else "")
     up, state_text = _state(tree, path, flags, carrier)
-    about = tree.uevent(device) if physical else {}
+    about = tree.uevent(f"{path}/device") if physical else {}
     port_name = tree.text(f"{path}/phys_port_name") or ""
     return NetDevice(
+        **vars(function),
         name=name,
         type=tree.needed_number(f"{path}/type"),
         what=what,
         up=up,
         state_text=state_text,
         speed_bps=_speed(tree, path, speed) if up else 0,
-        pcie_bps=pcie_bps(tree, device) if physical else 0,
         mtu=tree.needed_number(f"{path}/mtu", "[0-9]{1,10}"),
         master=tree.link_name(f"{path}/master", "INTERFACE") if "master" in names else "",
         lowers=tuple(dict.fromkeys([*slaves, *_lowers(names)])),
         port_index=_port_index(tree, path),
-        numa=numa_node(tree, device) if physical else -1,
-        pci=tree.pci_address(device) if physical else "",
-        driver=driver(tree, device) if physical else what if what != "virtual" else "",
-        parent=physical_function(tree, device) if physical else "",
         usb=physical and (about.get("DEVTYPE") == "usb_interface" or "/usb" in real),
         wireless=devtype == "wlan" or "wireless" in names,
         representor=_REPRESENTOR.fullmatch(port_name) is not None,
@@ -202,27 +197,20 @@ def physical_below(device: NetDevice, devices: dict[str, NetDevice]) -> tuple[Ne
     return tuple(d for d in seen.values() if d.what == "physical")
 
 
-def numa_node(tree: Tree, device: str) -> int:
-    """NUMA node of a device directory, -1 when unknown."""
+def read_function(tree: Tree, path: str) -> Function:
+    """What is behind the `device` link of a net device or an HCA."""
+    device = f"{path}/device"
+    tree.resolve(device)
     node = tree.number(f"{device}/numa_node", "-1|[0-9]{1,4}")
-    return -1 if node is None else node
+    driver = tree.uevent(device).get("DRIVER", "")
+    if driver and not DEVICE_NAME.fullmatch(driver):
+        raise tree.error(f"{device}/uevent", f"DRIVER={driver!a:.80} is no driver")
+    driver = driver or tree.link_name(f"{device}/driver", "DRIVER")
+    parent = tree.link_name(f"{device}/physfn", "PCI_SLOT_NAME")
+    return Function(_pcie_bps(tree, device), -1 if node is None else node, tree.pci_address(device), driver, parent)
 
 
-def driver(tree: Tree, device: str) -> str:
-    """Driver of a device directory, "" when none is bound."""
-    name = tree.uevent(device).get("DRIVER", "")
-    if name and not DEVICE_NAME.fullmatch(name):
-        raise tree.error(f"{device}/uevent", f"DRIVER={name!a:.80} is no driver")
-    return name or tree.link_name(f"{device}/driver", "DRIVER")
-
-
-def physical_function(tree: Tree, device: str) -> str:
-    """PCI address of the physical function of a virtual one, "" when the device is none."""
-    return tree.link_name(f"{device}/physfn", "PCI_SLOT_NAME")
-
-
-def pcie_bps(tree: Tree, device: str) -> int:
-    """What the PCIe link of a device carries now, in bits/s; 0 when unknown (no PCIe, a virtual function)."""
+def _pcie_bps(tree: Tree, device: str) -> int:
     speed = tree.text(f"{device}/current_link_speed") or ""
     width = tree.text(f"{device}/current_link_width") or ""
     match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9])?) GT/s(?: PCIe)?", speed)

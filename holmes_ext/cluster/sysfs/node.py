@@ -22,8 +22,7 @@ from pathlib import Path
 
 from holmes_ext.cluster.addresses import Addresses, captured_addresses, interface_addresses, is_link_local_v6
 from holmes_ext.cluster.nic import KINDS, Nic
-from holmes_ext.cluster.sysfs import net as sysfs_net
-from holmes_ext.cluster.sysfs.net import NetDevice, read_net_devices
+from holmes_ext.cluster.sysfs.net import ETHERNET, NetDevice, physical_below, read_net_devices
 from holmes_ext.cluster.sysfs.rdma import read_rdma_ports
 from holmes_ext.cluster.sysfs.rules import reason_by_name, reason_to_skip
 from holmes_ext.cluster.sysfs.tree import Tree
@@ -50,7 +49,7 @@ def read_nics(root: str | Path = "/sys", addresses: Addresses | None = None) -> 
     ports = [replace(p, parent=hcas.get(p.parent, p.parent)) for p in ports]
     owners = {netdev: port for port in reversed(ports) if port.kind == "roce" for netdev in port.netdevs}
     ethernet = [_ethernet(d, devices, addresses, owners.get(d.name))
-                for d in devices.values() if d.type == sysfs_net.ETHERNET]
+                for d in devices.values() if d.type == ETHERNET]
     return tuple(sorted([*ports, *ethernet], key=lambda nic: (KINDS.index(nic.kind), _natural(nic.name))))
 
 
@@ -97,7 +96,7 @@ def _ethernet(
     has_address = None if addresses is None else any(not is_link_local_v6(a) for a in found)
     lowers = device.lowers if device.what in ("bond", "team", "bridge") else ()
     functions = {d.pci: d.name for d in devices.values() if d.pci and not d.representor}
-    numas = {d.numa for d in sysfs_net.physical_below(device, devices)}
+    numas = {d.numa for d in physical_below(device, devices)}
     return Nic(
         kind="ethernet",
         device=device.name,
@@ -105,7 +104,7 @@ def _ethernet(
         state="up" if device.up else "down",
         state_text=device.state_text,
         rate_bps=device.speed_bps,
-        max_rate_bps=device.pcie_bps,
+        max_rate_bps=device.max_rate_bps,
         addresses=found,
         mtu=device.mtu,
         numa=numas.pop() if len(numas) == 1 else -1,

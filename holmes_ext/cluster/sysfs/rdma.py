@@ -18,8 +18,7 @@ from __future__ import annotations
 import re
 
 from holmes_ext.cluster.nic import GID, Gid, Nic
-from holmes_ext.cluster.sysfs import net as sysfs_net
-from holmes_ext.cluster.sysfs.net import NetDevice
+from holmes_ext.cluster.sysfs.net import ETHERNET, INFINIBAND, Function, NetDevice, read_function, top_device
 from holmes_ext.cluster.sysfs.tree import Tree
 
 _STATE = re.compile(r"([0-5]): (NOP|DOWN|INIT|ARMED|ACTIVE|ACTIVE_DEFER)")
@@ -56,14 +55,14 @@ def read_rdma_ports(tree: Tree, devices: dict[str, NetDevice]) -> tuple[Nic, ...
 
 
 def _read_port(tree: Tree, hca: str, port: int, n_ports: int, kind: str, devices: dict[str, NetDevice]) -> Nic:
-    path, device = f"class/infiniband/{hca}/ports/{port}", f"class/infiniband/{hca}/device"
-    physical = "device" in tree.names(f"class/infiniband/{hca}")  # soft-RoCE has none
-    if physical:
-        tree.resolve(device)
+    top = f"class/infiniband/{hca}"
+    path, physical = f"{top}/ports/{port}", "device" in tree.names(top)  # soft-RoCE has none
+    function = read_function(tree, top) if physical else Function()
     state, phys_state = _states(tree, path)
     gids = _gids(tree, path, kind)
-    netdevs, members = _netdevs(tree, device if physical else "", port, n_ports, kind, gids, devices)
+    netdevs, members = _netdevs(tree, f"{top}/device" if physical else "", port, n_ports, kind, gids, devices)
     return Nic(
+        **vars(function),
         kind=kind,
         device=hca,
         port=port,
@@ -72,16 +71,11 @@ def _read_port(tree: Tree, hca: str, port: int, n_ports: int, kind: str, devices
         state_text=state if phys_state in ("", "LinkUp") else f"{state}/{phys_state}",
         # A port without link still shows a number (its slowest lane); it is no rate of anything.
         rate_bps=_rate(tree, f"{path}/rate") if phys_state == "LinkUp" or state == "ACTIVE" else 0,
-        max_rate_bps=sysfs_net.pcie_bps(tree, device) if physical else 0,
         mtu=devices[netdevs[0]].mtu if netdevs else 0,
-        subnet_prefix=_subnet_prefix(gids) if kind == "ib" else "",
+        subnet_prefix=next((gid.value[:19] for gid in gids if gid.index == 0 and kind == "ib"), ""),
         gids=gids,
-        lid=_lid(tree, f"{path}/lid") if kind == "ib" else 0,
-        sm_lid=_lid(tree, f"{path}/sm_lid") if kind == "ib" else 0,
-        numa=sysfs_net.numa_node(tree, device) if physical else -1,
-        pci=tree.pci_address(device) if physical else "",
-        driver=sysfs_net.driver(tree, device) if physical else "",
-        parent=sysfs_net.physical_function(tree, device) if physical else "",
+        lid=_lid(tree, f"{path}/lid", kind),
+        sm_lid=_lid(tree, f"{path}/sm_lid", kind),
         members=members,
     )
 
@@ -106,12 +100,8 @@ def _rate(tree: Tree, path: str) -> int:
     return round(float(match[1]) * 1e9)
 
 
-def _lid(tree: Tree, path: str) -> int:
-    return tree.number(path, "0x[0-9a-f]{1,8}") or 0
-
-
-def _subnet_prefix(gids: tuple[Gid, ...]) -> str:
-    return next((g.value[:19] for g in gids if g.index == 0), "")
+def _lid(tree: Tree, path: str, kind: str) -> int:
+    return tree.number(path, "0x[0-9a-f]{1,8}") or 0 if kind == "ib" else 0
 
 
 def _gids(tree: Tree, path: str, kind: str) -> tuple[Gid, ...]:
@@ -141,10 +131,10 @@ def _netdevs(
     A device that a bond has taken in gives way to the bond: sockets bind to that one. Only devices of the
     tree's own network namespace count.
     """
-    wanted = sysfs_net.INFINIBAND if kind == "ib" else sysfs_net.ETHERNET
+    wanted = INFINIBAND if kind == "ib" else ETHERNET
     found = [n for n in (tree.device_names(f"{device}/net") if device else ())
              if n in devices and not devices[n].representor and (n_ports == 1 or devices[n].port_index == port - 1)]
-    names = dict.fromkeys(sysfs_net.top_device(n, devices) for n in [*found, *(g.netdev for g in gids)] if n in devices)
+    names = dict.fromkeys(top_device(n, devices) for n in [*found, *(g.netdev for g in gids)] if n in devices)
     netdevs = tuple(n for n in names if devices[n].type == wanted)
     members = tuple(m for n in netdevs if devices[n].what in ("bond", "team") for m in devices[n].lowers)
     return netdevs, members

@@ -15,7 +15,7 @@ from typing import Any
 
 from holmes_ext import __version__
 from holmes_ext.cluster.node_report import NodeReport, node_identity, node_name, report_node, short_name
-from holmes_ext.cluster.resolve import resolve_site
+from holmes_ext.cluster.resolve import resolve_site, slower_than_declared
 from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.errors import HolmesError
@@ -178,8 +178,9 @@ def _own_report(
 
 
 def _down(reports: list[NodeReport], site: Site) -> list[str]:
-    """A line for every fast NIC that the plan does without because it is down."""
-    lines = []
+    """A line for every fast NIC that the plan does without because it is down, and for those slower than declared."""
+    slow = slower_than_declared(site, reports)
+    lines = [f"node {name}: {text}; the plan counts on what the file says" for name, text in slow]
     for node in site.nodes:
         for port in node.ports:
             if port.fault:

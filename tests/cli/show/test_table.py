@@ -50,6 +50,12 @@ def test_what_must_stay_is_never_cut(printed):
     assert "200 Gb/s" in " ".join(printed("12"))
 
 
+def test_a_long_word_is_folded_not_cut(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    Screen().table([Column("state"), Column("target", wrap=20)], [["fits", "x" * 50]])
+    assert capsys.readouterr().out.count("x") == 50
+
+
 def test_no_rows(capsys):
     Screen().table(COLUMNS, [])
     assert capsys.readouterr().out.split()[:6] == ["NIC", "rate", "LID", "PCI", "NUMA", "note"]
