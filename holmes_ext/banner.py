@@ -1,5 +1,4 @@
-"""What a job says when it starts: one line on clusters, ranks, networks, reductions and patches, and what else there is
-to say."""
+"""What a job says when it starts: clusters, ranks, networks, reductions and patches in one line, and what else."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ def show(current: Session, lines: list[str]) -> None:
 
 
 def describe(current: Session) -> str:
-    """One line: clusters found, order of the nodes, stages and layers, which groups use which NIC, what is patched and
-    what is not."""
+    """One line: clusters, order of the nodes, stages and layers, which groups use which NIC, what is patched or not."""
     return "; ".join(filter(None, (_ranks(current), _networks(current), _reductions(current), _patches())))
 
 
@@ -41,20 +39,16 @@ def _ranks(current: Session) -> str:
 
 
 def _networks(current: Session) -> str:
-    """ "pipeline 2 x data 2, layers as the framework splits them; data groups on ib and roce, pipeline groups on
-    ethernet"."""
+    """ "pipeline 2 x data 2, layers as the framework splits them; data groups on ib and roce, pipeline on ethernet"."""
     plan, sizes = current.plan, current.plan.sizes
     if sizes is None:
         return ""
-    named = [f"{name} {size}" for name in ("pipeline", "tensor", "context", "data") if (size := getattr(sizes, name)) > 1]
-    text = " x ".join(named) or "one process"
-    if sizes.pipeline > 1:
-        layers = "+".join(map(str, plan.stage_layers))
-        text += f", layers {layers}" if layers else ", layers as the framework splits them"
-    told = [_used(current, VERBS)]
-    if (sockets := _used(current, SOCKETS)) != told[0]:
-        told.append(f"with gloo {sockets}")
-    return "; ".join(filter(None, (text, *told)))
+    axes = ("pipeline", "tensor", "context", "data")
+    text = " x ".join(f"{axis} {size}" for axis in axes if (size := getattr(sizes, axis)) > 1) or "one process"
+    if sizes.pipeline > 1 and not plan.stage_layers:
+        text += ", layers as the framework splits them"
+    verbs, sockets = _used(current, VERBS), _used(current, SOCKETS)
+    return "; ".join(filter(None, (text, verbs, f"with gloo {sockets}" if sockets != verbs else "")))
 
 
 def _used(current: Session, carrier: str) -> str:

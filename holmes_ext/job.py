@@ -28,8 +28,7 @@ _TOUCHED = (
 
 
 def activate(argv: list[str]) -> None:
-    """Read and strip the flags from `argv` (in place, normally sys.argv), and start; ends the process with status 2 on
-    bad input."""
+    """Read and strip the flags from `argv` (in place, normally sys.argv), and start; bad input ends with status 2."""
     trouble = None
     try:
         try:
@@ -60,8 +59,7 @@ def _one_line(show: Callable[..., Any]) -> Callable[..., Any]:
                 sys.stderr.flush()
             return
         if not issubclass(kind, RemoteError):
-            # Not sys.stderr: torch.distributed's own hook puts a buffer in its place, which SystemExit leaves
-            # unprinted.
+            # Not sys.stderr: torch.distributed's own hook puts a buffer there, which SystemExit leaves unprinted.
             print(f"holmes: {error}", file=sys.__stderr__, flush=True)
         raise SystemExit(2)
 
@@ -86,7 +84,7 @@ def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:
     if session.active() is not None:
         raise HolmesError("holmes is already active in this process; call disable() first")
     if sys.modules["torch.distributed"].is_initialized():
-        raise HolmesError("enable() comes too late: torch.distributed is initialized; call it before init_process_group")
+        raise HolmesError("enable() comes too late: torch.distributed is initialized; call it before that")
     values = options if plan is None else {**options, "plan": os.fspath(plan)}
     _start(options_from(**values), sys.argv[1:])
 

@@ -1,4 +1,4 @@
-"""Random sites as running nodes report them, random sizes that fit them, and what a group should get, worked out the plain way."""
+"""Random sites as running nodes report them, sizes that fit them, and what a group should get by the plain rule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RATES = (10 * 10**9, 25 * 10**9, 100 * 10**9, 100 * 10**9)
 
 
 def site(rng: random.Random) -> Site:
-    """2 to 8 nodes in unequal clusters; on several fabrics or none; ports without an address, without HCAs, out of use."""
+    """2 to 8 nodes in unequal clusters, on several fabrics or none; ports without address, without HCAs, out of use."""
     fast = [Fabric(f"f{i}", rng.choice(("ib", "roce")), rng.choice(RATES), 2e-6) for i in range(rng.randint(1, 3))]
     fabrics = (Fabric(ETHERNET, "ethernet", rng.choice(RATES), 3e-5), *fast)
     processes, good, nodes = rng.choice((1, 2, 4)), rng.choice((0.6, 0.9, 1.0)), []

@@ -61,7 +61,8 @@ def check(config: DsConfig, plan: Plan, overlap: str | None = None) -> list[str]
     settings = settings if isinstance(settings, dict) else {}
     stages, partition = settings.get("stages", "auto"), settings.get("partition", "best")
     if plan.sizes and stages not in ("auto", pipeline):
-        raise _contradiction(config, "pipeline.stages", stages, f"the plan has {pipeline}; remove it or make them agree")
+        way_out = f"the plan has {pipeline}; remove it or make them agree"
+        raise _contradiction(config, "pipeline.stages", stages, way_out)
     if plan.stage_layers and partition != "best":
         layers = "+".join(map(str, plan.stage_layers))
         way_out = f"the plan splits the layers {layers}; remove it, or plan without layers"

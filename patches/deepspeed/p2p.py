@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from holmes_ext.patches.deepspeed.features import GRID_CHECK, P2P
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.plan.decide import own_pair
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -22,16 +23,14 @@ from holmes_ext.runtime.groups.members import members_group
 _pairs: dict[int, object] = {}
 
 
-def _make_pair_groups(wrapped, instance, args, kwargs):
+@with_session
+def _make_pair_groups(current, wrapped, instance, args, kwargs):
     """After DeepSpeed's own set-up: the pairs of neighbours that the plan gives a group of their own."""
-    result = wrapped(*args, **kwargs)
+    result, carrier = wrapped(*args, **kwargs), carrier_of(backend_of())
     _pairs.clear()
-    current, backend = session.active(), backend_of()
-    if current is None or not carrier_of(backend):
-        return result
     grid, world = args[0] if args else kwargs["grid"], range(current.plan.world_size)
-    for pair in sorted({tuple(sorted(pair)) for pair in grid.p2p_groups}):
-        if current.rank in pair and own_pair(current.plan, pair, world, carrier_of(backend)):
+    for pair in sorted({tuple(sorted(pair)) for pair in grid.p2p_groups}) if carrier else ():
+        if current.rank in pair and own_pair(current.plan, pair, world, carrier):
             _pairs[pair[current.rank == pair[0]]] = members_group(pair, "pipeline pair")
     return result
 
@@ -66,11 +65,11 @@ def grid_sizes(current: session.Session, pipeline: int, tensor: int) -> Sizes:
     return Sizes(pipeline=pipeline, tensor=tensor).complete(current.plan.world_size)
 
 
-def _check_grid(wrapped, instance, args, kwargs):
+@with_session
+def _check_grid(current, wrapped, instance, args, kwargs):
     """Once the real sizes are known."""
     result = wrapped(*args, **kwargs)
-    if (current := session.active()) is not None:
-        check_grid(current, grid_sizes(current, instance.pipe_parallel_size, instance.model_parallel_size))
+    check_grid(current, grid_sizes(current, instance.pipe_parallel_size, instance.model_parallel_size))
     return result
 
 

@@ -4,9 +4,9 @@ The engine's schedule ends every batch with ReduceTiedGrads, ReduceGrads, Optimi
 last micro-batch's backward runs, and the GPUs while the network works. Under this patch the stage's gradients leave as
 they become final:
 
-    schedule            ... BackwardPass m-1 | BackwardPass m              | ReduceTiedGrads | ReduceGrads | OptimizerStep
-    stock                                    |                             | tied            | everything  |
-    here                                     | bucket 0, bucket 1, ...     | tied            | tied, last  |
+    schedule   ... BackwardPass m-1 | BackwardPass m              | ReduceTiedGrads | ReduceGrads | OptimizerStep
+    stock                           |                             | tied            | everything  |
+    here                            | bucket 0, bucket 1, ...     | tied            | tied, last  |
 
 The sums are the engine's own: same group, same dtype on the wire, same divisors; only the cut into buckets differs.
 What is reduced is the gradient where the optimizer reads it: deepspeed_gradients.py.
@@ -43,9 +43,8 @@ def unsupported(engine: Any) -> str | None:
     kind = type(engine.optimizer)
     known = (BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer, DeepSpeedZeroOptimizer)
     plain = engine.optimizer is engine.basic_optimizer
-    compact = kind is DeepSpeedZeroOptimizer and any(
-        engine.optimizer._use_compact_grad_partition_buffer(group) for group in range(len(engine.optimizer.bit16_groups))
-    )
+    zero = engine.optimizer if kind is DeepSpeedZeroOptimizer else None
+    compact = zero and any(map(zero._use_compact_grad_partition_buffer, range(len(zero.bit16_groups))))
     reasons = {
         f"the engine is a {type(engine).__name__}, whose schedule is its own": type(engine) is not PipelineEngine,
         "the optimizer reduces gradients itself": not engine.pipeline_enable_backward_allreduce,
@@ -59,7 +58,7 @@ def unsupported(engine: Any) -> str | None:
         "the optimizer's state is offloaded": bool(engine.zero_use_cpu_optimizer()),
         "ZenFlow": bool(engine.zenflow),
         "DeepCompile": bool(engine.is_deepcompile_enabled()),
-        "ZeRO 1 accumulates in float32 beside the gradients": compact,
+        "ZeRO 1 accumulates in float32 beside the gradients": bool(compact),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -127,13 +126,13 @@ def _make_reducer(engine: Any, trained: list[tuple[str, Any]], source: Any) -> A
 
 
 def overlap_of(engine: Any) -> _Overlap | None:
-    """The engine's _Overlap; None where the plan does without, nothing is to be reduced, or it cannot be overlapped
-    (said once, by rank 0)."""
+    """The engine's _Overlap; None where the plan does without, or it cannot be overlapped (said once, by rank 0)."""
     if engine not in _overlaps:
         current, wanted = session.active(), _wanted(engine)
         reason = (unsupported(engine) or _refused(engine, current)) if any(wanted) else None
         if reason and current is not None and "overlap" in current.options.required_features:
-            raise HolmesError(f"--holmes-require overlap: DeepSpeed's gradient reduction cannot be overlapped: {reason}")
+            what = "DeepSpeed's gradient reduction cannot be overlapped"
+            raise HolmesError(f"--holmes-require overlap: {what}: {reason}")
         if reason and engine.global_rank == 0:
             text = f"the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}"
             print(f"holmes: {text}", file=sys.stderr)

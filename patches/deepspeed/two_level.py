@@ -20,8 +20,9 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.features import TWO_LEVEL
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.grid import tell
 
 #: How many of the averaging methods are on the stack: only their all-reduces are gradients.
@@ -62,14 +63,13 @@ def _all_reduce(wrapped, instance, args, kwargs):
     except RuntimeError as error:
         from holmes_ext.runtime.watch.failure import describe_failure  # torch is there by now
 
-        ranks = dist.get_process_group_ranks(group)
+        what, ranks = f"a bucket of {tensor.numel()} elements", group_ranks(group)
         fabric = session.require().fabric_of(ranks, backend_of(group))
-        raise HolmesError(describe_failure(f"a bucket of {tensor.numel()} elements", ranks, fabric, str(error))) from error
+        raise HolmesError(describe_failure(what, ranks, fabric, str(error))) from error
 
 
 def _two_level(group: Any, size: int) -> Any:
-    """The group's two-level all-reduce, or None where the plan has torch's for so many bytes. All ranks come to the
-    same."""
+    """The group's two-level all-reduce; None where the plan has torch's for so many bytes. The same on all ranks."""
     from holmes_ext.runtime.reduce.straddling import planned, two_level_for  # torch is there by now
 
     if group not in _ways:
@@ -80,26 +80,25 @@ def _two_level(group: Any, size: int) -> Any:
     if group not in _made:
         if way.compress == "int8":
             raise HolmesError(
-                "--holmes-compress int8 carries rounding errors on to the next step, which DeepSpeed's buckets, new at every"
-                " step, do not allow: use bf16, or the pipeline engine with --holmes-overlap on"
+                "--holmes-compress int8 carries rounding errors on to the next step, which DeepSpeed's buckets, new at"
+                " every step, do not allow: use bf16, or the pipeline engine with --holmes-overlap on"
             )
         _made[group] = two_level_for(group, size, way)
     return _made[group]
 
 
-def _tell_stage_3(wrapped, instance, args, kwargs):
+@with_session
+def _tell_stage_3(current, wrapped, instance, args, kwargs):
     """ZeRO 3 over clusters: say once that its collectives are DeepSpeed's own."""
     result = wrapped(*args, **kwargs)
-    current = session.active()
-    if instance.zero_optimization_stage() == 3 and current is not None:
-        import torch.distributed as dist
-
-        ranks = dist.get_process_group_ranks(instance.seq_data_parallel_group)
-        if current.reduction(ranks, backend_of(instance.seq_data_parallel_group)).clusters:
+    if instance.zero_optimization_stage() == 3:
+        group = instance.seq_data_parallel_group
+        if current.reduction(group_ranks(group), backend_of(group)).clusters:
             tell(
                 current,
-                "ZeRO 3 over several clusters keeps DeepSpeed's own collectives: it gathers every layer's parameters across"
-                " them, twice a micro-batch; zero_hpz_partition_size of one cluster's ranks, or ZeRO 1 or 2, sends less",
+                "ZeRO 3 over several clusters keeps DeepSpeed's own collectives: it gathers every layer's parameters"
+                " across them, twice a micro-batch; zero_hpz_partition_size of one cluster's ranks, or ZeRO 1 or 2,"
+                " sends less",
             )
     return result
 
@@ -114,7 +113,9 @@ PATCHES = (
     ),
     *(
         Patch(TWO_LEVEL, target, "tells the all-reduces of gradients from others", _average)
-        for target in (f"{_ENGINE}.allreduce_bucket", f"{_ZERO}.allreduce_bucket", f"{_ZERO}.gradient_reduction_w_predivide")
+        for target in (
+            f"{_ENGINE}.allreduce_bucket", f"{_ZERO}.allreduce_bucket", f"{_ZERO}.gradient_reduction_w_predivide",
+        )
     ),
     Patch(
         TWO_LEVEL, f"{_ENGINE}._configure_zero_optimizer", "says that ZeRO 3 over several clusters is not helped",

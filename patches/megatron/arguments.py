@@ -11,7 +11,7 @@ FLAGS = {
     "--pipeline-model-parallel-size": "pipeline",
     "--tensor-model-parallel-size": "tensor",
     "--context-parallel-size": "context",
-    "--ds-sequence-parallel-size": "context",  # Megatron-DeepSpeed's name: neighbouring ranks share a sequence (Ulysses)
+    "--ds-sequence-parallel-size": "context",  # Megatron-DeepSpeed's: neighbouring ranks share a sequence (Ulysses)
     "--expert-model-parallel-size": "expert",
 }
 #: Megatron-LM's --use-tp-pp-dp-mapping: data-parallel ranks outermost (arguments.py, initialize_model_parallel order=).
@@ -94,7 +94,7 @@ def _model(argv: list[str]) -> Model | None:
     if {"--checkpoint-activations", "--deepspeed-activation-checkpointing"} & set(argv):  # Megatron-DeepSpeed's names
         recompute = "full"
     sharded = "--use-distributed-optimizer" in argv or following.get("--zero-stage", "0") in ("1", "2", "3")
-    unlearned = {"--use-rotary-position-embeddings", "--no-position-embedding"} & set(argv)  # Megatron-DeepSpeed's names
+    unlearned = {"--use-rotary-position-embeddings", "--no-position-embedding"} & set(argv)  # Megatron-DeepSpeed's
     learned = following.get("--position-embedding-type", "learned_absolute") == "learned_absolute" and not unlearned
     return Model(
         **{"vocabulary": GPT2_VOCABULARY, **values},
@@ -112,6 +112,5 @@ def _model(argv: list[str]) -> Model | None:
 
 
 def overlaps(option: str, argv: list[str]) -> bool:
-    """Whether gradients will be reduced under the last backward, where --holmes-overlap is `option`: "auto" does so
-    where there are stages."""
+    """Whether gradients are reduced under the last backward under --holmes-overlap `option`; auto: where stages are."""
     return "--no-pipeline-parallel" not in argv if option == "auto" else option == "on"

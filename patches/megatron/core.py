@@ -1,7 +1,7 @@
 """megatron-core under a plan: sizes that agree with it, layers for each stage, reductions for each stage's fabric.
 
     initialize_model_parallel    the job's sizes, order and instances are checked before any group is made
-    TransformerConfig            the plan's layers, through the public pipeline_model_parallel_layout; a user's own split wins
+    TransformerConfig            the plan's layers, by the public pipeline_model_parallel_layout; a user's split wins
 
 patches/megatron/reduction.py does the reductions, patches/megatron/p2p.py the pipeline's sends and receives. Where the
 groups land is settled before: RANK is renumbered, and patches/torch/groups.py gives each group its transport.
@@ -17,6 +17,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.megatron import p2p as megatron_p2p
 from holmes_ext.patches.megatron.features import GROUPS, LAYERS
 from holmes_ext.plan.plan import Plan
@@ -27,8 +28,7 @@ from holmes_ext.runtime.start.refusal import told_once
 
 
 class _Job:
-    """What initialize_model_parallel was called with last; None before that, or where the grid is not one a plan
-    describes."""
+    """What initialize_model_parallel was called with last; None before, or where no plan describes such a grid."""
 
     sizes: Sizes | None = None
 
@@ -39,8 +39,7 @@ job = _Job()
 
 
 def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
-    """The complete sizes that initialize_model_parallel's (bound) `arguments` ask for; HolmesError when megatron-core
-    could not make them."""
+    """Complete, of initialize_model_parallel's `arguments` (bound); HolmesError when they cannot be."""
     sizes = Sizes(
         pipeline=arguments["pipeline_model_parallel_size"],
         tensor=arguments["tensor_model_parallel_size"],
@@ -48,32 +47,26 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
         expert=arguments["expert_model_parallel_size"],
         order=arguments["order"].lower(),
     ).complete(world_size)
-    virtual = arguments["virtual_pipeline_model_parallel_size"]
+    virtual, more = arguments["virtual_pipeline_model_parallel_size"], "pipeline_model_parallel_size 2 or more"
     if virtual is not None and sizes.pipeline == 1:
-        raise HolmesError(f"virtual_pipeline_model_parallel_size is {virtual}, which needs pipeline_model_parallel_size 2 or more")
+        raise HolmesError(f"virtual_pipeline_model_parallel_size is {virtual}, which needs {more}")
     instances = arguments["num_distributed_optimizer_instances"]
+    product = f"data {sizes.data} x context {sizes.context}"
     if instances < 1 or (sizes.data * sizes.context) % instances:
-        raise HolmesError(
-            f"num_distributed_optimizer_instances is {instances}, which does not divide data {sizes.data} x context {sizes.context}"
-        )
+        raise HolmesError(f"num_distributed_optimizer_instances is {instances}, which does not divide {product}")
     stage, tensor = sizes.data * sizes.tensor * sizes.context, arguments["expert_tensor_parallel_size"] or sizes.tensor
+    product = f"expert_model_parallel_size {sizes.expert} x expert_tensor_parallel_size {tensor}"
     if stage % (tensor * sizes.expert):
-        product = f"expert_model_parallel_size {sizes.expert} x expert_tensor_parallel_size {tensor}"
         raise HolmesError(f"{product} does not divide the {stage} ranks of a stage")
     if not sizes.order.endswith("pp") and sizes.pipeline > 1 and stage // (tensor * sizes.expert) != sizes.data:
-        raise HolmesError(
-            f"order {sizes.order!r} does not end in pp: expert_model_parallel_size {sizes.expert} x expert_tensor_parallel_size"
-            f" {tensor} must be tensor {sizes.tensor} x context {sizes.context}, or let pp stand last"
-        )
+        wanted = f"must be tensor {sizes.tensor} x context {sizes.context}, or let pp stand last"
+        raise HolmesError(f"order {sizes.order!r} does not end in pp: {product} {wanted}")
     return sizes
 
 
-def _initialize(wrapped, instance, args, kwargs):
-    """Check first, so that nothing is half-initialized; then let megatron-core make its groups, and the pairs' beside
-    them."""
-    current = session.active()
-    if current is None:
-        return wrapped(*args, **kwargs)
+@with_session
+def _initialize(current, wrapped, instance, args, kwargs):
+    """Check first, so that nothing is half-initialized; then megatron-core makes its groups, and we the pairs'."""
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     bound.apply_defaults()
     asked = bound.arguments
@@ -100,15 +93,13 @@ def _initialize(wrapped, instance, args, kwargs):
 
 @functools.cache
 def drop_in(enable: Callable[..., None]):
-    """holmes_ext.initialize_model_parallel: the installed function's signature, under holmes even where nothing else
-    switched it on.
-
-    enable: what does that (holmes_ext.job).
-    """
+    """holmes_ext.initialize_model_parallel, with the installed function's signature; enable (holmes_ext.job) switches
+    holmes on where nothing else did."""
     try:
         from megatron.core import parallel_state
     except ImportError as error:
-        raise HolmesError(f"initialize_model_parallel needs megatron-core, which cannot be imported here ({error})") from None
+        lacks = f"megatron-core, which cannot be imported here ({error})"
+        raise HolmesError(f"initialize_model_parallel needs {lacks}") from None
 
     @functools.wraps(parallel_state.initialize_model_parallel)
     def initialize_model_parallel(*args, **kwargs):
@@ -122,8 +113,7 @@ def drop_in(enable: Callable[..., None]):
 
 
 def _take_over(asked: Mapping[str, Any], enable: Callable[..., None]) -> None:
-    """Switch holmes on although torch.distributed is initialized: form the default group anew under the planned
-    ranks."""
+    """Although torch.distributed is initialized: the default group is made anew, under the planned ranks."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -131,8 +121,8 @@ def _take_over(asked: Mapping[str, Any], enable: Callable[..., None]) -> None:
         raise HolmesError("initialize_model_parallel: call torch.distributed.init_process_group first")
     if len(distributed_c10d._world.pg_map) > 1:
         raise HolmesError(
-            "initialize_model_parallel comes too late: the program has made process groups already, and ranks cannot change"
-            " under them; call holmes_ext.enable() before init_process_group, or start with --holmes"
+            "initialize_model_parallel comes too late: the program has made process groups already, and ranks cannot"
+            " change under them; call holmes_ext.enable() before init_process_group, or start with --holmes"
         )
     sizes, backend = sizes_of(asked, dist.get_world_size()), dist.get_backend()
     dist.destroy_process_group()
@@ -153,8 +143,7 @@ _OWN_SPLITS = (
 def layout_of(layers: tuple[int, ...], mtp_layers: int = 0) -> str:
     """megatron-core's notation for `layers` of each stage (chunk by chunk under the interleaved schedule): "Ettt|tL".
 
-    The embedding stands in the first entry; multi-token prediction and the loss in the last, where they read the last
-    layer.
+    The embedding stands in the first entry; multi-token prediction and the loss, which read the last layer, at the end.
     """
     entries = ["t" * count for count in layers]
     entries[0] = "E" + entries[0]
@@ -162,30 +151,31 @@ def layout_of(layers: tuple[int, ...], mtp_layers: int = 0) -> str:
     return "|".join(entries)
 
 
-def planned_layout(current: session.Session, pipeline: int, virtual: int, layers: int, mtp_layers: int, own: str) -> str | None:
-    """The layout string of the plan, or None when it leaves the layers to megatron-core or the user splits them (`own`
-    says how).
+def planned_layout(
+    current: session.Session, pipeline: int, virtual: int, layers: int, mtp_layers: int, own: str
+) -> str | None:
+    """The layout string of the plan; None when it leaves the layers to megatron-core or the user splits them (`own`).
 
     HolmesError when the plan's stages are not the job's or its layers are not the model's.
     """
     plan = current.plan
     if not plan.stage_layers or pipeline == 1:
         return None
+    layout, problem = layout_of(plan.stage_layers, mtp_layers), ""
     if own:
-        if own != layout_of(plan.stage_layers, mtp_layers):
-            layers = "+".join(map(str, plan.stage_layers))
-            tell(current, f"layers for each stage: your own ({own}) wins over the plan's ({layers})", once=f"layers {own}")
+        if own != layout:
+            text = f"your own ({own}) wins over the plan's ({'+'.join(map(str, plan.stage_layers))})"
+            tell(current, f"layers for each stage: {text}", once=f"layers {own}")
         return None
-    where = f"{plan.source}: key 'stage_layers'"
-    problem = ""
     if len(plan.stage_layers) != pipeline * virtual:
-        problem = f"has {len(plan.stage_layers)} entries, but the job runs pipeline {pipeline} x virtual pipeline {virtual};"
-        problem += " make the plan for these sizes or give a layout of your own"
-    elif sum(plan.stage_layers) != layers:
-        problem = f"adds up to {sum(plan.stage_layers)} layers, but the model has {layers}; make the plan for this model"
+        job_s = f"the job runs pipeline {pipeline} x virtual pipeline {virtual}"
+        way_out = "make the plan for these sizes or give a layout of your own"
+        problem = f"has {len(plan.stage_layers)} entries, but {job_s}; {way_out}"
+    elif (total := sum(plan.stage_layers)) != layers:
+        problem = f"adds up to {total} layers, but the model has {layers}; make the plan for this model"
     if problem:
-        raise told_once(HolmesError(f"{where} {problem}"))
-    return layout_of(plan.stage_layers, mtp_layers)
+        raise told_once(HolmesError(f"{plan.source}: key 'stage_layers' {problem}"))
+    return layout
 
 
 #: Where this module is, megatron-core ends uniform recomputation's last unit with the stage; before, it looks for
@@ -194,38 +184,29 @@ _CUTS_UNITS = "megatron.core.recompute"
 
 
 def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
-    """HolmesError when recomputation in units of N layers does not come out even on a stage of the plan, and
-    megatron-core does not cut them."""
+    """HolmesError when a stage is not whole units of recomputed layers, and megatron-core does not cut them."""
     if config.recompute_granularity != "full" or config.recompute_method != "uniform" or cuts:
         return
     unit = config.recompute_num_layers or 1
     if any(layers % unit for layers in plan.stage_layers):
         split = "+".join(map(str, plan.stage_layers))
-        raise told_once(
-            HolmesError(
-                f"{plan.source}: key 'stage_layers': stages of {split} layers are not whole units of the {unit} layers that are recomputed together;"
-                " this megatron-core needs that: recompute_num_layers 1, or recompute_method block"
-            )
-        )
+        parts = f"stages of {split} layers are not whole units of the {unit} layers that are recomputed together"
+        way_out = "this megatron-core needs that: recompute_num_layers 1, or recompute_method block"
+        raise told_once(HolmesError(f"{plan.source}: key 'stage_layers': {parts}; {way_out}"))
 
 
-def _layers_as_planned(wrapped, instance, args, kwargs):
+@with_session
+def _layers_as_planned(current, wrapped, instance, args, kwargs):
     """TransformerConfig.__post_init__, before which every field is as the program gave it."""
-    current = session.active()
-    if current is not None and not getattr(instance, "is_hybrid_model", False):
+    if not getattr(instance, "is_hybrid_model", False):
         own = instance.pipeline_model_parallel_layout
         own = str(own) if own is not None else ", ".join(name for name in _OWN_SPLITS if getattr(instance, name))
-        layout = planned_layout(
-            current,
-            instance.pipeline_model_parallel_size,
-            instance.virtual_pipeline_model_parallel_size or 1,
-            instance.num_layers,
-            instance.mtp_num_layers or 0,
-            own,
-        )
+        pipeline, virtual = instance.pipeline_model_parallel_size, instance.virtual_pipeline_model_parallel_size or 1
+        mtp_layers, planned = instance.mtp_num_layers or 0, current.plan.stage_layers
+        layout = planned_layout(current, pipeline, virtual, instance.num_layers, mtp_layers, own)
         if layout is not None:
             instance.pipeline_model_parallel_layout = layout
-        if current.plan.stage_layers and layout_of(current.plan.stage_layers, instance.mtp_num_layers or 0) in (layout, own):
+        if planned and layout_of(planned, mtp_layers) in (layout, own):
             refuse_cut_units(current.plan, instance, find_spec(_CUTS_UNITS) is not None)
     return wrapped(*args, **kwargs)
 

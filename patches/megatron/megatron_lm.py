@@ -1,9 +1,8 @@
-"""Megatron-LM's own training loop under a plan: holmes's flags in its parser, the plan in its arguments and
-checkpoints.
+"""Megatron-LM's own training loop under a plan: flags in its parser, the plan in its arguments and checkpoints.
 
-    add_megatron_arguments    --help shows a holmes group; what was given stands in args (holmes strips the flags before parsing)
+    add_megatron_arguments    --help shows a holmes group; args hold what was given (the flags are stripped by then)
     validate_args             the plan's layers and overlap are set as if they had been on the command line
-    check_checkpoint_args     a checkpoint that was saved under another plan is told in one line, its own assertions are one line too
+    check_checkpoint_args     a checkpoint of another plan is told in one line, its own assertions are one line too
     load_checkpoint           so are tensors of another shape
 """
 
@@ -11,6 +10,7 @@ from __future__ import annotations
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.megatron import core as megatron_core
 from holmes_ext.patches.megatron import reduction as megatron_reduction
 from holmes_ext.patches.megatron.features import LM, LM_CHECKPOINTS
@@ -20,37 +20,37 @@ from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.start.refusal import told_once
 
 
-def _add_flags(wrapped, instance, args, kwargs):
-    parser, current = wrapped(*args, **kwargs), session.active()
-    if current is not None:
-        add_flags(parser, current).set_defaults(holmes_stage_layers=list(current.plan.stage_layers))
+@with_session
+def _add_flags(current, wrapped, instance, args, kwargs):
+    parser = wrapped(*args, **kwargs)
+    add_flags(parser, current).set_defaults(holmes_stage_layers=list(current.plan.stage_layers))
     return parser
 
 
 #: Arguments by which a user splits the layers.
 _OWN_SPLITS = (
     "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "num_layers_per_virtual_pipeline_stage",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "num_layers_per_virtual_pipeline_stage",
 )  # fmt: skip
 
 
-def _validate(wrapped, instance, args, kwargs):
-    current = session.active()
-    if current is not None:
-        arguments = args[0] if args else kwargs["args"]
-        _set_layout(current, arguments)
-        _set_overlap(current, arguments)
+@with_session
+def _validate(current, wrapped, instance, args, kwargs):
+    arguments = args[0] if args else kwargs["args"]
+    _set_layout(current, arguments)
+    _set_overlap(current, arguments)
     return wrapped(*args, **kwargs)
 
 
 def _set_layout(current: session.Session, args) -> None:
-    """--pipeline-model-parallel-layout from the plan, unless the user splits the layers or megatron does it by another
-    model class."""
+    """--pipeline-model-parallel-layout from the plan, unless the user or another model class splits the layers."""
     if getattr(args, "hybrid_layer_pattern", None) or not args.num_layers:
         return
-    own = ", ".join(str(value) if name.endswith("layout") else name for name in _OWN_SPLITS if (value := getattr(args, name, None)))
-    pipeline = args.pipeline_model_parallel_size
-    virtual = getattr(args, "num_virtual_stages_per_pipeline_rank", None) or max(1, len(current.plan.stage_layers) // pipeline)
+    given = {name: value for name in _OWN_SPLITS if (value := getattr(args, name, None))}
+    own = ", ".join(str(value) if name.endswith("layout") else name for name, value in given.items())
+    pipeline, virtual = args.pipeline_model_parallel_size, getattr(args, "num_virtual_stages_per_pipeline_rank", None)
+    virtual = virtual or max(1, len(current.plan.stage_layers) // pipeline)
     layout = megatron_core.planned_layout(current, pipeline, virtual, args.num_layers, args.mtp_num_layers or 0, own)
     if layout is not None:
         args.pipeline_model_parallel_layout = layout
@@ -78,43 +78,37 @@ def _set_overlap(current: session.Session, args) -> None:
         args.overlap_param_gather = True
 
 
-def _compare_plans(wrapped, instance, args, kwargs):
-    """After megatron's own check of the model's shape, whose assertions become one line: was the checkpoint saved under
-    another plan?"""
-    current = session.active()
+@with_session
+def _compare_plans(current, wrapped, instance, args, kwargs):
+    """After megatron's own check of the model's shape, whose assertions become one line: is it of another plan?"""
     try:
         result = wrapped(*args, **kwargs)
     except AssertionError as error:
-        if current is None:
-            raise
         raise told_once(HolmesError(f"--load: the checkpoint is another model's: {error}")) from None
     saved = args[0] if args else kwargs["checkpoint_args"]
     digest = getattr(saved, "holmes_plan_digest", None)
-    if current is not None and digest not in (None, current.plan.digest):
-        layers = "+".join(map(str, getattr(saved, "holmes_stage_layers", ()))) or "megatron's own"
-        here = "+".join(map(str, current.plan.stage_layers)) or "megatron's own"
-        tell(
-            current,
-            f"the checkpoint was saved under another plan ({digest[:8]}, layers for each stage: {layers}; here"
-            f" {current.plan.digest[:8]}, {here}); it loads where the layers match",
-        )
+    if digest not in (None, current.plan.digest):
+        splits = getattr(saved, "holmes_stage_layers", ()), current.plan.stage_layers
+        there, here = ("+".join(map(str, split)) or "megatron's own" for split in splits)
+        plans = f"{digest[:8]}, layers for each stage: {there}; here {current.plan.digest[:8]}, {here}"
+        tell(current, f"the checkpoint was saved under another plan ({plans}); it loads where the layers match")
     return result
 
 
-#: What megatron.core.dist_checkpointing.strategies.torch says of tensors that the model has and the checkpoint has not,
-#: or not in this shape.
+#: What megatron-core (dist_checkpointing/strategies/torch.py) says of tensors that the checkpoint has not, or not so.
 _OTHER_MODEL = ("Global shape mismatch", "from model not in state dict")
 
 
-def _load(wrapped, instance, args, kwargs):
+@with_session
+def _load(current, wrapped, instance, args, kwargs):
     """A checkpoint whose tensors are not the model's ends in one line instead of every rank's traceback."""
     try:
         return wrapped(*args, **kwargs)
-    except BaseException as error:  # megatron's CheckpointingException or KeyError, or torch's CheckpointException (no Exception) with those of all ranks
-        line = next((line.strip() for line in str(error).splitlines() if any(words in line for words in _OTHER_MODEL)), None)
-        if session.active() is None or line is None:
+    except BaseException as error:  # megatron's, or torch's CheckpointException (no Exception) with all ranks' errors
+        lines = [line.strip() for line in str(error).splitlines() if any(words in line for words in _OTHER_MODEL)]
+        if not lines:
             raise
-        raise told_once(HolmesError(f"--load: the checkpoint is another model's: {line[:300]}"), "--load") from None
+        raise told_once(HolmesError(f"--load: the checkpoint is another model's: {lines[0][:300]}"), "--load") from None
 
 
 PATCHES = (

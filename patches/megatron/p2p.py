@@ -87,9 +87,9 @@ def _batched(wrapped, instance, args, kwargs):
         if not by_peer:
             return wrapped(group=group, **ends, **tensors)
         requests = []
-        # Even ranks start with their next, odd ones with their previous: each pair is at it at the same time, also in a
-        # ring.
-        for side, peer in (("next", next_pipeline_rank), ("prev", prev_pipeline_rank))[:: -1 if group.rank() % 2 else 1]:
+        sides = [("next", next_pipeline_rank), ("prev", prev_pipeline_rank)]
+        # Even ranks start with their next, odd ones with their previous: each pair is at it at once, also in a ring.
+        for side, peer in reversed(sides) if group.rank() % 2 else sides:
             half = {name: tensor if name.endswith(side) else None for name, tensor in tensors.items()}
             requests += wrapped(group=by_peer.get(peer, group), **ends, **half)
         return requests
@@ -101,22 +101,19 @@ def _unbatched(wrapped, instance, args, kwargs):
     """The framework's operations in its order, each over the pair's group."""
 
     def call(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
-        pairs = pairs_of(group)
+        pairs, ends = pairs_of(group), {"next": next_pipeline_rank, "prev": prev_pipeline_rank}
         if not pairs.by_peer and pairs.twin is None:
-            return wrapped(group=group, prev_pipeline_rank=prev_pipeline_rank, next_pipeline_rank=next_pipeline_rank, **tensors)
+            return wrapped(group=group, **{f"{side}_pipeline_rank": rank for side, rank in ends.items()}, **tensors)
         import torch.distributed as dist
 
         odd, requests = group.rank() % 2, {}
         for name in _ORDER[odd]:
             direction, side = name.split("_")
-            tensor = tensors[f"tensor_{name}"]
-            if tensor is None:
+            if (tensor := tensors[f"tensor_{name}"]) is None:
                 continue
-            peer = next_pipeline_rank if side == "next" else prev_pipeline_rank
             from_odd = odd == (direction == "send")  # with two stages each direction has its group
-            over = pairs.by_peer.get(peer, pairs.twin if pairs.twin is not None and from_odd else group)
-            post = {"send": dist.isend, "recv": dist.irecv}[direction]
-            requests[name] = post(tensor, peer, group=over)
+            over = pairs.by_peer.get(ends[side], pairs.twin if pairs.twin is not None and from_odd else group)
+            requests[name] = {"send": dist.isend, "recv": dist.irecv}[direction](tensor, ends[side], group=over)
         return requests
 
     return call(*args, **kwargs)

@@ -1,16 +1,15 @@
-"""megatron-core's gradient reductions under a plan: buckets and overlap on every stage whose reduction would be waited
-for.
+"""megatron-core's gradient reductions under a plan: buckets and overlap on every stage that the plan says.
 
 megatron-core buckets and overlaps on the first pipeline stage only, which is right where all stages have one network:
 
     DistributedDataParallel   bucket_size = None on later stages, so one all-reduce after their last backward
-    here                      plan/cost/ says which stages are exposed and how large a bucket suits their fabric
+    here                      the plan says which stages overlap and how large a bucket suits their fabric
 
 Everything else is megatron-core's own: its buckets, hooks, handles and schedules. The distributed optimizer is never
 turned on: it is the program's choice, which changes what its checkpoints look like. Where a program runs it,
 
-    --holmes-overlap auto     its buckets stay, since checkpoints may depend on them (patches/megatron/megatron_lm.py knows when they do not)
-    --holmes-overlap on       its buckets are the plan's too, and weights travel during the forward pass (patches/megatron/gather.py)
+    --holmes-overlap auto     its buckets stay, since checkpoints may depend on them (megatron_lm.py knows when not)
+    --holmes-overlap on       its buckets are the plan's too, and weights travel during the forward pass (gather.py)
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any
 from packaging.version import Version
 
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.megatron import buckets as megatron_buckets
 from holmes_ext.patches.megatron import gather as megatron_gather
 from holmes_ext.patches.megatron.core import job
@@ -35,8 +35,7 @@ from holmes_ext.runtime.groups.grid import tell
 
 @dataclass(frozen=True)
 class _Planned:
-    """For the DistributedDataParallel that is being built: elements of a bucket, and whether the program left them to
-    megatron-core."""
+    """Of the DistributedDataParallel being built: elements of a bucket, and whether the program left them open."""
 
     elements: int
     ours: bool
@@ -45,8 +44,7 @@ class _Planned:
 _bucket: ContextVar[_Planned | None] = ContextVar("planned bucket", default=None)
 #: Before, see patches/megatron/buckets.py: the distributed optimizer's buckets must need no padding.
 _BUCKETS_SAVED_RIGHT = Version("0.20.0")
-#: True once patches/megatron/megatron_lm.py has found that no checkpoint of this job depends on the distributed
-#: optimizer's buckets.
+#: True once megatron_lm.py has found that no checkpoint of this job depends on the distributed optimizer's buckets.
 checkpoints_allow_buckets = False
 
 
@@ -60,16 +58,15 @@ def tell_that_buckets_stay(current: session.Session, way: str = "") -> None:
     tell(
         current,
         "the distributed optimizer's buckets stay as they are, since checkpoints may depend on them;"
-        f" {way}--holmes-overlap on from the first checkpoint on lets them, and the weights, travel while the job computes",
+        f" {way}--holmes-overlap on from the first checkpoint lets them, and weights, travel while the job computes",
         once="distributed optimizer's buckets",
     )
 
 
-def _reduce_as_planned(wrapped, instance, args, kwargs):
+@with_session
+def _reduce_as_planned(current, wrapped, instance, args, kwargs):
     """DistributedDataParallel.__init__ with overlap on and buckets sized for the fabric of this stage's group."""
-    current = session.active()
-    sizes = job.sizes or (current.plan.sizes if current else None)
-    if current is None or sizes is None:
+    if (sizes := job.sizes or current.plan.sizes) is None:
         return wrapped(*args, **kwargs)
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -80,8 +77,7 @@ def _reduce_as_planned(wrapped, instance, args, kwargs):
     if not overlap or current.fabric_of(ranks, backend) is None:  # nothing to wait for, or in one node
         return wrapped(*args, **kwargs)
     if ddp_config.use_distributed_optimizer and not may_bucket_optimizer(current):
-        tell_that_buckets_stay(current)
-        return wrapped(*args, **kwargs)
+        return tell_that_buckets_stay(current) or wrapped(*args, **kwargs)
     count = sum(param.numel() for param in given["module"].parameters() if param.requires_grad)
     elements = max(1, current.reduction(ranks, backend, 4 * count).bucket_bytes // 4)
     default = max(40_000_000, 1_000_000 * len(ranks))
@@ -94,7 +90,8 @@ def _reduce_as_planned(wrapped, instance, args, kwargs):
         _no_sync_between_micro_batches(given["config"], instance)
     gather = megatron_gather.turn_on(ddp_config)
     chosen = ddp_config.bucket_size
-    token = _bucket.set(None if given["disable_bucketing"] else _Planned(chosen, getattr(ddp_config, "buckets_by_plan", False)))
+    planned = _Planned(chosen, getattr(ddp_config, "buckets_by_plan", False))
+    token = _bucket.set(None if given["disable_bucketing"] else planned)
     try:
         if "full_param_layout" in given and ddp_config.use_distributed_optimizer and not given["disable_bucketing"]:
             given["full_param_layout"] = _distributed_layout(given, chosen)
@@ -115,8 +112,7 @@ def _reduction_group(given: Mapping[str, Any]) -> Any:
 
 
 def _no_sync_between_micro_batches(config, ddp) -> None:
-    """What megatron-core's schedules need to know of an overlap that the program did not ask for: when not to
-    reduce."""
+    """What megatron-core's schedules need of an overlap that the program did not ask for: when not to reduce."""
     if config.virtual_pipeline_model_parallel_size:
         config.no_sync_func = [*(config.no_sync_func or []), ddp.no_sync]
     elif config.no_sync_func is None:
@@ -124,20 +120,15 @@ def _no_sync_between_micro_batches(config, ddp) -> None:
 
 
 def _distributed_layout(given: Mapping[str, Any], elements: int):
-    """Megatron-LM's main branch lays the distributed optimizer's buckets out beforehand, in one piece on later
-    stages."""
+    """Megatron-LM's main lays the distributed optimizer's buckets out beforehand, in one piece on later stages."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    made = ProcessGroupCollection.setup_process_groups_for_ddp(given["pg_collection"], given["config"], given["ddp_config"])
-    params = [param for param in given["module"].parameters() if param.requires_grad]
-    return DistributedOptimizer.compute_full_param_layout(
-        params,
-        elements,
-        made["intra_dp_cp_group"].size(),
-        given["ddp_config"],
-        expert_data_parallel_world_size=made["intra_expt_dp_group"].size(),
-    )
+    ddp_config, params = given["ddp_config"], [p for p in given["module"].parameters() if p.requires_grad]
+    made = ProcessGroupCollection.setup_process_groups_for_ddp(given["pg_collection"], given["config"], ddp_config)
+    ranks, experts = made["intra_dp_cp_group"].size(), made["intra_expt_dp_group"].size()
+    layout = DistributedOptimizer.compute_full_param_layout
+    return layout(params, elements, ranks, ddp_config, expert_data_parallel_world_size=experts)
 
 
 def _bucket_as_planned(wrapped, instance, args, kwargs):
@@ -148,10 +139,10 @@ def _bucket_as_planned(wrapped, instance, args, kwargs):
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     given = bound.arguments
     if given["bucket_size"] is None or planned.ours:
-        given["bucket_size"] = planned.elements
-        if given["ddp_config"].use_distributed_optimizer and Version(loaded_version()) < _BUCKETS_SAVED_RIGHT:
+        given["bucket_size"], ddp_config = planned.elements, given["ddp_config"]
+        if ddp_config.use_distributed_optimizer and Version(loaded_version()) < _BUCKETS_SAVED_RIGHT:
             ranks = given["data_parallel_group"].size()
-            given["bucket_size"] = megatron_buckets.of_buffer(given["params"], ranks, given["ddp_config"], planned.elements)
+            given["bucket_size"] = megatron_buckets.of_buffer(given["params"], ranks, ddp_config, planned.elements)
     return wrapped(*bound.args, **bound.kwargs)
 
 

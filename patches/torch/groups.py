@@ -15,6 +15,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.torch.features import NICS, RANKS
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends
@@ -23,11 +24,9 @@ from holmes_ext.runtime.session import GroupRecord
 from holmes_ext.words import some_of
 
 
-def _host_store_where_launched(wrapped, instance, args, kwargs):
+@with_session
+def _host_store_where_launched(current, wrapped, instance, args, kwargs):
     """Host on the launcher's rank 0, whose address MASTER_ADDR is, whatever rank the process has now."""
-    current = session.active()
-    if current is None:
-        return wrapped(*args, **kwargs)
 
     def call(hostname, port, rank, *rest, **more):
         hosting_rank = 0 if current.process.rank == 0 else max(1, current.process.rank)
@@ -42,11 +41,9 @@ def _host_store_where_launched(wrapped, instance, args, kwargs):
     return call(*args, **kwargs)
 
 
-def _give_group_its_nic(wrapped, instance, args, kwargs):
+@with_session
+def _give_group_its_nic(current, wrapped, instance, args, kwargs):
     """GLOO_SOCKET_IFNAME for gloo and fresh options with net_name for NCCL, while the group is made."""
-    current = session.active()
-    if current is None:
-        return wrapped(*args, **kwargs)
 
     def call(group_size, group_rank, global_ranks_in_group, backend, store, *rest, **more):
         if not global_ranks_in_group:
@@ -69,12 +66,9 @@ def _give_group_its_nic(wrapped, instance, args, kwargs):
     return call(*args, **kwargs)
 
 
-def _give_split_group_its_nic(wrapped, instance, args, kwargs):
+@with_session
+def _give_split_group_its_nic(current, wrapped, instance, args, kwargs):
     """The same for split_group, whose default is to copy the parent's options, network included."""
-    current = session.active()
-    if current is None:
-        return wrapped(*args, **kwargs)
-
     import torch.distributed as dist
 
     def call(parent_pg=None, split_ranks=None, timeout=None, pg_options=None, **more):
@@ -111,10 +105,8 @@ def agree_on_patches(store: Any, current: session.Session, waits: bool = True) -
     key = next((key for key in sorted({*mine, *first} - {"who"}) if mine.get(key) != first.get(key)), None)
     if key is not None:
         what = "differ in" if key == "plan's digest" else "are patched differently:"
-        error = (
-            f"the ranks {what} {key}: it is {mine.get(key)!r} on {mine['who']} and {first.get(key)!r} on {first['who']};"
-            " install and give the same everywhere"
-        )
+        here, there = (f"{found.get(key)!r} on {found['who']}" for found in (mine, first))
+        error = f"the ranks {what} {key}: it is {here} and {there}; install and give the same everywhere"
         told = store.compare_set(f"{prefix}/difference", "", error).decode()
         raise HolmesError(error) if told == error else RemoteError(told)  # once is enough
     if not waits:
@@ -132,11 +124,8 @@ def _await_all(store: Any, prefix: str, current: session.Session) -> None:
         store.wait([f"{prefix}/difference"], timedelta(seconds=current.options.timeout_s))
     except RuntimeError:  # torch.distributed.DistError is one
         missing = [rank for rank in range(current.plan.world_size) if not store.check([f"{prefix}/rank/{rank}"])]
-        names = some_of(missing)
-        raise HolmesError(
-            f"rank {current.rank} on {current.node.name}: rank {names} did not come to init_process_group within"
-            f" {current.options.timeout} s (--holmes-timeout)"
-        ) from None
+        what = f"did not come to init_process_group within {current.options.timeout} s (--holmes-timeout)"
+        raise HolmesError(f"rank {current.rank} on {current.node.name}: rank {some_of(missing)} {what}") from None
 
 
 def _options(transport: Transport, given: Any) -> Any:

@@ -109,7 +109,9 @@ def test_refusals():
         build_plan(site, Sizes(3))
     with pytest.raises(HolmesError, match="partition 'speed' needs to know the model: give --holmes-model"):
         build_plan(site, Sizes(2), partition="speed")
-    with pytest.raises(HolmesError, match="partition 'balanced': the number of stages is not known; give --holmes-sizes"):
+    with pytest.raises(
+        HolmesError, match="partition 'balanced': the number of stages is not known; give --holmes-sizes"
+    ):
         build_plan(site, partition="balanced", model=MODEL)
     with pytest.raises(HolmesError, match="partition 'best' is not one of uniform, speed, balanced"):
         build_plan(site, Sizes(2), partition="best", model=MODEL)
@@ -130,7 +132,10 @@ def test_partition_fills_the_stages():
         assert (plan.stage_layers, plan.partition) == (split, method)
         assert parse_plan(plan.to_json(), plan.source) == plan
     assert build_plan(site, Sizes(2), partition="balanced", model=MODEL).stage_layers == (3, 3)
-    steps = [build_plan(site, Sizes(2), partition=method, model=slow).predicted["step_seconds"] for method in ("uniform", "balanced")]
+    steps = [
+        build_plan(site, Sizes(2), partition=method, model=slow).predicted["step_seconds"]
+        for method in ("uniform", "balanced")
+    ]
     assert steps[0] > 1.1 * steps[1]
 
 
@@ -170,25 +175,35 @@ def test_a_stage_on_two_clusters_is_as_slow_as_the_slower_one():
 
 def test_every_rank_computes_the_same_plan():
     """Ranks are processes with different hash seeds: sets must not decide anything."""
-    script = (
-        "from holmes_ext.cluster.site import *; from holmes_ext.plan.build import build_plan; from holmes_ext.plan.sizes import Sizes\n"
-        "own = [('f', 'g'), ('g', 'h'), ('h',), ('f', 'h'), ()]\n"
-        "nodes = tuple(Node(f'n{i}', 'c', 2, tuple(map(Port, (*own[i % 5], ETHERNET)))) for i in range(20))\n"
-        "site = Site(nodes, tuple(Fabric(n, 'ib', 10**9, 0.0) for n in 'fgh') + (Fabric(ETHERNET, 'ethernet', 10**8, 0.0),))\n"
-        "print([build_plan(site, Sizes(p, t)).digest for p, t in ((1, 1), (2, 1), (4, 1), (2, 2), (20, 2))])"
-    )
+    script = """
+from holmes_ext.cluster.site import *
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.sizes import Sizes
+own = [('f', 'g'), ('g', 'h'), ('h',), ('f', 'h'), ()]
+nodes = tuple(Node(f'n{i}', 'c', 2, tuple(map(Port, (*own[i % 5], ETHERNET)))) for i in range(20))
+fabrics = tuple(Fabric(n, 'ib', 10**9, 0.0) for n in 'fgh') + (Fabric(ETHERNET, 'ethernet', 10**8, 0.0),)
+sizes = ((1, 1), (2, 1), (4, 1), (2, 2), (20, 2))
+print([build_plan(Site(nodes, fabrics), Sizes(p, t)).digest for p, t in sizes])
+"""
     seen = set()
     for seed in ("1", "2", "3"):
         path = os.pathsep.join(filter(None, sys.path))
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
-        seen.add(subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True).stdout)
+        seen.add(
+            subprocess.run(
+                [sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True
+            ).stdout
+        )
     assert len(seen) == 1
 
 
 def test_times_follow_what_was_measured_and_fabrics_what_is_stated():
     """All networks measured at a tenth of their rates: everything takes longer, and goes where it went."""
     site, sizes = sample("two_clusters_4", ("a0", "b0", "a1", "b1")), Sizes(2)
-    slow = {name: Link.of(replace(site.fabric_by_name[name], rate_bps=site.fabric_by_name[name].rate_bps // 10)) for name in ("ethernet", "a", "b")}
+    slow = {
+        name: Link.of(replace(site.fabric_by_name[name], rate_bps=site.fabric_by_name[name].rate_bps // 10))
+        for name in ("ethernet", "a", "b")
+    }
     stated, measured = build_plan(site, sizes), build_plan(site, sizes, links=Links(slow))
     assert measured.predicted["reduction_seconds"] == pytest.approx(10 * stated.predicted["reduction_seconds"], rel=0.3)
     assert measured.predicted["stock_step_seconds"] > 2 * stated.predicted["stock_step_seconds"]

@@ -93,7 +93,11 @@ def test_at_equal_rates_rdma_goes_before_ethernet():
     for (port,), name in zip(both, ("z", "a")):
         site = real(("n0", "c", port), ("n1", "c", port), ethernet=100 * GB, **{name: ("roce", 100 * GB)})
         plan = build_plan(site)
-        assert {plan.fabric_of((0, 1), carrier).name for carrier in CARRIERS} == {name} == {site.shared_fabric(plan.nodes).name}
+        assert (
+            {plan.fabric_of((0, 1), carrier).name for carrier in CARRIERS}
+            == {name}
+            == {site.shared_fabric(plan.nodes).name}
+        )
 
 
 def test_gloo_needs_an_address_and_nccl_an_hca_on_every_member():
@@ -102,21 +106,27 @@ def test_gloo_needs_an_address_and_nccl_an_hca_on_every_member():
     assert plan.traffic_of(VERBS).transports["pipeline"] == ("ib",) == plan.transports["world"]
     assert plan.traffic_of(SOCKETS).transports["pipeline"] == ("ethernet",)
     assert len(plan.traffic) == 2 and parse_plan(plan.to_json(), plan.source) == plan
-    without = build_plan(real(("n0", "a", ("r", "10.1.0.1", False)), ("n1", "a", ("r", "10.1.0.2", True)), r=("roce", 200 * GB)))
+    without = build_plan(
+        real(("n0", "a", ("r", "10.1.0.1", False)), ("n1", "a", ("r", "10.1.0.2", True)), r=("roce", 200 * GB))
+    )
     assert without.fabric_of((0, 1), SOCKETS).name == "r" and without.fabric_of((0, 1), VERBS).name == "ethernet"
 
 
 def test_a_plan_made_before_the_job_is_settled_for_the_ports_that_there_are():
     """plan.json of cluster.toml alone, on nodes one of which has no IPoIB, and whose NIC fails later."""
     site = real(
-        ("n0", "a", ("a", "10.1.0.1", True)), ("n1", "a", ("a", "", True)), ("n2", "b", ("b", "10.2.0.1", True)), ("n3", "b", ("b", "10.2.0.2", True)),
+        ("n0", "a", ("a", "10.1.0.1", True)), ("n1", "a", ("a", "", True)),
+        ("n2", "b", ("b", "10.2.0.1", True)), ("n3", "b", ("b", "10.2.0.2", True)),
         a=("ib", 200 * GB), b=("roce", 100 * GB),
     )  # fmt: skip
     bare = replace(site, nodes=tuple(replace(n, ports=tuple(Port(p.fabric) for p in n.ports)) for n in site.nodes))
     planned = build_plan(bare, Sizes(2))
     assert len(planned.traffic) == 1 and planned.transports["data"] == ("a", "b")
     job = settle(parse_plan(planned.to_json(), "p.json"), site)
-    assert job.traffic_of(VERBS).transports["data"] == ("a", "b") and job.traffic_of(SOCKETS).transports["data"] == ("ethernet", "b")
+    assert job.traffic_of(VERBS).transports["data"] == ("a", "b") and job.traffic_of(SOCKETS).transports["data"] == (
+        "ethernet",
+        "b",
+    )
     assert settle(job, site) == job and job.workload == planned.workload
     later = settle(job, site.without({("n3", "b"): "no link"}))
     assert later.transports["data"] == ("a", "ethernet") and later.nodes == job.nodes
@@ -150,7 +160,9 @@ def test_whose_reduction_is_waited_for_depends_on_the_model():
     for option, wanted in (("on", [True, True]), ("off", [False, False])):
         settled = settle(plan, site, Options(overlap=option))
         assert [way.overlap for way in settled.traffic_of().reductions] == wanted
-    assert not any(way.overlap for way in build_plan(site, Sizes(4), options=Options(overlap="on")).traffic_of().reductions)
+    assert not any(
+        way.overlap for way in build_plan(site, Sizes(4), options=Options(overlap="on")).traffic_of().reductions
+    )
 
 
 def test_other_sizes_are_decided_with_the_plans_own_numbers():
@@ -167,7 +179,10 @@ def test_other_sizes_are_decided_with_the_plans_own_numbers():
 def test_large_sums_over_unequal_clusters_go_in_two_levels_over_sockets_only():
     plan = build_plan(sample("two_clusters_3_5"))
     everyone = tuple(range(8))
-    assert reduction_of(plan, everyone, SOCKETS, Options()).clusters and not reduction_of(plan, everyone, VERBS, Options()).clusters
+    assert (
+        reduction_of(plan, everyone, SOCKETS, Options()).clusters
+        and not reduction_of(plan, everyone, VERBS, Options()).clusters
+    )
     even = build_plan(sample("two_clusters_8"))
     assert reduction_of(even, everyone, VERBS, Options()).clusters == ("a", "b")
     assert reduction_of(even, (0, 1, 2), SOCKETS, Options()).clusters == ()
@@ -186,7 +201,10 @@ def test_two_levels_where_a_group_straddles_and_the_link_is_slow():
 
 def test_a_group_that_is_not_planned_follows_the_same_rules():
     plan = build_plan(sample("two_clusters_8"), Sizes(2))
-    inside, across = reduction_of(plan, (0, 1), SOCKETS, Options()), reduction_of(plan, (0, 1, 4, 5), SOCKETS, Options())
+    inside, across = (
+        reduction_of(plan, (0, 1), SOCKETS, Options()),
+        reduction_of(plan, (0, 1, 4, 5), SOCKETS, Options()),
+    )
     assert inside.clusters == () and across.clusters == ("a", "b") and across.chunk_bytes == 2 * 512 * 2**10
 
 
@@ -207,7 +225,9 @@ def test_what_compression_leaves_is_what_the_codecs_say():
 
 def test_straddling_groups_are_those_whose_members_have_better():
     site = sample("two_clusters_4")
-    good, turn = (settle(Plan(site.digest, nodes, 1), site) for nodes in (("a0", "a1", "b0", "b1"), ("a0", "b0", "a1", "b1")))
+    good, turn = (
+        settle(Plan(site.digest, nodes, 1), site) for nodes in (("a0", "a1", "b0", "b1"), ("a0", "b0", "a1", "b1"))
+    )
     sizes = Sizes(2).complete(4)
     assert straddling(good, sizes) == {} and straddling(turn, sizes) == {"data": 2}
     assert straddling(good, Sizes(data=4)) == {"data": 1} and straddling(good, Sizes(data=4), instances=2) == {}

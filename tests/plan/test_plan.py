@@ -97,9 +97,18 @@ def test_digest():
         ({"version": 3}, "'version' is 3; this holmes_ext reads versions 1 and 2"),
         ({"processes": 0}, "name no rank"),
         ({"processes": "2"}, "'processes'"),
-        ({"sizes": {"pipeline": 3, "tensor": 1, "context": 1, "expert": 1, "data": 2, "order": "tp-cp-ep-dp-pp"}}, "'sizes': pipeline 3"),
-        ({"sizes": {"pipeline": 0, "tensor": 1, "context": 1, "expert": 1, "data": 2, "order": "tp-cp-ep-dp-pp"}}, "'sizes': parallel size pipeline"),
-        ({"sizes": {"pipeline": 2, "tensor": 2, "context": 1, "expert": 1, "data": 0, "order": "tp-cp-ep-dp-pp"}}, "leaves the data size open"),
+        (
+            {"sizes": {"pipeline": 3, "tensor": 1, "context": 1, "expert": 1, "data": 2, "order": "tp-cp-ep-dp-pp"}},
+            "'sizes': pipeline 3",
+        ),
+        (
+            {"sizes": {"pipeline": 0, "tensor": 1, "context": 1, "expert": 1, "data": 2, "order": "tp-cp-ep-dp-pp"}},
+            "'sizes': parallel size pipeline",
+        ),
+        (
+            {"sizes": {"pipeline": 2, "tensor": 2, "context": 1, "expert": 1, "data": 0, "order": "tp-cp-ep-dp-pp"}},
+            "leaves the data size open",
+        ),
         ({"sizes": {"pipeline": 2}}, "'sizes' leaves the data size open"),
         ({"sizes": [2]}, "'sizes' is not a table"),
         ({"stage_layers": [1, 2, 3]}, "'stage_layers' has 3 entries for 2 stages"),
@@ -117,7 +126,9 @@ def test_bad_plan(changes, message):
     assert str(error.value).startswith("p.json: ")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"version": 1}', '{"version": ' + "9" * 5000 + "}", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "{}", '{"version": 1}', '{"version": ' + "9" * 5000 + "}", "[" * 100_000]
+)
 def test_not_a_plan(text):
     with pytest.raises(HolmesError, match="^p.json: "):
         parse_plan(text, "p.json")
@@ -138,7 +149,9 @@ def test_plan_for_another_site():
     with pytest.raises(HolmesError, match="node 'b1' reported and is not in the plan"):
         check_plan(plan(nodes=("a0", "a1", "b0"), sizes=None, stage_layers=()), SITE)
     one = site_from_spec(parse_spec(TEXT.replace("processes = 2", "processes = 1")))
-    with pytest.raises(HolmesError, match="'processes' is 2, but 1 were started on each node .world size 8 in the plan, 4 here"):
+    with pytest.raises(
+        HolmesError, match="'processes' is 2, but 1 were started on each node .world size 8 in the plan, 4 here"
+    ):
         check_plan(plan(), one)
     slower = site_from_spec(parse_spec(TEXT.replace("1.6Gb/s", "1Gb/s")))
     with pytest.raises(HolmesError, match="'site_digest'"):
@@ -147,7 +160,26 @@ def test_plan_for_another_site():
 
 def test_mutated_files_give_a_plan_or_one_clear_line():
     rng, text = random.Random(3), plan().to_json()
-    junk = ['"', "[", "]", "{", "}", ",", ":", "null", "true", "-1", "1e999", "NaN", "9" * 500, '"x"', "[]", "{}", "\\ud800", "\x00"]
+    junk = [
+        '"',
+        "[",
+        "]",
+        "{",
+        "}",
+        ",",
+        ":",
+        "null",
+        "true",
+        "-1",
+        "1e999",
+        "NaN",
+        "9" * 500,
+        '"x"',
+        "[]",
+        "{}",
+        "\\ud800",
+        "\x00",
+    ]
     refused = 0
     for _ in range(600):
         start = rng.randrange(len(text))
@@ -165,8 +197,12 @@ def test_values_of_every_type_in_every_place_never_crash():
     values = [None, True, -1, 0, 10**30, 1.5, "x", "", [], ["x"], [1], {}, {"x": 1}, [[]], [{}]]
     document = json.loads(plan().to_json())
     places = [(key,) for key in document] + [("sizes", key) for key in document["sizes"]]
-    places += [("straddling", 0, key) for key in document["straddling"][0]] + [("fabrics", 0, key) for key in document["fabrics"][0]]
-    places += [("traffic", 0, "reductions", 0, key) for key in document["traffic"][0]["reductions"][0]] + [("traffic", 0, "edges", 0, "stages")]
+    places += [("straddling", 0, key) for key in document["straddling"][0]] + [
+        ("fabrics", 0, key) for key in document["fabrics"][0]
+    ]
+    places += [("traffic", 0, "reductions", 0, key) for key in document["traffic"][0]["reductions"][0]] + [
+        ("traffic", 0, "edges", 0, "stages")
+    ]
     for place in places:
         for value in values:
             changed = json.loads(plan().to_json())

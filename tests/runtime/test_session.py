@@ -1,4 +1,4 @@
-"""A running job's groups get what plan.json says: torch's own fake process group under the patches, for random sites and sizes."""
+"""A running job's groups get what plan.json says: torch's fake process group under the patches, for random sites."""
 
 import json
 import random

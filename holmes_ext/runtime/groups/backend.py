@@ -15,7 +15,7 @@ from holmes_ext.plan.traffic import SOCKETS, VERBS
 
 
 def backend_of(group: Any = None, device_type: str = "") -> str:
-    """The backend's name ("nccl", "gloo", ...) for tensors on `device_type` ("cpu", "cuda"; "": the GPU if there is one).
+    """The backend's name ("nccl", "gloo", ...) for tensors on `device_type` ("cpu", "cuda"; "": the GPU if any).
 
     group: None for all ranks.
     """
@@ -42,9 +42,9 @@ def backend_named(text: str, device_type: str = "") -> str:
 
 def backends(text: str) -> dict[str, str]:
     """Device -> backend, as torch reads it."""
-    from torch.distributed.distributed_c10d import BackendConfig
+    from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-    return {device: str(name) for device, name in BackendConfig(text).device_backend_map.items()}
+    return {device: str(name) for device, name in BackendConfig(Backend(text)).device_backend_map.items()}
 
 
 def carrier_of(backend: str) -> str:

@@ -38,7 +38,7 @@ def refuse_other_sizes(current: Session, sizes: Sizes) -> None:
 
 
 def advice(current: Session, sizes: Sizes, instances: int = 1) -> str:
-    """A line on the groups that straddle in the plan's order, unless the start line has told them; "" where none does."""
+    """A line on groups that straddle in the plan's order, unless the start line has told them; "" where none does."""
     here = straddling(current.plan, sizes, instances)
     if not here or (current.plan.sizes == sizes and instances == 1):
         return ""

@@ -23,8 +23,7 @@ GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 @dataclass(frozen=True)
 class Transport:
-    """fabric: its name, or "local" inside a node; interface: what sockets bind to; net_name: NCCL's network, "" to let
-    it choose."""
+    """fabric: its name, or "local" inside a node; interface: of sockets; net_name: NCCL's, "" to let it choose."""
 
     fabric: str
     kind: str
@@ -54,8 +53,7 @@ def gloo_interface(transport: Transport, environ: MutableMapping[str, str] = os.
 
 
 def nccl_options(transport: Transport, given: Any, options_class: type) -> Any:
-    """Options for one NCCL group: a fresh object with `given`'s settings (None: the defaults) and the transport's
-    net_name.
+    """Options for one NCCL group: a fresh object with `given`'s settings (None: the defaults) and the net_name.
 
     A net_name that the user put into `given` stays. Never shared between groups: torch frees the name once for each
     communicator that carries it.

@@ -11,8 +11,7 @@ from holmes_ext.errors import HolmesError
 
 @dataclass(frozen=True)
 class Process:
-    """Identity as the launcher gave it. local_world_size 0: the launcher does not say (it is counted from the
-    reports)."""
+    """Identity as the launcher gave it. local_world_size 0: the launcher does not say."""
 
     rank: int
     world_size: int
@@ -32,12 +31,7 @@ NONE = "no launcher"
 #: For each launcher: names of rank, world size, local rank, local world size.
 VARIABLES = {
     "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-    "mpirun (Open MPI)": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    "mpirun (Open MPI)": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "mpirun (Hydra)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 # A Slurm batch script has SLURM_PROCID=0 too; only what srun starts has a SLURM_STEP_ID.
@@ -85,7 +79,7 @@ def _from_torch(environ: Mapping[str, str]) -> Process:
     )
 
 
-def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: tuple[str, str, str, str]) -> Process:
+def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: tuple[str, ...]) -> Process:
     rank, size, local, per_node = names
     address = environ.get("MASTER_ADDR") or _first_slurm_host(environ)
     world_size = _number(environ, size, launcher)
@@ -112,8 +106,7 @@ def _first_slurm_host(environ: Mapping[str, str]) -> str:
 
 
 def exported(process: Process, rank: int, processes: int) -> dict[str, str]:
-    """Environment variables, in torchrun's names, that make `process` run as `rank` on a node with `processes` of
-    them."""
+    """Environment variables, torchrun's, that make `process` run as `rank` on a node with `processes` of them."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(process.world_size),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -114,55 +115,50 @@ def run(
     return site, plan, verdict["lines"]
 
 
+class _Server(socketserver.ThreadingTCPServer):
+    """Answers everybody who sends a line with the same line."""
+
+    daemon_threads, request_queue_size = True, 1024
+
+    def __init__(self, address: str, answer: bytes):
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.answer = answer
+        super().__init__((address, 0), _Handler)
+        threading.Thread(target=self.serve_forever, args=(0.01,), name="holmes-preflight", daemon=True).start()
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    server: _Server
+
+    def handle(self) -> None:
+        with suppress(OSError):
+            self.connection.settimeout(ANSWER_S)
+            self.rfile.readline(4096)
+            self.wfile.write(self.server.answer)
+
+
 class Listeners:
-    """One listening socket for each fabric on which others try this node; answers everybody with this node's name."""
+    """One listening socket for each fabric on which others try this node; answers everybody with this node's name.
+
+    ports: fabric -> port number, or why there is none.
+    """
 
     def __init__(self, site: Site, host: str, todo: Iterable[Pair], token: str):
-        self._answer = json.dumps({"node": host, "token": token}).encode() + b"\n"
-        self._sockets: list[socket.socket] = []
-        #: fabric -> port number, or why there is none
+        self._servers: list[_Server] = []
         self.ports: dict[str, int | str] = {}
+        answer = json.dumps({"node": host, "token": token}).encode() + b"\n"
         for fabric in dict.fromkeys(pair.fabric for pair in todo if pair.two == host):
-            address = site.node_by_name[host].port(fabric).address
-            if not address:
-                continue
-            try:
-                made = socket.create_server((address, 0), family=_family(address), backlog=1024)
-            except OSError as error:
-                self.ports[fabric] = f"cannot listen on its own address {address}: {error.strerror}"
-                continue
-            self._sockets.append(made)
-            self.ports[fabric] = made.getsockname()[1]
-            threading.Thread(target=self._serve, args=(made,), name="holmes-preflight", daemon=True).start()
+            if address := site.node_by_name[host].port(fabric).address:
+                try:
+                    self._servers.append(_Server(address, answer))
+                    self.ports[fabric] = self._servers[-1].server_address[1]
+                except OSError as error:
+                    self.ports[fabric] = f"cannot listen on its own address {address}: {error.strerror}"
 
     def close(self) -> None:
-        for made in self._sockets:
-            with suppress(OSError):
-                made.shutdown(socket.SHUT_RDWR)  # wakes accept()
-            made.close()
-
-    def _serve(self, listener: socket.socket) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                threading.Thread(target=self._reply, args=(connection,), daemon=True).start()
-
-    def _reply(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError):
-            connection.settimeout(ANSWER_S)
-            _read_line(connection)
-            connection.sendall(self._answer)
-
-
-def _family(address: str) -> int:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def _read_line(connection: socket.socket) -> bytes:
-    data = more = connection.recv(4096)
-    while more and not data.endswith(b"\n") and len(data) < 4096:
-        data += (more := connection.recv(4096))
-    return data
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
 
 
 def _try_mine(store: Any, prefix: str, site: Site, host: str, todo: list[Pair]) -> list[Finding]:
@@ -204,7 +200,7 @@ def exchange_hello(source: str, target: str, port: int, me: str, other: str, tok
         try:
             connection.settimeout(ANSWER_S)
             connection.sendall(json.dumps({"node": me, "token": token}).encode() + b"\n")
-            answer = json.loads(_read_line(connection))
+            answer = json.loads(connection.makefile("rb").readline(4096))
         except TimeoutError:
             return f"connected, but no answer within {ANSWER_S:g} s"
         except (OSError, ValueError) as error:

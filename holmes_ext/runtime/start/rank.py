@@ -27,6 +27,7 @@ from holmes_ext.plan.decide import settle, workload_of
 from holmes_ext.plan.plan import NOMINAL, Plan, check_plan, load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.grid import say
 from holmes_ext.runtime.groups.transport import node_environment
 from holmes_ext.runtime.start import hostfile, launcher, preflight
 from holmes_ext.runtime.start.deadline import within
@@ -35,16 +36,14 @@ from holmes_ext.runtime.start.store import open_store
 
 #: How long a rank that has only an error to report waits for somebody to report it to, in seconds.
 _ERROR_SECONDS = 30.0
-#: How much longer than its own limit a wait for the store may take until the store is taken for one that does not
-#: answer.
+#: How much longer than its own limit a wait for the store may take until the store is taken for a silent one.
 _SILENT_SECONDS = 10.0
 
 
 @dataclass
 class Request:
-    """What this rank knows of the job before the others are heard. sizes, model: as the command line or a file tells
-    them, None where neither does; overlap: whether reductions are under the last backward, for predictions; digests: of
-    the files."""
+    """What this rank was asked for, before the others are heard. sizes, model: None where neither command line nor file
+    tells them; overlap: whether reductions are under the last backward, for predictions; digests: of the files."""
 
     options: Options
     sizes: Sizes | None = None
@@ -93,7 +92,7 @@ class Request:
         """HolmesError when the plan was made for something else than the command line asks for."""
         options = self.options
         if sizes is not None and plan.sizes is not None and sizes != plan.sizes:
-            raise HolmesError(f"{plan.source}: key 'sizes' is {_say(plan.sizes)}, but the job runs {_say(sizes)}")
+            raise HolmesError(f"{plan.source}: key 'sizes' is {say(plan.sizes)}, but the job runs {say(sizes)}")
         wanted = "explicit" if options.stage_layers else options.partition
         other = wanted != plan.partition or options.stage_layers not in ((), plan.stage_layers)
         if "partition" in options.given and other:
@@ -176,11 +175,6 @@ def _own_report(
         if process.world_size == 1:
             raise
         return {**base, "error": str(error)}
-
-
-def _say(sizes: Sizes) -> str:
-    named = ("pipeline", "tensor", "context", "expert", "data")
-    return ", ".join(f"{name} {getattr(sizes, name)}" for name in named if getattr(sizes, name) > 1) or "all 1"
 
 
 def _down(reports: list[NodeReport], site: Site) -> list[str]:

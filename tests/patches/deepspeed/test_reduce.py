@@ -25,7 +25,9 @@ class Engine(SimpleNamespace):
         data = 4 // stages // tensor
         grid = SimpleNamespace(get_slice_parallel_world_size=lambda: tensor, get_data_parallel_world_size=lambda: data)
         config = SimpleNamespace(_param_dict={"zero_optimization": zero} if zero else {})
-        super().__init__(num_stages=stages, stage_id=0, is_data_parallel=data > 1, global_rank=0, grid=grid, _config=config)
+        super().__init__(
+            num_stages=stages, stage_id=0, is_data_parallel=data > 1, global_rank=0, grid=grid, _config=config
+        )
 
 
 @pytest.fixture
@@ -37,7 +39,9 @@ def overlapped(monkeypatch):
     def ask(engine, option, sizes=None):
         options = Options(overlap=option)
         plan = build_plan(SITE, sizes, options=options)
-        monkeypatch.setattr(session, "_active", session.Session(options, Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0))
+        monkeypatch.setattr(
+            session, "_active", session.Session(options, Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0)
+        )
         return deepspeed_reduce.overlap_of(engine) is not None
 
     return ask
@@ -50,7 +54,9 @@ def test_a_reduction_that_would_be_waited_for_is_overlapped_by_default(overlappe
 
 
 def test_the_plan_decides_for_each_stage(overlapped, monkeypatch):
-    monkeypatch.setattr(session.Session, "stages", lambda current, sizes, backend: (Reduction(False, 1), Reduction(True, 1)))
+    monkeypatch.setattr(
+        session.Session, "stages", lambda current, sizes, backend: (Reduction(False, 1), Reduction(True, 1))
+    )
     last = Engine()
     last.stage_id = 1
     assert not overlapped(Engine(), "auto") and overlapped(last, "auto")

@@ -1,4 +1,4 @@
-"""patches/megatron_core: what is checked and decided, without any megatron; and against the installed one in a process of its own."""
+"""megatron/core: what is checked and decided, without any megatron; and against the installed one, in a new process."""
 
 import json
 import subprocess
@@ -24,8 +24,9 @@ from holmes_ext.runtime.start.launcher import Process
 ROOT = Path(__file__).parents[3]
 SITE = site_from_spec(load_spec(ROOT / "examples" / "clusters" / "two_clusters_4.toml"))
 DEFAULTS = {
-    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None, "context_parallel_size": 1,
-    "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None, "num_distributed_optimizer_instances": 1, "order": "tp-cp-ep-dp-pp",
+    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
+    "context_parallel_size": 1, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None,
+    "num_distributed_optimizer_instances": 1, "order": "tp-cp-ep-dp-pp",
 }  # fmt: skip
 
 
@@ -39,7 +40,9 @@ def asked(**changes):
 
 
 def test_sizes_of_a_call():
-    sizes = megatron_core.sizes_of(asked(pipeline_model_parallel_size=2, tensor_model_parallel_size=4, order="TP-CP-EP-PP-DP"), 64)
+    sizes = megatron_core.sizes_of(
+        asked(pipeline_model_parallel_size=2, tensor_model_parallel_size=4, order="TP-CP-EP-PP-DP"), 64
+    )
     assert sizes == Sizes(pipeline=2, tensor=4, data=8, order="tp-cp-ep-pp-dp")
 
 
@@ -53,8 +56,14 @@ def test_sizes_of_a_call():
         ({"virtual_pipeline_model_parallel_size": 2}, "needs pipeline_model_parallel_size 2 or more"),
         ({"num_distributed_optimizer_instances": 5}, "instances is 5, which does not divide data 64"),
         ({"expert_model_parallel_size": 7}, "expert size 7 does not divide"),
-        ({"tensor_model_parallel_size": 4, "expert_model_parallel_size": 32}, "32 x expert_tensor_parallel_size 4 does not divide the 64 ranks"),
-        ({"order": "tp-cp-ep-pp-dp", "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 4}, "does not end in pp"),
+        (
+            {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 32},
+            "32 x expert_tensor_parallel_size 4 does not divide the 64 ranks",
+        ),
+        (
+            {"order": "tp-cp-ep-pp-dp", "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 4},
+            "does not end in pp",
+        ),
     ],
 )
 def test_sizes_that_cannot_be_made_are_told_before_any_group_is(changes, message):
@@ -76,7 +85,10 @@ def test_the_users_own_layout_wins_and_is_told(capsys):
     assert megatron_core.planned_layout(session(Sizes(pipeline=2)), 2, 1, 4, 0, "") is None
 
 
-@pytest.mark.parametrize("virtual, layers, message", [(2, 4, "has 2 entries, but the job runs pipeline 2 x virtual pipeline 2"), (1, 5, "adds up to 4")])
+@pytest.mark.parametrize(
+    "virtual, layers, message",
+    [(2, 4, "has 2 entries, but the job runs pipeline 2 x virtual pipeline 2"), (1, 5, "adds up to 4")],
+)
 def test_a_plan_for_another_model_is_refused(virtual, layers, message):
     with pytest.raises(HolmesError, match=message):
         megatron_core.planned_layout(session(Sizes(pipeline=2), stage_layers=(3, 1)), 2, virtual, layers, 0, "")
@@ -87,10 +99,17 @@ def test_recomputation_in_units_that_a_stage_would_cut():
     whole = SimpleNamespace(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
     megatron_core.refuse_cut_units(plan, whole, cuts=False)
     megatron_core.refuse_cut_units(replace(plan, stage_layers=(3, 1)), whole, cuts=True)
-    for field, value in (("recompute_granularity", "selective"), ("recompute_method", "block"), ("recompute_num_layers", 1)):
+    for field, value in (
+        ("recompute_granularity", "selective"),
+        ("recompute_method", "block"),
+        ("recompute_num_layers", 1),
+    ):
         other = SimpleNamespace(**{**vars(whole), field: value})
         megatron_core.refuse_cut_units(replace(plan, stage_layers=(3, 1)), other, cuts=False)
-    with pytest.raises(HolmesError, match="stages of 3.1 layers are not whole units of the 2 layers that are recomputed together; .* recompute_num_layers 1"):
+    with pytest.raises(
+        HolmesError,
+        match="stages of 3.1 layers are not whole units of the 2 layers that .* recompute_num_layers 1",
+    ):
         megatron_core.refuse_cut_units(replace(plan, stage_layers=(3, 1)), whole, cuts=False)
 
 
@@ -114,7 +133,8 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 import holmes_ext
 from holmes_ext.patches import registry
 from holmes_ext.patches.megatron import core as megatron_core
-same = inspect.signature(holmes_ext.initialize_model_parallel) == inspect.signature(parallel_state.initialize_model_parallel)
+original = parallel_state.initialize_model_parallel
+same = inspect.signature(holmes_ext.initialize_model_parallel) == inspect.signature(original)
 draw, wrong = random.Random(1), []
 for trial in range(300):
     pipeline, virtual = draw.randint(2, 6), draw.randint(1, 3)
@@ -124,13 +144,14 @@ for trial in range(300):
     built = [layout.layout[index % pipeline][index // pipeline] for index in range(len(layers))]
     if tuple(sum(kind.name == "decoder" for kind in entry) for entry in built) != layers:
         wrong.append(layers)
-original = parallel_state.initialize_model_parallel
 names = ["megatron-groups", "megatron-layers", "megatron-reduction", "megatron-gather", "megatron-p2p"]
 registry().enable(names)
-import megatron.core.distributed, megatron.core.optimizer, megatron.core.pipeline_parallel.p2p_communication, megatron.core.transformer.transformer_config
+import megatron.core.distributed, megatron.core.optimizer, megatron.core.transformer.transformer_config
+import megatron.core.pipeline_parallel.p2p_communication
 states = {{status.target: status.state for status in registry().statuses() if status.feature in names}}
 registry().undo()
-print(json.dumps({{"same": same, "wrong": wrong, "states": states, "undone": parallel_state.initialize_model_parallel is original}}))
+undone = parallel_state.initialize_model_parallel is original
+print(json.dumps({{"same": same, "wrong": wrong, "states": states, "undone": undone}}))
 """
 
 
@@ -143,5 +164,3 @@ def test_the_installed_megatron_core_fits():
     report = json.loads(done.stdout.strip().splitlines()[-1])
     assert report["same"] and not report["wrong"] and report["undone"]
     assert len(report["states"]) == 7 and set(report["states"].values()) == {"applied"}, report["states"]
-
-

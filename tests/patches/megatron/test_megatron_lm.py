@@ -43,8 +43,10 @@ def arguments(**changes):
     """What Megatron-LM's validate_args is called with, as far as it matters here."""
     return SimpleNamespace(**{
         "hybrid_layer_pattern": None, "num_layers": 4, "pipeline_model_parallel_size": 2, "mtp_num_layers": None,
-        "pipeline_model_parallel_layout": None, "num_virtual_stages_per_pipeline_rank": None, "num_layers_per_virtual_pipeline_stage": None,
-        "distributed_backend": "gloo", "use_megatron_fsdp": False, "use_torch_fsdp2": False, "use_distributed_optimizer": False, "load": None, "save": None, "overlap_grad_reduce": False,
+        "pipeline_model_parallel_layout": None, "num_virtual_stages_per_pipeline_rank": None,
+        "num_layers_per_virtual_pipeline_stage": None, "distributed_backend": "gloo", "use_megatron_fsdp": False,
+        "use_torch_fsdp2": False, "use_distributed_optimizer": False, "load": None, "save": None,
+        "overlap_grad_reduce": False,
         "overlap_param_gather": False, "overlap_param_gather_with_optimizer_step": False, "align_grad_reduce": True,
         "dist_ckpt_optim_fully_reshardable": False, **changes,
     })  # fmt: skip
@@ -94,25 +96,43 @@ def test_the_users_own_split_and_other_model_classes_are_left_alone(active):
 def test_buckets_stay_where_a_checkpoint_depends_on_them(active, capsys, place):
     active()
     args = validated(use_distributed_optimizer=True, **{place: "somewhere"})
-    assert not args.overlap_grad_reduce and not args.overlap_param_gather and not megatron_reduction.checkpoints_allow_buckets
+    assert (
+        not args.overlap_grad_reduce
+        and not args.overlap_param_gather
+        and not megatron_reduction.checkpoints_allow_buckets
+    )
     told = capsys.readouterr().err
-    assert told.count("buckets stay as they are") == told.count("\n") == 1 and "--dist-ckpt-optim-fully-reshardable, or" in told
+    assert (
+        told.count("buckets stay as they are") == told.count("\n") == 1
+        and "--dist-ckpt-optim-fully-reshardable, or" in told
+    )
 
 
 @pytest.mark.parametrize("overlap, reshardable", [("auto", True), ("on", False)])
 def test_buckets_are_planned_where_none_does_or_the_user_says_so(active, overlap, reshardable):
     active(overlap)
-    args = validated(use_distributed_optimizer=True, save="there", load="there", dist_ckpt_optim_fully_reshardable=reshardable)
-    assert args.overlap_grad_reduce and args.overlap_param_gather and megatron_reduction.checkpoints_allow_buckets == reshardable
+    args = validated(
+        use_distributed_optimizer=True, save="there", load="there", dist_ckpt_optim_fully_reshardable=reshardable
+    )
+    assert (
+        args.overlap_grad_reduce
+        and args.overlap_param_gather
+        and megatron_reduction.checkpoints_allow_buckets == reshardable
+    )
 
 
 @pytest.mark.parametrize("digest, lines", [(None, 0), ("own", 0), ("0123456789", 1)])
 def test_another_plans_checkpoint_is_told(active, capsys, digest, lines):
     current = active(stage_layers=(3, 1))
-    saved = SimpleNamespace(holmes_plan_digest=current.plan.digest if digest == "own" else digest, holmes_stage_layers=[2, 2])
+    saved = SimpleNamespace(
+        holmes_plan_digest=current.plan.digest if digest == "own" else digest, holmes_stage_layers=[2, 2]
+    )
     megatron_lm._compare_plans(lambda checkpoint_args: None, None, (), {"checkpoint_args": saved})
     told = capsys.readouterr().err
-    assert told.count("was saved under another plan (01234567, layers for each stage: 2+2; here") == lines and told.count("\n") == lines
+    assert (
+        told.count("was saved under another plan (01234567, layers for each stage: 2+2; here") == lines
+        and told.count("\n") == lines
+    )
 
 
 def test_another_models_checkpoint_is_refused_in_one_line(active):
@@ -120,7 +140,9 @@ def test_another_models_checkpoint_is_refused_in_one_line(active):
         raise AssertionError("num_layers value from checkpoint (4) is not equal to the input argument value (8).")
 
     active()
-    with pytest.raises(HolmesError, match=r"--load: the checkpoint is another model's: num_layers value from checkpoint \(4\)"):
+    with pytest.raises(
+        HolmesError, match=r"--load: the checkpoint is another model's: num_layers value from checkpoint \(4\)"
+    ):
         megatron_lm._compare_plans(check_checkpoint_args, None, (SimpleNamespace(),), {})
 
 
@@ -128,7 +150,13 @@ class NoException(BaseException):
     """As torch.distributed.checkpoint's CheckpointException is."""
 
 
-@pytest.mark.parametrize("text", ["Global shape mismatch for loaded (torch.Size([64])) and expected ((128,)) tensor for key a.b", "CheckpointException ranks:dict_keys([1])\nKeyError: a.c from model not in state dict: ['a.b']"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Global shape mismatch for loaded (torch.Size([64])) and expected ((128,)) tensor for key a.b",
+        "CheckpointException ranks:dict_keys([1])\nKeyError: a.c from model not in state dict: ['a.b']",
+    ],
+)
 def test_a_checkpoint_with_other_tensors_is_refused_in_one_line(active, text):
     def load_checkpoint(*args, **kwargs):
         raise NoException(text)

@@ -32,7 +32,13 @@ def test_the_device_decides_where_a_group_has_two_backends(backend, gpu, cpu_ten
 
 @pytest.mark.parametrize(
     "text, names",
-    [("gloo", {"gloo"}), ("nccl", {"nccl"}), ("cpu:gloo,cuda:nccl", {"gloo", "nccl"}), ("mpi", {"mpi"}), ("fake", {"fake"})],
+    [
+        ("gloo", {"gloo"}),
+        ("nccl", {"nccl"}),
+        ("cpu:gloo,cuda:nccl", {"gloo", "nccl"}),
+        ("mpi", {"mpi"}),
+        ("fake", {"fake"}),
+    ],
 )
 def test_backends(text, names):
     assert set(backends(text).values()) == names
@@ -42,7 +48,9 @@ def test_undefined_is_gloo_here():
     assert "gloo" in backends("undefined").values()
 
 
-@pytest.mark.parametrize("backend, carrier", [("nccl", "verbs"), ("fake", "verbs"), ("gloo", "sockets"), ("ucc", ""), ("mpi", "")])
+@pytest.mark.parametrize(
+    "backend, carrier", [("nccl", "verbs"), ("fake", "verbs"), ("gloo", "sockets"), ("ucc", ""), ("mpi", "")]
+)
 def test_what_of_a_nodes_ports_a_backend_can_use(backend, carrier):
     assert carrier_of(backend) == carrier
 

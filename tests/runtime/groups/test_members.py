@@ -1,4 +1,4 @@
-"""Groups that only their members make, on ranks that are in unequal numbers of groups: torch's own names would differ, and each wait."""
+"""Groups that only their members make, on ranks that are in unequal numbers of groups: torch's names would differ."""
 
 import pytest
 import torch

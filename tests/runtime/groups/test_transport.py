@@ -26,7 +26,9 @@ def transport(of, node, *ranks, backend="nccl"):
     """Of a group of `ranks`, as the rank on `node` sees it."""
     plan = settle(Plan(of.digest, tuple(n.name for n in of.nodes), 1), of)
     rank = plan.nodes.index(node)
-    return Session(Options(), Process(rank, plan.world_size, 0, 1, "", 0, "test"), of, plan, rank).transport(ranks, backend)
+    return Session(Options(), Process(rank, plan.world_size, 0, 1, "", 0, "test"), of, plan, rank).transport(
+        ranks, backend
+    )
 
 
 def test_a_group_takes_the_fastest_fabric_that_all_share():
@@ -46,7 +48,9 @@ def test_gloo_needs_an_address_on_every_member():
 
 @pytest.mark.parametrize("backend", ["ucc", "mpi"])
 def test_other_backends_choose_for_themselves(backend):
-    assert transport(site(a0=[IB], a1=[IB]), "a0", 0, 1, backend=backend) == Transport(f"chosen by {backend}", "", "", "")
+    assert transport(site(a0=[IB], a1=[IB]), "a0", 0, 1, backend=backend) == Transport(
+        f"chosen by {backend}", "", "", ""
+    )
 
 
 def test_gloo_interface_is_set_inside_only_and_the_users_wins():

@@ -29,9 +29,17 @@ def told_on(store, rank, text, round="holmes/1"):
 
 
 def test_the_first_rank_tells_and_all_end(store, capfd):
-    for rank, text, lines in ((1, "too many stages", 1), (0, "too many stages", 0), (0, "another matter", 1), (1, "too many stages", 1)):
+    for rank, text, lines in (
+        (1, "too many stages", 1),
+        (0, "too many stages", 0),
+        (0, "another matter", 1),
+        (1, "too many stages", 1),
+    ):
         assert told_on(store, rank, text) is RemoteError
-        assert capfd.readouterr().err == f"holmes: {text}\n" * lines, (rank, text)  # rank 1 tells again when it comes again
+        assert capfd.readouterr().err == f"holmes: {text}\n" * lines, (
+            rank,
+            text,
+        )  # rank 1 tells again when it comes again
 
 
 def test_a_rank_whose_teller_died_tells_itself(store):

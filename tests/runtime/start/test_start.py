@@ -48,7 +48,7 @@ def no_session():
     session.set_active(None)
 
 
-def start_all(monkeypatch, world, options, sizes=None, failures={}):
+def start_all(monkeypatch, world, options, sizes=None, failures=None):
     """start() of `world` ranks on a node each, in threads; what each returned or raised, and its environment."""
     store = dist.HashStore()
     monkeypatch.setattr(start, "open_store", lambda process, timeout_s: store)
@@ -60,7 +60,7 @@ def start_all(monkeypatch, world, options, sizes=None, failures={}):
         environ = {"HOLMES_NODE": f"n{rank}", "RANK": str(rank), "SLURM_PROCID": str(rank)}
         process = Process(rank, world, 0, 1, "127.0.0.1", 29500, "test")
         try:
-            current, _ = start.start(start.Request(options, sizes), process, {}, failures.get(rank), environ)
+            current, _ = start.start(start.Request(options, sizes), process, {}, (failures or {}).get(rank), environ)
             outcome[rank] = (current, environ)
         except HolmesError as error:
             outcome[rank] = (error, environ)
@@ -98,7 +98,9 @@ def test_a_partition_knows_the_gpus_of_the_cluster_file(monkeypatch, tmp_path, n
 
 def test_a_failure_of_one_rank_ends_all_with_its_words(monkeypatch, tmp_path, no_session):
     (tmp_path / "c.toml").write_text(FILE)
-    outcome = start_all(monkeypatch, 4, Options(cluster=str(tmp_path / "c.toml")), failures={2: HolmesError("no such thing")})
+    outcome = start_all(
+        monkeypatch, 4, Options(cluster=str(tmp_path / "c.toml")), failures={2: HolmesError("no such thing")}
+    )
     assert all(str(error) == "rank 2 on n2: no such thing" for error, _ in outcome.values())
     assert all(environ["RANK"] == str(rank) for rank, (_, environ) in outcome.items())
 
@@ -112,12 +114,14 @@ def test_a_plan_of_other_sizes_than_the_jobs(monkeypatch, tmp_path, no_session):
     build_plan(site_from_spec(load_spec(tmp_path / "c.toml")), Sizes(pipeline=4)).save(tmp_path / "p.json")
     options = Options(cluster=str(tmp_path / "c.toml"), plan=str(tmp_path / "p.json"))
     outcome = start_all(monkeypatch, 4, options, Sizes(pipeline=2))
-    assert "p.json: key 'sizes' is pipeline 4, but the job runs pipeline 2" in str(outcome[0][0])
+    assert "p.json: key 'sizes' is pipeline=4, but the job runs pipeline=2" in str(outcome[0][0])
 
 
 def test_one_process_without_a_launcher_keeps_its_environment(no_session):
     environ = {}
-    current, _ = start.start(start.Request(Options()), Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher"), {}, None, environ)
+    current, _ = start.start(
+        start.Request(Options()), Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher"), {}, None, environ
+    )
     assert current.rank == 0 and "RANK" not in environ and session.active() is current
 
 
