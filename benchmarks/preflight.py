@@ -121,19 +121,18 @@ class Everything:
     def switch(self, on: bool) -> None:
         """Between two steps."""
         from holmes_ext.runtime.measure import telemetry
-        from holmes_ext.runtime.watch import nic_watch, start_stop
+        from holmes_ext.runtime.watch import start_stop
 
         if on == self.on:
             return
         self.on = on
         if on:
-            nic_watch.start(20.0)
+            start_stop.watch_nics(20.0)
             telemetry.set_recorder(self.recorder)
             start_stop.hook_optimizers(self.recorder)
-            self.watchdog._ended.clear()
             self.watchdog.start()
             return
-        nic_watch.stop()
+        start_stop.unwatch_nics()
         telemetry.set_recorder(None)
         start_stop.unhook_optimizers()
         self.watchdog.stop()

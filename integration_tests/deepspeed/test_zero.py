@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,19 +20,12 @@ deepspeed = pytest.importorskip("deepspeed")
 
 from ranks import run_ranks  # noqa: E402
 
-from holmes_ext.cluster.site import site_from_spec  # noqa: E402
-from holmes_ext.cluster.spec import load_spec  # noqa: E402
 from holmes_ext.errors import HolmesError  # noqa: E402
-from holmes_ext.lab.samples import examples  # noqa: E402
 from holmes_ext.options import Options  # noqa: E402
 from holmes_ext.patches import Registry  # noqa: E402
 from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level  # noqa: E402
-from holmes_ext.plan.build import build_plan  # noqa: E402
 from holmes_ext.runtime import session  # noqa: E402
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce  # noqa: E402
-from holmes_ext.runtime.start.launcher import Process  # noqa: E402
-
-SITE = site_from_spec(load_spec(examples() / "clusters" / "two_clusters_4.toml"))
 
 STEPS, MICRO_BATCHES, WIDTH = 4, 2, 32
 
@@ -101,6 +95,18 @@ def train(rank, config):
     return losses, engine.skipped_steps
 
 
+def session_with(options):
+    """As much of a session as a reduction asks: a plan that has two levels over ranks 0 and 1, ranks 2 and 3."""
+
+    def reduction(ranks, backend, *_):
+        clusters = ("a", "b") if len(ranks) == 4 else ()
+        return SimpleNamespace(clusters=clusters, two_level_from=65, compress=options.get("compress", "off"))
+
+    plan = SimpleNamespace(by_cluster=lambda ranks: {"a": [0, 1], "b": [2, 3]})
+    rank = torch.distributed.get_rank()
+    return SimpleNamespace(options=Options(**options), rank=rank, plan=plan, reduction=reduction)
+
+
 @contextlib.contextmanager
 def holmes(options):
     """The patches applied, a session with these options active, and how many elements went in two levels, in a list of one number."""
@@ -112,9 +118,7 @@ def holmes(options):
 
     TwoLevelAllReduce.__call__ = counted
     registry.enable(["two-level"], required=True, disabled=frozenset())
-    asked, rank = Options(**options), torch.distributed.get_rank()
-    process = Process(rank, 4, 0, 1, "", 0, "test")  # ranks 0 and 1 in one cluster, ranks 2 and 3 in the other
-    session.set_active(session.Session(asked, process, SITE, build_plan(SITE, options=asked), rank))
+    session.set_active(session_with(options))
     try:
         yield elements
     finally:

@@ -27,13 +27,14 @@ class PlainGradients:
     def __init__(self, engine: Any):
         self.engine, self.optimizer = engine, engine.optimizer
         self.communication_dtype = engine.communication_data_type
+        self.given: dict[int, Any] | None = None  # by id: the optimizer's parameters, where stock reduces no others
 
     def gradient(self, parameter: Any) -> Any:
         return parameter.grad
 
     def reduces(self, parameter: Any) -> bool:
-        """Whether stock reduces this one: all of the module's (ZeRO 0), or those that the optimizer was given."""
-        return True
+        """Whether stock reduces this one."""
+        return self.given is None or id(parameter) in self.given
 
     def predivide(self, ranks: int) -> float:
         """What gradients are divided by before the sum (DeepSpeedEngine.allreduce_bucket)."""
@@ -44,11 +45,6 @@ class PlainGradients:
     @contextmanager
     def folding(self) -> Iterator[None]:
         """Around the last backward pass."""
-        yield
-
-    @contextmanager
-    def last_use(self) -> Iterator[None]:
-        """Around the end of the reduction."""
         yield
 
     def after(self) -> None:
@@ -66,17 +62,16 @@ class Bf16Gradients(PlainGradients):
     the last one each parameter is folded when its bucket leaves, once, and update_hp_grads finds nothing to do.
     """
 
+    given: dict[int, tuple[int, int]]
+
     def __init__(self, engine: Any):
         super().__init__(engine)
         groups = self.optimizer.bf16_groups
-        self.places = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group)}
+        self.given = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group)}
         self.folded: set[int] = set()
 
-    def reduces(self, parameter: Any) -> bool:
-        return id(parameter) in self.places
-
     def gradient(self, parameter: Any) -> Any:
-        i, j = self.places[id(parameter)]
+        i, j = self.given[id(parameter)]
         self._fold(parameter, i, j)
         return self.optimizer.fp32_groups_gradients[i][j]
 
@@ -102,13 +97,12 @@ class Bf16Gradients(PlainGradients):
 class ZeroGradients(PlainGradients):
     """ZeRO 1: reduced in place where the optimizer collects its partition from."""
 
+    given: dict[int, int]
+
     def __init__(self, engine: Any):
         super().__init__(engine)
         self.communication_dtype = self.optimizer.communication_data_type
         self.given = {id(parameter): i for i, group in enumerate(self.optimizer.bit16_groups) for parameter in group}
-
-    def reduces(self, parameter: Any) -> bool:
-        return id(parameter) in self.given
 
     def gradient(self, parameter: Any) -> Any:
         return self.optimizer.get_gradient_for_reduction(parameter)
@@ -137,18 +131,15 @@ class ZeroGradients(PlainGradients):
         before = self.optimizer.reduce_scatter and self.engine.gradient_average
         return float(ranks) if before else super().predivide(ranks)
 
-    @contextmanager
-    def last_use(self) -> Iterator[None]:
+    def after(self) -> None:
+        """Put the partition together, as stock does, but for the communication."""
         names = ("average_tensor", "buffered_reduce_fallback")  # with and without contiguous_gradients
         for name in names:
             setattr(self.optimizer, name, lambda *args, **kwargs: None)
         try:
-            yield
+            self.engine._force_grad_boundary = True
+            self.engine.allreduce_gradients()
         finally:
+            self.engine._force_grad_boundary = False
             for name in names:
                 delattr(self.optimizer, name)
-
-    def after(self) -> None:
-        self.engine._force_grad_boundary = True
-        self.engine.allreduce_gradients()
-        self.engine._force_grad_boundary = False

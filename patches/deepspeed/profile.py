@@ -15,6 +15,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.features import PROFILE
 from holmes_ext.patches.deepspeed.partition import class_name, most_frequent
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure.profile_file import publish
 from holmes_ext.runtime.measure.profiler import Profiler, profiler
@@ -68,10 +69,8 @@ def _install(engine: Any, steps: int) -> Profiler:
     return made
 
 
-def _train_batch(wrapped, instance, args, kwargs):
-    current = session.active()
-    if current is None:
-        return wrapped(*args, **kwargs)
+@with_session
+def _train_batch(current, wrapped, instance, args, kwargs):
     if instance not in _profilers:
         _profilers[instance] = _install(instance, current.options.profile_steps)
     mine = _profilers[instance]
@@ -95,21 +94,14 @@ def _publish(current: session.Session, engine: Any, mine: Profiler) -> None:
     for label, layer in _own_layers(engine.module):
         trained = [p for p in layer.parameters() if p.requires_grad] if hasattr(layer, "parameters") else []
         gradients[label] = gradients.get(label, 0.0) + sum(p.numel() * p.element_size() for p in trained)
-    publish(
-        current,
-        mine,
-        framework=f"deepspeed {deepspeed.__version__}",
-        stage=engine.stage_id,
-        stages=engine.num_stages,
-        tensor=engine.grid.model_parallel_size,
-        micro_batches=engine.micro_batches,
-        gradient_bytes=gradients,
-        activation_bytes=_activation_bytes(engine),
-        group=engine.grid.get_data_parallel_group(),
-        device=engine.device,
-        send=p2p.send,
-        receive=p2p.recv,
-    )
+    own = {
+        "framework": f"deepspeed {deepspeed.__version__}", "stage": engine.stage_id,
+        "tensor": engine.grid.model_parallel_size, "micro_batches": engine.micro_batches,
+        "activation_bytes": _activation_bytes(engine),
+    }  # fmt: skip
+    group = engine.grid.get_data_parallel_group()
+    publish(current, mine, own, stages=engine.num_stages, gradient_bytes=gradients, group=group, device=engine.device,
+            send=p2p.send, receive=p2p.recv)  # fmt: skip
 
 
 def _activation_bytes(engine: Any) -> int:

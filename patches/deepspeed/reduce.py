@@ -91,9 +91,8 @@ class _Overlap:
     def reduce(self) -> None:
         """ReduceGrads: launch the tied gradients (now summed over the stages), wait for all, let the optimizer take
         over."""
-        with self.source.last_use():
-            self.reducer.finish()
-            self.source.after()
+        self.reducer.finish()
+        self.source.after()
 
     @property
     def armed(self) -> bool:

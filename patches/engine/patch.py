@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
@@ -127,10 +128,9 @@ class Patch:
         return [match.groups() for place in self.rebind if (match := _REBIND.fullmatch(place))]
 
 
-@dataclass(frozen=True)
-class PatchStatus:
-    """What became of a patch. state: "waiting" (for its module to be imported), "applied" or "off"; version: what was
-    found, None when nothing was; reason: why it is off, else the patch's own reason."""
+class PatchStatus(NamedTuple):
+    """state: "waiting" (for the target's module to be imported), "applied" or "off"; version: what was found, None when
+    nothing was; reason: why it is off, else the patch's own."""
 
     feature: str
     target: str

@@ -17,7 +17,6 @@ after undo() they find nothing to do.
 """
 
 import functools
-import hashlib
 import logging
 import os
 import sys
@@ -26,7 +25,6 @@ from collections.abc import Iterable, Mapping
 
 import wrapt
 
-from holmes_ext import __version__
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.engine.location import Location, Misfit
@@ -90,13 +88,8 @@ class Registry:
                 raise ValueError(f"{patch.feature.name}: {patch.target} stands twice, or in two features of one name")
             progress.patches.append(patch)
 
-    @property
-    def features(self) -> tuple[str, ...]:
-        """The names of the features that have patches."""
-        return tuple(self._features)
-
     def enable(
-        self, names: Iterable[str] | str, required: bool = False, disabled: frozenset[str] | None = None
+        self, names: Iterable[str], required: bool = False, disabled: frozenset[str] | None = None
     ) -> None:
         """Apply the patches of these features, now where their modules are imported, else when they are.
 
@@ -104,9 +97,8 @@ class Registry:
         disabled: features that stay off; by default those in HOLMES_DISABLE.
         HolmesError names an unknown feature, here or in HOLMES_DISABLE.
         """
-        names = [names] if isinstance(names, str) else list(names)
-        if disabled is None:
-            disabled = disabled_features(os.environ, self._features)
+        names = list(names)
+        disabled = disabled_features(os.environ, self._features) if disabled is None else disabled
         for name in names:
             if name not in self._features:
                 raise HolmesError(_unknown(name, self._features))
@@ -170,18 +162,9 @@ class Registry:
                   if one.off is None and (one.applied or not one.feature.version_of)]
             return on, {name: one.off for name, one in self._features.items() if one.off and one.off != _UNWANTED}
 
-    def digest(self) -> str:
-        """SHA-256 (hex) of what is on: equal on ranks that are patched alike.
-
-        Covers this package's version and, for every patch, target, on or off, and the framework's version. A patch
-        that waits counts as on, since a rank may import a module later than another: compare after the
-        frameworks are imported.
-        """
-        lines = sorted(f"{target} {state}" for target, state in self.states().items())
-        return hashlib.sha256("\n".join([__version__, *lines]).encode()).hexdigest()
-
     def states(self) -> dict[str, str]:
-        """What digest() covers: "feature target" -> "off" or "on VERSION"."""
+        """ "feature target" -> "off" or "on VERSION": equal on ranks that are patched alike. A patch that waits counts
+        as on, since a rank may import a module later than another."""
         with self._lock:
             return {f"{name} {patch.target}": "off" if one.off else f"on {one.version}"
                     for name, one in self._features.items() for patch in one.patches}

@@ -17,7 +17,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import inside
+from holmes_ext.patches.engine.wrap import inside, with_session
 from holmes_ext.patches.megatron.features import PROFILE, loaded_version
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure.profile_file import publish
@@ -67,10 +67,10 @@ def gradient_bytes(model: Any) -> dict[str | int, float]:
     return found
 
 
-def _schedule(wrapped, instance, args, kwargs):
+@with_session
+def _schedule(current, wrapped, instance, args, kwargs):
     """A forward_backward function: the last step ends and the next one begins."""
-    current = session.active()
-    if current is None or state.done or kwargs.get("forward_only"):
+    if state.done or kwargs.get("forward_only"):
         return wrapped(*args, **kwargs)
     from megatron.core.utils import get_model_config
 
@@ -124,21 +124,17 @@ def _publish(current: session.Session, model: Any, config: Any, mine: Profiler, 
     wide = (config.pipeline_dtype or torch.float32).itemsize
     tokens = asked["seq_length"] * asked["micro_batch_size"] // parallel_state.get_context_parallel_world_size()
     ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    own = {
+        "framework": f"megatron-core {loaded_version()}", "stage": parallel_state.get_pipeline_model_parallel_rank(),
+        "tensor": tensor, "micro_batches": asked["num_microbatches"],
+        "activation_bytes": tokens * config.hidden_size * wide // (tensor if config.sequence_parallel else 1),
+    }  # fmt: skip
     publish(
-        current,
-        mine,
-        framework=f"megatron-core {loaded_version()}",
-        stage=parallel_state.get_pipeline_model_parallel_rank(),
-        stages=len(ranks),
-        tensor=tensor,
-        micro_batches=asked["num_microbatches"],
-        gradient_bytes=gradient_bytes(model),
-        activation_bytes=tokens * config.hidden_size * wide // (tensor if config.sequence_parallel else 1),
+        current, mine, own, stages=len(ranks), gradient_bytes=gradient_bytes(model),
         group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        device=next(model.parameters()).device,
-        send=lambda activation, to: dist.send(activation, ranks[to]),
+        device=next(model.parameters()).device, send=lambda activation, to: dist.send(activation, ranks[to]),
         receive=lambda activation, source: dist.recv(activation, ranks[source]),
-    )
+    )  # fmt: skip
 
 
 def _during(kind: str):

@@ -24,12 +24,13 @@ class Codec:
     """wire = encode(x, residual) and x' = decode(wire, like=x), flat tensors of one device. Itself: x as it is ("off").
 
     share: bytes on the wire for each byte of float32. feedback: whether encode() needs a residual, which it updates.
+    above: bytes of an element from which on there is something to save.
     """
 
-    share, feedback = 1.0, False
+    share, feedback, above = 1.0, False, 8
 
     def applies(self, dtype: torch.dtype) -> bool:
-        return False
+        return dtype.is_floating_point and dtype.itemsize > self.above
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(like)
@@ -42,10 +43,7 @@ class Codec:
 
 
 class Bf16(Codec):
-    share, feedback = 0.5, False
-
-    def applies(self, dtype: torch.dtype) -> bool:
-        return dtype.is_floating_point and dtype.itemsize > 2
+    share, above = 0.5, 2
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.numel(), dtype=torch.bfloat16, device=like.device)
@@ -60,10 +58,7 @@ class Bf16(Codec):
 class Int8(Codec):
     """The wire: uint8, first the blocks' scales, then the elements; a multiple of 4 bytes: several may follow."""
 
-    share, feedback = (1 + 4 / BLOCK) / 4, True
-
-    def applies(self, dtype: torch.dtype) -> bool:
-        return dtype.is_floating_point
+    share, feedback, above = (1 + 4 / BLOCK) / 4, True, 0
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(4 * (_blocks(like.numel()) + -(-like.numel() // 4)), dtype=torch.uint8, device=like.device)

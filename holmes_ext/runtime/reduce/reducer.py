@@ -64,19 +64,16 @@ class GradientReducer:
             optimizer.step()
 
     parameters: parameters, or (name, parameter) pairs; those without requires_grad are left out. The same on all ranks
-        of `group` (checked once, here: construction is collective).
-    group: a process group, None for all ranks.
-    bucket_bytes: size of a bucket; None takes plan/cost/buckets.py's for `fabric` (a chunk, where two levels are used),
-        or 25 MiB where no fabric is known.
-    fabric: the group's fabric; None takes it from the plan when holmes is active.
-    average: divide by the number of ranks; else the sum stays.
-    predivide: gradients are divided by it before the sum, and by ranks / predivide after it (against float16 overflow).
-    communication_dtype: what travels; None for each gradient's own dtype.
+        of `group` (None: all ranks), which is checked once, here: construction is collective.
+    bucket_bytes: size of a bucket; None takes the plan's where holmes is active, plan/cost/buckets.py's for `fabric`,
+        or 25 MiB. fabric: the group's; None takes it from the plan where holmes is active.
+    average: divide by the number of ranks; else the sum stays. predivide: gradients are divided by it before the sum,
+        and by ranks / predivide after it (against float16 overflow). communication_dtype: what travels; None: the
+        gradients'.
     compress: "off", "bf16" or "int8": what crosses where two levels are used; None takes --holmes-compress.
     deferred: parameters whose gradients become final after the backward pass only (tied weights): finish() sends them.
     all_reduce: all_reduce(flat tensor) -> a work with wait() and get_future(), in place of torch's on `group`; None
-        takes two levels where holmes is active, the group straddles clusters (with NCCL: of equal size) and that is
-        predicted to be faster.
+        takes two levels where holmes is active and the plan has them for the group.
     gradient: gradient(parameter) -> its final gradient, called once a step when the bucket is filled; None: .grad.
     owners: owners(parameter) -> (elements, rank) one after the other: who needs which part of its average; on others
         that part is undefined afterwards (owned.py). None: all ranks need everything. Not used where two levels are.
@@ -92,33 +89,28 @@ class GradientReducer:
     def __init__(
         self,
         parameters: Iterable[torch.nn.Parameter] | Iterable[tuple[str, torch.nn.Parameter]],
-        group: dist.ProcessGroup | None = None,
-        *,
-        bucket_bytes: int | None = None,
-        fabric: Fabric | None = None,
-        average: bool = True,
-        predivide: float = 1.0,
-        communication_dtype: torch.dtype | None = None,
-        compress: str | None = None,
-        deferred: Iterable[torch.nn.Parameter] = (),
-        all_reduce: Callable[[torch.Tensor], Any] | None = None,
-        gradient: Gradient | None = None,
+        group: dist.ProcessGroup | None = None, *,
+        bucket_bytes: int | None = None, fabric: Fabric | None = None,
+        average: bool = True, predivide: float = 1.0, communication_dtype: torch.dtype | None = None,
+        compress: str | None = None, deferred: Iterable[torch.nn.Parameter] = (),
+        all_reduce: Callable[[torch.Tensor], Any] | None = None, gradient: Gradient | None = None,
         owners: Callable[[torch.nn.Parameter], Spans] | None = None,
-    ):
+    ):  # fmt: skip
         named = _named(parameters)
         self._parameters = [parameter for _, parameter in named]
-        self.group: Any = group if group is not None else dist.group.WORLD
+        self.group = group = group if group is not None else dist.group.WORLD
+        assert group is not None, "no process group: call init_process_group first"
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
         self._divisors = (predivide, len(self.ranks) / predivide) if average else (predivide, 1 / predivide)
         self._gradient = gradient or (lambda parameter: parameter.grad)
         self._items = [_item(name, parameter, communication_dtype) for name, parameter in named]
         device_type, size = self._parameters[0].device.type, sum(item.bytes for item in self._items)
-        self.fabric = fabric or _planned_fabric(self.group, device_type)
-        way = None if all_reduce else planned(self.group, size, compress, device_type)
-        self._two_level = two_level_for(self.group, size, way, device_type)
-        self._all_reduce = all_reduce or self._two_level or flat_all_reduce(self.group)
+        self.fabric = fabric or _planned_fabric(group, device_type)
+        way = None if all_reduce else planned(group, size, compress, device_type)
+        self._two_level = two_level_for(group, size, way, device_type)
+        self._all_reduce = all_reduce or self._two_level or flat_all_reduce(group)
         self._owners = owners if all_reduce is None and self._two_level is None else None
-        self._to_owners = ReduceToOwners(self.group, device_type) if self._owners else None
+        self._to_owners = ReduceToOwners(group, device_type) if self._owners else None
         self.bucket_bytes = self._choose_size(bucket_bytes, way, size)
         late = {id(parameter) for parameter in deferred}
         self._deferred = [i for i, parameter in enumerate(self._parameters) if id(parameter) in late]
@@ -126,7 +118,6 @@ class GradientReducer:
         self._step = 0
         self._expected: list[int] | None = None
         self._seen: list[int] = []
-        self._armed = False
         self._check_alike()
         self._build([i for i in reversed(range(len(named))) if i not in set(self._deferred)])
         self._handles = [
@@ -170,7 +161,7 @@ class GradientReducer:
         self._reset()
 
     def _reset(self) -> None:
-        self._armed = False
+        self.armed = False  # arm() was called, and finish() not yet
         self._next = 0
         self._counts = [0] * len(self._parameters)
         self._started_at = 0.0
@@ -179,20 +170,15 @@ class GradientReducer:
 
     # What a training loop calls
 
-    @property
-    def armed(self) -> bool:
-        """Whether arm() was called and finish() was not yet."""
-        return self._armed
-
     def covers(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Whether these parameters, in this order, are the ones that are reduced."""
         return [id(parameter) for parameter in parameters] == [id(parameter) for parameter in self._parameters]
 
     def arm(self) -> None:
         """The next backward pass (all until finish()) is the step's last: send gradients as they become final."""
-        if self._armed:
+        if self.armed:
             raise HolmesError("GradientReducer: arm() was called twice without finish() between; call each once a step")
-        self._armed = True
+        self.armed = True
 
     def finish(self) -> ReductionTimes:
         """Launch what is left (everything, without arm()), wait, and leave the averages in the gradients.
@@ -209,16 +195,12 @@ class GradientReducer:
         ended = time.perf_counter()
         last = max((bucket.done_at or ended for bucket in self._buckets), default=ended)
         self.times = ReductionTimes(
-            step=self._step,
-            bytes=sum(bucket.bytes for bucket in self._buckets),
-            buckets=len(self._buckets),
-            early=early,
-            seconds=last - self._started_at if self._buckets else 0.0,
-            exposed_s=ended - began,
+            step=self._step, bytes=sum(bucket.bytes for bucket in self._buckets), buckets=len(self._buckets),
+            early=early, seconds=last - self._started_at if self._buckets else 0.0, exposed_s=ended - began,
             fabric=self.fabric.name if self.fabric else "",
-        )
+        )  # fmt: skip
         self._step += 1
-        if self._armed and self._expected is None:
+        if self.armed and self._expected is None:
             self._learn()
         self._reset()
         telemetry.reduction_done(self.times)
@@ -243,7 +225,7 @@ class GradientReducer:
     # Backward pass
 
     def _gradient_arrived(self, index: int, _: torch.Tensor) -> None:
-        if not self._armed:
+        if not self.armed:
             return
         self._counts[index] += 1
         if self._expected is None:

@@ -21,38 +21,22 @@ from holmes_ext.runtime.watch import nics
 from holmes_ext.runtime.watch.failure import with_first
 
 INTERVAL_S = 1.0
-_watch: NicWatch | None = None
-
-
-def start(patience_s: float) -> None:
-    """Watch from now on; `patience_s` 0: tell of a dead link, but never end the process."""
-    global _watch
-    stop()
-    _watch = NicWatch(patience_s)
-    _watch.look(time.monotonic())
-    threading.Thread(target=_watch.run, name="holmes NICs", daemon=True).start()
-
-
-def stop() -> None:
-    global _watch
-    if _watch is not None:
-        _watch.ended.set()
-        _watch = None
 
 
 class NicWatch:
-    """trouble and clock (seconds): as the tests want them; end(line) ends the process."""
+    """patience_s 0: tell of a dead link, but never end the process. trouble(port), end(line): as tests want them."""
 
     def __init__(
-        self,
-        patience_s: float,
-        trouble: Callable[[Port], str] = nics.trouble,
-        end: Callable[[str], None] | None = None,
+        self, patience_s: float, trouble: Callable[[Port], str] = nics.trouble, end: Callable[[str], None] | None = None
     ):
         self.patience_s, self._trouble, self._end = patience_s, trouble, end or _end_process
         self.ended = threading.Event()
         self._since: dict[str, float] = {}
         self._ignored: set[str] | None = None
+
+    def start(self) -> None:
+        self.look(time.monotonic())
+        threading.Thread(target=self.run, name="holmes NICs", daemon=True).start()
 
     def run(self) -> None:
         while not self.ended.wait(INTERVAL_S):

@@ -14,7 +14,8 @@ from holmes_ext.runtime.measure import clock, telemetry
 from holmes_ext.runtime.measure.telemetry_file import Writer, open_writer
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.store import connect
-from holmes_ext.runtime.watch import nic_watch, nics
+from holmes_ext.runtime.watch import nics
+from holmes_ext.runtime.watch.nic_watch import NicWatch
 from holmes_ext.runtime.watch.watchdog import Watchdog
 from holmes_ext.words import why
 
@@ -29,6 +30,7 @@ class _Running:
 
     writer: Writer | None = None
     watchdog: Watchdog | None = None
+    nics: NicWatch | None = None
     hooks: list[Any] = []
 
 
@@ -49,14 +51,14 @@ def start(current: Session) -> list[str]:
             _Running.watchdog.start()
     if several:
         nics.remember_counters(current)
-        nic_watch.start(current.options.patience_s)
+        watch_nics(current.options.patience_s)
     return lines
 
 
 def stop() -> None:
     """Switch off; what is recorded gets written. Waits a moment for the backend's threads to tell what has ended."""
     atexit.unregister(stop)
-    nic_watch.stop()
+    unwatch_nics()
     recorder = telemetry.recorder
     telemetry.set_recorder(None)
     if recorder is not None:
@@ -67,6 +69,18 @@ def stop() -> None:
     if _Running.writer is not None:
         _Running.writer.close()
     _Running.writer = _Running.watchdog = None
+
+
+def watch_nics(patience_s: float) -> None:
+    unwatch_nics()
+    _Running.nics = NicWatch(patience_s)
+    _Running.nics.start()
+
+
+def unwatch_nics() -> None:
+    if _Running.nics is not None:
+        _Running.nics.ended.set()
+    _Running.nics = None
 
 
 def hook_optimizers(recorder: telemetry.Recorder) -> None:

@@ -27,7 +27,10 @@ def clock():
 def fake_session(rank, world):
     """As much of a session as groups need: every group on one fabric."""
     return SimpleNamespace(
-        rank=rank, groups=[], plan=SimpleNamespace(world_size=world), transport=lambda ranks, backend: Transport("ib", "ib", "ib0", "")
+        rank=rank,
+        groups=[],
+        plan=SimpleNamespace(world_size=world),
+        transport=lambda ranks, backend: Transport("ib", "ib", "ib0", ""),
     )
 
 
@@ -110,7 +113,14 @@ def _operations(rank, keeps):
         telemetry.set_recorder(None)
         registry().undo()
         session.set_active(None)
-    ops = [(op.name, op.payload, op.sent, op.number, op.peer, op.end >= op.start > 0, op.waited > 0) for op in steps[0][4]] if keeps else []
+    ops = (
+        [
+            (op.name, op.payload, op.sent, op.number, op.peer, op.end >= op.start > 0, op.waited > 0)
+            for op in steps[0][4]
+        ]
+        if keeps
+        else []
+    )
     left = type(vars(dist.ProcessGroup)["allreduce"]).__name__
     dist.all_reduce(torch.ones(4))  # as before
     return ops, open_, group.collectives, group.messages, left

@@ -26,14 +26,36 @@ def writer(path, **more):
 
 def test_a_step_is_one_line(tmp_path):
     made = writer(tmp_path)
-    made.on_step(2, 10.0, 12.0, 64, [operation(10.0, 11.0), operation(10.5, 11.5), operation(11, 11.25, "pipeline", peer=0)], [("forward", 10, 11)], None)
+    made.on_step(
+        2,
+        10.0,
+        12.0,
+        64,
+        [operation(10.0, 11.0), operation(10.5, 11.5), operation(11, 11.25, "pipeline", peer=0)],
+        [("forward", 10, 11)],
+        None,
+    )
     made.put({"clock": [1.5, 0.1]})
     made.close()
     one = read(tmp_path / "run" / "rank0.jsonl")
     assert one.closed and not one.cut and one.clock == (1.5, 0.1)
     step = one.steps[2]
-    assert step["groups"] == [["data", "ib", "across", 2, 400, 200, 1.5, 0.5], ["pipeline", "ib", "inside", 1, 200, 100, 0.25, 0.25]]
-    assert step["spans"] == [["forward", 10, 11]] and step["ops"][0] == ["data", "ib", "all_reduce", "7", 3, None, 10.0, 11.0, 0.25, 100]
+    assert step["groups"] == [
+        ["data", "ib", "across", 2, 400, 200, 1.5, 0.5],
+        ["pipeline", "ib", "inside", 1, 200, 100, 0.25, 0.25],
+    ]
+    assert step["spans"] == [["forward", 10, 11]] and step["ops"][0] == [
+        "data",
+        "ib",
+        "all_reduce",
+        "7",
+        3,
+        None,
+        10.0,
+        11.0,
+        0.25,
+        100,
+    ]
     assert "ops" in step and not telemetry_file.traced(3)
 
 
@@ -46,7 +68,9 @@ def test_the_file_is_bounded(tmp_path, capsys):
     assert 3500 < path.stat().st_size <= 4000
     assert len(read(path).steps) > 10  # whole lines
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "telemetry of rank 0 ends here (the file has reached 0 MiB); training goes on" in err
+    assert (
+        err.count("\n") == 1 and "telemetry of rank 0 ends here (the file has reached 0 MiB); training goes on" in err
+    )
 
 
 def test_a_full_disk_ends_telemetry_not_training(tmp_path, capsys, monkeypatch):
@@ -75,7 +99,11 @@ def test_tensorboard_gets_the_totals(tmp_path):
     made = writer(tmp_path, make_board=lambda: board)
     made.on_step(4, 0.0, 2.0, 0, [operation(0, 1)], [], None)
     made.close()
-    assert ("holmes/step_s", 2.0, 4) in written and ("holmes/data across (ib)/exposed_s", 0.25, 4) in written and written[-1] == "closed"
+    assert (
+        ("holmes/step_s", 2.0, 4) in written
+        and ("holmes/data across (ib)/exposed_s", 0.25, 4) in written
+        and written[-1] == "closed"
+    )
     assert ("holmes/data across (ib)/Gbps", 100 * 8 / 1e9, 4) in written
 
 

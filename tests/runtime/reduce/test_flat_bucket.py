@@ -30,4 +30,9 @@ def test_every_item_is_in_one_bucket():
 def test_digest_sees_names_shapes_order_and_size():
     base = layout_digest(items(1, 2), 8)
     assert base == layout_digest(items(1, 2), 8)
-    assert len({base, layout_digest(items(2, 1), 8), layout_digest(items(1, 2), 9), layout_digest(items(1, 2, key="x"), 8)}) == 4
+    assert (
+        len(
+            {base, layout_digest(items(2, 1), 8), layout_digest(items(1, 2), 9), layout_digest(items(1, 2, key="x"), 8)}
+        )
+        == 4
+    )

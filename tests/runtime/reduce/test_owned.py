@@ -24,7 +24,9 @@ def reduced(rank, spans, members):
         return None
     reduce, works = ReduceToOwners(group), []
     for number, some in enumerate((spans, spans[::-1], spans)):  # all under way at once
-        flat = torch.randn(sum(elements for elements, _ in some), generator=torch.Generator().manual_seed(10 * rank + number))
+        flat = torch.randn(
+            sum(elements for elements, _ in some), generator=torch.Generator().manual_seed(10 * rank + number)
+        )
         works.append((flat, flat.double(), some, reduce(flat, some)))
     worst = 0.0
     for flat, wanted, some, work in works:
@@ -33,7 +35,9 @@ def reduced(rank, spans, members):
         place = 0
         for elements, owner in some:
             if owner == rank:
-                worst = max(worst, (flat[place : place + elements] - wanted[place : place + elements]).abs().max().item())
+                worst = max(
+                    worst, (flat[place : place + elements] - wanted[place : place + elements]).abs().max().item()
+                )
             place += elements
     reduce.close()
     ranks.all_are_here(rank, dist.get_world_size())

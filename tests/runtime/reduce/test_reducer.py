@@ -36,7 +36,9 @@ class Model(torch.nn.Module):
             if self.checkpointed is None:
                 x = torch.tanh(layer(x))
             else:
-                x = checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=self.checkpointed == "reentrant")
+                x = checkpoint(
+                    lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=self.checkpointed == "reentrant"
+                )
         return x
 
 
@@ -82,7 +84,13 @@ def compare(rank, world_size, options, model_options, steps=3, micro_batches=2, 
 
 @pytest.mark.parametrize(
     "model_options",
-    [{}, {"tied": True}, {"checkpointed": "reentrant"}, {"checkpointed": "plain"}, {"tied": True, "checkpointed": "reentrant"}],
+    [
+        {},
+        {"tied": True},
+        {"checkpointed": "reentrant"},
+        {"checkpointed": "plain"},
+        {"tied": True, "checkpointed": "reentrant"},
+    ],
     ids=["plain", "tied in one rank", "reentrant checkpointing", "checkpointing", "tied and reentrant"],
 )
 def test_equals_a_plain_all_reduce_bit_for_bit_on_two_ranks(model_options):
@@ -98,8 +106,9 @@ def test_three_ranks_differ_by_rounding_only():
 
 def test_a_parameter_unused_on_some_ranks_counts_as_zeros_and_nobody_hangs():
     results = run_ranks(compare, 3, 3, {"bucket_bytes": SMALL}, {}, 3, 2, (2, 5))
-    for worst, early, count in results:
+    for worst, early, _ in results:
         assert worst < 1e-6 and early[2] > 0
+    count = results[0][2]
     assert results[0][1][2] == count and results[1][1][2] < count  # rank 1 lacks two of the six layers
     for worst, early, count in run_ranks(compare, 2, 2, {"bucket_bytes": SMALL}, {"unused": (1,)}):
         assert worst == 0.0 and count - 2 <= early[2] < count  # only the end of the order waits for finish()

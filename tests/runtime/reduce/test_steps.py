@@ -1,4 +1,5 @@
-"""A process that ends, well or badly, while something is on its way over gloo in another thread: it ends with its own status."""
+"""A process that ends, well or badly, while something is on its way over gloo in another thread: it ends with its own
+status."""
 
 import os
 import subprocess
@@ -11,7 +12,8 @@ import datetime, sys, time, torch, torch.distributed as dist
 from holmes_ext.runtime.reduce.owned import ReduceToOwners
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 rank, kind, error = int(sys.argv[1]), sys.argv[3], sys.argv[4]
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+limit = datetime.timedelta(seconds=60)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=limit)
 if kind == "owners":
     reduce = ReduceToOwners(dist.group.WORLD)
     start = lambda: reduce(torch.ones(10), [(5, 0), (5, 1)])
@@ -30,7 +32,12 @@ if error:
 def test_a_process_ends_with_its_own_status(kind, error, tmp_path):
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     ends = [
-        subprocess.Popen([sys.executable, "-c", JOB, str(rank), str(tmp_path / "store"), kind, error], env=environ, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", JOB, str(rank), str(tmp_path / "store"), kind, error],
+            env=environ,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(2)
     ]
     said = [one.communicate(timeout=90)[1] for one in ends]

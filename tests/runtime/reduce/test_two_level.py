@@ -67,7 +67,9 @@ def against_flat(rank, clusters, numels, chunk_bytes, dtype):
 
 
 @pytest.mark.parametrize(
-    "clusters", [[[0, 1], [2, 3]], [[0, 2], [3, 1]], [[0], [1, 2]], [[0, 1], [2, 3, 4]], [[0, 1], [2], [3, 4, 5]]], ids=str
+    "clusters",
+    [[[0, 1], [2, 3]], [[0, 2], [3, 1]], [[0], [1, 2]], [[0, 1], [2, 3, 4]], [[0, 1], [2], [3, 4, 5]]],
+    ids=str,
 )
 def test_sum_is_the_flat_sum_and_the_same_bits_everywhere(clusters):
     count = sum(map(len, clusters))
@@ -132,7 +134,7 @@ def test_a_reducer_can_use_it():
 def dies(rank):
     all_reduce = TwoLevelAllReduce([[0, 1], [2, 3]], chunk_bytes=1024)
     model = torch.nn.Linear(32, 32)
-    reducer = GradientReducer(model.named_parameters(), all_reduce=all_reduce)
+    reducer = GradientReducer(model.named_parameters(), all_reduce=all_reduce, bucket_bytes=1024)
     ranks.all_are_here(rank, 4)
     if rank == 3:
         os._exit(0)

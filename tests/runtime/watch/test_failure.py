@@ -40,7 +40,9 @@ def test_names_the_node_behind_the_address(current):
     for address in ("10.1.0.4", "10.0.0.4"):
         error = f"[pair.cc:553] Connection closed by peer [{address}]:4711. This is typically caused by\nx"
         first, second = run_ranks(one_line, 2, error)
-        assert first.startswith("rank 0: the reduction of bucket 1 of 3 failed over fabric ethernet in the group of ranks 0, 1")
+        assert first.startswith(
+            "rank 0: the reduction of bucket 1 of 3 failed over fabric ethernet in the group of ranks 0, 1"
+        )
         assert "Connection closed by peer" in first and "typically" not in first and "\n" not in first
 
 
