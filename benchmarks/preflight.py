@@ -2,11 +2,13 @@
 
     python benchmarks/preflight.py --json FILE
 
-"64 ranks": 8 nodes x 8 processes, and 64 nodes x 1, two clusters, pipeline 2 x tensor 4 x data 8; every rank is a process in its node's namespaces.
-Seconds from the plan's verdict until all ranks have the preflight's, the slowest rank of each run; and the whole start with and without, in turn.
-"step": the 2+2 scene of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator) in one launch; blocks of steps with everything that runs
-beside the training (NIC watch, telemetry, watchdog) on, off, and off again (the noise), the order rotating; medians of the blocks' medians, spread of the
-comparisons: their quartiles. "watch": CPU seconds of one look at the NICs, of which there is one each second.
+"64 ranks": 8 nodes x 8 processes, and 64 nodes x 1, two clusters, pipeline 2 x tensor 4 x data 8; every rank is a
+process in its node's namespaces. Seconds from the plan's verdict until all ranks have the preflight's, the slowest rank
+of each run; and the whole start with and without, in turn. "step": the 2+2 scene of two_clusters.py (DeepSpeed's
+pipeline engine, emulated accelerator) in one launch; blocks of steps with everything that runs beside the training (NIC
+watch, telemetry, watchdog) on, off, and off again (the noise), the order rotating; medians of the blocks' medians,
+spread of the comparisons: their quartiles. "watch": CPU seconds of one look at the NICs, of which there is one each
+second.
 """
 
 from __future__ import annotations
@@ -104,11 +106,12 @@ def preflights(per_node: int, runs: int) -> list:
 def _row(scene: str, metric: str, values: list[float], unit: str, target: str = ""):
     from harness import Row
 
-    return Row.of(scene, metric, statistics.median(values), unit, (min(values), max(values)), True, target)
+    return Row.median(scene, metric, values, unit, True, target)
 
 
 class Everything:
-    """What runs beside the training: the watch over the NICs, telemetry, the watchdog. (Agreement and preflight are over by then.)"""
+    """What runs beside the training: the watch over the NICs, telemetry, the watchdog. (Agreement and preflight are
+    over by then.)"""
 
     def __init__(self):
         from holmes_ext.runtime.measure import telemetry
@@ -139,7 +142,8 @@ class Everything:
 
 
 def healthy_main(out: str, *command: str) -> None:
-    """One rank of the scene "step": examples/deepspeed_pipeline, blocks of steps with everything on, off and off again, in turn."""
+    """One rank of the scene "step": examples/deepspeed_pipeline, blocks of steps with everything on, off and off again,
+    in turn."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
     import runpy
@@ -194,11 +198,12 @@ def healthy_steps(cycles: int) -> list:
     file = examples() / "clusters" / scene.file
     spec = load_spec(file)
     with Lab(spec, realtime=True) as lab, tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--step", f"{folder}/found", *script(scene), "--steps", str(3 * (cycles + 1) * BLOCK),
-                   "--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}", "--holmes-telemetry", folder]  # fmt: skip
+        command = [sys.executable, __file__, "--step", f"{folder}/found", *script(scene),
+                   "--steps", str(3 * (cycles + 1) * BLOCK), "--holmes", "--holmes-cluster", str(file),
+                   "--holmes-sizes", f"pipeline={scene.stages}", "--holmes-telemetry", folder]
         tell(f"step: {3 * (cycles + 1)} blocks of {BLOCK} steps")
-        result = lab.run(command, order=interleave(spec), preload=("torch", "deepspeed"), env={"DS_ACCELERATOR": "cpu"}, timeout=230,
-                         accelerator={"flops": scene.flops, "classes": ["Block"]})  # fmt: skip
+        result = lab.run(command, order=interleave(spec), preload=("torch", "deepspeed"), timeout=230,
+                         env={"DS_ACCELERATOR": "cpu"}, accelerator={"flops": scene.flops, "classes": ["Block"]})
         assert result.returncode == 0, result.outputs
         found = json.loads(Path(folder, "found").read_text())
     blocks: dict[int, tuple[str, list[float]]] = {}
@@ -209,10 +214,12 @@ def healthy_steps(cycles: int) -> list:
     more = [(on / off - 1) * 100 for on, off in zip(by["on"], by["off"])]
     noise = [(again / off - 1) * 100 for again, off in zip(by["off again"], by["off"])]
     return [
-        *(Row.of("step", f"healthy step, everything {which}", statistics.median(times), "s", (min(times), max(times)), True) for which, times in by.items()),
-        Row.of("step", "everything on against off, more", statistics.median(more), "%", _quartiles(more), True, "<= 0.5"),
-        Row.of("step", "off again against off, more (A/A, noise)", statistics.median(noise), "%", _quartiles(noise), True),
-        Row.of("watch", "share of a core, one look each second", look, "%", (look, look), False, "<= 0.5"),
+        *(Row.median("step", f"healthy step, everything {which}", times, "s", True) for which, times in by.items()),
+        Row.of("step", "everything on against off, more", statistics.median(more), "%", _quartiles(more), True,
+               "<= 0.5"),
+        Row.of("step", "off again against off, more (A/A, noise)", statistics.median(noise), "%", _quartiles(noise),
+               True),
+        Row.median("watch", "share of a core, one look each second", [look], "%", False, "<= 0.5"),
     ]
 
 

@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import Row, finish, parser, tell
+from harness import Row, chosen, finish, parser, tell
 from megatron_two_clusters import PRELOAD as MEGATRON
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec
@@ -162,7 +162,7 @@ def _pipeline(scene: str, file: Path, spec: SiteSpec, repetitions: int) -> list[
         rows.append(_ratio(scene, series, over, under, target))
     worst = max_loss_difference(series["stock"], series["holmes"])
     metric = "largest difference of the losses, holmes and stock"
-    rows.append(Row.of(scene, metric, worst, "nats", (worst, worst), False, "<= 1e-6"))
+    rows.append(Row.median(scene, metric, [worst], "nats", False, "<= 1e-6"))
     return rows
 
 
@@ -301,13 +301,13 @@ def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
 
 
 def _row(scene: str, metric: str, values: list[float], unit: str, target: str = "") -> Row:
-    return Row.of(scene, metric, statistics.median(values), unit, (min(values), max(values)), True, target)
+    return Row.median(scene, metric, values, unit, True, target)
 
 
 SCENES = {
     "overlap": overlap, "pipeline": pipeline, "pipeline 8": partial(pipeline, scene="pipeline 8"), "ring": ring,
     "owners": owners, "step": step, "gather": gather, "gather 6": partial(gather, scene="gather 6"),
-}  # fmt: skip
+}
 
 
 def main() -> int:
@@ -316,12 +316,7 @@ def main() -> int:
     args = arguments.parse_args()
     shim = str(Path(__file__).resolve().parents[1] / "integration_tests")  # megatron-core on machines without CUDA
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [shim, os.environ.get("PYTHONPATH", "")]))
-    wanted = [name for name in args.scenes.split(",") if name]
-    unknown = [name for name in wanted if name not in SCENES]
-    if unknown:
-        tell(f"reduction.py: no scene {unknown[0]!r}; there are {', '.join(SCENES)}")
-        return 2
-    rows = [row for name, make in SCENES.items() if not wanted or name in wanted for row in make(args.repetitions)]
+    rows = [row for name in chosen(args.scenes, SCENES) for row in SCENES[name](args.repetitions)]
     return finish(rows, args.json, "Gradient reduction: overlapped, and in two levels (compute emulated)")
 
 

@@ -10,12 +10,11 @@ each.
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 
-from harness import Row, finish, parser, tell
+from harness import Row, chosen, finish, parser
 from two_clusters import SCENES, run
 
 from holmes_ext.cluster.spec import load_spec
@@ -65,13 +64,11 @@ def steps(repetitions: int, count: int) -> list[Row]:
     difference = max_loss_difference(without, all_of_it)
     rows = [Row.of("2+2", f"step, {one.name}", one.median, "s", one.spread, one.emulated) for one in series.values()]
     emulated = without.emulated
-    for metric, series_of, each, target in (
-        ("what both add to a step", all_of_it, pairs, "<= 0.005"), ("A/A difference (noise)", again, noise, ""),
-    ):  # fmt: skip
-        share = series_of.median / without.median - 1
-        rows.append(Row.of("2+2", metric, share, "of a step", (min(each), max(each)), emulated, target))
-    spread = (difference, difference)
-    rows.append(Row.of("2+2", "largest loss difference", difference, "nats", spread, False, "<= 1e-6"))
+    rows.append(Row.of("2+2", "what both add to a step", all_of_it.median / without.median - 1, "of a step",
+                       (min(pairs), max(pairs)), emulated, "<= 0.005"))
+    rows.append(Row.of("2+2", "A/A difference (noise)", again.median / without.median - 1, "of a step",
+                       (min(noise), max(noise)), emulated))
+    rows.append(Row.median("2+2", "largest loss difference", [difference], "nats", False, "<= 1e-6"))
     return rows
 
 
@@ -92,12 +89,8 @@ def operation(repetitions: int) -> list[Row]:
                 command = [sys.executable, "-c", SMALL, options, watched]
                 result = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
                 seconds[name].append(float(result.stdout.strip().splitlines()[-1]))
-    rows = []
-    for name, times in seconds.items():
-        spread = (min(times) * 1e6, max(times) * 1e6)
-        metric = f"all-reduce of 16 bytes, {name}"
-        rows.append(Row.of("one operation", metric, statistics.median(times) * 1e6, "us", spread, False))
-    return rows
+    return [Row.median("one operation", f"all-reduce of 16 bytes, {name}", [one * 1e6 for one in times], "us", False)
+            for name, times in seconds.items()]
 
 
 def main() -> int:
@@ -106,12 +99,7 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=14)
     args = arguments.parse_args()
     makers = {"operation": lambda: operation(args.repetitions), "2+2": lambda: steps(args.repetitions, args.steps)}
-    wanted = [name for name in args.scenes.split(",") if name]
-    unknown = [name for name in wanted if name not in makers]
-    if unknown:
-        tell(f"telemetry.py: no scene {unknown[0]!r}; there are {', '.join(makers)}")
-        return 2
-    rows = [row for name, make in makers.items() if not wanted or name in wanted for row in make()]
+    rows = [row for name in chosen(args.scenes, makers) for row in makers[name]()]
     return finish(rows, args.json, "What telemetry and the watchdog cost")
 
 

@@ -68,7 +68,7 @@ class Found:
 
 
 def clear(running_too: bool = False) -> list[Found]:
-    """End the keepers (and so every process) of labs whose owner is gone and remove their files; `running_too`: all labs.
+    """End the keepers (so every process) of labs whose owner is gone and remove their files; `running_too`: all labs.
 
     Returns every lab that was found; those of a living owner are left alone unless `running_too`.
     """
@@ -101,5 +101,5 @@ def _end(keeper: list[int], directory: Path) -> None:
     deadline = time.monotonic() + 10
     while _alive(keeper):
         if time.monotonic() > deadline:
-            raise HolmesError(f"{directory}: the lab's keeper (pid {keeper[0]}) does not end; is it blocked in the kernel?")
+            raise HolmesError(f"{directory}: the lab's keeper (pid {keeper[0]}) does not end: blocked in the kernel?")
         time.sleep(0.02)

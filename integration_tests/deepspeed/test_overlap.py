@@ -1,39 +1,33 @@
-"""DeepSpeed's real pipeline engine, 4 processes (pipeline 2 x data 2) on loopback: overlapped against stock, step for step.
+"""DeepSpeed's real pipeline engine, 4 processes (pipeline 2 x data 2) on loopback: overlapped against stock, step for
+step.
 
-Each scene trains twice in the same processes, first without and then with the feature "overlap", from the same weights on the same text; so
-the exact undo is tested too. Losses, and for one scene the weights, must agree.
-"""
+Each scene trains twice in the same processes, first without and then with the feature "overlap", from the same weights
+on the same text; so the exact undo is tested too. Losses, and for one scene the weights, must agree. """
 
 import contextlib
 import io
 import os
 import sys
-from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-sys.path[:0] = [str(Path(__file__).parents[2] / place) for place in ("tests", "examples/deepspeed_pipeline")]
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.errors import HolmesError
+from holmes_ext.lab.samples import examples
+from holmes_ext.options import Options
+from holmes_ext.patches import Registry
+from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.runtime import session
+from holmes_ext.runtime.reduce import reducer
+from holmes_ext.runtime.reduce.owned import ReduceToOwners
+from holmes_ext.runtime.start.launcher import Process
+
 torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
-
-from model import layer_specs, next_byte_loss  # noqa: E402
-from ranks import run_ranks  # noqa: E402
-
-from holmes_ext.cluster.site import site_from_spec  # noqa: E402
-from holmes_ext.cluster.spec import load_spec  # noqa: E402
-from holmes_ext.errors import HolmesError  # noqa: E402
-from holmes_ext.lab.samples import examples  # noqa: E402
-from holmes_ext.options import Options  # noqa: E402
-from holmes_ext.patches import Registry  # noqa: E402
-from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce  # noqa: E402
-from holmes_ext.plan.build import build_plan  # noqa: E402
-from holmes_ext.plan.sizes import Sizes  # noqa: E402
-from holmes_ext.runtime import session  # noqa: E402
-from holmes_ext.runtime.reduce import reducer  # noqa: E402
-from holmes_ext.runtime.reduce.owned import ReduceToOwners  # noqa: E402
-from holmes_ext.runtime.start.launcher import Process  # noqa: E402
-
 SITE = site_from_spec(load_spec(examples() / "clusters" / "two_clusters_4.toml"))
 
 STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE = 4, 3, 2, 16
@@ -51,7 +45,8 @@ SCENES = {
     "fp32 reentrant checkpointing, tied": ({}, {"checkpoint": deepspeed.checkpointing.checkpoint, "tied": True}, 1e-6),
     "fp32 frozen on the way": ({}, {"freeze": True}, 1e-6),
     "fp32 partly optimized": ({}, {"leave_out": True}, 1e-6),
-    "bf16 ZeRO 1 partly optimized": ({"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS}, {"leave_out": True}, 1e-6),
+    "bf16 ZeRO 1 partly optimized": ({"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS},
+                                     {"leave_out": True}, 1e-6),
     "fp32 unused": ({}, {"unused": True}, 1e-6),
     "fp32 ZeRO 1 unused": ({"zero_optimization": ZERO}, {"unused": True}, 1e-6),
     "bf16 ZeRO 1 unused": ({"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS}, {"unused": True}, 1e-6),
@@ -101,6 +96,7 @@ def clip_by_value(parameter):
 
 def engine_for(config, options):
     from deepspeed.pipe import PipelineModule
+    from model import layer_specs, next_byte_loss  # the example's
 
     options = dict(options)
     options.pop("freeze", None)
@@ -115,7 +111,7 @@ def engine_for(config, options):
             loss_fn=next_byte_loss,
             partition_method="uniform",
             seed_layers=True,
-            seed_fn=torch.manual_seed,
+            seed_fn=torch.default_generator.manual_seed,  # torch's also queues a traceback for each kind of GPU
             base_seed=1234,
             activation_checkpoint_interval=1 if checkpoint else 0,
             checkpointable_layers=["Block"],  # the reentrant kind cuts an embedding off from its gradient
@@ -163,8 +159,8 @@ def counted(group):
 
 
 def train(config, options):
-    """Losses of all steps, the buckets that left early in each, the sum of this stage's weights, and what the last step sent for
-    each of them."""
+    """Losses of all steps, the buckets that left early in each, the sum of this stage's weights, and what the last step
+    sent for each of them."""
     engine = engine_for(config, options)
     data = batches(engine.grid.get_data_parallel_rank(), STEPS)
     losses, early = [], []
@@ -181,9 +177,11 @@ def train(config, options):
 
 
 def compare_scenes(rank, names):
+    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
+    sys.path.insert(0, str(examples() / "deepspeed_pipeline"))
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling, and not used
     deepspeed.init_distributed()
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can on the CPU, DeepSpeed asks for AMX
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can; DeepSpeed asks for AMX
     deepspeed.utils.logger.setLevel(100)
     reducer.DEFAULT_BYTES = 20_000  # several buckets in this small model
     registry = Registry(deepspeed_reduce.PATCHES)
@@ -203,14 +201,13 @@ def compare_scenes(rank, names):
 
 @pytest.fixture(scope="module")
 def results():
-    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
     return run_ranks(compare_scenes, 4, list(SCENES), timeout_s=480)
 
 
 @pytest.mark.parametrize("name", SCENES)
 def test_losses_and_weights_are_stock_s(results, name):
     tolerance = SCENES[name][2]
-    for rank, of_rank in enumerate(results):
+    for of_rank in results:
         (losses, none, weights, stock_sent), (ours, early, our_weights, sent) = of_rank[name]
         assert none == [None] * STEPS, "stock must not have been patched"
         assert max(abs(a - b) for a, b in zip(losses, ours)) <= tolerance, (losses, ours)
@@ -257,4 +254,4 @@ def test_what_is_not_supported_is_stock_with_a_reason_once(results):
         losses, said, why, required = of_rank["not supported"]
         assert losses == of_rank["fp32"][0][0][:2]
         assert said == why == (1 if rank == 0 else 0)
-        assert required == "--holmes-require overlap: DeepSpeed's gradient reduction cannot be overlapped: sparse gradients"
+        assert required.startswith("--holmes-require overlap: ") and required.endswith(": sparse gradients"), required

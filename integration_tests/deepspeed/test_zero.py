@@ -1,32 +1,27 @@
-"""DeepSpeed's engine without pipeline, ZeRO 0 to 3, 4 processes on loopback: its reduction in two levels against stock, step for step.
+"""DeepSpeed's engine without pipeline, ZeRO 0 to 3, 4 processes on loopback: its reduction in two levels against stock,
+step for step.
 
-The data-parallel group is made to straddle two clusters of two ranks. Each scene trains twice in the same processes from the same weights
-on the same data, first stock, then with the feature "two-level", which is undone after it.
+The data-parallel group is made to straddle two clusters of two ranks. Each scene trains twice in the same processes
+from the same weights on the same data, first stock, then with the feature "two-level", which is undone after it.
 """
 
 import contextlib
 import io
 import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ranks import run_ranks
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from holmes_ext.errors import HolmesError
+from holmes_ext.options import Options
+from holmes_ext.patches import Registry
+from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
+from holmes_ext.runtime import session
+from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
+
 torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
-
-from ranks import run_ranks  # noqa: E402
-
-from holmes_ext.errors import HolmesError  # noqa: E402
-from holmes_ext.options import Options  # noqa: E402
-from holmes_ext.patches import Registry  # noqa: E402
-from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level  # noqa: E402
-from holmes_ext.runtime import session  # noqa: E402
-from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce  # noqa: E402
-
 STEPS, MICRO_BATCHES, WIDTH = 4, 2, 32
 
 
@@ -56,7 +51,7 @@ SCENES = {
     "ZeRO 2 clipping": ({**zero(2), "gradient_clipping": 0.1}, {}, 1e-6, True),
     "ZeRO 3": (zero(3), {}, 0.0, False),
     "ZeRO 3 overlap_comm": (zero(3, overlap_comm=True), {}, 0.0, False),
-}  # fmt: skip
+}
 
 
 def model():
@@ -109,7 +104,8 @@ def session_with(options):
 
 @contextlib.contextmanager
 def holmes(options):
-    """The patches applied, a session with these options active, and how many elements went in two levels, in a list of one number."""
+    """The patches applied, a session with these options active, and how many elements went in two levels, in a list of
+    one number."""
     registry, original, elements = Registry(deepspeed_two_level.PATCHES), TwoLevelAllReduce.__call__, [0]
 
     def counted(self, flat):
@@ -132,9 +128,10 @@ def holmes(options):
 
 
 def compare_scenes(rank, names):
+    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling, and not used
     deepspeed.init_distributed()
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can on the CPU, DeepSpeed asks for AMX
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can; DeepSpeed asks for AMX
     deepspeed.utils.logger.setLevel(100)
     results = {}
     for name in names:
@@ -155,7 +152,6 @@ def compare_scenes(rank, names):
 
 @pytest.fixture(scope="module")
 def results():
-    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
     return run_ranks(compare_scenes, 4, list(SCENES), timeout_s=480)
 
 

@@ -2,6 +2,7 @@ import json
 import os
 import threading
 
+import clusters
 import pytest
 import torch.distributed as dist
 from sysfs_builder import SCENES
@@ -135,10 +136,10 @@ def test_a_report_travels_as_json(tmp_path):
 
 def test_nics_slower_than_the_file_says_are_told(tmp_path, no_session):
     SCENES["dgx_a100"](tmp_path / "sys")
-    (tmp_path / "c.toml").write_text('version = 1\n[ethernet]\nrate = "1Gb/s"\n[[cluster]]\nname = "a"\nkind = "ib"\n'
-                                     'rate = "3200Gb/s"\nnodes = ["x"]\ninclude = ["mlx5_0"]\n')
+    text = clusters.toml("a ib 3200Gb/s x", ethernet="1Gb/s") + 'include = ["mlx5_0"]\n'
+    (tmp_path / "c.toml").write_text(text)
     environ = {"HOLMES_SYSFS": str(tmp_path / "sys"), "HOLMES_NODE": "x"}
     alone = Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher")
-    _, lines = start.start(Options(cluster=str(tmp_path / "c.toml")), alone, None, {}, None, environ)
+    _, lines = start.start(start.Request(Options(cluster=str(tmp_path / "c.toml"))), alone, {}, None, environ)
     said = f"but the rate of fabric 'a' is 3.2 Tb/s in {tmp_path}/c.toml"
     assert lines == [f"node x: mlx5_0:1 runs at 200 Gb/s, {said}; the plan counts on what the file says"]

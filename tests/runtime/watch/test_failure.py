@@ -22,21 +22,26 @@ def node(number, fabric):
     return Node(f"n{number}", fabric, 1, ports)
 
 
-@pytest.fixture
-def current():
-    """Nodes n1, n2 with InfiniBand and n3, n4 with RoCE; the plan puts n3 first."""
+def activate():
+    """A session on nodes n1, n2 with InfiniBand and n3, n4 with RoCE; the plan puts n3 first."""
     site = Site(tuple(node(number, "ib" if number < 3 else "roce") for number in (1, 2, 3, 4)), FABRICS)
     plan = Plan(site.digest, ("n3", "n1", "n4", "n2"), 1)
     session.set_active(session.Session(Options(), Process(0, 4, 0, 1, "127.0.0.1", 29500, "torchrun"), site, plan, 0))
+
+
+@pytest.fixture
+def current():
+    activate()
     yield session.active()
     session.set_active(None)
 
 
 def one_line(rank, error):
+    activate()
     return describe_failure("bucket 1 of 3", (0, 1), FABRICS[2], error)
 
 
-def test_names_the_node_behind_the_address(current):
+def test_names_the_node_behind_the_address():
     for address in ("10.1.0.4", "10.0.0.4"):
         error = f"[pair.cc:553] Connection closed by peer [{address}]:4711. This is typically caused by\nx"
         first, second = run_ranks(one_line, 2, error)
@@ -46,12 +51,12 @@ def test_names_the_node_behind_the_address(current):
         assert "Connection closed by peer" in first and "typically" not in first and "\n" not in first
 
 
-def test_the_first_sight_is_repeated(current):
+def test_the_first_sight_is_repeated():
     lines = run_ranks(one_line, 2, "Connection closed by peer [10.1.0.1]:4711")
     assert sum("first seen as: rank" in line for line in lines) == 1
     assert all("node n1 (rank 1) is lost" in line for line in lines)
 
 
-def test_an_unknown_address_names_nobody(current):
+def test_an_unknown_address_names_nobody():
     lines = run_ranks(one_line, 2, "Connection closed by peer [192.168.0.1]:4711")
     assert not any("is lost" in line for line in lines)
