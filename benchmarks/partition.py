@@ -33,7 +33,8 @@ from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Gpu, Model
-from holmes_ext.plan.cost.stage_costs import clusters_of_stages, predict
+from holmes_ext.plan.cost.nodes import clusters_of_stages
+from holmes_ext.plan.cost.stages import predict
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile, load_profile, measured_costs
 from holmes_ext.plan.search.partition import METHODS

@@ -5,7 +5,7 @@
 Nothing is tuned for a scene. Once for all: `holmes probe` in the lab of each cluster file (what a user would run), the emulated
 accelerator's known seconds, and for each engine three numbers fitted to five runs of CALIBRATION, which are not among the scenes: CPU
 seconds of a block's forward or backward, of a parameter and of a step, without a network to speak of. The lab's nodes share this machine's cores, so the simulation
-shares them too (Options.cores), with the CPU seconds of a byte sent, which are measured for each fabric of each cluster file (hosts, by the machine's own
+shares them too (Execution.cores), with the CPU seconds of a byte sent, which are measured for each fabric of each cluster file (hosts, by the machine's own
 counters while its nodes all-reduce and do nothing else). --store keeps what was measured: scenes that are in it are not run again (--predict runs nothing, --within S
 begins nothing after S seconds), so that a long run can be made in parts.
 """
@@ -36,9 +36,10 @@ from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.stage_costs import StageCosts
-from holmes_ext.plan.cost.step import stock_fabric
-from holmes_ext.plan.simulate.step import Options, simulate
+from holmes_ext.plan.cost.nodes import stock_fabric
+from holmes_ext.plan.cost.stages import StageCosts
+from holmes_ext.plan.simulate.execution import Execution
+from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
 
 STORE = Path(__file__).parent / "results" / "prediction_measured.json"
@@ -49,7 +50,7 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Scene:
-    """way: stock (nodes in turn, all on Ethernet), holmes, or rdma (stock on one fast cluster: the calibration, and what others recorded). overlap, two_level, zero, layers_of: as in Options; flags: what makes the engine do so."""
+    """way: stock (nodes in turn, all on Ethernet), holmes, or rdma (stock on one fast cluster: the calibration, and what others recorded). overlap, two_level, zero, layers_of: as in Execution; flags: what makes the engine do so."""
 
     name: str
     engine: str
@@ -225,14 +226,13 @@ def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) ->
     row = lambda seconds: ((0.0, *[seconds] * scene.layers, 0.0),) * scene.stages  # noqa: E731
     costs = StageCosts(row(forward), row(2 * forward), row(0.0), row(0.0), scene.micro_batches)
     engine = {"plain": "async"}.get(scene.engine, scene.engine)
-    options = Options(
-        schedule="interleaved" if scene.virtual > 1 else "1f1b",
+    execution = Execution(
         engine=engine,
         virtual=scene.virtual,
         stage_layers=scene.layers_of,
         overlap=scene.overlap,
         bucket_bytes=next((int(float(scene.flags[i + 1]) * 1e6) for i, text in enumerate(scene.flags) if text == "--bucket-mb"), 0),
-        two_level=scene.two_level,
+        two_level="direct" if scene.two_level else "off",
         zero=scene.zero,
         block_s=overhead[0],
         parameter_s=overhead[1],
@@ -240,7 +240,7 @@ def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) ->
         cores=CORES,
     )
     only = stock_fabric(site) if scene.way != "holmes" else None
-    return simulate(site, order, sizes, gpt, options, links, only, costs).step_s
+    return simulate(site, order, sizes, gpt, execution, links, only, costs).step_s
 
 
 def calibrate(engine: str, measured: Measured) -> tuple[float, float, float]:

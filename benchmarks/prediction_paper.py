@@ -26,16 +26,17 @@ from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.cost.model import Model, load_model, on_clusters
-from holmes_ext.plan.cost.step import stock_fabric
-from holmes_ext.plan.simulate.step import Options, simulate
+from holmes_ext.plan.cost.nodes import stock_fabric
+from holmes_ext.plan.simulate.execution import Execution
+from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
 
 SCENE = "paper: 4 RoCE + 4 InfiniBand, GPT 7.5B"
 BARS = {"Megatron-DeepSpeed": 1.66, "Megatron-LM": 1.38, "Megatron-LLaMA": 1.14}
-OVERLAPPED = Options(engine="megatron", overlap="on", zero=1, gather_overlap=True)
+OVERLAPPED = Execution(engine="megatron", overlap="on", zero=1, gather_overlap=True)
 FRAMEWORKS = {
-    "Megatron-DeepSpeed": Options(engine="deepspeed", zero=1),
-    "Megatron-LM": Options(engine="megatron"),
+    "Megatron-DeepSpeed": Execution(engine="deepspeed", zero=1),
+    "Megatron-LM": Execution(engine="megatron"),
     "Megatron-LLaMA": OVERLAPPED,
 }
 WITHIN = 0.15

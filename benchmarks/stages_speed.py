@@ -3,7 +3,7 @@
     python benchmarks/stages_speed.py --json FILE [--cases 200]
 
 Cases: up to 8 clusters in blocks or mixed, layers alike or up to 50 % apart, free to slow edges of two rates, reductions of three, 8 to
-512 micro-batches, tied embeddings, overlap, memory limits. "exact": no (stage, first block) had more states than plan/search/partition.py keeps.
+512 micro-batches, tied embeddings, overlap, memory limits. "exact": no (stage, first block) had more states than plan/search/balanced.py keeps.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import time
 from harness import Row, finish, parser
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.stage_costs import StageCosts
-from holmes_ext.plan.search import partition as stages
+from holmes_ext.plan.cost.stages import StageCosts
+from holmes_ext.plan.search import balanced
+from holmes_ext.plan.search.partition import partition
 
 LAYERS, STAGES = 128, 64
 
@@ -52,19 +53,19 @@ def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--cases", type=int, default=200)
     args = arguments.parse_args()
-    seconds, exact, whole = [], 0, stages._Search.least
+    seconds, exact, whole = [], 0, balanced._Search.least
 
     def least(search, *bounds):
         found = whole(search, *bounds)
         inexact.append(not search.exact)
         return found
 
-    stages._Search.least = least
+    balanced._Search.least = least
     for seed in range(args.cases):
         costs, inexact = case(seed), []
         begin = time.process_time()
         try:
-            stages.partition("balanced", costs)
+            partition("balanced", costs)
         except HolmesError:  # nothing fits the memory: an answer too
             pass
         seconds.append(time.process_time() - begin)

@@ -10,7 +10,7 @@ from holmes_ext.cluster.site import Port, Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.cost.step import Workload
+from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process

@@ -10,8 +10,10 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.stage_costs import Estimate, StageCosts, clusters_of_stages, costs_on_site, predict
-from holmes_ext.plan.cost.step import Workload, step_seconds, stock_fabric
+from holmes_ext.plan.cost.nodes import clusters_of_stages, costs_on_site, step_seconds, stock_fabric
+from holmes_ext.plan.cost.pipeline import Estimate, uniform
+from holmes_ext.plan.cost.stages import StageCosts, predict
+from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.decide import settle
 from holmes_ext.plan.placement import place
 from holmes_ext.plan.plan import NOMINAL, Plan
@@ -65,7 +67,7 @@ def build_plan(
         predicted = {
             "step_seconds": placement.predicted.step_s,
             "reduction_seconds": max(placement.predicted.reduction_s),
-            "exposed_reduction_seconds": placement.predicted.exposed_s,
+            "exposed_reduction_seconds": placement.predicted.waited_s,
             "stock_step_seconds": stock.step_s,
             "stock_reduction_seconds": max(stock.reduction_s),
         }
@@ -77,7 +79,7 @@ def build_plan(
         predicted |= _times(predict(costs, split))
         if profile is None and model is not None:
             by_stage = costs_on_site(measured, launched, sizes, model, only=stock_fabric(measured))
-            times = _times(predict(by_stage, stages.uniform(costs.blocks, costs.stages)))
+            times = _times(predict(by_stage, uniform(costs.blocks, costs.stages)))
             predicted |= {key: value for name, value in times.items() if (key := f"stock_{name}") in predicted}
         stage_layers = split if partition != "uniform" else ()
     plan = Plan(
@@ -104,7 +106,9 @@ def costs_of(
     if model is None:
         return costs
     memory = costs_on_site(site, nodes, sizes, model, overlap)
-    return replace(costs, state_bytes=memory.state_bytes, kept_bytes=memory.kept_bytes, limit_bytes=memory.limit_bytes)
+    state, kept = (tuple(memory.by_layer(row)) for row in (memory.state_bytes, memory.kept_bytes))
+    limits, working = memory.limit_bytes, memory.working_bytes
+    return replace(costs, state_bytes=state, kept_bytes=kept, limit_bytes=limits, working_bytes=working)
 
 
 def _check(partition: str, sizes: Sizes | None, model: Model | Profile | None, stage_layers: Sequence[int]) -> None:
@@ -125,5 +129,5 @@ def _times(outcome: Estimate) -> dict[str, float]:
     return {
         "step_seconds": outcome.step_s,
         "reduction_seconds": max(outcome.reduction_s),
-        "exposed_reduction_seconds": outcome.step_s - (outcome.end_s[0] - outcome.exposed_s[0]),
+        "exposed_reduction_seconds": outcome.waited_s,
     }

@@ -19,8 +19,8 @@ from holmes_ext.plan.cost.buckets import FEWEST, SMALLEST_BYTES, bucket_bytes
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES, two_level_seconds
-from holmes_ext.plan.cost.reduction import exposed_stages
-from holmes_ext.plan.cost.step import Predictor, Workload
+from holmes_ext.plan.cost.nodes import Predictor, exposed_stages
+from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.layout import INSIDE, Layout, groups
 from holmes_ext.plan.placement import straddling_groups
 from holmes_ext.plan.plan import NOMINAL, Plan
@@ -88,8 +88,9 @@ def with_traffic(plan: Plan, options: Options) -> Plan:
 
 def resized(plan: Plan, sizes: Sizes, options: Options, model: Model | None = None) -> Plan:
     """What the plan decides for other sizes than its own, which a framework tells when it starts; the order stays."""
-    changed = {"sizes": sizes, "workload": workload_of(model, sizes) or plan.workload}
-    return with_traffic(replace(plan, stage_layers=(), straddling=(), predicted={}, **changed), options)
+    workload = workload_of(model, sizes) or plan.workload
+    changed = replace(plan, sizes=sizes, workload=workload, stage_layers=(), straddling=(), predicted={})
+    return with_traffic(changed, options)
 
 
 def workload_of(model: Model | None, sizes: Sizes | None) -> Workload | None:

@@ -18,7 +18,7 @@ from typing import Any
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.document import Table, load_json, parse_json, save
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.step import Workload
+from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.layout import KINDS, groups
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import CARRIERS, VERBS, PlannedFabric, Traffic

@@ -14,8 +14,9 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Link, Links
 from holmes_ext.plan.cost.model import Gpu, load_model
-from holmes_ext.plan.cost.stage_costs import costs_on_site, estimate
-from holmes_ext.plan.cost.step import Workload, step_seconds
+from holmes_ext.plan.cost.nodes import costs_on_site, step_seconds
+from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.decide import settle
 from holmes_ext.plan.layout import groups
 from holmes_ext.plan.plan import Plan, check_plan, parse_plan

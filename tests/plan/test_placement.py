@@ -10,9 +10,10 @@ import pytest
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.step import Predictor, Workload, step_seconds
+from holmes_ext.plan.cost.nodes import Predictor, step_seconds
+from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.layout import Layout, groups
-from holmes_ext.plan.placement import arrangements, distinct_orders, pack, place
+from holmes_ext.plan.placement import distinct_orders, order_count, pack, place
 from holmes_ext.plan.sizes import Sizes
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
@@ -236,7 +237,7 @@ def test_pack_with_flexible_nodes():
 def test_distinct_orders():
     counts = {"a": 3, "b": 2, "c": 1}
     orders = list(distinct_orders(counts))
-    assert len(orders) == len(set(orders)) == arrangements(counts) == 60
+    assert len(orders) == len(set(orders)) == order_count(counts) == 60
     assert orders == sorted(orders)
 
 

@@ -8,9 +8,11 @@ from math import inf, nan
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.stage_costs import StageCosts, estimate, predict
-from holmes_ext.plan.search.partition import METHODS, balanced, by_speed, partition, speeds, uniform
-from tests.plan.cost.test_step import simulate
+from holmes_ext.plan.cost.pipeline import uniform
+from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
+from holmes_ext.plan.search.balanced import balanced
+from holmes_ext.plan.search.partition import METHODS, by_speed, partition, speeds
+from tests.plan.cost.test_pipeline import simulate
 
 
 def splits(blocks, stages):
@@ -127,7 +129,7 @@ def milp_step(costs):
         ahead = [(c, -(cost[c][0] + cost[c][2])) for t in range(s) for c in of[t]]
         row([(end, 1), *ahead, *tail, *((c, -cost[c][3]) for c in of[s])], 0)
     whole = [(c, -(cost[c][0] + cost[c][1] + 2 * cost[c][2])) for c in cost]
-    if tied := costs.tied_wait_s():
+    if tied := costs.tied_wait_s:
         for s in (0, last):
             row([(end, 1), *whole, *((c, -cost[c][3]) for c in of[s])], tied)
     goal = np.zeros(end + 1)
