@@ -57,7 +57,8 @@ def settle(
         PlannedFabric(f.name, f.kind, f.rate_bps, f.latency_s, able(f, VERBS), able(f, SOCKETS))
         for f in sorted(rates, key=lambda f: f.preference, reverse=True)
     )
-    clusters = {node.cluster: tuple(other.name for other in here if other.cluster == node.cluster) for node in here}
+    names = dict.fromkeys(node.cluster for node in here)
+    clusters = {name: tuple(node.name for node in here if node.cluster == name) for name in names}
     settled = replace(plan, fabrics=fabrics, clusters=clusters)
     if not plan.fabrics:
         settled = replace(settled, workload=workload or Workload(), basis=basis)
@@ -76,9 +77,13 @@ def _carries(port: Port, carrier: str) -> bool:
 
 def with_traffic(plan: Plan, options: Options) -> Plan:
     """The decisions for both carriers, one entry where they are the same."""
-    both = tuple(_traffic(plan, carrier, options) for carrier in CARRIERS)
-    same_ways = both[0] == replace(both[1], carriers=both[0].carriers)
-    return replace(plan, traffic=(replace(both[0], carriers=CARRIERS),) if same_ways else both)
+    verbs = _traffic(plan, VERBS, options)
+    if all(fabric.verbs == fabric.sockets for fabric in plan.fabrics):
+        sockets = replace(verbs, carriers=(SOCKETS,), reductions=_reductions(plan, SOCKETS, options))
+    else:
+        sockets = _traffic(plan, SOCKETS, options)
+    alike = verbs == replace(sockets, carriers=verbs.carriers)
+    return replace(plan, traffic=(replace(verbs, carriers=CARRIERS),) if alike else (verbs, sockets))
 
 
 def resized(plan: Plan, sizes: Sizes, options: Options, model: Model | None = None) -> Plan:

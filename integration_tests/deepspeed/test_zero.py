@@ -18,7 +18,6 @@ from holmes_ext.options import Options
 from holmes_ext.patches import Registry
 from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
 from holmes_ext.runtime import session
-from holmes_ext.runtime.reduce import straddling
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 
 torch = pytest.importorskip("torch")
@@ -91,9 +90,16 @@ def train(rank, config):
     return losses, engine.skipped_steps
 
 
-def straddle(ranks, size, compress=None):
-    """In place of runtime/two_level.planned: ranks 0 and 1, ranks 2 and 3."""
-    return [[0, 1], [2, 3]] if len(ranks) == 4 and size > 64 else None
+def session_with(options):
+    """As much of a session as a reduction asks: a plan that has two levels over ranks 0 and 1, ranks 2 and 3."""
+
+    def reduction(ranks, backend, *_):
+        clusters = ("a", "b") if len(ranks) == 4 else ()
+        return SimpleNamespace(clusters=clusters, two_level_from=65, compress=options.get("compress", "off"))
+
+    plan = SimpleNamespace(by_cluster=lambda ranks: {"a": [0, 1], "b": [2, 3]})
+    rank = torch.distributed.get_rank()
+    return SimpleNamespace(options=Options(**options), rank=rank, plan=plan, reduction=reduction)
 
 
 @contextlib.contextmanager
@@ -107,9 +113,8 @@ def holmes(options):
         return original(self, flat)
 
     TwoLevelAllReduce.__call__ = counted
-    straddling.planned = straddle
     registry.enable(["two-level"], required=True, disabled=frozenset())
-    session.set_active(SimpleNamespace(options=Options(**options), rank=torch.distributed.get_rank()))
+    session.set_active(session_with(options))
     try:
         yield elements
     finally:
@@ -119,7 +124,7 @@ def holmes(options):
         for made in deepspeed_two_level._made.values():
             made.close()
         deepspeed_two_level._made.clear()
-        deepspeed_two_level._faster.clear()
+        deepspeed_two_level._ways.clear()
 
 
 def compare_scenes(rank, names):

@@ -20,7 +20,7 @@ from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches.deepspeed.features import CHECKPOINTS
 from holmes_ext.patches.deepspeed.partition import borders_of, class_name, most_frequent
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.runtime import session
+from holmes_ext.patches.engine.wrap import with_session
 
 SPLIT = "holmes_split.json"
 _SAVE = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
@@ -52,10 +52,9 @@ def stock_parts(module: Any) -> list[int]:
     return list(utils.partition_balanced(weights=weights, num_parts=module.num_stages))
 
 
-def _save_whole(wrapped, instance, args, kwargs):
+@with_session
+def _save_whole(current, wrapped, instance, args, kwargs):
     """save_checkpoint(save_dir, tag=None, client_state={}, save_latest=True, ...), with a barrier at both ends."""
-    if session.active() is None:
-        return wrapped(*args, **kwargs)
     given = {**dict(zip(_SAVE, args)), **kwargs}
     given["tag"] = str(given.get("tag") or f"global_step{instance.global_steps}")
     folder = Path(given["save_dir"], given["tag"])
@@ -132,12 +131,12 @@ def layers_of(module: Any, parts: Sequence[int]) -> list[int]:
     return layers if blocks is not None and all(layers) and borders_of(names, layers, "") == list(parts) else []
 
 
-def _refuse_other_split(wrapped, instance, args, kwargs):
+@with_session
+def _refuse_other_split(current, wrapped, instance, args, kwargs):
     """load_checkpoint(load_dir, tag=None, ...) of a pipeline engine, unless it takes the universal checkpoint or the
     weights alone."""
-    current, module = session.active(), instance.module
-    only = kwargs.get("load_module_only", False)
-    if current is None or only or not hasattr(module, "parts") or instance.load_universal_checkpoint():
+    module, only = instance.module, kwargs.get("load_module_only", False)
+    if only or not hasattr(module, "parts") or instance.load_universal_checkpoint():
         return wrapped(*args, **kwargs)
     load_dir = Path(args[0] if args else kwargs["load_dir"])
     tag = args[1] if len(args) > 1 else kwargs.get("tag")

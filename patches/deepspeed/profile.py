@@ -15,6 +15,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.features import PROFILE
 from holmes_ext.patches.deepspeed.partition import class_name, most_frequent
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure.profile_file import publish
 from holmes_ext.runtime.measure.profiler import Profiler, profiler
@@ -68,10 +69,8 @@ def _install(engine: Any, steps: int) -> Profiler:
     return made
 
 
-def _train_batch(wrapped, instance, args, kwargs):
-    current = session.active()
-    if current is None:
-        return wrapped(*args, **kwargs)
+@with_session
+def _train_batch(current, wrapped, instance, args, kwargs):
     if instance not in _profilers:
         _profilers[instance] = _install(instance, current.options.profile_steps)
     mine = _profilers[instance]

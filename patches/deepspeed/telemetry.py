@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from holmes_ext.patches.deepspeed.features import TELEMETRY
-from holmes_ext.patches.engine.patch import Patch, inside
+from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import inside
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.measure import telemetry
 

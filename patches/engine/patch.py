@@ -4,7 +4,6 @@ import functools
 import importlib.metadata
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -138,13 +137,3 @@ class PatchStatus(NamedTuple):
     state: str
     reason: str
     version: str | None
-
-
-def inside(context: Callable[[], AbstractContextManager]) -> Callable:
-    """A wrap that calls the target inside `context()`."""
-
-    def wrap(wrapped, instance, args, kwargs):
-        with context():
-            return wrapped(*args, **kwargs)
-
-    return wrap

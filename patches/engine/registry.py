@@ -163,8 +163,8 @@ class Registry:
             return on, {name: one.off for name, one in self._features.items() if one.off and one.off != _UNWANTED}
 
     def states(self) -> dict[str, str]:
-        """ "feature target" -> "off" or "on VERSION": equal on ranks that are patched alike. A patch that waits counts as
-        on, since a rank may import a module later than another."""
+        """ "feature target" -> "off" or "on VERSION": equal on ranks that are patched alike. A patch that waits counts
+        as on, since a rank may import a module later than another."""
         with self._lock:
             return {f"{name} {patch.target}": "off" if one.off else f"on {one.version}"
                     for name, one in self._features.items() for patch in one.patches}

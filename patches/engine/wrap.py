@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
 from holmes_ext.runtime import session
+
+
+def inside(context: Callable[[], AbstractContextManager]) -> Callable[..., Any]:
+    """A wrapper (Patch.wrap) that calls the target inside `context()`."""
+
+    def wrapper(wrapped, instance, args, kwargs):
+        with context():
+            return wrapped(*args, **kwargs)
+
+    return wrapper
 
 
 def with_session(wrapper: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from holmes_ext.options import NAMES, PREFIX, flag
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.megatron.features import MEGATRON_DEEPSPEED_FLAGS
 from holmes_ext.patches.megatron.flags import add_flags
-from holmes_ext.runtime import session
 from holmes_ext.words import nearest
 
 
-def _teach_flags(wrapped, instance, args, kwargs):
+@with_session
+def _teach_flags(current, wrapped, instance, args, kwargs):
     """parse_args with a holmes group added through its own extra_args_provider."""
-    current = session.active()
-    if current is None:
-        return wrapped(*args, **kwargs)
 
     def call(extra_args_provider=None, *rest, **more):
         def provider(parser):

@@ -16,7 +16,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.engine.patch import Patch, inside
+from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import inside, with_session
 from holmes_ext.patches.megatron.features import PROFILE, loaded_version
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure.profile_file import publish
@@ -66,10 +67,10 @@ def gradient_bytes(model: Any) -> dict[str | int, float]:
     return found
 
 
-def _schedule(wrapped, instance, args, kwargs):
+@with_session
+def _schedule(current, wrapped, instance, args, kwargs):
     """A forward_backward function: the last step ends and the next one begins."""
-    current = session.active()
-    if current is None or state.done or kwargs.get("forward_only"):
+    if state.done or kwargs.get("forward_only"):
         return wrapped(*args, **kwargs)
     from megatron.core.utils import get_model_config
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from functools import partial
 
-from holmes_ext.patches.engine.patch import Patch, inside
+from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import inside
 from holmes_ext.patches.megatron.core import job
 from holmes_ext.patches.megatron.features import TELEMETRY
 from holmes_ext.runtime.measure import telemetry

@@ -30,7 +30,7 @@ from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.reduce.flat_bucket import DEFAULT_BYTES, FlatBucket, Gradient, Item, fill_buckets, layout_digest
 from holmes_ext.runtime.reduce.owned import ReduceToOwners, Spans, merge_spans
-from holmes_ext.runtime.reduce.straddling import flat_all_reduce, planned, two_level_for
+from holmes_ext.runtime.reduce.straddling import TwoLevel, flat_all_reduce, planned, two_level_for
 from holmes_ext.runtime.watch.failure import describe_failure
 
 
@@ -128,6 +128,8 @@ class GradientReducer:
     def _choose_size(self, wanted: int | None, way: Reduction | None, size: int) -> int:
         if wanted is None and way is not None:
             return way.chunk_bytes if self._two_level is not None else way.bucket_bytes
+        if wanted is None and isinstance(self._all_reduce, TwoLevel):  # the caller's own
+            return self._all_reduce.chunk_bytes
         if wanted is None:
             return bucket_bytes_of(self.fabric, len(self.ranks), size) if self.fabric else DEFAULT_BYTES
         if not isinstance(wanted, int) or wanted < 1:

@@ -118,8 +118,7 @@ def start(
 
     def decide(reports: list[dict[str, Any]], nodes: list[NodeReport]) -> dict[str, Any]:
         site, plan = request.planned(nodes)
-        return {"site": site.to_dict(), "plan": plan.to_json(), "source": plan.source,
-                "lines": _down(nodes, site)}
+        return {"site": site.to_dict(), "plan": plan.to_json(), "source": plan.source, "lines": _down(nodes, site)}
 
     if process.world_size == 1:
         verdict = {"round": "holmes/1", **decide([report], [NodeReport.from_dict(report["nics_of_node"], 1)])}

@@ -11,24 +11,23 @@ from __future__ import annotations
 import socket
 import time
 from datetime import timedelta
-
-import torch.distributed as dist
+from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.start.launcher import Process
 
 #: Kept alive as long as the process: the store's server lives in this object on the launcher's rank 0.
-_opened: list[dist.TCPStore] = []
+_opened: list[Any] = []
 
 
-def open_store(process: Process, timeout_s: float) -> dist.TCPStore:
+def open_store(process: Process, timeout_s: float) -> Any:
     """The store of `process`'s job, hosted or connected; HolmesError within `timeout_s` seconds when it cannot be."""
     hosts = process.rank == 0 and not process.agent_store
     if not hosts:
         _await_listener(process, timeout_s)
     try:
         _opened.append(connect(process, timeout_s, hosts))
-    except (dist.DistError, RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:  # torch.distributed.DistError is a RuntimeError
         reason = str(error).splitlines()[0]
         role = "host" if hosts else "reach"
         raise HolmesError(
@@ -38,9 +37,10 @@ def open_store(process: Process, timeout_s: float) -> dist.TCPStore:
     return _opened[-1]
 
 
-def connect(process: Process, timeout_s: float, hosts: bool = False) -> dist.TCPStore:
-    """A client of its own, for a thread that waits: one that waits keeps others from using it. Raises what torch
-    does."""
+def connect(process: Process, timeout_s: float, hosts: bool = False) -> Any:
+    """A TCPStore of its own, for a thread that waits: one that waits keeps others from it. Raises what torch does."""
+    import torch.distributed as dist
+
     limit = timedelta(seconds=timeout_s)
     where = process.master_addr, process.master_port, process.world_size
     return dist.TCPStore(*where, is_master=hosts, timeout=limit, wait_for_workers=False, multi_tenant=True)

@@ -6,6 +6,7 @@ import pytest
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed import checkpoints
 from holmes_ext.patches.deepspeed.checkpoints import Split
+from holmes_ext.runtime import session
 
 pytest.importorskip("deepspeed")
 
@@ -61,7 +62,7 @@ def test_latest_names_a_checkpoint_when_all_of_it_is_there(tmp_path, monkeypatch
     """Whatever ends the job while it is saved, the former one is still named."""
     import deepspeed.comm
 
-    monkeypatch.setattr(checkpoints.session, "active", lambda: object())
+    monkeypatch.setattr(session, "active", lambda: object())
     barriers = []
     monkeypatch.setattr(deepspeed.comm, "barrier", lambda: barriers.append((tmp_path / "latest").read_text()))
     engine = SimpleNamespace(

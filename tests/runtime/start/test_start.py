@@ -15,7 +15,19 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.start import rank as start
 from holmes_ext.runtime.start.launcher import Process
 
-FILE = clusters.toml("a ethernet - n0,n2", "b ethernet - n1,n3", ethernet="1Gb/s")
+FILE = """
+version = 1
+[ethernet]
+rate = "1Gb/s"
+[[cluster]]
+name = "a"
+kind = "ethernet"
+nodes = ["n0", "n2"]
+[[cluster]]
+name = "b"
+kind = "ethernet"
+nodes = ["n1", "n3"]
+"""
 
 MODEL = """
 version = 1
@@ -128,7 +140,6 @@ def test_nics_slower_than_the_file_says_are_told(tmp_path, no_session):
     (tmp_path / "c.toml").write_text(text)
     environ = {"HOLMES_SYSFS": str(tmp_path / "sys"), "HOLMES_NODE": "x"}
     alone = Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher")
-    request = start.Request(Options(cluster=str(tmp_path / "c.toml")))
-    _, lines = start.start(request, alone, {}, None, environ)
+    _, lines = start.start(start.Request(Options(cluster=str(tmp_path / "c.toml"))), alone, {}, None, environ)
     said = f"but the rate of fabric 'a' is 3.2 Tb/s in {tmp_path}/c.toml"
     assert lines == [f"node x: mlx5_0:1 runs at 200 Gb/s, {said}; the plan counts on what the file says"]
