@@ -32,11 +32,9 @@ class Profiler:
     """The times of one rank. clock() -> a mark; seconds(a, b) between two marks, once the step has ended."""
 
     def __init__(
-        self,
-        steps: int,
-        clock: Callable[[], Any] = time.perf_counter,
+        self, steps: int, clock: Callable[[], Any] = time.perf_counter,
         seconds: Callable[[Any, Any], float] = lambda a, b: b - a,
-    ):
+    ):  # fmt: skip
         self.steps, self.clock, self.seconds = steps, clock, seconds
         self.done = 0  # steps, warm-up included
         self.totals: dict[str, list[float]] = {}  # kind -> seconds of each measured step

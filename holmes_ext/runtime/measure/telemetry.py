@@ -86,12 +86,9 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        rank: int,
-        sizes: Sizes | None,
-        on_step: Callable[..., None] | None = None,
+        self, rank: int, sizes: Sizes | None, on_step: Callable[..., None] | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ):
+    ):  # fmt: skip
         self.rank, self.sizes, self.on_step, self.clock = rank, sizes, on_step, clock
         self.groups: dict[int, GroupTraffic] = {}
         self.open: dict[int, Op] = {}  # by id(op)

@@ -49,14 +49,9 @@ class Writer:
     """
 
     def __init__(
-        self,
-        path: Path,
-        head: dict[str, Any],
-        recorder: Recorder,
-        crosses: Callable[[Sequence[int]], bool],
-        make_board: Callable[[], Any] = lambda: None,
-        limit: int = LIMIT_BYTES,
-    ):
+        self, path: Path, head: dict[str, Any], recorder: Recorder, crosses: Callable[[Sequence[int]], bool],
+        make_board: Callable[[], Any] = lambda: None, limit: int = LIMIT_BYTES,
+    ):  # fmt: skip
         self.path, self.recorder, self.crosses, self.limit = path, recorder, crosses, limit
         self.written = 0
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,15 +138,11 @@ def open_writer(current: Session, run: str, recorder: Recorder) -> Writer:
     site, node, sizes = current.site, current.node, current.plan.sizes
     folder = Path(current.options.telemetry).absolute() / run
     head = {
-        "run": run,
-        "rank": current.rank,
-        "world": current.process.world_size,
-        "node": node.name,
-        "cluster": node.cluster,
-        "wall": time.time(),
+        "run": run, "rank": current.rank, "world": current.process.world_size, "node": node.name,
+        "cluster": node.cluster, "wall": time.time(),
         "sizes": {axis: getattr(sizes, axis) for axis in _AXES} if sizes else None,
         "fabrics": {fabric.name: [fabric.kind, fabric.rate_bps] for fabric in site.fabrics},
-    }
+    }  # fmt: skip
 
     def crosses(ranks: Sequence[int]) -> bool:
         return len({site.node_by_name[current.plan.node_of(rank)].cluster for rank in ranks}) > 1

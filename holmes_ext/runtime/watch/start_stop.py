@@ -111,16 +111,10 @@ def _watchdog(current: Session, recorder: telemetry.Recorder, factor: float, flo
     process, plan = current.process, current.plan
     first = plan.nodes.index(current.site.nodes[0].name) * plan.processes  # the rank that the launcher's rank 0 has now
     return Watchdog(
-        recorder,
-        factor,
-        floor_s,
-        connect=lambda: connect(process, 10.0),
-        prefix=f"{current.round}/watchdog",
-        node_of=plan.node_of,
-        rates={fabric.name: fabric.rate_bps for fabric in current.site.fabrics},
-        carried=lambda: nics.bytes_carried(current.node),
-        host=None if process.agent_store else first,
-    )
+        recorder, factor, floor_s, connect=lambda: connect(process, 10.0), prefix=f"{current.round}/watchdog",
+        node_of=plan.node_of, rates={fabric.name: fabric.rate_bps for fabric in current.site.fabrics},
+        carried=lambda: nics.bytes_carried(current.node), host=None if process.agent_store else first,
+    )  # fmt: skip
 
 
 def _start_telemetry(current: Session, recorder: telemetry.Recorder) -> list[str]:

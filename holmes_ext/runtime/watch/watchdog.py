@@ -212,10 +212,7 @@ class Watchdog:
         ops, groups = sorted(recorder.open.values(), key=lambda op: op.start), list(recorder.groups.values())
         self._looks += 1
         return State(
-            rank=recorder.rank,
-            node=self.node_of(recorder.rank),
-            step=recorder.step,
-            look=self._looks,
+            rank=recorder.rank, node=self.node_of(recorder.rank), step=recorder.step, look=self._looks,
             waiting=tuple(self._waiting(op, now) for op in ops[:_TOLD]),
             started={group.name: group.collectives for group in groups},
             messages={f"{way} {group.name} {peer}": count for group in groups
