@@ -184,14 +184,11 @@ def measured_costs(profile: Profile, clusters: Sequence[Sequence[str]], overlap:
     optimizer = min(stage.optimizer_s for stage in profile.stages)
     edges = [*(_edge(profile, *pair) for pair in zip(clusters, clusters[1:])), 0.0]
     return StageCosts(
-        forward_s=tuple(row(one, 0) for one in on),
-        backward_s=tuple(row(one, 1) for one in on),
+        forward_s=tuple(row(one, 0) for one in on), backward_s=tuple(row(one, 1) for one in on),
         reduction_s=tuple(tuple(size * one.reduction_s_per_byte for size in profile.gradient_bytes) for one in on),
-        transfer_s=tuple((edge,) * len(profile.gradient_bytes) for edge in edges),
-        micro_batches=profile.micro_batches,
+        transfer_s=tuple((edge,) * len(profile.gradient_bytes) for edge in edges), micro_batches=profile.micro_batches,
         latency_s=tuple(one.reduction_latency_s + optimizer for one in on),
-        tied_s=min(first.tied_s, last.tied_s) if len(clusters) > 1 else 0.0,
-        overlap=overlap,
+        tied_s=min(first.tied_s, last.tied_s) if len(clusters) > 1 else 0.0, overlap=overlap,
         places=tuple(", ".join(names) for names in clusters),
     )
 

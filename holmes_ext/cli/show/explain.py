@@ -81,6 +81,6 @@ def show(costs: StageCosts, found: Mapping[str, Estimate]) -> None:
         fits = "" if all(one.fits) else " - does not fit the memory"
         screen.line(f"{name:>8}: {one.step_s:.4g} s, {found['uniform'].step_s / one.step_s:.3f} x uniform{fits}")
     screen.line(
-        "seconds; compute: all micro-batches, send: one activation to the next stage, exposed: of the reduction, after the"
-        " last backward; compute, exposed and idle add up to the step"
+        "seconds; compute: all micro-batches, send: one activation to the next stage, exposed: of the reduction, after"
+        " the last backward; compute, exposed and idle add up to the step"
     )

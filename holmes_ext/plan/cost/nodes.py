@@ -150,8 +150,7 @@ class Predictor:
         seconds = {kind: [price.seconds(sizes[kind]) for price in own] for kind, own in prices.items()}
         return Component(
             {kind: tuple(own) for kind, own in prices.items()},
-            tuple(self._edge(pairs, part, part) for pairs in self.layout.inner),
-            tuple(seconds["data"]),
+            tuple(self._edge(pairs, part, part) for pairs in self.layout.inner), tuple(seconds["data"]),
             tuple(map(sum, zip(*(seconds[kind] for kind in INSIDE if kind != "data")))),
             {kind: tuple(found) for kind, found in straddling.items()},
         )

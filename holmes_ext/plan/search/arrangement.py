@@ -1,8 +1,8 @@
 """Which clusters' GPUs run which pipeline stage, and the order of nodes that makes it so.
 
-    clusters A B, 4 stages     blocks (A)(B)      stages  A A B B       the pipeline crosses once, gradients stay inside
-                               one group (AB)     stages  AB AB AB AB   whole pipelines in every cluster, gradients cross
-    clusters A B C D           groups (AB)(CD)    stages  AB AB CD CD   both
+    clusters A B, 4 stages    blocks (A)(B)      stages  A A B B       the pipeline crosses once, gradients stay inside
+                              one group (AB)     stages  AB AB AB AB   whole pipelines in every cluster, gradients cross
+    clusters A B C D          groups (AB)(CD)    stages  AB AB CD CD   both
 
 A stage's content is a tuple of (cluster, ranks) in the order of its data-parallel ranks. Groups of equal numbers of
 clusters are looked at, in every order; clusters that are alike (nodes, GPU, fabric's kind, rate and latency, measured

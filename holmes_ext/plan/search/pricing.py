@@ -129,13 +129,10 @@ class Pricing:
         gather = Price(weights * scatter.byte_s, scatter.latency_s)
         both = Price(scatter.byte_s + gather.byte_s, whole.latency_s)
         return StagePrice(
-            flops=min(gpu.flops for gpu in gpus),
-            collective_s=self._collectives(content, order),
-            reduction=(whole, both, gather, FREE)[zero],
-            gather=gather if zero == 3 else FREE,
+            flops=min(gpu.flops for gpu in gpus), collective_s=self._collectives(content, order),
+            reduction=(whole, both, gather, FREE)[zero], gather=gather if zero == 3 else FREE,
             scatter=scatter if zero >= 2 else FREE,
-            limit_bytes=min(min((gpu.memory_bytes or inf) for gpu in gpus), self.memory_bytes or inf),
-            way=way,
+            limit_bytes=min(min((gpu.memory_bytes or inf) for gpu in gpus), self.memory_bytes or inf), way=way,
         )
 
     def _members_on_node(self, order: str) -> int:

@@ -122,15 +122,9 @@ class Outcome:
         one = estimate(pricing.costs(arrangement, self.overlap), split)
         prices = [pricing.stage(content, arrangement.order) for content in arrangement.contents]
         return Candidate(
-            shape=pricing.shape,
-            arrangement=arrangement,
-            split=tuple(split),
-            formula_s=one.step_s,
-            bound_s=one.step_s if bound_s is None else bound_s,
-            least_s=least_s,
-            memory_bytes=one.memory_bytes,
-            limit_bytes=tuple(price.limit_bytes for price in prices),
-            reductions=tuple(price.way for price in prices),
+            shape=pricing.shape, arrangement=arrangement, split=tuple(split), formula_s=one.step_s,
+            bound_s=one.step_s if bound_s is None else bound_s, least_s=least_s, memory_bytes=one.memory_bytes,
+            limit_bytes=tuple(price.limit_bytes for price in prices), reductions=tuple(price.way for price in prices),
         )
 
     def stock(self, shape: Shape) -> tuple[Outcome, Candidate]:

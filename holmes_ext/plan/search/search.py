@@ -281,8 +281,8 @@ class _Run:
         has, needs, more, alone = (format_bytes(each, 4) for each in (limit, used, used - limit, terms[largest]))
         return (
             f"{outcome.model.name} fits nowhere: nearest is tensor {shape.tensor}, pipeline {shape.pipeline}, data"
-            f" {shape.data}, recompute {shape.recompute}, ZeRO {shape.zero}, whose stage {stage} needs {needs} of {has}:"
-            f" {largest} alone are {alone}, {more} are too much; it needs {FIXES[largest]}"
+            f" {shape.data}, recompute {shape.recompute}, ZeRO {shape.zero}, whose stage {stage} needs {needs} of"
+            f" {has}: {largest} alone are {alone}, {more} are too much; it needs {FIXES[largest]}"
         )
 
 

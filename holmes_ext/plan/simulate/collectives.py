@@ -60,8 +60,7 @@ def leaving(gradients: Sequence[Gradient], limit_bytes: float, exceed: bool) -> 
     return [
         Leaving(
             tuple(sum(gradient.size for gradient in bucket) for bucket in buckets),
-            tuple(dict.fromkeys(gradient.place for bucket in buckets for gradient in bucket)),
-            after,
+            tuple(dict.fromkeys(gradient.place for bucket in buckets for gradient in bucket)), after,
         )
         for after, buckets in found.items()
     ]

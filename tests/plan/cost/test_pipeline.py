@@ -14,7 +14,9 @@ def simulate(forward, backward, transfer, micro_batches):
     for stage in range(stages):
         warm = min(stages - stage - 1, micro_batches)
         steady = [op for i in range(micro_batches - warm) for op in (("F", warm + i), ("B", i))]
-        programs.append([("F", i) for i in range(warm)] + steady + [("B", i) for i in range(micro_batches - warm, micro_batches)])
+        programs.append(
+            [("F", i) for i in range(warm)] + steady + [("B", i) for i in range(micro_batches - warm, micro_batches)]
+        )
     clock, at = [0.0] * stages, [0] * stages
     while any(at[s] < len(programs[s]) for s in range(stages)):
         for s in range(stages):
@@ -66,7 +68,8 @@ def test_the_formula_with_edges_within_a_tenth():
 
 
 def test_the_formula_with_slow_edges_are_never_too_early():
-    """An edge in the middle slows the run of stages around it: those that end with the last stage are not enough (13 % too early)."""
+    """An edge in the middle slows the run of stages around it: those that end with the last stage are not enough (13 %
+    too early)."""
     rng = random.Random(0)
     for _ in range(500):
         stages, micro = rng.randint(2, 8), rng.randint(1, 40)
