@@ -39,7 +39,8 @@ def stages(tied):
 
 
 def real(rank, stage, tied, bucket_bytes):
-    """Bytes of every gradient, bucket by bucket, in the order in which they leave once the reducer has seen one step."""
+    """Bytes of every gradient, bucket by bucket, in the order in which they leave once the reducer has seen one
+    step."""
     modules, run = stages(tied)[stage]
     module, deferred = torch.nn.ModuleList(modules), []
     if tied:
