@@ -1,6 +1,4 @@
-"""`holmes plan` without sizes: the table, JSON, pictures, limits, Ctrl-C and bad input, each through the command's own
-main.
-"""
+"""`holmes plan` without sizes: the table, JSON, pictures, limits, Ctrl-C and bad input, each through main()."""
 
 import json
 import os
@@ -18,8 +16,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 CLUSTER = str(EXAMPLES / "clusters" / "two_clusters_4.toml")
 MODEL = str(EXAMPLES / "models" / "deepspeed_demo.toml")
 SEARCH = ["plan", "--cluster", CLUSTER, "--model", MODEL, "--global-batch", "16"]
-GPT = "pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64".split()
-GPT += "--micro-batch-size 1 --global-batch-size 16".split()
+GPT = ("pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1"
+       " --global-batch-size 16").split()
 
 
 def holmes(capsys, *arguments):
@@ -31,10 +29,8 @@ def test_table_and_explanation(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     status, said = holmes(capsys, *SEARCH)
     assert status == 0
-    for part in (
-        "proven best within the model", "simulated: best", "where a step's seconds go", "computing", "x stock",
-        "megatron-lm:", "--holmes-plan",
-    ):
+    for part in ("proven best within the model", "simulated: best", "where a step's seconds go", "computing", "x stock",
+                 "megatron-lm:", "--holmes-plan"):
         assert part in said.out, part
 
 
@@ -65,9 +61,8 @@ def test_json_keeps_every_candidate_and_the_plan_loads(capsys, tmp_path):
 
 def test_a_megatron_command_line(capsys):
     status, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--limit", "tensor=1", "--", *GPT)
-    assert (
-        status == 0 and "the command line" not in said.err and "certificate" not in said.err and "best plan" in said.out
-    )
+    assert status == 0 and "best plan" in said.out
+    assert "the command line" not in said.err and "certificate" not in said.err
     status, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--", "train.py", "--lr", "1")
     assert status == 2 and "the command line names no model" in said.err
 
@@ -86,10 +81,7 @@ def test_pictures(capsys, tmp_path):
 def test_pictures_without_matplotlib(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, said = holmes(capsys, *SEARCH, "--pictures", str(tmp_path))
-    assert (
-        status == 2
-        and said.err == "holmes: --pictures needs matplotlib, which is missing; pip install 'holmes_ext[plot]'\n"
-    )
+    assert status == 2 and said.err.startswith("holmes: --pictures needs matplotlib") and said.err.count("\n") == 1
 
 
 def test_sizes_given_means_no_search(capsys):
@@ -98,22 +90,14 @@ def test_sizes_given_means_no_search(capsys):
 
 
 def test_ctrl_c_prints_the_best_so_far():
-    code = f"""import os, signal, sys
-from holmes_ext.cli.main import main
-from holmes_ext.plan.search import search
-real = search._Run._work_out
-def once(self, *given):
-    real(self, *given)
-    os.kill(os.getpid(), signal.SIGINT)
-search._Run._work_out = once
-signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(main({SEARCH!r}))"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env={**os.environ, "COLUMNS": "160"}
-    )
-    assert (
-        done.returncode == 130 and "interrupted: the best so far" in done.stdout and "Traceback" not in done.stderr
-    ), done.stderr[-500:]
+    code = "import os, signal, sys\nfrom holmes_ext.plan.search import search\nreal = search._Run._work_out\n"
+    code += "def once(self, *given):\n    real(self, *given)\n    os.kill(os.getpid(), signal.SIGINT)\n"
+    code += "search._Run._work_out = once\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += f"from holmes_ext.cli.main import main\nsys.exit(main({SEARCH!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240,
+                          env={**os.environ, "COLUMNS": "160"})
+    assert done.returncode == 130 and "interrupted: the best so far" in done.stdout, done.stderr[-500:]
+    assert "Traceback" not in done.stderr, done.stderr[-500:]
     assert signal.SIGINT == 2
 
 
@@ -125,7 +109,8 @@ sys.exit(main({SEARCH!r}))"""
         (["--limit", "tensor=64"], "no parallel sizes are possible: 4 GPUs"),
         (["--global-batch", "0"], "--global-batch is 0; it must be 1 or more"),
         (["--limit", "context=2", "--for", "deepspeed"], "--limit context=2: deepspeed can only 1"),
-        (["--for", "deepsped"], "invalid choice: 'deepsped'"), (["--rows", "0"], "--rows is 0"),
+        (["--for", "deepsped"], "invalid choice: 'deepsped'"),
+        (["--rows", "0"], "--rows is 0"),
         (["--globalbatch", "3"], "unrecognized arguments"),
     ],
 )

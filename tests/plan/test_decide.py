@@ -118,7 +118,7 @@ def test_a_plan_made_before_the_job_is_settled_for_the_ports_that_there_are():
         ("n0", "a", ("a", "10.1.0.1", True)), ("n1", "a", ("a", "", True)),
         ("n2", "b", ("b", "10.2.0.1", True)), ("n3", "b", ("b", "10.2.0.2", True)),
         a=("ib", 200 * GB), b=("roce", 100 * GB),
-    )  # fmt: skip
+    )
     bare = replace(site, nodes=tuple(replace(n, ports=tuple(Port(p.fabric) for p in n.ports)) for n in site.nodes))
     planned = build_plan(bare, Sizes(2))
     assert len(planned.traffic) == 1 and planned.transports["data"] == ("a", "b")

@@ -29,10 +29,8 @@ def make_site(clusters, processes=1, interleave=False):
     fabrics = [Fabric(name, "ib", int(RATES[index % 4]), 2e-6) for index, name in enumerate(names)]
     fabrics.append(Fabric(ETHERNET, "ethernet", int(250e6), 30e-6))
     nodes = [
-        (
-            index,
-            Node(f"{'abcdef'[number]}{index}", "abcdef"[number], processes, tuple(Port(f) for f in (*own, ETHERNET))),
-        )
+        (index,
+         Node(f"{'abcdef'[number]}{index}", "abcdef"[number], processes, tuple(Port(f) for f in (*own, ETHERNET))))
         for number, (count, own) in enumerate(clusters)
         for index in range(count)
     ]
@@ -138,9 +136,8 @@ def test_a_fit_group_by_group_that_no_component_has():
     """Every group shares a fabric, yet no fabric holds all four nodes (rails): found because small sites are searched
     whole."""
     site = make_site([(1, ("p", "r")), (1, ("p", "s")), (1, ("q", "r")), (1, ("q", "s"))])
-    assert (
-        pack({0: 1, 1: 1, 2: 1, 3: 1}, [frozenset("pr"), frozenset("ps"), frozenset("qr"), frozenset("qs")], 4) is None
-    )
+    assert pack({0: 1, 1: 1, 2: 1, 3: 1}, [frozenset("pr"), frozenset("ps"), frozenset("qr"), frozenset("qs")],
+                4) is None
     check(site, Sizes(1, 2))
     assert place(site, Sizes(1, 2), WORK).straddling == ()
 
@@ -170,8 +167,7 @@ def test_homogeneous_nodes_are_never_reordered(counts):
 def test_slow_fabric_goes_last():
     site = make_site([(4, ("slow",)), (4, ("fast",))])
     site = Site(
-        site.nodes, (Fabric("slow", "roce", int(6e8), 0.0), Fabric("fast", "ib", int(2e9), 0.0), site.fabrics[-1])
-    )
+        site.nodes, (Fabric("slow", "roce", int(6e8), 0.0), Fabric("fast", "ib", int(2e9), 0.0), site.fabrics[-1]))
     swapped = ("b0", "b1", "b2", "b3", "a0", "a1", "a2", "a3")
     assert place(site, Sizes(2), WORK).nodes == swapped
     assert place(site).nodes == swapped
@@ -220,8 +216,8 @@ def test_straddling_says_which_and_what_it_costs():
 
 
 def test_tensor_groups_are_broken_last():
-    """Stages of 4 nodes in tensor pairs: the mixed stage keeps its pairs whole, so only data-parallel groups straddle.
-    """
+    """Stages of 4 nodes in tensor pairs: the mixed stage keeps its pairs whole, so only data-parallel groups
+    straddle."""
     placed = place(plain(2, 6, interleave=True), Sizes(2, 2), WORK)
     assert {straddle.kind for straddle in placed.straddling} == {"data"}
 
@@ -257,8 +253,14 @@ def test_distinct_orders():
 @pytest.mark.parametrize(
     "sizes",
     [
-        None, Sizes(16, 8), Sizes(1, 8), Sizes(16, 8, order="tp-cp-ep-pp-dp"), Sizes(16, 8, order="pp-tp-cp-ep-dp"),
-        Sizes(64, 4, 2, 8), Sizes(2048, 8), Sizes(4, 8, 4, 4, order="tp-dp-cp-ep-pp"),
+        None,
+        Sizes(16, 8),
+        Sizes(1, 8),
+        Sizes(16, 8, order="tp-cp-ep-pp-dp"),
+        Sizes(16, 8, order="pp-tp-cp-ep-dp"),
+        Sizes(64, 4, 2, 8),
+        Sizes(2048, 8),
+        Sizes(4, 8, 4, 4, order="tp-dp-cp-ep-pp"),
         Sizes(2, 16, 8, 2, order="dp-pp-cp-tp-ep"),
     ],
     ids=str,

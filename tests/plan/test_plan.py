@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import clusters
 import pytest
 
 from holmes_ext.cluster.site import site_from_spec
@@ -14,24 +15,7 @@ from holmes_ext.plan.decide import settle
 from holmes_ext.plan.plan import Plan, Straddle, check_plan, load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
 
-TEXT = """
-version = 1
-[ethernet]
-rate = "250Mb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "2Gb/s"
-nodes = ["a[0-1]"]
-processes = 2
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "1.6Gb/s"
-nodes = ["b[0-1]"]
-processes = 2
-"""
-SITE = site_from_spec(parse_spec(TEXT))
+SITE = clusters.site(processes=2)
 
 
 def plan(**changes):

@@ -25,9 +25,13 @@ def test_expert_must_divide():
 @pytest.mark.parametrize(
     "values,message",
     [
-        ({"pipeline": 0}, "pipeline is 0"), ({"tensor": -2}, "tensor is -2"), ({"data": -1}, "data is -1"),
-        ({"order": ""}, "order ''"), ({"order": "tp-tp-pp"}, "each at most once"),
-        ({"order": "tp-xx"}, "its parts are"), ({"order": "tp-dp", "pipeline": 2}, "lacks pp, whose size is 2"),
+        ({"pipeline": 0}, "pipeline is 0"),
+        ({"tensor": -2}, "tensor is -2"),
+        ({"data": -1}, "data is -1"),
+        ({"order": ""}, "order ''"),
+        ({"order": "tp-tp-pp"}, "each at most once"),
+        ({"order": "tp-xx"}, "its parts are"),
+        ({"order": "tp-dp", "pipeline": 2}, "lacks pp, whose size is 2"),
         ({"order": "tp-cp-dp-pp", "expert": 2}, "lacks ep, whose size is 2"),
     ],
 )
@@ -65,8 +69,7 @@ def test_deepspeed_has_the_same_grid():
     sizes = Sizes(2, 2).complete(12)
     for axis, name in (("pp", "pipe"), ("dp", "data"), ("tp", "model")):
         assert {tuple(group) for group in grid.get_axis_comm_lists(name)} == {
-            sizes.group(rank, axis) for rank in range(12)
-        }
+            sizes.group(rank, axis) for rank in range(12)}
 
 
 def test_parse():
@@ -74,13 +77,8 @@ def test_parse():
     assert parse_sizes("", "f") == Sizes()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "pipeline", "pipes=2", "pipeline=", "pipeline=two", "pipeline=-1", "pipeline=2,pipeline=4",
-        "tensor=" + "9" * 5000,
-    ],
-)
+@pytest.mark.parametrize("text", ["pipeline", "pipes=2", "pipeline=", "pipeline=two", "pipeline=-1",
+                                  "pipeline=2,pipeline=4", "tensor=" + "9" * 5000])
 def test_parse_refuses(text):
     with pytest.raises(HolmesError, match="^here: "):
         parse_sizes(text, "here")

@@ -19,8 +19,8 @@ def total(model, name):
 
 def test_parameters_are_narayanans_and_the_final_norm():
     model = load_model(EXAMPLES / "gpt_7.5b.toml")
-    n, h, v, s = 36, 4096, 51200, 2048
-    formula = 12 * n * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * n * h))  # arXiv 2104.04473, equation 2
+    layers, h, v, s = 36, 4096, 51200, 2048
+    formula = 12 * layers * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * layers * h))  # arXiv 2104.04473, equation 2
     assert model.parameters == round(formula) + 2 * h
     assert model.parameters == pytest.approx(7.5e9, rel=0.01)
 
@@ -29,8 +29,8 @@ def test_flops_are_narayanans():
     """arXiv 2104.04473, equation 3: 96 B s l h^2 (1 + s/6h + V/16lh) with every block recomputed; the look-up is left
     out there."""
     model = replace(load_model(EXAMPLES / "gpt_7.5b.toml"), recompute="full", micro_batch=4)
-    b, n, h, v, s = 4, 36, 4096, 51200, 2048
-    formula = 96 * b * s * n * h**2 * (1 + s / (6 * h) + v / (16 * n * h))
+    b, layers, h, v, s = 4, 36, 4096, 51200, 2048
+    formula = 96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
     assert total(model, "forward_flops") + total(model, "backward_flops") == pytest.approx(formula, rel=1e-5)
 
 

@@ -6,13 +6,13 @@ from itertools import combinations
 from math import inf, nan
 
 import pytest
+from one_forward_one_backward import simulate
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
 from holmes_ext.plan.search.balanced import balanced
 from holmes_ext.plan.search.partition import METHODS, by_speed, partition, speeds
-from tests.plan.cost.test_pipeline import simulate
 
 
 def splits(blocks, stages):
@@ -46,9 +46,15 @@ def random_costs(rng, stages, blocks, alike=False, limits=True):
         backward_s=tuple(scaled(backward, gpu) for gpu, _ in kind),
         reduction_s=tuple(scaled(reduction, nic) for _, nic in kind),
         transfer_s=tuple(scaled(transfer, rng.choice((0.0, 1.0, 3.0))) for _ in range(stages)),
-        micro_batches=rng.choice((1, 2, 3, 8, 64)), latency_s=tuple(rng.random() * 0.1 for _ in range(stages)),
-        state_bytes=tuple(row()), kept_bytes=tuple(row()), limit_bytes=limit if limits and rng.random() < 0.4 else (),
-        before=before, after=after, tied_s=rng.choice((0.0, 0.0, 0.5, 3.0)), overlap=rng.random() < 0.5,
+        micro_batches=rng.choice((1, 2, 3, 8, 64)),
+        latency_s=tuple(rng.random() * 0.1 for _ in range(stages)),
+        state_bytes=tuple(row()),
+        kept_bytes=tuple(row()),
+        limit_bytes=limit if limits and rng.random() < 0.4 else (),
+        before=before,
+        after=after,
+        tied_s=rng.choice((0.0, 0.0, 0.5, 3.0)),
+        overlap=rng.random() < 0.5,
     )
 
 
@@ -56,9 +62,14 @@ def two_kinds(factor=1.0, reduction=(0.1, 0.1), blocks=8, micro=8, **more):
     """Two stages, the second's GPUs `factor` times as slow; equal layers of 1 s forward and 2 s backward."""
     rows = (1.0,) * blocks, (factor,) * blocks
     return StageCosts(
-        forward_s=rows, backward_s=tuple(scaled(row, 2.0) for row in rows),
-        reduction_s=tuple((value,) * blocks for value in reduction), transfer_s=((0.0,) * blocks,) * 2,
-        micro_batches=micro, before=0, after=0, **more,
+        forward_s=rows,
+        backward_s=tuple(scaled(row, 2.0) for row in rows),
+        reduction_s=tuple((value,) * blocks for value in reduction),
+        transfer_s=((0.0,) * blocks,) * 2,
+        micro_batches=micro,
+        before=0,
+        after=0,
+        **more,
     )
 
 
@@ -87,7 +98,7 @@ def milp_step(costs):
 
     stages, blocks, last = costs.stages, costs.blocks, costs.stages - 1
     segments = [(s, i, j) for s in range(stages) for i in range(blocks) for j in range(i + 1, blocks + 1)
-                if (i == 0) == (s == 0) and (j == blocks) == (s == last)]  # fmt: skip
+                if (i == 0) == (s == 0) and (j == blocks) == (s == last)]
     pace, end = len(segments), len(segments) + 1
     rows, lower = [], []
 
@@ -102,9 +113,8 @@ def milp_step(costs):
     for column, (s, i, j) in enumerate(segments):
         low, high = costs.bounds(i, j)
         x = costs.transfer_s[s][high - 1] if s < last else 0.0
-        cost[column] = (
-            sum(costs.forward_s[s][low:high]), sum(costs.backward_s[s][low:high]), x, costs.exposed_s(s, low, high),
-        )
+        cost[column] = sum(costs.forward_s[s][low:high]), sum(costs.backward_s[s][low:high]), x, costs.exposed_s(
+            s, low, high)
     of = [[c for c, segment in enumerate(segments) if segment[0] == s] for s in range(stages)]
     for s in range(stages):
         row([(c, 1) for c in of[s]], 1)
@@ -128,9 +138,9 @@ def milp_step(costs):
     goal = np.zeros(end + 1)
     goal[pace], goal[end] = costs.micro_batches - 1, 1
     upper = np.array([1.0] * len(segments) + [np.inf] * 2)
-    whole, limits = [1] * len(segments) + [0, 0], LinearConstraint(np.array(rows), lower, np.inf)
-    options = {"mip_rel_gap": 1e-9}
-    found = milp(goal, constraints=limits, integrality=whole, bounds=Bounds(0, upper), options=options)
+    found = milp(goal, constraints=LinearConstraint(np.array(rows), lower, np.inf),
+                 integrality=[1] * len(segments) + [0, 0],
+                 bounds=Bounds(0, upper), options={"mip_rel_gap": 1e-9})
     assert found.success, found.message
     return found.fun
 
@@ -149,8 +159,11 @@ def test_128_layers_on_64_stages():
     rows = {gpu: (0.1 * gpu, *(gpu * rng.uniform(0.9, 1.1) for _ in range(128)), 0.6 * gpu) for gpu in (1.0, 1.5)}
     kinds = [1.0] * 32 + [1.5] * 32
     costs = StageCosts(
-        forward_s=tuple(rows[kind] for kind in kinds), backward_s=tuple(scaled(rows[kind], 2.0) for kind in kinds),
-        reduction_s=tuple((2.0 * kind,) * 130 for kind in kinds), transfer_s=((0.01,) * 130,) * 64, micro_batches=128,
+        forward_s=tuple(rows[kind] for kind in kinds),
+        backward_s=tuple(scaled(rows[kind], 2.0) for kind in kinds),
+        reduction_s=tuple((2.0 * kind,) * 130 for kind in kinds),
+        transfer_s=((0.01,) * 130,) * 64,
+        micro_batches=128,
     )
     steps = [estimate(costs, partition(method, costs)).step_s for method in METHODS]
     assert estimate(costs, balanced(costs)).step_s == min(steps) < 0.9 * steps[0]
@@ -162,18 +175,14 @@ def test_balanced_pass_by_pass():
     rng, gained, missed = random.Random(5), 0, 0
     for _ in range(150):
         costs = random_costs(rng, rng.randint(1, 4), rng.randint(6, 9), alike=True)
-        fitting = [
-            one.step_s
-            for one in (predict(costs, split) for split in splits(costs.blocks, costs.stages))
-            if all(one.fits)
-        ]
+        fitting = [one.step_s for one in (predict(costs, split) for split in splits(costs.blocks, costs.stages))
+                   if all(one.fits)]
         if not fitting:
             continue
         found = predict(costs, partition("balanced", costs))
         others = [predict(costs, partition(method, costs)) for method in ("uniform", "speed")]
-        assert all(found.fits) and found.step_s <= min(
-            (one.step_s for one in others if all(one.fits)), default=found.step_s
-        )
+        assert all(found.fits) and found.step_s <= min((one.step_s for one in others if all(one.fits)),
+                                                       default=found.step_s)
         assert found.step_s < 1.1 * min(fitting)
         missed += found.step_s > min(fitting) * (1 + 1e-6)
         gained += predict(costs, balanced(costs)).step_s > found.step_s * (1 + 1e-6)
@@ -209,8 +218,7 @@ def test_tied_embeddings_make_the_last_stage_wait():
 
 def test_memory_moves_layers():
     room = two_kinds(
-        state_bytes=(1.0,) * 8, kept_bytes=(0.5,) * 8
-    )  # stage 0 keeps two micro-batches: 2 bytes a layer, stage 1: 1.5
+        state_bytes=(1.0,) * 8, kept_bytes=(0.5,) * 8)  # stage 0 keeps two micro-batches: 2 bytes a layer, stage 1: 1.5
     assert balanced(room) == (4, 4)
     assert balanced(replace(room, limit_bytes=(6.0, inf))) == (3, 5)
     assert estimate(room, (4, 4)).memory_bytes == (8.0, 6.0)
@@ -248,23 +256,24 @@ def test_uniform():
 def simulated(costs, split):
     """Seconds until the first stage's last backward, operation by operation."""
     ranges = [costs.bounds(sum(split[:s]), sum(split[: s + 1])) for s in range(costs.stages)]
-    f, b = (
-        [sum(rows[s][low:high]) for s, (low, high) in enumerate(ranges)] for rows in (costs.forward_s, costs.backward_s)
-    )
+    f, b = ([sum(rows[s][low:high]) for s, (low, high) in enumerate(ranges)]
+            for rows in (costs.forward_s, costs.backward_s))
     return simulate(f, b, estimate(costs, split).transfer_s, costs.micro_batches)[0]
 
 
 def test_estimate_against_a_simulation_of_1f1b():
     """GPUs that differ 1.5 : 1, the splits that are used: never more than 1 % too short, at most 20 % too long;
-    balanced ones within 5 %. The formula lets no bubble of a fast stage hide behind a slow one, so it is worst where
-    stages are least equal."""
+    balanced ones within 5 %.
+
+    The formula lets no bubble of a fast stage hide behind a slow one, so it is worst where stages are least equal."""
     rng, errors = random.Random(0), {method: [] for method in METHODS}
     for _ in range(300):
         stages, blocks = rng.randint(2, 6), rng.randint(12, 40)
         gpus = [rng.choice((1.0, 1.5)) for _ in range(stages)]
         rows = tuple((0.1, *(gpu,) * blocks, 0.7 * gpu) for gpu in gpus)
-        flat = [((value,) * (blocks + 2),) * stages for value in (0.5, 0.05)]
-        costs = StageCosts(rows, tuple(scaled(row, 2.0) for row in rows), *flat, rng.randint(4, 32))
+        costs = StageCosts(rows, tuple(scaled(row, 2.0) for row in rows), ((0.5,) * (blocks + 2),) * stages,
+                           ((0.05,) * (blocks + 2),) * stages,
+                           rng.randint(4, 32))
         for method in METHODS:
             split = balanced(costs) if method == "balanced" else partition(method, costs)
             outcome = estimate(costs, split)
@@ -300,6 +309,5 @@ def test_bad_input():
     with pytest.raises(HolmesError, match="^stage 1: one layer needs 1 GB and its GPUs have 500 MB"):
         balanced(replace(heavy, limit_bytes=(inf, 5e8)))
     with pytest.raises(
-        HolmesError, match="no split of 8 layers fits the GPUs' memory: the stages hold at most 3.2 layers"
-    ):
+        HolmesError, match="no split of 8 layers fits the GPUs' memory: the stages hold at most 3.2 layers"):
         balanced(replace(heavy, limit_bytes=(3e9, 2e9)))

@@ -98,9 +98,8 @@ def test_three_clusters_and_uneven_ones():
     found = search(site, MODEL, 16, limits)
     assert found.best.formula_s == pytest.approx(exhaustive(site, MODEL, 16, limits), rel=1e-7)
     uneven = search(small(last=2), replace(MODEL, heads=10, hidden=640), 10)
-    assert uneven.best.step_s == pytest.approx(
-        exhaustive(small(last=2), replace(MODEL, heads=10, hidden=640), 10), rel=1e-7
-    )
+    assert uneven.best.step_s == pytest.approx(exhaustive(small(last=2), replace(MODEL, heads=10, hidden=640), 10),
+                                               rel=1e-7)
 
 
 def test_data_across_the_clusters_when_that_is_faster():
@@ -146,17 +145,16 @@ def test_clusters_of_one_node():
 
 
 def test_a_model_that_fits_nowhere():
-    with pytest.raises(
-        HolmesError,
-        match=r"fits nowhere: nearest is tensor .* needs .*B of 50 MB: \w+ alone are .*B, .*B are too much; it needs",
-    ):
+    needs = r"fits nowhere: nearest is tensor .* needs .*B of 50 MB: \w+ alone are .*B, .*B are too much; it needs"
+    with pytest.raises(HolmesError, match=needs):
         search(small(), MODEL, 16, Limits(memory_bytes=50e6))
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("tensr=2", "did you mean 'tensor'?"), ("tensor", "is not NAME=VALUE"),
+        ("tensr=2", "did you mean 'tensor'?"),
+        ("tensor", "is not NAME=VALUE"),
         ("recompute=ful", "limit recompute: 'ful' is not one of none, selective, full; did you mean 'full'?"),
         ("memory=big", "--limit memory: 'big' is not a size above 0"),
         ("tensor=0", "limit tensor: 0 is not a whole number, 1 or more"),
@@ -173,8 +171,7 @@ def test_impossible_limits():
     with pytest.raises(HolmesError, match="no parallel sizes are possible: 8 GPUs .* within tensor=16"):
         search(small(), MODEL, 16, parse_limits(["tensor=16"]))
     with pytest.raises(
-        HolmesError, match="no arrangement of the clusters is possible, within pipeline=1 clusters=pipeline"
-    ):
+        HolmesError, match="no arrangement of the clusters is possible, within pipeline=1 clusters=pipeline"):
         search(small(), MODEL, 16, parse_limits(["pipeline=1", "clusters=pipeline"]))
 
 
@@ -207,8 +204,7 @@ def test_measured_links_change_the_search():
     nominal, measured = (rank(search(small(), MODEL, 16, limits, rows=200, links=one)) for one in (Links(), links))
     steps = {(one.shape, one.arrangement, one.split): one for one in nominal.candidates}
     both = [
-        (steps[key], one) for one in measured.candidates if (key := (one.shape, one.arrangement, one.split)) in steps
-    ]
+        (steps[key], one) for one in measured.candidates if (key := (one.shape, one.arrangement, one.split)) in steps]
     assert both and all(other.formula_s >= one.formula_s * (1 - 1e-9) for one, other in both)
     crossing = next(one for one in measured.candidates if one.arrangement.describe(measured.ground) == "a -> b")
     assert simulated(measured, crossing).step_s > 1.02 * simulated(nominal, crossing).step_s
@@ -216,31 +212,24 @@ def test_measured_links_change_the_search():
         assert simulated(measured, one).step_s >= one.least_s * (1 - 1e-9), one
     ethernet = measured.ground.fabric([0, 1])
     assert ethernet.rate_bps < 2e8 and on_ethernet(measured, crossing, 10e9)[0] == pytest.approx(
-        estimate(measured.costs(crossing), crossing.split).step_s
-    )
+        estimate(measured.costs(crossing), crossing.split).step_s)
     assert on_ethernet(measured, crossing, 40e9)[0] < on_ethernet(measured, crossing, 10e9)[0]
 
 
 def test_a_line_under_a_curve():
     curve = fit(((1024, 2e-3), (65536, 5e-3), (4194304, 0.2)))
     line = Links({"x": Link("x", curve, curve)}).line(Fabric("x", "ib", 10**9, 1e-6))
-    assert all(
-        line.latency_s + 8 * size / line.rate_bps <= curve.seconds(size) * (1 + 1e-9)
-        for size in (1, 1e3, 5e4, 1e6, 1e8)
-    )
+    assert all(line.latency_s + 8 * size / line.rate_bps <= curve.seconds(size) * (1 + 1e-9)
+               for size in (1, 1e3, 5e4, 1e6, 1e8))
 
 
-@pytest.mark.parametrize(
-    "sample, ethernet",
-    [("four_clusters_1024", "1Gb/s"), ("three_clusters_8", "20Mb/s"), ("paper_4_roce_4_ib", "1Gb/s")],
-)
+@pytest.mark.parametrize("sample, ethernet", [("four_clusters_1024", "1Gb/s"), ("three_clusters_8", "20Mb/s"),
+                                              ("paper_4_roce_4_ib", "1Gb/s")])
 def test_no_arrangement_beats_the_bound_of_its_shape(sample, ethernet):
     """On networks so slow that they set the pace."""
     text = re.sub(r'rate = "[^"]+"', f'rate = "{ethernet}"', (EXAMPLES / f"{sample}.toml").read_text())
-    site, model = (
-        site_from_spec(parse_spec(text)),
-        replace(MODEL, layers=32, gpu=Gpu(100e12, link_bps=1e12), global_batch=0, micro_batches=1),
-    )
+    site, model = site_from_spec(parse_spec(text)), replace(MODEL, layers=32, gpu=Gpu(100e12, link_bps=1e12),
+                                                            global_batch=0, micro_batches=1)
     batch, limits = 2 * site.world_size, parse_limits(["micro_batch=1", "context=1", "recompute=none", "zero=0"])
     run, compared = _Run(Outcome(Ground.of(site, model), model, batch, limits, True), 0), 0
     for shape in shapes(run.outcome.ground, model, batch, limits):

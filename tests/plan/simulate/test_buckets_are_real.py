@@ -1,6 +1,5 @@
 """The simulated buckets are those that a running job makes: GradientReducer over the example's stages, as DeepSpeed's
-overlapped engine uses it (patches/deepspeed/reduce.py: the stage's own parameters, its tied weight deferred).
-"""
+overlapped engine uses it (patches/deepspeed/reduce.py: the stage's own parameters, its tied weight deferred)."""
 
 import sys
 
@@ -40,8 +39,8 @@ def stages(tied):
 
 
 def real(rank, stage, tied, bucket_bytes):
-    """Bytes of every gradient, bucket by bucket, in the order in which they leave once the reducer has seen one step.
-    """
+    """Bytes of every gradient, bucket by bucket, in the order in which they leave once the reducer has seen one
+    step."""
     modules, run = stages(tied)[stage]
     module, deferred = torch.nn.ModuleList(modules), []
     if tied:
