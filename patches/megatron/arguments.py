@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.sizes import Sizes
@@ -41,7 +43,8 @@ def sizes_from_arguments(argv: list[str]) -> Sizes | None:
         values["pipeline"] = 1
     if not values:
         return None
-    return Sizes(**values, order="tp-cp-ep-pp-dp") if TP_PP_DP in argv else Sizes(**values)
+    sizes = replace(Sizes(), **values)
+    return replace(sizes, order="tp-cp-ep-pp-dp") if TP_PP_DP in argv else sizes
 
 
 #: Flag -> field of Model, for whole numbers.
@@ -78,7 +81,7 @@ def model_from_arguments(argv: list[str], needed: bool = True) -> Model | None:
 
 def _model(argv: list[str]) -> Model | None:
     following = dict(zip(argv, [*argv[1:], ""]))
-    following.update(item.split("=", 1) for item in argv if item.startswith("--") and "=" in item)
+    following |= {name: value for name, equals, value in (item.partition("=") for item in argv) if equals}
     values: dict = {}
     for flag, name in MODEL_FLAGS.items():
         if following.get(flag, "").isdecimal():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron.features import P2P
@@ -33,8 +34,8 @@ class _Pairs:
     """Groups made for one pipeline group. by_peer: the neighbour's rank -> the pair's group; twin: see the module's
     text."""
 
-    by_peer: dict[int, object] = field(default_factory=dict)
-    twin: object = None
+    by_peer: dict[int, Any] = field(default_factory=dict)
+    twin: Any = None
 
 
 _made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

@@ -77,7 +77,8 @@ def _reduce_as_planned(current, wrapped, instance, args, kwargs):
     if not overlap or current.fabric_of(ranks, backend) is None:  # nothing to wait for, or in one node
         return wrapped(*args, **kwargs)
     if ddp_config.use_distributed_optimizer and not may_bucket_optimizer(current):
-        return tell_that_buckets_stay(current) or wrapped(*args, **kwargs)
+        tell_that_buckets_stay(current)
+        return wrapped(*args, **kwargs)
     count = sum(param.numel() for param in given["module"].parameters() if param.requires_grad)
     elements = max(1, current.reduction(ranks, backend, 4 * count).bucket_bytes // 4)
     default = max(40_000_000, 1_000_000 * len(ranks))
@@ -140,7 +141,7 @@ def _bucket_as_planned(wrapped, instance, args, kwargs):
     given = bound.arguments
     if given["bucket_size"] is None or planned.ours:
         given["bucket_size"], ddp_config = planned.elements, given["ddp_config"]
-        if ddp_config.use_distributed_optimizer and Version(loaded_version()) < _BUCKETS_SAVED_RIGHT:
+        if ddp_config.use_distributed_optimizer and Version(str(loaded_version())) < _BUCKETS_SAVED_RIGHT:
             ranks = given["data_parallel_group"].size()
             given["bucket_size"] = megatron_buckets.of_buffer(given["params"], ranks, ddp_config, planned.elements)
     return wrapped(*bound.args, **bound.kwargs)

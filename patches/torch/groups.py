@@ -72,7 +72,7 @@ def _give_split_group_its_nic(current, wrapped, instance, args, kwargs):
     import torch.distributed as dist
 
     def call(parent_pg=None, split_ranks=None, timeout=None, pg_options=None, **more):
-        parent = parent_pg or dist.group.WORLD
+        parent: Any = parent_pg or dist.group.WORLD
         mine = next((part for part in split_ranks or () if dist.get_rank(parent) in part), None)
         if mine is None:
             return wrapped(parent_pg, split_ranks, timeout, pg_options, **more)

@@ -9,7 +9,7 @@ import clusters
 import pytest
 
 from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import load_spec, parse_spec
+from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.decide import settle
 from holmes_ext.plan.plan import Plan, Straddle, check_plan, load_plan, parse_plan
@@ -132,12 +132,12 @@ def test_plan_for_another_site():
         check_plan(plan(), fewer)
     with pytest.raises(HolmesError, match="node 'b1' reported and is not in the plan"):
         check_plan(plan(nodes=("a0", "a1", "b0"), sizes=None, stage_layers=()), SITE)
-    one = site_from_spec(parse_spec(TEXT.replace("processes = 2", "processes = 1")))
+    one = clusters.site()
     with pytest.raises(
         HolmesError, match="'processes' is 2, but 1 were started on each node .world size 8 in the plan, 4 here"
     ):
         check_plan(plan(), one)
-    slower = site_from_spec(parse_spec(TEXT.replace("1.6Gb/s", "1Gb/s")))
+    slower = clusters.site(*clusters.TWO[:1], "b roce 1Gb/s b[0-1]", processes=2)
     with pytest.raises(HolmesError, match="'site_digest'"):
         check_plan(plan(), slower)
 

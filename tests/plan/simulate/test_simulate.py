@@ -30,7 +30,8 @@ def one_node(processes):
 
 
 def two_clusters(a=2, b=2, processes=1, ethernet="1Gb/s", fast="10Gb/s"):
-    return clusters.site(f"a ib {fast} a[0-{a - 1}]", f"b roce {fast} b[0-{b - 1}]", ethernet=ethernet, processes=processes)
+    nodes = f"a ib {fast} a[0-{a - 1}]", f"b roce {fast} b[0-{b - 1}]"
+    return clusters.site(*nodes, ethernet=ethernet, processes=processes)
 
 
 def model(layers=8, micro_batches=8, **more):
