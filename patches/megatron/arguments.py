@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import Model
@@ -31,7 +32,7 @@ def sizes_from_arguments(argv: list[str]) -> Sizes | None:
     instance is a cluster, while one with sizes sees that data-parallel groups cross anyway and leaves the launcher's
     order.
     """
-    values: dict[str, int] = {}
+    values: dict[str, Any] = {}
     for item, following in zip(argv, [*argv[1:], ""]):
         name, equals, value = item.partition("=")
         text = value if equals else following
@@ -43,7 +44,7 @@ def sizes_from_arguments(argv: list[str]) -> Sizes | None:
         values["pipeline"] = 1
     if not values:
         return None
-    sizes = replace(Sizes(), **values)
+    sizes = Sizes(**values)
     return replace(sizes, order="tp-cp-ep-pp-dp") if TP_PP_DP in argv else sizes
 
 
