@@ -40,8 +40,9 @@ _MEGATRON_DEEPSPEED_NEEDS = {
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a patch fits what is installed. state: "fits", "off" or "unknown" (without importing the framework);
-    installed: its version, None where it is not; reason: why the state is not "fits"."""
+    """Whether a patch fits what is installed. state: "fits", "off", "unknown" (without importing the framework) or
+    "other version" (which the patch is for); installed: its version, None where it is not; reason: why the state is not
+    "fits"."""
 
     patch: Patch
     installed: str | None
@@ -53,14 +54,16 @@ def fit_of(patch: Patch, check: bool) -> Fit:
     """check: import the target's module and look at the target itself, not at its source."""
     feature = patch.feature
     version = feature.installed()
+    if not patch.belongs_to(version):
+        return Fit(patch, version, "other version", f"for {feature.requirement.name} {patch.only}")
     reason = None if feature.version_of else feature.version_misfit(version)
     if feature.version_of and find_module(patch.module) is None:
         reason = f"there is no module {patch.module}"
     elif not reason and check:
         try:
             importlib.import_module(patch.module)
-            if feature.version_of:
-                version = feature.version_of()
+            if feature.version_of and not patch.belongs_to(version := feature.version_of()):
+                return Fit(patch, version, "other version", f"for {feature.requirement.name} {patch.only}")
             reason = feature.version_misfit(version)
             if not reason:
                 location.Location(patch).check(patch)

@@ -121,7 +121,7 @@ class ZeroGradients(PlainGradients):
         key = optimizer.get_param_id(parameter)
         ranks = get_process_group_ranks(optimizer.real_dp_process_group[i])
         parts, offsets = optimizer.param_to_partition_ids[i][key], optimizer.grad_start_offset[i]
-        starts = sorted((offsets[part][key], ranks[part]) for part in parts)
+        starts = sorted((int(offsets[part][key]), ranks[part]) for part in parts)  # a float at times
         ends = [start for start, _ in starts[1:]] + [parameter.numel()]
         return [(end - start, rank) for (start, rank), end in zip(starts, ends)]
 

@@ -57,7 +57,7 @@ def unsupported(engine: Any) -> str | None:
         "torch_autocast": ask("torch_autocast", engine),
         "the optimizer's state is offloaded": bool(engine.zero_use_cpu_optimizer()),
         "ZenFlow": ask("zenflow", engine),
-        "DeepCompile": bool(engine.is_deepcompile_enabled()),
+        "DeepCompile": ask("deepcompile", engine),
         "ZeRO 1 accumulates beside the gradients": zero is not None and ask("accumulates_apart", zero),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

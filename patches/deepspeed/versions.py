@@ -1,4 +1,4 @@
-"""What DeepSpeed's versions call differently: one table, asked by name. All else is the same from 0.16 to 0.19.
+"""What DeepSpeed's versions call differently: one table, asked by name. All else that holmes uses is the same from 0.14 to 0.19.
 
 A line stands for the version that it names and every later one, up to the next line of that name.
 """
@@ -30,17 +30,18 @@ def _compact(zero: Any) -> bool:
 #: name -> ((first version, how an engine or optimizer answers there), ...), the oldest first.
 _TABLE: dict[str, tuple[tuple[str, Callable[[Any], bool]], ...]] = {
     # of an engine
-    "torch_autocast": (("0", _never), ("0.17", lambda engine: engine.torch_autocast_enabled())),
-    "zenflow": (("0", _never), ("0.17", lambda engine: engine.zenflow)),
+    "deepcompile": (("0", _never), ("0.16.6", lambda engine: engine.is_deepcompile_enabled())),
+    "torch_autocast": (("0", _never), ("0.17.2", lambda engine: engine.torch_autocast_enabled())),
+    "zenflow": (("0", _never), ("0.17.5", lambda engine: engine.zenflow)),
     "immediate_grad_update": (
         ("0", lambda engine: engine._config.bfloat16_immediate_grad_update),
-        ("0.17", lambda engine: engine._config.bfloat16_config.immediate_grad_update),
+        ("0.17.1", lambda engine: engine._config.bfloat16_config.immediate_grad_update),
     ),
-    "decoupled_checkpoint": (("0", _never), ("0.17", lambda engine: engine.checkpoint_engine.is_decoupled())),
+    "decoupled_checkpoint": (("0", _never), ("0.17.1", lambda engine: engine.checkpoint_engine.is_decoupled())),
     # of ZeRO's optimizer (stages 1 and 2): whether get_gradient_for_reduction gives a copy, or gradients that lie in
     # another buffer than the one that is reduced
-    "accumulates_apart": (("0", lambda zero: zero.use_grad_accum_attribute), ("0.19.5", _compact)),
-    "muon": (("0", _never), ("0.17", _muon)),
+    "accumulates_apart": (("0", lambda zero: zero.use_grad_accum_attribute), ("0.19.8", _compact)),
+    "muon": (("0", _never), ("0.17.6", _muon)),
 }
 
 

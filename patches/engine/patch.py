@@ -9,10 +9,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from holmes_ext.options import CHOICES, Options, flag
 
+#: The variable by which a user widens a feature's range at their own risk.
+TRY = "HOLMES_TRY"
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _REBIND = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)\[(\w+)\]")
 
@@ -77,7 +80,7 @@ class Feature:
             fits = supported.contains(Version(version), prereleases=True)
         except InvalidVersion:
             return f"{name} calls its version {version!r}, which cannot be compared with the supported {supported}"
-        return None if fits else f"{name} {version} is not supported (needs {supported})"
+        return None if fits else f"{name} {version} is not supported (needs {supported}; {TRY}={self.name} tries it)"
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ class Patch:
     rebind      entries of dicts that hold the target too: "module:qualname[KEY]", where KEY is a string key or the
                 __name__ of a key that is a class. Copies made by `from x import f` within the target's top-level
                 package need not be named.
+    only        PEP 440 range of the feature's versions that have this target, "" for all of them: what differs from
+                version to version stands as several patches side by side.
 
     ValueError when a field is malformed (an error of whoever wrote the patch).
     """
@@ -105,8 +110,10 @@ class Patch:
     replace: Callable | None = None
     parameters: tuple[str, ...] = ()
     rebind: tuple[str, ...] = ()
+    only: str = ""
 
     def __post_init__(self):
+        SpecifierSet(self.only)  # InvalidSpecifier is a ValueError
         if not _TARGET.fullmatch(self.target):
             raise ValueError(f"target must be 'module:qualname', not {self.target!r}")
         if (self.wrap is None) == (self.replace is None):
@@ -123,14 +130,18 @@ class Patch:
     def qualname(self) -> str:
         return self.target.partition(":")[2]
 
+    def belongs_to(self, version: str | None) -> bool:
+        """Whether this version of the framework has the target; True while it is not known."""
+        return not self.only or version is None or SpecifierSet(self.only).contains(version, prereleases=True)
+
     def rebind_places(self) -> list[tuple[str, ...]]:
         """The places in `rebind`, as (module, qualname, key)."""
         return [match.groups() for place in self.rebind if (match := _REBIND.fullmatch(place))]
 
 
 class PatchStatus(NamedTuple):
-    """state: "waiting" (for the target's module to be imported), "applied" or "off"; version: what was found, None when
-    nothing was; reason: why it is off, else the patch's own."""
+    """state: "waiting" (for the target's module to be imported), "applied", "off", or "other version" (which the patch
+    is for); version: what was found, None when nothing was; reason: why it is off, else the patch's own."""
 
     feature: str
     target: str
