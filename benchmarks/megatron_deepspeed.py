@@ -85,7 +85,8 @@ def measure(lab: Lab, variant: Variant, checkout: Checkout, command: list[str], 
     """One run; its step times, losses and bytes go into `series`."""
     before = lab.counters()
     result = lab.run(
-        [sys.executable, *command, *variant.flags], order=variant.order, env={**checkout.env, **variant.env},
+        [sys.executable, *command, *variant.flags], order=variant.order,
+        env={**checkout.env, **checkout.stand_ins(variant.flags), **variant.env},
         cwd=checkout.folder, preload=("torch", "deepspeed"), timeout=280,
         accelerator={"flops": flops, "classes": ["ParallelTransformerLayer"], "layout": "sbh"},
     )

@@ -3,6 +3,8 @@
 import os
 
 import deepspeed
+import torch
+from deepspeed.runtime.zero import stage_1_and_2
 
 
 def prepare() -> None:
@@ -14,4 +16,6 @@ def prepare() -> None:
     accelerator.is_fp16_supported = lambda: True  # torch can; DeepSpeed asks for AMX
     if accelerator.Stream is None:  # 0.16: activation checkpointing makes one all the same
         type(accelerator).Stream = staticmethod(lambda device: None)
+    if not stage_1_and_2.split_half_float_double([torch.zeros(1)]):  # it looks for "torch.cpu.FloatTensor", in vain
+        stage_1_and_2.split_half_float_double = lambda tensors: [tensors]
     deepspeed.utils.logger.setLevel(100)

@@ -1,4 +1,4 @@
-"""What DeepSpeed's versions call differently: one table, asked by name. All else that holmes uses is the same from 0.14 to 0.19.
+"""What DeepSpeed's versions call differently: one table, asked by name. All else that holmes uses is alike.
 
 A line stands for the version that it names and every later one, up to the next line of that name.
 """

@@ -185,8 +185,7 @@ class Registry:
             return on, {name: one.off for name, one in self._features.items() if one.off and one.off != _UNWANTED}
 
     def untried(self) -> list[str]:
-        """ "overlap with deepspeed 0.20.0": features that are on under a version outside their range, as the user asked.
-        """
+        """ "overlap with deepspeed 0.20.0": features that are on outside their range, as the user asked."""
         with self._lock:
             return [f"{name} with {one.feature.requirement.name} {one.version}"
                     for name, one in self._features.items() if one.untried]

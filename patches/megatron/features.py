@@ -55,6 +55,8 @@ PROFILE = _core("megatron-profile", option="profile", idle=("",))
 TELEMETRY = _core("telemetry-megatron")
 LM = _lm("megatron-lm")
 LM_CHECKPOINTS = _lm("megatron-lm-checkpoints")
-MEGATRON_DEEPSPEED_FLAGS = Feature(
-    "megatron-deepspeed-flags", "megatron-deepspeed==0.2.*", ("0.2.0",), version_of=megatron_deepspeed_version
+_mds = partial(
+    Feature, versions="megatron-deepspeed==0.2.*", tried=("0.2.0",), version_of=megatron_deepspeed_version
 )
+MEGATRON_DEEPSPEED_FLAGS = _mds("megatron-deepspeed-flags")
+MEGATRON_DEEPSPEED_IMPORTS = _mds("megatron-deepspeed-imports")
