@@ -54,7 +54,7 @@ def fit_of(patch: Patch, check: bool) -> Fit:
     """check: import the target's module and look at the target itself, not at its source."""
     feature = patch.feature
     version = feature.installed()
-    if not patch.belongs_to(version):
+    if not (check and feature.version_of) and not patch.belongs_to(version):
         return Fit(patch, version, "other version", f"for {feature.requirement.name} {patch.only}")
     reason = None if feature.version_of else feature.version_misfit(version)
     if feature.version_of and find_module(patch.module) is None:
@@ -88,7 +88,7 @@ def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
             yield problem(f"feature {name}", f"{fit.patch.target}: {fit.reason}",
                           "holmes leaves the feature off; `--holmes-require` would stop the job",
                           "install a version in the range (`holmes patches`), or train without the feature: it is left"
-                          " off as a whole")
+                          f" off as a whole (HOLMES_TRY={name} tries a version outside the range, at your own risk)")
 
 
 def _is_vendored(patch: Patch) -> bool:

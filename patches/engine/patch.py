@@ -14,8 +14,6 @@ from packaging.version import InvalidVersion, Version
 
 from holmes_ext.options import CHOICES, Options, flag
 
-#: The variable by which a user widens a feature's range at their own risk.
-TRY = "HOLMES_TRY"
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _REBIND = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)\[(\w+)\]")
 
@@ -80,7 +78,7 @@ class Feature:
             fits = supported.contains(Version(version), prereleases=True)
         except InvalidVersion:
             return f"{name} calls its version {version!r}, which cannot be compared with the supported {supported}"
-        return None if fits else f"{name} {version} is not supported (needs {supported}; {TRY}={self.name} tries it)"
+        return None if fits else f"{name} {version} is not supported (needs {supported})"
 
 
 @dataclass(frozen=True)
