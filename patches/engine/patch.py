@@ -33,6 +33,7 @@ class Feature:
 
     versions    distribution and PEP 440 range, as in "deepspeed>=0.19,<0.20".
     tried       the versions of it that the feature was run with: the oldest and the newest, whatever the range allows.
+    read        others, of which only the source was compared: that the targets are there, and what they do.
     option      the field of Options that asks for the feature, "" when every job does; `idle`: its values that do not.
     version_of  version_of() -> version or None, for a module that is not (only) installed as a distribution: vendored,
                 or run from a source tree. Called once a target's module is imported, and instead of
@@ -46,6 +47,7 @@ class Feature:
     option: str = ""
     idle: tuple[str, ...] = ()
     version_of: Callable[[], str | None] | None = None
+    read: tuple[str, ...] = ()
 
     def __post_init__(self):
         Requirement(self.versions)  # InvalidRequirement is a ValueError
@@ -129,8 +131,9 @@ class Patch:
         return self.target.partition(":")[2]
 
     def belongs_to(self, version: str | None) -> bool:
-        """Whether this version of the framework has the target; True while it is not known."""
-        return not self.only or version is None or SpecifierSet(self.only).contains(version, prereleases=True)
+        """Whether this version of the framework has the target; True while it is not known. A pre-release (a vendor's
+        2.6.0a0) is what it will be."""
+        return not self.only or version is None or SpecifierSet(self.only).contains(Version(version).base_version)
 
     def rebind_places(self) -> list[tuple[str, ...]]:
         """The places in `rebind`, as (module, qualname, key)."""
