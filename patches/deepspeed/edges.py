@@ -25,6 +25,7 @@ from typing import Any
 
 from holmes_ext.patches.deepspeed.features import EDGES
 from holmes_ext.patches.deepspeed.p2p import grid_sizes
+from holmes_ext.patches.deepspeed.versions import ask
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.plan.cost.pipeline import passes
@@ -45,7 +46,7 @@ def unsupported(engine: Any) -> str | None:
 
     reasons = {
         f"the engine is a {type(engine).__name__}, whose schedule is its own": type(engine) is not PipelineEngine,
-        "shapes change from batch to batch": bool(engine.dynamic_shape),
+        "shapes change from batch to batch": ask("dynamic_shape", engine),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

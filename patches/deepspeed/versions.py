@@ -30,6 +30,7 @@ def _compact(zero: Any) -> bool:
 #: name -> ((first version, how an engine or optimizer answers there), ...), the oldest first.
 _TABLE: dict[str, tuple[tuple[str, Callable[[Any], bool]], ...]] = {
     # of an engine
+    "dynamic_shape": (("0", _never), ("0.15.0", lambda engine: engine.dynamic_shape)),
     "deepcompile": (("0", _never), ("0.16.6", lambda engine: engine.is_deepcompile_enabled())),
     "torch_autocast": (("0", _never), ("0.17.2", lambda engine: engine.torch_autocast_enabled())),
     "zenflow": (("0", _never), ("0.17.5", lambda engine: engine.zenflow)),
