@@ -59,7 +59,8 @@ def settle(
     )
     names = dict.fromkeys(node.cluster for node in here)
     clusters = {name: tuple(node.name for node in here if node.cluster == name) for name in names}
-    settled = replace(plan, fabrics=fabrics, clusters=clusters)
+    wan = plan.wan if plan.fabrics else links.site(site).wan
+    settled = replace(plan, fabrics=fabrics, clusters=clusters, wan=wan)
     if not plan.fabrics:
         settled = replace(settled, workload=workload or Workload(), basis=basis)
     elif fabrics != plan.fabrics and plan.sizes is not None:  # what straddles, on the ports that are left
@@ -110,7 +111,7 @@ def site_of(plan: Plan, carrier: str = VERBS) -> Site:
         ports = (Port(fabric) for fabric in fast if fabric in plan.reach[carrier][name])
         return Node(name, cluster_of[name], plan.processes, (*ports, Port(ETHERNET)))
 
-    return Site(tuple(map(node, plan.nodes)), plan.fabrics)
+    return Site(tuple(map(node, plan.nodes)), plan.fabrics, wan=plan.wan)
 
 
 def _traffic(plan: Plan, carrier: str, options: Options) -> Traffic:
