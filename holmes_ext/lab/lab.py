@@ -18,8 +18,9 @@ from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import state
 from holmes_ext.lab.emulate.accelerator import VARIABLE as ACCELERATOR
+from holmes_ext.lab.network import crossing
 from holmes_ext.lab.network import shaping as network
-from holmes_ext.lab.network import sysfs_tree, wan
+from holmes_ext.lab.network import sysfs_tree
 from holmes_ext.lab.process import ranks, wire, zygote
 from holmes_ext.lab.process.job import Job, OnLine, RunResult
 
@@ -45,13 +46,13 @@ class Lab:
     def __init__(self, spec: SiteSpec, scale: float = 1.0, realtime: bool = False,
                  sysctl: Mapping[str, str] = MappingProxyType({})):
         self.spec, self.scale, self.realtime, self.sysctl = spec, scale, realtime, sysctl
-        self.wan = wan.of_spec(spec, scale)
-        self.nodes = network.lay_out(spec, scale, self.wan)
+        self.nodes = network.lay_out(spec, scale)
         self._by_name = {node.name: node for node in self.nodes}
         self._tools = {name: _tool(name) for name in ("ip", "tc")}
         self._ports = itertools.count(_FIRST_PORT)
         self._zygotes: dict[Any, socket.socket] = {}
         self._pids: dict[str, tuple[int, int]] = {}
+        self.delay_line: int | None = None  # pid of what carries between clusters, if the file says what lies there
 
     def __enter__(self) -> Lab:
         self.directory = state.new_directory()
@@ -219,10 +220,11 @@ class Lab:
         for place, (ip, tc) in batches.items():
             self._tool(place, "ip", ip)
             self._tool(place, "tc", tc)
-        if self.wan:
+        if self.spec.wan:
             where = [(node.address, node.site, node.nics[0].mac) for node in self.nodes]
-            self._delay_line = self._ask("wan", **wan.delay_line(self.wan, where, network.WIRE))["pids"][0]
-            self._tool(_SWITCH, "ip", "".join(f"{line}\n" for line in wan.tap_lines(self.wan)))
+            told = crossing.delay_line(self.spec, self.scale, where, network.WIRE)
+            self.delay_line = self._ask("wan", **told)["pids"][0]
+            self._tool(_SWITCH, "ip", "".join(f"{line}\n" for line in crossing.tap_lines(len(told["clusters"]))))
 
     def _tool(self, place: str, tool: str, batch: str) -> None:
         answer = self._ask("tool", name=place, argv=[self._tools[tool], "-batch", "-"], text=batch)

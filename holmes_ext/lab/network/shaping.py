@@ -4,7 +4,7 @@
             [ib0 ]--veth--[f0]  bridge "fab0" (fabric "a")             10.100.0.0/16, the fabric's nodes
 
 Both ends of each veth are shaped with tbf: the node's egress and the switch port's egress (what the node receives).
-Where the file describes the network between clusters, each has an Ethernet of its own (lab/network/wan.py).
+Where the file describes the network between clusters, each has an Ethernet of its own (lab/network/crossing.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from holmes_ext.cluster.site import ETHERNET
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab.network import wan as between
-from holmes_ext.lab.network.wan import Wan
+from holmes_ext.lab.network import crossing
 
 MAX_NODES = 128
 MTU = 1500
@@ -71,9 +70,8 @@ class LabNode:
         raise HolmesError(f"node {self.name}: no NIC {name!r}; it has {', '.join(nic.name for nic in self.nics)}")
 
 
-def lay_out(spec: SiteSpec, scale: float, wan: Wan | None = None) -> tuple[LabNode, ...]:
-    """The nodes in the file's order, every rate multiplied by `scale`; wan: the network between clusters, None for one
-    Ethernet. HolmesError for more nodes than a lab holds."""
+def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
+    """The nodes in the file's order, every rate multiplied by `scale`. HolmesError for more nodes than a lab holds."""
     count = sum(len(cluster.nodes) for cluster in spec.clusters)
     if count > MAX_NODES:
         raise HolmesError(f"{spec.source}: {count} nodes; the lab emulates at most {MAX_NODES} on one machine")
@@ -85,13 +83,13 @@ def lay_out(spec: SiteSpec, scale: float, wan: Wan | None = None) -> tuple[LabNo
         for place, name in enumerate(cluster.nodes):
             index = len(nodes)
             nics = [_nic(index, "ethernet", ETHERNET, 0, spec.ethernet_rate_bps, scale)]
-            if wan:
-                own = between.address(site, place)
-                nics[0] = replace(nics[0], address=own, bridge=between.bridge(site), prefix=between.PREFIX)
+            if spec.wan:
+                own = crossing.address(site, place)
+                nics[0] = replace(nics[0], address=own, bridge=crossing.bridge(site), prefix=crossing.PREFIX)
             if cluster.fabric != ETHERNET:
                 number = fabrics.index(cluster.fabric)
                 nics.append(_nic(index, cluster.kind, cluster.fabric, number, cluster.rate_bps, scale))
-            nodes.append(LabNode(name, cluster.name, index, cluster.processes, tuple(nics), site if wan else None))
+            nodes.append(LabNode(name, cluster.name, index, cluster.processes, tuple(nics), site if spec.wan else None))
     return tuple(nodes)
 
 
@@ -167,7 +165,7 @@ def node_batches(node: LabNode) -> tuple[str, str]:
         ip += [f"address add {nic.address}/{nic.prefix} dev {nic.name}", f"link set dev {nic.name} up", limit]
         tc.append(shape)
     if node.site is not None:
-        ip += between.route_lines(node.site)
+        ip += crossing.route_lines(node.site)
     return "\n".join(ip) + "\n", "\n".join(tc) + "\n"
 
 

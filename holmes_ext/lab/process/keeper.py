@@ -70,7 +70,10 @@ def _furnish_node(name: str, hosts: str, nsswitch: str, sysctl: dict[str, str]) 
     namespaces.unshare(namespaces.CLONE_NEWNET | namespaces.CLONE_NEWUTS | namespaces.CLONE_NEWNS)
     _write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1")
     for key, value in sysctl.items():
-        Path("/proc/sys", key.replace(".", "/")).write_text(value)
+        try:
+            Path("/proc/sys", key.replace(".", "/")).write_text(value)
+        except OSError as error:
+            raise OSError(f"sysctl {key}={value}: {error.strerror}") from None
     namespaces.furnish_node(name, hosts, nsswitch)
 
 
@@ -136,7 +139,11 @@ class Keeper:
 
         def furnish() -> Callable[[], None]:
             namespaces.enter(pid, ("net",))
-            taps = [delay_line.open_tap(cluster["tap"]) for cluster in clusters]
+            try:
+                taps = [delay_line.open_tap(cluster["tap"]) for cluster in clusters]
+            except OSError as error:
+                raise OSError(f"uplinks and [[between]] need TUN/TAP: {delay_line.TUN_DEVICE}: {error.strerror}"
+                              " (modprobe tun; in a container: --device /dev/net/tun)") from None
             launch.go_realtime(priority=2)  # above the ranks
             return lambda: delay_line.run(delay_line.Router(clusters, **network), taps)
 
