@@ -107,6 +107,23 @@ def _fastest_first(site: Site) -> tuple[str, ...]:
     return tuple(name for names in ordered for name in names)
 
 
+def _line_up(counts: Mapping[int, int], size: int, best: _Best, limit: int) -> None:
+    """Where clusters do not fill whole components: offer `best` all nodes of one cluster after the other, those with a
+    good link next to each other, then clusters swapped."""
+    predictor = best.predictor
+    index_of: dict[str, list[int]] = {}
+    for index in counts:
+        index_of.setdefault(predictor.cluster(index), []).append(index)
+
+    def parts(clusters: Sequence[str]) -> tuple[Part, ...]:
+        line = [index for name in clusters for index in index_of[name] for _ in range(counts[index])]
+        return tuple(tuple(line[at : at + size]) for at in range(0, len(line), size))
+
+    chain = _slow_links_apart(predictor.site, list(index_of))
+    best.offer(parts(chain))
+    _swap(chain, lambda clusters: best.offer_swapped(parts(clusters)), limit)
+
+
 def _slow_links_apart(site: Site, clusters: Sequence[str]) -> tuple[str, ...]:
     """The chain of clusters whose worst link is the best, begun at the end that stood nearer to the front."""
 
@@ -159,6 +176,8 @@ def _search(predictor: Predictor, budget: int | None) -> tuple[Part, ...]:
             best.offer(predictor.cut(order))
     elif packed is not None:
         _arrange(packed, best, known)
+    elif predictor.site.wan:
+        _line_up(counts, size, best, fresh)
     else:
         mixtures = list(itertools.islice(_with_leftovers(counts, size), min(24, max(2, fresh // 2))))
         for parts in mixtures:

@@ -133,6 +133,10 @@ class Predictor:
             self._fabrics[key] = min(own, key=lambda fabric: fabric.preference) if inside else shared
         return self._fabrics[key]
 
+    def cluster(self, index: int) -> str:
+        """The cluster of a class's (first) node."""
+        return self.site.node_by_name[self._name[index]].cluster
+
     def edge(self, part: Part, following: Part) -> Price:
         """Of an activation from a component to the next."""
         if (part, following) not in self._onward:
@@ -143,7 +147,7 @@ class Predictor:
         """Of these pairs of classes the clusters, where they differ and the way leads between them."""
         if not self.site.wan or fabric.name != ETHERNET:
             return []
-        clusters = [tuple(self.site.node_by_name[self._name[index]].cluster for index in pair) for pair in pairs]
+        clusters = [(self.cluster(one), self.cluster(two)) for one, two in pairs]
         return [(one, two) for one, two in clusters if one != two]
 
     def _price(self, part: Part) -> Component:
