@@ -7,3 +7,4 @@ _TORCH = "torch>=2.4"
 RANKS = Feature("ranks", _TORCH, tried=("2.13.0",))
 NICS = Feature("nics", _TORCH, tried=("2.13.0",))
 TELEMETRY = Feature("telemetry", _TORCH, tried=("2.13.0",))
+DDP = Feature("ddp", _TORCH, tried=("2.13.0",))
