@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -13,6 +14,7 @@ from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options, options_from, parse_flags
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.megatron import arguments, core
+from holmes_ext.patches.torch import fsdp
 from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start import launcher
@@ -133,4 +135,6 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
     except BaseException:
         registry.undo()
         raise
+    if options.fsdp == "hybrid":
+        atexit.register(fsdp.tell_unused, current)
     banner.show(current, lines + start_stop.start(current))

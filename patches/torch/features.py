@@ -7,4 +7,5 @@ _TORCH = "torch>=2.4"
 RANKS = Feature("ranks", _TORCH, tried=("2.13.0",))
 NICS = Feature("nics", _TORCH, tried=("2.13.0",))
 TELEMETRY = Feature("telemetry", _TORCH, tried=("2.13.0",))
-DDP = Feature("ddp", _TORCH, tried=("2.13.0",))
+DDP = Feature("ddp", "torch>=2.13", tried=("2.13.0",))
+FSDP = Feature("fsdp", "torch>=2.13", tried=("2.13.0",))
