@@ -99,15 +99,14 @@ def sharded(args) -> list[Row]:
 
 def predictions(scene: str, series: dict[str, Series]) -> list[Row]:
     """What FSDP's lines say of the collectives, for reference beside the step times."""
-    return [Row.median(scene, "predicted collectives stock", [_seconds(series["holmes"], "of weights across", ", ")], "s",
-                       False),
-            Row.median(scene, "predicted collectives hybrid", [_seconds(series["hybrid"], "FSDP hybrid", ", ")], "s",
-                       False)]
+    told = {"stock": ("holmes", "of weights across"), "hybrid": ("hybrid", "FSDP hybrid")}
+    return [Row.median(scene, f"predicted collectives {name}", [_seconds(series[run], words)], "s", False)
+            for name, (run, words) in told.items()]
 
 
-def _seconds(series: Series, words: str, before: str) -> float:
+def _seconds(series: Series, words: str) -> float:
     line = next(line for line in series.lines if words in line)
-    return float(line.partition(" s of ")[0].rpartition(before)[2])
+    return float(line.partition(" s of ")[0].rpartition(", ")[2])
 
 
 def placed(args) -> list[Row]:

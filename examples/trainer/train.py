@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 train.py
     accelerate launch --num_processes 2 train.py
 
-Nothing here knows of holmes: the same commands with --holmes behind the script run it over clusters with different NICs.
+Nothing here knows of holmes: the same commands with --holmes behind the script run it over clusters with different
+NICs.
 """
 
 import argparse

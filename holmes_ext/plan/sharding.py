@@ -1,10 +1,10 @@
-"""Weights sharded over a data-parallel group (FSDP, ZeRO 3): what their collectives take, over all its clusters and inside
-each.
+"""Weights sharded over a data-parallel group (FSDP, ZeRO 3): what their collectives take, over all its clusters and
+inside each.
 
     over everything    every unit (layer) all-gathers its weights in the forward and again in the backward pass, and
                        reduce-scatters its gradients: 3 (n-1)/n of the weights through each NIC, on the network of all
-    inside clusters    the same on each cluster's own fabric; then the owners of a shard, one in each cluster, all-reduce
-                       it across (HSDP). A rank keeps n/C times fewer ranks' share: C times the memory
+    inside clusters    the same on each cluster's own fabric; then the owners of a shard, one in each of C clusters,
+                       all-reduce it across (HSDP). A rank keeps C times as much
 
 Rings (plan/cost/network.py); gloo's reduce-scatter moves as much as an all-reduce.
 """
@@ -46,8 +46,8 @@ def boxes(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
     if len({len(members) for members in clusters.values()}) > 1:
         held = ", ".join(f"{name} {len(members)}" for name, members in clusters.items())
         raise HolmesError(
-            f"clusters hold different numbers of the {len(ranks)} ranks that FSDP shards over ({held}): a mesh is a box;"
-            " start as many nodes in each"
+            f"clusters hold different numbers of the {len(ranks)} ranks that FSDP shards over ({held}): a mesh is a"
+            " box; start as many nodes in each"
         )
     return list(clusters.values())
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from integration_tests.jobs import CLUSTER, ROOT, SCRIPTS, losses, said, same
+from integration_tests.jobs import ROOT, SCRIPTS, losses, said, same
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -54,7 +54,12 @@ LAUNCHERS = {
                                 " --machine_rank $NODE_RANK --main_process_ip $MASTER_ADDR"
                                 " --main_process_port $MASTER_PORT",
 }
-CONFIG = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nuse_cpu: true\nnum_machines: 4\nnum_processes: 4\n"
+CONFIG = """compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_CPU
+use_cpu: true
+num_machines: 4
+num_processes: 4
+"""
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -4,8 +4,8 @@
                           parameters, static_graph and gradient_as_bucket_view are what they were
     comm hook (public)    only the sum of a bucket takes another way: divided by the ranks before, as stock divides
 
-The hook is in its place from construction on: a rank without inputs under join() never sees a forward pass, and must sum
-its zeros as all others do. The reducer takes one hook only, so ours gives way from inside:
+The hook is in its place from construction on: a rank without inputs under join() never sees a forward pass, and must
+sum its zeros as all others do. The reducer takes one hook only, so ours gives way from inside:
 
     the program registers                   what reduces
     nothing, allreduce_hook                 two levels
@@ -242,8 +242,8 @@ def _count_joining(wrapped, instance, args, kwargs):
 
 PATCHES = (
     Patch(
-        DDP, f"{_DDP}.__init__", "the comm hook must be there before the first forward pass, and scripts know nothing of"
-        " it", _construct, parameters=("module", "process_group", "bucket_cap_mb"),
+        DDP, f"{_DDP}.__init__", "the comm hook must be there before the first forward pass; scripts do not know it",
+        _construct, parameters=("module", "process_group", "bucket_cap_mb"),
     ),
     Patch(
         DDP, f"{_DDP}.register_comm_hook", "a reducer takes one hook: the program's own goes before ours", _register,

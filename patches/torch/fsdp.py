@@ -1,13 +1,13 @@
 """FSDP over several clusters: what it costs is told, and --holmes-fsdp hybrid keeps the shards inside clusters.
 
-    fully_shard(module, mesh 1-D)             -> mesh 2-D, (clusters, ranks of one): torch's own HSDP, which shards along
-    FullyShardedDataParallel(FULL_SHARD)      -> HYBRID_SHARD over the same two groups     the last dimension only and
-                                                 all-reduces each shard's gradient along the first
+    fully_shard(module, mesh 1-D)           mesh 2-D, (clusters, ranks of one): torch's own HSDP, which shards along the
+                                            last dimension and all-reduces each shard's gradient along the first
+    FullyShardedDataParallel(FULL_SHARD)    HYBRID_SHARD over the same two groups
 
 Only the mesh is another: gradient accumulation, clipping, mixed precision and torch.distributed.checkpoint are torch's,
-and a checkpoint loads under either mesh (its tensors are global). Without the flag the first forward pass tells on rank 0
-what a step's gathers and reductions take, predicted, and what hybrid would take, in seconds and in memory. A mesh that
-the program shaped itself stays; where its sharding dimension crosses, that is told.
+and a checkpoint loads under either mesh (its tensors are global). Without the flag the first forward pass tells, on rank
+0, what a step's gathers and reductions take, predicted, and what hybrid would take, in seconds and in memory. A mesh
+that the program shaped itself stays; where its sharding dimension crosses, that is told.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def _clusters_mesh(current: session.Session, ranks: Sequence[int], device_type: 
         return _meshes[device_type]
     if len(ranks) < current.plan.world_size:
         raise HolmesError(
-            f"--holmes-fsdp hybrid: FSDP shards over {len(ranks)} of {current.plan.world_size} ranks, beside another kind"
-            " of parallelism: give fully_shard a 2-D mesh (replicate, shard) of its own instead"
+            f"--holmes-fsdp hybrid: FSDP shards over {len(ranks)} of {current.plan.world_size} ranks, beside another"
+            " kind of parallelism: give fully_shard a 2-D mesh (replicate, shard) of its own instead"
         )
     try:
         clusters = boxes(current.plan, ranks)
@@ -166,14 +166,14 @@ def _tell_root_of_1(current, wrapped, instance, args, kwargs):
 
 
 def _tell_costs(current: session.Session, ranks: Sequence[int], what: Sharded, kept: float) -> None:
-    """Weights sharded over `ranks` of several clusters: what that takes, and what hybrid would. kept: bytes of weights."""
+    """Weights sharded over `ranks` of several clusters: what that takes, and what hybrid would. kept: their bytes."""
     carrier, clusters = carrier_of(backend_of()) or SOCKETS, current.plan.by_cluster(ranks)
     if len(clusters) < 2:
         return
     taken = sharded_seconds(current.plan, ranks, what, carrier)
     text = (
-        f"FSDP gathers {format_bytes(what.weight_bytes)} of weights across clusters {', '.join(clusters)} in every step,"
-        f" {taken:.3g} s of it (predicted)"
+        f"FSDP gathers {format_bytes(what.weight_bytes)} of weights across clusters {', '.join(clusters)} in every"
+        f" step, {taken:.3g} s of it (predicted)"
     )
     if len(ranks) == current.plan.world_size and len(set(map(len, clusters.values()))) == 1:
         members = list(clusters.values())
@@ -190,8 +190,8 @@ def _tell_hybrid(current: session.Session, what: Sharded, kept: float) -> None:
     )  # fmt: skip
     tell(
         current,
-        f"FSDP hybrid: sharded inside each of {len(members)} clusters, {hybrid:.3g} s of a step in place of {flat:.3g} s"
-        f" (predicted), with {_memory(kept, len(members[0]), len(ranks))}",
+        f"FSDP hybrid: sharded inside each of {len(members)} clusters, {hybrid:.3g} s of a step in place of {flat:.3g}"
+        f" s (predicted), with {_memory(kept, len(members[0]), len(ranks))}",
     )
 
 
@@ -205,8 +205,8 @@ _FSDP1 = "torch.distributed.fsdp"
 
 PATCHES = (
     Patch(
-        FSDP, f"{_FSDP2}._fully_shard:fully_shard", "scripts know no clusters: the mesh is the place where they are told",
-        _fully_shard, parameters=("mesh", "dp_mesh_dims"),
+        FSDP, f"{_FSDP2}._fully_shard:fully_shard", "scripts know no clusters: here their mesh is given", _fully_shard,
+        parameters=("mesh", "dp_mesh_dims"),
     ),
     Patch(
         FSDP, f"{_FSDP2}._fsdp_state:FSDPState._lazy_init", "the first time that all units of a model are known",

@@ -63,7 +63,8 @@ def train(rank, options, model_options, hook=None, accumulate=1, steps=4, join=N
             optimizer.zero_grad(set_to_none=step % 2 == 0)
     state = ddp_patches._installed.get(wrapped)
     across = state._two_level.bytes_across / 1e6 if state else 0.0
-    return [p.detach().clone() for p in model.parameters()], across, wrapped._get_ddp_logging_data().get("comm_hook", "")
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    return weights, across, wrapped._get_ddp_logging_data().get("comm_hook", "")
 
 
 def start(rank, *clusters, **options):

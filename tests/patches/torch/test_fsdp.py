@@ -128,7 +128,7 @@ def test_a_mesh_of_one_dimension_is_told_what_it_costs(own_mesh):
     weights = 3 * (64 * 192 * 2 + 192 + 64) * 4
     assert text.count("\n") == 1 and f"FSDP gathers {weights / 1e3:.3g} kB of weights across clusters a, b" in text
     assert "--holmes-fsdp hybrid:" in text
-    assert f"{4 * weights / 2 / 1e3:.3g} kB of weights, gradients" in text and f"of {4 * weights / 4 / 1e3:.3g} kB" in text
+    assert f"{2 * weights / 1e3:.3g} kB of weights, gradients" in text and f"of {weights / 1e3:.3g} kB" in text
 
 
 def crossing(rank):
