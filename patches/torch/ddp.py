@@ -126,51 +126,36 @@ def two_level_hook(state, bucket):
 def _construct(current, wrapped, instance, args, kwargs):
     """DistributedDataParallel(...): buckets as large as the plan has them, and the hook, where two levels reduce."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    way = _way(given)
-    if way is None:
+    way, two_level = _reduction(given)
+    if two_level is None:
         return wrapped(*args, **kwargs)
     if reason := _stays_stock(given):
+        two_level.close()
         tell(current, f"DistributedDataParallel reduces as torch does, on one level, because of {reason}", once=reason)
         return wrapped(*args, **kwargs)
     if not {"bucket_cap_mb", "bucket_cap_mb_list"} & given.keys():
-        kwargs = {**kwargs, "bucket_cap_mb": (current.options.bucket_bytes or way.chunk_bytes) / 2**20}
+        kwargs = {**kwargs, "bucket_cap_mb": way.chunk_bytes / 2**20}
     wrapped(*args, **kwargs)
-    from holmes_ext.runtime.reduce.straddling import two_level_for
-
-    two_level = two_level_for(instance.process_group, _gradient_bytes(given["module"]), way, _device_type(given))
-    if two_level is not None:
-        state = Buckets(instance, two_level)
-        instance.register_comm_hook(state, two_level_hook)
-        _installed[instance] = state
-        weakref.finalize(instance, two_level.close).atexit = False
+    state = Buckets(instance, two_level)
+    instance.register_comm_hook(state, two_level_hook)
+    _installed[instance] = state
+    weakref.finalize(instance, two_level.close).atexit = False
 
 
-def _way(given: dict[str, Any]) -> Any:
-    """The plan's reduction for the gradients of given["module"]; None: torch's."""
+def _reduction(given: dict[str, Any]) -> tuple[Any, Any]:
+    """The plan's way for the gradients of given["module"], and its two levels: None where torch's one ring is it."""
     import torch.distributed as dist
-
-    from holmes_ext.runtime.reduce.straddling import planned
-
-    mesh, size = given.get("device_mesh"), _gradient_bytes(given["module"])
-    group = given.get("process_group") or (mesh.get_group(0) if mesh is not None else dist.group.WORLD)
-    way = planned(group, size, device_type=_device_type(given)) if size else None
-    straddles = way is not None and len(session.require().plan.by_cluster(group_ranks(group))) > 1
-    return way if straddles and way.clusters and size >= way.two_level_from else None
-
-
-def _gradient_bytes(module: Any) -> int:
-    return sum(parameter.nbytes for parameter in _trained(module))
-
-
-def _device_type(given: dict[str, Any]) -> str:
-    return next(parameter.device.type for parameter in _trained(given["module"]))
-
-
-def _trained(module: Any) -> list[Any]:
-    """The parameters that DDP reduces; one without shape yet is refused by DDP itself."""
     from torch.nn.parameter import UninitializedParameter
 
-    return [p for p in module.parameters() if p.requires_grad and not isinstance(p, UninitializedParameter)]
+    from holmes_ext.runtime.reduce.straddling import planned, two_level_for  # torch is there by now
+
+    trained = [p for p in given["module"].parameters() if p.requires_grad]
+    if not trained or any(isinstance(p, UninitializedParameter) for p in trained):
+        return None, None  # DDP refuses these
+    mesh, size, device_type = given.get("device_mesh"), sum(p.nbytes for p in trained), trained[0].device.type
+    group: Any = given.get("process_group") or (mesh.get_group(0) if mesh is not None else dist.group.WORLD)
+    way = planned(group, size, device_type=device_type)
+    return way, two_level_for(group, size, way, device_type)
 
 
 def _stays_stock(given: dict[str, Any]) -> str:

@@ -5,9 +5,9 @@
     FullyShardedDataParallel(FULL_SHARD)    HYBRID_SHARD over the same two groups
 
 Only the mesh is another: gradient accumulation, clipping, mixed precision and torch.distributed.checkpoint are torch's,
-and a checkpoint loads under either mesh (its tensors are global). Without the flag the first forward pass tells, on rank
-0, what a step's gathers and reductions take, predicted, and what hybrid would take, in seconds and in memory. A mesh
-that the program shaped itself stays; where its sharding dimension crosses, that is told.
+and a checkpoint loads under either mesh (its tensors are global). Without the flag the first forward pass tells, on
+rank 0, what a step's gathers and reductions take, predicted, and what hybrid would take, in seconds and in memory. A
+mesh that the program shaped itself stays; where its sharding dimension crosses, that is told.
 """
 
 from __future__ import annotations
