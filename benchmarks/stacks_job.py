@@ -37,7 +37,7 @@ def loop(by_reducer: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     data = example.Text(args.sequence)
     batches = iter(DataLoader(data, args.micro_batch, sampler=DistributedSampler(data, seed=args.seed)))
-    log = open(args.log, "w") if args.log and dist.get_rank() == 0 else None
+    log = open(args.log_file, "w") if args.log_file and dist.get_rank() == 0 else None
     for step in range(args.steps):
         began = time.perf_counter()
         if reducer:

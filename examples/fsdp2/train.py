@@ -78,7 +78,7 @@ def arguments() -> argparse.Namespace:
     add("--replicas", type=int, default=1, help="above 1: a mesh (replicas, ranks of each)")
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=1)
-    add("--log", help="a JSON line for each step")
+    add("--log-file", help="a JSON line for each step")
     add("--save", help="a folder for the checkpoint after the last step")
     add("--load", help="go on from that checkpoint")
     return parser.parse_args()
@@ -110,7 +110,7 @@ def main() -> None:
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         first = state["step"]
 
-    log = open(args.log, "w") if args.log and rank == 0 else None
+    log = open(args.log_file, "w") if args.log_file and rank == 0 else None
     for step in range(first, args.steps):
         begin = time.perf_counter()
         total = torch.zeros((), device=device)

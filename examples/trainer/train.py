@@ -33,20 +33,18 @@ class Text(Dataset):
 
 
 class Log(TrainerCallback):
-    """A JSON line with loss and seconds for each step."""
+    """A JSON line with loss and seconds for each step, from one line to the next."""
 
     def __init__(self, path):
-        self.file, self.seconds = open(path, "a"), 0.0
+        self.file = open(path, "a")
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args, state, control, **kwargs):
         self.began = time.perf_counter()
 
-    def on_step_end(self, args, state, control, **kwargs):
-        self.seconds = time.perf_counter() - self.began
-
     def on_log(self, args, state, control, logs, **kwargs):
+        before, self.began = self.began, time.perf_counter()
         if state.is_world_process_zero and "loss" in logs:
-            line = {"step": state.global_step, "loss": float(logs["loss"]), "seconds": self.seconds}
+            line = {"step": state.global_step, "loss": float(logs["loss"]), "seconds": self.began - before}
             print(json.dumps(line), file=self.file, flush=True)
 
 
@@ -69,7 +67,7 @@ def arguments():
     add("--micro-batches", type=int, default=1, help="micro-batches in a step (gradient accumulation)")
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=1)
-    add("--log", help="a JSON line for each step")
+    add("--log-file", help="a JSON line for each step")
     add("--output", default="out", help="where checkpoints go")
     add("--save-steps", type=int, default=0, help="a checkpoint every N steps")
     add("--resume", action="store_true", help="go on from the newest checkpoint in --output")
@@ -85,7 +83,7 @@ def main():
         logging_steps=1, save_strategy="steps" if args.save_steps else "no", save_steps=args.save_steps or 500,
         use_cpu=not torch.accelerator.is_available(), report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
         logging_nan_inf_filter=False)
-    callbacks = [Log(args.log)] if args.log else []
+    callbacks = [Log(args.log_file)] if args.log_file else []
     trainer = Trainer(make_model(args), training, train_dataset=Text(args.sequence), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=args.resume)
 

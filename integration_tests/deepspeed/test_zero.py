@@ -174,7 +174,7 @@ def test_zero_3_says_what_its_collectives_take(results):
     weights = sum(p.numel() for p in model().parameters()) * 4 / 1e3
     for rank, of_rank in enumerate(results):
         text = of_rank["ZeRO 3"][3]
-        assert (f"ZeRO 3 gathers {weights:.3g} kB of weights across clusters a, b in every micro" in text) == (rank == 0)
+        assert (f"ZeRO 3 gathers {weights:.3g} kB of weights across clusters a, b in every" in text) == (rank == 0)
         assert ("; with zero_hpz_partition_size 2 the backward pass gathers inside clusters" in text) == (rank == 0)
         assert "ZeRO 3" not in of_rank["ZeRO 2"][3]
 

@@ -55,7 +55,7 @@ class Log(lightning.Callback):
 def main():
     args = example.arguments()
     lightning.seed_everything(args.seed, verbose=False)
-    callbacks = [Log(args.log)] if args.log else []
+    callbacks = [Log(args.log_file)] if args.log_file else []
     if args.save_steps:
         callbacks.append(ModelCheckpoint(args.output, "last", every_n_train_steps=args.save_steps))
     trainer = lightning.Trainer(

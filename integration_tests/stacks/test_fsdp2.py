@@ -10,7 +10,7 @@ WEIGHTS_MB = (2 * (12 * 128 * 128 + 13 * 128) + (256 + 16 + 2 + 256) * 128) * 4 
 def train(clusters, directory, name, *flags, steps=8):
     """(losses, what holmes said, MB that all nodes sent on Ethernet)"""
     log, before = directory / f"{name}.jsonl", clusters.lab.counters()
-    result = clusters.run(SCRIPT, *MODEL, "--steps", str(steps), "--log", str(log), *flags)
+    result = clusters.run(SCRIPT, *MODEL, "--steps", str(steps), "--log-file", str(log), *flags)
     assert result.returncode == 0, result.outputs
     return losses(log), said(result), sum(nics["eth0"] for nics in clusters.sent(before).values())
 

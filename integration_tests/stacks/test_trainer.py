@@ -26,7 +26,7 @@ ACCELERATE = ("--cpu --num_processes 4 --num_machines 4 --machine_rank $NODE_RAN
 def train(clusters, directory, script, *flags, name="log", **more):
     """(losses, what holmes said, MB that the nodes sent on Ethernet)"""
     log, before = directory / f"{name}.jsonl", clusters.lab.counters()
-    result = clusters.run(script, *MODEL, "--log", str(log), *flags, preload=PRELOAD, **more)
+    result = clusters.run(script, *MODEL, "--log-file", str(log), *flags, preload=PRELOAD, **more)
     assert result.returncode == 0, result.outputs
     crossed = sum(nics["eth0"] for nics in clusters.sent(before).values())
     return losses(log), said(result), crossed
@@ -70,7 +70,7 @@ def test_launchers_checkpoints_and_resume(two_clusters, tmp_path, launcher):
     for name, more in (("whole", ["--save-steps", "2"]), ("resumed", ["--resume"])):
         log = tmp_path / f"{name}.jsonl"
         output = tmp_path / "out"
-        words = [TRAINER, *MODEL, "--steps", "4", "--output", str(output), "--log", str(log), *more,
+        words = [TRAINER, *MODEL, "--steps", "4", "--output", str(output), "--log-file", str(log), *more,
                  *two_clusters.holmes]
         if name == "resumed":
             (last,) = output.glob("checkpoint-4")

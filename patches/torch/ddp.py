@@ -10,6 +10,7 @@ sum its zeros as all others do. The reducer takes one hook only, so ours gives w
     the program registers                   what reduces
     nothing, allreduce_hook                 two levels
     fp16_compress_hook, bf16_compress_hook  two levels, of float16 or bfloat16 (their wrappers of allreduce_hook too)
+    powerSGD_hook, batched_powerSGD_hook    the exact average inside clusters, PowerSGD across (power_sgd.py)
     any other hook                          that hook, as if ours were not there; one line says so
 
 Stock, with one line: mixed_precision, whose own hook upcasts what it reduces; delay_all_reduce_named_params; compiled
@@ -38,15 +39,17 @@ _installed: weakref.WeakKeyDictionary[Any, Buckets] = weakref.WeakKeyDictionary(
 class Buckets:
     """How the buckets of one DistributedDataParallel are averaged; its comm hook's state.
 
-    user: (state, hook) that the program registered, and that reduces instead. wire: dtype that travels, None: the
-    gradients'. CUDA: the two levels run on streams of their own; a side stream waits for them and completes the future,
-    so that neither the backward pass nor the host does.
+    user: (state, hook) that the program registered, and that reduces instead. power: PowerSGD across. wire: dtype that
+    travels, None: the gradients'. CUDA: the two levels run on streams of their own; a side stream waits for them and
+    completes the future, so that neither the backward pass nor the host does.
     """
 
-    def __init__(self, ddp: Any, two_level: Any):
+    def __init__(self, ddp: Any, two_level: Any, clusters: list[list[int]]):
         self._ddp, self._group = weakref.ref(ddp), ddp.process_group
-        self._two_level = two_level
+        self._two_level, self.clusters = two_level, clusters
         self.user: tuple[Any, Any] | None = None
+        self.power: Any = None
+        self.registered = False  # the program has registered its hook
         self.wire: Any = None
         self.joining: Any = None  # the count of ranks that still have inputs, under join()
         self._sent: dict[int, Any] = {}
@@ -119,7 +122,7 @@ def two_level_hook(state, bucket):
     if state.user is not None:
         user_state, hook = state.user
         return hook(user_state, bucket)
-    return state.reduce(bucket)
+    return state.power(bucket) if state.power is not None else state.reduce(bucket)
 
 
 @with_session
@@ -136,7 +139,8 @@ def _construct(current, wrapped, instance, args, kwargs):
     if not {"bucket_cap_mb", "bucket_cap_mb_list"} & given.keys():
         kwargs = {**kwargs, "bucket_cap_mb": way.chunk_bytes / 2**20}
     wrapped(*args, **kwargs)
-    state = Buckets(instance, two_level)
+    clusters = list(current.plan.by_cluster(group_ranks(instance.process_group)).values())
+    state = Buckets(instance, two_level, clusters)
     instance.register_comm_hook(state, two_level_hook)
     _installed[instance] = state
     weakref.finalize(instance, two_level.close).atexit = False
@@ -170,7 +174,7 @@ def _stays_stock(given: dict[str, Any]) -> str:
 def _register(wrapped, instance, args, kwargs):
     """register_comm_hook(state, hook) of the program, where ours is in place."""
     state = _installed.get(instance)
-    if state is None or state.user is not None or state.wire is not None:  # torch says that one hook is the limit
+    if state is None or state.registered:  # torch says that one hook is the limit
         return wrapped(*args, **kwargs)
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     instance._check_comm_hook(given["hook"])
@@ -180,7 +184,7 @@ def _register(wrapped, instance, args, kwargs):
 def _register_builtin(wrapped, instance, args, kwargs):
     """_register_builtin_comm_hook(type): the same hooks, written in C++."""
     state = _installed.get(instance)
-    if state is None or state.user is not None or state.wire is not None:
+    if state is None or state.registered:
         return wrapped(*args, **kwargs)
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -191,13 +195,22 @@ def _register_builtin(wrapped, instance, args, kwargs):
 
 def _give_way(ddp: Any, state: Buckets, user_state: Any, hook: Any) -> None:
     import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    from holmes_ext.patches.torch.power_sgd import PowerSGD  # torch is there by now
 
     ddp.logger._set_comm_hook_name(hook.__qualname__)
     found, wire = _wire_of(hook)
     if found and (user_state or dist.group.WORLD) is ddp.process_group:
-        state.wire = wire
+        state.wire, state.registered = wire, True
         return
-    state.user = user_state, hook
+    equal = len(set(map(len, state.clusters))) == 1
+    if hook in (powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook) and equal:
+        if (user_state.process_group or dist.group.WORLD) is ddp.process_group:
+            state.power, state.registered = PowerSGD(state.clusters, user_state, hook, state.reduce), True
+            weakref.finalize(ddp, state.power.close).atexit = False
+            return
+    state.user, state.registered = (user_state, hook), True
     text = f"the comm hook {hook.__qualname__} reduces DistributedDataParallel's buckets; holmes's two levels do not"
     tell(session.require(), text, once=text)
 
