@@ -1,5 +1,6 @@
 """examples/fsdp2 over both clusters: the same losses by --holmes-fsdp hybrid, and how much less crosses."""
 
+from integration_tests.commands.test_telemetry import check_bytes, told
 from integration_tests.jobs import ROOT, losses, said, same
 
 SCRIPT = str(ROOT / "examples" / "fsdp2" / "train.py")
@@ -34,3 +35,14 @@ def test_checkpoints_load_under_either_mesh(two_clusters, tmp_path):
         same_way, *_ = train(two_clusters, tmp_path, "same", *two_clusters.holmes, *first, "--load", place, steps=6)
         other_way, *_ = train(two_clusters, tmp_path, "other", *two_clusters.holmes, *second, "--load", place, steps=6)
         assert len(other_way) == 3 and same(same_way, other_way)
+
+
+def test_telemetry_sees_its_collectives(two_clusters, tmp_path):
+    before = two_clusters.lab.counters()
+    train(two_clusters, tmp_path, "seen", *two_clusters.holmes, "--holmes-fsdp", "hybrid", "--holmes-telemetry",
+          str(tmp_path / "files"))
+    sent = two_clusters.sent(before)
+    run, by_cluster, by_kind = told(tmp_path / "files")
+    assert all(len(one.steps) == 8 and one.closed for one in run.ranks)
+    check_bytes(by_cluster, sent)
+    assert by_kind["data", "inside", "a"] > 8 * 2 * WEIGHTS_MB and by_kind["data", "across", "ethernet"] > 8 * WEIGHTS_MB

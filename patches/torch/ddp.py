@@ -10,7 +10,7 @@ sum its zeros as all others do. The reducer takes one hook only, so ours gives w
     the program registers                   what reduces
     nothing, allreduce_hook                 two levels
     fp16_compress_hook, bf16_compress_hook  two levels, of float16 or bfloat16 (their wrappers of allreduce_hook too)
-    powerSGD_hook, batched_powerSGD_hook    the exact average inside clusters, PowerSGD across (power_sgd.py)
+    powerSGD_hook                           the exact average inside clusters, PowerSGD across (power_sgd.py)
     any other hook                          that hook, as if ours were not there; one line says so
 
 Stock, with one line: mixed_precision, whose own hook upcasts what it reduces; delay_all_reduce_named_params; compiled
@@ -39,14 +39,15 @@ _installed: weakref.WeakKeyDictionary[Any, Buckets] = weakref.WeakKeyDictionary(
 class Buckets:
     """How the buckets of one DistributedDataParallel are averaged; its comm hook's state.
 
-    user: (state, hook) that the program registered, and that reduces instead. power: PowerSGD across. wire: dtype that
-    travels, None: the gradients'. CUDA: the two levels run on streams of their own; a side stream waits for them and
-    completes the future, so that neither the backward pass nor the host does.
+    all_reduce: what sums a flat tensor; clusters: [] where that is torch's. user: (state, hook) that the program
+    registered, and that reduces instead. power: PowerSGD across. wire: dtype that travels, None: the gradients'. CUDA:
+    the two levels run on streams of their own; a side stream waits for them and completes the future, so that neither
+    the backward pass nor the host does.
     """
 
-    def __init__(self, ddp: Any, two_level: Any, clusters: list[list[int]]):
+    def __init__(self, ddp: Any, all_reduce: Any, clusters: list[list[int]]):
         self._ddp, self._group = weakref.ref(ddp), ddp.process_group
-        self._two_level, self.clusters = two_level, clusters
+        self.all_reduce, self.clusters = all_reduce, clusters
         self.user: tuple[Any, Any] | None = None
         self.power: Any = None
         self.registered = False  # the program has registered its hook
@@ -66,7 +67,7 @@ class Buckets:
         sent = flat if self.wire is None else self._as_wire(bucket.index(), flat)
         sent.div_(self._divisor(ddp))
         try:
-            work = self._two_level(sent)
+            work = self.all_reduce(sent)
         except RuntimeError as error:
             raise HolmesError(self._failed(bucket.index(), error)) from error
         if flat.is_cuda:
@@ -130,20 +131,35 @@ def _construct(current, wrapped, instance, args, kwargs):
     """DistributedDataParallel(...): buckets as large as the plan has them, and the hook, where two levels reduce."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     way, two_level = _reduction(given)
-    if two_level is None:
-        return wrapped(*args, **kwargs)
-    if reason := _stays_stock(given):
-        two_level.close()
-        tell(current, f"DistributedDataParallel reduces as torch does, on one level, because of {reason}", once=reason)
-        return wrapped(*args, **kwargs)
+    reason = _stays_stock(given)
+    if two_level is None or reason:
+        wrapped(*args, **kwargs)
+        if two_level is not None:
+            two_level.close()
+            text = f"DistributedDataParallel reduces as torch does, on one level, because of {reason}"
+            tell(current, text, once=reason)
+        elif current.options.telemetry and not reason:
+            _show(instance)
+        return
     if not {"bucket_cap_mb", "bucket_cap_mb_list"} & given.keys():
         kwargs = {**kwargs, "bucket_cap_mb": way.chunk_bytes / 2**20}
     wrapped(*args, **kwargs)
     clusters = list(current.plan.by_cluster(group_ranks(instance.process_group)).values())
-    state = Buckets(instance, two_level, clusters)
-    instance.register_comm_hook(state, two_level_hook)
-    _installed[instance] = state
+    _install(instance, Buckets(instance, two_level, clusters))
     weakref.finalize(instance, two_level.close).atexit = False
+
+
+def _show(ddp: Any) -> None:
+    """For telemetry: the reducer's own all-reduce, from Python, where it is seen."""
+    from holmes_ext.runtime.reduce.straddling import flat_all_reduce
+
+    if hasattr(ddp, "reducer"):
+        _install(ddp, Buckets(ddp, flat_all_reduce(ddp.process_group), []))
+
+
+def _install(ddp: Any, state: Buckets) -> None:
+    ddp.register_comm_hook(state, two_level_hook)
+    _installed[ddp] = state
 
 
 def _reduction(given: dict[str, Any]) -> tuple[Any, Any]:
@@ -197,15 +213,15 @@ def _give_way(ddp: Any, state: Buckets, user_state: Any, hook: Any) -> None:
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    from holmes_ext.patches.torch.power_sgd import PowerSGD  # torch is there by now
+    from holmes_ext.runtime.reduce.power_sgd import PowerSGD  # torch is there by now
 
     ddp.logger._set_comm_hook_name(hook.__qualname__)
     found, wire = _wire_of(hook)
     if found and (user_state or dist.group.WORLD) is ddp.process_group:
         state.wire, state.registered = wire, True
         return
-    equal = len(set(map(len, state.clusters))) == 1
-    if hook in (powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook) and equal:
+    equal = len(state.clusters) > 1 and len(set(map(len, state.clusters))) == 1
+    if hook is powerSGD_hook.powerSGD_hook and equal:
         if (user_state.process_group or dist.group.WORLD) is ddp.process_group:
             state.power, state.registered = PowerSGD(state.clusters, user_state, hook, state.reduce), True
             weakref.finalize(ddp, state.power.close).atexit = False

@@ -62,7 +62,7 @@ def train(rank, options, model_options, hook=None, accumulate=1, steps=4, join=N
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
     state = ddp_patches._installed.get(wrapped)
-    across = state._two_level.bytes_across / 1e6 if state else 0.0
+    across = state.all_reduce.bytes_across / 1e6 if state else 0.0
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     return weights, across, wrapped._get_ddp_logging_data().get("comm_hook", "")
 
@@ -148,7 +148,7 @@ def test_the_program_s_own_hook_wins():
     assert [text.count("holmes: the comm hook halved reduces") for _, text in answers] == [1, 0, 0, 0]
 
 
-def power_sgd(rank, name):
+def power_sgd(rank):
     """(difference of the gradient from the exact mean in the first and the third step, whether all ranks have the same
     bits, MB across in the third, ranks of the compressing group): gradients of rank 4 in all, 4 columns: exact."""
     torch.manual_seed(3)
@@ -163,7 +163,7 @@ def power_sgd(rank, name):
     start(rank)
     wrapped = DistributedDataParallel(model)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    wrapped.register_comm_hook(state, getattr(powerSGD_hook, name))
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     errors = []
     for row, mean in zip(inputs, means):
         model.zero_grad()
@@ -175,9 +175,8 @@ def power_sgd(rank, name):
     return errors, same, dist.get_process_group_ranks(state.process_group)
 
 
-@pytest.mark.parametrize("name", ["powerSGD_hook", "batched_powerSGD_hook"])
-def test_power_sgd_compresses_across_clusters_only(name):
-    for rank, (errors, same, group) in enumerate(run_ranks(power_sgd, 4, name)):
+def test_power_sgd_compresses_across_clusters_only():
+    for rank, (errors, same, group) in enumerate(run_ranks(power_sgd, 4)):
         assert errors[0] < 1e-6 and errors[2] < 1e-4 and same
         assert group == [rank % 2, rank % 2 + 2]
 
@@ -220,6 +219,27 @@ def test_inside_a_cluster_nothing_is_touched():
     assert run_ranks(in_one_cluster, 4) == [(25 * 2**20, False, 0)] * 4
 
 
+def seen(rank):
+    """(largest difference from stock, MB of all-reduces that torch.distributed.all_reduce was asked for)"""
+    stock, *_ = train(rank, {}, {})
+    start(rank, "a ib 2Gb/s a[0-3]", telemetry="somewhere")
+    asked, all_reduce = [], dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        asked.append(tensor.nbytes / 1e6)
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    ours, *_ = train(rank, {}, {})
+    return max((a - b).abs().max().item() for a, b in zip(stock, ours)), sum(asked)
+
+
+def test_telemetry_sees_what_the_reducer_sends_inside_a_cluster():
+    gradients = sum(parameter.nbytes for parameter in Model().parameters()) / 1e6
+    for difference, asked in run_ranks(seen, 4):
+        assert difference < 1e-6 and asked == pytest.approx(4 * gradients)
+
+
 def int8(rank, wire):
     """(largest error of the first step's gradient, of the sum over all steps, buffers that have residuals): the same
     gradient in 7 steps; buckets are new after the first."""
@@ -237,7 +257,7 @@ def int8(rank, wire):
         wrapped(inputs).square().mean().backward()
         errors.append(model.weight.grad - true)
     state = ddp_patches._installed[wrapped]
-    return (errors[1].abs().max().item(), sum(errors[1:]).abs().max().item(), len(state._two_level._residuals._of))
+    return (errors[1].abs().max().item(), sum(errors[1:]).abs().max().item(), len(state.all_reduce._residuals._of))
 
 
 @pytest.mark.parametrize("wire", [False, True])
