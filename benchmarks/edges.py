@@ -23,14 +23,19 @@ from holmes_ext.lab.compare import Variant, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
 
 MODEL = "--stages 2 --layers 6 --hidden 192 --heads 4 --sequence 32 --micro-batch 1".split()
-MODEL_TOML = """layers = 6
+MODEL_TOML = """version = 1
+layers = 6
 hidden = 192
 heads = 4
 sequence = 32
 vocabulary = 256
+tied = false
+[training]
 micro_batch = 1
-global_batch = {batch}
+micro_batches = {micro_batches}
 activation_width = 4
+gradient_width = 4
+state_bytes = 16
 [gpu]
 flops = {flops}
 """
@@ -58,7 +63,7 @@ def edges(micro_batches: int, repetitions: int, steps: int) -> list[Row]:
     scene = f"{micro_batches} micro-batches"
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model.toml")
-        model.write_text(MODEL_TOML.format(batch=2 * micro_batches, flops=FLOPS))
+        model.write_text(MODEL_TOML.format(micro_batches=micro_batches, flops=FLOPS))
         variants = []
         for edge, rate in RATES.items():
             file = Path(folder, f"{edge}.toml")

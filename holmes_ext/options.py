@@ -48,6 +48,9 @@ class Options:
     compress: str = _option(
         "off", "off (default), bf16, or int8 (with error feedback): gradients on the slow network only, where they are"
         " reduced in two levels", ("off", "bf16", "int8"))
+    fsdp: str = _option(
+        "stock", "stock (default): FSDP shards over the ranks that the program says; hybrid: inside each cluster, and"
+        " gradients are summed across (more memory, told beforehand)", ("stock", "hybrid"))
     partition: str = _option(
         "uniform", "uniform (the framework decides), speed (the Holmes paper's formula), balanced (least predicted"
         " step), or layers of each stage: 5,3")

@@ -16,7 +16,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "torch": ("groups", "telemetry"),
+    "torch": ("groups", "ddp", "fsdp", "telemetry"),
     "deepspeed": (
         "p2p", "edges", "reduce", "two_level", "partition", "checkpoints", "profile", "telemetry",
     ),
