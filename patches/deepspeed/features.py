@@ -4,7 +4,7 @@ from functools import partial
 
 from holmes_ext.patches.engine.patch import Feature
 
-_of = partial(Feature, versions="deepspeed>=0.16,<0.20", tried=("0.16.9", "0.17.6", "0.18.9", "0.19.8"))
+_of = partial(Feature, versions="deepspeed>=0.14.4,<0.20", tried=("0.16.9", "0.17.6", "0.18.9", "0.19.8"))
 
 P2P = _of("deepspeed-p2p")
 EDGES = _of("deepspeed-edges", option="inflight", idle=("off",))
