@@ -51,6 +51,11 @@ LAYERS = _core("megatron-layers")
 REDUCTION = _core("megatron-reduction")
 GATHER = _core("megatron-gather", option="overlap", idle=("off", "auto"))
 P2P = _core("megatron-p2p")
+#: Where sends and receives are a class's (P2P_CLASS in versions.py), as far as the schedule was read.
+EDGES = Feature(
+    "megatron-edges", "megatron-core>=0.14,<0.17", tried=("0.16.1",), option="inflight", idle=("off",),
+    version_of=loaded_version,
+)  # fmt: skip
 PROFILE = _core("megatron-profile", option="profile", idle=("",))
 TELEMETRY = _core("telemetry-megatron")
 LM = _lm("megatron-lm")
