@@ -203,7 +203,7 @@ class GradientReducer:
         if self.armed and self._expected is None:
             self._learn()
         self._reset()
-        telemetry.reduction_done(self.times)
+        telemetry.reduction_done(self.times, on_host=self._parameters[0].device.type == "cpu")
         return self.times
 
     @contextmanager
