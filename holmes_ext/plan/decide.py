@@ -18,7 +18,7 @@ from holmes_ext.options import Options
 from holmes_ext.plan.cost.buckets import FEWEST, SMALLEST_BYTES, bucket_bytes
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES, two_level_seconds
+from holmes_ext.plan.cost.network import chunk_bytes, two_level_seconds
 from holmes_ext.plan.cost.nodes import Predictor, exposed_stages
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.layout import INSIDE, Layout, groups
@@ -215,7 +215,7 @@ def _two_levels(
             return (), 0, 0
         names.update(dict.fromkeys(parts))
         least = max(least, 2 * slower[-1] if slower else 0)
-        chunks.append(CHUNK_SHARE_BYTES * min(clusters))
+        chunks.append(chunk_bytes(clusters, direct))
     return tuple(names), least, min(chunks, default=0)
 
 

@@ -19,6 +19,8 @@ from holmes_ext.cluster.site import Fabric
 #: Bytes of a chunk of a two-level all-reduce for each rank of the smallest cluster: what its Ethernet NIC carries at a
 #: time.
 CHUNK_SHARE_BYTES = 512 * 2**10
+#: NCCL's collectives need some MiB to reach a network's rate, and more only fills the pipeline later.
+NCCL_CHUNK_BYTES = 4 * 2**20, 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,12 @@ def across_clusters(clusters: Sequence[int]) -> float:
     return (len(clusters) - 1) / len(clusters) / min(clusters)
 
 
+def chunk_bytes(clusters: Sequence[int], direct: bool) -> int:
+    """Of a two-level all-reduce; clusters: ranks of the group in each; direct: see inside_cluster."""
+    size, (least, most) = CHUNK_SHARE_BYTES * min(clusters), NCCL_CHUNK_BYTES
+    return size if direct else min(max(size, least), most)
+
+
 @dataclass(frozen=True)
 class TwoLevels:
     """An all-reduce inside clusters and across them, each the price of its two steps; inside: of the slowest cluster.
@@ -90,12 +98,17 @@ class TwoLevels:
         return self.pipelined.seconds(size) + min(size, self.chunk_bytes) * min(self.inside.byte_s, self.across.byte_s)
 
 
-def two_levels(inside: Price, across: Fabric, clusters: Sequence[int], processes: int, share: float = 1.0) -> TwoLevels:
+def two_levels(
+    inside: Price, across: Fabric, clusters: Sequence[int], processes: int, share: float = 1.0, direct: bool = False
+) -> TwoLevels:
     """clusters: ranks of the group in each. processes: ranks of a node that send across at once. share: what
-    compression leaves of the bytes that cross."""
-    bits = 2 * across_clusters(clusters) * 8 * share * processes
-    chunk_bytes = CHUNK_SHARE_BYTES * min(clusters)
-    return TwoLevels(inside, Price(bits / across.rate_bps, 2 * across.latency_s), chunk_bytes)
+    compression leaves of the bytes that cross; NCCL's collectives then gather every cluster's shard whole
+    (runtime/reduce/two_level_nccl.py). direct: see inside_cluster."""
+    gathers = share < 1 and not direct
+    volume = (len(clusters) - 1) / min(clusters) if gathers else 2 * across_clusters(clusters)
+    messages = 2 if direct else (1 if gathers else 2) * (len(clusters) - 1)
+    price = Price(volume * 8 * share * processes / across.rate_bps, messages * across.latency_s)
+    return TwoLevels(inside, price, chunk_bytes(clusters, direct))
 
 
 def two_level_seconds(
@@ -108,4 +121,4 @@ def two_level_seconds(
     flat = all_reduce(sum(clusters), across, sharers).seconds(size)
     messages, volume = inside_cluster(max(clusters), here, direct)
     slowest = Price(2 * volume * 8 * sharers / inside.rate_bps, 2 * messages * inside.latency_s)
-    return flat, two_levels(slowest, across, clusters, here * sharers, share).seconds(size)
+    return flat, two_levels(slowest, across, clusters, here * sharers, share, direct).seconds(size)

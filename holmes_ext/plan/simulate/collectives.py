@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from holmes_ext.plan.cost.buckets import bucket_bytes, cut
 from holmes_ext.plan.cost.model import Layer, Model
-from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES
+from holmes_ext.plan.cost.network import chunk_bytes
 from holmes_ext.plan.simulate.events import Op, Transfer
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.flows import Flows
@@ -112,8 +112,8 @@ class Reductions:
         fabric = self.flows.pipelines.fabric(tuple(groups.members))
         limit = self.execution.bucket_bytes or bucket_bytes(fabric, groups.ranks, total)
         if two_level and not self.execution.bucket_bytes:
-            parts = (sum(groups.members[node] for node in nodes) for nodes in groups.clusters.values())
-            limit = CHUNK_SHARE_BYTES * min(parts)
+            parts = [sum(groups.members[node] for node in nodes) for nodes in groups.clusters.values()]
+            limit = chunk_bytes(parts, self.execution.two_level == "direct")
         return leaving(gradients, limit, self.execution.engine == "megatron")
 
     def _make(self, groups: DataGroups) -> None:

@@ -14,7 +14,7 @@ from math import inf
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES, across_clusters, inside_cluster, ring
+from holmes_ext.plan.cost.network import across_clusters, chunk_bytes, inside_cluster, ring
 from holmes_ext.plan.simulate.events import Transfer
 from holmes_ext.plan.simulate.pipelines import DataGroups, Pipelines
 
@@ -75,8 +75,8 @@ class Flows:
         """The transfers of an all-reduce of buckets of `sizes` bytes, and those that start it: chunks, each in four
         that follow each other; `tag` itself is the last of the last chunk."""
         ranks = {name: sum(groups.members[node] for node in nodes) for name, nodes in groups.clusters.items()}
-        chunk_bytes = CHUNK_SHARE_BYTES * min(ranks.values())
-        chunks = min(most, sum(max(1, int(size // chunk_bytes)) for size in sizes))
+        limit = chunk_bytes(list(ranks.values()), direct)
+        chunks = min(most, sum(max(1, int(size // limit)) for size in sizes))
         size, share = sum(sizes) / chunks, across_clusters(list(ranks.values()))
         ethernet = self.pipelines.fabric(tuple(groups.members))
         crossing = {

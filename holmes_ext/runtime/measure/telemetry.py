@@ -7,11 +7,9 @@ patches/*/telemetry.py call these from torch's process groups and from the engin
 what is under way, telemetry_file.py writes what is over. One Recorder for each process, `recorder`, None while nobody
 wants to know.
 
-Times are time.monotonic() seconds of this node. An operation is over when the backend says so (gloo's collectives), for
-gloo's sends and receives, which do not tell, when the program's wait() returned, and over NCCL when the GPU has come by
-(device_time.py): `waited` is then how long the compute stream stood still. NCCL's asynchronous ones end where torch says
-so while the program holds the Work (with TORCH_NCCL_ENABLE_TIMING to the microsecond), else where the stream waited for
-them: an upper bound.
+Times are time.monotonic() seconds of this node. An operation is over when the backend says so (gloo's collectives),
+for gloo's sends and receives, which do not tell, when the program's wait() returned, and over NCCL when the GPU has
+come by (on_device.py): `waited` is then how long the compute stream stood still.
 """
 
 from __future__ import annotations

@@ -108,14 +108,14 @@ Known = dict[tuple[int, int], torch.Tensor]
 class Residuals:
     """What int8 has left out so far, for each part of each tensor that is reduced step after step.
 
-    A tensor is known by its identity: the residuals live as long as it does. They are as many floats as this rank sends
-    across, and are not part of checkpoints: a resumed job starts with none.
+    A tensor is known by its identity, or by that of what stands for it: the residuals live as long as it does. They are
+    as many floats as this rank sends across, and are not part of checkpoints: a resumed job starts with none.
     """
 
     def __init__(self) -> None:
-        self._of = torch.utils.weak.WeakTensorKeyDictionary()
+        self._of = torch.utils.weak.WeakIdKeyDictionary()
 
-    def of(self, whole: torch.Tensor) -> Known:
+    def of(self, whole: object) -> Known:
         return self._of.setdefault(whole, {})
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.reduce.flat_bucket import DEFAULT_BYTES, FlatBucket, Gradient, Item, fill_buckets, layout_digest
 from holmes_ext.runtime.reduce.owned import ReduceToOwners, Spans, merge_spans
+from holmes_ext.runtime.reduce.side_stream import SideStream
 from holmes_ext.runtime.reduce.straddling import TwoLevel, flat_all_reduce, planned, two_level_for
 from holmes_ext.runtime.watch.failure import describe_failure
 
@@ -103,12 +104,13 @@ class GradientReducer:
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
         self._divisors = (predivide, len(self.ranks) / predivide) if average else (predivide, 1 / predivide)
         self._gradient = gradient or (lambda parameter: parameter.grad)
-        self._items = [_item(name, parameter, communication_dtype) for name, parameter in named]
+        self._items = [Item.of(name, parameter, communication_dtype) for name, parameter in named]
         device_type, size = self._parameters[0].device.type, sum(item.bytes for item in self._items)
         self.fabric = fabric or _planned_fabric(group, device_type)
         way = None if all_reduce else planned(group, size, compress, device_type)
         self._two_level = two_level_for(group, size, way, device_type)
         self._all_reduce = all_reduce or self._two_level or flat_all_reduce(group)
+        self._side = SideStream() if device_type == "cuda" else None
         self._owners = owners if all_reduce is None and self._two_level is None else None
         self._to_owners = ReduceToOwners(group, device_type) if self._owners else None
         self.bucket_bytes = self._choose_size(bucket_bytes, way, size)
@@ -152,7 +154,10 @@ class GradientReducer:
     def _build(self, order: Sequence[int]) -> None:
         groups = fill_buckets(self._items, order, self.bucket_bytes)
         last = fill_buckets(self._items, self._deferred, self.bucket_bytes)
-        self._buckets = [FlatBucket(indices, self._items) for indices in (*groups, *last)]
+        self._buckets = []  # the old ones' buffers go before there are new ones
+        multiple = getattr(self._all_reduce, "multiple", 1)
+        kept = self._side is None
+        self._buckets = [FlatBucket(indices, self._items, multiple, kept) for indices in (*groups, *last)]
         self._hooked = len(groups)  # buckets that the backward pass may launch
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         if owners := self._owners:
@@ -179,6 +184,8 @@ class GradientReducer:
         if self.armed:
             raise HolmesError("GradientReducer: arm() was called twice without finish() between; call each once a step")
         self.armed = True
+        if self._side is not None:
+            self._side.armed()
 
     def finish(self) -> ReductionTimes:
         """Launch what is left (everything, without arm()), wait, and leave the averages in the gradients.
@@ -228,10 +235,12 @@ class GradientReducer:
         if not self.armed:
             return
         self._counts[index] += 1
+        bucket = self._bucket_of[index]
+        if self._side is not None:
+            self._side.arrived(bucket.ready)
         if self._expected is None:
             self._seen.append(index)
             return
-        bucket = self._bucket_of[index]
         if bucket.work is not None:
             raise HolmesError(
                 f"GradientReducer: {self._items[index].name} got another gradient after its bucket was sent"
@@ -264,15 +273,22 @@ class GradientReducer:
     def _launch(self) -> None:
         """Copy the next bucket's gradients into its buffer and start its reduction."""
         bucket = self._buckets[self._next]
-        bucket.fill(self._parameters, self._gradient, self._divisors[0])
-        if self._next == 0:
-            self._started_at = time.perf_counter()
-        with self._naming(bucket):
-            reduce = self._to_owners
-            bucket.work = reduce(bucket.flat, bucket.spans) if reduce else self._all_reduce(bucket.flat)
+        with self._side.after(bucket.ready) if self._side is not None else nullcontext():
+            bucket.fill(self._parameters, self._gradient, self._divisors[0])
+            if self._next == 0:
+                self._started_at = time.perf_counter()
+            with self._naming(bucket):
+                bucket.work = self._reduction(bucket)
         if not bucket.flat.is_cuda:
             bucket.work.get_future().add_done_callback(lambda _: setattr(bucket, "done_at", time.perf_counter()))
         self._next += 1
+
+    def _reduction(self, bucket: FlatBucket) -> Any:
+        if self._to_owners is not None:
+            return self._to_owners(bucket.flat, bucket.spans)
+        if isinstance(self._all_reduce, TwoLevel):
+            return self._all_reduce(bucket.flat, of=bucket)
+        return self._all_reduce(bucket.flat)
 
     @contextmanager
     def _naming(self, bucket: FlatBucket) -> Iterator[None]:
@@ -294,11 +310,6 @@ def _named(parameters: Iterable[Any]) -> list[tuple[str, torch.nn.Parameter]]:
     if not named:
         raise HolmesError("GradientReducer: no parameter given that requires a gradient; pass model.named_parameters()")
     return named
-
-
-def _item(name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> Item:
-    dtype = dtype or parameter.dtype
-    return Item(name, parameter.numel(), dtype.itemsize, (dtype, parameter.device))
 
 
 def _planned_fabric(group: dist.ProcessGroup, device_type: str) -> Fabric | None:

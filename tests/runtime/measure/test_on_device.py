@@ -182,7 +182,7 @@ def test_operations_of_a_block_end_together(gpu):
     ops = [job.launch(name="send", to=1), job.launch(name="receive", to=1)]
     work = Work()
     job.recorder.block_ended(job.process_group, work)
-    assert [op for op in job.recorder.open.values()] == ops
+    assert list(job.recorder.open.values()) == ops
     job.recorder.wait(ops[-1], lambda: None)
     gpu.now += 0.2
     gpu.comes_by()
