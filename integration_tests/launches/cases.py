@@ -21,6 +21,7 @@ from launches import Log, recorded
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.options import Options
 from holmes_ext.patches import Registry, all_patches
+from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -47,8 +48,8 @@ class Case:
 
 def case(seed: int, world: int, pipeline: bool = True) -> Case:
     rng = random.Random(seed)
-    site = _alike(rng, world) if rng.random() < 0.6 else _any(rng, world)
-    stages = rng.choice([n for n in range(1, world + 1) if world % n == 0]) if pipeline else 1
+    site = _alike(rng, world) if rng.random() < 0.7 else _any(rng, world)
+    stages = rng.choice([1, *(n for n in range(1, world + 1) if world % n == 0)]) if pipeline else 1
     options = Options(overlap=rng.choice(("on", "on", "auto", "off")), bucket="0.002",
                       compress=rng.choice(("off", "off", "bf16")))  # fmt: skip
     return Case(seed, site, Sizes(stages).complete(world), options)
@@ -102,6 +103,8 @@ def as_under_nccl(one: Case, features: list[str]) -> Iterator[Log]:
         stack.callback(applied.undo)
         session.set_active(current)
         stack.callback(session.set_active, None)
+        for known in (deepspeed_two_level._ways, deepspeed_two_level._made):  # of the group of all ranks, which stays
+            stack.callback(known.clear)
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         yield stack.enter_context(recorded())

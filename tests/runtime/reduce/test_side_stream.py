@@ -5,7 +5,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from holmes_ext.runtime.reduce import flat_bucket, reducer
+from holmes_ext.plan.cost.buckets import UNDER_WAY
+from holmes_ext.runtime.reduce import reducer
 from holmes_ext.runtime.reduce.flat_bucket import FlatBucket, Item
 from holmes_ext.runtime.reduce.side_stream import SideStream
 
@@ -78,31 +79,59 @@ class Done:
         return future
 
 
-def test_a_reducer_leaves_an_event_at_every_hook(monkeypatch):
-    """Two streams produce gradients of one bucket: the copies come after both, whichever hook is the last."""
-    gpu = Gpu(monkeypatch)
-    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+def reducer_on(gpu, count, dtype=None):
+    """A GradientReducer of `count` parameters in as many buckets, past its first step, on recorded streams."""
+    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(count)]
     made = object.__new__(reducer.GradientReducer)
     made.__dict__.update(
         _parameters=parameters, group=None, ranks=(0,), _divisors=(1.0, 1.0), _gradient=lambda p: p.grad,
-        _items=[Item.of(str(n), p, None) for n, p in enumerate(parameters)], fabric=None, _two_level=None,
+        _items=[Item.of(str(n), p, dtype) for n, p in enumerate(parameters)], fabric=None, _two_level=None,
         _all_reduce=lambda flat: gpu.log.append(("reduce", gpu.current)) or Done(), _owners=None, _to_owners=None,
-        bucket_bytes=64, _deferred=[], _step=0, _expected=[1, 1], _seen=[], _side=SideStream(), times=None,
+        bucket_bytes=32, _deferred=[], _step=0, _expected=[1] * count, _seen=[], _side=SideStream(), times=None,
     )  # fmt: skip
-    made._build([1, 0])
-    filled = flat_bucket.FlatBucket.fill
-    monkeypatch.setattr(flat_bucket.FlatBucket, "fill", lambda *a: gpu.log.append(("copy", gpu.current)) or filled(*a))
     for parameter in parameters:
         parameter.grad = torch.ones(4)
+    return made
+
+
+def test_a_reducer_leaves_an_event_at_every_hook(monkeypatch):
+    """Two streams produce gradients of one bucket: the copies come after both, whichever hook is the last."""
+    gpu = Gpu(monkeypatch)
+    made = reducer_on(gpu, 2)
+    made._build([1, 0])
+    filled = FlatBucket.fill
+    monkeypatch.setattr(FlatBucket, "fill", lambda *args: gpu.log.append(("copy", gpu.current)) or filled(*args))
     made.arm()
     for index, stream in ((1, "b"), (0, "a")):
         gpu.current = stream
-        made._gradient_arrived(index, parameters[index])
+        made._gradient_arrived(index, made._parameters[index])
     place = gpu.log.index(("copy", "side"))
     assert {("wait", "main"), ("wait", "a"), ("wait", "b")} <= set(gpu.log[:place])
     assert gpu.log[place + 1] == ("reduce", "side")
     gpu.current = "main"
     made.finish()
+    assert gpu.log[-1] == ("wait", "side")
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_no_more_buckets_have_memory_than_the_plan_counts(monkeypatch, dtype):
+    gpu, most = Gpu(monkeypatch), 0
+    made = reducer_on(gpu, 20, dtype)
+    made.bucket_bytes = 1  # each parameter its own
+    made._build(range(20))
+    reduced = made._all_reduce
+
+    def count(flat):
+        nonlocal most
+        most = max(most, sum(bucket._flat is not None for bucket in made._buckets))
+        return reduced(flat)
+
+    made._all_reduce = count
+    made.arm()
+    for index, parameter in enumerate(made._parameters):
+        made._gradient_arrived(index, parameter)
+    made.finish()
+    assert most == UNDER_WAY and not any(bucket._flat is not None for bucket in made._buckets)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -120,6 +149,5 @@ def test_what_a_bucket_keeps_after_a_step(dtype):
     bucket.flat.mul_(3)
     bucket.store(0.5)
     assert [parameter.grad.tolist() for parameter in parameters] == [[0.0] * 6, [6.0] * 6, [6.0] * 6]
-    bucket.reset()
     with pytest.raises(AssertionError):
         _ = bucket.flat
