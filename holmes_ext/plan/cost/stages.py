@@ -70,7 +70,8 @@ class Portion:
         self.expert_shards = max(1, self.shards // sizes.expert)
         self.reduced_bytes = [model.gradient_width * sum(x.reduced(self.shards, sizes.expert)) for x in self.layers]
         self.state_bytes = [state_bytes(model, x, self.shards, self.expert_shards) for x in self.layers]
-        self.working_bytes = working + (buffer_bytes(self.reduced_bytes[1]) if self.shards > 1 else 0.0)
+        reduced = self.reduced_bytes[1] * self.blocks / sizes.pipeline
+        self.working_bytes = working + (buffer_bytes(reduced) if self.shards > 1 else 0.0)
         self.micro_batches = model.micro_batches_of(sizes.data)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.buckets import cut
 
 #: torch DistributedDataParallel's bucket_cap_mb; used where nothing is known of the fabric.
@@ -37,6 +38,19 @@ class Item:
     @property
     def bytes(self) -> int:
         return self.numel * self.itemsize
+
+
+def named_parameters(parameters: Iterable[Any]) -> list[tuple[str, torch.nn.Parameter]]:
+    """Of (name, parameter) pairs or parameters those that are reduced, each once."""
+    named, seen = [], set()
+    for number, entry in enumerate(parameters):
+        name, parameter = entry if isinstance(entry, tuple) else (f"parameter {number}", entry)
+        if parameter.requires_grad and parameter.numel() and id(parameter) not in seen:
+            seen.add(id(parameter))
+            named.append((name, parameter))
+    if not named:
+        raise HolmesError("GradientReducer: no parameter given that requires a gradient; pass model.named_parameters()")
+    return named
 
 
 def fill_buckets(items: Sequence[Item], order: Sequence[int], limit_bytes: int) -> tuple[tuple[int, ...], ...]:

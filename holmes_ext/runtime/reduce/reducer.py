@@ -29,7 +29,8 @@ from holmes_ext.plan.traffic import Reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.measure import telemetry
-from holmes_ext.runtime.reduce.flat_bucket import DEFAULT_BYTES, FlatBucket, Gradient, Item, fill_buckets, layout_digest
+from holmes_ext.runtime.reduce import flat_bucket
+from holmes_ext.runtime.reduce.flat_bucket import FlatBucket, Gradient, Item
 from holmes_ext.runtime.reduce.owned import ReduceToOwners, Spans, merge_spans
 from holmes_ext.runtime.reduce.side_stream import SideStream
 from holmes_ext.runtime.reduce.straddling import TwoLevel, flat_all_reduce, planned, two_level_for
@@ -98,7 +99,7 @@ class GradientReducer:
         all_reduce: Callable[[torch.Tensor], Any] | None = None, gradient: Gradient | None = None,
         owners: Callable[[torch.nn.Parameter], Spans] | None = None,
     ):  # fmt: skip
-        named = _named(parameters)
+        named = flat_bucket.named_parameters(parameters)
         self._parameters = [parameter for _, parameter in named]
         self.group = group = group if group is not None else dist.group.WORLD
         assert group is not None, "no process group: call init_process_group first"
@@ -134,7 +135,7 @@ class GradientReducer:
         if wanted is None and isinstance(self._all_reduce, TwoLevel):  # the caller's own
             return self._all_reduce.chunk_bytes
         if wanted is None:
-            return bucket_bytes_of(self.fabric, len(self.ranks), size) if self.fabric else DEFAULT_BYTES
+            return bucket_bytes_of(self.fabric, len(self.ranks), size) if self.fabric else flat_bucket.DEFAULT_BYTES
         if not isinstance(wanted, int) or wanted < 1:
             raise HolmesError(f"GradientReducer: bucket_bytes is {wanted!r}; give a number of bytes above 0, or None")
         return wanted
@@ -142,7 +143,7 @@ class GradientReducer:
     def _check_alike(self) -> None:
         """Ranks with different parameters would reduce different things with each other, or hang."""
         device = self._parameters[0].device
-        mine = torch.tensor([layout_digest(self._items, self.bucket_bytes)], device=device)
+        mine = torch.tensor([flat_bucket.layout_digest(self._items, self.bucket_bytes)], device=device)
         all_ = [torch.empty_like(mine) for _ in self.ranks]
         dist.all_gather(all_, mine, group=self.group)
         other = next((rank for rank, digest in zip(self.ranks, all_) if int(digest) != int(all_[0])), None)
@@ -153,8 +154,8 @@ class GradientReducer:
             )
 
     def _build(self, order: Sequence[int]) -> None:
-        groups = fill_buckets(self._items, order, self.bucket_bytes)
-        last = fill_buckets(self._items, self._deferred, self.bucket_bytes)
+        groups = flat_bucket.fill_buckets(self._items, order, self.bucket_bytes)
+        last = flat_bucket.fill_buckets(self._items, self._deferred, self.bucket_bytes)
         self._buckets = []  # the old ones' buffers go before there are new ones
         multiple = getattr(self._all_reduce, "multiple", 1)
         kept = self._side is None
@@ -308,18 +309,6 @@ class GradientReducer:
         except RuntimeError as error:
             what = f"bucket {self._buckets.index(bucket)} of {len(self._buckets)} ({bucket}) of step {self._step}"
             raise HolmesError(describe_failure(what, self.ranks, self.fabric, str(error))) from error
-
-
-def _named(parameters: Iterable[Any]) -> list[tuple[str, torch.nn.Parameter]]:
-    named, seen = [], set()
-    for number, entry in enumerate(parameters):
-        name, parameter = entry if isinstance(entry, tuple) else (f"parameter {number}", entry)
-        if parameter.requires_grad and parameter.numel() and id(parameter) not in seen:
-            seen.add(id(parameter))
-            named.append((name, parameter))
-    if not named:
-        raise HolmesError("GradientReducer: no parameter given that requires a gradient; pass model.named_parameters()")
-    return named
 
 
 def _planned_fabric(group: dist.ProcessGroup, device_type: str) -> Fabric | None:
