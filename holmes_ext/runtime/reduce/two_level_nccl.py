@@ -69,7 +69,7 @@ class TwoLevelCollectives:
         inside = sorted(next(members for members in clusters if rank in members))
         self._place, self.multiple = inside.index(rank), len(inside)
         across = sorted(sorted(members)[self._place] for members in clusters)
-        self.chunk_bytes = chunk_bytes or planned_chunk_bytes([len(inside)], direct=False)
+        self.chunk_bytes = chunk_bytes or planned_chunk_bytes(len(inside), direct=False)
         self._clusters = len(across)
         self._codec, self._residuals = codec(compress), Residuals()
         self._scatters, self._across, self._gathers = (

@@ -111,7 +111,7 @@ def test_the_slower_level_is_always_busy(recorded, as_buckets):
     assert took == pytest.approx(count * max(INSIDE_S, ACROSS_S) + INSIDE_S)
     # what the plan says: the slower level, and one chunk on the faster
     rate = Fabric("ethernet", "ethernet", 8 * 4096 / ACROSS_S / 2, 0.0)
-    price = two_levels(Price(INSIDE_S / 4096), rate, [2, 2], 1)
+    price = two_levels(Price(INSIDE_S / 4096), rate, {"a": 2, "b": 2}, 1, direct=False)
     assert price.pipelined.seconds(4096 * count) + INSIDE_S == pytest.approx(took)
 
 
@@ -142,13 +142,16 @@ def test_what_is_left_over_is_padded_not_summed_by_everyone(recorded):
 
 
 def test_chunks_are_of_some_mebibytes():
-    assert [chunk_bytes([ranks, 64], direct=False) for ranks in (1, 8, 16, 64)] == [
+    assert [chunk_bytes(ranks, direct=False) for ranks in (1, 8, 16, 64)] == [
         NCCL_CHUNK_BYTES[0], NCCL_CHUNK_BYTES[0], 8 * 2**20, NCCL_CHUNK_BYTES[1]]
-    assert chunk_bytes([2, 4], direct=True) == 2**20
+    assert chunk_bytes(2, direct=True) == 2**20
 
 
 def test_compressed_shards_of_three_clusters_cost_more_than_a_ring():
     """All-gathered whole: (C - 1) shards, a ring's all-reduce sends 2 (C - 1) / C."""
     slow = Fabric("ethernet", "ethernet", 10**9, 0.0)
-    plain, half = (two_levels(Price(), slow, [4, 4, 4], 1, share).across.byte_s for share in (1.0, 0.5))
+    clusters = {"a": 4, "b": 4, "c": 4}
+    plain, half = (
+        two_levels(Price(), slow, clusters, 1, share, direct=False).across.byte_s for share in (1.0, 0.5)
+    )
     assert half == pytest.approx(plain * 0.5 * 3 / 2)
