@@ -15,9 +15,10 @@ from typing import Any
 
 @dataclass(slots=True)
 class Mark:
-    """A CUDA event and the clock when it was recorded."""
+    """A CUDA event, its stream, and the clock when it was recorded."""
 
     event: Any
+    stream: Any
     at: float
 
 
@@ -30,12 +31,18 @@ class Timeline:
         self._base: Mark | None = None  # what elapsed times are counted from
         self._base_s = 0.0  # its time
         self._next: Mark | None = None  # the next base, once it is over
+        self._compute: Any = None  # the stream on which steps end
 
     def capturing(self) -> bool:
         """Whether what is launched now goes into a CUDA graph instead: events cannot be asked there."""
         import torch
 
         return torch.cuda.is_current_stream_capturing()
+
+    def _stream(self) -> Any:
+        import torch
+
+        return torch.cuda.current_stream()
 
     def _event(self) -> Any:
         import torch
@@ -48,8 +55,9 @@ class Timeline:
             event = self._free.pop()
         except IndexError:
             event = self._event()
-        event.record()
-        mark = Mark(event, self.clock())
+        stream = self._stream()
+        event.record(stream)
+        mark = Mark(event, stream, self.clock())
         if self._base is None:
             self._base, self._base_s = mark, mark.at
             return self.mark()
@@ -71,14 +79,16 @@ class Timeline:
         self._base_s += bounded - at
         return bounded
 
-    def seconds(self, first: Mark, last: Mark) -> float:
-        """Between two marks that are over()."""
-        return float(first.event.elapsed_time(last.event)) / 1e3
+    def stood_still(self, first: Mark, last: Mark) -> float:
+        """Seconds between two marks that are over(), if it was the compute stream: another one's waits cost nothing."""
+        computes = self._compute is None or first.stream == self._compute
+        return float(first.event.elapsed_time(last.event)) / 1e3 if computes else 0.0
 
     def step_done(self) -> None:
-        """Count from about here on."""
+        """Count from about here on, on the compute stream."""
         if self._base is None or self.capturing():
             return
+        self._compute = self._stream()
         if self._next is not None and self.over(self._next):
             at, old = self.time_of(self._next), self._base
             self._base, self._base_s, self._next = self._next, at, None

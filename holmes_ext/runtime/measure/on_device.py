@@ -99,7 +99,8 @@ class OnDevice:
             start = max(start, min(op.group.last_end, end))
             end = min(end, start + op.duration)
         op.group.last_end = end
-        op.waited = end - start if op.work is None else sum(timeline.seconds(*pair) for pair in op.waits)
+        ran = [(began, op.ended)] if op.work is None and op.ended is not None else op.waits
+        op.waited = sum(timeline.stood_still(*pair) for pair in ran)
         marks = [one.began for one in ops] + [mark for pair in op.waits for mark in pair]
         timeline.give_back(*marks, op.ended if op.work is None else None)
         op.ended, op.waits = None, []

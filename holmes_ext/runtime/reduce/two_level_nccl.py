@@ -90,10 +90,18 @@ class TwoLevelCollectives:
         padded = torch.nn.functional.pad(last, (0, rest)) if rest else last
         if streams:
             streams[0].wait_stream(torch.cuda.current_stream())
+        for stream in streams if rest else ():
+            padded.record_stream(stream)  # whoever drops the work may be ahead of it
         for number, chunk in enumerate((*chunks, padded)):
             self._sum(chunk, number, residuals, streams)
         event = streams[-1].record_event() if streams else None
-        return Done(event, (lambda: last.copy_(padded[: last.numel()])) if rest else None)
+
+        def cut() -> None:
+            last.copy_(padded[: last.numel()])
+            if streams:
+                padded.record_stream(torch.cuda.current_stream())
+
+        return Done(event, cut if rest else None)
 
     def close(self) -> None:
         """Nothing runs by itself here (as TwoLevelAllReduce's threads do)."""

@@ -18,7 +18,7 @@ class Gpu:
 
     def __init__(self):
         self.now = 100.0
-        self.recorded, self.capturing = [], False
+        self.recorded, self.capturing, self.stream = [], False, "compute"
 
     def __call__(self):
         return self.now
@@ -37,7 +37,7 @@ class Event:
     def __init__(self, gpu):
         self.gpu = gpu
 
-    def record(self):
+    def record(self, stream):
         self.device = 0.0
         self.gpu.recorded.append(self)
 
@@ -70,6 +70,7 @@ class Work:
 def gpu(monkeypatch):
     gpu = Gpu()
     monkeypatch.setattr(Timeline, "_event", lambda self: gpu.event())
+    monkeypatch.setattr(Timeline, "_stream", lambda self: gpu.stream)
     monkeypatch.setattr(Timeline, "capturing", lambda self: gpu.capturing)
     return gpu
 
@@ -147,6 +148,25 @@ def test_an_asynchronous_one_is_exposed_as_long_as_the_stream_stood_still(gpu):
     job.step()
     assert job.done == [op] and op.waited == pytest.approx(0.3) and op.end == pytest.approx(gpu.now)
     assert op.start == pytest.approx(100.0)
+
+
+def test_what_runs_on_another_stream_is_not_exposed(gpu):
+    """FSDP2's reduce-scatters, two levels: synchronous calls on streams of their own."""
+    job = Job(gpu)
+    job.launch()
+    gpu.comes_by()
+    job.step()
+    job.done.clear()
+    gpu.stream = "side"
+    op, work = job.launch(), Work()
+    other = job.launch(work)
+    gpu.comes_by(but=2)
+    job.recorder.wait(other, lambda: None)
+    gpu.now += 0.4
+    gpu.comes_by()
+    gpu.stream = "compute"
+    job.step()
+    assert job.done == [op, other] and op.end - op.start == pytest.approx(0.4) and op.waited == other.waited == 0
 
 
 def test_its_own_duration_counts_where_torch_tells_it(gpu):

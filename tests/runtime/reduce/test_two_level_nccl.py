@@ -71,6 +71,10 @@ class OnGpu(torch.Tensor):
     """Says that it is on a GPU."""
 
     is_cuda = True
+    used_on: list = []
+
+    def record_stream(self, stream):
+        self.used_on.append(stream.name)
 
 
 def flat(numel):
@@ -136,7 +140,9 @@ def test_the_result_is_waited_for(recorded):
 
 def test_what_is_left_over_is_padded_not_summed_by_everyone(recorded):
     all_reduce = TwoLevelCollectives(CLUSTERS, chunk_bytes=4096)
+    OnGpu.used_on.clear()
     all_reduce(flat(1025)).wait()
+    assert OnGpu.used_on == ["stream 1", "stream 2", "stream 3", "compute"]  # its memory waits for all of them
     groups = {group for _, _, group, _ in recorded.events()}
     assert max(len(ranks) for _, ranks in groups) == 2 and len(recorded.events()) == 6
 
