@@ -62,7 +62,7 @@ def train(rank, options, model_options, hook=None, accumulate=1, steps=4, join=N
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
     state = ddp_patches._installed.get(wrapped)
-    across = state.all_reduce.bytes_across / 1e6 if state else 0.0
+    across = getattr(state and state.all_reduce, "bytes_across", 0) / 1e6
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     return weights, across, wrapped._get_ddp_logging_data().get("comm_hook", "")
 
