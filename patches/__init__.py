@@ -20,7 +20,9 @@ _MODULES = {
     "deepspeed": (
         "p2p", "edges", "reduce", "two_level", "partition", "checkpoints", "profile", "telemetry",
     ),
-    "megatron": ("megatron_deepspeed", "core", "reduction", "gather", "p2p", "profile", "megatron_lm", "telemetry"),
+    "megatron": (
+        "megatron_deepspeed", "unused", "core", "reduction", "gather", "p2p", "profile", "megatron_lm", "telemetry",
+    ),
 }  # fmt: skip
 
 

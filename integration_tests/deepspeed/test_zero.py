@@ -7,7 +7,6 @@ from the same weights on the same data, first stock, then with the feature "two-
 
 import contextlib
 import io
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +23,7 @@ from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 
 torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
+on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
 STEPS, MICRO_BATCHES, WIDTH = 4, 2, 32
 
 
@@ -72,7 +72,7 @@ def engine_for(config):
             "gradient_accumulation_steps": MICRO_BATCHES,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
             "gradient_clipping": 0.0,
-            "steps_per_print": None,
+            "steps_per_print": 10**9,
             **config,
         },
     )
@@ -129,11 +129,7 @@ def holmes(options):
 
 
 def compare_scenes(rank, names):
-    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling, and not used
-    deepspeed.init_distributed()
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can; DeepSpeed asks for AMX
-    deepspeed.utils.logger.setLevel(100)
+    on_cpu.prepare()
     results = {}
     for name in names:
         config, options, *_ = SCENES[name]
