@@ -5,7 +5,7 @@ the number of groups that the process is in (_hash_ranks_to_str). Ranks of diffe
 groups (only some have embeddings): they look for each other under different names and wait for ever. So the name is
 given here.
 
-And where WORLD is bound to a device (init_process_group's device_id; DeepSpeed gives it, deepspeed/comm/torch.py), torch
+And where WORLD is bound to a device (device_id of init_process_group; deepspeed/comm/torch.py gives it), torch
 makes every new NCCL group by ncclCommSplit of WORLD, which gathers over all its ranks: those outside the group would
 never come (torch's NON_GROUP_MEMBER calls perform_nocolor_split for that). So WORLD is unbound while the group is made,
 whose communicator then comes about at its first use, among its members.
