@@ -14,7 +14,8 @@
 
 Optional: `name`, `[ethernet] latency` and `interface`; for each cluster `fabric` (clusters that name the same fabric
 can talk over it; default: the cluster's own), `latency`, `gpu`, `gpu_flops`, `gpu_memory_bytes`, `nvlink`
-(cluster/gpu.py), `include`, `exclude` (NIC patterns); `[node.HOST]` with `include`, `exclude`, `ethernet` (interface)
+(cluster/gpu.py), `include`, `exclude` (NIC patterns), `net` (NCCL's name of the network, where a plugin carries it:
+"AWS Libfabric", or "auto" to let NCCL choose); `[node.HOST]` with `include`, `exclude`, `ethernet` (interface)
 for a host that differs from its cluster; `[link.FABRIC]`, which `holmes probe` measures (cluster/measured.py).
 """
 
@@ -57,6 +58,7 @@ class ClusterSpec:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     accelerator: Accelerator = Accelerator()
+    net: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class SiteSpec:
     def digest(self) -> str:
         """sha256 (hex) of what the file says; the file's name, its comments and what was measured do not count."""
         content: list[object] = [self.ethernet_rate_bps, self.ethernet_latency_s, self.ethernet_interface]
-        content += [{key: value for key, value in vars(c).items() if key != "accelerator"} for c in self.clusters]
+        known = [vars(c).items() for c in self.clusters]
+        content += [{key: value for key, value in items if key not in ("accelerator", "net")} for items in known]
         content += [[node, vars(override)] for node, override in sorted(self.overrides.items())]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -163,6 +166,10 @@ def _cluster(table: Table) -> ClusterSpec:
         accelerator=Accelerator(flops, memory, table.rate("nvlink", required=False)))
     if not 1 <= cluster.processes <= 1024:
         raise HolmesError(f"{table.at('processes')}: {cluster.processes} processes for each node; it must be 1 to 1024")
+    if cluster.net and fabric == "ethernet":
+        raise HolmesError(f"{table.at('net')}: a cluster without a fast fabric goes over NCCL's sockets; remove it")
+    if "net" in table.values and not (cluster.net.isprintable() and 0 < len(cluster.net) <= 64):
+        raise HolmesError(f"{table.at('net')}: {cluster.net!r:.80} is not a network of NCCL's (\"AWS Libfabric\")")
     return cluster
 
 
@@ -207,4 +214,7 @@ def _check_clusters(clusters: list[ClusterSpec], source: str) -> dict[str, str]:
         if first.kind != cluster.kind:
             raise HolmesError(f"{here}.fabric': fabric {cluster.fabric!r} is {first.kind} in cluster {first.name!r} and"
                               f" {cluster.kind} here; the two kinds cannot talk to each other")
+        if first.net != cluster.net:
+            raise HolmesError(f"{here}.net': fabric {cluster.fabric!r} has {first.net!r} in cluster {first.name!r} and"
+                              f" {cluster.net!r} here; one network carries it")
     return owner

@@ -53,8 +53,9 @@ def settle(
         return tuple(n.name for n in here for p in n.ports if p.fabric == fabric.name and _carries(p, carrier))
 
     rates = [known.get(fabric.name, fabric) for fabric in links.site(site).fabrics]
+    nets = {fabric.name: fabric.net for fabric in site.fabrics}
     fabrics = tuple(
-        PlannedFabric(f.name, f.kind, f.rate_bps, f.latency_s, able(f, VERBS), able(f, SOCKETS))
+        PlannedFabric(f.name, f.kind, f.rate_bps, f.latency_s, able(f, VERBS), able(f, SOCKETS), net=nets[f.name])
         for f in sorted(rates, key=lambda f: f.preference, reverse=True)
     )
     names = dict.fromkeys(node.cluster for node in here)
@@ -71,7 +72,7 @@ def settle(
 def _carries(port: Port, carrier: str) -> bool:
     """Whether groups may use `port`; taken for granted where its NIC is not known yet (a plan before the job)."""
     known = port.interface or port.address or port.hcas
-    needed = port.hcas if carrier == VERBS else port.address
+    needed = port.hcas and not port.no_verbs if carrier == VERBS else port.address
     return port.usable and (port.fabric == ETHERNET or not known or bool(needed))
 
 
