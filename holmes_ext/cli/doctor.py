@@ -105,7 +105,7 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
     findings += check_command(words, spec, os.environ) if words else []
     versions = {"Python": platform.python_version(), "holmes_ext": __version__, **installed_versions()}
     environ = dict(os.environ) if live else {**os.environ, "HOLMES_SYSFS": args.sysfs}
-    found, ethernet = nccl_of_node(environ, nics), egress_interface(os.environ.get("MASTER_ADDR", ""))
+    found, ethernet = nccl_of_node(environ, nics), egress_interface("127.0.0.1") if live else ""
     node = NodeReport(node_name(os.environ), node_identity(), ethernet, nics, nccl=found)
     findings += nccl.check_nccl(found, environ)
     lines = nccl.handed_over(node, spec, environ)

@@ -1,4 +1,4 @@
-"""What NCCL would find on this node besides its NICs: settings in files, the verbs of its HCAs, a network plugin.
+"""What NCCL is given on a node, and what it finds there besides NICs: settings in files, verbs, a network plugin.
 
 Read in NCCL's source, 2.18 to 2.30:
 
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holmes_ext.cluster.nic import Nic
+from holmes_ext.cluster.site import ETHERNET, Fabric, Node
 
 #: The value of cluster.toml's key `net` that leaves the network of a fabric's groups to NCCL.
 AUTO = "auto"
@@ -36,6 +37,24 @@ class NcclOfNode:
     forced_net: str = ""
     forced_in: str = ""
     plugin: str = ""
+
+
+def network_name(fabric: Fabric) -> str:
+    """What a group on `fabric` asks NCCL for (config.net_name); "" lets it choose."""
+    name = fabric.net or ("Socket" if fabric.kind == "ethernet" else "IB")
+    return "" if name == AUTO else name
+
+
+def variables_of(node: Node) -> dict[str, str]:
+    """Which HCAs, GID index and socket interface NCCL is to use on `node`; "" where it is not told."""
+    rdma = [port for port in node.ports if port.hcas and port.usable and not port.no_verbs]
+    interface, indices = node.port(ETHERNET).interface, {port.gid_index for port in rdma}
+    index = indices.pop() if len(indices) == 1 else None
+    return {
+        "NCCL_SOCKET_IFNAME": f"={interface}" if interface else "",
+        "NCCL_IB_HCA": "=" + ",".join(hca for port in rdma for hca in port.hcas) if rdma else "",
+        "NCCL_IB_GID_INDEX": "" if index is None else str(index),
+    }
 
 
 def nccl_of_node(environ: Mapping[str, str], nics: Sequence[Nic]) -> NcclOfNode:

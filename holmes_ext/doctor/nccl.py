@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from packaging.version import Version
 
-from holmes_ext.cluster.nccl import NcclOfNode, file_settings
+from holmes_ext.cluster.nccl import NcclOfNode, file_settings, network_name, variables_of
 from holmes_ext.cluster.node_report import NodeReport, short_name
 from holmes_ext.cluster.resolve import nccl_remarks, resolve_site
 from holmes_ext.cluster.site import ETHERNET, Site
@@ -17,12 +17,9 @@ from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.doctor.side_by_side import only
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.groups.transport import node_environment, transport_on
 
 #: First and last version whose source was read.
 READ = (Version("2.18"), Version("2.31.dev0"))
-#: Variables that holmes sets on each node.
-_SET = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX")
 
 
 def installed_nccl() -> tuple[str, Version | None]:
@@ -42,7 +39,7 @@ def check_nccl(found: NcclOfNode, environ: Mapping[str, str]) -> Iterator[Findin
                       "NCCL reads the file itself and gives this network to every group; holmes ends a job one of whose"
                       " groups is planned over another", "take the line out of the file")
     for name, (value, file) in file_settings(environ).items():
-        if name in _SET:
+        if name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"):
             yield note(file, f"sets {name}={value}", "holmes leaves a setting of yours alone",
                        "take the line out of the file unless it is meant so")
     if found.plugin:
@@ -58,19 +55,20 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
         site = _site(node, spec)
     except HolmesError as error:
         return [f"not known: {error}"]
-    here, given = site.nodes[0], dict(environ)
-    told = node_environment(here, given)
-    lines = [f"{name}={given[name]}" for name in _SET if given.get(name)] + told
+    here, in_files, lines = site.nodes[0], file_settings(environ), []
+    for name, value in variables_of(here).items():
+        yours = environ.get(name) or in_files.get(name, ("",))[0]
+        lines += [f"{name}={yours or value}" + " (yours)" * bool(yours)] if yours or value else []
     for port in here.ports:
         fabric = site.fabric_by_name[port.fabric]
         if port.fabric != ETHERNET and (not port.hcas or port.no_verbs or not port.usable):
             continue
-        name = transport_on(fabric, here).net_name
+        name = network_name(fabric)
         lines.append(f"groups on {fabric.name} ({fabric.kind}): " + (f"network {name!r}" if name else "NCCL chooses"))
     lines.append("groups inside the node: NCCL chooses (NVLink, PCIe, shared memory)")
     lines += [line.partition(": ")[2] for line in nccl_remarks(site, [node])]
     roce = any(site.fabric_by_name[port.fabric].kind == "roce" and not port.no_verbs for port in here.ports)
-    return [*lines, *_by_version(roce and "NCCL_IB_GID_INDEX" not in given)]
+    return [*lines, *_by_version(roce and not any(line.startswith("NCCL_IB_GID_INDEX=") for line in lines))]
 
 
 def _by_version(unset_index: bool) -> Iterator[str]:

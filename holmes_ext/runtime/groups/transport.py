@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from holmes_ext.cluster.nccl import AUTO, file_settings
-from holmes_ext.cluster.site import ETHERNET, Fabric, Node
+from holmes_ext.cluster.nccl import file_settings, network_name, variables_of
+from holmes_ext.cluster.site import Fabric, Node
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.traffic import LOCAL
 
@@ -37,9 +37,7 @@ def transport_on(fabric: Fabric | None, here: Node) -> Transport:
     """Of a group whose network the plan says, as node `here` sees it; None: the group lies in one node."""
     if fabric is None:
         return Transport(LOCAL, LOCAL, "lo", "")
-    net_name = fabric.net or ("Socket" if fabric.kind == "ethernet" else "IB")
-    net_name = "" if net_name == AUTO else net_name
-    return Transport(fabric.name, fabric.kind, here.port(fabric.name).interface, net_name)
+    return Transport(fabric.name, fabric.kind, here.port(fabric.name).interface, network_name(fabric))
 
 
 @contextmanager
@@ -104,14 +102,8 @@ def node_environment(here: Node, environ: MutableMapping[str, str]) -> list[str]
 
     A user's own setting wins, with a line that says so; NCCL_NET, which would override every group's choice, is unset.
     """
-    rdma = [port for port in here.ports if port.hcas and port.usable and not port.no_verbs]
-    ethernet = here.port(ETHERNET)
-    wanted = {"NCCL_SOCKET_IFNAME": f"={ethernet.interface}" if ethernet.interface else ""}
-    wanted["NCCL_IB_HCA"] = "=" + ",".join(hca for port in rdma for hca in port.hcas) if rdma else ""
-    indices = {port.gid_index for port in rdma if port.gid_index is not None}
-    wanted["NCCL_IB_GID_INDEX"] = str(indices.pop()) if len(indices) == 1 else ""
     lines, in_files = [], file_settings(environ)
-    for name, value in wanted.items():
+    for name, value in variables_of(here).items():
         if environ.get(name):
             lines.append(f"{name}={environ[name]} was set by you and stays (holmes would use {value or 'none'})")
         elif name in in_files:
