@@ -1,6 +1,7 @@
 # make demo   stock against holmes on two emulated clusters, from a fresh clone, with one command
 # make test   everything that is tested; make unit: what needs no emulated network
 # make check  lint and types
+# make nccl   what only a GPU can show; writes nccl-report.json to send back (two nodes: NODE=0 or 1, MASTER_ADDR, CLUSTER)
 # make .venv  the environment that all use (Python 3.10 to 3.13; PYTHON=... chooses the interpreter)
 #
 # Where pip would take a torch with gigabytes of CUDA libraries: make demo TORCH_ARGS="--index-url <an index of CPU builds>"
@@ -11,7 +12,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-inp
 STAMP := .venv/installed
 TESTS := $(wildcard tests integration_tests)
 
-.PHONY: demo test unit check .venv tools clean
+.PHONY: demo test unit nccl check .venv tools clean
 
 demo: tools .venv
 	$(BIN)/holmes demo
@@ -21,6 +22,13 @@ test: tools .venv
 
 unit: tools .venv
 	$(BIN)/python -m pytest --timeout=900 tests $(PYTEST_ARGS)
+
+# With the python that has the CUDA build of torch: make nccl BIN=/path/to/its/bin (pip install -e . pytest rich there).
+REPORT ?= nccl-report.json
+
+nccl:
+	HOLMES_NCCL_REPORT=$(abspath $(REPORT)) $(if $(NODE),HOLMES_NCCL_NODE=$(NODE)) $(if $(MASTER_ADDR),MASTER_ADDR=$(MASTER_ADDR)) \
+	   $(if $(CLUSTER),HOLMES_NCCL_CLUSTER=$(abspath $(CLUSTER))) $(BIN)/python -m pytest -v -rs integration_tests/nccl
 
 check: .venv
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ IB_DEVICES = "NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:10.0
 SOCKETS = "NET/Socket : Using [0]eth0:10.0.0.1<0> [1]eth1:fe80::1%eth1<0>"  # 2.27 net_socket.cc:67
 WHERE = "cudaDev 0 nvmlDev 0 busId 1b000"
 STARTS = {
-    "2.18": f"comm 0x55d0 rank 1 nranks 4 {WHERE} commId 0x1a2b - Init START",  # without a call, so not read: see below
+    "2.18": f"comm 0x55d0 rank 1 nranks 4 {WHERE} commId 0x1a2b - Init START",  # init.cc:1356
     "2.21": f"ncclCommInitRank comm 0x55d0 rank 1 nranks 4 {WHERE} commId 0x1a2b - Init START",  # init.cc:1544
     "2.27": f"ncclCommInitRankConfig comm 0x55d0 rank 1 nranks 4 {WHERE} commId 0x1a2b - Init START",  # init.cc:1441
     "2.30": f"[Rank 1] ncclCommInitRankConfig comm 0x55d0 rank 1 nranks 4 {WHERE} commId 0x1a2b - Init START",  # :1912
@@ -20,7 +20,7 @@ def lines(*texts, thread=4242):
     return "".join(f"{HOST}:{thread} [0] NCCL INFO {text}\n" for text in texts)
 
 
-@pytest.mark.parametrize("version", ["2.21", "2.27", "2.30"])
+@pytest.mark.parametrize("version", STARTS)
 def test_the_network_and_devices_of_a_communicator(version):
     send = "Channel 00/0 : 1[0] -> 2[0] [send] via NET/IB/1/GDRDMA/Shared"  # 2.27 transport/net.cc:218
     receive = "Channel 01/0 : 0[0] -> 1[0] [receive] via NET/IB/0/GDRDMA"  # 2.27 transport/net.cc:264
@@ -31,8 +31,7 @@ def test_the_network_and_devices_of_a_communicator(version):
 
 
 def test_a_split_and_sockets_through_another_ranks_proxy():
-    split = ("ncclCommSplit comm 0x55d0 rank 0 nranks 2 cudaDev 0 nvmlDev 0 busId 1b000 parent 0x44 splitCount 1 color 7"
-             " key 0- Init START")  # 2.27 init.cc:1428, without the space
+    split = f"ncclCommSplit comm 0x55d0 rank 0 nranks 2 {WHERE} parent 0x44 splitCount 1 color 7 key 0- Init START"  # init.cc:1428
     channel = "Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/1(3)"  # 2.27 transport/net.cc:222
     (made,) = read(lines(SOCKETS, "Using network Socket", split, channel)).communicators
     assert (made.network, made.split, made.ranks, made.devices, made.gdr) == ("Socket", True, 2, {"eth1"}, False)
@@ -56,5 +55,6 @@ def test_warnings_plugins_and_other_lines():
 
 def test_a_timestamp_before_the_line_does_not_matter():
     """NCCL_DEBUG_TIMESTAMP_LEVELS (2.26 and newer)."""
-    stamped = "".join(f"[2025-06-01 10:00:00] {line}\n" for line in lines("Using network IB", STARTS["2.27"]).splitlines())
+    written = lines("Using network IB", STARTS["2.27"]).splitlines()
+    stamped = "".join(f"[2025-06-01 10:00:00] {line}\n" for line in written)
     assert len(read(stamped).communicators) == 1
