@@ -109,8 +109,8 @@ def emulated(tmp_path):
 
     def make(net: str) -> tuple[list[str], dict[str, str]]:
         tree, more = Sysfs(tmp_path / "sys"), f" net={net}" if net else ""
-        device = tree.pci("0000:17:00.0", "mlx5_core")
-        tree.ib_port(tree.hca("mlx5_0", device), prefix="fe80:0000:0000:0001")
+        tree.hca("mlx5_0", tree.pci("0000:17:00.0", "mlx5_core"))
+        tree.ib_port("mlx5_0", prefix="fe80:0000:0000:0001", lid=1)
         tree.virtual(egress_interface("127.0.0.1"))
         lines = f"a ib 100Gb/s a0,a1{more}", f"b ib 100Gb/s b0,b1{more}"
         (tmp_path / "cluster.toml").write_text(clusters.toml(*lines, ethernet="10Gb/s"))

@@ -31,9 +31,9 @@ def test_the_network_and_devices_of_a_communicator(version):
 
 
 def test_a_split_and_sockets_through_another_ranks_proxy():
-    split = f"ncclCommSplit comm 0x55d0 rank 0 nranks 2 {WHERE} parent 0x44 splitCount 1 color 7 key 0- Init START"  # init.cc:1428
+    begun = f"ncclCommSplit comm 0x55d0 rank 0 nranks 2 {WHERE} parent 0x44 splitCount 1 color 7 key 0- Init START"
     channel = "Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/1(3)"  # 2.27 transport/net.cc:222
-    (made,) = read(lines(SOCKETS, "Using network Socket", split, channel)).communicators
+    (made,) = read(lines(SOCKETS, "Using network Socket", begun, channel)).communicators
     assert (made.network, made.split, made.ranks, made.devices, made.gdr) == ("Socket", True, 2, {"eth1"}, False)
 
 
