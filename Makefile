@@ -1,7 +1,9 @@
 # make demo   stock against holmes on two emulated clusters, from a fresh clone, with one command
 # make test   everything that is tested; make unit: what needs no emulated network
+# make stacks Hugging Face's Trainer, Accelerate and Lightning: installs them into .venv (300 MB) and runs their tests
 # make check  lint and types
 # make nccl   what only a GPU can show; writes nccl-report.json to send back (two nodes: NODE=0 or 1, MASTER_ADDR, CLUSTER)
+# make matrix the versions of the frameworks, each in an environment of its own (benchmarks/matrix.py)
 # make .venv  the environment that all use (Python 3.10 to 3.13; PYTHON=... chooses the interpreter)
 #
 # Where pip would take a torch with gigabytes of CUDA libraries: make demo TORCH_ARGS="--index-url <an index of CPU builds>"
@@ -12,7 +14,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-inp
 STAMP := .venv/installed
 TESTS := $(wildcard tests integration_tests)
 
-.PHONY: demo test unit nccl check .venv tools clean
+.PHONY: demo test unit nccl check matrix stacks .venv tools clean
 
 demo: tools .venv
 	$(BIN)/holmes demo
@@ -30,9 +32,17 @@ nccl:
 	HOLMES_NCCL_REPORT=$(abspath $(REPORT)) $(if $(NODE),HOLMES_NCCL_NODE=$(NODE)) $(if $(MASTER_ADDR),MASTER_ADDR=$(MASTER_ADDR)) \
 	   $(if $(CLUSTER),HOLMES_NCCL_CLUSTER=$(abspath $(CLUSTER))) $(BIN)/python -m pytest -v -rs integration_tests/nccl
 
+stacks: tools .venv
+	@$(PIP) -c requirements/constraints.txt -r requirements/torch.txt -r requirements/stacks.txt $(TORCH_ARGS)
+	$(BIN)/python -m pytest --timeout=900 integration_tests/stacks $(PYTEST_ARGS)
+
 check: .venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Every version of the frameworks that holmes supports: an hour or more, not part of `make test`.
+matrix: tools .venv
+	$(BIN)/python benchmarks/matrix.py --json benchmarks/results/matrix.json
 
 .venv: $(STAMP)
 

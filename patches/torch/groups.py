@@ -12,9 +12,11 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+from packaging.version import Version
+
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches import registry
-from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.patch import Patch, installed_version
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.torch.features import NICS, RANKS
 from holmes_ext.runtime import session
@@ -42,6 +44,12 @@ def _host_store_where_launched(current, wrapped, instance, args, kwargs):
     return call(*args, **kwargs)
 
 
+#: What _new_process_group_helper calls a backend's options.
+_OPTIONS = "backend_options" if Version(installed_version("torch") or "2.13") >= Version("2.6.0.dev0") else "pg_options"
+#: Parameters of _new_process_group_helper as call() below has them.
+_SHORT = {"group_size": "size", "group_rank": "rank", _OPTIONS: "backend_options"}
+
+
 @with_session
 def _give_group_its_nic(current, wrapped, instance, args, kwargs):
     """GLOO_SOCKET_IFNAME for gloo and fresh options with net_name for NCCL, while the group is made."""
@@ -61,7 +69,7 @@ def _give_group_its_nic(current, wrapped, instance, args, kwargs):
         _record(current, str(more.get("group_desc") or group_name), ranks, backend_named(str(backend)))
         return made
 
-    kwargs = {{"group_size": "size", "group_rank": "rank"}.get(name, name): value for name, value in kwargs.items()}
+    kwargs = {_SHORT.get(name, name): value for name, value in kwargs.items()}
     return call(*args, **kwargs)
 
 
@@ -164,12 +172,12 @@ PATCHES = (
         NICS, "torch.distributed.distributed_c10d:_new_process_group_helper",
         "torch has no hook for the transport of a group; every group is made here", _give_group_its_nic,
         parameters=(
-            "group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name", "backend_options",
+            "group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name", _OPTIONS,
         ),
     ),
     Patch(
         NICS, "torch.distributed.distributed_c10d:split_group",
         "split_group copies the parent's options, so a split would keep the parent's network",
-        _give_split_group_its_nic, parameters=("parent_pg", "split_ranks", "pg_options"),
+        _give_split_group_its_nic, parameters=("parent_pg", "split_ranks", "pg_options"), only=">=2.5",
     ),
 )  # fmt: skip
