@@ -22,7 +22,8 @@ _MODULES = {
     ),
     "lightning": ("ranks",),
     "megatron": (
-        "megatron_deepspeed", "unused", "core", "reduction", "gather", "p2p", "profile", "megatron_lm", "telemetry",
+        "megatron_deepspeed", "unused", "core", "reduction", "gather", "p2p", "edges", "profile", "megatron_lm",
+        "telemetry",
     ),
 }  # fmt: skip
 
