@@ -18,7 +18,7 @@ from holmes_ext.document import load_toml
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan, costs_of
 from holmes_ext.plan.cost.links import Links
-from holmes_ext.plan.cost.model import load_model, on_clusters
+from holmes_ext.plan.cost.model_file import load_model, on_clusters
 from holmes_ext.plan.cost.nodes import step_seconds
 from holmes_ext.plan.cost.pipeline import Estimate, uniform
 from holmes_ext.plan.cost.stages import predict

@@ -19,7 +19,8 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.launch_flags import LIMITS
 from holmes_ext.patches.megatron.arguments import model_from_arguments
 from holmes_ext.plan.cost.links import Links
-from holmes_ext.plan.cost.model import Model, load_model, on_clusters
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.model_file import load_model, on_clusters
 from holmes_ext.plan.search.as_plan import plan_of
 from holmes_ext.plan.search.ranking import rank
 from holmes_ext.plan.search.search import search

@@ -22,7 +22,8 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
-from holmes_ext.plan.cost.model import Model, load_model, on_clusters
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.model_file import load_model, on_clusters
 from holmes_ext.plan.decide import settle, workload_of
 from holmes_ext.plan.plan import NOMINAL, Plan, check_plan, load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
