@@ -79,7 +79,6 @@ TRAINING: dict[str, tuple[str, Any]] = {
     "--recompute-granularity": ("recompute", {"full": "full", "selective": "selective"}),
     "--recompute-activations": ("recompute", "selective"),
     "--checkpoint-activations": ("recompute", "full"),  # Megatron-DeepSpeed's, and Megatron-LM's before
-    "--deepspeed-activation-checkpointing": ("recompute", "full"),
     "--transformer-impl": ("implementation", str),
     "--attention-backend": ("attention", str),
     "--use-flash-attn": ("attention", "flash"),

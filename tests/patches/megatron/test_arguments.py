@@ -50,13 +50,13 @@ def test_megatron_deepspeeds_own_names():
 
 def test_llama():
     more = "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope"
-    more += " --num-query-groups 2"
+    more += " --group-query-attention --num-query-groups 2"
     more += " --ffn-hidden-size 172 --use-distributed-optimizer --recompute-activations --vocab-size 1000"
     model = model_from_arguments(GPT + more.split())
     assert model.gated and not model.bias and not model.tied and model.positions == "none" and model.groups == 2
     assert (model.ffn, model.vocabulary, model.recompute, model.state_bytes, model.sharded_bytes) == (
         172,
-        1000,
+        1024,
         "selective",
         6,
         12,
