@@ -1,6 +1,6 @@
 """The command lines of the Megatrons' example scripts, as their launchers would get them: nothing is trained.
 
-    command_lines(checkout) -> [(script, argv of the training script)]
+    command_lines(checkout, configs) -> [(script, argv of the training script)]; ds_config files are kept in `configs`
 
 Each script runs in bash, in a throw-away copy of the checkout's scripts, without rights (as `nobody` where this process
 is root), with a PATH that holds a few harmless programs and, for each launcher, one that writes down what it is given.
@@ -34,13 +34,13 @@ TRAINS = re.compile(r"(^|/)(pretrain_gpt\w*|pretrain_llama\w*|train_gpt\w*|finet
 #: What a script that could start one has in its text.
 MENTIONS = re.compile(r"pretrain_gpt|pretrain_llama|train_gpt|finetune_llama|CONFIG\.sh|ds_train|base_script")
 #: What a user is to fill in, and files that only exist where the script was written: not needed here.
-TO_FILL_IN, LOG = re.compile(r"(?<!<)<([A-Z][^<>\n]*)>"), re.compile(r"&>>? *[^\s\"]+")
+TO_FILL_IN, LOG = re.compile(r"(?<!<)<([A-Za-z][^<>\n]*)>"), re.compile(r"&>>? *[^\s\"]+")
 #: Arguments that scripts are tried with: none, paths or sizes, and those of examples/gptoss.
 ARGUMENTS = ((), tuple("12345678"), ("--checkpoint-path", "tmp"))
 LIMIT_S = 5
 
 
-def command_lines(checkout: Path) -> list[tuple[str, list[str]]]:
+def command_lines(checkout: Path, configs: Path) -> list[tuple[str, list[str]]]:
     """Of every script under examples*/ that trains a GPT, Llama or MoE model."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
@@ -63,10 +63,25 @@ def command_lines(checkout: Path) -> list[tuple[str, list[str]]]:
                 path.chmod(0o777)
         found: list[tuple[str, list[str]]] = []
         for script in sorted(copy.glob("examples*/**/*.sh")):
-            if MENTIONS.search(script.read_text(errors="replace")):
-                tries = (_said(script, place, tools, given) for given in ARGUMENTS for place in (copy, script.parent))
-                found += [(str(script.relative_to(copy)), argv) for argv in next(filter(None, tries), [])]
+            text, name = script.read_text(errors="replace"), str(script.relative_to(copy))
+            if MENTIONS.search(text):
+                places = (script.parent, copy) if "TEMPLATE" in text else (copy, script.parent)
+                tries = (_said(script, place, tools, given) for given in ARGUMENTS for place in places)
+                found += [(name, _kept(argv, places, configs)) for argv in next(filter(None, tries), [])]
         return found
+
+
+def _kept(argv: list[str], places: tuple[Path, ...], configs: Path) -> list[str]:
+    """`argv` with the ds_config that the script wrote, or that lies beside it, copied to `configs`."""
+    flag = "--deepspeed_config"
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])]
+    if flag in words[:-1]:
+        at = words.index(flag) + 1
+        if source := next((place / words[at] for place in places if (place / words[at]).is_file()), None):
+            kept = configs / f"{len(list(configs.iterdir()))}_{source.name}"
+            kept.write_bytes(source.read_bytes())
+            words[at] = str(kept)
+    return words
 
 
 def _said(script: Path, place: Path, tools: Path, given: tuple[str, ...]) -> list[list[str]]:
@@ -90,7 +105,8 @@ def _trainings(call: list[str]) -> Iterator[list[str]]:
     """What follows a training script's name, among a launcher's words or in a text that it is to run."""
     for number, word in enumerate(call):
         if TRAINS.search(word.strip()):
-            yield [text for text in call[number + 1 :] if text.strip()]
+            if any(call[number + 1 :]):
+                yield [text for text in call[number + 1 :] if text.strip()]
             return
         if any(TRAINS.search(part) for part in word.split()):
             joined = word.replace("\\\n", " ")
@@ -100,5 +116,6 @@ def _trainings(call: list[str]) -> Iterator[list[str]]:
             except ValueError:
                 parts = line.split()
             start = next(i for i, part in enumerate(parts) if TRAINS.search(part))
-            yield parts[start + 1 :]
+            if parts[start + 1 :]:
+                yield parts[start + 1 :]
             return

@@ -77,6 +77,7 @@ TRAINING: dict[str, tuple[str, Any]] = {
     "--cpu-optimizer": ("offloaded", 1.0),  # Megatron-DeepSpeed's
     "--sequence-parallel": ("sequence_parallel", True),
     "--recompute-granularity": ("recompute", {"full": "full", "selective": "selective"}),
+    "--activations-checkpoint-method": ("recompute", {"": "full"}),  # before there was a granularity
     "--recompute-activations": ("recompute", "selective"),
     "--checkpoint-activations": ("recompute", "full"),  # Megatron-DeepSpeed's, and Megatron-LM's before
     "--transformer-impl": ("implementation", str),

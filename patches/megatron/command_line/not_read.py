@@ -92,7 +92,7 @@ NOT_READ: dict[str, str] = {
     "--overlap-param-gather-with-optimizer-step": _HIDES, "--use-sharp": "SHARP's sums in the switch are not counted",
     # other programs
     "--perform-rl-step": "only the training step is counted, not what generates its samples",
-    "--vision-pretraining": _BLOCKS,
+    "--vision-pretraining": _BLOCKS, "--enable-gpt-oss": _BLOCKS, "--export-force-local-attention": _ATTENTION,
     # ds_config
     "zero_optimization.offload_optimizer.device": _HOST,
     "zero_optimization.cpu_offload": _HOST,
