@@ -169,7 +169,10 @@ class Model:
             return self.micro_batches
         if self.global_batch % (self.micro_batch * data):
             by = f"micro_batch {self.micro_batch} x data {data}"
-            raise self._wrong("global_batch", f"{self.global_batch} is not divisible by {by}")
+            unit = self.micro_batch * data
+            below = self.global_batch // unit * unit
+            near = f"{below} or {below + unit} is" if below else f"{unit} is"
+            raise self._wrong("global_batch", f"{self.global_batch} is not divisible by {by}; {near}")
         return self.global_batch // (self.micro_batch * data)
 
     @property

@@ -43,8 +43,9 @@ def causes(outcome: Outcome, candidate: Candidate) -> dict[str, float]:
 
 
 def stock_like(outcome: Outcome, candidate: Candidate) -> tuple[Outcome, Candidate]:
-    """Stock with the sizes of `candidate`, simulated if that is."""
-    stock, one = outcome.stock(candidate.shape)
+    """Stock with the sizes of `candidate`, simulated if that is; of the user's layout with its layers and order."""
+    own = candidate.arrangement.given and candidate.split, candidate.arrangement.order
+    stock, one = outcome.stock(candidate.shape, *(own if candidate.arrangement.given else ()))
     return stock, replace(one, simulated_s=simulated(stock, one).step_s) if candidate.simulated_s else one
 
 

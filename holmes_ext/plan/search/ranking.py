@@ -29,7 +29,8 @@ def simulated(outcome: Outcome, candidate: Candidate) -> Step:
     execution = Execution(
         virtual=shape.virtual,
         stage_layers=candidate.split if shape.virtual == 1 else (),
-        overlap="on" if outcome.overlap else "off",
+        overlap=outcome.reducing or ("on" if outcome.overlap else "off"),
+        gather_overlap=outcome.gather_overlap,
         two_level="rings" if two_level else "off",
         zero=0 if two_level else shape.zero,  # scattered inside, all-reduced across, gathered inside: as two levels
     )
@@ -60,6 +61,9 @@ def rank(outcome: Outcome, count: int = COUNT) -> Outcome:
         seen.add(one.shape)
         done[index] = replace(one, simulated_s=simulated(outcome, one).step_s)
         best = min(best, done[index].simulated_s)
+    yours = outcome.yours
+    if yours is not None and passes(yours, outcome.model.layers) <= WORK:
+        outcome = replace(outcome, yours=replace(yours, simulated_s=simulated(outcome, yours).step_s))
     if not done:
         return outcome
     ranked = sorted(done.values(), key=lambda one: one.simulated_s)

@@ -182,9 +182,9 @@ class _Run:
         found, complete = arrangements(outcome.ground, shape.pipeline, shape.tensor * shape.context)
         if not complete:
             self.floor = min(self.floor, ideal)
-        wanted = outcome.limits.allowed.get("clusters")
+        allowed = outcome.limits.of
         for arrangement in found:
-            if wanted and _across(arrangement) not in wanted:
+            if not (allowed("clusters", [_across(arrangement)]) and allowed("order", [arrangement.order])):
                 continue
             bounds = Bounds(pricing.costs(arrangement, outcome.overlap))
             bound, split = bounds.bound()

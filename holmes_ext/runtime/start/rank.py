@@ -74,7 +74,7 @@ class Request:
         options, model = self.options, self.model
         site = resolve_site(nodes, self.spec, options.fallback == "ethernet")
         links = Links.of_spec(self.spec) if self.spec is not None else Links()
-        sizes = self.sizes.complete(site.world_size) if self.sizes is not None else None
+        sizes = self.sizes.complete(site.world_size, site.processes) if self.sizes is not None else None
         if self.plan is not None:
             plan = check_plan(self.plan, site)
             self._compare(plan, sizes)
