@@ -28,8 +28,8 @@ def shape_of(model: Model, sizes: Sizes, zero: int | None = None, virtual: int =
         raise HolmesError(f"{model.source}: {model.layers} layers are too few for {sizes.pipeline} stages of {virtual}"
                           " chunks; every one needs one")
     if virtual > 1 and (steps % sizes.pipeline or model.layers % (sizes.pipeline * virtual)):
-        raise HolmesError(f"{model.source}: interleaving needs {steps} micro-batches divisible by {sizes.pipeline} stages"
-                          f" and {model.layers} layers divisible by {sizes.pipeline} x {virtual} chunks")
+        units = f"{sizes.pipeline} stages and {model.layers} layers by {sizes.pipeline} x {virtual} chunks"
+        raise HolmesError(f"{model.source}: interleaving needs {steps} micro-batches divisible by {units}")
     axes = sizes.pipeline, sizes.tensor, sizes.context, sizes.expert, sizes.data
     zero = zero_of(model) if zero is None else zero
     return Shape(*axes, virtual, model.micro_batch, steps, model.recompute, zero)

@@ -46,6 +46,13 @@ def passes(candidate: Candidate, layers: int) -> int:
     return 2 * shape.micro_batches * shape.pipeline * shape.virtual * (layers if shape.zero > 1 else 1)
 
 
+def timed(outcome: Outcome, candidate: Candidate) -> Candidate:
+    """`candidate`, simulated unless that is too much work."""
+    if passes(candidate, outcome.model.layers) > WORK:
+        return candidate
+    return replace(candidate, simulated_s=simulated(outcome, candidate).step_s)
+
+
 def rank(outcome: Outcome, count: int = COUNT) -> Outcome:
     """`outcome` with its fastest shapes simulated: those first, by their simulated step, and a second certificate for
     it."""
@@ -61,9 +68,8 @@ def rank(outcome: Outcome, count: int = COUNT) -> Outcome:
         seen.add(one.shape)
         done[index] = replace(one, simulated_s=simulated(outcome, one).step_s)
         best = min(best, done[index].simulated_s)
-    yours = outcome.yours
-    if yours is not None and passes(yours, outcome.model.layers) <= WORK:
-        outcome = replace(outcome, yours=replace(yours, simulated_s=simulated(outcome, yours).step_s))
+    if outcome.yours is not None:
+        outcome = replace(outcome, yours=timed(outcome, outcome.yours))
     if not done:
         return outcome
     ranked = sorted(done.values(), key=lambda one: one.simulated_s)

@@ -69,7 +69,7 @@ def parse_limits(texts: list[str]) -> Limits:
     """Limits from "tensor=1,2", "memory=60GB", and what --holmes-sizes takes: "pipeline=2,tensor=1"."""
     allowed: dict[str, tuple[Any, ...]] = {}
     memory = 0.0
-    for text in (part for text in texts for part in _SEVERAL.split(text)):
+    for text in (part for given in texts for part in _SEVERAL.split(given)):
         name, equals, values = text.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or (name not in NAMES and name != "memory"):

@@ -106,8 +106,6 @@ def _model(given: dict[str, Any], zero: int, deepspeed: bool, assumed: list[str]
     values: dict[str, Any] = {name: given[name] for name in NEEDED}
     plain = ("groups", "head_size", "max_positions", "gated", "bias", "tied", "expert_ffn", "shared_ffn")
     values |= {name: given[name] for name in (*plain, "sequence_parallel") if name in given}
-    if given.get("sequence_parallel") and given.get("tensor", 1) == 1:
-        values["sequence_parallel"] = False  # as Megatron does
     if "query_groups" in given and given.get("grouped"):
         values["groups"] = given["query_groups"]
     elif "query_groups" in given:
