@@ -39,6 +39,9 @@ class Options:
         " off: as the framework does it", ("auto", "on", "off"))
     bucket: str = _option(
         "", "megabytes of gradients that travel together (default: from the fabric's latency and rate)")
+    inflight: str = _option(
+        "auto", "auto (default): DeepSpeed's pipeline stages start as many forward passes before their first backward"
+        " as hide the edges between them; N: so many more than 1F1B; off: the engine's own schedule, sends that block")
     compress: str = _option(
         "off", "off (default), bf16, or int8 (with error feedback): gradients on the slow network only, where they are"
         " reduced in two levels", ("off", "bf16", "int8"))
@@ -80,6 +83,8 @@ class Options:
             "partition": self.partition not in PARTITIONS and not self.stage_layers
             and f"is not one of {', '.join(PARTITIONS)}, nor layers of each stage such as 5,3",
             "timeout": not 0 < timeout < 1e6 and "is not a number of seconds above 0",
+            "inflight": self.inflight not in ("auto", "off") and not self.inflight[:4].isdecimal()
+            and "is none of auto, off and a number of micro-batches",
             "patience": not 0 <= patience < 1e6 and "is not a number of seconds (0: no limit)",
             "bucket": not 0.001 <= bucket <= 10_000 and "is not a number of megabytes from 0.001 to 10000",
             "watchdog": self.watchdog != "off" and not self.watchdog_limits

@@ -18,7 +18,7 @@ __all__ = [
 _MODULES = {
     "torch": ("groups", "telemetry"),
     "deepspeed": (
-        "p2p", "reduce", "two_level", "partition", "checkpoints", "profile", "telemetry",
+        "p2p", "edges", "reduce", "two_level", "partition", "checkpoints", "profile", "telemetry",
     ),
     "megatron": ("megatron_deepspeed", "core", "reduction", "gather", "p2p", "profile", "megatron_lm", "telemetry"),
 }  # fmt: skip

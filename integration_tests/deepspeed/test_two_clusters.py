@@ -37,7 +37,7 @@ def test_a_pair_of_stages_inside_a_cluster_uses_its_fabric(two_clusters, tmp_pat
     """Pipeline 4: the edges a0-a1 and b0-b1 are inside clusters, a1-b0 crosses; there are no gradients to reduce."""
     flags = ("--stages", "4", *two_clusters.holmes)
     found, sent = measured(two_clusters, tmp_path / "on", *flags)
-    env = {"HOLMES_DISABLE": "deepspeed-p2p"}
+    env = {"HOLMES_DISABLE": "deepspeed-p2p,deepspeed-edges"}
     without, sent_without = measured(two_clusters, tmp_path / "off", *flags, env=env)
     assert same(found, without)
     activations = 4 * 2 * 16 * 128 * 4 / 1e6  # micro-batches x rows x sequence x hidden x 4 bytes, each way

@@ -7,6 +7,7 @@ _READ = "deepspeed>=0.19.8,<0.20"
 _ENGINE = "deepspeed>=0.19,<0.20"
 
 P2P = Feature("deepspeed-p2p", _ENGINE, tried=("0.19.8",))
+EDGES = Feature("deepspeed-edges", _ENGINE, tried=("0.19.8",), option="inflight", idle=("off",))
 GRID_CHECK = Feature("deepspeed-grid-check", _ENGINE, tried=("0.19.8",))
 PARTITION = Feature("deepspeed-partition", "deepspeed>=0.16,<0.20", tried=("0.19.8",))
 CHECKPOINTS = Feature("deepspeed-checkpoints", _ENGINE, tried=("0.19.8",))

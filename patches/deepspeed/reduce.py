@@ -77,7 +77,7 @@ class _Overlap:
 
     def begin(self, schedule: Any) -> None:
         """A new schedule starts: count its backward passes down; zero stands for a schedule that is not ours."""
-        self.backwards_left = self.engine.micro_batches if type(schedule) is self.schedule_type else 0
+        self.backwards_left = self.engine.micro_batches if isinstance(schedule, self.schedule_type) else 0
 
     def backward(self, run: Callable[[], Any]) -> Any:
         self.backwards_left -= 1

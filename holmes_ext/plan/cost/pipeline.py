@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from holmes_ext.errors import HolmesError
 
@@ -31,10 +32,27 @@ def uniform(layers: int, parts: int) -> tuple[int, ...]:
     return tuple(layers // parts + (part < layers % parts) for part in range(parts))
 
 
-def passes(stage: int, stages: int, micro_batches: int, virtual: int = 1) -> list[Pass]:
-    """Of one stage, in order: 1F1B, interleaved with `virtual` chunks a stage."""
+def in_flight(busy: Seconds, transfer: Seconds, micro_batches: int) -> tuple[int, ...]:
+    """Micro-batches that each stage must have begun and not ended, at most, so that no edge is waited for.
+
+    From the start of its forward to the end of its backward a micro-batch needs the busy seconds of the stage and all
+    behind it, and each edge there and back; with k in flight, one begins every (that) / k seconds, which is to be the
+    pace of the slowest stage. Free edges and equal stages: 1F1B's p - s. A fiftieth of a pass more is none.
+    """
+    found: list[int] = []
+    through = 0.0
+    for stage in reversed(range(len(busy))):
+        through += busy[stage] + (2 * transfer[stage] if stage < len(busy) - 1 else 0.0)
+        own = len(busy) - stage
+        found.insert(0, min(max(own, ceil(through / max(busy) - 0.02)), micro_batches))
+    return tuple(found)
+
+
+def passes(stage: int, stages: int, micro_batches: int, virtual: int = 1, held: int = 0) -> list[Pass]:
+    """Of one stage, in order: 1F1B, interleaved with `virtual` chunks a stage. held: micro-batches in flight, where
+    they are not 1F1B's stages - stage."""
     if virtual == 1:
-        total, ahead = micro_batches, min(stages - stage - 1, micro_batches)
+        total, ahead = micro_batches, min((held or stages - stage) - 1, micro_batches)
     elif micro_batches % stages:
         raise HolmesError(f"interleaved: {micro_batches} micro-batches are not divisible by {stages} pipeline stages")
     else:
