@@ -19,11 +19,11 @@ from holmes_ext.plan.sizes import Sizes
 
 
 def shape_of(model: Model, sizes: Sizes, zero: int | None = None, virtual: int = 1) -> Shape:
-    """Of a job of complete `sizes`; zero: None for what the model's sharded_bytes say. HolmesError when the batch, the
-    experts or the chunks do not divide."""
+    """Of a job of complete `sizes`; zero: None for what the model's sharded_bytes say. HolmesError when the batch or
+    the chunks do not divide (experts may be a mean of several layers')."""
     steps, experts = model.micro_batches_of(sizes.data), model.experts or 1
-    if experts % sizes.expert:
-        raise HolmesError(f"{model.source}: expert size {sizes.expert} does not divide {experts} experts")
+    if sizes.expert > experts:
+        raise HolmesError(f"{model.source}: expert size {sizes.expert} is more than the {experts} experts")
     if model.layers < sizes.pipeline * virtual:
         raise HolmesError(f"{model.source}: {model.layers} layers are too few for {sizes.pipeline} stages of {virtual}"
                           " chunks; every one needs one")

@@ -59,6 +59,8 @@ def describe(argv: Sequence[str]) -> CommandLine:
     if {"layers", "hidden", "heads"} & set(given):
         framework = "megatron-deepspeed" if deepspeed else "megatron-lm"
     pipeline, zero = given.get("pipeline", 1), _zero(given, assumed)
+    if deepspeed and "expert" in given:  # groups of a layer are no larger than its experts are many
+        given["expert"] = min(given["expert"], *given.get("experts", [1]))
     model, trouble = None, ""
     if framework:
         try:
@@ -104,13 +106,14 @@ def _model(given: dict[str, Any], zero: int, deepspeed: bool, assumed: list[str]
             way_out = "add it, or give the model with --holmes-model FILE"
             raise HolmesError(f"the command line describes a model, but not {flag}; {way_out}")
     values: dict[str, Any] = {name: given[name] for name in NEEDED}
-    plain = ("groups", "head_size", "max_positions", "gated", "bias", "tied", "expert_ffn", "shared_ffn")
+    plain = ("groups", "head_size", "max_positions", "bias", "tied", "expert_ffn", "shared_ffn")
     values |= {name: given[name] for name in (*plain, "sequence_parallel") if name in given}
     if "query_groups" in given and given.get("grouped"):
         values["groups"] = given["query_groups"]
     elif "query_groups" in given:
         assumed.append("as many key-value heads as heads: --num-query-groups needs --group-query-attention")
     values["ffn"] = given.get("ffn") or (int(4 * given["hidden"] * 2 / 3 / 64) * 64 if given.get("gated") else 0)
+    values["gated"] = given.get("gated", False) or given.get("geglu", False)
     values["positions"] = given.get("positions", "learned")
     values |= _batch(given, assumed) | _widths(given, zero, deepspeed)
     values |= _experts(given, deepspeed, assumed) if max(given.get("experts", [0])) > 1 else {}
@@ -223,9 +226,9 @@ def _stages(given: dict[str, Any], layers: int, pipeline: int, assumed: list[str
     virtual = given.get("virtual", chunk) or 1
     first, last = given.get("first_layers", 0), given.get("last_layers", 0)
     ends = given.get("embedding_counts", False), given.get("loss_counts", False)
-    if any(ends):
-        each, rest = divmod(layers + sum(ends), pipeline)
-        first, last = (each - ends[0], each - ends[1]) if not rest else (0, 0)
+    each, rest = divmod(layers + sum(ends), pipeline)
+    if any(ends) and not rest and virtual == 1:
+        return 1, (each - ends[0], *[each] * (pipeline - 2), each - ends[1])
     inner = pipeline - bool(first) - bool(last)
     if not (first or last) or inner < 1 or layers - first - last < inner:
         return virtual, ()

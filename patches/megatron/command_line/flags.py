@@ -43,7 +43,7 @@ MODEL: dict[str, tuple[str, Any]] = {
     "--no-pad-vocab-size": ("divisible", 0),
     "--tokenizer-type": ("tokenizer", str),
     "--swiglu": ("gated", True),
-    "--quick-geglu": ("gated", True),
+    "--quick-geglu": ("geglu", True),
     "--disable-bias-linear": ("bias", False),
     "--untie-embeddings-and-output-weights": ("tied", False),
     "--position-embedding-type": ("positions", {"learned_absolute": "learned", "": "none"}),
