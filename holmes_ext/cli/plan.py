@@ -11,8 +11,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from holmes_ext.cli.show import explain, search, search_table
-from holmes_ext.cli.show.job import job_of
 from holmes_ext.cli.show.table import Column, Screen
+from holmes_ext.cli.show.training import training_of
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.document import load_toml
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     spec = load_spec(args.cluster)
     site, links = site_from_spec(spec), Links.of_spec(spec)
     measured = links.site(site)
-    job = job_of(args, spec)
+    job = training_of(args, spec)
     if search.wanted(args):
         return search.run(args, spec, job)
     sizes, model, workload = job.sizes, job.model, _workload(args)

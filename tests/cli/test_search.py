@@ -30,7 +30,7 @@ def test_table_and_explanation(capsys, monkeypatch):
     status, said = holmes(capsys, *SEARCH)
     assert status == 0
     for part in ("proven best within the model", "simulated: best", "where a step's seconds go", "computing", "x stock",
-                 "megatron-lm:", "--holmes-plan"):
+                 "megatron-lm:", "--output plan.json fixes"):
         assert part in said.out, part
 
 

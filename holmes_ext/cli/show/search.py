@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holmes_ext.cli.show import search_table
-from holmes_ext.cli.show.job import Job, sizes_given
+from holmes_ext.cli.show.training import Training, sizes_given
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
@@ -61,7 +61,7 @@ def wanted(args: argparse.Namespace) -> bool:
     return args.search or (bool(args.model or args.command or args.global_batch) and not sizes_given(args))
 
 
-def run(args: argparse.Namespace, spec: SiteSpec, job: Job) -> int:
+def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     """Search and report; 0, or 130 after Ctrl-C with the best so far. HolmesError on bad input."""
     if args.rows < 1:
         raise HolmesError(f"--rows is {args.rows}; it must be 1 or more")
@@ -100,14 +100,14 @@ def draw(outcome: Outcome, args: argparse.Namespace) -> None:
         print(f"written: {path}", file=sys.stderr if args.json else sys.stdout)
 
 
-def as_run(outcome: Outcome, job: Job) -> Outcome:
+def as_run(outcome: Outcome, job: Training) -> Outcome:
     """`outcome` with what the command line says of overlaps."""
     if job.said is None:
         return outcome
     return replace(outcome, framework_overlap=job.said.overlap, gather_overlap=job.said.gather_overlap)
 
 
-def beside(outcome: Outcome, job: Job) -> tuple[Outcome, Job]:
+def beside(outcome: Outcome, job: Training) -> tuple[Outcome, Training]:
     """With the user's layout beside what was found, or a line that says why it cannot be."""
     outcome = as_run(outcome, job)
     if job.sizes is None:
@@ -120,7 +120,7 @@ def beside(outcome: Outcome, job: Job) -> tuple[Outcome, Job]:
         return outcome, replace(job, lines=(*job.lines, f"not possible: your layout: {error}"))
 
 
-def alone(plan: Plan, site: Site, links: Links, job: Job, model: Model, overlap: bool) -> Outcome:
+def alone(plan: Plan, site: Site, links: Links, job: Training, model: Model, overlap: bool) -> Outcome:
     """The layout of a plan of given sizes, in that plan's order of nodes, simulated; no search."""
     assert plan.sizes is not None
     model = replace(model, global_batch=0, micro_batches=model.micro_batches_of(plan.sizes.data))
@@ -130,7 +130,7 @@ def alone(plan: Plan, site: Site, links: Links, job: Job, model: Model, overlap:
     return replace(outcome, yours=yours, candidates=[yours])
 
 
-def _candidate(outcome: Outcome, job: Job, sizes: Sizes, plan: Plan | None = None) -> Any:
+def _candidate(outcome: Outcome, job: Training, sizes: Sizes, plan: Plan | None = None) -> Any:
     said = job.said
     own = (said.zero, said.virtual) if said and said.model else ()
     shape, layers = shape_of(outcome.model, sizes, *own), said.stage_layers if said else ()
@@ -138,7 +138,7 @@ def _candidate(outcome: Outcome, job: Job, sizes: Sizes, plan: Plan | None = Non
     return given(outcome, sizes, shape, split, plan.nodes if plan else ())
 
 
-def _global_batch(args: argparse.Namespace, job: Job, site: Site) -> int:
+def _global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
     model = job.model
     assert model is not None
     if args.global_batch is not None or model.global_batch:

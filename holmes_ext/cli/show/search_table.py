@@ -14,8 +14,8 @@ from dataclasses import asdict
 from math import inf
 from typing import Any
 
-from holmes_ext.cli.show.job import Job
 from holmes_ext.cli.show.table import Column, Screen
+from holmes_ext.cli.show.training import Training
 from holmes_ext.patches.launch_flags import Launch, added, launches
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.search.arrangement import Ground
@@ -57,7 +57,7 @@ def split_text(split: Sequence[int]) -> str:
     return f"{split[0]} x {len(split)}" if len(set(split)) == 1 else " ".join(map(str, split))
 
 
-def show(outcome: Outcome, args: argparse.Namespace, job: Job, framework: str) -> None:
+def show(outcome: Outcome, args: argparse.Namespace, job: Training, framework: str) -> None:
     """Print all of it."""
     screen, ground, best, yours = Screen(), outcome.ground, outcome.best, outcome.yours
     job.show(screen)

@@ -5,15 +5,29 @@ All in seconds of the step: simulated ones wherever the plan was simulated (plan
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import permutations
 from math import inf
 
+from holmes_ext.cluster.site import ETHERNET, Site
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.links import Links
+from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import StageCosts, estimate
-from holmes_ext.plan.search.ranking import timed
+from holmes_ext.plan.search.explanation import CAUSES, causes, stock_like, with_fabric
+from holmes_ext.plan.search.ranking import rank, timed
 from holmes_ext.plan.search.result import Candidate, Outcome
+from holmes_ext.plan.search.search import search
+from holmes_ext.words import some_of
 
 #: A stage is thin with at most this part of the mean number of layers.
 THIN = 1 / 3
+#: Shapes that are looked at again under a change of the site; changes that are shown; clusters up to which nodes move.
+SHAPES, CHANGES, MOST_CLUSTERS = 3, 7, 4
+#: Fraction of the step below which a change gives nothing.
+NOTHING = 0.001
 
 
 def thin_stages(outcome: Outcome, candidate: Candidate) -> list[str]:
@@ -77,5 +91,76 @@ def _ends(costs: StageCosts, stage: int) -> float:
     return first * costs.memory[stage][0] + last * costs.memory[stage][-1]
 
 
-def explain(outcome: Outcome) -> list[str]:
-    return []
+def explain(outcome: Outcome, changes: int = CHANGES) -> list[str]:
+    """At most ten lines: what the best plan wins against the runner-up, the user's layout and stock, by cause; then
+    what one change of the site would give, the greatest gain first."""
+    best, own = outcome.best, causes(outcome, outcome.best)
+    lines = []
+    runner_up = next((one for one in outcome.candidates if one.shape != best.shape and one.simulated_s), None)
+    if runner_up is not None:
+        lines.append(_against("the runner-up", own, causes(outcome, runner_up)))
+    if outcome.yours is not None:
+        lines.append(_against("your layout with holmes", own, causes(outcome, outcome.yours)))
+    lines.append(_against("stock" if outcome.yours is None else "your layout as stock runs it", own,
+                          causes(*stock_like(outcome, outcome.yours or best))))
+    every = sorted(what_if(outcome), key=lambda each: each[1])
+    gains = [(what, seconds) for what, seconds in every if abs(seconds / best.step_s - 1) >= NOTHING]
+    same = [what for what, seconds in every if (what, seconds) not in gains]
+    shown = changes - bool(same)
+    lines += [f"with {what}: {seconds:.4g} s ({seconds / best.step_s - 1:+.1%})" for what, seconds in gains[:shown]]
+    return lines + ([f"the same with {some_of(same, 4)}"] if same else [])
+
+
+def _against(whom: str, own: dict[str, float], other: dict[str, float]) -> str:
+    """The step's difference, and the causes that make most of it."""
+    least, most = sum(own.values()), sum(other.values())
+    parts = sorted(((other[cause] - own[cause], CAUSES[cause]) for cause in own), key=lambda part: -abs(part[0]))
+    said = [f"{seconds:+.3g} s {cause}" for seconds, cause in parts[:3] if abs(seconds) > 0.001 * least]
+    return f"against {whom}: {least:.4g} s instead of {most:.4g} s" + (f"; there {', '.join(said)}" if said else "")
+
+
+def what_if(outcome: Outcome) -> list[tuple[str, float]]:
+    """(one change of the site, the step that the best of the first shapes would then take), in no order."""
+    found = []
+    shapes = list(dict.fromkeys(one.shape for one in outcome.candidates))[:SHAPES]
+    for what, site, links, model in _changes(outcome):
+        try:
+            changed = search(site, model, outcome.global_batch, outcome.limits, outcome.overlap, 10.0, rows=SHAPES,
+                             links=links, only=shapes)
+        except HolmesError:
+            continue  # nothing fits there
+        best = rank(replace(changed, gather_overlap=outcome.gather_overlap), SHAPES).best
+        found.append((what, best.step_s))
+    return found
+
+
+def _changes(outcome: Outcome) -> Iterator[tuple[str, Site, Links, Model]]:
+    """What could be changed, as (its name, the site, its links, the model)."""
+    ground, model = outcome.ground, outcome.model
+    site, links = ground.site, ground.links
+    for fabric in site.fabrics:
+        if fabric.name == ETHERNET or any(fabric.name in node.fabrics for node in site.nodes):
+            faster = with_fabric(site, fabric.name, 2.0), links.scaled(fabric.name, 2.0)
+            yield (f"twice the rate of {fabric.name}", *faster, model)
+    if ETHERNET not in links.measured:
+        yield "half the latency of ethernet", with_fabric(site, ETHERNET, latency=0.5), links, model
+    fastest = max(gpu.flops for gpu in ground.gpus)
+    for name, gpu in zip(site.clusters, ground.gpus):
+        if gpu.flops < fastest:
+            gpus = {**model.gpus, name: replace(gpu, flops=fastest)}
+            yield f"GPUs of {name} as fast as the fastest", site, links, replace(model, gpus=gpus)
+        if gpu.memory_bytes and outcome.misfits:
+            gpus = {**model.gpus, name: replace(gpu, memory_bytes=2 * gpu.memory_bytes)}
+            yield f"twice the memory on GPUs of {name}", site, links, replace(model, gpus=gpus)
+    for one, other in permutations(site.clusters, 2):
+        if len(site.clusters) <= MOST_CLUSTERS and sum(node.cluster == one for node in site.nodes) > 1:
+            yield f"one node moved from {one} to {other}", _moved(site, one, other), links, model
+
+
+def _moved(site: Site, one: str, other: str) -> Site:
+    """The last node of a cluster in another, attached as that one's nodes are."""
+    leaving = [node for node in site.nodes if node.cluster == one][-1]
+    there = [node for node in site.nodes if node.cluster == other][-1]
+    stay = [node for node in site.nodes if node is not leaving]
+    at = stay.index(there) + 1
+    return replace(site, nodes=(*stay[:at], replace(leaving, cluster=other, ports=there.ports), *stay[at:]))

@@ -62,16 +62,18 @@ def on_ethernet(outcome: Outcome, candidate: Candidate, rate_bps: float) -> tupl
     """Seconds, in closed form, of a candidate's step and of stock's with its shape, if Ethernet had this rate on every
     node."""
     factor = rate_bps / outcome.ground.site.fabric_by_name[ETHERNET].rate_bps
-    site = with_ethernet(outcome.ground.site, rate_bps)
+    site = with_fabric(outcome.ground.site, ETHERNET, factor)
     ground = Ground.of(site, outcome.model, links=outcome.ground.links.scaled(ETHERNET, factor))
     changed = replace(outcome, ground=ground)
     return estimate(changed.costs(candidate), candidate.split).step_s, changed.stock(candidate.shape)[1].formula_s
 
 
-def with_ethernet(site: Site, rate_bps: float) -> Site:
-    """`site` with another Ethernet."""
+def with_fabric(site: Site, name: str, rate: float = 1.0, latency: float = 1.0) -> Site:
+    """`site` with so many times the rate and latency of one fabric."""
 
     def changed(fabric: Fabric) -> Fabric:
-        return replace(fabric, rate_bps=round(rate_bps)) if fabric.name == ETHERNET else fabric
+        if fabric.name != name:
+            return fabric
+        return replace(fabric, rate_bps=round(fabric.rate_bps * rate), latency_s=fabric.latency_s * latency)
 
     return replace(site, fabrics=tuple(map(changed, site.fabrics)))

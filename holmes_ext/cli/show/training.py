@@ -19,7 +19,7 @@ SIZES = ("pipeline", "tensor", "context", "expert", "order")
 
 
 @dataclass(frozen=True)
-class Job:
+class Training:
     """model: None where nothing names it. sizes: of the user's layout, not completed; None where nothing names them.
     said: the command line; lines: what was assumed, and what was not read."""
 
@@ -38,7 +38,7 @@ def sizes_given(args: argparse.Namespace) -> bool:
     return args.sizes is not None or any(getattr(args, name) is not None for name in SIZES)
 
 
-def job_of(args: argparse.Namespace, spec: SiteSpec) -> Job:
+def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
     """HolmesError: what is given is bad, or the command line tells a part of a model only."""
     said = describe(_arguments(args.command)) if args.command else None
     model, lines = load_model(args.model) if args.model else said.model if said else None, []
@@ -55,7 +55,7 @@ def job_of(args: argparse.Namespace, spec: SiteSpec) -> Job:
             rate = f"{model.gpu.flops / 1e12:.0f} TFLOP/s and no memory limit"
             lines.insert(0, f"assumed: GPUs of {', '.join(unknown)} reach {rate} (key 'gpu' of cluster.toml tells)")
         model = on_clusters(model, spec)
-    return Job(model, _sizes(args, said), said, tuple(lines))
+    return Training(model, _sizes(args, said), said, tuple(lines))
 
 
 def _arguments(words: list[str]) -> list[str]:
