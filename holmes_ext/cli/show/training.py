@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from typing import Any
 
 from holmes_ext.cli.show.table import Screen
 from holmes_ext.cluster.gpu import KNOWN
@@ -13,6 +14,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.megatron.command_line.describe import CommandLine, describe
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import load_model, on_clusters
+from holmes_ext.plan.search.space import with_zero, zero_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes
 
 SIZES = ("pipeline", "tensor", "context", "expert", "order")
@@ -46,6 +48,10 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
         raise HolmesError(said.trouble.replace("--holmes-model", "--model"))
     if said is not None:
         lines = _told(said, args.model or "")
+    if model is not None and said is not None and args.model:
+        model = _overlaid(model, dict(said.training))
+    if args.global_batch is not None and args.global_batch < 1:
+        raise HolmesError(f"--global-batch is {args.global_batch}; it must be 1 or more")
     if model is not None and args.global_batch is not None:
         model = replace(model, global_batch=args.global_batch, micro_batches=0)
     if model is not None:
@@ -56,6 +62,16 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
             lines.insert(0, f"assumed: GPUs of {', '.join(unknown)} reach {rate} (key 'gpu' of cluster.toml tells)")
         model = on_clusters(model, spec)
     return Training(model, _sizes(args, said), said, tuple(lines))
+
+
+def _overlaid(model: Model, step: dict[str, Any]) -> Model:
+    """`model` with what a command line says of its step."""
+    zero = step.pop("zero", zero_of(model))
+    if "global_batch" in step:
+        step["micro_batches"] = 0
+    elif "micro_batches" in step:
+        step["global_batch"] = 0
+    return with_zero(replace(model, **step), zero)
 
 
 def _arguments(words: list[str]) -> list[str]:
@@ -80,7 +96,8 @@ def _told(said: CommandLine, file: str) -> list[str]:
     """Lines about a command line: what it says, what is assumed, not read, not known."""
     lines = []
     if file:
-        lines.append(f"read: sizes from the command line, the model and its training from {file}")
+        step = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in said.training.items())
+        lines.append(f"read: the model from {file}, from the command line sizes" + (f", {step}" if step else ""))
     elif said.model is not None:
         lines.append(f"read: {_summary(said.model, said)}")
     lines += [f"assumed: {line}" for line in (said.assumed if not file else ())]

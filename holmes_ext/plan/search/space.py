@@ -107,19 +107,26 @@ class Shape:
 
     def model(self, model: Model) -> Model:
         """`model` with this micro-batch, recomputation and ZeRO stage (as state_bytes and sharded_bytes)."""
-        parts = states(model)
-        shared = sum(parts[name] for name in ("optimizer", "gradients", "weights")[: self.zero])
         return replace(
-            model, micro_batch=self.micro_batch, micro_batches=self.micro_batches, global_batch=0,
-            recompute=self.recompute, state_bytes=sum(parts.values()) - shared, sharded_bytes=shared,
+            with_zero(model, self.zero), micro_batch=self.micro_batch, micro_batches=self.micro_batches, global_batch=0,
+            recompute=self.recompute,
         )
 
 
 def zero_of(model: Model) -> int:
     """The ZeRO stage that the model's sharded_bytes come nearest to."""
+    return min(range(4), key=lambda stage: abs(_shared(model, stage) - model.sharded_bytes))
+
+
+def with_zero(model: Model, zero: int) -> Model:
+    """`model` with state_bytes and sharded_bytes as that stage of ZeRO divides them."""
+    total, shared = model.state_bytes + model.sharded_bytes, _shared(model, zero)
+    return replace(model, state_bytes=total - shared, sharded_bytes=shared)
+
+
+def _shared(model: Model, zero: int) -> float:
     parts = states(model)
-    sums = [sum(parts[name] for name in ("optimizer", "gradients", "weights")[:stage]) for stage in range(4)]
-    return min(range(4), key=lambda stage: abs(sums[stage] - model.sharded_bytes))
+    return sum(parts[name] for name in ("optimizer", "gradients", "weights")[:zero])
 
 
 def shapes(ground: Ground, model: Model, global_batch: int, limits: Limits) -> Iterator[Shape]:

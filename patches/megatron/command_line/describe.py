@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.megatron.command_line.flags import MEGATRON_DEEPSPEED
-from holmes_ext.patches.megatron.command_line.settings import read, several
+from holmes_ext.patches.megatron.command_line.settings import of_flags, read, several
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
@@ -21,6 +21,8 @@ NEEDED = {
     "layers": "--num-layers", "hidden": "--hidden-size", "heads": "--num-attention-heads", "sequence": "--seq-length",
     "micro_batch": "--micro-batch-size",
 }  # fmt: skip
+#: What a command line can say of the step of a model that it does not describe.
+STEP = ("micro_batch", "micro_batches", "global_batch", "recompute", "sequence_parallel")
 #: GPT-2's vocabulary, when no flag names another; Megatron pads to a multiple of DIVISIBLE x tensor.
 GPT2_VOCABULARY, DIVISIBLE = 50257, 128
 #: Bytes of an optimizer's moments of one parameter; Adam's where another is used.
@@ -34,7 +36,8 @@ class CommandLine:
     """sizes, model: None where nothing names them; trouble: why a model that is partly there could not be made. zero,
     virtual: of the job. overlap: of reductions as the framework does it ("off", "first": of the first stage, "on");
     gather_overlap: updated weights travel under the next forward. stage_layers: as the flags say, () for even ones.
-    framework: whose flags they are, "" unless Megatron's. assumed, not_read, unknown: for the user."""
+    framework: whose flags they are, "" unless Megatron's. assumed, not_read, unknown: for the user. training: what it
+    says of a step, for a model that is known otherwise (fields of Model, and zero)."""
 
     sizes: Sizes | None
     model: Model | None = None
@@ -48,6 +51,7 @@ class CommandLine:
     assumed: tuple[str, ...] = ()
     not_read: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    training: dict[str, Any] = field(default_factory=dict)
 
 
 def describe(argv: Sequence[str]) -> CommandLine:
@@ -69,21 +73,24 @@ def describe(argv: Sequence[str]) -> CommandLine:
             trouble = str(error)
     virtual, split = _stages(given, model.layers if model else 0, pipeline, assumed)
     overlaps = given.get("overlap", False) and not (deepspeed and pipeline > 1)
+    step = {name: given[name] for name in STEP if name in given}
+    step |= {"zero": zero} if {"zero", "fsdp"} & set(given) else {}
     by_reason: dict[str, list[str]] = {}
     for name, why in said.not_read.items():
         by_reason.setdefault(why, []).append(name)
     return CommandLine(
         _sizes(given), model, trouble, zero, virtual, ("on" if pipeline == 1 else "first") if overlaps else "off",
         given.get("gather_overlap", False), split, framework, tuple(assumed),
-        tuple(f"{several(names)}: {why}" for why, names in by_reason.items()), said.unknown,
+        tuple(f"{several(names)}: {why}" for why, names in by_reason.items()), said.unknown, step,
     )
 
 
 def sizes_from(argv: Sequence[str]) -> Sizes | None:
     """Sizes alone; None when `argv` names none, and with several optimizer instances: a plan without sizes puts each
     cluster's nodes together, so that an instance is a cluster, while one with sizes sees that data-parallel groups
-    cross anyway and leaves the launcher's order."""
-    given = read(argv).values
+    cross anyway and leaves the launcher's order. What a ds_config says of sizes is for the script to follow or not: a
+    job asks the framework, which tells when it starts."""
+    given = of_flags(argv)
     return None if given.get("instances", 1) > 1 else _sizes(given)
 
 

@@ -69,6 +69,11 @@ def read(argv: Sequence[str]) -> Settings:
     return Settings(values | own, flags, not_read, tuple(dict.fromkeys(unknown)), tuple(overruled))
 
 
+def of_flags(argv: Sequence[str]) -> dict[str, Any]:
+    """Settings of the flags alone, without a ds_config."""
+    return _values(READ, words(argv))
+
+
 def _values(table: Mapping[str, tuple[str, Any]], given: Mapping[str, list[Any]]) -> dict[str, Any]:
     """Settings of what is `given`; of two names of one setting the later in the table counts."""
     found = {}
