@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
             step = step_seconds(measured, plan.nodes, plan.sizes, workload)
         _show(measured, plan, step, nominal=workload is None and known is None)
         if alone:
-            search_table.show_given(alone, args)
+            search_table.show_given(alone, args, args.framework or job.framework)
         if costs and args.explain:
             explain.show(costs, found)
         for path in filter(None, (args.picture, args.output)):

@@ -120,7 +120,8 @@ def test_given_sizes_keep_the_model_after_the_dashes(capsys, monkeypatch, tmp_pa
     status, said = holmes(capsys, *given, "--", *TINY)
     assert status == 0 and "nominal" not in said.out and "shapes" not in said.out
     assert [row[0] for row in rows_of(said.out.split("GPUs, 2 clusters")[1])] == ["yours"]
-    for part in ("where a step's seconds go", "your layout, stock", "memory of the fullest stage", "add to your com"):
+    for part in ("where a step's seconds go", "your layout, stock", "memory of the fullest stage", "flags of holmes",
+                 "--pipeline-model-parallel-size 2 --micro-batch-size 1"):
         assert part in said.out, part
     step = float(said.out.split("predicted step: ")[1].split()[0])
     assert step == pytest.approx(float(said.out.split("\nstep ")[1].split()[0]), rel=1e-3)  # one figure, not two

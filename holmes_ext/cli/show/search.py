@@ -58,7 +58,8 @@ def wanted(args: argparse.Namespace) -> bool:
     of_search = args.global_batch is not None or args.limit or args.framework or args.pictures or args.command
     if args.picture or (args.explain and not of_search and not args.model):
         return False
-    return args.search or (bool(args.model or args.command or args.global_batch) and not sizes_given(args))
+    asked = args.search or bool(args.limit)
+    return asked or (bool(args.model or args.command or args.global_batch) and not sizes_given(args))
 
 
 def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         what = what if args.command else "nothing says what to train"
         raise HolmesError(f"{what}; give --model FILE (examples/models has some)")
     site, links, overlap = site_from_spec(spec), Links.of_spec(spec), args.overlap == "on"
-    batch, framework = _global_batch(args, job, site), args.framework or (job.said.framework if job.said else "")
+    batch, framework = _global_batch(args, job, site), args.framework or job.framework
     limits = _limits(args.limit, framework)
     with _Bar(quiet=args.json) as bar:
         outcome = search(site, job.model, batch, limits, overlap, args.seconds, bar.told, args.rows, links)

@@ -15,7 +15,7 @@ from math import inf
 from typing import Any
 
 from holmes_ext.cli.show.table import Column, Screen
-from holmes_ext.cli.show.training import Training
+from holmes_ext.cli.show.training import Training, sizes_given
 from holmes_ext.patches.launch_flags import Launch, added, launches
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.search.arrangement import Ground
@@ -84,6 +84,26 @@ def show(outcome: Outcome, args: argparse.Namespace, job: Training, framework: s
     if yours:
         screen.line("your layout: add to your command line", "bold")
         screen.line(f"  {shlex.join(added(yours, args.cluster, ''))}")
+    _show_launches(screen, outcome, args, framework)
+    if not args.output:
+        screen.line("the job works out the order of nodes when it starts; --output plan.json fixes what is shown")
+
+
+def show_given(outcome: Outcome, args: argparse.Namespace, framework: str) -> None:
+    """The user's layout alone, of a search's outcome that has only it: its row, seconds, memory and flags."""
+    screen, yours = Screen(), outcome.best
+    _table(screen, outcome, [("yours", yours)])
+    for line in thin_stages(outcome, yours):
+        screen.line(line)
+    _show_why(screen, outcome)
+    own = ("flags of holmes" if sizes_given(args) or not args.command else "your layout: add to your command line")
+    screen.line(own, "bold")
+    screen.line(f"  {shlex.join(added(yours, args.cluster, args.output or ''))}")
+    if sizes_given(args) or not args.command:
+        _show_launches(screen, outcome, args, framework)
+
+
+def _show_launches(screen: Screen, outcome: Outcome, args: argparse.Namespace, framework: str) -> None:
     for name, launch in _launches(outcome, args, framework).items():
         screen.line(f"{name}:", "bold")
         if launch.lacks:
@@ -92,26 +112,6 @@ def show(outcome: Outcome, args: argparse.Namespace, job: Training, framework: s
         screen.line("  " + shlex.join(launch.flags))
         if launch.config:
             screen.line(f"  ds_config.json: {json.dumps(launch.config)}")
-    if not args.output:
-        screen.line("the job works out the order of nodes when it starts; --output plan.json fixes what is shown")
-
-
-def show_given(outcome: Outcome, args: argparse.Namespace) -> None:
-    """The user's layout alone, of a search's outcome that has only it: its row, seconds, memory and flags."""
-    screen, yours = Screen(), outcome.best
-    _table(screen, outcome, [("yours", yours)])
-    for line in thin_stages(outcome, yours):
-        screen.line(line)
-    _show_why(screen, outcome)
-    if args.command:
-        screen.line("add to your command line:", "bold")
-    else:
-        screen.line("flags:", "bold")
-    screen.line(f"  {shlex.join(added(yours, args.cluster, args.output or ''))}")
-    if not args.command:
-        for name, launch in _launches(outcome, args, args.framework).items():
-            screen.line(f"{name}: " + ("cannot do this: " + "; ".join(launch.lacks) if launch.lacks else
-                                       shlex.join(launch.flags)))
 
 
 def _table(screen: Screen, outcome: Outcome, rows: Sequence[tuple[str, Candidate]]) -> None:

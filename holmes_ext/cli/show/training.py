@@ -30,6 +30,11 @@ class Training:
     said: CommandLine | None = None
     lines: tuple[str, ...] = ()
 
+    @property
+    def framework(self) -> str:
+        """Whose flags the command line has; "" where that cannot be told."""
+        return self.said.framework if self.said else ""
+
     def show(self, screen: Screen) -> None:
         for line in self.lines:
             screen.line(line, "yellow" if line.startswith("not ") else "dim")
