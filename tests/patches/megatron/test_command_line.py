@@ -97,6 +97,7 @@ MOVES = [
     (f"{ONE} --use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params", "memory", "down"),
     (DEEPSPEED, "--zero-stage 1", "memory", "down"),
     (LONG, "--overlap-grad-reduce", "stock", "down"),
+    (BF16, "--overlap-grad-reduce", "stock", "moves"),  # of the first stage alone
     (f"{BF16} --use-distributed-optimizer", "--overlap-param-gather", "step", "down"),
     (BF16, "--num-virtual-stages-per-pipeline-rank 2", "closed form", "moves"),
     (BF16, "--num-layers-per-virtual-pipeline-stage 2", "closed form", "moves"),
