@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from holmes_ext.cli.show import explain, search, search_table
+from holmes_ext.cli.show.matrix import show_wan
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cli.show.training import training_of
 from holmes_ext.cluster.site import Site, site_from_spec
@@ -112,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
         elif plan.sizes is not None:
             step = step_seconds(measured, plan.nodes, plan.sizes, workload)
         _show(measured, plan, step, nominal=workload is None and known is None)
+        show_wan(measured, spec.notes)
         if alone:
             search_table.show_given(alone, args, args.framework or job.framework)
         if costs and args.explain:

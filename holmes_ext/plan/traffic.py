@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holmes_ext.cluster.site import Fabric
+from holmes_ext.plan.cost.across import Across
 
 VERBS, SOCKETS = CARRIERS = ("verbs", "sockets")
 #: The "fabric" of a group that one node holds: memory, NVLink or loopback.
@@ -32,7 +33,7 @@ class Reduction:
 
     overlap: under the last backward pass. bucket_bytes: of gradients that travel together in one ring. clusters: where
     their names stand, a group that lies on several of them sums in two levels what has two_level_from bytes or more, in
-    buckets of chunk_bytes; compress: what crosses then ("off", "bf16", "int8").
+    buckets of chunk_bytes; compress: what crosses then ("off", "bf16", "int8"). across: how, where it is not directly.
     """
 
     overlap: bool
@@ -41,6 +42,7 @@ class Reduction:
     two_level_from: int = 0
     chunk_bytes: int = 0
     compress: str = "off"
+    across: Across | None = None
 
 
 @dataclass(frozen=True)

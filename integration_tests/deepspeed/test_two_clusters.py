@@ -49,6 +49,15 @@ def test_a_pair_of_stages_inside_a_cluster_uses_its_fabric(two_clusters, tmp_pat
         assert fast(sent[node]) > activations and sent[node]["eth0"] > activations
 
 
+def test_more_micro_batches_in_flight_learn_the_same(two_clusters, tmp_path):
+    """Three more than 1F1B's, on four stages, with messages posted in advance from the third step on; and the engine's
+    own."""
+    flags = ("--stages", "4", *two_clusters.holmes)
+    more, _ = measured(two_clusters, tmp_path / "more", *flags, "--holmes-inflight", "3")
+    engines, _ = measured(two_clusters, tmp_path / "off", *flags, "--holmes-inflight", "off")
+    assert same(more, engines)
+
+
 def test_an_order_that_crosses_although_it_need_not_is_told(two_clusters, tmp_path):
     """A plan made for no sizes, with the nodes in turn: the engine's own sizes show that it could be better."""
     plan = build_plan(site_from_spec(two_clusters.spec))

@@ -25,6 +25,7 @@ from typing import Any
 
 from holmes_ext.patches.deepspeed.features import EDGES
 from holmes_ext.patches.deepspeed.p2p import grid_sizes
+from holmes_ext.patches.deepspeed.versions import ask
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.plan.cost.pipeline import passes
@@ -45,7 +46,7 @@ def unsupported(engine: Any) -> str | None:
 
     reasons = {
         f"the engine is a {type(engine).__name__}, whose schedule is its own": type(engine) is not PipelineEngine,
-        "shapes change from batch to batch": bool(engine.dynamic_shape),
+        "shapes change from batch to batch": ask("dynamic_shape", engine),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -147,26 +148,23 @@ def _planned_for(engine: Any) -> tuple[int, ...] | None:
     return _planned[engine]
 
 
-def _schedule(wrapped, instance, args, kwargs):
-    """_train_schedule."""
-    held = _planned_for(instance)
-    if held is None:
-        return wrapped(*args, **kwargs)
-    sizes = dict(micro_batches=instance.micro_batches, stages=instance.num_stages, stage_id=instance.stage_id)
-    return _schedule_class()(held, _mailbox, **sizes)
-
-
 def _exec_schedule(wrapped, instance, args, kwargs):
-    """A step of ours: messages through the mailbox, all of them gone at its end."""
-    held, stage = getattr(args[0] if args else kwargs["pipe_schedule"], "held", None), instance.stage_id
+    """_exec_schedule(pipe_schedule): of training, in our order; messages through the mailbox, all gone at its end."""
+    from deepspeed.runtime.pipe.schedule import TrainSchedule
+
+    trains = type(args[0] if args else kwargs["pipe_schedule"]) is TrainSchedule
+    held, stage = _planned_for(instance) if trains else None, instance.stage_id
     if _mailbox is None or held is None:
         return wrapped(*args, **kwargs)
     import torch
 
+    schedule = _schedule_class()(
+        held, _mailbox, micro_batches=instance.micro_batches, stages=instance.num_stages, stage_id=stage
+    )
     steps = [one - other for one, other in zip(held, held[1:])]  # how many may be on the way over each edge, and one
     window = 1 + max(1, *steps[max(0, stage - 1) : stage + 1])
     _mailbox.begin(window, instance.micro_batches, torch.empty(0, device=instance.device))
-    result = wrapped(*args, **kwargs)
+    result = wrapped(schedule)
     _mailbox.end()
     return result
 
@@ -195,11 +193,7 @@ PATCHES = (
         _through_mailbox("recv"), parameters=("tensor", "src_stage", "async_op"),
     ),
     Patch(
-        EDGES, f"{_ENGINE}._train_schedule", "the schedule keeps as few micro-batches in flight as free edges need",
-        _schedule,
-    ),
-    Patch(
-        EDGES, f"{_ENGINE}._exec_schedule", "where a step begins and ends",
+        EDGES, f"{_ENGINE}._exec_schedule", "the schedule keeps as few micro-batches in flight as free edges need",
         _exec_schedule, parameters=("pipe_schedule",),
     ),
     Patch(

@@ -40,21 +40,28 @@ def megatron_deepspeed_version() -> str | None:
     return importlib.import_module("megatron.core.package_info").__version__
 
 
-#: megatron-core of PyPI from 0.14 on, and what Megatron-LM's main branch calls 0.20.
-_RANGE, _TRIED = ">=0.14,<0.21", ("0.14.0", "0.15.0", "0.16.1", "0.20.0")
+#: megatron-core of PyPI from 0.11 on, and what Megatron-LM's main branch calls 0.20.
+_RANGE, _TRIED = ">=0.11,<0.21", ("0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.20.0")
 _core = partial(Feature, versions=f"megatron-core{_RANGE}", tried=_TRIED, version_of=loaded_version)
 #: Megatron-LM is run from its checkout: megatron-core, which is also installed alone, has no megatron.training.
-_lm = partial(Feature, versions=f"megatron-lm{_RANGE}", tried=("0.16.1", "0.20.0"), version_of=loaded_version)
+_lm = partial(Feature, versions="megatron-lm>=0.14,<0.21", tried=("0.16.1", "0.20.0"), version_of=loaded_version)
 
 GROUPS = _core("megatron-groups")
 LAYERS = _core("megatron-layers")
 REDUCTION = _core("megatron-reduction")
 GATHER = _core("megatron-gather", option="overlap", idle=("off", "auto"))
 P2P = _core("megatron-p2p")
+#: Where sends and receives are a class's (P2P_CLASS in versions.py), as far as the schedule was read.
+EDGES = Feature(
+    "megatron-edges", "megatron-core>=0.14,<0.17", tried=("0.16.1",), option="inflight", idle=("off",),
+    version_of=loaded_version,
+)  # fmt: skip
 PROFILE = _core("megatron-profile", option="profile", idle=("",))
 TELEMETRY = _core("telemetry-megatron")
 LM = _lm("megatron-lm")
 LM_CHECKPOINTS = _lm("megatron-lm-checkpoints")
-MEGATRON_DEEPSPEED_FLAGS = Feature(
-    "megatron-deepspeed-flags", "megatron-deepspeed==0.2.*", ("0.2.0",), version_of=megatron_deepspeed_version
+_mds = partial(
+    Feature, versions="megatron-deepspeed==0.2.*", tried=("0.2.0",), version_of=megatron_deepspeed_version
 )
+MEGATRON_DEEPSPEED_FLAGS = _mds("megatron-deepspeed-flags")
+MEGATRON_DEEPSPEED_IMPORTS = _mds("megatron-deepspeed-imports")

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holmes_ext.cli.show import search_table
+from holmes_ext.cli.show.matrix import show_wan
 from holmes_ext.cli.show.training import Training, sizes_given
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec
@@ -89,6 +90,7 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         print(search_table.document(outcome, plan, args, framework))
     else:
         search_table.show(outcome, args, job, framework)
+        show_wan(links.site(outcome.ground.site), spec.notes)
     draw(outcome, args)
     if args.output and not args.json:
         print(f"written: {args.output}")

@@ -35,17 +35,20 @@ def uniform(layers: int, parts: int) -> tuple[int, ...]:
 def in_flight(busy: Seconds, transfer: Seconds, micro_batches: int) -> tuple[int, ...]:
     """Micro-batches that each stage must have begun and not ended, at most, so that no edge is waited for.
 
-    From the start of its forward to the end of its backward a micro-batch needs the busy seconds of the stage and all
-    behind it, and each edge there and back; with k in flight, one begins every (that) / k seconds, which is to be the
-    pace of the slowest stage. Free edges and equal stages: 1F1B's p - s. A fiftieth of a pass more is none.
+    With k[s] of them a stage's backward of m follows its forward of m + k[s] - 1. So a micro-batch goes from stage s to
+    t, there the backward of an earlier one follows, comes back, and s goes on k[s] - k[t] + 1 micro-batches later: that
+    many paces of the slowest stage must be as long as the busy seconds of s..t and the edges between, there and back.
+    Free edges and equal stages: 1F1B's p - s. A fiftieth of a pass more is none.
     """
-    found: list[int] = []
-    through = 0.0
-    for stage in reversed(range(len(busy))):
-        through += busy[stage] + (2 * transfer[stage] if stage < len(busy) - 1 else 0.0)
-        own = len(busy) - stage
-        found.insert(0, min(max(own, ceil(through / max(busy) - 0.02)), micro_batches))
-    return tuple(found)
+    pace, last = max(busy), len(busy) - 1
+    found = [1] * len(busy)
+    for stage in reversed(range(last)):
+        way = busy[stage]
+        for other in range(stage + 1, last + 1):
+            way += busy[other] + 2 * transfer[other - 1]
+            found[stage] = max(found[stage], found[other] - 1 + ceil(way / pace - 0.02))
+        found[stage] = max(found[stage], len(busy) - stage)
+    return tuple(min(count, micro_batches) for count in found)
 
 
 def passes(stage: int, stages: int, micro_batches: int, virtual: int = 1, held: int = 0) -> list[Pass]:

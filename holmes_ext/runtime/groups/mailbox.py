@@ -6,8 +6,8 @@
            end has posted its receive, and NCCL's sender waits for it
 
 Deadlock-free: nothing waits for a send inside a step, and each direction of a pair has a group of its own, in which
-both ends have the same order (micro-batches in turn). So a receive waits only for what its sender has computed, which is
-earlier in the order of all passes (patches/deepspeed/edges.py).
+both ends have the same order (micro-batches in turn). So a receive waits only for what its sender has computed, which
+is earlier in the order of all passes (patches/deepspeed/edges.py).
 
 Under NCCL (read, not run): isend and irecv run on their group's own stream. A send that is not waited for holds up no
 stream; its tensor must outlive it, hence `keep`. A receive is waited for (the current stream waits) before its buffer

@@ -146,6 +146,7 @@ def start(
     if process.launcher != launcher.NONE:
         environ.update(launcher.exported(process, rank, site.processes))
     environ.update({name: str(rank) for name in launcher.RANK_VARIABLES if name in environ})
+    environ.update({name: str(rank // plan.processes) for name in launcher.NODE_VARIABLES if name in environ})
     current = session.Session(options, process, site, plan, rank, round=prefix, store=store, model=request.model)
     session.set_active(current)
     return current, [*lines, *node_environment(current.node, environ)]
