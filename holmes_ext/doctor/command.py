@@ -15,7 +15,7 @@ from holmes_ext.doctor.frameworks import check_megatron_deepspeed, check_script
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import PREFIX, Options, parse_flags
 from holmes_ext.patches.deepspeed import ds_config
-from holmes_ext.patches.megatron import arguments
+from holmes_ext.patches.megatron.command_line import arguments
 from holmes_ext.patches.megatron.command_line.describe import describe
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.plan import Plan, check_plan, load_plan

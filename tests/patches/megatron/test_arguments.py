@@ -3,7 +3,7 @@
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.megatron.arguments import model_from_arguments, overlaps, sizes_from_arguments
+from holmes_ext.patches.megatron.command_line.arguments import model_from_arguments, overlaps, sizes_from_arguments
 from holmes_ext.plan.sizes import Sizes
 
 GPT = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2".split()

@@ -1,4 +1,4 @@
-"""What a job's own command line says, as a job needs it at start-up: sizes, model, overlap (command_line/ reads it)."""
+"""What a job's own command line says, as a job needs it at start-up: sizes, model, overlap."""
 
 from __future__ import annotations
 
