@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         _show(measured, plan, step, nominal=workload is None and known is None)
         show_wan(measured, spec.notes)
         if alone:
-            search_table.show_given(alone, args, args.framework or job.framework)
+            search_table.show_given(alone, args, job)
         if costs and args.explain:
             explain.show(costs, found)
         for path in filter(None, (args.picture, args.output)):

@@ -94,9 +94,15 @@ def test_your_layout_is_the_first_row_beside_the_best(capsys, monkeypatch):
     assert "--holmes-plan" not in said.out and "deepspeed:" not in said.out
 
 
+def test_a_command_line_without_sizes_is_data_parallel(capsys):
+    _, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--rows", "1", "--", *TINY)
+    assert rows_of(said.out)[0][:3] == ["yours", "D4", "1x4"]
+
+
 def test_your_layout_in_json(capsys):
     _, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--json", "--", *TINY, "--pipeline-model-parallel-size", "2")
     found = json.loads(said.out)
+    assert any(line.startswith("read: 6 layers") for line in found["told"])
     assert found["yours"]["pipeline"] == 2 and found["yours"]["simulated_seconds"]
     assert sum(found["where"]["yours"].values()) == pytest.approx(found["yours"]["step_seconds"])
     assert found["candidates"][0]["step_seconds"] <= found["yours"]["step_seconds"] * (1 + 1e-9)

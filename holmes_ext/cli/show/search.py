@@ -76,8 +76,7 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         what = what if args.command else "nothing says what to train"
         raise HolmesError(f"{what}; give --model FILE (examples/models has some)")
     site, links, overlap = site_from_spec(spec), Links.of_spec(spec), args.overlap == "on"
-    batch, framework = _global_batch(args, job, site), args.framework or job.framework
-    limits = _limits(args.limit, framework)
+    batch, limits = _global_batch(args, job, site), _limits(args.limit, args.framework or job.framework)
     with _Bar(quiet=args.json) as bar:
         outcome = search(site, job.model, batch, limits, overlap, args.seconds, bar.told, args.rows, links)
     outcome, job = beside(outcome, job)
@@ -87,9 +86,9 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     if args.output:
         plan.save(args.output)
     if args.json:
-        print(search_table.document(outcome, plan, args, framework))
+        print(search_table.document(outcome, plan, args, job))
     else:
-        search_table.show(outcome, args, job, framework)
+        search_table.show(outcome, args, job)
         show_wan(links.site(outcome.ground.site), spec.notes)
     draw(outcome, args)
     if args.output and not args.json:

@@ -57,7 +57,7 @@ def split_text(split: Sequence[int]) -> str:
     return f"{split[0]} x {len(split)}" if len(set(split)) == 1 else " ".join(map(str, split))
 
 
-def show(outcome: Outcome, args: argparse.Namespace, job: Training, framework: str) -> None:
+def show(outcome: Outcome, args: argparse.Namespace, job: Training) -> None:
     """Print all of it."""
     screen, ground, best, yours = Screen(), outcome.ground, outcome.best, outcome.yours
     job.show(screen)
@@ -84,27 +84,27 @@ def show(outcome: Outcome, args: argparse.Namespace, job: Training, framework: s
     if yours:
         screen.line("your layout: add to your command line", "bold")
         screen.line(f"  {shlex.join(added(yours, args.cluster, ''))}")
-    _show_launches(screen, outcome, args, framework)
+    _show_launches(screen, outcome, args, job)
     if not args.output:
         screen.line("the job works out the order of nodes when it starts; --output plan.json fixes what is shown")
 
 
-def show_given(outcome: Outcome, args: argparse.Namespace, framework: str) -> None:
+def show_given(outcome: Outcome, args: argparse.Namespace, job: Training) -> None:
     """The user's layout alone, of a search's outcome that has only it: its row, seconds, memory and flags."""
     screen, yours = Screen(), outcome.best
     _table(screen, outcome, [("yours", yours)])
     for line in thin_stages(outcome, yours):
         screen.line(line)
     _show_why(screen, outcome)
-    own = ("flags of holmes" if sizes_given(args) or not args.command else "your layout: add to your command line")
-    screen.line(own, "bold")
+    asked = sizes_given(args) or not args.command  # else the command line has its sizes
+    screen.line("flags of holmes:" if asked else "your layout: add to your command line", "bold")
     screen.line(f"  {shlex.join(added(yours, args.cluster, args.output or ''))}")
-    if sizes_given(args) or not args.command:
-        _show_launches(screen, outcome, args, framework)
+    if asked:
+        _show_launches(screen, outcome, args, job)
 
 
-def _show_launches(screen: Screen, outcome: Outcome, args: argparse.Namespace, framework: str) -> None:
-    for name, launch in _launches(outcome, args, framework).items():
+def _show_launches(screen: Screen, outcome: Outcome, args: argparse.Namespace, job: Training) -> None:
+    for name, launch in _launches(outcome, args, job).items():
         screen.line(f"{name}:", "bold")
         if launch.lacks:
             screen.line(f"  cannot do this plan: {'; '.join(launch.lacks)}; or search with --for {name}")
@@ -193,13 +193,14 @@ def memory_terms(outcome: Outcome, one: Candidate) -> dict[str, float]:
     return outcome.pricing(one.shape).memory(stage, one.split[stage]).terms
 
 
-def _launches(outcome: Outcome, args: argparse.Namespace, framework: str) -> dict[str, Launch]:
+def _launches(outcome: Outcome, args: argparse.Namespace, job: Training) -> dict[str, Launch]:
+    framework = args.framework or job.framework
     how = outcome.best, outcome.model, outcome.global_batch, outcome.overlap
     found = launches(*how, args.cluster, args.output or "")
     return {name: launch for name, launch in found.items() if not framework or name == framework}
 
 
-def document(outcome: Outcome, plan: Plan, args: argparse.Namespace, framework: str) -> str:
+def document(outcome: Outcome, plan: Plan, args: argparse.Namespace, job: Training) -> str:
     """Everything that was found, as JSON; a memory limit of null means none. step_seconds is the simulated step where
     there is one, closed_form_seconds the other; certificate is the former's, closed_form the latter's."""
     found = {
@@ -217,12 +218,13 @@ def document(outcome: Outcome, plan: Plan, args: argparse.Namespace, framework: 
             "pruned": outcome.pruned,
             "too_large": outcome.misfits,
         },
+        "told": list(job.lines),
         "yours": _row(outcome.yours, outcome, outcome.ground) if outcome.yours else None,
         "candidates": [_row(one, outcome, outcome.ground) for one in outcome.candidates],
         "not_expanded": [{"bound_seconds": bound, **asdict(shape)} for bound, shape in outcome.unseen],
         "where": reasons(outcome),
         "memory_bytes": memory_terms(outcome, outcome.best),
-        "launch": {name: asdict(launch) for name, launch in _launches(outcome, args, framework).items()},
+        "launch": {name: asdict(launch) for name, launch in _launches(outcome, args, job).items()},
         "plan": json.loads(plan.to_json()),
     }
     return json.dumps(found)

@@ -88,7 +88,7 @@ def _arguments(words: list[str]) -> list[str]:
 
 
 def _sizes(args: argparse.Namespace, said: CommandLine | None) -> Sizes | None:
-    base = said.sizes if said else None
+    base = said.sizes or (Sizes() if said.model else None) if said else None  # no sizes: all ranks are data-parallel
     if not sizes_given(args):
         return base
     if args.sizes is not None:
