@@ -99,6 +99,20 @@ def test_a_command_line_without_sizes_is_data_parallel(capsys):
     assert rows_of(said.out)[0][:3] == ["yours", "D4", "1x4"]
 
 
+def test_flags_of_holmes_in_the_command_are_holmess(capsys):
+    _, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--json", "--", "torchrun", "--nproc-per-node", "1", *TINY,
+                     "--holmes", "--holmes-sizes", "pipeline=2", "--holmes-partition", "4,2")
+    found = json.loads(said.out)
+    assert found["yours"]["pipeline"] == 2 and found["yours"]["stage_layers"] == [4, 2]
+    assert not [line for line in found["told"] if "not known" in line]
+    _, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--", *TINY, "--holmes-sizes", "pipeline=2",
+                     "--holmes-partition", "4,4")
+    assert "not possible: your layout: layers of the stages 4,4: they must be 2 numbers above 0 whose sum" in said.out
+    status, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--pipeline", "4", "--", *TINY,
+                          "--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "2")
+    assert status == 0 and "P4" in said.out
+
+
 def test_your_layout_in_json(capsys):
     _, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--json", "--", *TINY, "--pipeline-model-parallel-size", "2")
     found = json.loads(said.out)

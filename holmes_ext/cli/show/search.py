@@ -136,8 +136,7 @@ def _candidate(outcome: Outcome, job: Training, sizes: Sizes, plan: Plan | None 
     said = job.said
     own = (said.zero, said.virtual) if said and said.model else ()
     shape, layers = shape_of(outcome.model, sizes, *own), said.stage_layers if said else ()
-    split = (plan.stage_layers if plan else ()) or (layers if len(layers) == sizes.pipeline else ())
-    return given(outcome, sizes, shape, split, plan.nodes if plan else ())
+    return given(outcome, sizes, shape, (plan.stage_layers if plan else ()) or layers, plan.nodes if plan else ())
 
 
 def _global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:

@@ -11,6 +11,7 @@ from holmes_ext.cluster.gpu import KNOWN
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.command import split_command
 from holmes_ext.errors import HolmesError
+from holmes_ext.options import parse_flags
 from holmes_ext.patches.megatron.command_line.describe import CommandLine, describe
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import load_model, on_clusters
@@ -47,7 +48,7 @@ def sizes_given(args: argparse.Namespace) -> bool:
 
 def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
     """HolmesError: what is given is bad, or the command line tells a part of a model only."""
-    said = describe(_arguments(args.command)) if args.command else None
+    said = _said(args.command) if args.command else None
     model, lines = load_model(args.model) if args.model else said.model if said else None, []
     if said is not None and model is None and said.trouble:
         raise HolmesError(said.trouble.replace("--holmes-model", "--model"))
@@ -66,7 +67,10 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
             rate = f"{model.gpu.flops / 1e12:.0f} TFLOP/s and no memory limit"
             lines.insert(0, f"assumed: GPUs of {', '.join(unknown)} reach {rate} (key 'gpu' of cluster.toml tells)")
         model = on_clusters(model, spec)
-    return Training(model, _sizes(args, said), said, tuple(lines))
+    sizes = _sizes(args, said)
+    if said is not None and sizes is not None and said.sizes is not None and sizes.pipeline != said.sizes.pipeline:
+        said = replace(said, stage_layers=(), virtual=1)  # those of other stages than are asked for
+    return Training(model, sizes, said, tuple(lines))
 
 
 def _overlaid(model: Model, step: dict[str, Any]) -> Model:
@@ -79,12 +83,16 @@ def _overlaid(model: Model, step: dict[str, Any]) -> Model:
     return with_zero(replace(model, **step), zero)
 
 
-def _arguments(words: list[str]) -> list[str]:
-    """Of the script, where a launcher or its name stands before them."""
+def _said(words: list[str]) -> CommandLine:
+    """Of a script's arguments, also where a launcher stands before them; --holmes-sizes and -partition count too."""
     try:
-        return list(split_command(words).arguments)
+        words = list(split_command(words).arguments)
     except HolmesError:
-        return words
+        pass
+    options, rest = parse_flags(words, {})
+    said = describe(rest)
+    sizes = parse_sizes(options.sizes, "--holmes-sizes") if options.sizes else said.sizes
+    return replace(said, sizes=sizes, stage_layers=options.stage_layers or said.stage_layers)
 
 
 def _sizes(args: argparse.Namespace, said: CommandLine | None) -> Sizes | None:

@@ -39,7 +39,11 @@ def given(
     outcome: Outcome, sizes: Sizes, shape: Shape, split: Sequence[int] = (), nodes: Sequence[str] = ()
 ) -> Candidate:
     """The candidate of `shape` and complete `sizes`; split: layers of the stages, even ones by default; nodes: their
-    order, by default that of the job."""
+    order, by default that of the job. HolmesError where the split is none of the model's layers."""
+    if split and (len(split) != shape.pipeline or sum(split) != outcome.model.layers or min(split) < 1):
+        said = ",".join(map(str, split))
+        needs = f"{shape.pipeline} numbers above 0 whose sum is {outcome.model.layers}"
+        raise HolmesError(f"layers of the stages {said}: they must be {needs}")
     pricing = outcome.pricing(shape)
     order = nodes or place(outcome.ground.links.site(outcome.ground.site), sizes, pricing.model.workload(sizes)).nodes
     arrangement = arrangement_of(outcome.ground, order, sizes)
