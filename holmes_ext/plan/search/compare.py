@@ -50,7 +50,7 @@ def thin_stages(outcome: Outcome, candidate: Candidate) -> list[str]:
     for why, stages in lines.items():
         names = ", ".join(str(stage) for stage in stages)
         places = ", ".join(dict.fromkeys(costs.places[stage] for stage in stages))
-        layers = " ".join(str(split[stage]) for stage in stages)
+        layers = " and ".join(dict.fromkeys(str(split[stage]) for stage in stages))
         one = len(stages) == 1
         noun = "layer" if layers == "1" else "layers"
         said.append(f"stage{'' if one else 's'} {names} ({places}) ha{'s' if one else 've'} {layers} {noun}: {why}")
@@ -78,7 +78,15 @@ def _why_thin(costs: StageCosts, outcome: Outcome, candidate: Candidate, stage: 
     exposed = estimate(costs, even).exposed_s
     if exposed[stage] > 0.02 * candidate.step_s and exposed[stage] >= 0.5 * max(exposed):
         reasons.append(f"with even layers {exposed[stage]:.3g} s of its reduction are waited for")
-    return "; ".join(reasons) or "its forwards and backwards hide the sends of its neighbours best so"
+    edges = [(costs.transfer_s[at][1], at, other) for at, other in ((stage - 1, stage - 1), (stage, stage + 1))
+             if 0 <= at and other < costs.stages]
+    send, _, other = max(edges, default=(0.0, 0, 0))
+    if 2 * send > works[stage]:
+        what = f"a micro-batch's activation and gradient take {2 * send:.3g} s between it and stage {other}"
+        less = f" (sequence parallelism would send 1/{candidate.shape.tensor} of it)"
+        plain = candidate.shape.tensor > 1 and not outcome.model.sequence_parallel
+        reasons.append(f"{what}, as long as {2 * send / works[stage]:.0f} layers{less if plain else ''}")
+    return "; ".join(reasons) or "what its neighbours send is hidden best so"
 
 
 def _seconds(costs: StageCosts, stage: int, kind: int) -> float:

@@ -46,6 +46,17 @@ def test_a_stage_that_memory_keeps_thin():
     assert "its memory has room for no more" in said and "even layers do not fit the memory" in said
 
 
+def test_a_slow_edge_keeps_the_stages_beside_it_thin():
+    """Two stages in each cluster, Ethernet between the second and the third; without sequence parallelism the whole
+    activation crosses."""
+    site = clusters.site("a ib 100Gb/s a[0-3]", "b roce 100Gb/s b[0-3]", ethernet="1Gb/s", processes=2)
+    only = Limits({**PIPELINE.allowed, "pipeline": (4,), "tensor": (2,)})
+    outcome = rank(search(site, replace(MODEL, layers=24, sequence=2048), 32, only, True))
+    said = " ".join(thin_stages(outcome, outcome.best))
+    assert min(outcome.best.split) == min(outcome.best.split[1:3]), outcome.best.split
+    assert "activation and gradient take" in said and "(sequence parallelism would send 1/2 of it)" in said
+
+
 def test_even_stages_need_no_words():
     assert thin_stages(found(), found().best) == []
 
