@@ -3,8 +3,8 @@
     round 1:  a-b  c-d      round 2:  a-c  b-d      round 3:  a-d  b-c      pairs of a round share no cluster, so no uplink
 
 For each pair: round trips of one byte, then one stream of one node, then as many nodes as both have (MOST_NODES at most)
-with STREAMS each. Of a stream what arrives in WINDOW_S counts, once TCP has had LEAD_S and LEAD_TRIPS round trips to open
-its window. One process of each node takes part, the others wait. A process of Python moves some Gb/s for each stream: a
+with STREAMS among them. Of a stream what arrives in WINDOW_S (WINDOW_TRIPS round trips at least) counts, once TCP has
+had LEAD_S and LEAD_TRIPS round trips to open its window. One process of each node takes part, the others wait. A process of Python moves some Gb/s for each stream: a
 link that carries more than its nodes' streams together is measured as what they carry.
 """
 
@@ -22,8 +22,8 @@ from holmes_ext.cluster.measured import MeasuredPair
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.runtime.session import Session
 
-PINGS, STREAMS, MOST_NODES = 21, 4, 8
-LEAD_S, LEAD_TRIPS, WINDOW_S = 0.8, 15, 1.0
+PINGS, STREAMS, MOST_NODES = 21, 8, 8
+LEAD_S, LEAD_TRIPS, WINDOW_S, WINDOW_TRIPS = 0.8, 25, 1.0, 15
 #: Seconds after which a peer that says nothing has gone.
 PATIENCE_S = 60.0
 #: A pair whose one-way latency is above this many seconds, or whose nodes together get less than this part of their
@@ -95,16 +95,15 @@ def _pair(rank: int, sides: tuple[_Cluster, _Cluster] | None, server: socket.soc
     receiver = next((there for here, there in ends if here == rank), None)
     receives = rank in [there for _, there in ends]
     leads = bool(ends) and rank in ends[0]
-    trip, lead, results = 0.0, LEAD_S, []
-    if leads and receiver is not None:
+    trip, results = 0.0, []
+    if receiver is not None:
         trip = _ping(addresses[receiver])
-        lead = max(LEAD_S, LEAD_TRIPS * trip)
-    elif leads:
+    elif receives:
         _serve(server, 1)
-    for streams, part in ((1, leads), (STREAMS, True)):
+    for streams, part in ((1, leads), (max(1, STREAMS // max(1, len(ends))), True)):
         barrier()
         if part and receiver is not None:
-            results.append(_flood(addresses[receiver], streams, max(lead, LEAD_S)))
+            results.append(_flood(addresses[receiver], streams, trip))
         elif part and receives:
             _serve(server, streams)
     barrier()
@@ -112,10 +111,10 @@ def _pair(rank: int, sides: tuple[_Cluster, _Cluster] | None, server: socket.soc
     return trip, stream, results[-1] if results else 0.0
 
 
-def _connect(address: tuple[str, int], kind: bytes, lead: float = 0.0) -> socket.socket:
+def _connect(address: tuple[str, int], kind: bytes, lead: float = 0.0, window: float = 0.0) -> socket.socket:
     connection = socket.create_connection(address, timeout=PATIENCE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(_HEAD.pack(kind, lead, WINDOW_S))
+    connection.sendall(_HEAD.pack(kind, lead, window))
     return connection
 
 
@@ -130,14 +129,15 @@ def _ping(address: tuple[str, int]) -> float:
     return statistics.median(times[1:])
 
 
-def _flood(address: tuple[str, int], streams: int, lead: float) -> float:
-    """Bits/s that arrived of all the streams together."""
+def _flood(address: tuple[str, int], streams: int, trip: float) -> float:
+    """Bits/s that arrived of all the streams together; trip: seconds of a round trip."""
     rates: list[float] = []
+    lead, window = max(LEAD_S, LEAD_TRIPS * trip), max(WINDOW_S, WINDOW_TRIPS * trip)
 
     def send() -> None:
-        with _connect(address, b"f", lead) as connection:
+        with _connect(address, b"f", lead, window) as connection:
             begin = time.monotonic()
-            while time.monotonic() - begin < lead + WINDOW_S:
+            while time.monotonic() - begin < lead + window:
                 connection.sendall(_CHUNK[: 1 << 16])
             connection.shutdown(socket.SHUT_WR)
             rates.append(_RATE.unpack(_exactly(connection, _RATE.size))[0])
