@@ -16,11 +16,13 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "torch": ("groups", "telemetry"),
+    "torch": ("groups", "ddp", "fsdp", "telemetry"),
     "deepspeed": (
-        "p2p", "reduce", "two_level", "partition", "checkpoints", "profile", "telemetry",
+        "p2p", "edges", "reduce", "two_level", "partition", "checkpoints", "profile", "telemetry",
     ),
-    "megatron": ("megatron_deepspeed", "core", "reduction", "gather", "p2p", "profile", "megatron_lm", "telemetry"),
+    "megatron": (
+        "megatron_deepspeed", "unused", "core", "reduction", "gather", "p2p", "profile", "megatron_lm", "telemetry",
+    ),
 }  # fmt: skip
 
 

@@ -137,7 +137,8 @@ def _measure(args: argparse.Namespace) -> int:
             columns = [Column(name, right=name in ("configured", "achieved"))
                        for name in ("between", "what", "configured", "achieved", "")]
             Screen().table(columns, [_crossing_cells(row) for row in crossings], "between the clusters")
-    return 0 if all(row.within for row in (*(row for row in rows if row.counts), *crossings)) else 1
+    good = all(row.within for row in rows if row.counts) and all(row.within for row in crossings)
+    return 0 if good else 1
 
 
 def _crossing_cells(row: CrossingRow) -> list[str]:

@@ -18,9 +18,8 @@ from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import state
 from holmes_ext.lab.emulate.accelerator import VARIABLE as ACCELERATOR
-from holmes_ext.lab.network import crossing
+from holmes_ext.lab.network import crossing, sysfs_tree
 from holmes_ext.lab.network import shaping as network
-from holmes_ext.lab.network import sysfs_tree
 from holmes_ext.lab.process import ranks, wire, zygote
 from holmes_ext.lab.process.job import Job, OnLine, RunResult
 

@@ -22,6 +22,7 @@ from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import all_reduce, slowest_inside, summed_across
 from holmes_ext.plan.cost.network import crossing as crossing_ways
 from holmes_ext.plan.cost.nodes import Predictor, exposed_stages
+from holmes_ext.plan.cost.pipeline import in_flight
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.layout import INSIDE, Layout, groups
 from holmes_ext.plan.placement import straddling_groups
@@ -121,7 +122,8 @@ def _traffic(plan: Plan, carrier: str, options: Options) -> Traffic:
     for kind, ranks in plan.groups():
         transports.setdefault(kind, []).append(_name(plan.fabric_of(ranks, carrier)))
     listed = {kind: same(tuple(names)) for kind, names in transports.items()}
-    return Traffic((carrier,), listed, _reductions(plan, carrier, options), _edges(plan, carrier))
+    edges, held = _edges(plan, carrier), _in_flight(plan, carrier, options)
+    return Traffic((carrier,), listed, _reductions(plan, carrier, options), edges, held)
 
 
 def _name(fabric: Fabric | None) -> str:
@@ -148,6 +150,21 @@ def _edges(plan: Plan, carrier: str) -> tuple[Edge, ...]:
         own = ["pipeline" if f != over else "world" if f != world else "" for f, over in zip(fabrics, whole.values())]
         found.append(Edge((stage, (stage + 1) % stages), same(tuple(fabrics)), same(tuple(own))))
     return tuple(found)
+
+
+def _in_flight(plan: Plan, carrier: str, options: Options) -> tuple[int, ...]:
+    """Where nobody told the model, whose activations fill memory, as many as 1F1B has."""
+    sizes = plan.sizes
+    if sizes is None or sizes.pipeline == 1 or options.inflight == "off":
+        return ()
+    work, own = plan.workload, range(sizes.pipeline, 0, -1)
+    if options.inflight != "auto":
+        return tuple(min(one + int(options.inflight) * (one > 1), work.micro_batches) for one in own)
+    if plan.basis == NOMINAL:
+        return tuple(own)
+    predictor = Predictor(site_of(plan, carrier), Layout(sizes, plan.processes), work)
+    edges = [price.seconds(work.activation_bytes) for price in predictor.edges(predictor.parts(plan.nodes))]
+    return in_flight([work.forward_s + work.backward_s] * sizes.pipeline, edges, work.micro_batches)
 
 
 # --------------------------------------------------------------------------- reductions

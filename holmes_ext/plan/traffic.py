@@ -64,13 +64,16 @@ class Traffic:
     """The decisions for groups that one of `carriers` carries.
 
     transports: for each kind of group the fabric of every group, in the order of first ranks; one entry where they
-    share one. reductions: by stage, one entry where the sizes are not known. edges: of the pipeline.
+    share one. reductions: by stage, one entry where the sizes are not known. edges: of the pipeline. in_flight:
+    micro-batches that each stage begins before its first backward ends, where sends do not block; () where the
+    framework's own schedule runs.
     """
 
     carriers: tuple[str, ...]
     transports: dict[str, tuple[str, ...]]
     reductions: tuple[Reduction, ...]
     edges: tuple[Edge, ...] = ()
+    in_flight: tuple[int, ...] = ()
 
 
 def same(values: tuple[str, ...]) -> tuple[str, ...]:

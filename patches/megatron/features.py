@@ -40,8 +40,8 @@ def megatron_deepspeed_version() -> str | None:
     return importlib.import_module("megatron.core.package_info").__version__
 
 
-#: megatron-core of PyPI from 0.14 on, and what Megatron-LM's main branch calls 0.20.
-_RANGE, _TRIED = ">=0.14,<0.21", ("0.14.0", "0.15.0", "0.16.1", "0.20.0")
+#: megatron-core of PyPI from 0.11 on, and what Megatron-LM's main branch calls 0.20.
+_RANGE, _TRIED = ">=0.11,<0.21", ("0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.20.0")
 _core = partial(Feature, versions=f"megatron-core{_RANGE}", tried=_TRIED, version_of=loaded_version)
 #: Megatron-LM is run from its checkout: megatron-core, which is also installed alone, has no megatron.training.
 _lm = partial(Feature, versions=f"megatron-lm{_RANGE}", tried=("0.16.1", "0.20.0"), version_of=loaded_version)
@@ -55,6 +55,8 @@ PROFILE = _core("megatron-profile", option="profile", idle=("",))
 TELEMETRY = _core("telemetry-megatron")
 LM = _lm("megatron-lm")
 LM_CHECKPOINTS = _lm("megatron-lm-checkpoints")
-MEGATRON_DEEPSPEED_FLAGS = Feature(
-    "megatron-deepspeed-flags", "megatron-deepspeed==0.2.*", ("0.2.0",), version_of=megatron_deepspeed_version
+_mds = partial(
+    Feature, versions="megatron-deepspeed==0.2.*", tried=("0.2.0",), version_of=megatron_deepspeed_version
 )
+MEGATRON_DEEPSPEED_FLAGS = _mds("megatron-deepspeed-flags")
+MEGATRON_DEEPSPEED_IMPORTS = _mds("megatron-deepspeed-imports")

@@ -145,7 +145,7 @@ def run(router: Router, taps: Sequence[int]) -> None:
     cluster_of = {tap: cluster for cluster, tap in enumerate(taps)}
     while True:
         due, before = router.next_due, time.monotonic()
-        ready, _, _ = select.select(taps, [], [], None if due is None else max(0.0, due - before))
+        ready, _, _ = select.select(taps, [], [], None if due is None else max(0.0, due - QUANTUM_S / 2 - before))
         now = time.monotonic()
         came = now if now - before > 50e-6 else before - QUANTUM_S / 2  # while it slept: in the middle, on average
         for tap in ready:

@@ -141,7 +141,8 @@ def _program(
     stages, last = costs.stages, costs.micro_batches - 1
     sums = {"F": costs.sums["forward_s"][stage], "B": costs.sums["backward_s"][stage]}
     yield from reductions.before(kind, stage)
-    for op in program(run.engine, stage, stages, costs.micro_batches, run.virtual):
+    held = run.in_flight[stage] if run.in_flight else 0
+    for op in program(run.engine, stage, stages, costs.micro_batches, run.virtual, held):
         if op[0] in ("post", "wait"):
             yield (op[0], (*op[1], kind), "send", op[1][2])
             continue
