@@ -174,8 +174,12 @@ def reduction_of(
     plan: Plan, ranks: Sequence[int], carrier: str, options: Options, total_bytes: float = inf
 ) -> Reduction:
     """How the group of `ranks` sums total_bytes in a step: as its stage does. By the same rules, for itself, where the
-    plan has no such group, it is to compress otherwise, or has too little for buckets that suit a network."""
+    plan has no such group, it is to compress otherwise, or has too little for buckets that suit a network; for the
+    stage, where links between clusters have a latency and the plan did not know how many bytes."""
     planned, stage = plan.traffic_of(carrier).reductions, plan.stage_of(ranks)
+    if stage is not None and plan.wan and plan.basis == NOMINAL and plan.sizes is not None and total_bytes < inf:
+        found = [own for own in groups(plan.sizes, "data") if plan.stage_of(own) == stage]
+        return _reduction(plan, found, carrier, options, planned[stage].overlap, total_bytes)
     if stage is not None and planned[stage].compress == options.compress and total_bytes >= FEWEST * SMALLEST_BYTES:
         return planned[stage]
     overlap = options.overlap != "off" if stage is None else planned[stage].overlap

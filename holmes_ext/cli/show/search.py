@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--for", dest="framework", choices=tuple(LIMITS), help="only what this framework can do")
     add("--seconds", type=float, default=inf, metavar="S", help="the best after so long (default: until it is proven)")
     add("--rows", type=int, default=10, metavar="N", help="of the table (default 10)")
-    add("--pictures", metavar="DIR", help="placement.png, timeline.png and ethernet.png there (needs matplotlib)")
+    add("--pictures", metavar="DIR", help="placement, timeline, clusters and ethernet.png there (needs matplotlib)")
     what = "a Megatron or DeepSpeed command line that names the model"
     parser.add_argument("command", nargs="*", metavar="-- SCRIPT ARGS", help=what)
 

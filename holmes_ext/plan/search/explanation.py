@@ -1,12 +1,15 @@
 """Where the time of a candidate's step goes, what the same job takes without holmes, and what it would with another
-Ethernet.
+network between the clusters.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext.cluster.wan import Between
+from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.search.arrangement import Ground
 from holmes_ext.plan.search.ranking import simulated
@@ -57,20 +60,32 @@ def best_stock(outcome: Outcome) -> Candidate | None:
     return least and stock_like(outcome, replace(least, simulated_s=outcome.best.simulated_s))[1]
 
 
-def on_ethernet(outcome: Outcome, candidate: Candidate, rate_bps: float) -> tuple[float, float]:
-    """Seconds, in closed form, of a candidate's step and of stock's with its shape, if Ethernet had this rate on every
-    node."""
-    factor = rate_bps / outcome.ground.site.fabric_by_name[ETHERNET].rate_bps
-    site = with_ethernet(outcome.ground.site, rate_bps)
-    ground = Ground.of(site, outcome.model, links=outcome.ground.links.scaled(ETHERNET, factor))
-    changed = replace(outcome, ground=ground)
-    return estimate(changed.costs(candidate), candidate.split).step_s, changed.stock(candidate.shape)[1].formula_s
-
-
-def with_ethernet(site: Site, rate_bps: float) -> Site:
-    """`site` with another Ethernet."""
+def with_ethernet(outcome: Outcome, candidate: Candidate, factor: float) -> tuple[float, float]:
+    """with_site, if the network between clusters had `factor` times its rates: uplinks and links; where it is flat,
+    Ethernet on every node."""
+    site, links = outcome.ground.links.site(outcome.ground.site), outcome.ground.links
+    if site.wan:
+        return with_site(outcome, candidate, replace(site, wan=site.wan.scaled(factor)))
 
     def changed(fabric: Fabric) -> Fabric:
-        return replace(fabric, rate_bps=round(rate_bps)) if fabric.name == ETHERNET else fabric
+        return replace(fabric, rate_bps=round(factor * fabric.rate_bps)) if fabric.name == ETHERNET else fabric
 
-    return replace(site, fabrics=tuple(map(changed, site.fabrics)))
+    site = replace(outcome.ground.site, fabrics=tuple(map(changed, outcome.ground.site.fabrics)))
+    return with_site(outcome, candidate, site, links.scaled(ETHERNET, factor))
+
+
+def with_latency(site: Site, seconds: float) -> Site:
+    """`site` with this latency, one way, between any two clusters."""
+    pairs = list(combinations(site.clusters, 2))
+    rates = {pair: link.rate_bps for pair in pairs if (link := site.wan.pair_of.get(pair))}
+    between = tuple(Between(pair, rates.get(pair, 0), seconds) for pair in pairs)
+    return replace(site, wan=replace(site.wan, between=between))
+
+
+def with_site(
+    outcome: Outcome, candidate: Candidate, site: Site, links: Links | None = None
+) -> tuple[float, float]:
+    """Seconds, in closed form, of a candidate's step and of stock's with its shape, on a site with another network."""
+    links = replace(links or outcome.ground.links, pairs=())  # the site has them
+    changed = replace(outcome, ground=Ground.of(site, outcome.model, links=links))
+    return estimate(changed.costs(candidate), candidate.split).step_s, changed.stock(candidate.shape)[1].formula_s
