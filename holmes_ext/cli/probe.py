@@ -1,4 +1,4 @@
-"""`holmes probe`: measure every fabric of a job's nodes, and what lies between its clusters; keep it in cluster.toml."""
+"""`holmes probe`: measure every fabric of a job's nodes and what lies between its clusters, into cluster.toml."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Measures the network between every two clusters of the running job, over plain TCP on the nodes' Ethernet NICs.
 
-    round 1:  a-b  c-d      round 2:  a-c  b-d      round 3:  a-d  b-c      pairs of a round share no cluster, so no uplink
+    round 1:  a-b  c-d      round 2:  a-c  b-d      round 3:  a-d  b-c      pairs of a round share no uplink
 
-For each pair: round trips of one byte, then one stream of one node, then as many nodes as both have (MOST_NODES at most)
-with STREAMS among them. Of a stream what arrives in WINDOW_S (WINDOW_TRIPS round trips at least) counts, once TCP has
-had LEAD_S and LEAD_TRIPS round trips to open its window. One process of each node takes part, the others wait. A process of Python moves some Gb/s for each stream: a
-link that carries more than its nodes' streams together is measured as what they carry.
+For each pair: round trips of one byte, then one stream of one node, then as many nodes as both have (MOST_NODES at
+most) with STREAMS among them. Of a stream what arrives in WINDOW_S (WINDOW_TRIPS round trips at least) counts, once TCP
+has had LEAD_S and LEAD_TRIPS round trips to open its window. One process of each node takes part, the others wait. A
+process of Python moves some Gb/s for each stream: of a link that carries more, what its nodes' streams carry is found.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from holmes_ext.cluster.measured import MeasuredPair
@@ -150,7 +151,7 @@ def _flood(address: tuple[str, int], streams: int, trip: float) -> float:
 
 def _serve(server: socket.socket, streams: int) -> None:
     connections = [server.accept()[0] for _ in range(streams)]
-    _together([lambda own=own: _answer(own) for own in connections])
+    _together([partial(_answer, own) for own in connections])
 
 
 def _answer(connection: socket.socket) -> None:

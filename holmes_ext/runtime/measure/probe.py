@@ -73,7 +73,8 @@ def measure(session: Session, largest: int, tell: Callable[[str], None] = lambda
     device = torch.accelerator.current_accelerator() if on_gpu else torch.device("cpu")
     sizes = [size for size in SEND_BYTES if size <= largest]
     samples: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for key, groups, run in (("send", pairs(session, flat), _there_and_back), ("ring", rings(session, flat), _all_reduce)):
+    measured = ("send", pairs(session, flat), _there_and_back), ("ring", rings(session, flat), _all_reduce)
+    for key, groups, run in measured:
         for fabric, ranks in groups.items():
             group = dist.new_group(list(ranks))
             tell(f"{fabric}: {key} among {len(ranks)} ranks")

@@ -1,4 +1,4 @@
-"""runtime/measure/crossings.py: which pairs at once, when a network is flat, and one pair on this machine's loopback."""
+"""runtime/measure/crossings.py: which pairs at once, when a network is flat, one pair on the loopback."""
 
 import socket
 import threading
