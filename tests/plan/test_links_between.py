@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 from clusters import spec, toml
 
+from holmes_ext.cluster.measured import MeasuredPair
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec, parse_spec
 from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.across import Across, neighbours
+from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import load_model
 from holmes_ext.plan.cost.network import Price, all_reduce, crossing, message, summed_across, two_levels
 from holmes_ext.plan.cost.nodes import Predictor, step_seconds
@@ -123,6 +125,16 @@ def test_chosen_way_is_never_slower_than_the_direct_one():
         way, price = summed_across(size, inside, ethernet, clusters, 1, wan=site.wan)
         direct = two_levels(inside, ethernet, clusters, 1, wan=site.wan)
         assert price.seconds(size) <= direct.sized(size).seconds(size) <= direct.seconds(size) * (1 + 1e-9)
+
+
+def test_streams_fill_a_link_that_one_does_not():
+    site = two(rate="100Mb/s")
+    counts = []
+    for stream in (0, 100_000_000, 20_000_000, 1_000_000):
+        pair = MeasuredPair(("a", "b"), 100_000_000, 0.02, stream)
+        plan = build_plan(site, Sizes(pipeline=1), Workload(gradient_bytes=1e7), links=Links(pairs=(pair,)))
+        counts.append(plan.traffic_of(SOCKETS).reductions[0].streams)
+    assert counts == [1, 1, 2, 8]  # two ranks in each cluster send: 50 Mb/s each
 
 
 def test_chunks_outlast_the_latency():
