@@ -1,5 +1,4 @@
-"""The network between clusters: the lab against what it was told, what carries it costs, `holmes probe` against the lab,
-reductions over unequal links, placement.
+"""The network between clusters: the lab against what it was told, what it costs, `holmes probe` against the lab.
 
     python benchmarks/links.py --json FILE [--scenes NAME,...] [--repetitions 3]
 
@@ -17,7 +16,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import links_across
@@ -33,7 +32,7 @@ SITE = {("a", "b"): (500, 10), ("a", "c"): (200, 40), ("b", "c"): (100, 2)}
 FOUR = {**SITE, ("a", "d"): (150, 20), ("b", "d"): (80, 5), ("c", "d"): (120, 80)}
 
 
-def site(links: dict[tuple[str, str], tuple[float, float]], nodes: int, ethernet: str = "250Mb/s",
+def site(links: Mapping[tuple[str, str], tuple[float, float]], nodes: int, ethernet: str = "250Mb/s",
          uplinks: dict[str, str] | None = None) -> str:
     """A cluster.toml of these links, `nodes` nodes in each cluster."""
     lines = ["version = 2", "[ethernet]", f'rate = "{ethernet}"']
@@ -52,7 +51,8 @@ def lab(repetitions: int) -> list[Row]:
     kinds = {"message from 128 KiB on": "KiB", "one pair": "1 pair", "4 pairs at once": "4 pairs at once"}
     rows = []
     for name, ending in kinds.items():
-        errors = [max(abs(row.achieved / row.configured - 1) for row in each if row.what.endswith(ending)) for each in found]
+        chosen_rows = [[row for row in each if row.what.endswith(ending)] for each in found]
+        errors = [max(abs(row.achieved / row.configured - 1) for row in each) for each in chosen_rows]
         rows.append(Row.median("lab", f"largest error, {name}", errors, "of the rate", True, "<= 0.1"))
     trips = [[row for row in each if row.what == "round trip"] for each in found]
     over = [max(map(_over, each)) for each in trips]
