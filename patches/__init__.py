@@ -21,7 +21,8 @@ _MODULES = {
         "p2p", "edges", "reduce", "two_level", "partition", "checkpoints", "profile", "telemetry",
     ),
     "megatron": (
-        "megatron_deepspeed", "unused", "core", "reduction", "gather", "p2p", "profile", "megatron_lm", "telemetry",
+        "megatron_deepspeed", "unused", "core", "reduction", "gather", "p2p", "edges", "profile", "megatron_lm",
+        "telemetry",
     ),
 }  # fmt: skip
 

@@ -44,13 +44,18 @@ def megatron_deepspeed_version() -> str | None:
 _RANGE, _TRIED = ">=0.11,<0.21", ("0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.20.0")
 _core = partial(Feature, versions=f"megatron-core{_RANGE}", tried=_TRIED, version_of=loaded_version)
 #: Megatron-LM is run from its checkout: megatron-core, which is also installed alone, has no megatron.training.
-_lm = partial(Feature, versions=f"megatron-lm{_RANGE}", tried=("0.16.1", "0.20.0"), version_of=loaded_version)
+_lm = partial(Feature, versions="megatron-lm>=0.14,<0.21", tried=("0.16.1", "0.20.0"), version_of=loaded_version)
 
 GROUPS = _core("megatron-groups")
 LAYERS = _core("megatron-layers")
 REDUCTION = _core("megatron-reduction")
 GATHER = _core("megatron-gather", option="overlap", idle=("off", "auto"))
 P2P = _core("megatron-p2p")
+#: Where sends and receives are a class's (P2P_CLASS in versions.py), as far as the schedule was read.
+EDGES = Feature(
+    "megatron-edges", "megatron-core>=0.14,<0.17", tried=("0.16.1",), option="inflight", idle=("off",),
+    version_of=loaded_version,
+)  # fmt: skip
 PROFILE = _core("megatron-profile", option="profile", idle=("",))
 TELEMETRY = _core("telemetry-megatron")
 LM = _lm("megatron-lm")

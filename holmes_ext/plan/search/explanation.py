@@ -30,8 +30,7 @@ CAUSES = {
 def causes(outcome: Outcome, candidate: Candidate) -> dict[str, float]:
     """Seconds of CAUSES, the mean over all ranks; they add up to the candidate's step: to the simulated one where there
     is one."""
-    pricing, order = outcome.pricing(candidate.shape), candidate.arrangement.order
-    prices = [pricing.stage(content, order) for content in candidate.arrangement.contents]
+    prices = outcome.pricing(candidate.shape).stages(candidate.arrangement)
     stages, steps = len(prices), candidate.shape.micro_batches
     collectives = steps * sum(n * price.collective_s for n, price in zip(candidate.split, prices)) / stages
     found = dict.fromkeys(CAUSES, 0.0)

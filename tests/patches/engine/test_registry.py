@@ -425,13 +425,13 @@ def test_a_version_that_was_not_tried_is_tried_when_the_user_says_so(fw, version
     off, on, misfit = registry(), registry(), registry(parameters=("nothing",))
     off.enable_asked_for(Options())
     assert states(off) == ["off"] and "is not supported" in off.statuses()[0].reason
-    assert off.untried() == []
+    assert off.untried() == {}
     on.enable_asked_for(Options(try_=named))
-    assert states(on) == ["applied"] and on.untried() == [f"f with {fw} 1.5"]
+    assert states(on) == ["applied"] and on.untried() == {f"{fw} 1.5": ["f"]}
     on.undo()
     misfit.enable_asked_for(Options(try_=named))
     assert states(misfit) == ["off"] and "has no parameter nothing" in misfit.statuses()[0].reason
-    assert misfit.untried() == []
+    assert misfit.untried() == {}
     with pytest.raises(HolmesError, match="--holmes-try: there is no feature 'g'"):
         on.enable_asked_for(Options(try_="g"))
 
