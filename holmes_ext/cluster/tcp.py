@@ -81,10 +81,10 @@ class Shortfall:
 
 
 def read_limits(root: str | Path = "/proc/sys/net/ipv4") -> TcpLimits:
-    """Of the caller's network namespace."""
-    words = {name: Path(root, name).read_text().split() for name in
-             ("tcp_wmem", "tcp_rmem", "tcp_slow_start_after_idle")}
-    return TcpLimits(int(words["tcp_wmem"][2]), int(words["tcp_rmem"][2]), words["tcp_slow_start_after_idle"] != ["0"])
+    """Of the caller's network namespace; BBR keeps its window while a stream is idle, whatever the kernel is told."""
+    wmem, rmem, (restart,), (control,) = (Path(root, f"tcp_{name}").read_text().split() for name in (
+        "wmem", "rmem", "slow_start_after_idle", "congestion_control"))
+    return TcpLimits(int(wmem[2]), int(rmem[2]), restart != "0" and not control.startswith("bbr"))
 
 
 def sockets(environ: Mapping[str, str]) -> int:

@@ -46,7 +46,12 @@ def test_sockets_of_nccl():
 
 def test_limits_are_read_as_the_kernel_writes_them(tmp_path):
     for name, text in (("tcp_wmem", "4096\t16384\t4194304\n"), ("tcp_rmem", "4096\t131072\t6291456\n"),
-                       ("tcp_slow_start_after_idle", "0\n")):
+                       ("tcp_slow_start_after_idle", "1\n"), ("tcp_congestion_control", "cubic\n")):
         (tmp_path / name).write_text(text)
-    assert read_limits(tmp_path) == TcpLimits(4194304, 6291456, False)
+    assert read_limits(tmp_path) == TcpLimits(4194304, 6291456, True)
+    for name, text in (("tcp_slow_start_after_idle", "0\n"), ("tcp_congestion_control", "bbr\n")):
+        before = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text)
+        assert read_limits(tmp_path) == TcpLimits(4194304, 6291456, False)
+        (tmp_path / name).write_text(before)
     assert read_limits().wmem > 0
