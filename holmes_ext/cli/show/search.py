@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only what this framework can do (default: the one whose flags the command line has)")
     add("--seconds", type=float, default=inf, metavar="S", help="the best after so long (default: until it is proven)")
     add("--rows", type=int, default=10, metavar="N", help="of the table (default 10)")
-    add("--pictures", metavar="DIR", help="placement.png, timeline.png and ethernet.png there (needs matplotlib)")
+    add("--pictures", metavar="DIR", help="placement, timeline, clusters and ethernet.png there (needs matplotlib)")
     what = "a Megatron or DeepSpeed command line that names the model; its sizes are your layout"
     parser.add_argument("command", nargs="*", metavar="-- SCRIPT ARGS", help=what)
 

@@ -152,6 +152,10 @@ def _changes(outcome: Outcome) -> Iterator[tuple[str, Site, Links, Model]]:
             yield (f"twice the rate of {fabric.name}", *faster, model)
     if ETHERNET not in links.measured:
         yield "half the latency of ethernet", with_fabric(site, ETHERNET, latency=0.5), links, model
+    if wan := links.site(site).wan:
+        given = replace(links, pairs=())  # the site has them
+        yield "twice the rates between clusters", replace(site, wan=wan.scaled(2.0)), given, model
+        yield "half the latency between clusters", replace(site, wan=wan.scaled(1.0, 0.5)), given, model
     fastest = max(gpu.flops for gpu in ground.gpus)
     for name, gpu in zip(site.clusters, ground.gpus):
         if gpu.flops < fastest:

@@ -1,12 +1,15 @@
 """Where the time of a candidate's step goes, what the same job takes without holmes, and what it would with another
-Ethernet.
+network between the clusters.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext.cluster.wan import Between
+from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.search.arrangement import Ground
 from holmes_ext.plan.search.ranking import simulated, timed
@@ -29,8 +32,7 @@ CAUSES = {
 def causes(outcome: Outcome, candidate: Candidate) -> dict[str, float]:
     """Seconds of CAUSES, the mean over all ranks; they add up to the candidate's step: to the simulated one where there
     is one."""
-    pricing, order = outcome.pricing(candidate.shape), candidate.arrangement.order
-    prices = [pricing.stage(content, order) for content in candidate.arrangement.contents]
+    prices = outcome.pricing(candidate.shape).stages(candidate.arrangement)
     stages, steps = len(prices), candidate.shape.micro_batches
     collectives = steps * sum(n * price.collective_s for n, price in zip(candidate.split, prices)) / stages
     found = dict.fromkeys(CAUSES, 0.0)
@@ -66,14 +68,14 @@ def best_stock(outcome: Outcome) -> Candidate | None:
     return min((timed(outcome.stock(one.shape)[0], one) for one in first), key=lambda one: one.step_s, default=None)
 
 
-def on_ethernet(outcome: Outcome, candidate: Candidate, rate_bps: float) -> tuple[float, float]:
-    """Seconds, in closed form, of a candidate's step and of stock's with its shape, if Ethernet had this rate on every
-    node."""
-    factor = rate_bps / outcome.ground.site.fabric_by_name[ETHERNET].rate_bps
-    site = with_fabric(outcome.ground.site, ETHERNET, factor)
-    ground = Ground.of(site, outcome.model, links=outcome.ground.links.scaled(ETHERNET, factor))
-    changed = replace(outcome, ground=ground)
-    return estimate(changed.costs(candidate), candidate.split).step_s, changed.stock(candidate.shape)[1].formula_s
+def with_ethernet(outcome: Outcome, candidate: Candidate, factor: float) -> tuple[float, float]:
+    """with_site, if the network between clusters had `factor` times its rates: uplinks and links; where it is flat,
+    Ethernet on every node."""
+    site, links = outcome.ground.links.site(outcome.ground.site), outcome.ground.links
+    if site.wan:
+        return with_site(outcome, candidate, replace(site, wan=site.wan.scaled(factor)))
+    return with_site(
+        outcome, candidate, with_fabric(outcome.ground.site, ETHERNET, factor), links.scaled(ETHERNET, factor))
 
 
 def with_fabric(site: Site, name: str, rate: float = 1.0, latency: float = 1.0) -> Site:
@@ -85,3 +87,20 @@ def with_fabric(site: Site, name: str, rate: float = 1.0, latency: float = 1.0) 
         return replace(fabric, rate_bps=round(fabric.rate_bps * rate), latency_s=fabric.latency_s * latency)
 
     return replace(site, fabrics=tuple(map(changed, site.fabrics)))
+
+
+def with_latency(site: Site, seconds: float) -> Site:
+    """`site` with this latency, one way, between any two clusters."""
+    pairs = list(combinations(site.clusters, 2))
+    rates = {pair: link.rate_bps for pair in pairs if (link := site.wan.pair_of.get(pair))}
+    between = tuple(Between(pair, rates.get(pair, 0), seconds) for pair in pairs)
+    return replace(site, wan=replace(site.wan, between=between))
+
+
+def with_site(
+    outcome: Outcome, candidate: Candidate, site: Site, links: Links | None = None
+) -> tuple[float, float]:
+    """Seconds, in closed form, of a candidate's step and of stock's with its shape, on a site with another network."""
+    links = replace(links or outcome.ground.links, pairs=())  # the site has them
+    changed = replace(outcome, ground=Ground.of(site, outcome.model, links=links))
+    return estimate(changed.costs(candidate), candidate.split).step_s, changed.stock(candidate.shape)[1].formula_s

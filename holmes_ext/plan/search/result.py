@@ -128,7 +128,7 @@ class Outcome:
     ) -> Candidate:
         """bound_s: None where the split is the best one."""
         one = estimate(pricing.costs(arrangement, self.overlap), split)
-        prices = [pricing.stage(content, arrangement.order) for content in arrangement.contents]
+        prices = pricing.stages(arrangement)
         return Candidate(
             shape=pricing.shape, arrangement=arrangement, split=tuple(split), formula_s=one.step_s,
             bound_s=one.step_s if bound_s is None else bound_s, least_s=least_s, memory_bytes=one.memory_bytes,
