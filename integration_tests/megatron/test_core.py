@@ -102,6 +102,15 @@ def test_the_split_does_not_change_what_is_learned(both):
             assert [entry["step"] for entry in done["resumed with other stages"]["entries"]] == [3, 4]
 
 
+@pytest.mark.skipif(INSTALLED < Version("0.14"), reason="its sends are no class's")
+def test_more_micro_batches_in_flight_learn_the_same(two_clusters, both, tmp_path):
+    """Two more than 1F1B's."""
+    wanted = {name: SPLITS[name] for name in ("pipeline 2", "pipeline 4")}
+    done, _, said = train_megatron(two_clusters, tmp_path, wanted, *two_clusters.holmes, "--holmes-inflight", "2")
+    assert "megatron-edges" in said
+    assert_stocks(both[0][0], done, wanted)
+
+
 def test_every_layer_is_built_once(both):
     for name, split in both[1][0].items():
         layers = [number for numbers in split["layers"].values() for number in numbers]

@@ -20,8 +20,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.megatron import p2p as megatron_p2p
-from holmes_ext.patches.megatron.features import GROUPS, LAYERS
-from holmes_ext.patches.megatron.versions import has
+from holmes_ext.patches.megatron.features import GROUPS, LAYERS, has
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session

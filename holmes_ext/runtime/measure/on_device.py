@@ -18,14 +18,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from holmes_ext.runtime.measure.device_time import Timeline
+from holmes_ext.runtime.measure.device_time import DeviceTimes
 from holmes_ext.runtime.measure.operations import GroupTraffic, Op
 
 
 class OnDevice:
     """Of one Recorder. Called from any thread: the watchdog's looks too."""
 
-    def __init__(self, recorder: Any, timeline: Timeline):
+    def __init__(self, recorder: Any, timeline: DeviceTimes):
         self._recorder, self._timeline = recorder, timeline
         self._polling = threading.RLock()
         self.captures, self.step_done = timeline.capturing, timeline.step_done

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holmes_ext.runtime.measure import telemetry
-from holmes_ext.runtime.measure.device_time import Timeline
+from holmes_ext.runtime.measure.device_time import DeviceTimes
 from holmes_ext.runtime.watch.watchdog import Watchdog
 
 
@@ -69,9 +69,9 @@ class Work:
 @pytest.fixture
 def gpu(monkeypatch):
     gpu = Gpu()
-    monkeypatch.setattr(Timeline, "_event", lambda self: gpu.event())
-    monkeypatch.setattr(Timeline, "_stream", lambda self: gpu.stream)
-    monkeypatch.setattr(Timeline, "capturing", lambda self: gpu.capturing)
+    monkeypatch.setattr(DeviceTimes, "_event", lambda self: gpu.event())
+    monkeypatch.setattr(DeviceTimes, "_stream", lambda self: gpu.stream)
+    monkeypatch.setattr(DeviceTimes, "capturing", lambda self: gpu.capturing)
     return gpu
 
 
@@ -236,7 +236,7 @@ def test_the_watchdog_tells_waiting_from_computing(gpu):
 
 def test_clocks_are_compared_by_bounds(gpu):
     """A mark is never before it was recorded nor after it was seen; hours of float32 milliseconds lose nothing."""
-    timeline = Timeline(gpu)
+    timeline = DeviceTimes(gpu)
     timeline.mark()
     gpu.now += 3.0
     gpu.comes_by(at=101.0)  # the base: the GPU had other things to do for a second
