@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.errors import HolmesError
@@ -34,6 +34,8 @@ from holmes_ext.plan.traffic import CARRIERS, LOCAL, SOCKETS, VERBS, Edge, Plann
 SHARES = {"off": 1.0, "bf16": 0.5, "int8": (1 + 4 / 256) / 4}
 #: A bucket of a group in one node, where no network says how large: torch DistributedDataParallel's bucket_cap_mb.
 INSIDE_BYTES = 25 * 2**20
+#: Streams of two ranks at most; the part of a link that they are to fill, as measuring one is not exact.
+MOST_STREAMS, STREAM_SHARE = 8, 0.8
 #: Sums for which two levels are compared with a flat ring: 1 KiB to 1 GiB.
 _SUMS = tuple(2**power for power in range(10, 31))
 
@@ -56,8 +58,9 @@ def settle(
         return tuple(n.name for n in here for p in n.ports if p.fabric == fabric.name and _carries(p, carrier))
 
     rates = [known.get(fabric.name, fabric) for fabric in links.site(site).fabrics]
+    nets = {fabric.name: fabric.net for fabric in site.fabrics}
     fabrics = tuple(
-        PlannedFabric(f.name, f.kind, f.rate_bps, f.latency_s, able(f, VERBS), able(f, SOCKETS))
+        PlannedFabric(f.name, f.kind, f.rate_bps, f.latency_s, able(f, VERBS), able(f, SOCKETS), net=nets[f.name])
         for f in sorted(rates, key=lambda f: f.preference, reverse=True)
     )
     names = dict.fromkeys(node.cluster for node in here)
@@ -75,7 +78,7 @@ def settle(
 def _carries(port: Port, carrier: str) -> bool:
     """Whether groups may use `port`; taken for granted where its NIC is not known yet (a plan before the job)."""
     known = port.interface or port.address or port.hcas
-    needed = port.hcas if carrier == VERBS else port.address
+    needed = port.hcas and not port.no_verbs if carrier == VERBS else port.address
     return port.usable and (port.fabric == ETHERNET or not known or bool(needed))
 
 
@@ -138,16 +141,33 @@ def own_pair(plan: Plan, pair: Sequence[int], over: Sequence[int], carrier: str)
     return _name(plan.fabric_of(pair, carrier)) != _name(plan.fabric_of(over, carrier))
 
 
+def adjacent_stages(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Of a pipeline group the pairs that may send to each other, last and first (interleaved schedules) among them."""
+    return sorted({(min(pair), max(pair)) for pair in zip(ranks, (*ranks[1:], ranks[0])) if len(set(pair)) > 1})
+
+
+def own_pairs(plan: Plan, ranks: Sequence[int], carrier: str) -> list[tuple[int, int]]:
+    """The neighbours that get a group each where a framework sends batches over their pipeline group: all or none.
+
+    All, once one pair has something faster: NCCL makes a group's communicator among all its ranks at the first batch
+    over it, where no device is bound, and a rank whose pairs all have their own would never come to it.
+    """
+    pairs = adjacent_stages(ranks)
+    return pairs if any(own_pair(plan, pair, ranks, carrier) for pair in pairs) else []
+
+
 def _edges(plan: Plan, carrier: str) -> tuple[Edge, ...]:
     """Of each stage to the next, and of the last to the first where that is another pair (interleaved schedules)."""
-    sizes, found = plan.sizes, []
-    world = _name(plan.fabric_of(range(plan.world_size), carrier))
-    whole = {ranks: _name(plan.fabric_of(ranks, carrier)) for ranks in (groups(sizes, "pipeline") if sizes else ())}
+    sizes, found, world = plan.sizes, [], range(plan.world_size)
+    whole = {ranks: own_pairs(plan, ranks, carrier) for ranks in (groups(sizes, "pipeline") if sizes else ())}
     stages = sizes.pipeline if sizes else 1
     for stage in range(stages if stages > 2 else stages - 1):
-        pairs = [(ranks[stage], ranks[(stage + 1) % stages]) for ranks in whole]
-        fabrics = [_name(plan.fabric_of(pair, carrier)) for pair in pairs]
-        own = ["pipeline" if f != over else "world" if f != world else "" for f, over in zip(fabrics, whole.values())]
+        fabrics, own = [], []
+        for ranks, pairs in whole.items():
+            pair = tuple(sorted((ranks[stage], ranks[(stage + 1) % stages])))
+            fabrics.append(_name(plan.fabric_of(pair, carrier)))
+            frameworks = {"pipeline": pair in pairs, "world": own_pair(plan, pair, world, carrier)}
+            own.append("+".join(name for name, gets_one in frameworks.items() if gets_one))
         found.append(Edge((stage, (stage + 1) % stages), same(tuple(fabrics)), same(tuple(own))))
     return tuple(found)
 
@@ -174,8 +194,12 @@ def reduction_of(
     plan: Plan, ranks: Sequence[int], carrier: str, options: Options, total_bytes: float = inf
 ) -> Reduction:
     """How the group of `ranks` sums total_bytes in a step: as its stage does. By the same rules, for itself, where the
-    plan has no such group, it is to compress otherwise, or has too little for buckets that suit a network."""
+    plan has no such group, it is to compress otherwise, or has too little for buckets that suit a network; for the
+    stage, where links between clusters have a latency and the plan did not know how many bytes."""
     planned, stage = plan.traffic_of(carrier).reductions, plan.stage_of(ranks)
+    if stage is not None and plan.wan and plan.basis == NOMINAL and plan.sizes is not None and total_bytes < inf:
+        found = [own for own in groups(plan.sizes, "data") if plan.stage_of(own) == stage]
+        return _reduction(plan, found, carrier, options, planned[stage].overlap, total_bytes)
     if stage is not None and planned[stage].compress == options.compress and total_bytes >= FEWEST * SMALLEST_BYTES:
         return planned[stage]
     overlap = options.overlap != "off" if stage is None else planned[stage].overlap
@@ -200,26 +224,26 @@ def _reduction(
     plan: Plan, found: Sequence[Sequence[int]], carrier: str, options: Options, overlap: bool, total_bytes: float
 ) -> Reduction:
     """Of groups that do the same at once: in two levels where that is faster for each that lies on several clusters."""
-    clusters, least, chunk, across = _two_levels(plan, found, carrier, options.compress, total_bytes)
+    clusters, least, chunk, across, streams = _two_levels(plan, found, carrier, options.compress, total_bytes)
     fabrics = [fabric for ranks in found if (fabric := plan.fabric_of(ranks, carrier)) is not None]
     slowest = min(fabrics, key=lambda fabric: fabric.preference, default=None)
     size = bucket_bytes(slowest, len(found[0]), total_bytes) if slowest is not None else INSIDE_BYTES
     given = options.bucket_bytes
     chunk = (given or chunk) if clusters else 0
-    return Reduction(overlap, given or size, clusters, least, chunk, options.compress, across)
+    return Reduction(overlap, given or size, clusters, least, chunk, options.compress, across, streams)
 
 
 def _two_levels(
     plan: Plan, found: Sequence[Sequence[int]], carrier: str, compress: str, total_bytes: float
-) -> tuple[tuple[str, ...], int, int, Across | None]:
-    """(names of clusters, bytes of the least sum, bytes of a chunk, way across); no names where one ring is faster for
-    large sums; no way where it is direct.
+) -> tuple[tuple[str, ...], int, int, Across | None, int]:
+    """(names of clusters, bytes of the least sum, bytes of a chunk, way across, streams); no names where one ring is
+    faster for large sums; no way where it is direct.
 
     A cluster that is on the network between the clusters only sends as much as in the ring. NCCL's collectives
     (runtime/reduce/two_level_nccl.py) need clusters of equal size.
     """
     names: dict[str, None] = {}
-    least, chunks, ways = 0, [], {}
+    least, chunks, ways, streams = 0, [], {}, 1
     crossing = [ranks for ranks in found if len(plan.by_cluster(ranks)) > 1]
     for ranks in crossing:
         parts, across = plan.by_cluster(ranks), plan.fabric_of(ranks, carrier)
@@ -229,7 +253,7 @@ def _two_levels(
         clusters = {name: len(part) for name, part in parts.items()}
         nothing_inside = across in inside and not plan.wan
         if nothing_inside or not inside or carrier == VERBS and len(set(clusters.values())) > 1:
-            return (), 0, 0, None
+            return (), 0, 0, None, 1
         here = max(Counter(map(plan.node_of, ranks)).values())
         sharers, direct = max(1, plan.processes // here), carrier == SOCKETS
         price = slowest_inside(min(inside, key=lambda f: f.rate_bps), max(clusters.values()), here, sharers, direct)
@@ -241,14 +265,28 @@ def _two_levels(
         )
         slower = [size for size in _SUMS if best.seconds(size) >= flat.seconds(size)]
         if _SUMS[-1] in slower:
-            return (), 0, 0, None
+            return (), 0, 0, None, 1
         names.update(dict.fromkeys(parts))
         ways[frozenset(parts)] = way
+        if direct:
+            streams = max(streams, _streams(plan, way, clusters, across.rate_bps / (here * sharers), len(crossing)))
         least = max(least, 2 * slower[-1] if slower else 0)
         chunks.append(int(best.chunk_bytes))
     same_way = next(iter(ways.values())) if len(ways) == 1 and carrier == SOCKETS else None
     across_way = same_way if same_way is not None and same_way.way != "direct" else None
-    return tuple(names), least, min(chunks, default=0), across_way
+    return tuple(names), least, min(chunks, default=0), across_way, streams
+
+
+def _streams(plan: Plan, way: Across, clusters: dict[str, int], nic_bps: float, groups: int) -> int:
+    """TCP streams between two ranks that it takes to fill the links on the way, as far as one was measured to carry
+    less. nic_bps: a rank's part of its NIC; groups: like this one at once."""
+    found = 1
+    for one, two in way.halves[0]:
+        link = plan.wan.pair_of.get((one, two))
+        if link is not None and link.stream_bps and link.rate_bps:
+            wanted = min(nic_bps, link.rate_bps / (groups * min(clusters[one], clusters[two])))
+            found = max(found, ceil(STREAM_SHARE * wanted / link.stream_bps))
+    return min(found, MOST_STREAMS)
 
 
 # --------------------------------------------------------------------------- other orders

@@ -33,7 +33,8 @@ class Reduction:
 
     overlap: under the last backward pass. bucket_bytes: of gradients that travel together in one ring. clusters: where
     their names stand, a group that lies on several of them sums in two levels what has two_level_from bytes or more, in
-    buckets of chunk_bytes; compress: what crosses then ("off", "bf16", "int8"). across: how, where it is not directly.
+    buckets of chunk_bytes; compress: what crosses then ("off", "bf16", "int8"). across: how, where it is not directly;
+    streams: connections that each pair of ranks shares out what crosses over (gloo groups).
     """
 
     overlap: bool
@@ -43,15 +44,16 @@ class Reduction:
     chunk_bytes: int = 0
     compress: str = "off"
     across: Across | None = None
+    streams: int = 1
 
 
 @dataclass(frozen=True)
 class Edge:
     """Two neighbouring stages; one entry for each pipeline group, in their order, or one where all are the same.
 
-    fabrics: of the pair of ranks. own: where the pair gets a group of its own: "" nowhere, "world" in frameworks that
-    send over the group of all ranks (DeepSpeed), "pipeline" in those that send over the pipeline group too
-    (megatron-core).
+    fabrics: of the pair of ranks. own: where the pair gets a group of its own: "world" in frameworks that send over the
+    group of all ranks (DeepSpeed), "pipeline" in those that send over the pipeline group (megatron-core),
+    "pipeline+world" in both, "" in none.
     """
 
     stages: tuple[int, ...]
