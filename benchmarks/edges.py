@@ -2,10 +2,11 @@
 
     python benchmarks/edges.py --json FILE [--scenes "deepspeed 8,..."] [--repetitions 3]
 
-DeepSpeed's pipeline engine and megatron-core's 1F1B on 2 + 2 emulated nodes, two stages of 64 ms a micro-batch (layers sleep as long as an
-accelerator of 4.1 GFLOP/s would compute); Ethernet between the stages takes half of that for one activation (6 Mb/s),
-or next to nothing (1 Gb/s). "engine": --holmes-inflight off, the engine's own schedule with sends that block; "holmes":
-as many micro-batches in flight as hide the edge. Alternating; medians of the repetitions' medians.
+DeepSpeed's pipeline engine and megatron-core's 1F1B on 2 + 2 emulated nodes, two stages of 64 ms a micro-batch (layers
+sleep as long as an accelerator of 4.1 GFLOP/s would compute); Ethernet between the stages takes half of that for one
+activation (6 Mb/s), or next to nothing (1 Gb/s). "engine": --holmes-inflight off, the engine's own schedule with sends
+that block; "holmes": as many micro-batches in flight as hide the edge. Alternating; medians of the repetitions'
+medians.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=12)
     given = arguments.parse_args()
     makers = {f"{engine} {count}": (engine, count) for engine in ENGINES for count in TARGETS}
-    rows = [row for name in chosen(given.scenes, makers) for row in edges(*makers[name], given.repetitions, given.steps)]
+    names = chosen(given.scenes, makers)
+    rows = [row for name in names for row in edges(*makers[name], given.repetitions, given.steps)]
     return finish(rows, given.json, "Edges between clusters (emulated accelerator)")
 
 

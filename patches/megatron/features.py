@@ -11,6 +11,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from packaging.version import Version
+
 from holmes_ext.patches.engine.patch import Feature
 
 
@@ -51,7 +53,7 @@ LAYERS = _core("megatron-layers")
 REDUCTION = _core("megatron-reduction")
 GATHER = _core("megatron-gather", option="overlap", idle=("off", "auto"))
 P2P = _core("megatron-p2p")
-#: Where sends and receives are a class's (P2P_CLASS in versions.py), as far as the schedule was read.
+#: Where sends and receives are a class's (P2P_CLASS below), as far as the schedule was read.
 EDGES = Feature(
     "megatron-edges", "megatron-core>=0.14,<0.17", tried=("0.16.1",), option="inflight", idle=("off",),
     version_of=loaded_version,
@@ -65,3 +67,22 @@ _mds = partial(
 )
 MEGATRON_DEEPSPEED_FLAGS = _mds("megatron-deepspeed-flags")
 MEGATRON_DEEPSPEED_IMPORTS = _mds("megatron-deepspeed-imports")
+
+
+# --------------------------------------------------------------------------- what the versions have or lack
+
+#: what -> the first version that has it.
+_SINCE = {
+    # TransformerConfig.pipeline_model_parallel_layout: before, the first and the last stage alone can have layers of
+    # their own
+    "layout": "0.13.0",
+    # buckets of the distributed optimizer that are padded are saved right (buckets.py)
+    "padded buckets": "0.20.0",
+}
+#: Where sends and receives of a stage are: functions of p2p_communication, then methods of a class in it.
+P2P_FUNCTIONS, P2P_CLASS = "<0.14", ">=0.14"
+
+
+def has(what: str) -> bool:
+    """Whether the megatron-core that the program imported has it."""
+    return Version(str(loaded_version())) >= Version(_SINCE[what])

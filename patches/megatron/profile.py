@@ -18,8 +18,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import inside, with_session
-from holmes_ext.patches.megatron.features import PROFILE, loaded_version
-from holmes_ext.patches.megatron.versions import P2P_CLASS, P2P_FUNCTIONS
+from holmes_ext.patches.megatron.features import P2P_CLASS, P2P_FUNCTIONS, PROFILE, loaded_version
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure.profile_file import publish
 from holmes_ext.runtime.measure.profiler import Profiler, profiler

@@ -4,8 +4,8 @@ reductions.
     send   two nodes of a fabric (on Ethernet of two clusters if there are), there and back: half of it
     ring   one rank of every node of a fabric: an all-reduce of B bytes among n is 2 (n - 1) steps of B / n bytes
 
-Where the network between clusters is not flat, Ethernet is measured inside a cluster, and what lies between them by
-runtime/measure/crossings.py.
+Where the network between clusters is not flat, what lies between them is measured by runtime/measure/crossings.py, and
+Ethernet in a cluster that has nothing faster; where there is none, it has its stated rate.
 
 One fabric at a time, the others wait. Every figure is a median. Holmes must be active: it picks the NIC of each group
 made here.

@@ -132,7 +132,8 @@ class FlatBucket:
             self.flat.mul_(1 / divisor)
         if self._stores:
             with torch.no_grad():
-                torch._foreach_copy_(*map(list, zip(*self._stores)))
+                into, sums = map(list, zip(*self._stores))
+                torch._foreach_copy_(into, sums)
         self.stored, self._stores = True, []
         if not self.kept:
             self._flat = None

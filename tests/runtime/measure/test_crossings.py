@@ -27,6 +27,12 @@ def test_flat_is_what_shows_no_more_than_the_nics():
     assert not crossings.is_flat(site, [MeasuredPair(("a", "b"), 195_000_000, 20e-3)])
 
 
+def test_the_stated_rate_is_the_least_on_the_way():
+    site = clusters.site("a ib 2Gb/s a0,a1", "b roce 1Gb/s b0,b1 uplink=150Mb/s", ethernet="100Mb/s")
+    assert crossings.stated_bps(site, "a", "b", 1) == 100e6 and crossings.stated_bps(site, "a", "b", 2) == 150e6
+    assert [crossings.streams_of(nodes) for nodes in (0, 1, 2, 3, 8)] == [8, 8, 4, 2, 1]
+
+
 def test_both_ends_pass_the_same_barriers_and_the_sender_knows_what_arrived(monkeypatch):
     monkeypatch.setattr(crossings, "LEAD_S", 0.05)
     monkeypatch.setattr(crossings, "WINDOW_S", 0.05)
