@@ -13,7 +13,8 @@ from holmes_ext import banner, patches
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options, options_from, parse_flags
 from holmes_ext.patches.deepspeed import ds_config
-from holmes_ext.patches.megatron import arguments, core
+from holmes_ext.patches.megatron import core
+from holmes_ext.patches.megatron.command_line import arguments
 from holmes_ext.patches.torch import fsdp
 from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session
@@ -24,8 +25,7 @@ from holmes_ext.runtime.watch import failure, start_stop
 #: Environment variables before activation, to be put back by disable().
 _before: dict[str, str | None] = {}
 _TOUCHED = (
-    *launcher.RANK_VARIABLES, *launcher.NODE_VARIABLES, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
-    "MASTER_PORT",
+    *launcher.RANK_VARIABLES, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_NET",
 )  # fmt: skip
 

@@ -51,7 +51,7 @@ def case(seed: int, world: int, pipeline: bool = True) -> Case:
     site = _alike(rng, world) if rng.random() < 0.7 else _any(rng, world)
     stages = rng.choice([1, *(n for n in range(1, world + 1) if world % n == 0)]) if pipeline else 1
     options = Options(overlap=rng.choice(("on", "on", "auto", "off")), bucket="0.002",
-                      compress=rng.choice(("off", "off", "bf16")))  # fmt: skip
+                      compress=rng.choice(("off", "off", "bf16")), inflight=rng.choice(("off", "1", "3")))  # fmt: skip
     return Case(seed, site, Sizes(stages).complete(world), options)
 
 
@@ -135,4 +135,6 @@ def outcome(one: Case, features: list[str], train: Callable[[], list[float]]) ->
         used.add("overlap")
     if any(fabric.own[0] for fabric in current.plan.traffic_of("verbs").edges):
         used.add("pairs")
+    if current.plan.traffic_of("verbs").in_flight:
+        used.add("edges")
     return Outcome(log, losses, frozenset(used))

@@ -273,6 +273,7 @@ def test_bad_sizes_are_refused_before_any_group_is_made(two_clusters, tmp_path):
     assert [line["sum"] for line in lines] == [1, 1, 5, 5]
 
 
+@pytest.mark.skipif(INSTALLED < Version("0.14"), reason="the script uses HyperCommGrid, which is there from 0.14 on")
 def test_the_drop_in_initializer_needs_no_flag(two_clusters):
     """Launched in turn, a0 b0 a1 b1, the program ends up on ranks where its data-parallel groups are inside a cluster.
     """
@@ -285,5 +286,5 @@ def test_the_drop_in_initializer_needs_no_flag(two_clusters):
     assert {line["fabric"] for line in lines} == {"ib", "roce"}
     for line in lines:  # a grid without parallel_state, and four stages over it
         assert line["grid"] == line["data"] and line["grid_fabric"] == line["fabric"], line
-        assert line["pairs"] == [line["fabric"]], line
+        assert sorted(line["pairs"]) == sorted([line["fabric"], "ethernet"]), line  # one neighbour inside, one across
         assert line["chain"] == line["rank"] + 1

@@ -90,7 +90,8 @@ class _Progress:
     @property
     def untried(self) -> bool:
         """Whether it is on under a version outside its range."""
-        return self.off is None and self.anyway and self.feature.version_misfit(self.version) is not None
+        known = self.off is None and self.anyway and self.version is not None
+        return known and self.feature.version_misfit(self.version) is not None
 
 
 class Registry:

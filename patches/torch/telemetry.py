@@ -6,8 +6,8 @@ everything:
     dist.all_reduce, send, ... -> ProcessGroup.allreduce, send, ...   an operation starts
                                   Work.wait                           the program waits for one
 
-torch's own C++ (DistributedDataParallel's reducer, functional collectives) goes past them. Without a recorder each
-costs one look.
+torch's own C++ (functional collectives) goes past them; DistributedDataParallel's reducer comes by here where telemetry
+is on (ddp.py). Without a recorder each costs one look.
 """
 
 from __future__ import annotations

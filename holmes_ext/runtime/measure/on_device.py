@@ -5,8 +5,8 @@
     async_op=False   current stream    [began] [operation] [ended]           since torch 2.8; there is no Work
 
 torch's Work is never kept: it owns its outputs (ProcessGroupNCCL.cpp: WorkNCCL::outputs_), so FSDP's and ZeRO 3's
-gathered weights would live as long as it does here. Marks (device_time.py) tell instead; every launch looks whether the
-oldest of its group is over, so that nothing piles up in programs without steps. An asynchronous operation ends when
+gathered weights would live as long as it does here. Marks (device_clock.py) tell instead; every launch looks whether
+the oldest of its group is over, so that nothing piles up in programs without steps. An asynchronous operation ends when
 torch says so, asked at launches and waits while the program holds the Work; else where the stream has waited for it: an
 upper bound. With TORCH_NCCL_ENABLE_TIMING and the Work at hand its own duration counts.
 """
@@ -18,27 +18,27 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from holmes_ext.runtime.measure.device_time import DeviceTimes
+from holmes_ext.runtime.measure.device_clock import DeviceClock
 from holmes_ext.runtime.measure.operations import GroupTraffic, Op
 
 
 class OnDevice:
     """Of one Recorder. Called from any thread: the watchdog's looks too."""
 
-    def __init__(self, recorder: Any, timeline: DeviceTimes):
-        self._recorder, self._timeline = recorder, timeline
+    def __init__(self, recorder: Any, clock: DeviceClock):
+        self._recorder, self._clock = recorder, clock
         self._polling = threading.RLock()
-        self.captures, self.step_done = timeline.capturing, timeline.step_done
+        self.captures, self.step_done = clock.capturing, clock.step_done
 
     def launch(self, op: Op) -> None:
         """Before its launch."""
         self.poll(op.group)
-        op.began = self._timeline.mark()
+        op.began = self._clock.mark()
 
     def launched(self, op: Op) -> None:
         """After it; without a Work it runs on the compute stream."""
         if op.work is None:
-            op.ended = self._timeline.mark()
+            op.ended = self._clock.mark()
         op.group.on_device.append(op)
 
     def wait(self, op: Op, wait: Callable[[], Any]) -> Any:
@@ -46,9 +46,9 @@ class OnDevice:
         if op.end or self.captures():
             return wait()
         self._is_over(op)
-        before = self._timeline.mark()
+        before = self._clock.mark()
         result = wait()
-        after = self._timeline.mark()
+        after = self._clock.mark()
         op.waits.append((before, after))
         op.ended = op.ended or after
         return result
@@ -59,7 +59,7 @@ class OnDevice:
 
     def has_begun(self, op: Op) -> bool:
         """Whether the compute stream has come to it."""
-        return op.began is None or self._timeline.over(op.began)
+        return op.began is None or self._clock.over(op.began)
 
     def poll(self, group: GroupTraffic) -> None:
         """End what is over by now. One that the program dropped without waiting for it is over when a later one is: a
@@ -67,7 +67,7 @@ class OnDevice:
         with self._polling:
             while count := self._first_known(group):
                 last = group.on_device[count - 1]
-                if not self._is_over(last) or not all(self._timeline.over(after) for _, after in last.waits):
+                if not self._is_over(last) or not all(self._clock.over(after) for _, after in last.waits):
                     return
                 for _ in range(count):
                     self._end(group.on_device.popleft(), last)
@@ -84,25 +84,25 @@ class OnDevice:
             if self._recorder.keeps:
                 with suppress(RuntimeError):  # without TORCH_NCCL_ENABLE_TIMING
                     op.duration = work._get_duration() / 1e3
-        return op.seen_over > 0 or (op.ended is not None and self._timeline.over(op.ended))
+        return op.seen_over > 0 or (op.ended is not None and self._clock.over(op.ended))
 
     def _end(self, op: Op, last: Op) -> None:
         """`last`, the same or a later one, is over."""
-        timeline, ops = self._timeline, (*op.block, op)
+        clock, ops = self._clock, (*op.block, op)
         began = ops[0].began
         assert began is not None
         end = last.seen_over or self._recorder.clock()
-        if last.ended is not None and timeline.over(last.ended):
-            end = min(end, timeline.time_of(last.ended))
-        start = min(end, timeline.time_of(began)) if timeline.over(began) else op.start
+        if last.ended is not None and clock.over(last.ended):
+            end = min(end, clock.time_of(last.ended))
+        start = min(end, clock.time_of(began)) if clock.over(began) else op.start
         if op.duration:  # from where it was its turn
             start = max(start, min(op.group.last_end, end))
             end = min(end, start + op.duration)
         op.group.last_end = end
         ran = [(began, op.ended)] if op.work is None and op.ended is not None else op.waits
-        op.waited = sum(timeline.stood_still(*pair) for pair in ran)
+        op.waited = sum(clock.stood_still(*pair) for pair in ran)
         marks = [one.began for one in ops] + [mark for pair in op.waits for mark in pair]
-        timeline.give_back(*marks, op.ended if op.work is None else None)
+        clock.give_back(*marks, op.ended if op.work is None else None)
         op.ended, op.waits = None, []
         for one in ops:
             one.start, one.began = start, None

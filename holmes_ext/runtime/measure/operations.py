@@ -11,7 +11,7 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import kinds
 from holmes_ext.runtime.groups.backend import backend_of
-from holmes_ext.runtime.measure.device_time import Mark
+from holmes_ext.runtime.measure.device_clock import Mark
 
 
 class GroupTraffic:

@@ -25,7 +25,7 @@ from typing import Any
 
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.groups import kinds
-from holmes_ext.runtime.measure.device_time import DeviceTimes
+from holmes_ext.runtime.measure.device_clock import DeviceClock
 from holmes_ext.runtime.measure.on_device import OnDevice
 from holmes_ext.runtime.measure.operations import GroupTraffic, Op
 
@@ -47,7 +47,7 @@ class Recorder:
         clock: Callable[[], float] = time.monotonic,
     ):  # fmt: skip
         self.rank, self.sizes, self.on_step, self.clock = rank, sizes, on_step, clock
-        self.device = OnDevice(self, DeviceTimes(clock))
+        self.device = OnDevice(self, DeviceClock(clock))
         self.groups: dict[int, GroupTraffic] = {}
         self.open: dict[int, Op] = {}  # by id(op)
         self.by_work: dict[int, Op] = {}  # by id(work)

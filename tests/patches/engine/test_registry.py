@@ -429,6 +429,9 @@ def test_a_version_that_was_not_tried_is_tried_when_the_user_says_so(fw, version
     on.enable_asked_for(Options(try_=named))
     assert states(on) == ["applied"] and on.untried() == {f"{fw} 1.5": ["f"]}
     on.undo()
+    waiting = Registry([patch_of("not_there", versions="not_there>=1", version_of=lambda: "0.1")])
+    waiting.enable_asked_for(Options(try_=named))
+    assert states(waiting) == ["waiting"] and waiting.untried() == {}
     misfit.enable_asked_for(Options(try_=named))
     assert states(misfit) == ["off"] and "has no parameter nothing" in misfit.statuses()[0].reason
     assert misfit.untried() == {}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holmes_ext.runtime.measure import telemetry
-from holmes_ext.runtime.measure.device_time import DeviceTimes
+from holmes_ext.runtime.measure.device_clock import DeviceClock
 from holmes_ext.runtime.watch.watchdog import Watchdog
 
 
@@ -69,9 +69,9 @@ class Work:
 @pytest.fixture
 def gpu(monkeypatch):
     gpu = Gpu()
-    monkeypatch.setattr(DeviceTimes, "_event", lambda self: gpu.event())
-    monkeypatch.setattr(DeviceTimes, "_stream", lambda self: gpu.stream)
-    monkeypatch.setattr(DeviceTimes, "capturing", lambda self: gpu.capturing)
+    monkeypatch.setattr(DeviceClock, "_event", lambda self: gpu.event())
+    monkeypatch.setattr(DeviceClock, "_stream", lambda self: gpu.stream)
+    monkeypatch.setattr(DeviceClock, "capturing", lambda self: gpu.capturing)
     return gpu
 
 
@@ -111,7 +111,7 @@ def test_what_a_work_owns_is_freed_once_the_program_lets_go_of_it(gpu, keeps):
         gpu.now += 0.1
         gpu.comes_by()
     assert len(job.recorder.open) == len(job.group.on_device) == 1 and not job.recorder.by_work  # the last one
-    assert len(job.recorder.device._timeline._free) <= 8
+    assert len(job.recorder.device._clock._free) <= 8
 
 
 def test_a_synchronous_operation_has_no_work_and_lasts_as_long_as_on_the_gpu(gpu):
@@ -236,16 +236,16 @@ def test_the_watchdog_tells_waiting_from_computing(gpu):
 
 def test_clocks_are_compared_by_bounds(gpu):
     """A mark is never before it was recorded nor after it was seen; hours of float32 milliseconds lose nothing."""
-    timeline = DeviceTimes(gpu)
-    timeline.mark()
+    clock = DeviceClock(gpu)
+    clock.mark()
     gpu.now += 3.0
     gpu.comes_by(at=101.0)  # the base: the GPU had other things to do for a second
     for _ in range(2000):
         gpu.now += 10.0
-        mark = timeline.mark()
+        mark = clock.mark()
         gpu.comes_by()
         gpu.now += 0.5
-        assert timeline.over(mark) and mark.at <= timeline.time_of(mark) <= mark.at + 1e-3
-        timeline.step_done()
-        timeline.give_back(mark)
-    assert timeline._base.at > gpu.now - 30 and len(timeline._free) < 5
+        assert clock.over(mark) and mark.at <= clock.time_of(mark) <= mark.at + 1e-3
+        clock.step_done()
+        clock.give_back(mark)
+    assert clock._base.at > gpu.now - 30 and len(clock._free) < 5

@@ -22,7 +22,7 @@ class Mark:
     at: float
 
 
-class DeviceTimes:
+class DeviceClock:
     """Marks on the current CUDA stream, and their times on `clock` (seconds). Called from any thread of one device."""
 
     def __init__(self, clock: Callable[[], float]):
