@@ -64,6 +64,8 @@ class Server:
     def _welcome(self, connection: socket.socket, host: str) -> None:
         line = Line(connection)
         self._lines.add(line)
+        if not self._open:  # accepted while close() went through the lines
+            line.cut()
         try:
             try:
                 connection.settimeout(HANDSHAKE_S)
