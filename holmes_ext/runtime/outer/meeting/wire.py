@@ -22,6 +22,7 @@ from holmes_ext.errors import HolmesError
 VERSION = 1
 #: Bytes of the longest line: the maps of a job with thousands of ranks.
 LONGEST = 256 * 2**20
+_PEEK = 2**16
 #: Seconds that a handshake may take.
 HANDSHAKE_S = 10.0
 
@@ -61,23 +62,24 @@ class Line:
     def __init__(self, connection: socket.socket):
         self.socket = connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._file = connection.makefile("rb")
 
     def send(self, document: dict[str, Any]) -> None:
         self.socket.sendall(pack(document))
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
         self.socket.settimeout(timeout_s)
-        line = self._file.readline(LONGEST)
-        if not line.endswith(b"\n"):
-            raise ConnectionResetError("the other end closed the connection")
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            waiting = self.socket.recv(_PEEK, socket.MSG_PEEK)  # what comes after the line stays for whoever reads bytes
+            if not waiting or len(line) > LONGEST:
+                raise ConnectionResetError("the other end closed the connection")
+            line += self.socket.recv(waiting.find(b"\n") + 1 or len(waiting))
         try:
-            return unpack(line)
+            return unpack(bytes(line))
         except ValueError as error:
             raise ConnectionError(f"no JSON came: {error}") from None
 
     def close(self) -> None:
-        self._file.close()
         self.socket.close()
 
     def cut(self) -> None:
