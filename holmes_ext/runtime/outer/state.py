@@ -17,10 +17,20 @@ from typing import Any
 import torch
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.algorithms import keeps_momentum
+from holmes_ext.runtime.outer.algorithms import keeps_momentum, outer_step
 from holmes_ext.runtime.outer.elements import Owned, Range, fragment_cuts, owned_ranges
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.weights import Weights, checksum
+
+
+@dataclass
+class Pending:
+    """A round that is committed, and whose outer step is still to be taken: by this job when its delay is over. gradient: the aggregate."""
+
+    number: int
+    gradient: torch.Tensor
+    gap: float
+    residual: torch.Tensor | None
 
 
 @dataclass
@@ -34,6 +44,12 @@ class Fragment:
     momentum: torch.Tensor | None
     residual: torch.Tensor | None
     version: int = 0
+    pending: Pending | None = None
+
+    @property
+    def promised(self) -> int:
+        """The version that it has, or will have when what is pending has been applied."""
+        return self.pending.number if self.pending is not None else self.version
 
     def checksum(self, position: str) -> int:
         total, place = 0, 0
@@ -65,6 +81,36 @@ class OuterState:
         momentum = torch.zeros(count, dtype=torch.bfloat16 if int8 else torch.float32) if keeps_momentum(self.settings) else None
         residual = torch.zeros(count, dtype=torch.bfloat16) if int8 else None
         return Fragment(start, stop, ranges, self.weights.read(ranges, torch.empty(count)), momentum, residual)
+
+    def apply(self, fragment: Fragment) -> None:
+        """Take the outer step that is pending."""
+        with self.lock:
+            pending = fragment.pending
+            assert pending is not None
+            outer_step(self.settings, fragment.anchor, fragment.momentum, pending.gradient, pending.gap)
+            if fragment.residual is not None and pending.residual is not None:
+                fragment.residual.copy_(pending.residual)
+            fragment.version, fragment.pending = pending.number, None
+
+    def copy_of(self, fragment: Fragment, start: int, stop: int) -> tuple[int, torch.Tensor, torch.Tensor | None]:
+        """Version, anchor and momentum of elements [start, stop), with what is pending applied: for another job."""
+        with self.lock:
+            place, pending = fragment.places(start, stop), fragment.pending
+            anchor = fragment.anchor[place].clone()
+            momentum = None if fragment.momentum is None else fragment.momentum[place].clone()
+            if pending is not None:
+                outer_step(self.settings, anchor, momentum, pending.gradient[place].clone(), pending.gap)
+            return fragment.promised, anchor, momentum
+
+    def replace(self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None) -> None:
+        """What another job has takes the place of ours; what int8 left out so far belonged to the old."""
+        with self.lock:
+            fragment.anchor.copy_(anchor)
+            if fragment.momentum is not None and momentum is not None:
+                fragment.momentum.copy_(momentum)
+            if fragment.residual is not None:
+                fragment.residual.zero_()
+            fragment.version, fragment.pending = version, None
 
     @property
     def host_bytes(self) -> int:

@@ -22,8 +22,8 @@ _PATIENCE_S = 15.0
 class MeetingPoint:
     """hello: makes the document of the job's hello whenever it has to be said (again). Not for several threads at a time."""
 
-    def __init__(self, job: str, host: str, port: int, token: str, hello: Callable[[], Mapping[str, Any]]):
-        self.job, self.life = job, secrets.token_hex(8)
+    def __init__(self, job: str, host: str, port: int, token: str, hello: Callable[[], Mapping[str, Any]], life: str = ""):
+        self.job, self.life = job, life or secrets.token_hex(8)
         self._where, self._token, self._hello = (host, port), token, hello
         self._line: Line | None = None
         self._said_hello = False

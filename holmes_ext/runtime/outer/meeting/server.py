@@ -141,7 +141,9 @@ class Server:
         if op == "done":
             return self._meeting.done(job, question, now)
         if op == "maps":
-            member = self._meeting.members[str(question["of"])]
+            member = self._meeting.members.get(str(question["of"]))
+            if member is None:
+                return {"verdict": "void", "why": f"there is no job {question['of']} any more"}
             return {"verdict": "maps", "life": member.life, "maps": member.maps, "addresses": member.addresses}
         raise HolmesError(f"the meeting point does not know {op!r}; install the same holmes_ext everywhere")
 
