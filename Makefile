@@ -1,7 +1,7 @@
 # make demo   stock against holmes on two emulated clusters, from a fresh clone, with one command
-# make test   everything that is tested
-# make .venv  the environment that both use (Python 3.11 or newer; PYTHON=... chooses the interpreter)
-
+# make test   everything that is tested; make unit: what needs no emulated network
+# make check  lint and types
+# make .venv  the environment that all use (Python 3.10 to 3.13; PYTHON=... chooses the interpreter)
 #
 # Where pip would take a torch with gigabytes of CUDA libraries: make demo TORCH_ARGS="--index-url <an index of CPU builds>"
 
@@ -11,7 +11,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-inp
 STAMP := .venv/installed
 TESTS := $(wildcard tests integration_tests)
 
-.PHONY: demo test .venv tools clean
+.PHONY: demo test unit check .venv tools clean
 
 demo: tools .venv
 	$(BIN)/holmes demo
@@ -19,10 +19,17 @@ demo: tools .venv
 test: tools .venv
 	$(BIN)/python -m pytest --timeout=900 $(TESTS) $(PYTEST_ARGS)
 
+unit: tools .venv
+	$(BIN)/python -m pytest --timeout=900 tests $(PYTEST_ARGS)
+
+check: .venv
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
 .venv: $(STAMP)
 
 $(STAMP): requirements/torch.txt requirements/dev.txt requirements/constraints.txt setup.py pyproject.toml holmes_ext.pth
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make: the pinned versions need Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "make: holmes_ext needs Python 3.10 or newer: make PYTHON=python3.11 ...")'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "make: python has no venv: apt-get install python3-venv" >&2; exit 1; }
 	@echo "make: installing the pinned versions into .venv (some minutes, once)"
 	@$(PYTHON) -m venv .venv
@@ -39,4 +46,4 @@ tools:
 	   echo "make: emulated clusters need root or unprivileged user namespaces: sudo make ... (or sysctl kernel.unprivileged_userns_clone=1)" >&2; exit 1; }
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

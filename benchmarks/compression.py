@@ -1,10 +1,11 @@
-"""Training with compressed gradients between two clusters: loss curves beside the uncompressed one, and the bytes that cross.
+"""Training with compressed gradients between two clusters: loss curves, and the bytes that cross.
 
     python benchmarks/compression.py --json FILE [--picture FILE.png] [--steps 1500] [--seeds 3]
 
-examples/plain_torch, data-parallel over 2 + 2 emulated nodes, each way of --holmes-compress from the same weights on the same text. Nothing
-is emulated but the clusters: the losses are those of real training. "flat" is the control: the same job without holmes, whose flat ring adds the same
-numbers in another order. It shows how far training that differs by rounding alone drifts apart. Needs matplotlib for the picture.
+examples/plain_torch, data-parallel over 2 + 2 emulated nodes, each way of --holmes-compress from the same weights on
+the same text. Nothing is emulated but the clusters: the losses are those of real training. "flat" is the control: the
+same job without holmes, whose flat ring adds the same numbers in another order. It shows how far training that differs
+by rounding alone drifts apart. Needs matplotlib for the picture.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ def rows(losses: dict[str, list[list[float]]], sent: dict[str, list[float]]) -> 
     for kind in KINDS:
         row(f"loss, mean of the last {WINDOW} steps, {kind}", [means(one)[-1] for one in losses[kind]], "nats")
     for kind in KINDS[1:]:
-        row(f"difference to off, mean of the last {WINDOW} steps, {kind}", [one[-1] for one in differences(losses, kind)], "nats")
-        row(f"largest difference of a {WINDOW}-step mean, {kind}", [max(map(abs, one)) for one in differences(losses, kind)], "nats")
+        apart = differences(losses, kind)
+        row(f"difference to off, mean of the last {WINDOW} steps, {kind}", [one[-1] for one in apart], "nats")
+        row(f"largest difference of a {WINDOW}-step mean, {kind}", [max(map(abs, one)) for one in apart], "nats")
     for kind in KINDS:
         row(f"sent by a cluster's Ethernet NICs, {kind}", [value / 1e3 for value in sent[kind]], "kB/step")
     for kind in KINDS[2:]:
@@ -90,7 +92,8 @@ def draw(losses: dict[str, list[list[float]]], path: Path) -> None:
             left.plot(places, means(one), color=colours[kind], linewidth=0.9, label=label)
             if kind != "off":
                 right.plot(places, difference, color=colours[kind], linewidth=0.9, label=label and f"{kind} - off")
-    left.set(xlabel="step", ylabel=f"loss, nats (means of {WINDOW} steps)", title=f"Gradients compressed between the clusters, {len(losses['off'])} seeds")
+    left.set(xlabel="step", ylabel=f"loss, nats (means of {WINDOW} steps)",
+             title=f"Gradients compressed between the clusters, {len(losses['off'])} seeds")
     right.set(xlabel="step", ylabel="nats", title='Difference to "off" with the same seed')
     right.axhline(0, color="black", linewidth=0.8)
     left.legend()
@@ -115,7 +118,8 @@ def main() -> int:
                 sent[kind].append(bytes_of_step)
     if args.picture:
         draw(losses, args.picture)
-    return finish(rows(losses, sent), args.json, f"Compressed gradients between two clusters, {args.steps} steps, {args.seeds} seeds")
+    title = f"Compressed gradients between two clusters, {args.steps} steps, {args.seeds} seeds"
+    return finish(rows(losses, sent), args.json, title)
 
 
 if __name__ == "__main__":

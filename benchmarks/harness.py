@@ -1,6 +1,7 @@
 """What every benchmark shares: rows in the contract's form, the machine they were made on, the table, the file.
 
-{"machine": ..., "versions": ..., "rows": [{"scene", "metric", "value", "unit", "spread": [min, max], "emulated", "target", "met"}]}
+{"machine": ..., "versions": ...,
+ "rows": [{"scene", "metric", "value", "unit", "spread": [min, max], "emulated", "target", "met"}]}
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import statistics
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,8 @@ class Row:
     met: bool | None = None
 
     @classmethod
-    def of(cls, scene: str, metric: str, value: float, unit: str, spread: tuple[float, float], emulated: bool, target: str = "") -> Row:
+    def of(cls, scene: str, metric: str, value: float, unit: str, spread: tuple[float, float], emulated: bool,
+           target: str = "") -> Row:
         """With `met` worked out from a target such as ">= 1.6" or "<= 0.01"."""
         met = None
         if target:
@@ -43,17 +47,24 @@ class Row:
             met = value >= float(limit) if sign == ">=" else value <= float(limit)
         return cls(scene, metric, value, unit, spread, emulated, target, met)
 
+    @classmethod
+    def median(cls, scene: str, metric: str, values: list[float], unit: str, emulated: bool, target: str = "") -> Row:
+        """The median of several runs' values, with the least and the greatest."""
+        spread = min(values), max(values)
+        return cls.of(scene, metric, statistics.median(values), unit, spread, emulated, target)
+
     def to_dict(self) -> dict[str, Any]:
-        document = asdict(self)
-        return document if self.target else {key: value for key, value in document.items() if key not in ("target", "met")}
+        without = () if self.target else ("target", "met")
+        return {key: value for key, value in asdict(self).items() if key not in without}
 
 
 def machine() -> dict[str, Any]:
     """Where the figures come from."""
-    model = next(line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line)
-    memory = next(line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
-    return {"cpu": model, "cores": os.cpu_count(), "memory_gib": round(int(memory) / 2**20, 1), "kernel": platform.release(),
-            "load_average": os.getloadavg()}  # fmt: skip
+    cpus, memory = (Path(f"/proc/{name}").read_text().splitlines() for name in ("cpuinfo", "meminfo"))
+    model = next(line.split(":")[1].strip() for line in cpus if "model name" in line)
+    kib = next(line.split()[1] for line in memory if line.startswith("MemTotal"))
+    return {"cpu": model, "cores": os.cpu_count(), "memory_gib": round(int(kib) / 2**20, 1),
+            "kernel": platform.release(), "load_average": os.getloadavg()}
 
 
 def versions() -> dict[str, str]:
@@ -65,6 +76,16 @@ def parser(description: str) -> argparse.ArgumentParser:
     made.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     made.add_argument("--scenes", default="", metavar="NAME,...", help="only these scenes")
     return made
+
+
+def chosen(given: str, scenes: Iterable[str]) -> list[str]:
+    """The scenes of --scenes, all where none is given; status 2 after one line for one that is not there."""
+    known, names = list(scenes), [name for name in given.split(",") if name]
+    for name in names:
+        if name not in known:
+            tell(f"{Path(sys.argv[0]).name}: no scene {name!r}; there are {', '.join(known)}")
+            raise SystemExit(2)
+    return names or known
 
 
 def tell(message: str) -> None:
@@ -81,8 +102,9 @@ def finish(rows: list[Row], path: Path | None, title: str) -> int:
         if row.metric.startswith("bytes "):
             continue  # in the file: too many for a screen
         met = "" if row.met is None else "yes" if row.met else "NO"
-        table.add_row(row.scene, row.metric, f"{row.value:.4g}", f"{row.spread[0]:.4g} - {row.spread[1]:.4g}", row.unit,
-                      "yes" if row.emulated else "", row.target, met)  # fmt: skip
+        spread = f"{row.spread[0]:.4g} - {row.spread[1]:.4g}"
+        emulated = "yes" if row.emulated else ""
+        table.add_row(row.scene, row.metric, f"{row.value:.4g}", spread, row.unit, emulated, row.target, met)
     Console(width=max(150, Console().width)).print(table)
     if path is not None:
         document = {"machine": machine(), "versions": versions(), "rows": [row.to_dict() for row in rows]}

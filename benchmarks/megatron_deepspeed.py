@@ -1,11 +1,12 @@
-"""Megatron-DeepSpeed's own pretrain_gpt.py, unmodified, on emulated clusters: stock, with --holmes, and the all-RDMA bound.
+"""Megatron-DeepSpeed's own pretrain_gpt.py, unmodified, on emulated clusters: stock, with --holmes, and the all-RDMA
+bound.
 
-    MEGATRON_DEEPSPEED_DIR=CHECKOUT python benchmarks/megatron_deepspeed.py --json FILE [--scenes 4+4,2+2] [--repetitions 3]
+    MEGATRON_DEEPSPEED_DIR=CHECKOUT python benchmarks/megatron_deepspeed.py --json FILE [--scenes 4+4,2+2]
 
-The checkout is copied and started as integration_tests/megatron_deepspeed does it. On the emulated accelerator: layers sleep as long as a GPU of
-the scene's FLOP/s would compute; pretrain_gpt.py, its data, DeepSpeed's engine and optimizer, gloo, the sockets and their limited rates are
-real. Bytes are its vocabulary, so that embeddings are as small a part of this small model as they are of a large one. Step times and losses
-are those of the script's own log.
+The checkout is copied and started as integration_tests/megatron_deepspeed does it. On the emulated accelerator: layers
+sleep as long as a GPU of the scene's FLOP/s would compute; pretrain_gpt.py, its data, DeepSpeed's engine and optimizer,
+gloo, the sockets and their limited rates are real. Bytes are its vocabulary, so that embeddings are as small a part of
+this small model as they are of a large one. Step times and losses are those of the script's own log.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from harness import Row, finish, parser, tell
+from harness import Row, chosen, finish, parser, tell
 from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.spec import load_spec
@@ -31,7 +32,8 @@ from job import Checkout, read_log  # noqa: E402
 VARIABLE = "MEGATRON_DEEPSPEED_DIR"
 MODEL = "--num-layers 6 --hidden-size 288 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16".split()
 SKIP = 3  # warm-up steps of every run
-#: name: file of examples/clusters, micro-batches, FLOP/s of the emulated GPU, targets of holmes : stock and holmes : all-RDMA.
+#: name: file of examples/clusters, micro-batches, FLOP/s of the emulated GPU, targets of holmes : stock and holmes :
+#: all-RDMA.
 SCENES = {
     "4+4": ("two_clusters_8.toml", 4, 2.3e9, ">= 1.6", ">= 0.97"),
     "2+2": ("two_clusters_4.toml", 8, 6.7e9, "", ""),
@@ -40,7 +42,8 @@ SCENES = {
 
 def byte_vocabulary(source: Path, folder: Path) -> tuple[Path, Path]:
     """Files for Megatron's GPT2BPETokenizer: GPT-2's 256 byte tokens and the end of a text, and no merges."""
-    tokens = {token: number for token, number in json.loads((source / "examples_deepspeed/rebase/gpt2-vocab.json").read_text()).items() if number < 256}
+    known = json.loads((source / "examples_deepspeed/rebase/gpt2-vocab.json").read_text())
+    tokens = {token: number for token, number in known.items() if number < 256}
     vocabulary, merges = folder / "bytes.json", folder / "merges.txt"
     vocabulary.write_text(json.dumps({**tokens, "<|endoftext|>": 256}))
     merges.write_text("#version: 0.2\n")
@@ -64,7 +67,7 @@ def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[R
     command = checkout.arguments(
         steps, "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1", "--global-batch-size", str(batch),
         "--make-vocab-size-divisible-by", "8", config=config, shape=MODEL,
-    )  # fmt: skip
+    )
     series = {variant.name: Series(variant.name) for variant in variants}
     with ExitStack() as stack:
         labs = {variant.spec.digest: variant.spec for variant in variants}
@@ -77,19 +80,22 @@ def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[R
     return rows_of(name, series, ratio, bound)
 
 
-def measure(lab: Lab, variant: Variant, checkout: Checkout, command: list[str], flops: float, steps: int, series: Series) -> None:
+def measure(lab: Lab, variant: Variant, checkout: Checkout, command: list[str], flops: float, steps: int,
+            series: Series) -> None:
     """One run; its step times, losses and bytes go into `series`."""
     before = lab.counters()
     result = lab.run(
-        [sys.executable, *command, *variant.flags], order=variant.order, env={**checkout.env, **variant.env}, cwd=checkout.folder,
-        preload=("torch", "deepspeed"), timeout=280, accelerator={"flops": flops, "classes": ["ParallelTransformerLayer"], "layout": "sbh"},
-    )  # fmt: skip
+        [sys.executable, *command, *variant.flags], order=variant.order, env={**checkout.env, **variant.env},
+        cwd=checkout.folder, preload=("torch", "deepspeed"), timeout=280,
+        accelerator={"flops": flops, "classes": ["ParallelTransformerLayer"], "layout": "sbh"},
+    )
     log, after = read_log(result), lab.counters()
     assert list(log.losses) == list(range(1, steps + 1)), log
     series.steps.append([log.seconds[step] for step in range(SKIP + 1, steps + 1)])
     series.losses = list(log.losses.values())
     series.emulated, series.realtime, series.lines = result.emulated, series.realtime and result.realtime, log.lines
-    series.sent = {node: {nic: (after[node][nic][1] - before[node][nic][1]) / steps for nic in nics} for node, nics in after.items()}
+    series.sent = {node: {nic: (after[node][nic][1] - before[node][nic][1]) / steps for nic in nics}
+                   for node, nics in after.items()}
 
 
 def rows_of(name: str, series: dict[str, Series], ratio: str, bound: str) -> list[Row]:
@@ -101,7 +107,8 @@ def rows_of(name: str, series: dict[str, Series], ratio: str, bound: str) -> lis
         rows += [
             ratio_row(name, f"{which} : stock", stock, series[which], targets[0]),
             ratio_row(name, f"{which} : all-RDMA", all_fast, series[which], targets[1]),
-            Row.of(name, f"{which}: largest loss difference", difference, "nats", (difference, difference), False, targets[2]),
+            Row.of(name, f"{which}: largest loss difference", difference, "nats", (difference, difference), False,
+                   targets[2]),
         ]
     noise = abs(series["stock again"].median / stock.median - 1)
     rows += [
@@ -116,20 +123,18 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=3)
     arguments.add_argument("--steps", type=int, default=12)
     args = arguments.parse_args()
-    wanted = [name for name in args.scenes.split(",") if name] or list(SCENES)
-    for name in wanted:
-        if name not in SCENES:
-            tell(f"megatron_deepspeed.py: no scene {name!r}; there are {', '.join(SCENES)}")
-            return 2
+    wanted = chosen(args.scenes, SCENES)
     source = Path(os.environ.get(VARIABLE) or "no checkout")
     if not (source / "pretrain_gpt.py").is_file():
-        tell(f"megatron_deepspeed.py: skipped; set {VARIABLE} to a checkout of https://github.com/deepspeedai/Megatron-DeepSpeed"
-             " (and pip install regex pybind11)")  # fmt: skip
+        tell(
+            f"megatron_deepspeed.py: skipped; set {VARIABLE} to a checkout of https://github.com/deepspeedai/Megatron-DeepSpeed"
+             " (and pip install regex pybind11)")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         checkout = Checkout(source, Path(folder), byte_vocabulary(source, Path(folder)))
         rows = [row for name in wanted for row in scene(name, checkout, args.repetitions, args.steps)]
-    return finish(rows, args.json, "Megatron-DeepSpeed: stock, holmes and the all-RDMA bound (step times on the emulated accelerator)")
+    return finish(rows, args.json,
+                  "Megatron-DeepSpeed: stock, holmes and the all-RDMA bound (step times on the emulated accelerator)")
 
 
 if __name__ == "__main__":

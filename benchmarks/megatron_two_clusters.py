@@ -2,8 +2,8 @@
 
     python benchmarks/megatron_two_clusters.py --json FILE [--scenes 4+4,2+2] [--repetitions 5]
 
-examples/megatron_core on the emulated accelerator: layers sleep as long as a GPU of the scene's FLOP/s would compute; megatron-core, its
-schedules and optimizer, gloo, the sockets and their limited rates are real.
+examples/megatron_core on the emulated accelerator: layers sleep as long as a GPU of the scene's FLOP/s would compute;
+megatron-core, its schedules and optimizer, gloo, the sockets and their limited rates are real.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from harness import Row, finish, parser, tell
+from harness import Row, chosen, finish, parser, tell
 from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.spec import load_spec
@@ -20,13 +20,16 @@ from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import Variant, all_rdma, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
 
-#: Imported once for each cluster: eight ranks would take half a minute over it on two cores. The first one serves machines without CUDA.
-PRELOAD = ("megatron_cpu_shim", "megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.distributed", "megatron.core.pipeline_parallel")
+#: Imported once for each cluster: eight ranks would take half a minute over it on two cores. The first one serves
+#: machines without CUDA.
+PRELOAD = ("megatron_cpu_shim", "megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.distributed",
+           "megatron.core.pipeline_parallel")
 MODEL = "--hidden 288 --heads 4 --sequence 16 --micro-batch 1 --layers 6 --pipeline 2".split()
-#: Of a distributed optimizer holmes buckets and overlaps only when told to; 256 wide layers can be bucketed without padding.
+#: Of a distributed optimizer holmes buckets and overlaps only when told to; 256 wide layers can be bucketed without
+#: padding.
 DISTRIBUTED = ("--distributed-optimizer", "--hidden", "256"), ("--holmes-overlap", "on")
-#: name: file of examples/clusters, micro-batches, FLOP/s of the emulated GPU, (more flags of the script, of holmes), targets of
-#: holmes : stock and holmes : all-RDMA.
+#: name: file of examples/clusters, micro-batches, FLOP/s of the emulated GPU, (more flags of the script, of holmes),
+#: targets of holmes : stock and holmes : all-RDMA.
 SCENES = {
     "4+4": ("two_clusters_8.toml", 4, 2.3e9, ((), ()), ">= 1.6", ">= 0.97"),
     "2+2": ("two_clusters_4.toml", 8, 5e9, ((), ()), "", ""),
@@ -40,7 +43,8 @@ def scene(name: str, repetitions: int, steps: int) -> list[Row]:
     spec = load_spec(path)
     variants = [
         Variant("stock", spec, interleave(spec)),
-        Variant("holmes", spec, interleave(spec), ("--holmes", "--holmes-cluster", str(path), "--holmes-sizes", "pipeline=2", *holmes_flags)),
+        Variant("holmes", spec, interleave(spec),
+                ("--holmes", "--holmes-cluster", str(path), "--holmes-sizes", "pipeline=2", *holmes_flags)),
         all_rdma(spec),
         Variant("stock again", spec, interleave(spec)),
     ]
@@ -74,13 +78,10 @@ def main() -> int:
     args = arguments.parse_args()
     shim = str(Path(__file__).resolve().parents[1] / "integration_tests")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [shim, os.environ.get("PYTHONPATH", "")]))
-    wanted = [name for name in args.scenes.split(",") if name] or list(SCENES)
-    for name in wanted:
-        if name not in SCENES:
-            tell(f"megatron_two_clusters.py: no scene {name!r}; there are {', '.join(SCENES)}")
-            return 2
+    wanted = chosen(args.scenes, SCENES)
     rows = [row for name in wanted for row in scene(name, args.repetitions, args.steps)]
-    return finish(rows, args.json, "megatron-core: stock, holmes and the all-RDMA bound (step times on the emulated accelerator)")
+    return finish(
+        rows, args.json, "megatron-core: stock, holmes and the all-RDMA bound (step times on the emulated accelerator)")
 
 
 if __name__ == "__main__":

@@ -6,14 +6,15 @@ Two clusters of two nodes, DeepSpeed's pipeline engine (pipeline 2 x data 2) in 
 
     NIC 3:1             480 and 160 Mb/s inside the clusters, the reduction after the last backward
     NIC 3:1, overlap    the same with --holmes-overlap on
-    GPU 1.5:1           2 Gb/s on both, the GPUs of one cluster 1.5 times as fast; from 4 micro-batches on, since with 2 half a step is
-                        filling the pipeline, which no split shortens (at most 1.10 x with free networks)
+    GPU 1.5:1           2 Gb/s on both, the GPUs of one cluster 1.5 times as fast; from 4 micro-batches on, since with 2
+                        half a step is filling the pipeline, which no split shortens (at most 1.10 x with free networks)
 
-Each partition runs from a plan.json of its own, whose predicted step stands beside the measured one. The GPU's FLOP/s and the rates
-are told to the plan as the lab emulates them: what is tested is the formula, not a fit. Such numbers know nothing of the seconds that the
-software takes. So each model is also profiled, once in a scene, under the uniform partition and the middle micro-batch count
-(--holmes-profile, as `holmes tune` does): "by profile" is the step that the plan predicts from what was measured there, for every
-partition and micro-batch count. Partitions that come out alike are one run.
+Each partition runs from a plan.json of its own, whose predicted step stands beside the measured one. The GPU's FLOP/s
+and the rates are told to the plan as the lab emulates them: what is tested is the formula, not a fit. Such numbers know
+nothing of the seconds that the software takes. So each model is also profiled, once in a scene, under the uniform
+partition and the middle micro-batch count (--holmes-profile, as `holmes tune` does): "by profile" is the step that the
+plan predicts from what was measured there, for every partition and micro-batch count. Partitions that come out alike
+are one run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Gpu, Model
-from holmes_ext.plan.cost.stage_costs import clusters_of_stages, predict
+from holmes_ext.plan.cost.nodes import clusters_of_stages
+from holmes_ext.plan.cost.stages import predict
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile, load_profile, measured_costs
 from holmes_ext.plan.search.partition import METHODS
@@ -48,7 +50,8 @@ NOISE = 0.03  # two runs of the same job differ by less (the A/A rows say by how
 
 @dataclass(frozen=True)
 class Scene:
-    """rates: Mb/s inside clusters a and b; speed: of the GPUs of b, a's being 1. The middle micro-batch count is run twice (A/A)."""
+    """rates: Mb/s inside clusters a and b; speed: of the GPUs of b, a's being 1. The middle micro-batch count is run
+    twice (A/A)."""
 
     name: str
     rates: tuple[int, int]
@@ -57,25 +60,33 @@ class Scene:
     speed: float = 1.0
 
 
-SCENES = (Scene("NIC 3:1", (480, 160)), Scene("NIC 3:1, overlap", (480, 160), overlap=True), Scene("GPU 1.5:1", (2000, 2000), (4, 6, 8), speed=1 / 1.5))
+SCENES = (
+    Scene("NIC 3:1", (480, 160)), Scene("NIC 3:1, overlap", (480, 160), overlap=True),
+    Scene("GPU 1.5:1", (2000, 2000), (4, 6, 8), speed=1 / 1.5),
+)
 
 
 def cluster_toml(scene: Scene) -> str:
     head = 'version = 1\n[ethernet]\nrate = "100Mb/s"\n'
     kinds = zip("ab", ("ib", "roce"), scene.rates)
-    return head + "".join(f'[[cluster]]\nname = "{name}"\nkind = "{kind}"\nrate = "{rate}Mb/s"\nnodes = ["{name}[0-1]"]\nprocesses = 1\n' for name, kind, rate in kinds)
+    return head + "".join(
+        f'[[cluster]]\nname = "{name}"\nkind = "{kind}"\nrate = "{rate}Mb/s"\nnodes = ["{name}[0-1]"]\nprocesses = 1\n'
+        for name, kind, rate in kinds
+    )
 
 
 def model_of(scene: Scene, layers: int, hidden: int, micro_batches: int) -> Model:
     return Model(
-        layers, hidden, HEADS, SEQUENCE, 256, tied=False, micro_batches=micro_batches, activation_width=4, state_bytes=16,
+        layers, hidden, HEADS, SEQUENCE, 256, tied=False, micro_batches=micro_batches, activation_width=4,
+        state_bytes=16,
         gpu=Gpu(FLOPS), gpus={"b": Gpu(FLOPS * scene.speed)},
     )  # fmt: skip
 
 
 @dataclass
 class Cell:
-    """One model and micro-batch count of a scene: the plan and the split of each method, and the variants to run by split."""
+    """One model and micro-batch count of a scene: the plan and the split of each method, and the variants to run by
+    split."""
 
     title: str
     plans: dict[str, tuple[Plan, tuple[int, ...]]]
@@ -98,14 +109,17 @@ def cell_of(scene: Scene, name: str, micro_batches: int, spec: SiteSpec, directo
             plan.save(file)
             variants[split] = Variant(f"{title} {method}", spec, interleave(spec), (*flags, "--holmes-plan", str(file)))
     first = next(iter(variants.values()))
-    again = Variant(f"{title} again", spec, first.order, first.flags) if micro_batches == scene.micro_batches[1] else None
+    again = (
+        Variant(f"{title} again", spec, first.order, first.flags) if micro_batches == scene.micro_batches[1] else None
+    )
     return Cell(title, plans, variants, again)
 
 
 def flags_of(scene: Scene, name: str, micro_batches: int, directory: Path) -> tuple[str, ...]:
     layers, hidden = MODELS[name]
     return ("--layers", str(layers), "--hidden", str(hidden), "--micro-batches", str(micro_batches),
-            "--holmes", "--holmes-cluster", str(directory / "cluster.toml"), "--holmes-overlap", "on" if scene.overlap else "off")  # fmt: skip
+            "--holmes", "--holmes-cluster", str(directory / "cluster.toml"),
+            "--holmes-overlap", "on" if scene.overlap else "off")  # fmt: skip
 
 
 def profiled(scene: Scene, name: str, spec: SiteSpec, directory: Path) -> Variant:
@@ -135,11 +149,18 @@ def run_scene(scene: Scene, wanted: list[tuple[str, int]], steps: int, skip: int
         runs += [variant for cell in cells for variant in (*cell.variants.values(), *filter(None, [cell.again]))]
         series = measure(scene, runs, steps, skip)
         profiles = {name: load_profile(profile_file(directory, name)) for name in names}
-        return [row for cell, (name, count) in zip(cells, wanted) for row in rows_of(scene, cell, series, replace(profiles[name], micro_batches=count))]
+        return [
+            row
+            for cell, (name, count) in zip(cells, wanted)
+            for row in rows_of(scene, cell, series, replace(profiles[name], micro_batches=count))
+        ]
 
 
 def measure(scene: Scene, runs: list[Variant], steps: int, skip: int) -> dict[str, Series]:
-    script = [str(examples() / "deepspeed_pipeline" / "train.py"), "--stages", "2", "--heads", str(HEADS), "--sequence", str(SEQUENCE), "--micro-batch", "1"]
+    script = [
+        str(examples() / "deepspeed_pipeline" / "train.py"), "--stages", "2", "--heads", str(HEADS), "--sequence",
+        str(SEQUENCE), "--micro-batch", "1",
+    ]
     started = iter(range(1, len(runs) + 1))
     return compare(
         runs, script, repetitions=1, steps=steps, skip=skip,
@@ -153,7 +174,10 @@ def rows_of(scene: Scene, cell: Cell, series: dict[str, Series], profile: Profil
     rows = []
     for method, (plan, split) in cell.plans.items():
         rows += _measured_rows(cell.title, method, split, of[method], of["uniform"])
-        rows += error_rows(cell.title, method, of[method].median, plan.predicted["step_seconds"], by_profile(scene, plan, split, profile))
+        rows += error_rows(
+            cell.title, method, of[method].median, plan.predicted["step_seconds"],
+            by_profile(scene, plan, split, profile),
+        )
     rows += _comparisons(cell.title, scene, of)
     if cell.again is not None:
         noise = abs(series[cell.again.name].median / of["uniform"].median - 1)
@@ -171,7 +195,9 @@ def _measured_rows(title: str, method: str, split: tuple[int, ...], one: Series,
     (run,) = one.steps
     loss = max_loss_difference(uniform, one)
     return [
-        Row.of(title, f"step {method} {'+'.join(map(str, split))}", one.median, "s", (min(run), max(run)), one.emulated),
+        Row.of(
+            title, f"step {method} {'+'.join(map(str, split))}", one.median, "s", (min(run), max(run)), one.emulated
+        ),
         Row.of(title, f"loss difference {method}", loss, "nats", (loss, loss), False, "<= 1e-6"),
     ]
 
@@ -182,7 +208,9 @@ def error_rows(title: str, method: str, measured: float, told: float, profile: f
         error = predicted / measured - 1
         rows += [
             Row.of(title, f"predicted {method}{what}", predicted, "s", (predicted, predicted), False),
-            Row.of(title, f"prediction error {method}{what}", abs(error), "of the step", (error, error), True, "<= 0.05"),
+            Row.of(
+                title, f"prediction error {method}{what}", abs(error), "of the step", (error, error), True, "<= 0.05"
+            ),
         ]
     return rows
 
@@ -199,7 +227,9 @@ def _comparisons(title: str, scene: Scene, of: dict[str, Series]) -> list[Row]:
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--cells", default="", metavar="TEXT;...", help="only cells whose name begins so")
-    arguments.add_argument("--merge", type=Path, metavar="FILE", help="rows of an earlier part, kept where this one has none")
+    arguments.add_argument(
+        "--merge", type=Path, metavar="FILE", help="rows of an earlier part, kept where this one has none"
+    )
     arguments.add_argument("--steps", type=int, default=5)
     arguments.add_argument("--skip", type=int, default=2, help="steps that are not measured")
     args = arguments.parse_args()
@@ -207,7 +237,9 @@ def main() -> int:
     rows: list[Row] = []
     for scene in SCENES:
         cells = [(name, count) for name in MODELS for count in scene.micro_batches]
-        cells = [cell for cell in cells if not wanted or any(title_of(scene, *cell).startswith(text) for text in wanted)]
+        cells = [
+            cell for cell in cells if not wanted or any(title_of(scene, *cell).startswith(text) for text in wanted)
+        ]
         if cells:
             rows += run_scene(scene, cells, args.steps, args.skip)
     done = {row.scene for row in rows}

@@ -1,13 +1,16 @@
-"""Predicted against measured step times: plan/simulate/step.py against real engines on emulated clusters, and against the Holmes paper's bars.
+"""Predicted against measured step times: plan/simulate/step.py against real engines on emulated clusters, and against
+the Holmes paper's bars.
 
-    python benchmarks/prediction.py --json FILE [--scenes NAME,...|recorded|paper] [--store FILE] [--predict] [--within S]
+    python benchmarks/prediction.py --json FILE [--scenes NAME,...|recorded|paper] [--store FILE] [--predict]
+                                    [--within S]
 
-Nothing is tuned for a scene. Once for all: `holmes probe` in the lab of each cluster file (what a user would run), the emulated
-accelerator's known seconds, and for each engine three numbers fitted to five runs of CALIBRATION, which are not among the scenes: CPU
-seconds of a block's forward or backward, of a parameter and of a step, without a network to speak of. The lab's nodes share this machine's cores, so the simulation
-shares them too (Options.cores), with the CPU seconds of a byte sent, which are measured for each fabric of each cluster file (hosts, by the machine's own
-counters while its nodes all-reduce and do nothing else). --store keeps what was measured: scenes that are in it are not run again (--predict runs nothing, --within S
-begins nothing after S seconds), so that a long run can be made in parts.
+Nothing is tuned for a scene. Once for all: `holmes probe` in the lab of each cluster file (what a user would run), the
+emulated accelerator's known seconds, and for each engine three numbers fitted to five runs of CALIBRATION, which are
+not among the scenes: CPU seconds of a block's forward or backward, of a parameter and of a step, without a network to
+speak of. The lab's nodes share this machine's cores, so the simulation shares them too (Execution.cores), with the CPU
+seconds of a byte sent, which are measured for each fabric of each cluster file (hosts, by the machine's own counters
+while its nodes all-reduce and do nothing else). --store keeps what was measured: scenes that are in it are not run
+again (--predict runs nothing, --within S begins nothing after S seconds), so that a long run can be made in parts.
 """
 
 from __future__ import annotations
@@ -36,9 +39,10 @@ from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.stage_costs import StageCosts
-from holmes_ext.plan.cost.step import stock_fabric
-from holmes_ext.plan.simulate.step import Options, simulate
+from holmes_ext.plan.cost.nodes import stock_fabric
+from holmes_ext.plan.cost.stages import StageCosts
+from holmes_ext.plan.simulate.execution import Execution
+from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
 
 STORE = Path(__file__).parent / "results" / "prediction_measured.json"
@@ -49,7 +53,8 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Scene:
-    """way: stock (nodes in turn, all on Ethernet), holmes, or rdma (stock on one fast cluster: the calibration, and what others recorded). overlap, two_level, zero, layers_of: as in Options; flags: what makes the engine do so."""
+    """way: stock (nodes in turn, all on Ethernet), holmes, or rdma (stock on one fast cluster: the calibration, and
+    what others recorded). overlap, two_level, zero, layers_of: as in Execution; flags: what makes the engine do so."""
 
     name: str
     engine: str
@@ -69,7 +74,10 @@ class Scene:
 
 
 def _scenes() -> tuple[Scene, ...]:
-    two, four, six, eight, slow, three = "two_nodes", "two_clusters_4", "two_clusters_6", "two_clusters_8", "two_clusters_8_slow_roce", "three_clusters_8"
+    two, four, six, eight, slow, three = (
+        "two_nodes", "two_clusters_4", "two_clusters_6", "two_clusters_8", "two_clusters_8_slow_roce",
+        "three_clusters_8",
+    )
     on, off = ("--holmes-overlap", "on"), ("--holmes-overlap", "off")
 
     def ds(name: str, file: str, way: str, **more) -> Scene:
@@ -79,7 +87,10 @@ def _scenes() -> tuple[Scene, ...]:
         return Scene(f"megatron {name}", "megatron", file, way, **more)
 
     def plain(name: str, file: str, way: str, **more) -> Scene:
-        return Scene(f"plain {name}", "plain", file, way, **{"stages": 1, "hidden": 192, "micro_batches": 2, "flops": 8e8, **more})
+        return Scene(
+            f"plain {name}", "plain", file, way,
+            **{"stages": 1, "hidden": 192, "micro_batches": 2, "flops": 8e8, **more},
+        )
 
     fast = dict(flops=6.7e9, micro_batches=8)
     return (
@@ -87,7 +98,9 @@ def _scenes() -> tuple[Scene, ...]:
         ds("2+2 stock", four, "stock", **fast),
         ds("2+2 holmes", four, "holmes", flags=off, **fast),
         ds("2+2 holmes overlap", four, "holmes", overlap="on", flags=on, **fast),
-        ds("2+2 holmes 4,2 layers", four, "holmes", layers_of=(4, 2), flags=(*off, "--holmes-partition", "4,2"), **fast),
+        ds(
+            "2+2 holmes 4,2 layers", four, "holmes", layers_of=(4, 2), flags=(*off, "--holmes-partition", "4,2"), **fast
+        ),
         ds("2+4 stock", six, "stock", stages=3, micro_batches=6, flops=3.3e9),
         ds("2+4 holmes", six, "holmes", stages=3, micro_batches=6, flops=3.3e9, flags=off),
         ds("4+4 stock", eight, "stock"),
@@ -123,9 +136,15 @@ SCENES = _scenes()
 def _calibration() -> tuple[Scene, ...]:
     found = []
     for engine, stages in (("deepspeed", 2), ("megatron", 2), ("plain", 1)):
-        base = Scene("", engine, "one_cluster", "rdma", stages=stages, flops=2.3e9, overlap="off", flags=("--no-overlap",) if engine == "plain" else ())
+        base = Scene(
+            "", engine, "one_cluster", "rdma", stages=stages, flops=2.3e9, overlap="off",
+            flags=("--no-overlap",) if engine == "plain" else (),
+        )
         last = dict(micro_batches=4, layers=12) if engine == "plain" else dict(micro_batches=6, layers=8, stages=4)
-        changes = (dict(micro_batches=2), dict(micro_batches=10), dict(micro_batches=2, hidden=96), dict(micro_batches=8, flops=6.7e9), last)
+        changes = (
+            dict(micro_batches=2), dict(micro_batches=10), dict(micro_batches=2, hidden=96),
+            dict(micro_batches=8, flops=6.7e9), last,
+        )
         for number, change in enumerate(changes):
             found.append(replace(base, name=f"calibration {engine} {number}", **change))
     return tuple(found)
@@ -136,7 +155,8 @@ CALIBRATION = _calibration()
 
 @dataclass
 class Measured:
-    """What is known so far: seconds of the steps by scene; by cluster file links (TOML text) and fabric -> CPU seconds of a byte sent."""
+    """What is known so far: seconds of the steps by scene; by cluster file links (TOML text) and fabric -> CPU seconds
+    of a byte sent."""
 
     steps: dict[str, list[float]] = field(default_factory=dict)
     probes: dict[str, str] = field(default_factory=dict)
@@ -185,7 +205,10 @@ def measure(scene: Scene) -> list[float]:
     file = cluster_file(scene.file)
     spec = load_spec(file)
     script = {"deepspeed": "deepspeed_pipeline", "megatron": "megatron_core", "plain": "plain_torch"}[scene.engine]
-    command = [str(examples() / script / "train.py"), *f"--layers {scene.layers} --hidden {scene.hidden} --heads 4 --sequence 16 --micro-batch 1".split()]
+    command = [
+        str(examples() / script / "train.py"),
+        *f"--layers {scene.layers} --hidden {scene.hidden} --heads 4 --sequence 16 --micro-batch 1".split(),
+    ]
     command += ["--micro-batches", str(scene.micro_batches), *scene.flags]
     if scene.engine != "plain":
         command += ["--stages" if scene.engine == "deepspeed" else "--pipeline", str(scene.stages)]
@@ -195,10 +218,16 @@ def measure(scene: Scene) -> list[float]:
     if scene.way == "rdma":
         variant = replace(all_rdma(spec), name=scene.name)
     elif scene.way == "holmes":
-        variant = replace(variant, flags=("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}"))
+        variant = replace(
+            variant, flags=("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}")
+        )
     elif scene.engine == "plain":
         variant = replace(variant, env={"GLOO_SOCKET_IFNAME": "eth0"})
-    accelerator = {"flops": scene.flops, "classes": ["TransformerLayer"], "layout": "sbh"} if scene.engine == "megatron" else {"flops": scene.flops, "classes": ["Block"]}
+    accelerator = (
+        {"flops": scene.flops, "classes": ["TransformerLayer"], "layout": "sbh"}
+        if scene.engine == "megatron"
+        else {"flops": scene.flops, "classes": ["Block"]}
+    )
     series = compare([variant], command, repetitions=1, steps=STEPS, skip=SKIP, accelerator=accelerator, timeout=120.0)
     return series[scene.name].steps[0]
 
@@ -208,7 +237,10 @@ def probe(spec: SiteSpec, file: Path) -> str:
     with tempfile.TemporaryDirectory() as directory, Lab(spec, realtime=True) as lab:
         copy = Path(directory, "cluster.toml")
         copy.write_text(file.read_text())
-        result = lab.run([sys.executable, "-m", "holmes_ext.cli.main", "probe", "--cluster", str(copy), "--largest", "4"], preload=("torch",), timeout=200)
+        result = lab.run(
+            [sys.executable, "-m", "holmes_ext.cli.main", "probe", "--cluster", str(copy), "--largest", "4"],
+            preload=("torch",), timeout=200,
+        )
         if result.returncode:
             raise SystemExit(f"prediction.py: the probe failed: {result.outputs[result.first_failed or 0]}")
         return copy.read_text()
@@ -219,20 +251,26 @@ def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) ->
     spec = cluster_spec(scene)
     site, order = placed(scene, spec)
     sizes = Sizes(pipeline=scene.stages).complete(site.world_size)
-    gpt = Model(scene.layers, scene.hidden, 4, 16, 256, micro_batches=scene.micro_batches, activation_width=4, tied=scene.engine == "plain")
+    gpt = Model(
+        scene.layers, scene.hidden, 4, 16, 256, micro_batches=scene.micro_batches, activation_width=4,
+        tied=scene.engine == "plain",
+    )
     h = scene.hidden
-    forward = (2 * 16 * (12 * h * h + 13 * h) + 4 * 16 * 16 * h) / scene.flops  # lab/emulate/accelerator.py's Pacer.seconds
+    forward = (
+        2 * 16 * (12 * h * h + 13 * h) + 4 * 16 * 16 * h
+    ) / scene.flops  # lab/emulate/accelerator.py's Pacer.seconds
     row = lambda seconds: ((0.0, *[seconds] * scene.layers, 0.0),) * scene.stages  # noqa: E731
     costs = StageCosts(row(forward), row(2 * forward), row(0.0), row(0.0), scene.micro_batches)
     engine = {"plain": "async"}.get(scene.engine, scene.engine)
-    options = Options(
-        schedule="interleaved" if scene.virtual > 1 else "1f1b",
+    execution = Execution(
         engine=engine,
         virtual=scene.virtual,
         stage_layers=scene.layers_of,
         overlap=scene.overlap,
-        bucket_bytes=next((int(float(scene.flags[i + 1]) * 1e6) for i, text in enumerate(scene.flags) if text == "--bucket-mb"), 0),
-        two_level=scene.two_level,
+        bucket_bytes=next(
+            (int(float(scene.flags[i + 1]) * 1e6) for i, text in enumerate(scene.flags) if text == "--bucket-mb"), 0
+        ),
+        two_level="direct" if scene.two_level else "off",
         zero=scene.zero,
         block_s=overhead[0],
         parameter_s=overhead[1],
@@ -240,18 +278,21 @@ def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) ->
         cores=CORES,
     )
     only = stock_fabric(site) if scene.way != "holmes" else None
-    return simulate(site, order, sizes, gpt, options, links, only, costs).step_s
+    return simulate(site, order, sizes, gpt, execution, links, only, costs).step_s
 
 
 def calibrate(engine: str, measured: Measured) -> tuple[float, float, float]:
     """An engine's CPU seconds, from its calibration runs."""
     scenes = [scene for scene in CALIBRATION if scene.engine == engine]
-    return overheads(scenes, [statistics.median(measured.steps[scene.name]) for scene in scenes], measured.links(scenes[0].file))
+    return overheads(
+        scenes, [statistics.median(measured.steps[scene.name]) for scene in scenes], measured.links(scenes[0].file)
+    )
 
 
 def overheads(scenes: Sequence[Scene], seconds: Sequence[float], links: Links = Links()) -> tuple[float, float, float]:
-    """The three CPU seconds (of a block's forward or backward, a parameter, a step) that explain these steps best (least squares of relative errors), none below 0. Gauss and Newton's method: who waits
-    for a core depends on them."""
+    """The three CPU seconds (of a block's forward or backward, a parameter, a step) that explain these steps best
+    (least squares of relative errors), none below 0. Gauss and Newton's method: who waits for a core depends on them.
+    """
     from scipy.optimize import nnls
 
     units, found = (1e-4, 1e-9, 1e-3), (0.0, 0.0, 0.0)
@@ -259,9 +300,16 @@ def overheads(scenes: Sequence[Scene], seconds: Sequence[float], links: Links = 
         rows, wanted = [], []
         for scene, measured in zip(scenes, seconds):
             here = predict(scene, links, found)
-            slopes = [predict(scene, links, tuple(part + unit * (i == j) for j, (part, unit) in enumerate(zip(found, units)))) - here for i, unit in enumerate(units)]
+            slopes = [
+                predict(scene, links, tuple(part + unit * (i == j) for j, (part, unit) in enumerate(zip(found, units))))
+                - here
+                for i, unit in enumerate(units)
+            ]
             rows.append([slope / measured for slope in slopes])
-            wanted.append((measured - here + sum(slope * part / unit for slope, part, unit in zip(slopes, found, units))) / measured)
+            wanted.append(
+                (measured - here + sum(slope * part / unit for slope, part, unit in zip(slopes, found, units)))
+                / measured
+            )
         parts, _ = nnls(rows, wanted)
         found = tuple(float(part * unit) for part, unit in zip(parts, units))
     return found
@@ -292,7 +340,9 @@ def lab_rows(scenes: list[Scene], measured: Measured) -> list[Row]:
     rows, errors = [], []
     known = {engine: calibrate(engine, measured) for engine in {scene.engine for scene in scenes}}
     for engine, (of_block, of_parameter, of_step) in sorted(known.items()):
-        for name, value, unit in (("block's forward or backward", of_block, "s"), ("parameter", of_parameter, "s"), ("step", of_step, "s")):
+        for name, value, unit in (
+            ("block's forward or backward", of_block, "s"), ("parameter", of_parameter, "s"), ("step", of_step, "s"),
+        ):
             rows.append(Row.of("calibration", f"{engine}: CPU time of a {name}", value, unit, (value, value), True))
     for scene in scenes:
         links, steps = measured.links(scene.file), measured.steps[scene.name]
@@ -304,21 +354,37 @@ def lab_rows(scenes: list[Scene], measured: Measured) -> list[Row]:
         rows.append(Row.of(scene.name, "error", error, "of the measured", (error, error), True))
     if len(scenes) >= 24:
         spread = (min(errors), max(errors))
-        rows.append(Row.of(f"{len(errors)} lab scenes", "median error", statistics.median(errors), "of the measured", spread, True, "<= 0.03"))
-        rows.append(Row.of(f"{len(errors)} lab scenes", "worst error", max(errors), "of the measured", spread, True, "<= 0.1"))
+        rows.append(
+            Row.of(
+                f"{len(errors)} lab scenes", "median error", statistics.median(errors), "of the measured", spread, True,
+                "<= 0.03",
+            )
+        )
+        rows.append(
+            Row.of(f"{len(errors)} lab scenes", "worst error", max(errors), "of the measured", spread, True, "<= 0.1")
+        )
     return rows
 
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--store", type=Path, default=STORE, metavar="FILE", help="what was measured; kept between parts")
+    arguments.add_argument(
+        "--store", type=Path, default=STORE, metavar="FILE", help="what was measured; kept between parts"
+    )
     arguments.add_argument("--predict", action="store_true", help="measure nothing: scenes that are in the store")
-    arguments.add_argument("--within", type=float, default=inf, metavar="S", help="begin no measurement after S seconds")
+    arguments.add_argument(
+        "--within", type=float, default=inf, metavar="S", help="begin no measurement after S seconds"
+    )
     args = arguments.parse_args()
     wanted = [name for name in args.scenes.split(",") if name]
-    unknown = [name for name in wanted if name not in ("paper", "recorded") and not any(scene.name.startswith(name) for scene in SCENES)]
+    unknown = [
+        name
+        for name in wanted
+        if name not in ("paper", "recorded") and not any(scene.name.startswith(name) for scene in SCENES)
+    ]
     if unknown:
-        tell(f"prediction.py: no scene {unknown[0]!r}; there are paper, recorded, {', '.join(scene.name for scene in SCENES)}")
+        known = ", ".join(scene.name for scene in SCENES)
+        tell(f"prediction.py: no scene {unknown[0]!r}; there are paper, recorded, {known}")
         return 2
     measured = Measured.load(args.store)
     scenes = [scene for scene in SCENES if not wanted or any(scene.name.startswith(name) for name in wanted)]

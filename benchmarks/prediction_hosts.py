@@ -1,8 +1,10 @@
-"""What a byte on a network costs this machine's cores, which are all hosts of a lab: a number for prediction.py's simulations.
+"""What a byte on a network costs this machine's cores, which are all hosts of a lab: a number for prediction.py's
+simulations.
 
-The nodes all-reduce and do nothing else, all clusters at the same time and then all nodes over Ethernet, while /proc/stat counts the seconds in which
-a core was not idle: those of sockets, checksums, shaping, the switch and gloo's additions. (A byte costs less when many are
-on their way.) The least of several measurements counts: whatever else the machine does only adds.
+The nodes all-reduce and do nothing else, all clusters at the same time and then all nodes over Ethernet, while
+/proc/stat counts the seconds in which a core was not idle: those of sockets, checksums, shaping, the switch and gloo's
+additions. (A byte costs less when many are on their way.) The least of several measurements counts: whatever else the
+machine does only adds.
 """
 
 from __future__ import annotations
@@ -20,10 +22,17 @@ SIZE, SECONDS, REPETITIONS = 4 * 2**20, 0.8, 7
 
 
 def measure_hosts(spec: SiteSpec) -> dict[str, float]:
-    """Fabric -> CPU seconds of this machine for a byte that a node of its lab sends on it: one number for the clusters' fabrics, one for Ethernet."""
+    """Fabric -> CPU seconds of this machine for a byte that a node of its lab sends on it: one number for the clusters'
+    fabrics, one for Ethernet."""
     order = [node for cluster in spec.clusters for node in cluster.nodes]
-    fast = {cluster.name: [f"{cluster.kind}0", list(map(order.index, cluster.nodes)), cluster.rate_bps] for cluster in spec.clusters if len(cluster.nodes) > 1}
-    phases = [group for group in (fast, {"ethernet": ["eth0", list(range(len(order))), spec.ethernet_rate_bps]}) if group]
+    fast = {
+        cluster.name: [f"{cluster.kind}0", list(map(order.index, cluster.nodes)), cluster.rate_bps]
+        for cluster in spec.clusters
+        if len(cluster.nodes) > 1
+    }
+    phases = [
+        group for group in (fast, {"ethernet": ["eth0", list(range(len(order))), spec.ethernet_rate_bps]}) if group
+    ]
     with Lab(spec, realtime=True) as lab:
         result = lab.run([sys.executable, __file__, json.dumps(phases)], order=order, preload=("torch",), timeout=120)
         if result.returncode:
@@ -32,7 +41,8 @@ def measure_hosts(spec: SiteSpec) -> dict[str, float]:
 
 
 def rank_main(phases: list[dict]) -> None:
-    """One rank of measure_hosts: in each phase all-reduces one after the other in its group, if it has one; rank 0 prints the result."""
+    """One rank of measure_hosts: in each phase all-reduces one after the other in its group, if it has one; rank 0
+    prints the result."""
     import torch
     import torch.distributed as dist
 

@@ -1,19 +1,23 @@
-"""The Holmes paper's hybrid setting, predicted: GPT 7.5B on 4 RoCE + 4 InfiniBand nodes of 8 A100s, 25 Gb/s Ethernet between (arXiv 2312.03549).
+"""The Holmes paper's hybrid setting, predicted: GPT 7.5B on 4 RoCE + 4 InfiniBand nodes of 8 A100s, 25 Gb/s Ethernet
+between (arXiv 2312.03549).
 
 What the paper does not say, and what is assumed of each framework instead (nothing here was fitted to the bars):
 
-    all                 tensor 1, pipeline 2, data 32, micro-batch 4, global batch 1536; examples/models/gpt_7.5b.toml and
-                        examples/clusters/paper_4_roce_4_ib.toml as they are: 150 TFLOP/s of an A100, nominal rates, no probe; 32-bit gradients, 16-bit weights
-                        and activations; uniform stages; nodes in the file's order, so data-parallel groups lie inside the clusters for everybody
-    Megatron-DeepSpeed  all over Ethernet (NCCL finds no network that all nodes share); ZeRO-1 by BF16_Optimizer: one all-reduce after the last backward,
-                        weights gathered after the optimizer; sends and receives of DeepSpeed's pipeline engine; nothing overlaps
-    Megatron-LM         all over Ethernet; 1F1B of 2023, one all-reduce after the last backward, nothing overlaps (its default)
-    Megatron-LLaMA      all over Ethernet; OverlappedDistributedOptimizer: reduce-scatter in buckets under the last backward, weights gathered under the next
-                        forward
-    Holmes              as Megatron-LLaMA, but each data-parallel group on its cluster's own fabric; only the pipeline crosses Ethernet
+    all                 tensor 1, pipeline 2, data 32, micro-batch 4, global batch 1536; examples/models/gpt_7.5b.toml
+                        and examples/clusters/paper_4_roce_4_ib.toml as they are: 150 TFLOP/s of an A100, nominal rates,
+                        no probe; 32-bit gradients, 16-bit weights and activations; uniform stages; nodes in the file's
+                        order, so data-parallel groups lie inside the clusters for everybody
+    Megatron-DeepSpeed  all over Ethernet (NCCL finds no network that all nodes share); ZeRO-1 by BF16_Optimizer: one
+                        all-reduce after the last backward, weights gathered after the optimizer; sends and receives of
+                        DeepSpeed's pipeline engine; nothing overlaps
+    Megatron-LM         all over Ethernet; 1F1B of 2023, one all-reduce after the last backward, nothing overlaps
+    Megatron-LLaMA      all over Ethernet; OverlappedDistributedOptimizer: reduce-scatter in buckets under the last
+                        backward, weights gathered under the next forward
+    Holmes              as Megatron-LLaMA, but each data-parallel group on its cluster's own fabric; only the pipeline
+                        crosses Ethernet
 
-Two rows each show how much hangs on what is assumed, without a target: RoCE at 0.30 of InfiniBand's rate (what the paper's own TFLOP/s of homogeneous
-clusters suggest), and micro-batches of 1.
+Two rows each show how much hangs on what is assumed, without a target: RoCE at 0.30 of InfiniBand's rate (what the
+paper's own TFLOP/s of homogeneous clusters suggest), and micro-batches of 1.
 """
 
 from __future__ import annotations
@@ -26,16 +30,17 @@ from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.cost.model import Model, load_model, on_clusters
-from holmes_ext.plan.cost.step import stock_fabric
-from holmes_ext.plan.simulate.step import Options, simulate
+from holmes_ext.plan.cost.nodes import stock_fabric
+from holmes_ext.plan.simulate.execution import Execution
+from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
 
 SCENE = "paper: 4 RoCE + 4 InfiniBand, GPT 7.5B"
 BARS = {"Megatron-DeepSpeed": 1.66, "Megatron-LM": 1.38, "Megatron-LLaMA": 1.14}
-OVERLAPPED = Options(engine="megatron", overlap="on", zero=1, gather_overlap=True)
+OVERLAPPED = Execution(engine="megatron", overlap="on", zero=1, gather_overlap=True)
 FRAMEWORKS = {
-    "Megatron-DeepSpeed": Options(engine="deepspeed", zero=1),
-    "Megatron-LM": Options(engine="megatron"),
+    "Megatron-DeepSpeed": Execution(engine="deepspeed", zero=1),
+    "Megatron-LM": Execution(engine="megatron"),
     "Megatron-LLaMA": OVERLAPPED,
 }
 WITHIN = 0.15
@@ -45,7 +50,10 @@ def steps(site: Site, model: Model) -> dict[str, float]:
     """Seconds of a step of every framework and of holmes."""
     order = [node.name for node in site.nodes]
     sizes = Sizes(pipeline=2)
-    found = {name: simulate(site, order, sizes, model, options, only=stock_fabric(site)).step_s for name, options in FRAMEWORKS.items()}
+    found = {
+        name: simulate(site, order, sizes, model, options, only=stock_fabric(site)).step_s
+        for name, options in FRAMEWORKS.items()
+    }
     return {**found, "Holmes": simulate(site, order, sizes, model, OVERLAPPED).step_s}
 
 
@@ -53,15 +61,29 @@ def paper_rows() -> list[Row]:
     spec = load_spec(examples() / "clusters" / "paper_4_roce_4_ib.toml")
     model = replace(on_clusters(load_model(examples() / "models" / "gpt_7.5b.toml"), spec), micro_batch=4)
     site = site_from_spec(spec)
-    slow = tuple(replace(fabric, rate_bps=int(0.3 * fabric.rate_bps)) if fabric.kind == "roce" else fabric for fabric in site.fabrics)
+    slow = tuple(
+        replace(fabric, rate_bps=int(0.3 * fabric.rate_bps)) if fabric.kind == "roce" else fabric
+        for fabric in site.fabrics
+    )
     predicted = steps(site, model)
-    rows = [Row.of(SCENE, f"predicted step, {name}", seconds, "s", (seconds, seconds), True) for name, seconds in predicted.items()]
+    rows = [
+        Row.of(SCENE, f"predicted step, {name}", seconds, "s", (seconds, seconds), True)
+        for name, seconds in predicted.items()
+    ]
     for name, bar in BARS.items():
         ratio = predicted[name] / predicted["Holmes"]
         rows.append(Row.of(SCENE, f"Holmes : {name}, predicted (paper {bar})", ratio, "x", (ratio, ratio), True))
         miss = abs(ratio / bar - 1)
-        rows.append(Row.of(SCENE, f"Holmes : {name}, off the paper's bar by", miss, "of the bar", (miss, miss), True, f"<= {WITHIN}"))
-    others = {"RoCE at 0.30 of its rate": (replace(site, fabrics=slow), model), "micro-batches of 1": (site, replace(model, micro_batch=1))}
+        rows.append(
+            Row.of(
+                SCENE, f"Holmes : {name}, off the paper's bar by", miss, "of the bar", (miss, miss), True,
+                f"<= {WITHIN}",
+            )
+        )
+    others = {
+        "RoCE at 0.30 of its rate": (replace(site, fabrics=slow), model),
+        "micro-batches of 1": (site, replace(model, micro_batch=1)),
+    }
     for what, (other_site, other_model) in others.items():
         other = steps(other_site, other_model)
         for name, bar in BARS.items():

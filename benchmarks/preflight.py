@@ -2,11 +2,13 @@
 
     python benchmarks/preflight.py --json FILE
 
-"64 ranks": 8 nodes x 8 processes, and 64 nodes x 1, two clusters, pipeline 2 x tensor 4 x data 8; every rank is a process in its node's namespaces.
-Seconds from the plan's verdict until all ranks have the preflight's, the slowest rank of each run; and the whole start with and without, in turn.
-"step": the 2+2 scene of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator) in one launch; blocks of steps with everything that runs
-beside the training (NIC watch, telemetry, watchdog) on, off, and off again (the noise), the order rotating; medians of the blocks' medians, spread of the
-comparisons: their quartiles. "watch": CPU seconds of one look at the NICs, of which there is one each second.
+"64 ranks": 8 nodes x 8 processes, and 64 nodes x 1, two clusters, pipeline 2 x tensor 4 x data 8; every rank is a
+process in its node's namespaces. Seconds from the plan's verdict until all ranks have the preflight's, the slowest rank
+of each run; and the whole start with and without, in turn. "step": the 2+2 scene of two_clusters.py (DeepSpeed's
+pipeline engine, emulated accelerator) in one launch; blocks of steps with everything that runs beside the training (NIC
+watch, telemetry, watchdog) on, off, and off again (the noise), the order rotating; medians of the blocks' medians,
+spread of the comparisons: their quartiles. "watch": CPU seconds of one look at the NICs, of which there is one each
+second.
 """
 
 from __future__ import annotations
@@ -60,10 +62,11 @@ def rank_main(cluster: str, flag: str) -> None:
             took[0] = time.monotonic() - begin
 
     preflight.run = timed
+    request = start.Request(Options(cluster=cluster, preflight=flag), Sizes(pipeline=2, tensor=4))
     begin = time.monotonic()
-    current, lines = start.start(Options(cluster=cluster, preflight=flag), launcher.detect(os.environ), Sizes(pipeline=2, tensor=4), {})
+    current, lines = start.start(request, launcher.detect(os.environ), {})
     whole = time.monotonic() - begin
-    store = start._stores[-1]  # rank 0's process hosts it: wait for all before it ends
+    store = current.store  # rank 0's process hosts it: wait for all before it ends
     store.set(f"done/{current.rank}", "")
     store.wait([f"done/{rank}" for rank in range(current.plan.world_size)])
     print(json.dumps({"preflight_s": took[0], "start_s": whole, "lines": lines}), flush=True)
@@ -103,46 +106,44 @@ def preflights(per_node: int, runs: int) -> list:
 def _row(scene: str, metric: str, values: list[float], unit: str, target: str = ""):
     from harness import Row
 
-    return Row.of(scene, metric, statistics.median(values), unit, (min(values), max(values)), True, target)
+    return Row.median(scene, metric, values, unit, True, target)
 
 
 class Everything:
-    """What runs beside the training: the watch over the NICs, telemetry, the watchdog. (Agreement and preflight are over by then.)"""
+    """What runs beside the training: the watch over the NICs, telemetry, the watchdog. (Agreement and preflight are
+    over by then.)"""
 
     def __init__(self):
         from holmes_ext.runtime.measure import telemetry
-        from holmes_ext.runtime.watch import observers as observe
+        from holmes_ext.runtime.watch import start_stop
 
-        self.recorder, self.watchdog = telemetry.recorder, observe._watchdog
+        self.recorder, self.watchdog = telemetry.recorder, start_stop._Running.watchdog
         assert self.recorder is not None and self.recorder.keeps and self.watchdog is not None
         self.on = True
 
     def switch(self, on: bool) -> None:
         """Between two steps."""
         from holmes_ext.runtime.measure import telemetry
-        from holmes_ext.runtime.watch import nic_watch
-        from holmes_ext.runtime.watch import observers as observe
+        from holmes_ext.runtime.watch import start_stop
 
         if on == self.on:
             return
         self.on = on
         if on:
-            nic_watch.start(20.0)
+            start_stop.watch_nics(20.0)
             telemetry.set_recorder(self.recorder)
-            observe._hook_optimizers(self.recorder)
-            self.watchdog._ended.clear()
+            start_stop.hook_optimizers(self.recorder)
             self.watchdog.start()
             return
-        nic_watch.stop()
+        start_stop.unwatch_nics()
         telemetry.set_recorder(None)
-        for hook in observe._hooks:
-            hook.remove()
-        observe._hooks.clear()
+        start_stop.unhook_optimizers()
         self.watchdog.stop()
 
 
 def healthy_main(out: str, *command: str) -> None:
-    """One rank of the scene "step": examples/deepspeed_pipeline, blocks of steps with everything on, off and off again, in turn."""
+    """One rank of the scene "step": examples/deepspeed_pipeline, blocks of steps with everything on, off and off again,
+    in turn."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
     import runpy
@@ -197,11 +198,12 @@ def healthy_steps(cycles: int) -> list:
     file = examples() / "clusters" / scene.file
     spec = load_spec(file)
     with Lab(spec, realtime=True) as lab, tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--step", f"{folder}/found", *script(scene), "--steps", str(3 * (cycles + 1) * BLOCK),
-                   "--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}", "--holmes-telemetry", folder]  # fmt: skip
+        command = [sys.executable, __file__, "--step", f"{folder}/found", *script(scene),
+                   "--steps", str(3 * (cycles + 1) * BLOCK), "--holmes", "--holmes-cluster", str(file),
+                   "--holmes-sizes", f"pipeline={scene.stages}", "--holmes-telemetry", folder]
         tell(f"step: {3 * (cycles + 1)} blocks of {BLOCK} steps")
-        result = lab.run(command, order=interleave(spec), preload=("torch", "deepspeed"), env={"DS_ACCELERATOR": "cpu"}, timeout=230,
-                         accelerator={"flops": scene.flops, "classes": ["Block"]})  # fmt: skip
+        result = lab.run(command, order=interleave(spec), preload=("torch", "deepspeed"), timeout=230,
+                         env={"DS_ACCELERATOR": "cpu"}, accelerator={"flops": scene.flops, "classes": ["Block"]})
         assert result.returncode == 0, result.outputs
         found = json.loads(Path(folder, "found").read_text())
     blocks: dict[int, tuple[str, list[float]]] = {}
@@ -212,10 +214,12 @@ def healthy_steps(cycles: int) -> list:
     more = [(on / off - 1) * 100 for on, off in zip(by["on"], by["off"])]
     noise = [(again / off - 1) * 100 for again, off in zip(by["off again"], by["off"])]
     return [
-        *(Row.of("step", f"healthy step, everything {which}", statistics.median(times), "s", (min(times), max(times)), True) for which, times in by.items()),
-        Row.of("step", "everything on against off, more", statistics.median(more), "%", _quartiles(more), True, "<= 0.5"),
-        Row.of("step", "off again against off, more (A/A, noise)", statistics.median(noise), "%", _quartiles(noise), True),
-        Row.of("watch", "share of a core, one look each second", look, "%", (look, look), False, "<= 0.5"),
+        *(Row.median("step", f"healthy step, everything {which}", times, "s", True) for which, times in by.items()),
+        Row.of("step", "everything on against off, more", statistics.median(more), "%", _quartiles(more), True,
+               "<= 0.5"),
+        Row.of("step", "off again against off, more (A/A, noise)", statistics.median(noise), "%", _quartiles(noise),
+               True),
+        Row.median("watch", "share of a core, one look each second", [look], "%", False, "<= 0.5"),
     ]
 
 

@@ -1,9 +1,11 @@
-"""How long the balanced partition of 128 layers over 64 stages takes, over random costs of many kinds, and how often it is exact.
+"""How long the balanced partition of 128 layers over 64 stages takes, over random costs of many kinds, and how often it
+is exact.
 
     python benchmarks/stages_speed.py --json FILE [--cases 200]
 
-Cases: up to 8 clusters in blocks or mixed, layers alike or up to 50 % apart, free to slow edges of two rates, reductions of three, 8 to
-512 micro-batches, tied embeddings, overlap, memory limits. "exact": no (stage, first block) had more states than plan/search/partition.py keeps.
+Cases: up to 8 clusters in blocks or mixed, layers alike or up to 50 % apart, free to slow edges of two rates,
+reductions of three, 8 to 512 micro-batches, tied embeddings, overlap, memory limits. "exact": no (stage, first block)
+had more states than plan/search/balanced.py keeps.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import time
 from harness import Row, finish, parser
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.stage_costs import StageCosts
-from holmes_ext.plan.search import partition as stages
+from holmes_ext.plan.cost.stages import StageCosts
+from holmes_ext.plan.search import balanced
+from holmes_ext.plan.search.partition import partition
 
 LAYERS, STAGES = 128, 64
 
@@ -27,7 +30,10 @@ def case(seed: int) -> StageCosts:
     kinds, spread = rng.choice((1, 2, 2, 4, 8)), rng.choice((0.0, 0.1, 0.1, 0.5))
     factors = [rng.choice((1.0, 1.2, 1.5, 2.0)) for _ in range(kinds)]
     blocks = [rng.uniform(1 - spread, 1 + spread) for _ in range(LAYERS)]
-    rows = {factor: (0.1 * factor, *(factor * block for block in blocks), rng.uniform(0, 2) * factor) for factor in set(factors)}
+    rows = {
+        factor: (0.1 * factor, *(factor * block for block in blocks), rng.uniform(0, 2) * factor)
+        for factor in set(factors)
+    }
     of = [factors[stage * kinds // STAGES] for stage in range(STAGES)]
     if rng.random() < 0.3:
         rng.shuffle(of)
@@ -38,13 +44,9 @@ def case(seed: int) -> StageCosts:
         forward_s=tuple(rows[kind] for kind in of),
         backward_s=tuple(tuple(2 * seconds for seconds in rows[kind]) for kind in of),
         reduction_s=tuple((reduction[stage * kinds // STAGES],) * (LAYERS + 2) for stage in range(STAGES)),
-        transfer_s=tuple((edge,) * (LAYERS + 2) for edge in edges),
-        micro_batches=rng.choice((8, 64, 128, 512)),
-        tied_s=rng.choice((0.0, 0.0, 1.0)),
-        overlap=rng.random() < 0.5,
-        state_bytes=(1.0,) * (LAYERS + 2),
-        kept_bytes=(0.02,) * (LAYERS + 2),
-        limit_bytes=(7.0,) * STAGES if rng.random() < 0.2 else (),
+        transfer_s=tuple((edge,) * (LAYERS + 2) for edge in edges), micro_batches=rng.choice((8, 64, 128, 512)),
+        tied_s=rng.choice((0.0, 0.0, 1.0)), overlap=rng.random() < 0.5, state_bytes=(1.0,) * (LAYERS + 2),
+        kept_bytes=(0.02,) * (LAYERS + 2), limit_bytes=(7.0,) * STAGES if rng.random() < 0.2 else (),
     )
 
 
@@ -52,19 +54,19 @@ def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--cases", type=int, default=200)
     args = arguments.parse_args()
-    seconds, exact, whole = [], 0, stages._Search.least
+    seconds, exact, whole = [], 0, balanced._Search.least
 
     def least(search, *bounds):
         found = whole(search, *bounds)
         inexact.append(not search.exact)
         return found
 
-    stages._Search.least = least
+    balanced._Search.least = least
     for seed in range(args.cases):
         costs, inexact = case(seed), []
         begin = time.process_time()
         try:
-            stages.partition("balanced", costs)
+            partition("balanced", costs)
         except HolmesError:  # nothing fits the memory: an answer too
             pass
         seconds.append(time.process_time() - begin)

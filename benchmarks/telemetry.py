@@ -2,19 +2,19 @@
 
     python benchmarks/telemetry.py --json FILE [--repetitions 5] [--steps 14]
 
-The 2+2 scene of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator), the variants in turn; and the time of one small operation
-over gloo in one process, which is what the patched methods of torch's process groups add to each.
+The 2+2 scene of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator), the variants in turn; and the time
+of one small operation over gloo in one process, which is what the patched methods of torch's process groups add to
+each.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 
-from harness import Row, finish, parser, tell
+from harness import Row, chosen, finish, parser
 from two_clusters import SCENES, run
 
 from holmes_ext.cluster.spec import load_spec
@@ -64,14 +64,17 @@ def steps(repetitions: int, count: int) -> list[Row]:
     difference = max_loss_difference(without, all_of_it)
     rows = [Row.of("2+2", f"step, {one.name}", one.median, "s", one.spread, one.emulated) for one in series.values()]
     emulated = without.emulated
-    rows.append(Row.of("2+2", "what both add to a step", all_of_it.median / without.median - 1, "of a step", (min(pairs), max(pairs)), emulated, "<= 0.005"))
-    rows.append(Row.of("2+2", "A/A difference (noise)", again.median / without.median - 1, "of a step", (min(noise), max(noise)), emulated))
-    rows.append(Row.of("2+2", "largest loss difference", difference, "nats", (difference, difference), False, "<= 1e-6"))
+    rows.append(Row.of("2+2", "what both add to a step", all_of_it.median / without.median - 1, "of a step",
+                       (min(pairs), max(pairs)), emulated, "<= 0.005"))
+    rows.append(Row.of("2+2", "A/A difference (noise)", again.median / without.median - 1, "of a step",
+                       (min(noise), max(noise)), emulated))
+    rows.append(Row.median("2+2", "largest loss difference", [difference], "nats", False, "<= 1e-6"))
     return rows
 
 
 def operation(repetitions: int) -> list[Row]:
-    """Seconds of an all-reduce of 16 bytes in one process: with the patches off, on without a recorder, watched, and written down."""
+    """Seconds of an all-reduce of 16 bytes in one process: with the patches off, on without a recorder, watched, and
+    written down."""
     with tempfile.TemporaryDirectory() as directory:
         ways = {
             "patches off": ("dict(watchdog='off')", "no", "telemetry"),
@@ -80,13 +83,14 @@ def operation(repetitions: int) -> list[Row]:
             "telemetry": (f"dict(watchdog='off', telemetry={directory!r})", "no", ""),
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for repetition in range(repetitions):
+        for _ in range(repetitions):
             for name, (options, watched, off) in ways.items():
                 env = {**os.environ, "HOLMES_DISABLE": off}
-                result = subprocess.run([sys.executable, "-c", SMALL, options, watched], capture_output=True, text=True, env=env, check=True)
+                command = [sys.executable, "-c", SMALL, options, watched]
+                result = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
                 seconds[name].append(float(result.stdout.strip().splitlines()[-1]))
-    return [Row.of("one operation", f"all-reduce of 16 bytes, {name}", statistics.median(times) * 1e6, "us", (min(times) * 1e6, max(times) * 1e6), False)
-            for name, times in seconds.items()]  # fmt: skip
+    return [Row.median("one operation", f"all-reduce of 16 bytes, {name}", [one * 1e6 for one in times], "us", False)
+            for name, times in seconds.items()]
 
 
 def main() -> int:
@@ -95,12 +99,7 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=14)
     args = arguments.parse_args()
     makers = {"operation": lambda: operation(args.repetitions), "2+2": lambda: steps(args.repetitions, args.steps)}
-    wanted = [name for name in args.scenes.split(",") if name]
-    unknown = [name for name in wanted if name not in makers]
-    if unknown:
-        tell(f"telemetry.py: no scene {unknown[0]!r}; there are {', '.join(makers)}")
-        return 2
-    rows = [row for name, make in makers.items() if not wanted or name in wanted for row in make()]
+    rows = [row for name in chosen(args.scenes, makers) for row in makers[name]()]
     return finish(rows, args.json, "What telemetry and the watchdog cost")
 
 

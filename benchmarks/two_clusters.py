@@ -2,20 +2,19 @@
 
     python benchmarks/two_clusters.py --json FILE [--scenes 2+2,4+4,...] [--repetitions 5]
 
-Every scene runs its variants in turn (holmes_ext.lab.compare) on the emulated accelerator: layers sleep as long as a GPU of the
-scene's FLOP/s would compute; DeepSpeed, gloo, the sockets and their limited rates are real.
+Every scene runs its variants in turn (holmes_ext.lab.compare) on the emulated accelerator: layers sleep as long as a
+GPU of the scene's FLOP/s would compute; DeepSpeed, gloo, the sockets and their limited rates are real.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import Row, finish, parser, tell
+from harness import Row, chosen, finish, parser, tell
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.lab import Lab, interleave
@@ -28,8 +27,8 @@ HELLO = "import torch.distributed as d; d.init_process_group('gloo'); d.barrier(
 
 @dataclass(frozen=True)
 class Scene:
-    """file: of examples/clusters; flops: FLOP/s of the emulated GPU; ratio, bound: targets ("" for none: then without the two
-    further variants, holmes with DeepSpeed's reduction as it is and stock once more).
+    """file: of examples/clusters; flops: FLOP/s of the emulated GPU; ratio, bound: targets ("" for none: then without
+    the two further variants, holmes with DeepSpeed's reduction as it is and stock once more).
 
     At 8 ranks the two cores would be busy with 8 micro-batches' real compute, small as it is: those scenes have 4.
     """
@@ -54,8 +53,9 @@ SCENES = (
 
 
 def script(scene: Scene) -> list[str]:
+    numbers = {"--stages": scene.stages, "--layers": scene.layers, "--micro-batches": scene.micro_batches}
     train = examples() / "deepspeed_pipeline" / "train.py"
-    return [str(train), "--stages", str(scene.stages), "--layers", str(scene.layers), "--micro-batches", str(scene.micro_batches), *MODEL]
+    return [str(train), *(str(word) for pair in numbers.items() for word in pair), *MODEL]
 
 
 def ratio_row(scene: str, name: str, top: Series, bottom: Series, target: str) -> Row:
@@ -69,10 +69,11 @@ def step_rows(scene: str, series: dict[str, Series]) -> list[Row]:
     rows = [Row.of(scene, f"step {name}", one.median, "s", one.spread, one.emulated) for name, one in series.items()]
     for name, one in series.items():
         for node, nics in one.sent.items():
-            rows += [Row.of(scene, f"bytes {name} {node} {nic}", sent, "bytes/step", (sent, sent), False) for nic, sent in nics.items()]
+            rows += [Row.median(scene, f"bytes {name} {node} {nic}", [sent], "bytes/step", False)
+                     for nic, sent in nics.items()]
         slow, fast = one.megabytes
-        rows.append(Row.of(scene, f"Ethernet {name}", slow, "MB/step/node", (slow, slow), False))
-        rows.append(Row.of(scene, f"fast NIC {name}", fast, "MB/step/node", (fast, fast), False))
+        rows.append(Row.median(scene, f"Ethernet {name}", [slow], "MB/step/node", False))
+        rows.append(Row.median(scene, f"fast NIC {name}", [fast], "MB/step/node", False))
     return rows
 
 
@@ -84,7 +85,8 @@ def two_clusters(scene: Scene, repetitions: int, steps: int) -> list[Row]:
     flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}")
     variants = [Variant("stock", spec, order), Variant("holmes", spec, order, flags), all_rdma(spec)]
     if scene.ratio:
-        variants += [Variant("holmes, overlap off", spec, order, (*flags, "--holmes-overlap", "off")), Variant("stock again", spec, order)]
+        variants.append(Variant("holmes, overlap off", spec, order, (*flags, "--holmes-overlap", "off")))
+        variants.append(Variant("stock again", spec, order))
     series = run(scene.name, variants, scene, repetitions, steps)
     stock, bound = series["stock"], series["all-RDMA"]
     rows = []
@@ -95,12 +97,12 @@ def two_clusters(scene: Scene, repetitions: int, steps: int) -> list[Row]:
         rows += [
             ratio_row(scene.name, f"{name} : stock", stock, series[name], scene.ratio if name == "holmes" else ""),
             ratio_row(scene.name, f"{name} : all-RDMA", bound, series[name], scene.bound if name == "holmes" else ""),
-            Row.of(scene.name, f"{name}: largest loss difference", difference, "nats", (difference, difference), False, "<= 1e-6"),
+            Row.median(scene.name, f"{name}: largest loss difference", [difference], "nats", False, "<= 1e-6"),
         ]
     rows.append(ratio_row(scene.name, "stock : all-RDMA", bound, stock, ""))
     if scene.ratio:
         noise = abs(series["stock again"].median / stock.median - 1)
-        rows.append(Row.of(scene.name, "A/A difference (noise)", noise, "of a step", (noise, noise), stock.emulated))
+        rows.append(Row.median(scene.name, "A/A difference (noise)", [noise], "of a step", stock.emulated))
     return rows + step_rows(scene.name, series)
 
 
@@ -113,16 +115,13 @@ def control(repetitions: int, steps: int) -> list[Row]:
         file.write_text(one_cluster_toml(bound.spec))
         spec = load_spec(file)
         flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", "pipeline=2")
-        variants = [
-            Variant("stock", spec, bound.order, env=bound.env),
-            Variant("holmes", spec, bound.order, flags),
-            Variant("stock again", spec, bound.order, env=bound.env),
-        ]
+        stock, again = (Variant(name, spec, bound.order, env=bound.env) for name in ("stock", "stock again"))
+        variants = [stock, Variant("holmes", spec, bound.order, flags), again]
         series = run(scene.name, variants, scene, repetitions, steps)
     cost, noise = (series[name].median / series["stock"].median - 1 for name in ("holmes", "stock again"))
     return [
-        Row.of(scene.name, "what holmes adds to a step", cost, "of a step", (cost, cost), True, "<= 0.01"),
-        Row.of(scene.name, "A/A difference (noise)", abs(noise), "of a step", (abs(noise), abs(noise)), True),
+        Row.median(scene.name, "what holmes adds to a step", [cost], "of a step", True, "<= 0.01"),
+        Row.median(scene.name, "A/A difference (noise)", [abs(noise)], "of a step", True),
         *step_rows(scene.name, series),
     ]
 
@@ -130,29 +129,22 @@ def control(repetitions: int, steps: int) -> list[Row]:
 def one_cluster_toml(spec: SiteSpec) -> str:
     (cluster,) = spec.clusters
     nodes = ", ".join(f'"{node}"' for node in cluster.nodes)
-    return (
-        f'version = 1\n[ethernet]\nrate = "{spec.ethernet_rate_bps / 1e6:g}Mb/s"\n[[cluster]]\nname = "all"\nkind = "{cluster.kind}"\n'
-        f'rate = "{cluster.rate_bps / 1e6:g}Mb/s"\nnodes = [{nodes}]\n'
-    )
+    rates = [f'rate = "{bps / 1e6:g}Mb/s"' for bps in (spec.ethernet_rate_bps, cluster.rate_bps)]
+    return (f'version = 1\n[ethernet]\n{rates[0]}\n[[cluster]]\nname = "all"\nkind = "{cluster.kind}"\n{rates[1]}\n'
+            f"nodes = [{nodes}]\n")
 
 
 def run(name: str, variants: list[Variant], scene: Scene, repetitions: int, steps: int) -> dict[str, Series]:
     accelerator = {"flops": scene.flops, "classes": ["Block"]}
     total = repetitions * len(variants)
     started = iter(range(1, total + 1))
-    return compare(
-        variants,
-        script(scene),
-        repetitions=repetitions,
-        steps=steps,
-        skip=3,
-        accelerator=accelerator,
-        on_run=lambda variant, _: tell(f"{name}: run {next(started)} of {total}: {variant}"),
-    )
+    return compare(variants, script(scene), repetitions=repetitions, steps=steps, skip=3, accelerator=accelerator,
+                   on_run=lambda variant, _: tell(f"{name}: run {next(started)} of {total}: {variant}"))
 
 
 def startup(repetitions: int) -> list[Row]:
-    """Seconds from launch to a torn-down process group at 8 ranks, with and without holmes; the difference is holmes's."""
+    """Seconds from launch to a torn-down process group at 8 ranks, with and without holmes; the difference is holmes's.
+    """
     file = examples() / "clusters" / "two_clusters_8.toml"
     spec = load_spec(file)
     seconds: dict[str, list[float]] = {"stock": [], "holmes": []}
@@ -167,7 +159,7 @@ def startup(repetitions: int) -> list[Row]:
                 if repetition:  # the first starts the preloading process
                     seconds[name].append(time.monotonic() - begin)
     added = [b - a for a, b in zip(seconds["stock"], seconds["holmes"])]
-    return [Row.of("start-up, 8 ranks", "seconds that holmes adds", statistics.median(added), "s", (min(added), max(added)), False, "<= 1.0")]
+    return [Row.median("start-up, 8 ranks", "seconds that holmes adds", added, "s", False, "<= 1.0")]
 
 
 def main() -> int:
@@ -175,15 +167,10 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=12)
     args = arguments.parse_args()
-    wanted = [name for name in args.scenes.split(",") if name]
     makers = {scene.name: lambda scene=scene: two_clusters(scene, args.repetitions, args.steps) for scene in SCENES}
     makers["control"] = lambda: control(args.repetitions, args.steps)
     makers["startup"] = lambda: startup(args.repetitions)
-    unknown = [name for name in wanted if name not in makers]
-    if unknown:
-        tell(f"two_clusters.py: no scene {unknown[0]!r}; there are {', '.join(makers)}")
-        return 2
-    rows = [row for name, make in makers.items() if not wanted or name in wanted for row in make()]
+    rows = [row for name in chosen(args.scenes, makers) for row in makers[name]()]
     return finish(rows, args.json, "Stock, holmes and the all-RDMA bound (step times on the emulated accelerator)")
 
 

@@ -4,32 +4,25 @@
     holmes_ext.enable()          # before init_process_group; or add --holmes to the command instead
 """
 
+from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
 __all__ = ["GradientReducer", "HolmesError", "disable", "enable", "initialize_model_parallel", "step_done"]
 
+#: Public name -> its module, imported when the name is used: importing holmes_ext alone stays cheap.
+_HOMES = {
+    "GradientReducer": "holmes_ext.runtime.reduce.reducer",
+    "HolmesError": "holmes_ext.errors",
+    "disable": "holmes_ext.job",
+    "enable": "holmes_ext.job",
+    "step_done": "holmes_ext.runtime.measure.telemetry",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """The public names, loaded when they are used: importing holmes_ext alone stays cheap."""
-    if name in ("enable", "disable"):
-        from holmes_ext import job as switch
-
-        return getattr(switch, name)
     if name == "initialize_model_parallel":  # megatron.core.parallel_state's, imported only now
-        from holmes_ext.patches.megatron.core import drop_in
-
-        return drop_in()
-    if name == "GradientReducer":
-        from holmes_ext.runtime.reduce.reducer import GradientReducer
-
-        return GradientReducer
-    if name == "step_done":
-        from holmes_ext.runtime.measure.telemetry import step_done
-
-        return step_done
-    if name == "HolmesError":
-        from holmes_ext.errors import HolmesError
-
-        return HolmesError
+        return import_module("holmes_ext.job").initialize_model_parallel()
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'holmes_ext' has no attribute {name!r}")

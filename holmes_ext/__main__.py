@@ -3,8 +3,8 @@
 For environments where the .pth is not in place (a source tree on PYTHONPATH, `pip install --target`), and
 for those who want it spelled out: `torchrun ... -m holmes_ext pretrain_gpt.py ...`. No `--holmes` is needed;
 its other flags may stand before SCRIPT or among ARGS. The program runs as __main__ with the arguments, __file__
-and sys.path[0] that it would have alone (sys.argv[0] is made absolute). HOLMES=0, HOLMES_DISABLE=all, and being a child of a worker make it
-run without holmes, flags removed.
+and sys.path[0] that it would have alone (sys.argv[0] is made absolute). HOLMES=0, HOLMES_DISABLE=all, and being a child
+of a worker make it run without holmes, flags removed.
 """
 
 import os
@@ -17,13 +17,12 @@ from holmes_ext.errors import HolmesError
 USAGE = "python -m holmes_ext [--holmes-... VALUE] (SCRIPT | -m MODULE) ARGS"
 
 
-def split(arguments):
+def split(arguments: list[str]) -> tuple[list[str], str, str, list[str]]:
     """(flags before the program, "file" or "module", program, its arguments); HolmesError when there is no program."""
     rest = list(arguments)
-    flags = []
+    flags: list[str] = []
     while rest and _pth.is_flag(rest[0]):
-        takes_value = rest[0].startswith("--holmes-") and "=" not in rest[0]
-        count = 2 if takes_value else 1
+        count = 2 if _pth.takes_value(rest[0]) else 1
         flags += rest[:count]
         del rest[:count]
     kind = "file"
@@ -38,11 +37,12 @@ def split(arguments):
     if kind == "file" and not os.path.exists(program):
         raise HolmesError(f"{program}: no such script")
     if _pth.is_launcher(kind, program):
-        raise HolmesError(f"{program} starts workers itself: put holmes_ext after it, as in `torchrun ... -m holmes_ext SCRIPT ARGS`")
+        wanted = "torchrun ... -m holmes_ext SCRIPT ARGS"
+        raise HolmesError(f"{program} starts workers itself: put holmes_ext after it, as in `{wanted}`")
     return flags, kind, program, rest
 
 
-def main():
+def main() -> int:
     try:
         flags, kind, program, arguments = split(sys.argv[1:])
     except HolmesError as error:

@@ -22,10 +22,9 @@ decide() answers by what runs and how holmes was asked for:
 
 "leave" touches nothing; "strip" removes the flags, so that the same command runs stock.
 
-A worker marks its environment (HOLMES_WORKER_PID = its process id), and a process that has that very
-process as an ancestor (data-loader workers, checkpoint writers, compilers) is left alone. The price: a
-torchrun started from inside a worker gets no holmes. A process that replaces itself with exec keeps
-its id and is activated again.
+A worker marks its environment (HOLMES_WORKER_PID = its process id), and a process that has that very process as an
+ancestor (data-loader workers, checkpoint writers, compilers) is left alone. The price: a torchrun started from inside
+a worker gets no holmes. A process that replaces itself with exec keeps its id and is activated again.
 
 Only os and sys are imported here; both are loaded in every interpreter already.
 """
@@ -83,13 +82,18 @@ def decide(kind, program, arguments, environ, child):
         return "activate"
     if kind == "file" and not program.endswith((".py", ".pyc")):
         return "leave"
-    in_batch_step = "SLURM_PROCID" in environ  # is_worker was false: a helper in a batch script, with srun still to come
+    in_batch_step = "SLURM_PROCID" in environ  # no worker: a helper in a batch script, before its srun
     return "activate" if flagged or not in_batch_step else "leave"
 
 
 def is_flag(argument):
     """Whether a command-line argument is one of holmes's flags."""
     return argument == "--holmes" or argument.startswith(("--holmes-", "--holmes="))
+
+
+def takes_value(argument):
+    """Whether the value of this flag of holmes's is the next argument."""
+    return argument.startswith("--holmes-") and "=" not in argument
 
 
 def is_launcher(kind, program):
@@ -104,8 +108,8 @@ def is_worker(environ):
 
     Slurm sets SLURM_PROCID in the batch script itself too; only inside srun is there a SLURM_STEP_ID.
     """
-    return (("RANK" in environ and "WORLD_SIZE" in environ) or ("SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ)
-            or "OMPI_COMM_WORLD_RANK" in environ or "PMI_RANK" in environ)
+    pairs = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_ID"), ("OMPI_COMM_WORLD_RANK",), ("PMI_RANK",))
+    return any(all(name in environ for name in pair) for pair in pairs)
 
 
 def is_off(environ):
@@ -150,7 +154,8 @@ def start(argv):
     _started = True
     if is_worker(os.environ):
         os.environ[MARKER] = str(os.getpid())
-    from holmes_ext.job import activate
+    from holmes_ext.job import activate  # the .pth line must import nothing before
+
     activate(argv)
 
 
@@ -164,7 +169,7 @@ def strip_flags(argv):
         if skip:
             skip = False
         elif is_flag(argument):
-            skip = argument.startswith("--holmes-") and "=" not in argument
+            skip = takes_value(argument)
         else:
             kept.append(argument)
     argv[:] = kept

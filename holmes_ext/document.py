@@ -1,15 +1,35 @@
-"""A table of a TOML or JSON document that remembers where it is and which keys were read, so that errors name the key."""
+"""Reading and writing files: a table of a TOML or JSON document that remembers where it is and which keys were read.
+
+    top = load_toml("cluster.toml", "name a cluster.toml")       every reader raises HolmesError: file, key, way out
+    top.version(1)
+    name, rate = top.take("name", str), top.rate("rate")         one key at a time, then
+    top.done()                                                   keys that nobody read are refused
+    top.table("port").into(Port)                                 or a whole dataclass by its fields' names and types
+"""
 
 from __future__ import annotations
 
-import difflib
+import contextlib
+import json
 import os
+import stat
+import sys
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import parse_rate, parse_seconds
+from holmes_ext.words import nearest, why
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+T = TypeVar("T")
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
 _REQUIRED = object()
 
@@ -22,18 +42,32 @@ class Table:
         self.read: set[str] = set()
 
     def at(self, key: str) -> str:
-        return f"{self.source}: key '{self.path}.{key}'" if self.path else f"{self.source}: key '{key}'"
+        return f"{self.source}: key '{self._below(key):.200}'"
+
+    def _below(self, key: str) -> str:
+        return f"{self.path}.{key}" if self.path else key
+
+    def _present(self, key: str) -> bool:
+        self.read.add(key)
+        return key in self.values
+
+    def _missing(self, key: str) -> HolmesError:
+        near = nearest(key, set(self.values) - self.read)
+        return HolmesError(f"{self.at(key)} is missing" + (f"; is {near!r} a misspelling of it?" if near else ""))
+
+    def version(self, known: int) -> None:
+        """Refuse another version of the document than `known`."""
+        if (version := self.take("version", int)) != known:
+            raise HolmesError(f"{self.at('version')} is {version}; this holmes_ext reads version {known}")
 
     def take(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
         """The value of `key`, of type `kind` (float takes whole numbers too, and is finite)."""
-        self.read.add(key)
-        if key not in self.values:
+        if not self._present(key):
             if default is _REQUIRED:
-                raise HolmesError(f"{self.at(key)} is missing" + self._near(key))
+                raise self._missing(key)
             return default
         value = self.values[key]
-        accepted = (int, float) if kind is float else kind
-        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        if not _is(value, kind):
             raise HolmesError(f"{self.at(key)}: {value!r:.80} is not {_KINDS[kind]}")
         if kind is float and not -1e300 < value < 1e300:  # whole numbers can be too large for math.isfinite
             raise HolmesError(f"{self.at(key)}: {value!r:.80} is not a finite number")
@@ -41,62 +75,155 @@ class Table:
 
     def rate(self, key: str, required: bool = True) -> int:
         """Bits/s; 0 when it may be and is left out."""
-        if key not in self.values and not required:
-            self.read.add(key)
-            return 0
-        return parse_rate(self.take(key, str), self.at(key))
+        return parse_rate(self.take(key, str), self.at(key)) if self._present(key) or required else 0
 
     def seconds(self, key: str, default: float) -> float:
-        self.read.add(key)
-        return parse_seconds(self.values[key], self.at(key)) if key in self.values else default
+        return parse_seconds(self.values[key], self.at(key)) if self._present(key) else default
 
-    def list(self, key: str, kind: type, default: tuple | None = None) -> tuple:
+    def list(self, key: str, kind: type, default: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
         """A tuple of values of type `kind`."""
-        self.read.add(key)
-        if key not in self.values and default is not None:
+        if not self._present(key):
+            if default is None:
+                raise self._missing(key)
             return tuple(default)
-        value = self.values.get(key)
-        if not isinstance(value, list) or not all(isinstance(i, kind) and not isinstance(i, bool) for i in value):
-            state = f"{value!r:.80} is not a list, each item {_KINDS[kind]}" if key in self.values else "is missing"
-            raise HolmesError(f"{self.at(key)}: {state}" + ("" if key in self.values else self._near(key)))
+        value = self.values[key]
+        if not isinstance(value, (list, tuple)) or not all(_is(item, kind) for item in value):
+            raise HolmesError(f"{self.at(key)}: {value!r:.80} is not a list, each item {_KINDS[kind]}")
         return tuple(value)
 
-    def table(self, key: str, default: dict | None = None) -> Table:
-        self.read.add(key)
+    def table(self, key: str, default: dict[str, Any] | None = None) -> Table:
+        if not self._present(key) and default is None:
+            raise self._missing(key)
         value = self.values.get(key, default)
         if not isinstance(value, dict):
-            state = "is missing" if value is None else "is not a table"
-            raise HolmesError(f"{self.at(key)} {state}" + self._near(key))
-        return Table(value, self.source, f"{self.path}.{key}" if self.path else key)
+            raise HolmesError(f"{self.at(key)} is not a table")
+        return Table(value, self.source, self._below(key))
 
-    def tables(self, key: str) -> list[Table]:
-        self.read.add(key)
-        value = self.values.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+    def tables(self, key: str) -> tuple[Table, ...]:
+        """None where the key is left out."""
+        value = self.values[key] if self._present(key) else ()
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, dict) for item in value):
             raise HolmesError(f"{self.at(key)} is not a list of tables; in TOML write [[{key}]]")
-        path = f"{self.path}.{key}" if self.path else key
-        return [Table(item, self.source, f"{path}[{index}]") for index, item in enumerate(value)]
+        return tuple(Table(item, self.source, f"{self._below(key)}[{index}]") for index, item in enumerate(value))
 
     def done(self) -> None:
         """Refuse keys that nobody read."""
         for key in self.values:
             if key not in self.read:
-                near = difflib.get_close_matches(key, self.read, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(self.read))}"
-                raise HolmesError(f"{self.at(key)} is not known{hint}")
+                near = nearest(key, self.read)
+                hint = f"did you mean {near!r}?" if near else f"known here: {', '.join(sorted(self.read))}"
+                raise HolmesError(f"{self.at(key)} is not known; {hint}")
 
-    def _near(self, key: str) -> str:
-        near = difflib.get_close_matches(key, set(self.values) - self.read, 1)
-        return f"; is {near[0]!r} a misspelling of it?" if near else ""
+    def into(self, cls: type[T], **given: Any) -> T:
+        """The dataclass `cls` of this table: a key for each field that is not `given`, of the field's type; no others.
+
+        A field may be a text, a number, a truth value, a dataclass, a tuple or a dict of these, or `... | None`.
+        What `cls` itself refuses (HolmesError) is raised with the table's place in front.
+        """
+        values = dict(given)
+        for name, kind, required in _fields_of(cls):  # type: ignore[arg-type]
+            if name not in given and (self._present(name) or required):
+                value = self.values.get(name)
+                plain = type(value) is kind is not float  # most are, in the reports of thousands of nodes
+                values[name] = value if plain else self._value(name, kind)
+        self.done()
+        try:
+            return cls(**values)
+        except HolmesError as error:
+            raise HolmesError(f"{self.source}: {f'key {self.path!r}: ' * bool(self.path)}{error}") from None
+
+    def _value(self, key: str, kind: Any) -> Any:
+        """The value of `key` as the type annotation `kind` says."""
+        if not self._present(key):
+            raise self._missing(key)
+        if isinstance(kind, UnionType):
+            if self.values[key] is None:
+                return None
+            (kind,) = set(get_args(kind)) - {NoneType}
+        if isinstance(kind, type) and is_dataclass(kind):
+            return self.table(key).into(kind)
+        if get_origin(kind) is dict:
+            table = self.table(key)
+            return {name: table._value(name, get_args(kind)[1]) for name in table.values}
+        if get_origin(kind) is not tuple:
+            return self.take(key, kind)
+        item: type = get_args(kind)[0]
+        return tuple(table.into(item) for table in self.tables(key)) if is_dataclass(item) else self.list(key, item)
+
+
+def _is(value: object, kind: type) -> bool:
+    accepted = (int, float) if kind is float else (list, tuple) if kind is list else kind
+    return isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
+
+
+@cache
+def _fields_of(cls: Any) -> tuple[tuple[str, Any, bool], ...]:
+    """(name, type, whether it has no default) of each field."""
+    kinds = get_type_hints(cls)
+    return tuple((f.name, kinds[f.name], f.default is MISSING and f.default_factory is MISSING) for f in fields(cls))
+
+
+def load_toml(path: str | Path, advice: str) -> Table:
+    """The top table of a TOML file; HolmesError ends with `advice` where the file cannot be read."""
+    return parse_toml(read_text(path, advice), str(path))
+
+
+def parse_toml(text: str, source: str) -> Table:
+    try:
+        return Table(tomllib.loads(text), source)
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and whole numbers of thousands of digits
+        raise HolmesError(f"{source}: not valid TOML: {error}") from None
+
+
+def load_json(path: str | Path, advice: str) -> Table:
+    """The object in a JSON file; HolmesError ends with `advice` where the file cannot be read or holds no object."""
+    return parse_json(read_text(path, advice), str(path), advice)
+
+
+def parse_json(text: str, source: str, advice: str) -> Table:
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise HolmesError(f"{source}: not valid JSON: {str(error)[:200]}; {advice}") from None
+    if not isinstance(document, dict):
+        raise HolmesError(f"{source}: not a JSON object; {advice}")
+    return Table(document, source)
+
+
+def read_text(path: str | Path, advice: str) -> str:
+    """The text of a file; HolmesError ends with `advice` where it cannot be read."""
+    try:
+        return Path(path).read_bytes().decode()
+    except (OSError, ValueError) as error:  # not UTF-8, or a NUL in the path
+        raise HolmesError(f"{path}: cannot be read ({why(error)}); {advice}") from None
+
+
+def save(path: str | Path, text: str, what: str) -> None:
+    """write_whole() for a file that the user named; HolmesError says that `what` ("the plan") cannot be written."""
+    try:
+        write_whole(path, text)
+    except (OSError, ValueError) as error:
+        raise HolmesError(f"{path}: {what} cannot be written ({why(error)}); name another place") from None
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Write the file whole or leave what is there; raises OSError, and nothing half-written stays behind."""
-    target = Path(path)
+    """Write the file whole, with the permissions it had, or leave it as it is; raises OSError, leaves no half file.
+
+    A link is followed; what is no regular file (/dev/stdout, a pipe) is written to, not replaced.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        Path(path).write_text(text, encoding="utf-8")
+        return
+    target = Path(os.path.realpath(path))
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        with open(partial, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileNotFoundError):
+            partial.chmod(stat.S_IMODE(target.stat().st_mode))
         partial.replace(target)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise

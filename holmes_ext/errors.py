@@ -9,3 +9,7 @@ class HolmesError(Exception):
 
     def __init__(self, message: str):
         super().__init__(" ".join(message.split()))
+
+
+class RemoteError(HolmesError):
+    """An error that another rank has already told the user; this one only ends."""

@@ -5,13 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from holmes_ext.errors import HolmesError
+from holmes_ext import banner, patches
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options, options_from, parse_flags
+from holmes_ext.patches.deepspeed import ds_config
+from holmes_ext.patches.megatron import arguments, core
+from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start import launcher
-from holmes_ext.runtime.start.exchange import RemoteError
+from holmes_ext.runtime.start.rank import Request, start
+from holmes_ext.runtime.watch import failure, start_stop
 
 #: Environment variables before activation, to be put back by disable().
 _before: dict[str, str | None] = {}
@@ -22,15 +28,15 @@ _TOUCHED = (
 
 
 def activate(argv: list[str]) -> None:
-    """Read and strip the flags from `argv` (in place, normally sys.argv), and start; ends the process with status 2 on bad input."""
-    failure = None
+    """Read and strip the flags from `argv` (in place, normally sys.argv), and start; bad input ends with status 2."""
+    trouble = None
     try:
         try:
             options, argv[:] = parse_flags(argv, os.environ)
         except HolmesError as error:  # told through the store, once, with the rank
-            options, failure = Options(), error
+            options, trouble = Options(), error
         sys.excepthook = _one_line(sys.excepthook)
-        _start(options, argv, failure)
+        _start(options, argv, trouble)
     except RemoteError:
         sys.stderr.flush()
         raise SystemExit(2) from None
@@ -39,7 +45,7 @@ def activate(argv: list[str]) -> None:
         raise SystemExit(2) from None
 
 
-def _one_line(show):
+def _one_line(show: Callable[..., Any]) -> Callable[..., Any]:
     """An excepthook that tells a HolmesError raised inside the script (from a hook of ours) as one line, with status 2.
 
     An error of the framework's own communication gets a line after its traceback: which NIC, which node.
@@ -48,52 +54,46 @@ def _one_line(show):
     def hook(kind, error, traceback):
         if not issubclass(kind, HolmesError):
             show(kind, error, traceback)
-            if "torch" in sys.modules and (line := _explain(error)):
+            if line := _explain(error):
                 sys.stderr.write(f"holmes: {line}\n")
                 sys.stderr.flush()
             return
         if not issubclass(kind, RemoteError):
-            # Not sys.stderr: torch.distributed's own hook puts a buffer in its place, which SystemExit leaves unprinted.
+            # Not sys.stderr: torch.distributed's own hook puts a buffer there, which SystemExit leaves unprinted.
             print(f"holmes: {error}", file=sys.__stderr__, flush=True)
         raise SystemExit(2)
 
     return hook
 
 
-def _explain(error):
+def _explain(error: BaseException) -> str | None:
     """failure.explain, whatever may be broken by now."""
     try:
-        from holmes_ext.runtime.watch.failure import explain
-
-        return explain(error)
+        return failure.explain(error)
     except Exception as trouble:
         return f"what the error means cannot be told ({type(trouble).__name__}: {trouble})"
 
 
-def enable(plan: str | os.PathLike | None = None, **options: Any) -> None:
+def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:
     """Switch holmes on in this process, before init_process_group; the same as --holmes with --holmes-plan `plan`.
 
-    options: cluster, sizes, partition, model, timeout, verbose - as the flags of these names. HolmesError when the input is bad, when torch.distributed
-    is initialized already (the ranks are fixed by then), or when holmes is on already.
+    options: cluster, sizes, partition, model, timeout, verbose - as the flags of these names. HolmesError when the
+    input is bad, when torch.distributed is initialized already (the ranks are fixed by then), or when holmes is on
+    already.
     """
     if session.active() is not None:
         raise HolmesError("holmes is already active in this process; call disable() first")
-    if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
-        raise HolmesError("enable() comes too late: torch.distributed is initialized; call it before init_process_group")
+    if sys.modules["torch.distributed"].is_initialized():
+        raise HolmesError("enable() comes too late: torch.distributed is initialized; call it before that")
     values = options if plan is None else {**options, "plan": os.fspath(plan)}
     _start(options_from(**values), sys.argv[1:])
 
 
 def disable() -> None:
     """Undo every patch and put the environment back; process groups that exist keep their transport."""
-    from holmes_ext.patches import registry
-    from holmes_ext.runtime.watch import observers as observe
-
-    observe.end()
-    registry().undo()
+    start_stop.stop()
+    patches.registry().undo()
     session.set_active(None)
-    if "holmes_ext.runtime.watch.nic_watch" in sys.modules:
-        sys.modules["holmes_ext.runtime.watch.nic_watch"].stop()
     for name, value in _before.items():
         if value is None:
             os.environ.pop(name, None)
@@ -102,120 +102,35 @@ def disable() -> None:
     _before.clear()
 
 
-def _start(options: Options, argv: list[str], failure: HolmesError | None = None) -> None:
-    from holmes_ext.patches import installed_versions, registry
-    from holmes_ext.patches.deepspeed import ds_config
-    from holmes_ext.patches.megatron import arguments
-    from holmes_ext.plan.sizes import parse_sizes
-    from holmes_ext.runtime.start.rank import start
-    from holmes_ext.runtime.watch import observers as observe
+def initialize_model_parallel() -> Callable[..., Any]:
+    """megatron.core.parallel_state's function, which switches holmes on where nothing else did."""
+    return core.drop_in(enable)
 
-    process = launcher.detect(os.environ)
+
+def _start(options: Options, argv: list[str], trouble: HolmesError | None = None) -> None:
+    process, registry = launcher.detect(os.environ), patches.registry()
     _before.update({name: os.environ.get(name) for name in _TOUCHED})
-    sizes, patches = None, registry()
     if process.rank != 0:  # what is off and why is the same everywhere, or agree_on_patches() ends the job
         logging.getLogger("holmes_ext.patches").setLevel(logging.ERROR)
-    agreed = {"HOLMES_DISABLE": os.environ.get("HOLMES_DISABLE", ""), "installed frameworks": ", ".join(map(" ".join, installed_versions().items()))}
+    installed = ", ".join(map(" ".join, patches.installed_versions().items()))
+    agreed = {"HOLMES_DISABLE": os.environ.get("HOLMES_DISABLE", ""), "installed frameworks": installed}
     config = ds_config.from_arguments(argv)
     if config is not None:
         agreed["content of the --deepspeed_config file"] = config.digest
+    request = Request(options, overlap=arguments.overlaps(options.overlap, argv))
     try:
-        model = None
         try:
-            sizes = parse_sizes(options.sizes, "--holmes-sizes") if options.sizes else arguments.sizes_from_arguments(argv)
-            model = arguments.model_from_arguments(argv) if options.partition in ("speed", "balanced") else None
-            patches.enable_installed(options.required_features)
+            said = parse_sizes(options.sizes, "--holmes-sizes") if options.sizes else None
+            request.sizes = said or arguments.sizes_from_arguments(argv)
+            if not options.model:
+                request.model = arguments.model_from_arguments(argv, needed=options.needs_model)
+            registry.enable_asked_for(options)
         except HolmesError as error:
-            failure = failure or error
-        current, lines = start(options, process, sizes, agreed, failure, model=model, overlap=arguments.overlaps(options.overlap, argv))
+            trouble = trouble or error
+        current, lines = start(request, process, agreed, trouble)
         if config is not None:
-            lines = [*lines, *_check_config(config, current)]
+            lines += ds_config.checked(config, current)
     except BaseException:
-        patches.undo()
+        registry.undo()
         raise
-    lines += observe.begin(current)
-    if current.rank == 0:
-        for line in [describe(current), *lines]:
-            print(f"holmes: {line}", file=sys.stderr, flush=True)
-    if process.world_size > 1:
-        _watch_nics(options)
-
-
-def _watch_nics(options: Options) -> None:
-    from holmes_ext.runtime.watch import failure, nic_watch
-
-    failure.remember_counters()
-    nic_watch.start(options.patience_s)
-
-
-def _check_config(config, current: session.Session) -> list[str]:
-    """ds_config.check; the file and the plan are the same on all ranks, so rank 0 alone says what is wrong."""
-    from holmes_ext.patches.deepspeed import ds_config
-
-    overlap = current.options.overlap if current.options.overlap != "auto" else None
-    try:
-        return ds_config.check(config, current.plan, overlap)
-    except HolmesError as error:
-        raise error if current.rank == 0 else RemoteError(str(error)) from None
-
-
-def describe(current: session.Session) -> str:
-    """One line: clusters found, order of the nodes, stages and layers, which groups use which NIC, what is patched and what is not."""
-    return "; ".join(filter(None, [_describe_ranks(current), _describe_plan(current), _describe_patches(current)]))
-
-
-def _describe_plan(current: session.Session) -> str:
-    """ "pipeline 2 x data 2, layers as the framework splits them; data on ib and roce, pipeline on ethernet"."""
-    plan, site = current.plan, current.site
-    if plan.sizes is None:
-        return ""
-    sizes = plan.sizes
-    named = [f"{name} {getattr(sizes, name)}" for name in ("pipeline", "tensor", "context", "data") if getattr(sizes, name) > 1]
-    text = " x ".join(named) or "one process"
-    if sizes.pipeline > 1:
-        text += f", layers {'+'.join(map(str, plan.stage_layers))}" if plan.stage_layers else ", layers as the framework splits them"
-    kinds = {}
-    for kind, fabrics in plan.transports.items():
-        if getattr(sizes, kind, 2) == 1:  # "world" has no size of its own
-            continue
-        names = dict.fromkeys(site.fabric_by_name[name].kind if name in site.fabric_by_name else "memory" for name in fabrics)
-        kinds.setdefault(" and ".join(names), []).append(kind)
-    return "; ".join(filter(None, [text, ", ".join(f"{', '.join(kind)} groups on {where}" for where, kind in kinds.items())]))
-
-
-#: Features whose patches stand by: the option that asks for them, and its values that do not.
-_STAND_BY = {
-    "overlap": ("overlap", ("off",)),
-    "overlap-gather": ("overlap", ("off", "auto")),
-    "deepspeed-profile": ("profile", ("",)),
-    "megatron-profile": ("profile", ("",)),
-}
-
-
-def _describe_patches(current: session.Session) -> str:
-    """Features that are on, and those that are off though their framework is there."""
-    from holmes_ext.patches import all_patches, registry
-
-    watched = {patch.feature for patch in all_patches() if patch.version_of}  # whether their framework is there shows later
-    on = dict.fromkeys(s.feature for s in registry().report() if s.state == "applied" or s.state == "waiting" and s.feature not in watched)
-    asleep = {feature for feature, (option, values) in _STAND_BY.items() if getattr(current.options, option) in values}
-    on = [feature for feature in on if feature not in asleep]
-    off = {s.feature: s.reason for s in registry().report() if s.state == "off" and s.reason != "not enabled"}
-    text = f"patched: {', '.join(on) or 'nothing'}"
-    return text + (f"; not patched: {', '.join(f'{feature} ({reason})' for feature, reason in off.items())}" if off else "")
-
-
-def _describe_ranks(current: session.Session) -> str:
-    site, plan = current.site, current.plan
-    clusters = []
-    for name in dict.fromkeys(site.node_by_name[node].cluster for node in plan.nodes):
-        nodes = [node for node in site.nodes if node.cluster == name]
-        fabric = site.fabric_by_name[nodes[0].ports[0].fabric]
-        clusters.append(f"{name} ({len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}, {fabric.kind})")
-    moved = "order kept" if plan.nodes == tuple(node.name for node in site.nodes) else "ranks renumbered"
-    text = f"{len(clusters)} cluster{'s' * (len(clusters) > 1)}: {' -> '.join(clusters)}; world size {site.world_size}, {moved}"
-    if plan.stage_layers:
-        text += f"; {plan.partition} stages of {'+'.join(map(str, plan.stage_layers))} layers"
-    if plan.straddling:
-        text += "; " + ", ".join(f"{s.groups} {s.kind} groups straddle clusters (on {s.fabric})" for s in plan.straddling)
-    return text
+    banner.show(current, lines + start_stop.start(current))

@@ -2,99 +2,101 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.words import did_you_mean
 
 PREFIX = "--holmes"
-CHOICES = {
-    "verbose": ("on", "off"),
-    "overlap": ("auto", "on", "off"),
-    "compress": ("off", "bf16", "int8"),
-    "preflight": ("on", "off"),
-    "fallback": ("ethernet", "fail"),
-}
 PARTITIONS = ("uniform", "speed", "balanced")
 #: After --holmes-profile's file: end the job when it is written.
 STOP = ",stop"
-HELP = {
-    "cluster": "FILE: cluster.toml, the clusters and their nodes (default: worked out from the nodes' NICs)",
-    "plan": "FILE: plan.json of `holmes plan` (default: a plan is made at start-up)",
-    "sizes": "pipeline=2,tensor=1,...: the job's parallel sizes, where holmes cannot read them from the command line",
-    "timeout": "seconds until a rank that has not reported is named and the job ends (default 300)",
-    "require": "feature,...: these must be usable (see `holmes patches`), or the job ends; others are left off with a reason",
-    "overlap": "auto (default): DeepSpeed's pipeline engine and megatron-core reduce gradients while the last backward pass runs, on the stages whose reduction would be waited for, where no checkpoint depends on it; on: on every stage, and updated parameters of ZeRO 1 and of a distributed optimizer travel during the next forward pass; off: as the framework does it",
-    "bucket": "megabytes of gradients that travel together (default: from the fabric's latency and rate)",
-    "compress": "off (default), bf16, or int8 (with error feedback): gradients on the slow network only, where they are reduced in two levels",
-    "partition": "uniform (the framework decides), speed (the Holmes paper's formula), balanced (least predicted step), or layers of each stage: 5,3",
-    "model": "FILE: the model as TOML, see examples/models (for speed and balanced; default: read from Megatron's flags)",
-    "preflight": "on (default): before training every node tries its neighbours of every group over the NIC chosen for it; off: no",
-    "fallback": "ethernet (default): groups whose fast NIC does not work go over Ethernet, on all their ranks; fail: the job ends",
-    "patience": "seconds that a NIC in use may be without link until the job ends with a line that names it (default 20; 0: no limit)",
-    "telemetry": "DIR: where each rank writes what its steps and messages took; `holmes report DIR` shows it",
-    "watchdog": "K or K,SECONDS: a step that takes over K times the median (and over SECONDS) is explained in one line while it hangs (default 5,10); or off",
-    "profile": "N or N,FILE: measure N steps after a warm-up and write FILE (default profile.json) for `holmes plan --profile`",
-    "verbose": "on: one line for every process group and the fabric it got",
-}
+
+
+def _option(default: str, text: str, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"help": text, "choices": choices})
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for. `given` names the options that were set on purpose; timeout is in seconds."""
+    """What the user asked for, as text. `given` names the options that were set on purpose."""
 
-    cluster: str = ""
-    plan: str = ""
-    sizes: str = ""
-    timeout: str = "300"
-    require: str = ""
-    overlap: str = "auto"
-    bucket: str = ""
-    compress: str = "off"
-    partition: str = "uniform"
-    model: str = ""
-    preflight: str = "on"
-    fallback: str = "ethernet"
-    patience: str = "20"
-    telemetry: str = ""
-    watchdog: str = "5,10"
-    profile: str = ""
-    verbose: str = "off"
+    cluster: str = _option(
+        "", "FILE: cluster.toml, the clusters and their nodes (default: worked out from the nodes' NICs)")
+    plan: str = _option("", "FILE: plan.json of `holmes plan` (default: a plan is made at start-up)")
+    sizes: str = _option(
+        "", "pipeline=2,tensor=1,...: the job's parallel sizes, where holmes cannot read them from the command line")
+    timeout: str = _option("300", "seconds until a rank that has not reported is named and the job ends (default 300)")
+    require: str = _option(
+        "", "feature,...: these must be usable (see `holmes patches`), or the job ends; others are left off with a"
+        " reason")
+    overlap: str = _option(
+        "auto", "auto (default): DeepSpeed's pipeline engine and megatron-core reduce gradients while the last backward"
+        " pass runs, on the stages whose reduction would be waited for, where no checkpoint depends on it; on: on every"
+        " stage, and updated weights of megatron-core's distributed optimizer travel during the next forward pass;"
+        " off: as the framework does it", ("auto", "on", "off"))
+    bucket: str = _option(
+        "", "megabytes of gradients that travel together (default: from the fabric's latency and rate)")
+    compress: str = _option(
+        "off", "off (default), bf16, or int8 (with error feedback): gradients on the slow network only, where they are"
+        " reduced in two levels", ("off", "bf16", "int8"))
+    partition: str = _option(
+        "uniform", "uniform (the framework decides), speed (the Holmes paper's formula), balanced (least predicted"
+        " step), or layers of each stage: 5,3")
+    model: str = _option(
+        "", "FILE: the model as TOML, see examples/models (for speed and balanced; default: read from Megatron's"
+        " flags)")
+    preflight: str = _option(
+        "on", "on (default): before training every node tries its neighbours of every group over the NIC chosen for it;"
+        " off: no", ("on", "off"))
+    fallback: str = _option(
+        "ethernet", "ethernet (default): groups whose fast NIC does not work go over Ethernet, on all their ranks;"
+        " fail: the job ends", ("ethernet", "fail"))
+    patience: str = _option(
+        "20", "seconds that a NIC in use may be without link until the job ends with a line that names it (default 20;"
+        " 0: no limit)")
+    telemetry: str = _option(
+        "", "DIR: where each rank writes what its steps and messages took; `holmes report DIR` shows it")
+    watchdog: str = _option(
+        "5,10", "K or K,SECONDS: a step that takes over K times the median (and over SECONDS) is explained in one line"
+        " while it hangs (default 5,10); or off")
+    profile: str = _option(
+        "", "N or N,FILE: measure N steps after a warm-up and write FILE (default profile.json) for `holmes plan"
+        " --profile`")
+    verbose: str = _option("off", "on: one line for every process group and the fabric it got", ("on", "off"))
     given: frozenset[str] = frozenset()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in NAMES:
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise HolmesError(f"{flag(name)}: {value!r} is not a text")
             if name in CHOICES and value not in CHOICES[name]:
                 raise HolmesError(f"{flag(name)}: {value!r} is not one of {', '.join(CHOICES[name])}")
-        if self.partition not in PARTITIONS and not self.stage_layers:
-            raise HolmesError(f"{flag('partition')}: {self.partition!r} is not one of {', '.join(PARTITIONS)}, nor layers of each stage such as 5,3")
-        if not self.timeout.replace(".", "", 1).isdecimal() or not 0 < float(self.timeout) < 1e6:
-            raise HolmesError(f"{flag('timeout')}: {self.timeout!r} is not a number of seconds above 0")
-        if not self.patience.replace(".", "", 1).isdecimal() or float(self.patience) >= 1e6:
-            raise HolmesError(f"{flag('patience')}: {self.patience!r} is not a number of seconds (0: no limit)")
-        if self.bucket and (not self.bucket.replace(".", "", 1).isdecimal() or not 0.001 <= float(self.bucket) <= 10_000):
-            raise HolmesError(f"{flag('bucket')}: {self.bucket!r} is not a number of megabytes from 0.001 to 10000")
-        if self.watchdog != "off" and not self._watchdog_numbers():
-            raise HolmesError(f"{flag('watchdog')}: {self.watchdog!r} is neither off nor K or K,SECONDS with K of 1.5 or more and SECONDS of 1 or more")
-        if self.profile and not 0 < self.profile_steps < 100_000:
-            raise HolmesError(f"{flag('profile')}: {self.profile!r} is not a number of steps, 1 or more, nor N,FILE")
-
-    def _watchdog_numbers(self) -> tuple[float, float] | None:
-        parts = self.watchdog.replace(" ", "").split(",")
-        if len(parts) > 2 or not all(part.replace(".", "", 1).isdecimal() for part in parts):
-            return None
-        factor, floor = float(parts[0]), float(parts[1]) if len(parts) == 2 else 10.0
-        return (factor, floor) if 1.5 <= factor <= 1e6 and 1 <= floor <= 1e6 else None
+        bucket, timeout, patience = (_decimal(text) for text in (self.bucket or "1", self.timeout, self.patience))
+        refused = {
+            "partition": self.partition not in PARTITIONS and not self.stage_layers
+            and f"is not one of {', '.join(PARTITIONS)}, nor layers of each stage such as 5,3",
+            "timeout": not 0 < timeout < 1e6 and "is not a number of seconds above 0",
+            "patience": not 0 <= patience < 1e6 and "is not a number of seconds (0: no limit)",
+            "bucket": not 0.001 <= bucket <= 10_000 and "is not a number of megabytes from 0.001 to 10000",
+            "watchdog": self.watchdog != "off" and not self.watchdog_limits
+            and "is neither off nor K or K,SECONDS with K of 1.5 or more and SECONDS of 1 or more",
+            "profile": self.profile and not 0 < self.profile_steps < 100_000
+            and "is not a number of steps, 1 or more, nor N,FILE",
+        }
+        for name, reason in refused.items():
+            if reason:
+                raise HolmesError(f"{flag(name)}: {getattr(self, name)!r} {reason}")
 
     @property
     def watchdog_limits(self) -> tuple[float, float] | None:
         """(times the median step, seconds) that a step may take at least, before it is explained; None: off."""
-        return None if self.watchdog == "off" else self._watchdog_numbers()
+        factor, comma, floor = self.watchdog.replace(" ", "").partition(",")
+        limits = _decimal(factor), _decimal(floor) if comma else 10.0
+        return limits if 1.5 <= limits[0] <= 1e6 and 1 <= limits[1] <= 1e6 else None
 
     @property
     def profile_steps(self) -> int:
@@ -124,7 +126,13 @@ class Options:
     def stage_layers(self) -> tuple[int, ...]:
         """Layers of each stage where `partition` lists them ("5,3"), else ()."""
         parts = self.partition.replace(" ", "").split(",")
-        return tuple(map(int, parts)) if all(part.isdecimal() and 0 < len(part) < 6 and int(part) for part in parts) else ()
+        listed = all(part.isdecimal() and 0 < len(part) < 6 and int(part) for part in parts)
+        return tuple(map(int, parts)) if listed else ()
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether the layers of the stages are worked out from what they cost."""
+        return self.partition != "uniform" and not self.stage_layers
 
     @property
     def timeout_s(self) -> float:
@@ -140,7 +148,14 @@ class Options:
         return {name: values[name] for name in NAMES}
 
 
-NAMES = tuple(field.name for field in fields(Options) if field.name != "given")
+HELP = {item.name: item.metadata["help"] for item in fields(Options) if item.metadata}
+CHOICES = {item.name: item.metadata["choices"] for item in fields(Options) if item.metadata.get("choices")}
+NAMES = tuple(HELP)
+
+
+def _decimal(text: str) -> float:
+    """The number, written without sign and exponent; nan, which is in no range, for any other text."""
+    return float(text) if text.replace(".", "", 1).isdecimal() else float("nan")
 
 
 def flag(name: str) -> str:
@@ -174,9 +189,7 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
             continue
         key = name.removeprefix(f"{PREFIX}-")
         if key not in NAMES:
-            near = difflib.get_close_matches(key, NAMES, 1)
-            hint = f"did you mean {flag(near[0])}?" if near else f"known: {', '.join(map(flag, NAMES))}"
-            raise HolmesError(f"{name} is not a flag of holmes; {hint}")
+            raise HolmesError(f"{name} is not a flag of holmes; {did_you_mean(key, NAMES, flag)}")
         if not equals:
             value = next(items, "--")
             if value.startswith("--"):
@@ -189,8 +202,6 @@ def options_from(**values: Any) -> Options:
     """Options from enable()'s keyword arguments; an unknown one is named with its near miss."""
     for name in values:
         if name not in NAMES:
-            near = difflib.get_close_matches(name, NAMES, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(NAMES)}"
-            raise HolmesError(f"enable({name}=...) is not an option of holmes; {hint}")
+            raise HolmesError(f"enable({name}=...) is not an option of holmes; {did_you_mean(name, NAMES)}")
     texts = {name: str(value) for name, value in values.items() if value is not None}
     return Options(**texts, given=frozenset(texts))

@@ -1,31 +1,30 @@
-"""Rates and times as people write them: "200Gb/s", "250 Mb/s", "50us" - and back."""
+"""Rates, times and sizes as people write them: "200Gb/s", "250 Mb/s", "50us" - and back."""
 
 import re
 
 from holmes_ext.errors import HolmesError
 
 _RATE = re.compile(r"\s*([0-9.]+)\s*([kMGT]?)(?:b/s|bps|bit/s|bit)\s*")
-_SCALE = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _TIME = re.compile(r"\s*([0-9.]+)\s*(s|ms|us|ns)\s*")
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_SCALE = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
-def _number(text: str, value: str, where: str) -> float:
+def _parse(value: object, where: str, pattern: re.Pattern[str], wanted: str) -> float:
+    match = pattern.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise HolmesError(f"{where}: {value!r:.80} is not {wanted}")
     try:
-        number = float(text)
+        number = float(match[1])
     except ValueError:
         raise HolmesError(f"{where}: {value!r:.80} has no readable number") from None
     if number > 1e15:
         raise HolmesError(f"{where}: {value!r:.80} is beyond any rate or time")
-    return number
+    return number * _SCALE[match[2]]
 
 
 def parse_rate(value: object, where: str) -> int:
     """Bits/s of `value`, such as "25Gb/s" (decimal prefixes, bits). `where` names the file and key in the error."""
-    match = _RATE.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        raise HolmesError(f'{where}: {value!r:.80} is not a rate; write for example "25Gb/s" or "250Mb/s" (bits)')
-    rate = round(_number(match[1], value, where) * _SCALE[match[2]])
+    rate = round(_parse(value, where, _RATE, 'a rate; write for example "25Gb/s" or "250Mb/s" (bits)'))
     if rate <= 0:
         raise HolmesError(f"{where}: a rate must be above 0, not {value!r}")
     return rate
@@ -33,23 +32,19 @@ def parse_rate(value: object, where: str) -> int:
 
 def parse_seconds(value: object, where: str) -> float:
     """Seconds of `value`, such as "50us"."""
-    match = _TIME.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        raise HolmesError(f'{where}: {value!r:.80} is not a time; write for example "50us" or "1ms"')
-    return _number(match[1], value, where) * _SECONDS[match[2]]
+    return _parse(value, where, _TIME, 'a time; write for example "50us" or "1ms"')
 
 
-def format_rate(bits_per_second: float) -> str:
-    """ "25 Gb/s" from 25e9."""
-    for unit in ("T", "G", "M", "k"):
-        if bits_per_second >= _SCALE[unit]:
-            return f"{bits_per_second / _SCALE[unit]:.4g} {unit}b/s"
-    return f"{bits_per_second:.4g} b/s"
+def format_rate(bits_per_second: float, digits: int = 4) -> str:
+    """ "25 Gb/s" from 25e9, to `digits` significant digits."""
+    return _with_prefix(bits_per_second, "b/s", digits)
 
 
-def format_bytes(count: float) -> str:
-    """ "34.9 GB" from 34.9e9."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}"
-    return f"{count:.3g} B"
+def format_bytes(count: float, digits: int = 3) -> str:
+    """ "34.9 GB" from 34.9e9, to `digits` significant digits."""
+    return _with_prefix(count, "B", digits)
+
+
+def _with_prefix(value: float, unit: str, digits: int) -> str:
+    prefix = next((prefix for prefix in "TGMk" if value >= _SCALE[prefix]), "")
+    return f"{value / _SCALE[prefix]:.{digits}g} {prefix}{unit}"

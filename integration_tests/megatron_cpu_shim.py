@@ -1,11 +1,12 @@
-"""Lets megatron-core train on a machine without CUDA: what it asks of "cuda" is answered by the CPU, its groups use gloo.
+"""Lets megatron-core train on a machine without CUDA: what it asks of "cuda" is answered by the CPU, its groups use
+gloo.
 
     import megatron_cpu_shim          before anything imports megatron: it changes torch (and one method of megatron's)
     PYTHONPATH=<directory made by write_sitecustomize()>     for scripts that cannot be edited, and their children
 
-The import is all: it does nothing where CUDA is. Tests and examples use it; no part of holmes_ext does. Needed for megatron-core 0.14 to
-0.16 and Megatron-LM's main branch (what each part is for stands beside it). Not to be had this way: sequence parallelism (its norm
-needs Transformer Engine or Apex), NCCL, CUDA graphs.
+The import is all: it does nothing where CUDA is. Tests and examples use it; no part of holmes_ext does. Needed for
+megatron-core 0.14 to 0.16 and Megatron-LM's main branch (what each part is for stands beside it). Not to be had this
+way: sequence parallelism (its norm needs Transformer Engine or Apex), NCCL, CUDA graphs.
 """
 
 import contextlib
@@ -20,7 +21,8 @@ SITECUSTOMIZE = "import runpy, os\nrunpy.run_path({path!r}, run_name='megatron_c
 
 
 def write_sitecustomize(directory) -> str:
-    """Write a sitecustomize.py that loads this file into `directory`; with it on PYTHONPATH every Python process is shimmed."""
+    """Write a sitecustomize.py that loads this file into `directory`; with it on PYTHONPATH every Python process is
+    shimmed."""
     with open(os.path.join(directory, "sitecustomize.py"), "w", encoding="utf-8") as file:
         file.write(SITECUSTOMIZE.format(path=os.path.abspath(__file__)))
     return os.fspath(directory)
@@ -28,7 +30,7 @@ def write_sitecustomize(directory) -> str:
 
 def install() -> bool:
     """Apply the shim to torch, once; False where CUDA is available or the shim is in place already."""
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # its kernels are compiled for CUDA's fusions; gloo needs none of them
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # its kernels are compiled for CUDA's fusions
     import torch
 
     if torch.version.cuda or getattr(torch.cuda, "_on_cpu", False):
@@ -49,14 +51,16 @@ def _devices(torch):
     cpu = torch.device("cpu")
     properties = types.SimpleNamespace(name="CPU", major=8, minor=0, total_memory=2**36, multi_processor_count=1)
     answers = {
-        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": cpu, "get_device_capability": (8, 0),
-        "get_device_properties": properties, "get_device_name": "CPU", "is_bf16_supported": True, "memory_allocated": 0,
-        "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0, "memory_stats": {}, "mem_get_info": (2**36, 2**36),
+        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": cpu,
+        "get_device_capability": (8, 0), "get_device_properties": properties, "get_device_name": "CPU",
+        "is_bf16_supported": True, "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0,
+        "max_memory_reserved": 0, "memory_stats": {}, "mem_get_info": (2**36, 2**36),
         "is_current_stream_capturing": False,
-    }  # fmt: skip
+    }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, _answer=answer, **kwargs: _answer)
-    for name in ("set_device", "synchronize", "empty_cache", "init", "_lazy_init", "reset_peak_memory_stats", "ipc_collect"):
+    for name in ("set_device", "synchronize", "empty_cache", "init", "_lazy_init", "reset_peak_memory_stats",
+                 "ipc_collect"):
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
     torch.cuda.device = lambda *args, **kwargs: contextlib.nullcontext()
 
@@ -68,7 +72,8 @@ def _off_cuda(device):
 
 
 def _tensors(torch):
-    """Factories, .to and .cuda with a CUDA device; Tensor.type() says torch.cuda.* where megatron's optimizers sort by it."""
+    """Factories, .to and .cuda with a CUDA device; Tensor.type() says torch.cuda.* where megatron's optimizers sort by
+    it."""
 
     def redirect(function):
         @functools.wraps(function)
@@ -79,8 +84,9 @@ def _tensors(torch):
 
         return call
 
-    for name in ("empty", "zeros", "ones", "full", "tensor", "rand", "randn", "randint", "arange", "eye", "linspace", "as_tensor",
-                 "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randperm"):  # fmt: skip
+    for name in ("empty", "zeros", "ones", "full", "tensor", "rand", "randn", "randint", "arange", "eye", "linspace",
+                 "as_tensor", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+                 "randperm"):
         setattr(torch, name, redirect(getattr(torch, name)))
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"):
         setattr(torch.Tensor, name, redirect(getattr(torch.Tensor, name)))
@@ -107,7 +113,8 @@ def _tensors(torch):
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
     torch.Tensor.type = cuda_type
-    for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor", "IntTensor", "LongTensor", "ByteTensor"):
+    for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor", "IntTensor", "LongTensor",
+                 "ByteTensor"):
         if hasattr(torch, name):  # torch.cuda.LongTensor([...]), which batch broadcasts use
             setattr(torch.cuda, name, getattr(torch, name))
 
@@ -141,11 +148,12 @@ def _streams(torch):
     torch.cuda.set_stream = lambda *args, **kwargs: None
     torch.Tensor.record_stream = lambda *args, **kwargs: None
     torch.cuda.nvtx = types.SimpleNamespace(range_push=lambda *a: None, range_pop=lambda *a: None, mark=lambda *a: None,
-                                            range=lambda *a, **k: contextlib.nullcontext())  # fmt: skip
+                                            range=lambda *a, **k: contextlib.nullcontext())
 
 
 def _random_state(torch):
-    """CUDA's generator is the CPU's. tensor_parallel/random.py copies _lazy_call when it is imported: hence this comes first."""
+    """CUDA's generator is the CPU's. tensor_parallel/random.py copies _lazy_call when it is imported: hence this comes
+    first."""
     get, put = torch.get_rng_state, torch.set_rng_state
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda *args, **kwargs: get()
@@ -164,8 +172,9 @@ def _random_state(torch):
 def _optimizer(torch):
     """What resuming with torch's Adam needs, which Transformer Engine's and Apex's do not.
 
-    A fresh one has a state (of zeros, at step 0); every parameter counts its own steps, since megatron loads one `step` tensor for all
-    of them and each would advance it; and the distributed optimizer, which loads weights and moments, leaves `step` alone.
+    A fresh one has a state (of zeros, at step 0); every parameter counts its own steps, since megatron loads one `step`
+    tensor for all of them and each would advance it; and the distributed optimizer, which loads weights and moments,
+    leaves `step` alone.
     """
     load = torch.optim.Optimizer.load_state_dict
 
@@ -182,7 +191,8 @@ def _optimizer(torch):
     def begun(self):
         if not self.state:
             for param in (param for group in self.param_groups for param in group["params"]):
-                self.state[param] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+                self.state[param] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(param),
+                                     "exp_avg_sq": torch.zeros_like(param)}
         return describe(self)
 
     torch.optim.Adam.state_dict = begun  # AdamW is a kind of Adam
@@ -201,8 +211,9 @@ def _optimizer(torch):
 
 
 def _experts():
-    """Mixtures of experts: 0.16's router asks for Transformer Engine's te_general_gemm by a name that is not there without it, and what
-    the dispatcher takes off the GPU becomes a numpy array, which all_to_all_single needs, only if it was there."""
+    """Mixtures of experts: 0.16's router asks for Transformer Engine's te_general_gemm by a name that is not there
+    without it, and what the dispatcher takes off the GPU becomes a numpy array, which all_to_all_single needs, only if
+    it was there."""
 
     def mend(module):
         if not hasattr(module, "te_general_gemm"):
@@ -221,7 +232,8 @@ def _experts():
 
 
 def _modules(torch):
-    """Modules that Megatron-LM imports and never calls on a CPU; and no compiler: torch.compile gives the function back."""
+    """Modules that Megatron-LM imports and never calls on a CPU; and no compiler: torch.compile gives the function
+    back."""
     import importlib.util
     import typing
 
@@ -235,12 +247,14 @@ def _modules(torch):
     if not hasattr(typing, "override"):  # Python before 3.12
         typing.override = lambda method: method
     if importlib.util.find_spec("triton") is None:
-        torch.utils._triton.has_triton_package = torch.utils._triton.has_triton = lambda: False  # torch is not to take it for real
+        # torch is not to take it for real
+        torch.utils._triton.has_triton_package = torch.utils._triton.has_triton = lambda: False
         sys.meta_path.append(_DummyFinder("triton"))
 
 
 class _DummyFinder:
-    """Serves an empty module for one package and everything below it; any attribute of it is a decorator that changes nothing."""
+    """Serves an empty module for one package and everything below it; any attribute of it is a decorator that changes
+    nothing."""
 
     def __init__(self, package):
         self.package = package

@@ -1,4 +1,5 @@
-"""An unmodified script on two emulated clusters: every way to switch holmes on, every way to make a group, every bad input."""
+"""An unmodified script on two emulated clusters: every way to switch holmes on, every way to make a group, every bad
+input."""
 
 import json
 import sys
@@ -10,7 +11,7 @@ from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
-from integration_tests.conftest import CLUSTER, SCRIPTS, full, some
+from integration_tests.jobs import CLUSTER, SCRIPTS, full, same, some
 
 GROUPS = str(SCRIPTS / "groups.py")
 FLAGS = ("--holmes", "--holmes-cluster", str(CLUSTER))
@@ -22,7 +23,8 @@ def test_stock_is_stock(two_clusters):
     assert [line["node"] for line in lines] == ["a0", "b0", "a1", "b1"]
     assert not any(line["holmes"] for line in lines)
     sent = two_clusters.sent(before)
-    assert all(nics["eth0"] > 7 and max(size for nic, size in nics.items() if nic != "eth0") < 0.01 for nics in sent.values())
+    assert all(nics["eth0"] > 7 and max(size for nic, size in nics.items() if nic != "eth0") < 0.01
+               for nics in sent.values())
 
 
 def assert_planned(two_clusters, lines, sent):
@@ -53,7 +55,8 @@ def test_every_way_to_switch_on(two_clusters, tmp_path, how):
     elif how == "python -m holmes_ext":
         result = two_clusters.run("sh", "-c", f"exec {sys.executable} -m holmes_ext {GROUPS} --lr 1")
     elif how == "mpirun's variables":
-        names = "OMPI_COMM_WORLD_RANK=$RANK OMPI_COMM_WORLD_SIZE=$WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1"
+        values = ("RANK=$RANK", "SIZE=$WORLD_SIZE", "LOCAL_RANK=0", "LOCAL_SIZE=1")
+        names = " ".join(f"OMPI_COMM_WORLD_{value}" for value in values)
         clean = "env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE -u LOCAL_SIZE"
         result = two_clusters.run("sh", "-c", f"exec {clean} {names} {sys.executable} {GROUPS} --lr 1 --holmes")
     else:
@@ -98,7 +101,8 @@ def test_deepspeeds_launcher(two_clusters):
     clean = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE LOCAL_SIZE GROUP_RANK; "
     result = two_clusters.run("sh", "-c", clean + command, env={"DS_ACCELERATOR": "cpu"})
     lines = [
-        json.loads(line) for output in result.stdout.values() for line in output.splitlines() if line.startswith('{"rank"')
+        json.loads(line) for output in result.stdout.values() for line in output.splitlines()
+        if line.startswith('{"rank"')
     ]
     assert result.returncode == 0, result.outputs
     assert_planned(two_clusters, sorted(lines, key=lambda line: line["rank"]), two_clusters.sent(before))
@@ -126,10 +130,13 @@ BAD_FILES = {
     "truncated": (TOML[:-30], ["not valid TOML"]),
     "contradictory": (TOML.replace('kind = "roce"', 'kind = "roce"\nfabric = "a"'), ["key 'cluster.b.fabric'"]),
     "node in two clusters": (TOML.replace("b[0-1]", "a[1-2]"), ["node 'a1' is already in cluster 'a'"]),
-    "node that reports and is not in the file": (TOML.replace("b[0-1]", "b[0-0]"), ["node 'b1' reported but is in no cluster"]),
-    "node of the file that does not report": (TOML.replace("b[0-1]", "b[0-2]"), ["node 'b2' of cluster 'b' did not report"]),
+    "node that reports and is not in the file": (
+        TOML.replace("b[0-1]", "b[0-0]"), ["node 'b1' reported but is in no cluster"]),
+    "node of the file that does not report": (
+        TOML.replace("b[0-1]", "b[0-2]"), ["node 'b2' of cluster 'b' did not report"]),
     "wrong kind": (TOML.replace('kind = "roce"', 'kind = "ib"'), ["node 'b0' of cluster 'b' has no ib NIC that is up"]),
-    "processes": (TOML.replace("processes = 1", "processes = 2"), ["'cluster.a.processes' is 2, but node 'a0' started 1"]),
+    "processes": (
+        TOML.replace("processes = 1", "processes = 2"), ["'cluster.a.processes' is 2, but node 'a0' started 1"]),
     "NIC that does not exist": (TOML + 'include = ["mlx5_7"]\n', ["node 'b0'", "mlx5_7"]),
     "interface that does not exist": (TOML + '[node.a0]\nethernet = "eth7"\n', ["node 'a0' has no interface 'eth7'"]),
     "unknown key": (TOML + "layers = 3\n", ["key 'cluster.b.layers' is not known"]),
@@ -138,13 +145,15 @@ BAD_FILES = {
 
 def assert_one_line(result, parts):
     """Every rank ends with status 2; one line says why; no traceback."""
-    said = [line for output in result.outputs.values() for line in output.splitlines() if "socket.cpp" not in line and line.strip()]
+    said = [line for output in result.outputs.values() for line in output.splitlines()
+            if "socket.cpp" not in line and line.strip()]
     assert set(result.statuses.values()) == {2}, result.outputs
     assert len(said) == 1 and said[0].startswith("holmes: "), said
     assert all(part in said[0] for part in parts), said[0]
 
 
-@pytest.mark.parametrize("case", some(BAD_FILES, "node in two clusters", "node that reports and is not in the file", "NIC that does not exist"))
+@pytest.mark.parametrize("case", some(BAD_FILES, "node in two clusters", "node that reports and is not in the file",
+                                      "NIC that does not exist"))
 def test_bad_cluster_file(two_clusters, tmp_path, case):
     text, parts = BAD_FILES[case]
     file = tmp_path / "c.toml"
@@ -159,20 +168,23 @@ def edited(plan, **changes):
     return json.dumps(document)
 
 
-@pytest.mark.parametrize("case", some(["other cluster", "other world size", "edited by hand", "not JSON", "missing"], "edited by hand"))
+@pytest.mark.parametrize(
+    "case", some(["other cluster", "other world size", "edited by hand", "not JSON", "missing"], "edited by hand"))
 def test_bad_plan_file(two_clusters, tmp_path, case):
     site = site_from_spec(load_spec(CLUSTER))
     good = build_plan(site, Sizes(pipeline=2))
-    other = TOML.replace("2Gb/s", "4Gb/s") if case == "other cluster" else TOML.replace("processes = 1", "processes = 2")
+    other = TOML.replace("2Gb/s", "4Gb/s") if case == "other cluster" else TOML.replace(
+        "processes = 1", "processes = 2")
     (tmp_path / "other.toml").write_text(other)
     planned = build_plan(site_from_spec(load_spec(tmp_path / "other.toml")), Sizes(pipeline=2))
     file = tmp_path / "p.json"
     texts = {"other cluster": planned.to_json(), "other world size": planned.to_json(), "not JSON": good.to_json()[:-9],
-             "edited by hand": edited(good, nodes=["b0", "a0", "a1", "b1"])}  # fmt: skip
+             "edited by hand": edited(good, nodes=["b0", "a0", "a1", "b1"])}
     if case in texts:
         file.write_text(texts[case])
-    parts = {"other cluster": "site_digest", "other world size": "world size 8 in the plan, 4 here", "edited by hand": "edited",
-             "not JSON": "not valid JSON", "missing": "cannot be read"}[case]  # fmt: skip
+    parts = {"other cluster": "site_digest", "other world size": "world size 8 in the plan, 4 here",
+             "edited by hand": "edited",
+             "not JSON": "not valid JSON", "missing": "cannot be read"}[case]
     assert_one_line(two_clusters.run(GROUPS, *FLAGS, "--holmes-plan", str(file)), ["p.json", parts])
 
 
@@ -195,7 +207,8 @@ def test_bad_flags(two_clusters, flags, parts):
     [
         ("--holmes-timeout 77", ["disagree on timeout", "rank 0 on a0 has '300'", "rank 2 on a1 has '77'"]),
         ("--holmes-cluster other.toml", ["rank 2 on a1: other.toml", "cannot be read"]),
-        pytest.param("--holmes-clutser x", ["rank 2 on a1: --holmes-clutser", "did you mean --holmes-cluster"], marks=full),
+        pytest.param("--holmes-clutser x", ["rank 2 on a1: --holmes-clutser", "did you mean --holmes-cluster"],
+                     marks=full),
         pytest.param("", [], marks=full),
     ],
 )
@@ -218,15 +231,18 @@ def deepspeed_from_the_future(tmp_path):
     return str(tmp_path)
 
 
-def test_an_unsupported_framework_switches_its_features_off_and_training_goes_on(two_clusters, deepspeed_from_the_future):
+def test_an_unsupported_framework_switches_its_features_off_and_training_goes_on(
+    two_clusters, deepspeed_from_the_future):
     result = two_clusters.run(GROUPS, *FLAGS, env={"PYTHONPATH": deepspeed_from_the_future})
     assert [line["node"] for line in two_clusters.json(result)] == ["a0", "a1", "b0", "b1"]
-    said = [line for output in result.outputs.values() for line in output.splitlines() if "deepspeed-p2p is off" in line]
+    said = [
+        line for output in result.outputs.values() for line in output.splitlines() if "deepspeed-p2p is off" in line]
     assert len(said) == 1 and "deepspeed 0.99.0 is not supported (needs" in said[0], result.outputs
 
 
 def test_an_unsupported_framework_stops_the_job_that_asked_for_it_by_name(two_clusters, deepspeed_from_the_future):
-    result = two_clusters.run(GROUPS, *FLAGS, "--holmes-require", "deepspeed-p2p", env={"PYTHONPATH": deepspeed_from_the_future})
+    result = two_clusters.run(
+        GROUPS, *FLAGS, "--holmes-require", "deepspeed-p2p", env={"PYTHONPATH": deepspeed_from_the_future})
     assert_one_line(result, ["feature deepspeed-p2p cannot be used: deepspeed 0.99.0 is not supported"])
 
 
@@ -234,7 +250,8 @@ def test_a_rank_without_holmes_is_named(two_clusters):
     command = f"[ $RANK != 3 ] && more='--holmes --holmes-timeout 6'; exec {sys.executable} {GROUPS} $more"
     result = two_clusters.run("sh", "-c", command, timeout=60)
     assert result.returncode == 2
-    assert any("1 of 4 ranks did not report within 6 s: rank 3" in output for output in result.outputs.values()), result.outputs
+    assert any("1 of 4 ranks did not report within 6 s: rank 3" in output
+               for output in result.outputs.values()), result.outputs
 
 
 def test_a_fast_nic_that_is_down(two_clusters):
@@ -247,7 +264,8 @@ def test_a_fast_nic_that_is_down(two_clusters):
 
 
 def test_sharded_by_torch_itself(two_clusters, tmp_path, capsys):
-    """FSDP2 over a DeviceMesh: weights are gathered on the fast NICs, what the clusters share crosses, and what is learned stays."""
+    """FSDP2 over a DeviceMesh: weights are gathered on the fast NICs, what the clusters share crosses, and what is
+    learned stays."""
     script = str(SCRIPTS / "sharded.py")
     before = two_clusters.lab.counters()
     stock = two_clusters.json(two_clusters.run(script, env={"GLOO_SOCKET_IFNAME": "eth0"}))
@@ -256,9 +274,11 @@ def test_sharded_by_torch_itself(two_clusters, tmp_path, capsys):
     lines = two_clusters.json(two_clusters.run(script, *FLAGS, "--holmes-telemetry", str(tmp_path)))
     sent = two_clusters.sent(before)
     assert [line["node"] for line in lines] == ["a0", "a1", "b0", "b1"]
-    assert max(abs(a - b) for a, b in zip(lines[0]["losses"], stock[0]["losses"])) < 1e-6 and lines[0]["losses"][-1] != lines[0]["losses"][0]
+    losses = lines[0]["losses"]
+    assert same(losses, stock[0]["losses"]) and losses[-1] != losses[0]
     for node, nics in sent.items():
         fast = "ib0" if node.startswith("a") else "roce0"
-        assert nics["eth0"] < 0.5 * on_ethernet[node]["eth0"] and nics[fast] > nics["eth0"], (node, nics, on_ethernet[node])
+        assert nics["eth0"] < 0.5 * on_ethernet[node]["eth0"] and nics[fast] > nics["eth0"], (
+            node, nics, on_ethernet[node])
     assert main(["report", str(tmp_path), "--json"]) == 0
     assert {row["kind"] for row in json.loads(capsys.readouterr().out)["rows"]} - {"world"} == {"data"}

@@ -1,40 +1,33 @@
 """Patches of the frameworks: the only code that knows their insides.
 
     engine/                         patches as values, the registry, where a patch lands
-    torch/ deepspeed/ megatron/     the patches of each framework, in its modules' PATCHES; they import the framework only inside them
+    torch/ deepspeed/ megatron/     each framework's: features.py says what there is, the versions it was run with, the
+                                    option that asks for it; PATCHES of the modules do it. They import it only inside
 """
 
 import functools
 import importlib
 
-from holmes_ext.patches.engine.patch import Patch, PatchStatus
+from holmes_ext.patches.engine.patch import Feature, Patch, PatchStatus
 from holmes_ext.patches.engine.registry import Registry, disabled_features
 
-__all__ = ["Patch", "PatchStatus", "Registry", "all_patches", "disabled_features", "installed_versions", "registry"]
+__all__ = [
+    "Feature", "Patch", "PatchStatus", "Registry", "all_patches", "disabled_features", "installed_versions", "registry",
+]  # fmt: skip
 
-_MODULES = (
-    "torch.groups",
-    "torch.telemetry",
-    "deepspeed.p2p",
-    "deepspeed.reduce",
-    "deepspeed.two_level",
-    "deepspeed.gather",
-    "deepspeed.partition",
-    "deepspeed.checkpoints",
-    "deepspeed.profile",
-    "megatron.megatron_deepspeed",
-    "megatron.core",
-    "megatron.reduction",
-    "megatron.gather",
-    "megatron.p2p",
-    "megatron.profile",
-    "megatron.megatron_lm",
-)
+_MODULES = {
+    "torch": ("groups", "telemetry"),
+    "deepspeed": (
+        "p2p", "reduce", "two_level", "partition", "checkpoints", "profile", "telemetry",
+    ),
+    "megatron": ("megatron_deepspeed", "core", "reduction", "gather", "p2p", "profile", "megatron_lm", "telemetry"),
+}  # fmt: skip
 
 
 def all_patches() -> tuple[Patch, ...]:
     """Every patch that holmes knows. No framework is imported."""
-    return tuple(patch for name in _MODULES for patch in importlib.import_module(f".{name}", __name__).PATCHES)
+    names = [f".{framework}.{module}" for framework, modules in _MODULES.items() for module in modules]
+    return tuple(patch for name in names for patch in importlib.import_module(name, __name__).PATCHES)
 
 
 @functools.cache
@@ -45,5 +38,5 @@ def registry() -> Registry:
 
 def installed_versions() -> dict[str, str]:
     """Version of every patched framework that is installed, by name in order: must be the same on all ranks."""
-    versions = {patch.requirement.name: patch.installed() for patch in all_patches()}
+    versions = {patch.feature.requirement.name: patch.feature.installed() for patch in all_patches()}
     return {name: version for name, version in sorted(versions.items()) if version}

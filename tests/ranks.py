@@ -1,88 +1,143 @@
-"""Runs a function in several processes that form a gloo process group on loopback. For tests of runtime/."""
+"""Runs a function in several processes that form a gloo process group on loopback. For tests.
+
+    assert run_ranks(function, 2, argument) == [of_rank_0, of_rank_1]     # function(rank, argument), at a module's top
+
+Each process is forked from a server that has imported torch and done nothing else (multiprocessing's "forkserver"): it
+has one thread, which every rank checks, so a fork of it is as good as a new interpreter. New ones would import torch
+for seconds, some 170 times in the suite; forks of pytest itself would share its threads and locks.
+
+Hence a rank sees what pickle carries: the function by name and its arguments. The environment and the directory are the
+caller's; what a test has changed in its own process (monkeypatch, a session) is not there: let the function do it.
+"""
 
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
-import multiprocessing.connection
 import os
-import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 60
+_context = multiprocessing.get_context("forkserver")
+#: What the server imports; torch._dynamo is what the first checkpoint() of a process would import.
+_preloaded = ["torch", "torch._dynamo", "pytest", "holmes_ext.job", "holmes_ext.runtime.reduce.reducer",
+              "holmes_ext.runtime.reduce.two_level_nccl"]
+_parent: Any = None  # in a rank: its end of the pipe to run_ranks
+
+
+class RankError(RuntimeError):
+    """A rank raised, or ended without an answer. said: the lines of all ranks' say()."""
+
+    def __init__(self, text: str, said: list[str]):
+        super().__init__(text)
+        self.said = said
+
+
+def preload(*modules: str) -> None:
+    """Have the server import these too; before the first run_ranks."""
+    _preloaded.extend(modules)
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """[function(rank, *args) of every rank]; RuntimeError with the trace of the first rank that raised."""
-    context = multiprocessing.get_context("fork")  # torch is imported once; each child uses one thread
-    results: Any = context.SimpleQueue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = [
-        context.Process(target=_child, args=(function, rank, world_size, port, results, args), daemon=True)
-        for rank in range(world_size)
-    ]
-    for child in children:
-        child.start()
+    """[function(rank, *args) of every rank]; RankError with the trace of the first rank that raised."""
+    _context.set_forkserver_preload(_preloaded)
+    with _environment(OMP_NUM_THREADS="1"):  # numpy's BLAS starts its threads when it is imported
+        forkserver.ensure_running()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    children, readers = [], {}
+    for rank in range(world_size):
+        reader, writer = _context.Pipe(duplex=False)
+        job = (writer, rank, function, args, world_size, store.port, dict(os.environ))
+        children.append(_context.Process(target=_rank, args=job, daemon=True))
+        children[-1].start()
+        writer.close()
+        readers[reader] = rank
     answers: dict[int, Any] = {}
+    said: list[str] = []
+    end = time.monotonic() + timeout_s
     try:
-        end = time.monotonic() + timeout_s
-        while any(child.is_alive() for child in children) and time.monotonic() < end:
-            # Not longer than a moment: all may have ended since they were last looked at, and then nothing comes any more.
-            multiprocessing.connection.wait([*(child.sentinel for child in children if child.is_alive()), results._reader], 0.2)
-            _take(results, answers)  # at the first error, not when the others have waited for that rank in vain
-        _take(results, answers)
+        while readers and (ready := wait(list(readers), max(0.0, end - time.monotonic()))):
+            for reader in ready:
+                try:
+                    kind, value = reader.recv()
+                except EOFError:  # the rank has ended
+                    del readers[reader]
+                    continue
+                rank = readers[reader]
+                if kind == "error":  # at the first one, not when the others have waited for that rank in vain
+                    raise RankError(f"rank {rank}:\n{value}", said)
+                if kind == "said":
+                    said.append(f"rank {rank}: {value}")
+                else:
+                    answers[rank] = value
     finally:
         for child in children:
-            if child.is_alive():
+            if readers:  # too late, or one has raised
                 child.kill()
-                child.join()
+            child.join()
     silent = [(rank, child.exitcode) for rank, child in enumerate(children) if rank not in answers]
     if silent:
-        raise RuntimeError(f"ranks (with exit codes) that gave no answer: {silent}")
+        raise RankError(f"ranks (with exit codes) that gave no answer: {silent}", said)
     return [answers[rank] for rank in range(world_size)]
 
 
-def _take(results: Any, answers: dict[int, Any]) -> None:
-    while not results.empty():
-        rank, value, error = results.get()
-        if error:
-            raise RuntimeError(f"rank {rank}:\n{error}")
-        answers[rank] = value
+@contextmanager
+def _environment(**changes: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def hosted_store() -> tuple[dist.TCPStore, dict[str, str]]:
+    """A store for processes that find theirs in the environment, on a port that is bound already; and that environment,
+    which is torchrun's where its agent hosts the store. It lives as long as it is kept."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+                   "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 
 def all_are_here(rank: int, world_size: int) -> None:
-    """Returns when every rank called it. Through the store alone: a rank may die right after it, while others still wait."""
+    """Returns when every rank called it. Through the store alone: a rank may die right after it, others still wait."""
     store = dist.distributed_c10d._get_default_store()
     store.set(f"here/{rank}", "")
     store.wait([f"here/{other}" for other in range(world_size)])
 
 
-def say(text: str) -> None:
-    """One line on standard output in one write: print() under pytest makes two, between which another rank's line may fall."""
-    os.write(1, f"{text}\n".encode())
+def say(text: object) -> None:
+    """In a rank: tell the caller of run_ranks, whatever becomes of this rank; RankError.said has "rank R: TEXT"."""
+    _parent.send(("said", str(text)))
 
 
-def _child(function: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: tuple) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def _rank(parent: Any, rank: int, function: Callable[..., Any], args: tuple, world_size: int, port: int,
+          environ: dict[str, str]) -> None:
+    global _parent
+    gc.freeze()  # a collection would touch, so copy, all that the server has imported
+    threads = os.listdir(f"/proc/{os.getppid()}/task")
+    assert len(threads) == 1, f"the server of ranks has {len(threads)} threads: what it has imported has started some"
+    _parent = parent
+    os.environ.clear()
+    os.environ.update(environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=TIMEOUT_S),
-        )
-        results.put((rank, function(rank, *args), None))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        timeout = datetime.timedelta(seconds=TIMEOUT_S)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        parent.send(("answer", function(rank, *args)))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - handed to the parent, which raises it
-        results.put((rank, None, traceback.format_exc()))
+        parent.send(("error", traceback.format_exc()))

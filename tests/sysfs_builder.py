@@ -200,7 +200,8 @@ def dgx_a100(root) -> Path:
         device = t.pci(f"0000:e1:00.{port}", "mlx5_core", numa=7)
         t.hca(hca, device)
         t.net(f"enp225s0f{port}", device, speed=200000 if port == 0 else None, operstate="up" if port == 0 else "down",
-              carrier=1 - port, phys_port_name=f"p{port}", addresses=["10.9.0.11/24", "fe80::1/64"] if port == 0 else [])
+              carrier=1 - port, phys_port_name=f"p{port}", addresses=["10.9.0.11/24", "fe80::1/64"]
+              if port == 0 else [])
         if port == 0:
             t.roce_port(hca, "enp225s0f0", "10.9.0.11", rate="200 Gb/sec (4X HDR)")
         else:
@@ -215,7 +216,7 @@ def dgx_a100(root) -> Path:
 
 
 def roce_lag(root) -> Path:
-    """A ConnectX-6 with both ports in a bond (one HCA, mlx5_bond_0), a VLAN on it, two virtual functions, containers."""
+    """A ConnectX-6 with both ports in a bond (one HCA, mlx5_bond_0), a VLAN on it, virtual functions, containers."""
     t = Sysfs(root)
     pf = [t.pci(f"0000:41:00.{i}", "mlx5_core", numa=2) for i in (0, 1)]
     for i in (0, 1):

@@ -1,6 +1,10 @@
+import json
+import os
+from dataclasses import dataclass, field
+
 import pytest
 
-from holmes_ext.document import Table
+from holmes_ext.document import Table, load_json, load_toml, save, write_whole
 from holmes_ext.errors import HolmesError
 
 
@@ -26,7 +30,7 @@ def test_defaults():
     assert document.take("a", int, 7) == 7
     assert document.list("c", str, ("x",)) == ("x",)
     assert document.table("d", {}).values == {}
-    assert document.tables("f") == []
+    assert document.tables("f") == ()
     assert document.rate("h", required=False) == 0
     assert document.seconds("i", 1.5) == 1.5
 
@@ -45,7 +49,7 @@ def test_defaults():
         ({"a": 1}, lambda t: t.take("a", bool), "1 is not true or false"),
         ({"a": ["x", 1]}, lambda t: t.list("a", str), "is not a list, each item a text"),
         ({"a": [True]}, lambda t: t.list("a", int), "is not a list, each item a whole number"),
-        ({}, lambda t: t.list("a", int), "'top.a': is missing"),
+        ({}, lambda t: t.list("a", int), "'top.a' is missing"),
         ({"a": 1}, lambda t: t.table("a"), "'top.a' is not a table"),
         ({}, lambda t: t.table("a"), "'top.a' is missing"),
         ({"a": {}}, lambda t: t.tables("a"), r"write \[\[a\]\]"),
@@ -72,3 +76,107 @@ def test_unknown_keys():
 def test_nested_paths():
     with pytest.raises(HolmesError, match=r"key 'top.f\[1\].g' is missing"):
         table(f=[{"g": 1}, {}]).tables("f")[1].take("g", int)
+
+
+@dataclass(frozen=True)
+class Inner:
+    name: str
+    sizes: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if not self.name:
+            raise HolmesError("key 'name' must not be empty")
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    rate: float
+    many: tuple[Inner, ...] = ()
+    texts: dict[str, str] = field(default_factory=dict)
+    index: int | None = 3
+    on: bool = False
+
+
+INNER = {"name": "a", "sizes": [1, 2]}
+WHOLE = {"inner": INNER, "rate": 1, "many": [{"name": "b"}], "texts": {"x": "y"}, "index": None}
+
+
+def test_into_a_dataclass():
+    expected = Outer(Inner("a", (1, 2)), 1, (Inner("b"),), {"x": "y"}, None)
+    assert Table(json.loads(json.dumps(WHOLE)), "f").into(Outer) == expected
+    assert Table({"inner": {"name": "a"}, "rate": 2.5}, "f").into(Outer, on=True) == Outer(Inner("a"), 2.5, on=True)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"rate": None}, "f: key 'rate': None is not a number"),
+        ({"rate": True}, "f: key 'rate': True is not a number"),
+        ({"inner": 3}, "f: key 'inner' is not a table"),
+        ({"inner": {}}, "f: key 'inner.name' is missing"),
+        ({"inner": {"name": ""}}, "f: key 'inner': key 'name' must not be empty"),
+        ({"inner": {"name": "a", "size": []}}, "'inner.size' is not known; did you mean 'sizes'"),
+        ({"inner": {"name": "a", "sizes": ["1"]}}, "'inner.sizes': .* is not a list, each item a whole number"),
+        ({"many": [{"name": "b"}, {}]}, r"'many\[1\].name' is missing"),
+        ({"texts": {"x": 1}}, "'texts.x': 1 is not a text"),
+        ({"index": "1"}, "'index': '1' is not a whole number"),
+        ({"more": 1}, "'more' is not known"),
+    ],
+)
+def test_into_refuses(change, message):
+    with pytest.raises(HolmesError, match=message):
+        Table({**WHOLE, **change}, "f").into(Outer)
+
+
+def test_version():
+    Table({"version": 1}, "f").version(1)
+    for values, message in (({"version": 2}, "is 2; this holmes_ext reads version 1"), ({}, "is missing")):
+        with pytest.raises(HolmesError, match=f"f: key 'version' {message}"):
+            Table(values, "f").version(1)
+
+
+@pytest.mark.parametrize(
+    "load,content,message",
+    [
+        (load_toml, None, "cannot be read .No such file or directory.; mend it"),
+        (load_json, b"\xff", "cannot be read .*utf-8.*; mend it"),
+        (load_toml, b"a = ", "not valid TOML"),
+        (load_toml, b"a = " + b"9" * 5000, "not valid TOML"),
+        (load_json, b"{", "not valid JSON: .*; mend it"),
+        (load_json, b"[" * 100_000, "not valid JSON: .*; mend it"),
+        (load_json, b"[]", "not a JSON object; mend it"),
+    ],
+)
+def test_files_that_cannot_be_read(load, content, message, tmp_path):
+    path = tmp_path / "f"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(HolmesError, match=f"^{path}: {message}"):
+        load(path, "mend it")
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path, link = tmp_path / "plan.json", tmp_path / "link"
+    link.symlink_to(path)
+    write_whole(path, "one")
+    path.chmod(0o640)
+    write_whole(link, "two")
+    assert (path.read_text(), path.stat().st_mode & 0o777, link.is_symlink()) == ("two", 0o640, True)
+
+    def fail(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(HolmesError, match=f"^{path}: the plan cannot be written .No space left on device."):
+        save(path, "three", "the plan")
+    assert path.read_text() == "two" and sorted(tmp_path.iterdir()) == [link, path]
+
+
+def test_what_is_no_file_is_written_to(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(pipe, "text")
+    assert os.read(reader, 9) == b"text"
+    os.close(reader)

@@ -57,7 +57,8 @@ SHOW = "import sys, json; print(json.dumps([__name__, sys.argv, sys.path[0], __f
     ("file", "prepare.py", [], {"HOLMES": "1", "SLURM_PROCID": "0"}, "leave"),
     ("file", "train.py", [], {"HOLMES": "1", **SRUN}, "activate"),
     # helpers of multiprocessing
-    ("command", "from multiprocessing.spawn import spawn_main; spawn_main()", ["--multiprocessing-fork"], {"HOLMES": "1", **WORKER}, "leave"),
+    ("command", "from multiprocessing.spawn import spawn_main; spawn_main()", ["--multiprocessing-fork"],
+     {"HOLMES": "1", **WORKER}, "leave"),
     # off
     ("file", "train.py", ["--holmes"], {"HOLMES": "0", **WORKER}, "strip"),
     ("file", "train.py", ["--holmes"], {"HOLMES_DISABLE": "x, all", **WORKER}, "strip"),
@@ -71,7 +72,8 @@ def test_decide(kind, program, arguments, environ, expected):
 
 
 def test_strip_flags():
-    argv = "train.py --holmes --lr 1 --holmes-plan p.json --holmes-overlap=on --holmes-cluster --x --y --holmesian".split()
+    holmes = "--holmes-plan p.json --holmes-overlap=on --holmes-cluster --x"
+    argv = f"train.py --holmes --lr 1 {holmes} --y --holmesian".split()
     _pth.strip_flags(argv)
     assert argv == "train.py --lr 1 --y --holmesian".split()
 
@@ -128,7 +130,8 @@ def scene(tmp_path, python):
 def test_nothing_is_imported_without_the_flag(scene):
     result = venvs.run(scene.python, "-X", "importtime", "-c", "pass", cwd=scene.folder)
     assert "site" in result.stderr and "holmes" not in result.stderr and "torch" not in result.stderr
-    result = venvs.run(scene.python, "-X", "importtime", "-c", "pass", "--holmes", cwd=scene.folder, RECORD=str(scene.record))
+    result = venvs.run(scene.python, "-X", "importtime", "-c", "pass", "--holmes", cwd=scene.folder,
+                       RECORD=str(scene.record))
     assert "holmes_ext._pth" in result.stderr
 
 
@@ -164,7 +167,7 @@ def test_bad_input_ends_with_status_2_before_the_script(scene, how):
 def test_a_launcher_is_left_alone_and_its_workers_are_activated(scene, as_module):
     launcher = ("import os, subprocess, sys\n"
                 "workers = [subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.DEVNULL,\n"
-                "                            env={**os.environ, 'RANK': str(r), 'WORLD_SIZE': '2'}) for r in range(2)]\n"
+                "    env={**os.environ, 'RANK': str(r), 'WORLD_SIZE': '2'}) for r in range(2)]\n"
                 "assert '--holmes' in sys.argv and all(w.wait() == 0 for w in workers)\n"
                 "print([w.pid for w in workers])")
     if as_module:
@@ -188,7 +191,8 @@ if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool: pool.map(work, [1])
     with multiprocessing.get_context("forkserver").Pool(1) as pool: pool.map(work, [1])
     subprocess.run([sys.executable, "jobs/train.py", "--holmes"], check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(["sh", "-c", f"{sys.executable} -m holmes_ext jobs/train.py; true"], check=True, stdout=subprocess.DEVNULL)
+    shell = ["sh", "-c", f"{sys.executable} -m holmes_ext jobs/train.py; true"]
+    subprocess.run(shell, check=True, stdout=subprocess.DEVNULL)
     print(os.getpid())
 '''
 
@@ -230,7 +234,8 @@ def test_python_m_holmes_ext_passes_flags_and_exit_status_on(scene):
     assert scene.run("-m", "holmes_ext", "jobs/train.py", "--holmes", HOLMES="0")[0] == []
 
 
-@pytest.mark.parametrize("arguments, message", [([], "no program to run"), (["gone.py"], "gone.py: no such script"), (["-m"], "no program"),
+@pytest.mark.parametrize(
+    "arguments, message", [([], "no program to run"), (["gone.py"], "gone.py: no such script"), (["-m"], "no program"),
                                                 (["--lr", "1"], "--lr is not a flag of holmes"),
                                                 (["-m", "torch.distributed.run", "x.py"], "starts workers itself")])
 def test_python_m_holmes_ext_bad_usage(scene, arguments, message):

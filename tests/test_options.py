@@ -5,7 +5,8 @@ from holmes_ext.options import Options, options_from, parse_flags
 
 
 def test_flags_are_read_and_removed():
-    options, rest = parse_flags(["--lr", "1", "--holmes", "--holmes-cluster", "c.toml", "--holmes-plan=p.json", "x"], {})
+    options, rest = parse_flags(["--lr", "1", "--holmes", "--holmes-cluster", "c.toml", "--holmes-plan=p.json", "x"],
+                                {})
     assert (options.cluster, options.plan) == ("c.toml", "p.json")
     assert rest == ["--lr", "1", "x"]
     assert options.given == {"cluster", "plan"}

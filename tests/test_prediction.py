@@ -46,4 +46,5 @@ def test_what_other_benchmarks_recorded_is_predicted(prediction):
     """Figures are results/prediction.json's business: whoever measures anew must not turn this red."""
     rows = prediction.recorded_rows(prediction)
     predicted = [row for row in rows if row.metric == "predicted step"]
-    assert len(predicted) == len([row for row in rows if row.metric == "error"]) and all(row.value > 0 for row in predicted)
+    assert len(predicted) == len([row for row in rows if row.metric == "error"]) and all(
+        row.value > 0 for row in predicted)

@@ -5,10 +5,13 @@ import shutil
 import subprocess
 import sys
 import venv
+from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("holmes_ext", "patches", "setup.py", "pyproject.toml", "holmes_ext.pth")
+SOURCES = ("holmes_ext", "patches", "setup.py", "pyproject.toml", "holmes_ext.pth", "README.md", "LICENSE")
 
 
 def copy_sources(to: Path) -> Path:
@@ -28,20 +31,41 @@ def build(sources: Path, out: Path, editable: bool = False) -> Path:
     hook = "build_editable" if editable else "build_wheel"
     out.mkdir(exist_ok=True)
     code = f"from setuptools import build_meta; build_meta.{hook}({str(out)!r})"
-    result = subprocess.run([sys.executable, "-c", code], cwd=sources, capture_output=True, text=True, env=clean_environ())
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=sources, capture_output=True, text=True, env=clean_environ())
     assert result.returncode == 0, result.stdout + result.stderr
     wheel, = out.glob("*.whl")
     return wheel
 
 
-def make(path: Path, *wheels: Path) -> Path:
-    """A new environment without pip, these wheels installed without their dependencies; the path of its python."""
+def make(path: Path, *wheels: Path, dependencies: bool = False) -> Path:
+    """A new environment without pip, these wheels installed; the path of its python.
+
+    dependencies: holmes_ext's own, without its extras, as links to those of this environment (no network is needed).
+    """
     venv.create(path, with_pip=False)
     python = path / "bin" / "python"
     if wheels:
-        subprocess.run([sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index", *map(str, wheels)],
-                       check=True, env=clean_environ())
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+        subprocess.run([*pip, *map(str, wheels)], check=True, env=clean_environ())
+    (site_packages,) = path.glob("lib/*/site-packages")
+    for name in bare_dependencies() if dependencies else ():
+        for entry in {str(file).split("/")[0] for file in metadata.files(name) or ()} - {"..", "__pycache__"}:
+            (site_packages / entry).symlink_to(metadata.distribution(name).locate_file(entry))
     return python
+
+
+def bare_dependencies() -> set[str]:
+    """What the bare install brings with it: the distributions that holmes_ext requires, and those that they require."""
+    found, todo = set(), ["holmes_ext"]
+    while todo:
+        for line in metadata.requires(todo.pop()) or ():
+            requirement = Requirement(line)
+            wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if wanted and requirement.name not in found:
+                found.add(requirement.name)
+                todo.append(requirement.name)
+    return found
 
 
 def clean_environ(**extra: str) -> dict[str, str]:
@@ -51,4 +75,5 @@ def clean_environ(**extra: str) -> dict[str, str]:
 
 
 def run(python: Path, *arguments, cwd: Path, **environ: str) -> subprocess.CompletedProcess:
-    return subprocess.run([str(python), *map(str, arguments)], cwd=cwd, env=clean_environ(**environ), capture_output=True, text=True, timeout=60)
+    command = [str(python), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=clean_environ(**environ), capture_output=True, text=True, timeout=60)

@@ -54,14 +54,17 @@ class Block(nn.Module):
         self.mlp_in = nn.Linear(hidden, 4 * hidden)
         self.mlp_out = nn.Linear(4 * hidden, hidden)
         residual_std = INIT_STD / (2 * layers)**0.5
-        for linear, std in ((self.qkv, INIT_STD), (self.attention_out, residual_std), (self.mlp_in, INIT_STD), (self.mlp_out, residual_std)):
+        for linear, std in ((self.qkv, INIT_STD), (self.attention_out, residual_std), (self.mlp_in, INIT_STD),
+                            (self.mlp_out, residual_std)):
             nn.init.normal_(linear.weight, std=std)
             nn.init.zeros_(linear.bias)
 
     def forward(self, x):
         batch, sequence, hidden = x.shape
-        q, k, v = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, sequence, hidden)
+        q, k, v = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.heads, hidden // self.heads).permute(
+            2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(
+            batch, sequence, hidden)
         x = x + self.attention_out(attended)
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 

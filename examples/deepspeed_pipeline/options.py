@@ -31,7 +31,7 @@ def at_least(minimum, kind=int):
 
 def build_parser() -> Parser:
     parser = Parser(prog="train.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-                    description="Train a byte-level GPT with DeepSpeed's pipeline engine on the text of pydoc_data.topics.")
+                    description="Train a byte-level GPT with DeepSpeed's pipeline engine on pydoc_data.topics.")
     add = parser.add_argument
     add("--steps", type=at_least(1), default=100, help="optimizer steps, those of a loaded checkpoint included")
     add("--stages", type=at_least(1), default=1, help="pipeline stages; the other ranks are data-parallel")
@@ -46,12 +46,15 @@ def build_parser() -> Parser:
     add("--tied", action="store_true", help="the head shares the embedding's weight")
     add("--dtype", choices=("fp32", "bf16"), default="fp32")
     add("--zero", type=int, choices=(0, 1), default=0, help="ZeRO stage")
-    add("--partition-method", default="type:Block", help="PipelineModule's: uniform, parameters or type:REGEX of layer classes")
-    add("--activation-checkpoint", type=at_least(0), default=0, metavar="N", help="recompute activations in groups of N layers; 0: keep them")
+    add("--partition-method", default="type:Block",
+        help="PipelineModule's: uniform, parameters or type:REGEX of layer classes")
+    add("--activation-checkpoint", type=at_least(0), default=0, metavar="N",
+        help="recompute activations in groups of N layers; 0: keep them")
     add("--save", metavar="DIR", help="write a checkpoint there at the end")
     add("--save-every", type=at_least(0), default=0, metavar="N", help="and every N steps")
     add("--load", metavar="DIR", help="resume from the latest checkpoint there")
-    add("--log-file", "--log", metavar="FILE", dest="log",  # torchrun takes --log for an abbreviation of its own --log-dir
+    add("--log-file", "--log", metavar="FILE", dest="log",
+        # torchrun takes --log for an abbreviation of its own --log-dir
         help="a JSON line for each step: step, loss, seconds, tokens_per_second")
     add("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON; its keys replace those that this script sets")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher; LOCAL_RANK says the same
@@ -87,13 +90,15 @@ def parse_args(argv=None) -> tuple[argparse.Namespace, Parser]:
 def deepspeed_config(args) -> dict:
     """DeepSpeed's configuration: the script's choices, then the keys of --deepspeed_config.
 
-    Gradient clipping is off. DeepSpeed clips to a norm of 1.0 unless told otherwise, and under pipeline parallelism without
-    ZeRO deepspeed 0.19.8 takes the first stage's norm for the model's: the training would depend on the number of stages.
+    Gradient clipping is off. DeepSpeed clips to a norm of 1.0 unless told otherwise, and under pipeline parallelism
+    without ZeRO deepspeed 0.19.8 takes the first stage's norm for the model's: the training would depend on the number
+    of stages.
     """
     config = {
         "train_micro_batch_size_per_gpu": args.micro_batch,
         "gradient_accumulation_steps": args.micro_batches,
-        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.0, "torch_adam": True}},
+        "optimizer": {
+            "type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.0, "torch_adam": True}},
         "gradient_clipping": 0.0,
         "steps_per_print": None,  # the progress bar shows the loss
     }

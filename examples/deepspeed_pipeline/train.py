@@ -31,7 +31,8 @@ def prepare_environment():
     import torch
 
     if "RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT="0")
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if os.environ.get("DS_ACCELERATOR") == "cpu":
@@ -83,8 +84,10 @@ def build_engine(args, parser: Parser):
                                    # the reentrant default would cut the embedding off from its gradient
                                    activation_checkpoint_func=deepspeed.checkpointing.non_reentrant_checkpoint)
         if any(start == stop for start, stop in zip(model.parts, model.parts[1:])):
-            parser.error(f"--partition-method {args.partition_method} leaves one of the {args.stages} stages empty: borders {model.parts}")
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=deepspeed_config(args))
+            parser.error(f"--partition-method {args.partition_method} leaves one of the {args.stages} stages empty:"
+                         f" borders {model.parts}")
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()),
+                                          config=deepspeed_config(args))
     return engine, count_parameters(specs)
 
 
@@ -101,21 +104,25 @@ def resume(args, engine, parser: Parser):
     latest = Path(args.load) / "latest"
     file = latest.parent / (latest.read_text().strip() if latest.is_file() else "") / "identity.json"
     if not file.is_file():
-        parser.error(f"--load {args.load}: no checkpoint of this script there (no latest, or no identity.json in the folder that it names)")
+        parser.error(f"--load {args.load}: no checkpoint of this script there (no latest, or no identity.json in the"
+                     " folder that it names)")
     saved, now = json.loads(file.read_text()), identity(args, engine)
     for name in now:
         if saved.get(name) != now[name]:
-            parser.error(f"--load {args.load}: saved with {name} {saved.get(name)}, but this job has {name} {now[name]}")
+            parser.error(
+                f"--load {args.load}: saved with {name} {saved.get(name)}, but this job has {name} {now[name]}")
     with torch.no_grad():
         engine.load_checkpoint(args.load)
     for group in engine.optimizer.param_groups:
         group["lr"] = args.lr
     if engine.global_steps >= args.steps:
-        parser.error(f"--load {args.load}: the checkpoint has {engine.global_steps} steps, --steps {args.steps} leaves nothing to do")
+        parser.error(f"--load {args.load}: the checkpoint has {engine.global_steps} steps,"
+                     f" --steps {args.steps} leaves nothing to do")
 
 
 def save(args, engine, rank: int):
-    """Write a checkpoint under args.save, which all nodes must share; DeepSpeed names it in `latest` when all of it is there."""
+    """Write a checkpoint under args.save, which all nodes must share; DeepSpeed names it in `latest` when all of it is
+    there."""
     tag = f"step{engine.global_steps}"
     if rank == 0:
         folder = Path(args.save) / tag
@@ -136,7 +143,8 @@ def train(args, parser: Parser):
     rank, grid = comm.get_rank(), engine.grid
     text = load_text()
     try:
-        batches = Batches(text, args.sequence, engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(),
+        batches = Batches(text, args.sequence, engine.train_micro_batch_size_per_gpu(),
+                          engine.gradient_accumulation_steps(),
                           grid.get_data_parallel_world_size(), grid.get_data_parallel_rank(), args.seed)
     except ValueError as error:
         parser.error(f"--sequence {args.sequence}: {error}")
@@ -145,9 +153,11 @@ def train(args, parser: Parser):
 
     tokens = engine.train_batch_size() * args.sequence
     if rank == 0:
+        borders = engine.module.parts
+        stages = "+".join(str(stop - start) for start, stop in zip(borders, borders[1:]))
         print(f"{comm.get_world_size()} processes: pipeline {args.stages} x data {batches.data_ranks}, stages of "
-              f"{'+'.join(str(stop - start) for start, stop in zip(engine.module.parts, engine.module.parts[1:]))} layers; "
-              f"{parameters / 1e6:.2f} M parameters, {args.dtype}, ZeRO {args.zero}; {tokens:,} tokens a step of the text's {len(text):,}; "
+              f"{stages} layers; {parameters / 1e6:.2f} M parameters, {args.dtype}, ZeRO {args.zero}; "
+              f"{tokens:,} tokens a step of the text's {len(text):,}; "
               f"ready after {time.time() - STARTED:.1f} s", flush=True)
     log = open(args.log, "a" if args.load else "w") if args.log and rank == 0 else None
     losses, seconds = [], []
@@ -163,11 +173,13 @@ def train(args, parser: Parser):
             if log:
                 print(json.dumps({"step": engine.global_steps, "loss": loss, "seconds": seconds[-1],
                                   "tokens_per_second": tokens / seconds[-1]}), file=log, flush=True)
-            if args.save and (engine.global_steps == args.steps or args.save_every and engine.global_steps % args.save_every == 0):
+            if args.save and (
+                engine.global_steps == args.steps or args.save_every and engine.global_steps % args.save_every == 0):
                 save(args, engine, rank)
     if rank == 0:
         median = statistics.median(seconds)
-        print(f"{len(losses)} steps: loss {losses[0]:.4f} -> {losses[-1]:.4f}, median step {median:.4f} s, {tokens / median:,.0f} tokens/s", flush=True)
+        print(f"{len(losses)} steps: loss {losses[0]:.4f} -> {losses[-1]:.4f}, median step {median:.4f} s,"
+              f" {tokens / median:,.0f} tokens/s", flush=True)
     comm.barrier()  # a gloo thread that still holds a tensor when the interpreter ends aborts the process, now and then
     comm.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """A byte-level GPT of megatron-core's GPTModel, whose initial weights do not depend on how it is split.
 
-megatron-core draws each rank's weights from that rank's generator: another pipeline or tensor size is another model. Here a
-weight's values come from its name in a checkpoint, its layer and the seed; each rank keeps its part of them.
+megatron-core draws each rank's weights from that rank's generator: another pipeline or tensor size is another model.
+Here a weight's values come from its name in a checkpoint, its layer and the seed; each rank keeps its part of them.
 """
 
 import hashlib
@@ -63,8 +63,10 @@ def transformer_config(args) -> TransformerConfig:
 
 
 def build_chunk(config: TransformerConfig, args, vp_stage: int | None) -> GPTModel:
-    """The part of the model that this rank holds (of its chunk `vp_stage` under the interleaved schedule), initialized."""
-    make = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec if HAVE_TE else gpt_layer_specs.get_gpt_layer_local_spec
+    """The part of the model that this rank holds (of its chunk `vp_stage` under the interleaved schedule), initialized.
+    """
+    make = (gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec if HAVE_TE
+            else gpt_layer_specs.get_gpt_layer_local_spec)
     spec = make(num_experts=args.experts or None, moe_grouped_gemm=False)
     where = {"ignore_virtual": False, "vp_stage": vp_stage}
     model = GPTModel(
@@ -97,6 +99,7 @@ def initialize(model: GPTModel, seed: int, layers: int) -> None:
         else:
             generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
             residual = re.search(r"(linear_proj|linear_fc2)\.weight$", tensor.key)
-            values = torch.randn(shape, generator=generator) * (INIT_STD / (2 * layers) ** 0.5 if residual else INIT_STD)
+            values = torch.randn(shape, generator=generator) * (
+                INIT_STD / (2 * layers) ** 0.5 if residual else INIT_STD)
         part = tuple(slice(start, start + size) for start, size in zip(offset, tensor.data.shape[-len(shape):]))
         tensor.data.copy_(values[part].view_as(tensor.data))

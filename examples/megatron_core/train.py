@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 train.py --tensor 2 --pipeline 2
     python train.py                                            one process
 
-An ordinary megatron-core script: its GPTModel, DistributedDataParallel, optimizer, schedules and checkpoints, NCCL on GPUs and gloo on CPUs.
+An ordinary megatron-core script: its GPTModel, DistributedDataParallel, optimizer, schedules and checkpoints, NCCL on
+GPUs and gloo on CPUs.
 """
 
 import contextlib
@@ -26,13 +27,15 @@ SHIM = Path(__file__).resolve().parents[2] / "integration_tests" / "megatron_cpu
 
 def prepare():
     """What must be before megatron is imported; checkpoint writers that megatron spawns come here too."""
-    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|torch_dist|autocast|_all_gather_base|reduce_scatter_base)")
+    warnings.filterwarnings(
+        "ignore", message=".*(Apex|Transformer Engine|torch_dist|autocast|_all_gather_base|reduce_scatter_base)")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT="0")
     import torch
 
-    if not torch.cuda.is_available():  # megatron-core is written for CUDA; this file lets it run on a CPU, for trying things out
+    if not torch.cuda.is_available():  # megatron-core is written for CUDA; this lets it run on a CPU, to try things out
         spec = importlib.util.spec_from_file_location("megatron_cpu_shim", SHIM)
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
@@ -84,7 +87,8 @@ def build(args):
         use_distributed_optimizer=args.distributed_optimizer,
         num_distributed_optimizer_instances=args.instances,
     )
-    models = [DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0) for index, module in enumerate(modules)]
+    models = [DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+              for index, module in enumerate(modules)]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -107,7 +111,8 @@ def build(args):
 
 
 def loss_of(labels, losses):
-    """Mean loss of a micro-batch. The schedule multiplies it by the context-parallel size, and divides it in place, hence the clone."""
+    """Mean loss of a micro-batch. The schedule multiplies it by the context-parallel size, and divides it in place,
+    hence the clone."""
     loss = losses.float().mean()
     return loss / parallel_state.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
 
@@ -158,14 +163,16 @@ def state(models, optimizer, step: int, loading: bool) -> dict:
     metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
     parts = {f"model{index}": model.module.sharded_state_dict() for index, model in enumerate(models)}
     whole = parts["model0"] if len(models) == 1 else parts
-    return {**parts, "optimizer": optimizer.sharded_state_dict(whole, is_loading=loading, metadata=metadata), "step": step}
+    return {**parts, "optimizer": optimizer.sharded_state_dict(whole, is_loading=loading, metadata=metadata),
+            "step": step}
 
 
 def identity(args) -> dict:
     """What a checkpoint and the job that resumes it must have in common."""
     data = int(os.environ["WORLD_SIZE"]) // (args.tensor * args.pipeline * args.context)
     names = ("layers", "hidden", "heads", "experts", "sequence", "tied", "dtype", "distributed_optimizer", "seed")
-    return {name: getattr(args, name) for name in names} | {"global_batch": args.micro_batch * args.micro_batches * data}
+    return {name: getattr(args, name) for name in names} | {
+        "global_batch": args.micro_batch * args.micro_batches * data}
 
 
 def save(args, models, optimizer, step: int):
@@ -192,8 +199,10 @@ def resume(args, models, optimizer, parser: Parser) -> int:
         if saved.get(name) != value:
             parser.error(f"--load {args.load}: saved with {name} {saved.get(name)}, but this job has {name} {value}")
     if saved["step"] >= args.steps:
-        parser.error(f"--load {args.load}: the checkpoint has {saved['step']} steps, --steps {args.steps} leaves nothing to do")
-    loaded = dist_checkpointing.load(state(models, optimizer, 0, loading=True), str(Path(args.load) / f"step{saved['step']}"))
+        parser.error(
+            f"--load {args.load}: the checkpoint has {saved['step']} steps, --steps {args.steps} leaves nothing to do")
+    loaded = dist_checkpointing.load(
+        state(models, optimizer, 0, loading=True), str(Path(args.load) / f"step{saved['step']}"))
     for index, model in enumerate(models):
         model.module.load_state_dict(loaded[f"model{index}"])
     optimizer.load_state_dict(loaded["optimizer"])
@@ -208,9 +217,10 @@ def describe(args, models, batches) -> str:
     torch.distributed.all_reduce(layers, group=parallel_state.get_pipeline_model_parallel_group())
     parameters = sum(param.numel() for model in models for param in model.parameters())
     tokens = batches.data_ranks * args.micro_batches * args.micro_batch * args.sequence
-    return (f"{os.environ['WORLD_SIZE']} processes: tensor {args.tensor} x pipeline {args.pipeline} x data {batches.data_ranks}, "
-            f"stages of {'+'.join(map(str, layers.tolist()))} layers; {parameters / 1e6:.2f} M parameters on rank 0, {args.dtype}; "
-            f"{tokens:,} tokens a step of the text's {len(batches.text):,}; ready after {time.time() - STARTED:.1f} s")  # fmt: skip
+    return (f"{os.environ['WORLD_SIZE']} processes: tensor {args.tensor} x pipeline {args.pipeline} x"
+            f" data {batches.data_ranks}, stages of {'+'.join(map(str, layers.tolist()))} layers;"
+            f" {parameters / 1e6:.2f} M parameters on rank 0, {args.dtype}; "
+            f"{tokens:,} tokens a step of the text's {len(batches.text):,}; ready after {time.time() - STARTED:.1f} s")
 
 
 def train(args, parser: Parser) -> list[dict]:
@@ -222,7 +232,8 @@ def train(args, parser: Parser) -> list[dict]:
     rank = torch.distributed.get_rank()
     try:
         batches = Batches(load_text(), args.sequence, args.micro_batch, args.micro_batches,
-                          parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank(), args.seed)  # fmt: skip
+                          parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank(),
+                          args.seed)
     except ValueError as error:
         parser.error(f"--sequence {args.sequence}: {error}")
     first = resume(args, models, optimizer, parser) if args.load else 0
@@ -232,14 +243,16 @@ def train(args, parser: Parser) -> list[dict]:
     tokens = batches.data_ranks * args.micro_batches * args.micro_batch * args.sequence
     entries = []
     with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(tqdm(total=args.steps, initial=first, unit="step", disable=rank != 0, dynamic_ncols=True,
-                                       mininterval=0.1 if sys.stderr.isatty() else 10))  # fmt: skip
+        bar = stack.enter_context(
+            tqdm(total=args.steps, initial=first, unit="step", disable=rank != 0, dynamic_ncols=True,
+                                       mininterval=0.1 if sys.stderr.isatty() else 10))
         log = stack.enter_context(open(args.log, "a" if args.load else "w")) if args.log and rank == 0 else None
         for step in range(first, args.steps):
             begin = time.perf_counter()
             loss, norm = train_step(args, batches, step, config, models, optimizer)
             seconds = time.perf_counter() - begin
-            entries.append({"step": step + 1, "loss": loss, "grad_norm": norm, "seconds": seconds, "tokens_per_second": tokens / seconds})
+            entries.append({"step": step + 1, "loss": loss, "grad_norm": norm, "seconds": seconds,
+                            "tokens_per_second": tokens / seconds})
             bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
             bar.update()
             if log:
@@ -248,8 +261,9 @@ def train(args, parser: Parser) -> list[dict]:
                 save(args, models, optimizer, step + 1)
     if rank == 0:
         median = statistics.median(entry["seconds"] for entry in entries)
-        print(f"{len(entries)} steps: loss {entries[0]['loss']:.4f} -> {entries[-1]['loss']:.4f}, median step {median:.4f} s, "
-              f"{tokens / median:,.0f} tokens/s", flush=True)  # fmt: skip
+        first, last = entries[0]["loss"], entries[-1]["loss"]
+        print(f"{len(entries)} steps: loss {first:.4f} -> {last:.4f}, median step {median:.4f} s, "
+              f"{tokens / median:,.0f} tokens/s", flush=True)
     return entries
 
 

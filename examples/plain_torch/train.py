@@ -1,4 +1,5 @@
-"""Train a small byte-level GPT with a plain torch loop, data-parallel, gradients averaged by holmes_ext.GradientReducer.
+"""Train a small byte-level GPT with a plain torch loop, data-parallel, gradients averaged by
+holmes_ext.GradientReducer.
 
     torchrun --nproc-per-node 4 train.py                     on one machine
     torchrun ... train.py --holmes --holmes-cluster FILE     on clusters with different NICs
@@ -34,13 +35,15 @@ class Block(nn.Module):
     def forward(self, x):
         batch, sequence, hidden = x.shape
         q, k, v = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, sequence, hidden)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(
+            batch, sequence, hidden)
         x = x + self.attention_out(attended)
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
 
 class GPT(nn.Module):
-    """int64 [batch, sequence] -> logits of the next byte [batch, sequence, 256]; the head shares the embedding's weight."""
+    """int64 [batch, sequence] -> logits of the next byte [batch, sequence, 256]; the head shares the embedding's
+    weight."""
 
     def __init__(self, layers: int, hidden: int, heads: int, sequence: int):
         super().__init__()
@@ -76,7 +79,8 @@ def parse_args() -> argparse.Namespace:
     add("--micro-batches", type=int, default=2, help="micro-batches in a step (gradient accumulation)")
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=1)
-    add("--bucket-mb", type=float, help="megabytes in a bucket of gradients (default: chosen for the fabric, or 25 MiB)")
+    add("--bucket-mb", type=float,
+        help="megabytes in a bucket of gradients (default: chosen for the fabric, or 25 MiB)")
     add("--no-overlap", action="store_true", help="reduce after the backward pass, to see what overlapping gains")
     add("--log-file", help="a JSON line for each step")
     return parser.parse_args()
@@ -85,7 +89,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     gpu = torch.accelerator.is_available()
-    device = torch.device(torch.accelerator.current_accelerator().type, int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    device = torch.device(
+        torch.accelerator.current_accelerator().type, int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.accelerator.set_device_index(device.index)
     dist.init_process_group()
@@ -117,13 +122,11 @@ def main() -> None:
         dist.all_reduce(total)
         seconds.append(time.perf_counter() - begin)
         if rank == 0 and (step % 10 == 0 or step == args.steps - 1):
-            print(
-                f"step {step + 1}: loss {total / ranks:.4f}, {seconds[-1]:.3f} s, of which {times.exposed_s:.3f} s waiting for"
-                f" {times.bytes / 1e6:.1f} MB of gradients",
-                flush=True,
-            )
+            print(f"step {step + 1}: loss {total / ranks:.4f}, {seconds[-1]:.3f} s, of which {times.exposed_s:.3f} s"
+                  f" waiting for {times.bytes / 1e6:.1f} MB of gradients", flush=True)
         if log:
-            line = {"step": step + 1, "loss": (total / ranks).item(), "seconds": seconds[-1], "exposed_s": times.exposed_s}
+            line = {"step": step + 1, "loss": (total / ranks).item(), "seconds": seconds[-1],
+                    "exposed_s": times.exposed_s}
             print(json.dumps({**line, "reduction_s": times.seconds}), file=log, flush=True)
     if rank == 0:
         print(f"median step {statistics.median(seconds):.4f} s", flush=True)

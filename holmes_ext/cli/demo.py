@@ -4,34 +4,48 @@ from __future__ import annotations
 
 import argparse
 import html
+import itertools
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.document import write_whole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from holmes_ext.cli.show.page import page, table
+from holmes_ext.cli.show.table import Column, Screen
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
+from holmes_ext.lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
+from holmes_ext.lab.process.ranks import interleave
+from holmes_ext.lab.samples import examples
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.report import pictures
 
 #: The job: examples/deepspeed_pipeline with these arguments; 6.15 M parameters, float32.
-SCRIPT = (
-    "--stages 2 --layers 6 --hidden 288 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 8".split()
-)
+SCRIPT = "--stages 2 --layers 6 --hidden 288 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 8".split()
+#: Tokens of a step: micro-batch 1 x 8 micro-batches x 2 data-parallel ranks x 16 words.
+TOKENS = 1 * 8 * 2 * 16
 #: FLOP/s of the emulated accelerator: so that all-Ethernet reaches about 0.6 of the all-RDMA throughput.
 ACCELERATOR = {"flops": 6.7e9, "classes": ["Block"]}
 CLUSTER = "two_clusters_4.toml"
+#: The last two: MB that a node sent for each step on Ethernet and on its fast NIC.
+HEAD = ("run", "step, s (spread)", "token/s", "x stock", "x bound", "last loss", "Eth MB", "fast MB")
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "demo",
-        help="train a GPT on two emulated clusters, stock and with holmes, and show the difference",
-        description="Trains examples/deepspeed_pipeline on 4 emulated nodes (2 with InfiniBand, 2 with RoCE, Ethernet between) with"
-        " DeepSpeed's pipeline engine: stock, with --holmes, and on one all-InfiniBand cluster (the bound). Needs root (or user"
-        " namespaces) and iproute2; takes about 4 minutes on 2 cores.",
-    )
+        "demo", help="train a GPT on two emulated clusters, stock and with holmes, and show the difference",
+        description="Trains examples/deepspeed_pipeline on 4 emulated nodes (2 with InfiniBand, 2 with RoCE, Ethernet"
+        " between) with DeepSpeed's pipeline engine: stock, with --holmes, and on one all-InfiniBand cluster (the"
+        " bound). Needs root (or user namespaces) and iproute2; takes about 4 minutes on 2 cores.")
     parser.add_argument("--repetitions", type=int, default=4, help="runs of each variant, alternating (default 4)")
-    parser.add_argument("--steps", type=int, default=12, help="training steps of each run, the first 3 not measured (default 12)")
-    parser.add_argument("--output", default="report.html", metavar="FILE", help="the report with pictures (default report.html)")
+    parser.add_argument("--steps", type=int, default=12, help="of each run, the first 3 not measured (default 12)")
+    parser.add_argument("--output", default="report.html", metavar="FILE", help="the pictures (default report.html)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -39,63 +53,48 @@ def run(args: argparse.Namespace) -> int:
     """The table on the screen, the report in a file; 1 when the losses differ."""
     if args.repetitions < 1 or args.steps < 6:
         raise HolmesError("holmes demo: --repetitions must be 1 or more and --steps 6 or more")
-    from rich.console import Console
-
-    from holmes_ext.lab.compare import max_loss_difference
-
-    console = Console(stderr=args.json)
+    screen = Screen(stderr=args.json)
     with tempfile.TemporaryDirectory() as directory:
-        variants, series = _measure(args, Path(directory), console)
+        variants, series = _measure(args, Path(directory), screen)
         result = _result(series)
-        _report(Path(args.output), variants, series, result, Path(directory))
-    console.print(_table(series, result))
-    console.print(f"Step times are emulated: layers sleep as long as the emulated accelerator ({ACCELERATOR['flops']:.1e} FLOP/s) would"
-                  f" compute; the network, DeepSpeed and the numbers are real.\nPictures: {args.output}")  # fmt: skip
+        save(args.output, _report(variants, series, result, Path(directory)), "the report")
+    screen.table([Column(name, right=name != "run") for name in HEAD], _rows(series), title=
+                 f"holmes: {result['ratio_to_stock']:.2f} x stock, {result['ratio_to_bound']:.2f} x all-RDMA;"
+                 f" losses differ by {result['max_loss_difference']:.0e}\n")
+    screen.line(f"\nStep times are emulated: layers sleep as long as the emulated accelerator"
+                f" ({ACCELERATOR['flops']:.1e} FLOP/s) would\ncompute; the network, DeepSpeed and the numbers are real."
+                f"\nPictures: {args.output}")
     if args.json:
         print(json.dumps(result))
-    return 0 if max_loss_difference(series["stock"], series["holmes"]) <= 1e-6 else 1
+    return 0 if result["max_loss_difference"] <= 1e-6 else 1
 
 
-def _measure(args: argparse.Namespace, directory: Path, console: Any) -> tuple[list, dict]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from holmes_ext.cluster.spec import load_spec
-    from holmes_ext.lab import interleave
-    from holmes_ext.lab.compare import Variant, all_rdma, compare
-    from holmes_ext.lab.samples import examples
-
+def _measure(args: argparse.Namespace, directory: Path, screen: Screen) -> tuple[list[Variant], dict[str, Series]]:
     file = examples() / "clusters" / CLUSTER
     spec = load_spec(file)
     order = interleave(spec)
-    variants = [Variant("stock", spec, order), Variant("holmes", spec, order, ("--holmes", "--holmes-cluster", str(file))), all_rdma(spec)]
+    holmes = Variant("holmes", spec, order, ("--holmes", "--holmes-cluster", str(file)))
+    variants = [Variant("stock", spec, order), holmes, all_rdma(spec)]
     total = len(variants) * args.repetitions
-    console.print("A GPT (6.15 M parameters, English text) on 4 nodes: 2 with InfiniBand, 2 with RoCE, Ethernet between; pipeline 2 x data 2.")
+    screen.line("A GPT (6.15 M parameters, English text) on 4 nodes: 2 with InfiniBand, 2 with RoCE, Ethernet between;"
+                " pipeline 2 x data 2.")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("starting the lab", total=total)
+    with Progress(*columns, console=screen.console) as progress:
+        task, numbers = progress.add_task("starting the lab", total=total), itertools.count()
 
         def on_run(name: str, repetition: int) -> None:
-            done = int(progress.tasks[0].fields.get("started", 0))
-            progress.update(task, completed=done, description=f"run {done + 1} of {total}: {name}", started=done + 1)
+            done = next(numbers)
+            progress.update(task, completed=done, description=f"run {done + 1} of {total}: {name}")
 
         series = compare(
-            variants,
-            [str(examples() / "deepspeed_pipeline" / "train.py"), *SCRIPT],
-            repetitions=args.repetitions,
-            steps=args.steps,
-            skip=3,
-            accelerator=ACCELERATOR,
-            traces=directory,
-            on_run=on_run,
-        )
+            variants, [str(examples() / "deepspeed_pipeline" / "train.py"), *SCRIPT], repetitions=args.repetitions,
+            steps=args.steps, skip=3, accelerator=ACCELERATOR, traces=directory, on_run=on_run)
         progress.update(task, completed=total, description="done")
     return variants, series
 
 
-def _result(series: dict) -> dict[str, Any]:
+def _result(series: dict[str, Series]) -> dict[str, Any]:
     """What --json prints: at least ratio_to_stock, ratio_to_bound and max_loss_difference."""
-    from holmes_ext.lab.compare import max_loss_difference
-
     stock, holmes, bound = series["stock"], series["holmes"], series["all-RDMA"]
     return {
         "ratio_to_stock": stock.median / holmes.median,
@@ -103,7 +102,7 @@ def _result(series: dict) -> dict[str, Any]:
         "stock_to_bound": bound.median / stock.median,
         "max_loss_difference": max_loss_difference(stock, holmes),
         "step_seconds": {name: {"median": one.median, "spread": one.spread} for name, one in series.items()},
-        "tokens_per_second": {name: _tokens() / one.median for name, one in series.items()},
+        "tokens_per_second": {name: TOKENS / one.median for name, one in series.items()},
         "final_loss": {name: one.losses[-1] for name, one in series.items()},
         "bytes_sent_each_step": {name: one.sent for name, one in series.items()},
         "emulated": all(one.emulated for one in series.values()),
@@ -111,79 +110,35 @@ def _result(series: dict) -> dict[str, Any]:
     }
 
 
-def _tokens() -> int:
-    """Tokens of a step: micro-batch 1 x 8 micro-batches x 2 data-parallel ranks x the sequence."""
-    given = dict(zip(SCRIPT[::2], map(int, SCRIPT[1::2])))
-    return given["--micro-batch"] * given["--micro-batches"] * 2 * given["--sequence"]
-
-
-def _rows(series: dict) -> list[tuple[str, ...]]:
+def _rows(series: dict[str, Series]) -> list[list[str]]:
+    stock, bound = series["stock"].median, series["all-RDMA"].median
     rows = []
     for name, one in series.items():
         low, high = one.spread
         slow, fast = one.megabytes
-        rows.append((name, f"{one.median:.3f} ({low:.3f}-{high:.3f})", f"{_tokens() / one.median:.0f}",
-                     f"{series['stock'].median / one.median:.2f}", f"{series['all-RDMA'].median / one.median:.2f}",
-                     f"{one.losses[-1]:.4f}", f"{slow:.1f}", f"{fast:.1f}"))  # fmt: skip
+        rows.append([name, f"{one.median:.3f} ({low:.3f}-{high:.3f})", f"{TOKENS / one.median:.0f}",
+                     f"{stock / one.median:.2f}", f"{bound / one.median:.2f}", f"{one.losses[-1]:.4f}",
+                     f"{slow:.1f}", f"{fast:.1f}"])
     return rows
 
 
-#: The last two: MB that a node sent for each step on Ethernet and on its fast NIC.
-HEAD = ("run", "step, s (spread)", "token/s", "x stock", "x bound", "last loss", "Eth MB", "fast MB")
-
-
-def _table(series: dict, result: dict) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, title_justify="left", title=
-                  f"holmes: {result['ratio_to_stock']:.2f} x stock, {result['ratio_to_bound']:.2f} x all-RDMA;"
-                  f" losses differ by {result['max_loss_difference']:.0e}")  # fmt: skip
-    for column in HEAD:
-        table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
-    for row in _rows(series):
-        table.add_row(*row)
-    return table
-
-
-def _report(path: Path, variants: list, series: dict, result: dict, traces: Path) -> None:
+def _report(variants: list[Variant], series: dict[str, Series], result: dict[str, Any], traces: Path) -> str:
     """report.html: table and pictures in one file."""
-    from dataclasses import replace
-
-    from holmes_ext.cluster.site import site_from_spec
-    from holmes_ext.plan.build import build_plan
-    from holmes_ext.plan.sizes import Sizes
-    from holmes_ext.report import run_pictures as pictures
-
-    sizes = Sizes(pipeline=2).complete(4)
     panels = []
     for variant in variants:
         site = site_from_spec(variant.spec)
         site = replace(site, nodes=tuple(site.node_by_name[name] for name in variant.order))
         nodes = build_plan(site).nodes if variant.name == "holmes" else variant.order
         panels.append((variant.name, site, nodes, variant.name == "holmes"))
-    placement = pictures.png(pictures.placement_figure(panels, sizes))
+    placement = pictures.png(pictures.placement_figure(panels, Sizes(pipeline=2).complete(4)))
     timeline = pictures.png(pictures.timeline_figure({v.name: pictures.load_traces(traces / v.name) for v in variants}))
-    cells = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in _rows(series))
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in HEAD)
-    said = html.escape(next((line for line in series["holmes"].lines if line.startswith("holmes:")), ""))
-    document = f"""<!doctype html><meta charset="utf-8"><title>holmes demo</title>
-<style>body{{font:15px sans-serif;max-width:1150px;margin:2em auto}}img{{max-width:100%}}table{{border-collapse:collapse}}
-td,th{{padding:.3em .8em;border-bottom:1px solid #ccc;text-align:right}}td:first-child{{text-align:left}}</style>
-<h1>One GPT on two clusters: {result['ratio_to_stock']:.2f} x stock, {result['ratio_to_bound']:.2f} x the all-RDMA bound</h1>
-<p>4 emulated nodes, DeepSpeed's pipeline engine, pipeline 2 x data 2, 6.15 M parameters, real text. Times are emulated: layers sleep
-as long as the emulated accelerator would compute; the sockets, their limited rates and the losses are real.
-Largest difference of the loss to stock's at any step: {result['max_loss_difference']:.1e}.</p>
-<table><tr>{head}</tr>{cells}</table>
-<p><code>{said}</code></p>
-<h2>Who sits where, over which NIC</h2>{pictures.inline(placement, 'placement of the ranks')}
-<h2>One step</h2>{pictures.inline(timeline, 'timeline of one step of each run')}
-"""
-    _write(path, document)
-
-
-def _write(path: Path, document: str) -> None:
-    try:
-        write_whole(path, document)
-    except OSError as error:
-        raise HolmesError(f"{path}: the report cannot be written ({error.strerror}); name another place with --output") from None
+    said = next((line for line in series["holmes"].lines if line.startswith("holmes:")), "")
+    return page(
+        "holmes demo", f"<h1>One GPT on two clusters: {result['ratio_to_stock']:.2f} x stock,"
+        f" {result['ratio_to_bound']:.2f} x the all-RDMA bound</h1>",
+        f"""<p>4 emulated nodes, DeepSpeed's pipeline engine, pipeline 2 x data 2, 6.15 M parameters, real text. Times
+are emulated: layers sleep as long as the emulated accelerator would compute; the sockets, their limited rates and the
+losses are real. Largest difference of the loss to stock's at any step: {result['max_loss_difference']:.1e}.</p>""",
+        table(HEAD, _rows(series)), f"<p><code>{html.escape(said)}</code></p>",
+        f"<h2>Who sits where, over which NIC</h2>{pictures.inline(placement, 'placement of the ranks')}",
+        f"<h2>One step</h2>{pictures.inline(timeline, 'timeline of one step of each run')}")

@@ -1,15 +1,22 @@
 """`holmes discover`: print the NICs of this node, or of a /sys tree captured on another machine."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
 import socket
-import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
+from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.addresses import captured_addresses
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, KINDS, Nic
 from holmes_ext.cluster.sysfs.node import read_nics, select
-from holmes_ext.errors import HolmesError
+from holmes_ext.doctor.finding import Finding
+from holmes_ext.doctor.nics import DEFAULT_PREFIX, check_nics
+from holmes_ext.units import format_rate
 
 # Links are kept as links; of the devices behind them only the named files are read: reading others (PCI BARs, vpd)
 # may disturb the machine. Each `find` begins with class/net because without any path it would walk all of
@@ -37,8 +44,7 @@ Exit status: 0 with at least one usable NIC, 1 with none, 2 on bad input.
 """
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Add `discover` to the subparsers of the `holmes` command; its `run` default is this module's."""
+def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "discover", help="show the NICs of this node and which of them a job would use",
         description="Show the NICs of this node and which of them a job would use.",
@@ -51,119 +57,68 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                         help="use only NICs that match: mlx5_0, mlx5_0:1, or a net device; wildcards allowed")
     parser.add_argument("--exclude", metavar="P", action="append", nargs="+", default=[],
                         help="do not use NICs that match")
-    parser.set_defaults(run=run)
-    return parser
 
 
-def run(args) -> int:
-    """Print table or JSON. Returns 0 with a usable NIC, 1 with none, 2 on bad input (after one line on stderr)."""
-    try:
-        captured = os.path.realpath(args.sysfs) != "/sys"
-        nics = read_nics(args.sysfs)
-        no_addresses = captured and captured_addresses(args.sysfs) is None
-        nics = _mark(nics, sum(args.include, []), sum(args.exclude, []))
-    except HolmesError as error:
-        print(f"holmes discover: {error}", file=sys.stderr)
-        return 2
-    node = os.path.basename(os.path.realpath(args.sysfs)) if captured else socket.gethostname()
+def run(args: argparse.Namespace) -> int:
+    """Print table or JSON. Returns 0 with a usable NIC, 1 with none; HolmesError on bad input."""
+    real = os.path.realpath(args.sysfs)
+    nics = _mark(read_nics(args.sysfs), sum(args.include, []), sum(args.exclude, []))
+    no_addresses = real != "/sys" and captured_addresses(args.sysfs) is None
+    node = socket.gethostname() if real == "/sys" else os.path.basename(real)
+    useful = any(nic.usable and (nic.fast or nic.addresses or no_addresses) for nic in nics)  # sockets need an address
     if args.json:
-        print(json.dumps({"version": 1, "node": node, "nics": [nic.to_dict() for nic in nics]}, indent=2))
-    else:
-        _print_table(node, nics, _notes(args.sysfs, nics, no_addresses))
-    return 0 if any(_is_useful(nic, no_addresses) for nic in nics) else 1
+        print(json.dumps({"version": 1, "node": node, "nics": [asdict(nic) for nic in nics]}, indent=2))
+        return 0 if useful else 1
+    screen, ordered = Screen(), sorted(nics, key=_by_use)
+    styles = ["dim" if nic.skipped else "" if nic.up else "yellow" for nic in ordered]
+    findings = list(check_nics(nics))
+    screen.table(COLUMNS, [_cells(nic, findings) for nic in ordered], f"NICs of {node}", styles)
+    if default := [finding.about for finding in findings if finding.what == DEFAULT_PREFIX]:
+        screen.line(f"note: {', '.join(default)}: InfiniBand subnet prefix {DEFAULT_SUBNET_PREFIX} is the default; two"
+                    " clusters with this prefix cannot be told apart: say which nodes belong together in cluster.toml")
+    if no_addresses:
+        missing = f"{args.sysfs} holds no ip_addr.json (write it there with `ip -j addr`)"
+        screen.line(f"note: IP addresses are unknown: {missing}")
+    if not useful:
+        screen.line("note: no usable NIC: every one is down, without an address, or set aside for the reason given")
+    return 0 if useful else 1
 
 
-def _mark(nics, include, exclude) -> "tuple[Nic, ...]":
+def _mark(nics: Sequence[Nic], include: Sequence[str], exclude: Sequence[str]) -> list[Nic]:
     """All NICs; those that `select` leaves out say in `skipped` why."""
     chosen = {nic.name: nic for nic in select(nics, include, exclude)}
     included = {nic.name for nic in select(nics, include)}
-    return tuple(chosen.get(nic.name) or nic.set_aside(
-        nic.skipped or ("excluded (--exclude)" if nic.name in included else "not in --include")) for nic in nics)
+    why = {nic.name: "excluded (--exclude)" if nic.name in included else "not in --include" for nic in nics}
+    return [chosen.get(nic.name) or replace(nic, skipped=nic.skipped or why[nic.name]) for nic in nics]
 
 
-def _is_useful(nic: Nic, no_addresses: bool) -> bool:
-    """Whether a job could use it: sockets need an address, verbs do not."""
-    return nic.usable and (nic.kind != "ethernet" or bool(nic.addresses) or no_addresses)
+#: Narrow terminals lose the right ones of the middle first, which only say where a NIC sits.
+COLUMNS = (
+    Column("NIC"), Column("kind"), Column("state"), Column("rate", right=True), Column("net device", wrap=10, drop=2),
+    Column("addresses", wrap=18, drop=1), Column("v2 GID", right=True, drop=3), Column("subnet prefix", drop=4),
+    Column("LID", right=True, drop=5), Column("NUMA", right=True, drop=6), Column("PCI", drop=7),
+    Column("note", wrap=16),
+)
 
 
-def _notes(root, nics, no_addresses: bool) -> "list[str]":
-    notes = []
-    default = [nic.name for nic in nics if nic.kind == "ib" and nic.usable
-               and nic.subnet_prefix == DEFAULT_SUBNET_PREFIX]
-    if default:
-        notes.append(f"{', '.join(default)}: InfiniBand subnet prefix {DEFAULT_SUBNET_PREFIX} is the default; two clusters "
-                     "with this prefix cannot be told apart: say which nodes belong together in cluster.toml")
-    if no_addresses:
-        notes.append(f"IP addresses are unknown: {root} holds no ip_addr.json (write it there with `ip -j addr`)")
-    if not any(_is_useful(nic, no_addresses) for nic in nics):
-        notes.append("no usable NIC: every one is down, without an address, or set aside for the reason given")
-    return notes
+def _cells(nic: Nic, findings: Sequence[Finding]) -> list[str]:
+    """A row of COLUMNS."""
+    return [
+        nic.name, nic.kind, nic.state, format_rate(nic.rate_bps) if nic.rate_bps else "", " ".join(nic.netdevs),
+        " ".join(nic.addresses), "" if nic.roce_v2_index is None else str(nic.roce_v2_index), nic.subnet_prefix,
+        str(nic.lid or ""), "" if nic.numa < 0 else str(nic.numa), nic.pci, "; ".join(_remarks(nic, findings)),
+    ]
 
 
-_COLUMNS = {  # title: text of a NIC
-    "NIC": lambda n: n.name,
-    "kind": lambda n: n.kind,
-    "state": lambda n: n.state,
-    "rate": lambda n: _show_rate(n.rate_bps),
-    "net device": lambda n: " ".join(n.netdevs) if n.kind != "ethernet" else n.ifname,
-    "addresses": lambda n: " ".join(n.addresses),
-    "v2 GID": lambda n: "" if n.roce_v2_index is None else str(n.roce_v2_index),
-    "subnet prefix": lambda n: n.subnet_prefix,
-    "LID": lambda n: str(n.lid) if n.lid else "",
-    "NUMA": lambda n: "" if n.numa < 0 else str(n.numa),
-    "PCI": lambda n: n.pci,
-    "note": lambda n: "; ".join(_remarks(n)),
-}
+def _remarks(nic: Nic, findings: Sequence[Finding]) -> list[str]:
+    """Why it is set aside or down, what `holmes doctor` finds, what else it is."""
+    found = [finding.what for finding in findings if finding.about == nic.name and finding.what != DEFAULT_PREFIX]
+    known = {"net device of": nic.rdma, "over": " ".join(nic.members), "virtual function of": nic.parent}
+    said = [nic.skipped, *(found or ["" if nic.up else nic.state_text])]
+    return [text for text in said if text] + [f"{what} {name}" for what, name in known.items() if name]
 
 
-def _show_rate(bps: int) -> str:
-    if not bps:
-        return ""
-    unit, size = ("Gb/s", 1e9) if bps >= 1e9 else ("Mb/s", 1e6)
-    return f"{bps / size:.4g} {unit}"
-
-
-def _remarks(nic: Nic) -> "list[str]":
-    remarks = [nic.skipped] if nic.skipped else []
-    if not nic.up:
-        remarks.append(nic.state_text)
-    if nic.kind == "ib" and nic.state_text == "INIT":
-        remarks.append("no subnet manager has set it up")
-    if nic.up and nic.kind == "ethernet" and not nic.addresses and not nic.skipped:
-        remarks.append("no address")
-    if nic.rdma:
-        remarks.append(f"net device of {nic.rdma}")
-    if nic.members:
-        remarks.append(f"over {' '.join(nic.members)}")
-    if nic.parent:
-        remarks.append(f"virtual function of {nic.parent}")
-    if nic.kind == "roce" and nic.up and nic.roce_v2_index is None:
-        remarks.append("no RoCE v2 GID")
-    if 0 < nic.max_rate_bps < nic.rate_bps:
-        remarks.append(f"PCIe carries only {_show_rate(nic.max_rate_bps)}")
-    return remarks
-
-
-def _by_use(nic: Nic):
+def _by_use(nic: Nic) -> tuple[bool, bool, int, bool, int]:
     """Usable first, fast kinds first, fast NICs first; then what is down; then what is set aside."""
-    return (bool(nic.skipped), not nic.up, KINDS.index(nic.kind), not nic.addresses and nic.kind == "ethernet",
-            -nic.rate_bps)
-
-
-def _print_table(node: str, nics, notes) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(width=None if sys.stdout.isatty() else 250, highlight=False)
-    table = Table(title=f"NICs of {node}", title_justify="left")
-    shown = {title: text for title, text in _COLUMNS.items() if any(text(nic) for nic in nics)}
-    for title in shown:
-        table.add_column(title, justify="right" if title in ("rate", "v2 GID", "LID", "NUMA") else "left",
-                         overflow="fold")
-    for nic in sorted(nics, key=_by_use):
-        style = "dim" if nic.skipped else "" if nic.up else "yellow"
-        table.add_row(*(Text(text(nic)) for text in shown.values()), style=style)
-    console.print(table)
-    for note in notes:
-        console.print(Text(f"note: {note}"), soft_wrap=True)
+    bare = not nic.addresses and nic.kind == "ethernet"
+    return bool(nic.skipped), not nic.up, KINDS.index(nic.kind), bare, -nic.rate_bps

@@ -5,16 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.errors import HolmesError
+from holmes_ext.lab import state
+from holmes_ext.lab.lab import Lab
+from holmes_ext.lab.measure import LinkRow, measure
+from holmes_ext.lab.process.ranks import interleave
+from holmes_ext.units import format_rate
 
 QUIET_TAIL = 20  # lines that --quiet shows of a rank that failed
-INTERRUPTED = 130
-BROKEN_PIPE = 141
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -28,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     order.add_argument("--interleave", action="store_true", help="take the clusters' nodes in turn: a0,b0,a1,b1,...")
     start.add_argument("--processes", type=int, metavar="N", help="processes for each node (default: the file's)")
     start.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable in every process")
-    start.add_argument("--preload", metavar="M,N", help="import these modules once and fork every rank (python commands)")
+    start.add_argument("--preload", metavar="M,N", help="import these modules once and fork every rank (python)")
     start.add_argument("--accelerator", metavar="JSON", help='emulate a GPU: {"flops": 5e9, "classes": ["Block"]}')
     start.add_argument("--realtime", action="store_true", help="run the ranks under SCHED_RR where permitted")
     start.add_argument("--logs", type=Path, metavar="DIR", help="write each rank's output to DIR/rankN.log")
@@ -36,14 +41,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     start.add_argument("--quiet", action="store_true", help="only rank 0's output; of others the end, when they fail")
     start.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
 
-    measure = actions.add_parser("measure", help="achieved against configured bandwidth of every kind of link")
-    _add_site(measure)
-    measure.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    links = actions.add_parser("measure", help="achieved against configured bandwidth of every kind of link")
+    _add_site(links)
+    links.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     down = actions.add_parser("down", help="end labs whose owner is gone and remove their files")
     down.add_argument("--all", action="store_true", help="also end the labs that are in use")
     down.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
 
 
 def _add_site(parser: argparse.ArgumentParser) -> None:
@@ -57,33 +61,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from holmes_ext.lab import Lab, interleave
-
     spec = load_spec(args.cluster)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise HolmesError("holmes lab run: no command; write it after --, for example: -- python train.py")
     env = dict(_key_value(text) for text in args.env)
     order = interleave(spec) if args.interleave else args.order.split(",") if args.order else None
-    try:
-        with Lab(spec, args.scale, realtime=args.realtime) as lab:
-            printer = _Printer(args.quiet, _labels(lab, spec, order, args.processes))
-            result = lab.run(
-                command,
-                order=order,
-                processes=args.processes,
-                env=env,
-                preload=args.preload.split(",") if args.preload else (),
-                accelerator=_configuration(args.accelerator),
-                logs=args.logs,
-                timeout=args.timeout,
-                on_line=printer,
-            )
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # who reads our output has enough, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+    preload = args.preload.split(",") if args.preload else ()
+    with Lab(spec, args.scale, realtime=args.realtime) as lab:
+        printer = _Printer(args.quiet, _labels(lab, spec, order, args.processes))
+        result = lab.run(command, order=order, processes=args.processes, env=env, preload=preload, logs=args.logs,
+                         accelerator=_configuration(args.accelerator), timeout=args.timeout, on_line=printer)
     if result.emulated:
         print("holmes lab: an emulated accelerator made the timings of this run", file=sys.stderr)
     if args.timeout is not None and result.returncode == 124 and result.first_failed is None:
@@ -93,7 +81,7 @@ def _run(args: argparse.Namespace) -> int:
     return result.returncode
 
 
-def _labels(lab, spec: SiteSpec, order, processes: int | None) -> list[str]:
+def _labels(lab: Lab, spec: SiteSpec, order: Sequence[str] | None, processes: int | None) -> list[str]:
     """ "node:local_rank" of each rank."""
     names = order or [node.name for node in lab.nodes]
     return [f"{name}:{local}" for name in names for local in range(processes or spec.cluster_of(name).processes)]
@@ -126,7 +114,7 @@ def _key_value(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _configuration(text: str | None) -> dict | None:
+def _configuration(text: str | None) -> dict[str, Any] | None:
     try:
         return None if text is None else json.loads(text)
     except json.JSONDecodeError as error:
@@ -134,19 +122,25 @@ def _configuration(text: str | None) -> dict | None:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    from holmes_ext.lab.network import measure
-
-    rows = measure.measure(load_spec(args.cluster), args.scale)
+    rows = measure(load_spec(args.cluster), args.scale)
     if args.json:
-        print(json.dumps({"cluster": args.cluster, "scale": args.scale, "rows": [dataclasses.asdict(row) for row in rows]}))
+        lines = [dataclasses.asdict(row) for row in rows]
+        print(json.dumps({"cluster": args.cluster, "scale": args.scale, "rows": lines}))
     else:
-        measure.print_table(rows, args.cluster, args.scale)
+        columns = [Column(name, right=name not in ("link", "nodes", ""))
+                   for name in ("link", "nodes", "message", "configured", "achieved", "ratio", "")]
+        title = f"{args.cluster}, scale {args.scale:g}: achieved against configured bandwidth"
+        Screen().table(columns, [_cells(row) for row in rows], title)
     return 0 if all(row.within for row in rows if row.counts) else 1
 
 
-def _down(args: argparse.Namespace) -> int:
-    from holmes_ext.lab import state
+def _cells(row: LinkRow) -> list[str]:
+    verdict = "ok" if row.within else "off by more than 10 %" if row.counts else "small message"
+    return [row.link, "-".join(row.nodes), f"{row.message_bytes >> 10} KiB", format_rate(row.configured_bps),
+            format_rate(row.achieved_bps), f"{row.ratio:.3f}", verdict]
 
+
+def _down(args: argparse.Namespace) -> int:
     found = state.clear(running_too=args.all)
     if args.json:
         print(json.dumps([dataclasses.asdict(lab) for lab in found]))

@@ -9,12 +9,15 @@ Only the module of the subcommand that is asked for is imported; `holmes --help`
 """
 
 import argparse
-import difflib
+import errno
 import importlib
+import os
+import select
 import sys
 
 from holmes_ext import __version__
 from holmes_ext.errors import HolmesError
+from holmes_ext.words import did_you_mean
 
 COMMANDS = ("discover", "doctor", "plan", "probe", "lab", "demo", "patches", "report", "tune")
 
@@ -27,24 +30,47 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a `holmes` command line (default: this process's) and return its exit status; 130 after Ctrl-C."""
+    """Run a `holmes` command line (default: this process's) and return its exit status; 130 after Ctrl-C.
+
+    Where the reader of standard output has gone (`holmes plan ... | head`) the rest is not printed: that is no error.
+    """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        args = _parse(argv)
-        return args.run(args)
+        try:
+            args = _parse(argv)
+            return args.run(args)
+        finally:
+            sys.stdout.flush()
     except HolmesError as error:
         print(f"holmes: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):  # how rich ends when its reader has gone
+            raise
+        return 0
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        if not (full or isinstance(error, BrokenPipeError) and _reader_has_gone()):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python tries to print the rest when it ends
+        if full:
+            print(f"holmes: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2 if full else 0
+
+
+def _reader_has_gone() -> bool:
+    """Whether nobody reads standard output any more. (A socket of ours may break, too.)"""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _parse(argv):
     command = argv[0] if argv and not argv[0].startswith("-") else None
     if command is not None and command not in COMMANDS:
-        near = difflib.get_close_matches(command, COMMANDS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(COMMANDS)}"
-        raise HolmesError(f"there is no command {command!r}; {hint}")
+        raise HolmesError(f"there is no command {command!r}; {did_you_mean(command, COMMANDS)}")
     parser = _Parser(prog="holmes", description="One LLM training job over several GPU clusters whose NICs differ.")
     parser.add_argument("--version", action="version", version=f"holmes_ext {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)

@@ -8,21 +8,27 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import fields, replace
-from pathlib import Path
+from typing import Any
 
 from holmes_ext.cli.show import explain, search
+from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.site import Site, site_from_spec
-from holmes_ext.cluster.spec import load_spec, tomllib
-from holmes_ext.document import Table
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.document import load_toml
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.build import LOCAL, build_plan
+from holmes_ext.plan.build import build_plan, costs_of
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import load_model, on_clusters
-from holmes_ext.plan.cost.step import Workload, step_seconds
+from holmes_ext.plan.cost.nodes import step_seconds
+from holmes_ext.plan.cost.pipeline import Estimate, uniform
+from holmes_ext.plan.cost.stages import predict
+from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.layout import groups
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import load_profile
 from holmes_ext.plan.sizes import Sizes, parse_sizes
+from holmes_ext.plan.traffic import LOCAL
+from holmes_ext.report.pictures import draw_partitions
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
 _WORKLOAD = {  # field of Workload -> (option, what it is)
@@ -37,26 +43,27 @@ _WORKLOAD = {  # field of Workload -> (option, what it is)
 }
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
+def add_parser(subparsers: Any) -> None:
     """Teach `holmes` the command `plan`."""
-    parser = subparsers.add_parser("plan", help="order the nodes for a job and say what crosses which network", description=__doc__)
-    parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster.toml")
-    parser.add_argument("--sizes", metavar="TEXT", help='parallel sizes, such as "pipeline=2,tensor=1"; what is left is data')
+    what = "order the nodes for a job and say what crosses which network"
+    parser = subparsers.add_parser("plan", help=what, description=__doc__)
+    add = parser.add_argument
+    add("--cluster", required=True, metavar="FILE", help="cluster.toml")
+    add("--sizes", metavar="TEXT", help='parallel sizes, such as "pipeline=2,tensor=1"; what is left is data')
     for name in ("pipeline", "tensor", "context", "expert"):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{name}-parallel size")
-    parser.add_argument("--order", metavar="O", help="order of the axes in the ranks, innermost first (default: tp-cp-ep-dp-pp)")
-    parser.add_argument("--output", metavar="FILE", help="write plan.json here")
-    parser.add_argument("--json", action="store_true", help="print plan.json instead of the table")
-    group = parser.add_argument_group("what the model computes and sends (nominal values unless given)")
-    group.add_argument("--workload", metavar="FILE", help="TOML with keys like the options below (forward_seconds = 0.03, ...)")
+        add(f"--{name}", type=int, metavar="N", help=f"{name}-parallel size")
+    add("--order", metavar="O", help="order of the axes in the ranks, innermost first (default: tp-cp-ep-dp-pp)")
+    add("--output", metavar="FILE", help="write plan.json here")
+    add("--json", action="store_true", help="print plan.json instead of the table")
+    add = parser.add_argument_group("what the model computes and sends (nominal values unless given)").add_argument
+    add("--workload", metavar="FILE", help="TOML with keys like the options below (forward_seconds = 0.03, ...)")
     for field in fields(Workload):
         option, text = _WORKLOAD[field.name]
         kind = int if field.name == "micro_batches" else float
-        group.add_argument(f"--{option}", dest=field.name, type=kind, metavar="N", help=text)
+        add(f"--{option}", dest=field.name, type=kind, metavar="N", help=text)
     explain.add_arguments(parser)
     search.add_arguments(parser)
     parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,33 +76,40 @@ def run(args: argparse.Namespace) -> int:
     sizes, workload = _sizes(args), _workload(args)
     model = on_clusters(load_model(args.model), spec) if args.model else None
     profile = load_profile(args.profile) if args.profile else None
-    known = model if profile is None else profile
+    known = model or profile
     if (args.explain or args.picture) and known is None:
-        raise HolmesError("--explain and --picture need to know the model: give --model FILE (examples/models has some) or --profile FILE")
+        advice = "give --model FILE (examples/models has some) or --profile FILE"
+        raise HolmesError(f"--explain and --picture need to know the model: {advice}")
     if known is not None and workload is not None:
-        raise HolmesError("--model or --profile says what the model computes and sends; give it or --workload (--gradient-bytes, ...), not both")
+        given = "--model or --profile says what the model computes and sends"
+        raise HolmesError(f"{given}; give it or --workload (--gradient-bytes, ...), not both")
     overlap = args.overlap == "on"
     plan = build_plan(site, sizes, workload, args.partition, model, args.alpha, overlap, profile=profile, links=links)
     if args.output:
         plan.save(args.output)
-    if args.explain or args.picture:
-        costs, found = explain.outcomes(measured, plan, model, args.alpha, overlap, profile)
-        if args.picture:
-            explain.picture(costs, found, args.picture)
-    if args.explain and args.json:
+    costs = None
+    if known is not None and plan.sizes is not None:
+        costs = costs_of(measured, plan.nodes, plan.sizes, model, overlap, profile)
+    if (args.explain or args.picture) and costs is None:
+        raise HolmesError("--explain needs the parallel sizes: give --sizes pipeline=N")
+    found = explain.outcomes(costs, args.alpha) if costs and (args.explain or args.picture) else {}
+    if costs and args.picture:
+        draw_partitions(costs, found, args.picture)
+    if costs and args.explain and args.json:
         print(json.dumps(explain.document(costs, found)))
     elif args.json:
         sys.stdout.write(plan.to_json())
     else:
-        if workload is None and known is not None and plan.sizes is not None:
-            workload = model.workload(plan.sizes) if profile is None else profile.workload()
-        _show(measured, plan, workload or Workload(), nominal=workload is None)
-        if args.explain:
+        step = None
+        if costs is not None:
+            step = predict(costs, plan.stage_layers or uniform(costs.blocks, costs.stages))
+        elif plan.sizes is not None:
+            step = step_seconds(measured, plan.nodes, plan.sizes, workload)
+        _show(measured, plan, step, nominal=workload is None and known is None)
+        if costs and args.explain:
             explain.show(costs, found)
-        if args.picture:
-            print(f"written: {args.picture}")
-        if args.output:
-            print(f"written: {args.output}")
+        for path in filter(None, (args.picture, args.output)):
+            print(f"written: {path}")
     return 1 if plan.straddling else 0
 
 
@@ -114,16 +128,11 @@ def _workload(args: argparse.Namespace) -> Workload | None:
     return Workload(**given) if given else None
 
 
-def load_workload(path: str) -> dict[str, float]:
+def load_workload(path: str) -> dict[str, Any]:
     """Fields of Workload from a TOML file whose keys are the options' names with underscores."""
-    try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise HolmesError(f"{path}: not a readable TOML file: {getattr(error, 'strerror', None) or error}") from None
-    table, given = Table(document, path), {}
+    table, given = load_toml(path, "name a TOML file"), {}
     for name, (option, _) in _WORKLOAD.items():
-        key = option.replace("-", "_")
-        value = table.take(key, int if name == "micro_batches" else float, None)
+        value = table.take(option.replace("-", "_"), int if name == "micro_batches" else float, None)
         if value is not None:
             given[name] = value
     table.done()
@@ -143,62 +152,54 @@ def compress_hosts(names: Iterable[str]) -> str:
 
 
 def _bracket(run: list[str]) -> str:
-    if len(run) == 1:
-        return run[0]
     first, last = _NUMBERED.fullmatch(run[0]), _NUMBERED.fullmatch(run[-1])
-    return f"{first[1]}[{first[2]}-{last[2]}]{first[3]}"
+    return f"{first[1]}[{first[2]}-{last[2]}]{first[3]}" if len(run) > 1 and first and last else run[0]
 
 
-def _show(site: Site, plan: Plan, workload: Workload, nominal: bool) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table as Grid
-
-    console = Console(highlight=False, emoji=False)
-    if plan.sizes is None:
+def _show(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:
+    screen = Screen()
+    if plan.sizes is None or step is None:
         clusters = ", ".join(dict.fromkeys(site.node_by_name[name].cluster for name in plan.nodes))
-        console.print(escape(f"parallel sizes unknown: clusters as blocks, the fastest fabric first ({clusters})"))
-        console.print(escape(f"nodes: {compress_hosts(plan.nodes)}"))
+        screen.line(f"parallel sizes unknown: clusters as blocks, the fastest fabric first ({clusters})")
+        screen.line(f"nodes: {compress_hosts(plan.nodes)}")
         return
-    breakdown = step_seconds(site, plan.nodes, plan.sizes, workload)
-    grid = Grid("stage", "nodes", "data-parallel over", "to the next stage", "reduction", title=escape(_title(site, plan)))
-    for stage, row in enumerate(_stage_rows(site, plan)):
-        grid.add_row(*map(escape, (str(stage), *row, f"{breakdown.reduction_s[stage]:.3g} s")))
-    console.print(grid)
+    columns = (Column("stage"), Column("nodes", wrap=12), Column("data-parallel over", wrap=10),
+               Column("to the next stage", wrap=10, drop=1), Column("reduction", right=True))  # fmt: skip
+    reductions = [f"{seconds:.3g} s" for seconds in step.reduction_s]
+    rows = [(str(stage), *row, reductions[stage]) for stage, row in enumerate(_stage_rows(site, plan, plan.sizes))]
+    screen.table(columns, rows, _title(plan, plan.sizes))
     for straddle in plan.straddling:
         which = f"{straddle.kind} group{'s straddle' if straddle.groups > 1 else ' straddles'}"
         text = f"! {straddle.groups} {which} (one has {', '.join(straddle.example)})"
-        text += f": on {straddle.fabric}, costs {straddle.seconds:.3g} s a step"
-        console.print(escape(text), style="yellow")
+        screen.line(f"{text}: on {straddle.fabric}, costs {straddle.seconds:.3g} s a step", "yellow")
     if not plan.straddling:
-        console.print("no data-, tensor-, context- or expert-parallel group leaves its fabric", style="green")
-    step, stock = plan.predicted["step_seconds"], plan.predicted["stock_step_seconds"]
-    console.print(f"predicted step: {step:.4g} s; stock: {stock:.4g} s ({stock / step:.2f} times as long)", style="bold")
+        screen.line("no data-, tensor-, context- or expert-parallel group leaves its fabric", "green")
+    ours, stock = plan.predicted["step_seconds"], plan.predicted["stock_step_seconds"]
+    screen.line(f"predicted step: {ours:.4g} s; stock: {stock:.4g} s ({stock / ours:.2f} times as long)", "bold")
     if plan.stage_layers:
-        console.print(escape(f"layers of the stages ({plan.partition}): {' '.join(map(str, plan.stage_layers))}"))
+        screen.line(f"layers of the stages ({plan.partition}): {' '.join(map(str, plan.stage_layers))}")
     if nominal:
-        console.print("for a nominal model (10^9 parameters in each rank); give --workload or --gradient-bytes and so on for yours")
+        advice = "give --workload or --gradient-bytes and so on for yours"
+        screen.line(f"for a nominal model (10^9 parameters in each rank); {advice}")
 
 
-def _title(site: Site, plan: Plan) -> str:
-    sizes = plan.sizes
+def _title(plan: Plan, sizes: Sizes) -> str:
     names = [f"{name} {getattr(sizes, name)}" for name in ("pipeline", "tensor", "context", "data", "expert")]
     shown = [text for text in names if not text.endswith(" 1") or text.startswith(("pipeline", "data"))]
     return f"{plan.world_size} ranks on {len(plan.nodes)} nodes: {' x '.join(shown)}"
 
 
-def _stage_rows(site: Site, plan: Plan) -> list[tuple[str, str, str]]:
+def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[tuple[str, str, str]]:
     """For each stage its nodes, the fabrics of its data-parallel groups, and those of its edges to the next stage."""
-    stride, count = plan.sizes.strides()["pp"], plan.sizes.pipeline
-    nodes, data, edges = ([{} for _ in range(count)] for _ in range(3))
+    stages: list[list[dict[str, None]]] = [[{} for _ in range(sizes.pipeline)] for _ in range(3)]
+    nodes, data, edges = stages
     for rank in range(plan.world_size):
-        nodes[rank // stride % count][plan.node_of(rank)] = None
-    reducing = groups(plan.sizes, "data")
-    fabrics = plan.transports["data"]
+        nodes[sizes.stage(rank)][plan.node_of(rank)] = None
+    reducing, fabrics = groups(sizes, "data"), plan.transports["data"]
     for group, fabric in zip(reducing, fabrics if len(fabrics) > 1 else fabrics * len(reducing)):
-        data[group[0] // stride % count][fabric] = None
-    for group in groups(plan.sizes, "pipeline"):
+        data[sizes.stage(group[0])][fabric] = None
+    for group in groups(sizes, "pipeline"):
         for stage, pair in enumerate(zip(group, group[1:])):
-            fabric = plan.fabric_of(pair, site)
-            edges[stage][LOCAL if fabric is None else fabric.name] = None
-    return [(compress_hosts(nodes[stage]), ", ".join(data[stage]), ", ".join(edges[stage])) for stage in range(count)]
+            shared = plan.fabric_of(pair)
+            edges[stage][LOCAL if shared is None else shared.name] = None
+    return [(compress_hosts(own), ", ".join(data[stage]), ", ".join(edges[stage])) for stage, own in enumerate(nodes)]

@@ -8,62 +8,68 @@ import json
 import os
 import sys
 
+import holmes_ext
+from holmes_ext.cluster.measured import MeasuredLink, render, store
+from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
+from holmes_ext.runtime import session
+from holmes_ext.runtime.start.launcher import Process, detect
 
 _EPILOG = """\
 Start it on every node as the training is started, one process for each node is enough:
 
-  torchrun --nnodes 8 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --no-python holmes probe --cluster cluster.toml
+  torchrun --nnodes 8 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --no-python \\
+      holmes probe --cluster cluster.toml
   srun --ntasks-per-node 1 holmes probe --cluster cluster.toml
   holmes lab run --cluster cluster.toml -- holmes probe --cluster cluster.toml      on emulated clusters
 
-Rank 0 replaces the file's [link.FABRIC] tables and leaves the rest as it is. Exit status: 0 measured, 2 bad usage, input or network.
+Rank 0 replaces the file's [link.FABRIC] tables and leaves the rest as it is.
+Exit status: 0 measured, 2 bad usage, input or network.
 """
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
-        "probe",
-        help="measure messages and rings on every fabric, into cluster.toml",
+        "probe", help="measure messages and rings on every fabric, into cluster.toml",
         description="Measure how long messages and all-reduces take on every fabric, for `holmes plan`.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+        epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster.toml, which gets the curves")
-    parser.add_argument("--largest", type=float, default=16.0, metavar="MIB", help="largest message in MiB (default 16)")
+    parser.add_argument("--largest", type=float, default=16.0, metavar="MIB", help="largest message (default 16 MiB)")
     parser.add_argument("--dry-run", action="store_true", help="print the tables, write nothing")
     parser.add_argument("--json", action="store_true", help="print the curves as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when every fabric was measured; rank 0 writes and tells."""
-    from holmes_ext.cluster.measured import render, store
-    from holmes_ext.cluster.spec import load_spec
-    from holmes_ext.runtime.start.launcher import detect
-
     load_spec(args.cluster)
     if not 0.004 <= args.largest <= 1024:
         raise HolmesError(f"--largest: {args.largest:g} MiB; it must be 0.004 to 1024")
     process = detect(os.environ)
     if process.world_size < 2:
-        raise HolmesError("holmes probe: one process has no link to measure; start it on two nodes or more (holmes probe --help says how)")
+        raise HolmesError("holmes probe: one process has no link to measure; start it on two nodes or more"
+                          " (holmes probe --help says how)")
     links = _measure(args, process)
     if process.rank == 0:
-        print(json.dumps({name: dataclasses.asdict(link) for name, link in links.items()}) if args.json else render(links), end="\n" if args.json else "")
+        if args.json:
+            print(json.dumps({name: dataclasses.asdict(link) for name, link in links.items()}))
+        else:
+            print(render(links), end="")
         if not args.dry_run:
             store(args.cluster, links)
             print(f"holmes probe: wrote {', '.join(links)} to {args.cluster}", file=sys.stderr)
     return 0
 
 
-def _measure(args: argparse.Namespace, process):
+def _measure(args: argparse.Namespace, process: Process) -> dict[str, MeasuredLink]:
     """All ranks; whatever goes wrong on the way is one line."""
     import torch
     import torch.distributed as dist
 
-    import holmes_ext
-    from holmes_ext.runtime import session
-    from holmes_ext.runtime.measure import probe
+    from holmes_ext.runtime.measure import probe  # here: it imports torch, which `holmes --help` does without
+
+    def tell(text: str) -> None:
+        if process.rank == 0:
+            print(f"holmes probe: {text}", file=sys.stderr, flush=True)
 
     holmes_ext.enable(cluster=args.cluster)
     gpu = torch.accelerator.is_available()
@@ -71,12 +77,13 @@ def _measure(args: argparse.Namespace, process):
         torch.accelerator.set_device_index(process.local_rank)
     try:
         dist.init_process_group("nccl" if gpu else "gloo")
-        tell = (lambda text: print(f"holmes probe: {text}", file=sys.stderr, flush=True)) if process.rank == 0 else (lambda text: None)
         links = probe.measure(session.require(), int(args.largest * 2**20), tell)
         dist.destroy_process_group()
     except (RuntimeError, ValueError, OSError) as error:
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        raise HolmesError(f"holmes probe: rank {process.rank} ({session.require().node.name}): {first[0]:.200}; nothing was written") from None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        where = f"rank {process.rank} ({session.require().node.name})"
+        raise HolmesError(f"holmes probe: {where}: {reason:.200}; nothing was written") from None
     if not links:
-        raise HolmesError("holmes probe: all processes are on one node, which has no link to measure; start one on every node")
+        raise HolmesError("holmes probe: all processes are on one node, which has no link to measure;"
+                          " start one on every node")
     return links

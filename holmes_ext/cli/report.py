@@ -5,139 +5,119 @@ from __future__ import annotations
 import argparse
 import html
 import json
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from holmes_ext.cli.show.page import page, table
+from holmes_ext.cli.show.table import Column, Screen
+from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
+from holmes_ext.report import pictures
+from holmes_ext.report.figures import Summary, summarize
+from holmes_ext.report.files import Run, load
+from holmes_ext.report.trace import chosen_step, pictured, trace
 from holmes_ext.units import format_rate
+
+GROUPS = (
+    Column("groups"), Column("where"), Column("ranks", right=True, drop=3), Column("operations", right=True, drop=4),
+    Column("MB sent", right=True), Column("under way, s", right=True, drop=1), Column("exposed, s", right=True),
+    Column("of the step", right=True, drop=2), Column("achieved", right=True), Column("of", right=True))
+RANKS = (Column("rank"), Column("node"), Column("cluster"),
+         *(Column(name, right=True) for name in ("step, s", "exposed, s", "its own, s")))
+#: Ranks that are listed.
+LISTED = 16
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "report",
         help="what a job's steps took: bytes, bandwidth and exposed time of each kind of group, the slowest rank",
-        description="Reads DIR, written by --holmes-telemetry DIR (the files of all nodes together). Exposed: seconds in which the program stood"
-        " still for communication. Achieved: bytes sent over the time in which all of a group's ranks were there.",
-    )
+        description="Reads DIR, written by --holmes-telemetry DIR (the files of all nodes together). Exposed: seconds"
+        " in which the program stood still for communication. Achieved: bytes sent over the time in which all of a"
+        " group's ranks were there.")
     parser.add_argument("directory", metavar="DIR", help="the directory of --holmes-telemetry, or one run in it")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--trace", metavar="OUT.json", help="write one step of every rank for chrome://tracing or ui.perfetto.dev")
-    parser.add_argument("--step", type=int, help="which step --trace and --html show (default: the last one that was traced)")
+    parser.add_argument("--trace", metavar="OUT.json",
+                        help="write one step of every rank for chrome://tracing or ui.perfetto.dev")
+    parser.add_argument("--step", type=int,
+                        help="which step --trace and --html show (default: the last one that was traced)")
     parser.add_argument("--html", metavar="OUT.html", help="write the tables and a picture of one step")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the tables; 0."""
-    from rich.console import Console
-
-    from holmes_ext.report.figures import summarize
-    from holmes_ext.report.files import load
-
     job = load(args.directory)
     summary = summarize(job)
     if args.step is not None and not (args.trace or args.html):
         raise HolmesError("holmes report: --step chooses what --trace or --html shows; give one of them")
     if args.trace:
-        from holmes_ext.report.trace import chosen_step, trace
-
-        _write(Path(args.trace), json.dumps(trace(job, chosen_step(job, args.step))) + "\n")
+        save(args.trace, json.dumps(trace(job, chosen_step(job, args.step))) + "\n", "the trace")
     if args.html:
-        _write(Path(args.html), _document(job, summary, args.step))
+        save(args.html, _document(job, summary, chosen_step(job, args.step)), "the report")
     if args.json:
         slowest = {"slowest_rank": summary.slowest.rank, "notes": job.notes}
         print(json.dumps({"version": 1, **asdict(summary), **slowest}))
         return 0
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    screen = Screen()
     for note in job.notes:
-        console.print(f"note: {note}", markup=False)
-    console.print(headline(summary), markup=False)
-    console.print(_table(HEAD, cells(summary), left=2))
-    console.print(_table(RANK_HEAD, rank_cells(summary), left=3))
-    console.print(verdict(summary), markup=False)
+        screen.line(f"note: {note}")
+    screen.line(_headline(summary))
+    for columns, rows in ((GROUPS, _cells(summary)), (RANKS, _rank_cells(summary))):
+        screen.line()
+        screen.table(columns, rows)
+    screen.line("\n" + _verdict(summary))
     for option, name in (("trace", args.trace), ("picture", args.html)):
         if name:
-            console.print(f"{option}: {name}", markup=False)
+            screen.line(f"{option}: {name}")
     return 0
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise HolmesError(f"{path}: cannot be written ({error.strerror}); name another place") from None
-
-
-def headline(summary: Any) -> str:
+def _headline(summary: Summary) -> str:
     """Steps, their time, tokens where they are known."""
     tokens = f", {summary.tokens_per_second:,.0f} tokens/s" if summary.tokens_per_second else ""
     low, high = summary.spread
-    return f"run {summary.run}: {summary.world} ranks, {summary.steps} steps of {summary.step_s:.4f} s (median; {low:.4f} to {high:.4f}){tokens}"
+    took = f"{summary.steps} steps of {summary.step_s:.4f} s (median; {low:.4f} to {high:.4f})"
+    return f"run {summary.run}: {summary.world} ranks, {took}{tokens}"
 
 
-HEAD = ("groups", "where", "ranks", "operations", "MB sent", "under way, s", "exposed, s", "of the step", "achieved", "of")
-RANK_HEAD = ("rank", "node", "cluster", "step, s", "exposed, s", "its own, s")
-
-
-def cells(summary: Any) -> list[tuple[str, ...]]:
+def _cells(summary: Summary) -> list[list[str]]:
     """One row for each kind of group and fabric; means of a step on a rank."""
     rows = []
     for row in summary.rows:
-        rate = format_rate(row.achieved_bps) if row.achieved_bps else "-"
-        configured = format_rate(row.configured_bps) if row.configured_bps else "memory"
         share = f"{100 * row.exposed_s / summary.step_s:.1f} %" if summary.step_s else "-"
-        rows.append((row.kind, f"{row.where}, {row.fabric}", str(row.ranks), f"{row.operations:.1f}", f"{row.sent / 1e6:.3f}", f"{row.busy_s:.4f}",
-                     f"{row.exposed_s:.4f}", share, rate, configured))  # fmt: skip
+        amounts = [str(row.ranks), f"{row.operations:.1f}", f"{row.sent / 1e6:.3f}"]
+        seconds = [f"{row.busy_s:.4f}", f"{row.exposed_s:.4f}", share]
+        achieved = format_rate(row.achieved_bps) if row.achieved_bps else "-"
+        configured = format_rate(row.configured_bps) if row.configured_bps else "memory"
+        rows.append([row.kind, f"{row.where}, {row.fabric}", *amounts, *seconds, achieved, configured])
     return rows
 
 
-def rank_cells(summary: Any, most: int = 16) -> list[tuple[str, ...]]:
+def _rank_cells(summary: Summary) -> list[list[str]]:
     """The ranks with the most work of their own first."""
-    ordered = sorted(summary.ranks, key=lambda one: (-one.own_s, one.rank))[:most]
-    return [(str(one.rank), one.node, one.cluster, f"{one.step_s:.4f}", f"{one.exposed_s:.4f}", f"{one.own_s:.4f}") for one in ordered]
+    ordered = sorted(summary.ranks, key=lambda one: (-one.own_s, one.rank))[:LISTED]
+    return [[str(one.rank), one.node, one.cluster, *(f"{s:.4f}" for s in (one.step_s, one.exposed_s, one.own_s))]
+            for one in ordered]
 
 
-def verdict(summary: Any) -> str:
+def _verdict(summary: Summary) -> str:
     """Which rank is slowest, and what costs most."""
     slow = summary.slowest
-    text = f"slowest: rank {slow.rank} on {slow.node} ({slow.cluster}): {slow.own_s:.4f} s of its step are its own work, the others wait for it"
+    text = (f"slowest: rank {slow.rank} on {slow.node} ({slow.cluster}): {slow.own_s:.4f} s of its step are its own"
+            " work, the others wait for it")
     if not summary.rows:
         return text
     worst = summary.rows[0]
-    return f"{text}; most exposed: {worst.kind} groups {worst.where} clusters on {worst.fabric}, {worst.exposed_s:.4f} s a step (rank {worst.most_exposed} waits longest)"
+    return (f"{text}; most exposed: {worst.kind} groups {worst.where} clusters on {worst.fabric},"
+            f" {worst.exposed_s:.4f} s a step (rank {worst.most_exposed} waits longest)")
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], left: int) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for number, column in enumerate(head):
-        table.add_column(column, justify="left" if number < left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _document(job: Any, summary: Any, step: int | None) -> str:
+def _document(job: Run, summary: Summary, step: int) -> str:
     """One HTML file: the tables, and one step of every rank as in `holmes demo`."""
-    from holmes_ext.report import run_pictures as pictures
-    from holmes_ext.report.trace import chosen_step, pictured
-
-    shown = chosen_step(job, step)
-    figure = pictures.timeline_figure({f"step {shown}": pictured(job, shown)}, "seconds of one step (rank 0's clock)")
-    parts = [_html_table(HEAD, cells(summary)), _html_table(RANK_HEAD, rank_cells(summary))]
-    notes = "".join(f"<p>note: {html.escape(note)}</p>" for note in job.notes)
-    return f"""<!doctype html><meta charset="utf-8"><title>holmes report</title>
-<style>body{{font:15px sans-serif;max-width:1150px;margin:2em auto}}img{{max-width:100%}}table{{border-collapse:collapse;margin:1em 0}}
-td,th{{padding:.3em .8em;border-bottom:1px solid #ccc;text-align:right}}td:first-child{{text-align:left}}</style>
-<h1>{html.escape(headline(summary))}</h1>{notes}{''.join(parts)}<p>{html.escape(verdict(summary))}</p>
-{pictures.inline(pictures.png(figure), 'timeline of one step')}
-"""
-
-
-def _html_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    top = "".join(f"<th>{html.escape(column)}</th>" for column in head)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{top}</tr>{body}</table>"
+    figure = pictures.timeline_figure({f"step {step}": pictured(job, step)}, "seconds of one step (rank 0's clock)")
+    return page(
+        "holmes report", f"<h1>{html.escape(_headline(summary))}</h1>",
+        *(f"<p>note: {html.escape(note)}</p>" for note in job.notes),
+        table([column.name for column in GROUPS], _cells(summary)),
+        table([column.name for column in RANKS], _rank_cells(summary)), f"<p>{html.escape(_verdict(summary))}</p>",
+        pictures.inline(pictures.png(figure), "timeline of one step"))

@@ -1,4 +1,8 @@
-"""`holmes tune -- COMMAND`: run the job for a few steps, measure its stages, leave the plan to start the real run with."""
+"""`holmes tune -- COMMAND`: run the job for a few steps, measure its stages, leave the plan to start the real run with.
+
+COMMAND is the whole command (torchrun ..., deepspeed ..., holmes lab run ...); it runs under holmes, ends by itself
+after the steps that are measured, and needs no flag. On several machines run it on each, with the same files.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +16,32 @@ from pathlib import Path
 from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import STOP
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.profile import load_profile
 from holmes_ext.plan.search import partition as stages
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
-        "tune",
-        help="measure a job for a few steps and leave the plan to start the real run with",
-        description=f"{__doc__.strip()} COMMAND is the whole command (torchrun ..., deepspeed ..., holmes lab run ...); it runs under holmes,"
-        " ends by itself after the steps that are measured, and needs no flag. On several machines run it on each, with the same files.",
-    )
-    parser.add_argument("--cluster", metavar="FILE", help="cluster.toml, unless COMMAND names one or the nodes' NICs tell")
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps to measure, after 2 of warm-up (default 5)")
-    parser.add_argument("--profile", default="profile.json", metavar="FILE", help="what was measured (default profile.json)")
-    parser.add_argument("--output", default="plan.json", metavar="FILE", help="the plan (default plan.json)")
-    parser.add_argument("--partition", choices=stages.METHODS, default="balanced", help="how layers go to stages (default balanced)")
-    parser.add_argument("--alpha", type=float, default=1.0, metavar="X", help="of the partition by speed (default 1)")
-    parser.add_argument("--overlap", choices=("on", "off"), default="on", help="the real run reduces gradients under the last backward (default on)")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the job")
-    return parser
+        "tune", help="measure a job for a few steps and leave the plan to start the real run with", description=__doc__)
+    add = parser.add_argument
+    add("--cluster", metavar="FILE", help="cluster.toml, unless COMMAND names one or the nodes' NICs tell")
+    add("--steps", type=int, default=5, metavar="N", help="steps to measure, after 2 of warm-up (default 5)")
+    add("--profile", default="profile.json", metavar="FILE", help="what was measured (default profile.json)")
+    add("--output", default="plan.json", metavar="FILE", help="the plan (default plan.json)")
+    add("--partition", choices=stages.METHODS, default="balanced", help="how layers go to stages (default balanced)")
+    add("--alpha", type=float, default=1.0, metavar="X", help="of the partition by speed (default 1)")
+    add("--overlap", choices=("on", "off"), default="on",
+        help="the real run reduces gradients under the last backward (default on)")
+    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the job")
 
 
 def run(args: argparse.Namespace) -> int:
     """0: plan.json is there; 1: COMMAND failed; HolmesError: it measured nothing, or bad input."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        raise HolmesError("holmes tune: no command; write it after --, for example: holmes tune -- torchrun --nproc-per-node 8 train.py")
+        raise HolmesError("holmes tune: no command; write it after --, for example:"
+                          " holmes tune -- torchrun --nproc-per-node 8 train.py")
     if shutil.which(command[0]) is None:
         raise HolmesError(f"holmes tune: {command[0]}: no such command")
     if not 0 < args.steps < 100_000:
@@ -53,24 +57,22 @@ def run(args: argparse.Namespace) -> int:
         return 1
     if not profile.exists():
         raise HolmesError(
-            f"holmes tune: the command ended and left no {profile}: on this machine if rank 0 ran on another (its plan counts), else because it"
-            f" trained fewer than {args.steps + 2} steps, or with neither DeepSpeed's pipeline engine nor megatron-core's schedules"
-        )
+            f"holmes tune: the command ended and left no {profile}: on this machine if rank 0 ran on another (its plan"
+            f" counts), else because it trained fewer than {args.steps + 2} steps, or with neither DeepSpeed's pipeline"
+            " engine nor megatron-core's schedules")
     return make(args, profile)
 
 
 def make(args: argparse.Namespace, path: Path) -> int:
     """plan.json from the profile."""
-    from holmes_ext.plan.build import build_plan
-    from holmes_ext.plan.profile import load_profile
-
     profile = load_profile(path)
-    site = Site.from_dict(profile.site)
-    overlap = args.overlap == "on"
-    plan = build_plan(site, profile.sizes, partition=args.partition, alpha=args.alpha, overlap=overlap, profile=profile)
+    plan = build_plan(Site.from_dict(profile.site), profile.sizes, partition=args.partition, alpha=args.alpha,
+                      overlap=args.overlap == "on", profile=profile)
     plan.save(args.output)
     now = [len(stage.blocks) for stage in profile.stages]
-    said = f"layers {'+'.join(map(str, plan.stage_layers or now))} ({plan.partition}), measured with {'+'.join(map(str, now))}"
-    print(f"holmes: {args.output}: {said}; a step took {profile.step_s:.4g} s, predicted are {plan.predicted['step_seconds']:.4g} s")
-    print(f"holmes: start the real run with --holmes --holmes-plan {args.output} (and the --holmes-cluster FILE of this one, if any)")
+    layers, measured = ("+".join(map(str, counts)) for counts in (plan.stage_layers or now, now))
+    print(f"holmes: {args.output}: layers {layers} ({plan.partition}), measured with {measured}; a step took"
+          f" {profile.step_s:.4g} s, predicted are {plan.predicted['step_seconds']:.4g} s")
+    print(f"holmes: start the real run with --holmes --holmes-plan {args.output}"
+          " (and the --holmes-cluster FILE of this one, if any)")
     return 0

@@ -5,17 +5,25 @@
 addressed by them.
 """
 
+from __future__ import annotations
+
 import ctypes
 import ipaddress
 import json
 import os
 import socket
 import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
+from holmes_ext.document import read_text
 from holmes_ext.errors import HolmesError
+from holmes_ext.words import why
 
 CAPTURED = "ip_addr.json"  # the output of `ip -j addr` at the root of a captured tree
-_LARGEST = 1 << 24  # bytes of a captured file
+#: Net device -> its addresses.
+Addresses = dict[str, tuple[str, ...]]
 
 
 class _IfAddrs(ctypes.Structure):
@@ -26,15 +34,13 @@ _IfAddrs._fields_ = [  # struct ifaddrs of getifaddrs(3)
     ("next", ctypes.POINTER(_IfAddrs)),
     ("name", ctypes.c_char_p),
     ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-    ("netmask", ctypes.c_void_p),
-    ("destination", ctypes.c_void_p),
-    ("data", ctypes.c_void_p),
+    *((name, ctypes.c_void_p) for name in ("address", "netmask", "destination", "data")),
 ]
-_OFFSET = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}  # where sockaddr_in and _in6 hold how many bytes
+#: Where sockaddr_in and sockaddr_in6 hold how many bytes.
+_OFFSET = {int(socket.AF_INET): (4, 4), int(socket.AF_INET6): (8, 16)}
 
 
-def interface_addresses() -> "dict[str, tuple[str, ...]]":
+def interface_addresses() -> Addresses:
     """Every net device of the current network namespace with its addresses, loopback included.
 
     A device without an address has an empty tuple. Raises HolmesError when the kernel does not answer.
@@ -42,20 +48,20 @@ def interface_addresses() -> "dict[str, tuple[str, ...]]":
     return {name: _without_link_local(found) for name, found in _all_addresses().items()}
 
 
-def _all_addresses() -> "dict[str, tuple[str, ...]]":
+def _all_addresses() -> Addresses:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.freeifaddrs.argtypes = [ctypes.POINTER(_IfAddrs)]
     libc.freeifaddrs.restype = None
     first = ctypes.POINTER(_IfAddrs)()
     if libc.getifaddrs(ctypes.byref(first)) != 0:
         raise HolmesError(f"cannot list this node's IP addresses: getifaddrs: {os.strerror(ctypes.get_errno())}")
-    found = {}
+    found: dict[str, list[str]] = {}
     try:
         entry = first
         while entry:
             item = entry.contents
             addresses = found.setdefault(os.fsdecode(item.name), [])
-            family = _family(item.address)
+            family = struct.unpack("=H", ctypes.string_at(item.address, 2))[0] if item.address else -1
             if family in _OFFSET:
                 packed = _bytes(item.address, family)
                 mask = _bytes(item.netmask, family) if item.netmask else b"\xff" * len(packed)
@@ -67,11 +73,7 @@ def _all_addresses() -> "dict[str, tuple[str, ...]]":
     return {name: tuple(dict.fromkeys(addresses)) for name, addresses in found.items()}
 
 
-def _family(address) -> int:
-    return struct.unpack("=H", ctypes.string_at(address, 2))[0] if address else -1
-
-
-def _bytes(address, family: int) -> bytes:
+def _bytes(address: int, family: int) -> bytes:
     offset, size = _OFFSET[family]
     return ctypes.string_at(address + offset, size)
 
@@ -81,84 +83,63 @@ def is_link_local_v6(address: str) -> bool:
     return parsed.version == 6 and parsed.is_link_local
 
 
-def _without_link_local(addresses) -> "tuple[str, ...]":
-    kept = tuple(a for a in addresses if not is_link_local_v6(a))
-    return kept or tuple(addresses)
+def _without_link_local(addresses: Iterable[str]) -> tuple[str, ...]:
+    addresses = tuple(dict.fromkeys(addresses))
+    return tuple(a for a in addresses if not is_link_local_v6(a)) or addresses
 
 
-def captured_addresses(root) -> "dict[str, tuple[str, ...]] | None":
+def captured_addresses(root: str | Path) -> Addresses | None:
     """Addresses that lie as ip_addr.json (`ip -j addr`) at the root of a captured tree; None when it is not there.
 
     Raises HolmesError naming the file when it is not what `ip -j addr` prints.
     """
     path = os.path.join(root, CAPTURED)
+    if not os.path.lexists(path):
+        return None
+    if not os.path.isfile(path):
+        raise HolmesError(f"{path}: is not a regular file")
     try:
-        if not os.path.isfile(path):
-            if os.path.lexists(path):
-                raise HolmesError(f"{path}: is not a regular file")
-            return None
-        with open(path, "rb") as file:
-            data = file.read(_LARGEST + 1)
-    except (OSError, ValueError) as error:
-        raise HolmesError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if len(data) > _LARGEST:
-        raise HolmesError(f"{path}: is longer than {_LARGEST} bytes")
-    try:
-        links = json.loads(data)
+        links = json.loads(read_text(path, "write it with `ip -j addr`"))
         if not isinstance(links, list):
             raise TypeError
         return {link["ifname"]: _captured(link["addr_info"]) for link in links if link != {}}
     except (ValueError, RecursionError) as error:
         raise HolmesError(f"{path}: is no JSON of addresses: {error}; write it with `ip -j addr`") from None
     except (KeyError, TypeError, AttributeError):
-        raise HolmesError(f"{path}: is not what `ip -j addr` prints (a list of objects with ifname and addr_info)"
-                          ) from None
+        wanted = "a list of objects with ifname and addr_info"
+        raise HolmesError(f"{path}: is not what `ip -j addr` prints ({wanted})") from None
 
 
-def _captured(addr_info) -> "tuple[str, ...]":
-    addresses = []
-    for info in addr_info:
-        if info and info["family"] in ("inet", "inet6"):  # ip -j prints {} for what it filtered out
-            interface = ipaddress.ip_interface(f"{info['local']}/{info['prefixlen']}")
-            addresses.append(str(interface.with_prefixlen))
-    return _without_link_local(tuple(dict.fromkeys(addresses)))
+def _captured(addr_info: Iterable[dict[str, Any]]) -> tuple[str, ...]:
+    known = [info for info in addr_info if info and info["family"] in ("inet", "inet6")]  # {}: what ip filtered out
+    return _without_link_local(ipaddress.ip_interface(f"{i['local']}/{i['prefixlen']}").with_prefixlen for i in known)
 
 
 def egress_interface(host: str) -> str:
     """Name of the net device through which this node reaches `host` (a name or an address); nothing is sent.
 
-    When `host` is this node itself, the device that carries that address. A loopback address ("localhost",
-    or a host name that /etc/hosts maps to 127.0.1.1) says nothing about the network: then it is the device of
-    the default route, else the first one with an address (link-local ones last), and "lo" only when there is
-    nothing but loopback.
-    Raises HolmesError when `host` is unknown or unreachable.
+    When `host` is this node itself, the device that carries that address. A loopback address ("localhost", or a host
+    name that /etc/hosts maps to 127.0.1.1) says nothing about the network: then it is the device of the default route,
+    else the first one with an address (link-local ones last), and "lo" only when there is nothing but loopback. Raises
+    HolmesError when `host` is unknown or unreachable.
     """
-    devices = _all_addresses()
-    problem = None
-    for family, target in _targets(host):
+    devices, problems = _all_addresses(), []
+    try:
+        targets = [(found[0], found[4]) for found in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)]
+    except (OSError, UnicodeError) as error:
+        raise HolmesError(f"host {host!a:.200} is unknown to this node: {why(error)}") from None
+    for family, target in targets:
         try:
-            local, scope = _local_address(family, target)
+            names = _carriers(*_local_address(family, target), devices)
         except OSError as error:
-            problem = problem or error
+            problems.append(why(error))
             continue
-        names = _carriers(local, scope, devices)
-        if names:
-            return names[0]
-        return _any_interface(devices)
-    raise HolmesError(f"this node has no route to {host}: {problem.strerror or problem}; "
+        return names[0] if names else _any_interface(devices)
+    raise HolmesError(f"this node has no route to {host}: {problems[0]}; "
                       "check MASTER_ADDR and this node's addresses (ip route get)")
 
 
-def _targets(host: str):
-    try:
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError) as error:
-        raise HolmesError(f"host {host!a:.200} is unknown to this node: {getattr(error, 'strerror', None) or error}"
-                          ) from None
-    return [(family, target) for family, _, _, _, target in found]
-
-
-def _local_address(family: int, target) -> "tuple[str, int]":
+def _local_address(family: int, target: Any) -> tuple[str, int]:
     """The source address the kernel would use towards `target`, and its scope (an interface index) or 0."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
@@ -166,7 +147,7 @@ def _local_address(family: int, target) -> "tuple[str, int]":
     return name[0].partition("%")[0], name[3] if family == socket.AF_INET6 else 0
 
 
-def _carriers(local: str, scope: int, devices) -> "list[str]":
+def _carriers(local: str, scope: int, devices: Addresses) -> list[str]:
     """Devices other than loopback that carry the address `local`."""
     address = ipaddress.ip_address(local)
     if scope:
@@ -175,7 +156,7 @@ def _carriers(local: str, scope: int, devices) -> "list[str]":
             if name != "lo" and any(ipaddress.ip_interface(a).ip == address for a in found)]
 
 
-def _any_interface(devices) -> str:
+def _any_interface(devices: Addresses) -> str:
     # Addresses reserved for documentation (RFC 5737, RFC 3849): only the default route leads there.
     for family, target in ((socket.AF_INET, ("192.0.2.1", 9)), (socket.AF_INET6, ("2001:db8::1", 9))):
         try:
@@ -184,6 +165,6 @@ def _any_interface(devices) -> str:
             continue
         if names:
             return names[0]
-    with_address = [name for name, found in devices.items() if name != "lo" and found]
-    routable = [name for name in with_address if not all(ipaddress.ip_interface(a).is_link_local for a in devices[name])]
-    return next(iter(routable + with_address), "lo")
+    named = {name: found for name, found in devices.items() if name != "lo" and found}
+    local = {name for name, found in named.items() if all(ipaddress.ip_interface(a).is_link_local for a in found)}
+    return next(iter([*(name for name in named if name not in local), *named]), "lo")

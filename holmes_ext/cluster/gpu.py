@@ -6,8 +6,9 @@
     gpu_memory_bytes = 80e9
     nvlink = "2400Gb/s"            # of one GPU, each way, to the others of its node
 
-Peaks, memory and NVLink are the data sheets'. What training reaches is an assumption: 150 TFLOP/s on Ampere (48 % of 312; Narayanan et al.
-2021, arXiv 2104.04473, table 1, measure 140 to 163), 400 TFLOP/s on Hopper (40 % of 989). Measure yours and write it down.
+Peaks, memory and NVLink are the data sheets'. What training reaches is an assumption: 150 TFLOP/s on Ampere (48 % of
+312; Narayanan et al. 2021, arXiv 2104.04473, table 1, measure 140 to 163), 400 TFLOP/s on Hopper (40 % of 989). Measure
+yours and write it down.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Accelerator:
-    """flops: FLOP/s reached in training; memory_bytes; link_bps: bits/s of one GPU to others of its node, each way. 0: not known."""
+    """flops: FLOP/s reached in training; memory_bytes; link_bps: bits/s of one GPU to others of its node, each way.
+    0: not known."""
 
     flops: float = 0.0
     memory_bytes: float = 0.0
@@ -31,4 +33,3 @@ KNOWN = {
     "H800": Accelerator(400e12, 80e9, 1600e9),
     "H200": Accelerator(400e12, 141e9, 3600e9),
 }
-

@@ -1,30 +1,23 @@
-"""[link.FABRIC] of cluster.toml: what `holmes probe` measured, and writing it there without touching the rest of the file.
+"""[link.FABRIC] of cluster.toml: what `holmes probe` measured, and writing it there without touching the rest.
 
     [link.ethernet]
-    send = [[1024, 0.00021], [65536, 0.0024]]      # bytes of a message, seconds from node to node
-    ring = [[8192, 0.0004], [524288, 0.0171]]      # bytes that a rank passes on in one step of an all-reduce's ring, seconds of the step
+    send = [[1024, 0.00021], [65536, 0.0024]]   # bytes of a message, seconds from node to node
+    ring = [[8192, 0.0004], [524288, 0.0171]]   # bytes that a rank passes on in a step of an all-reduce's ring, seconds
 
-Both optional, at least two sizes each, both numbers growing. Left out: rate and latency say what a message takes (plan/cost/links.py).
+Both optional, at least two sizes each, both numbers growing. Left out: rate and latency say what a message takes
+(plan/cost/links.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import stat
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
-
-from holmes_ext.document import Table
+from holmes_ext.document import Table, parse_toml, read_text, write_whole
 from holmes_ext.errors import HolmesError
+from holmes_ext.words import why
 
 Points = tuple[tuple[float, float], ...]
 _HEADER = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?")
@@ -45,20 +38,23 @@ def parse_links(table: Table, fabrics: set[str]) -> dict[str, MeasuredLink]:
     for name in list(table.values):
         own = table.table(name)
         if name not in fabrics:
-            raise HolmesError(f"{table.source}: key 'link.{name}': there is no fabric of that name; known: {', '.join(sorted(fabrics))}")
+            known = ", ".join(sorted(fabrics))
+            raise HolmesError(f"{table.at(name)}: there is no fabric of that name; known: {known}")
         found[name] = MeasuredLink(_points(own, "send"), _points(own, "ring"))
         own.done()
     return found
 
 
 def _points(table: Table, key: str) -> Points:
-    rows = table.list(key, list, ())
     points: list[tuple[float, float]] = []
-    for index, row in enumerate(rows):
-        if len(row) != 2 or not all(isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e18 for value in row):
-            raise HolmesError(f"{table.at(key)}: item {index} is {row!r:.60}, not [bytes, seconds], both above 0")
+    for index, row in enumerate(table.list(key, list, ())):
+        item = f"{table.at(key)}: item {index}"
+        numbers = [value for value in row if isinstance(value, (int, float)) and not isinstance(value, bool)]
+        if len(row) != 2 or len(numbers) != 2 or not all(0 < number < 1e18 for number in numbers):
+            raise HolmesError(f"{item} is {row!r:.60}, not [bytes, seconds], both above 0")
         if points and not (points[-1][0] < row[0] and points[-1][1] <= row[1]):
-            raise HolmesError(f"{table.at(key)}: item {index}, {row!r:.60}, after {list(points[-1])}: bytes must grow and seconds not shrink")
+            rule = "bytes must grow and seconds not shrink"
+            raise HolmesError(f"{item}, {row!r:.60}, after {list(points[-1])}: {rule}")
         points.append((float(row[0]), float(row[1])))
     if len(points) == 1:
         raise HolmesError(f"{table.at(key)}: one size makes no curve; give two or more")
@@ -69,54 +65,41 @@ def render(links: Mapping[str, MeasuredLink]) -> str:
     """As TOML."""
     parts = [NOTE]
     for name, link in links.items():
-        parts.append(f"[link.{name if re.fullmatch('[A-Za-z0-9_-]+', name) else _quoted(name)}]")
+        quoted = '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        parts.append(f"[link.{name if re.fullmatch('[A-Za-z0-9_-]+', name) else quoted}]")
         for key in ("send", "ring"):
             if points := getattr(link, key):
-                parts.append(f"{key} = [" + ", ".join(f"[{size:.0f}, {seconds:.4g}]" for size, seconds in points) + "]")
+                listed = ", ".join(f"[{size:.0f}, {seconds:.4g}]" for size, seconds in points)
+                parts.append(f"{key} = [{listed}]")
     return "\n".join(parts) + "\n"
 
 
-def _quoted(name: str) -> str:
-    return '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
 def merge(text: str, links: Mapping[str, MeasuredLink], source: str) -> str:
-    """`text` of a cluster.toml with its [link] tables replaced; the rest stays byte for byte. HolmesError when that cannot be done."""
-    before = tomllib.loads(text)
+    """`text` of a cluster.toml with its [link] tables replaced; the rest stays byte for byte. HolmesError when that
+    cannot be done."""
+    before = parse_toml(text, source).values
     kept, dropping = [], False
     for line in text.splitlines(keepends=True):
         if header := _HEADER.fullmatch(line.rstrip("\r\n")):
             dropping = re.split(r"[.\s]", header[1])[0].strip("\"'") == "link"
         if not dropping and line.strip() != NOTE:
             kept.append(line)
-    rest = "".join(kept)
-    merged = rest.rstrip("\r\n") + "\n\n" + render(links)
+    merged = "".join(kept).rstrip("\r\n") + "\n\n" + render(links)
     try:
-        after = tomllib.loads(merged)
-    except ValueError:
+        after = parse_toml(merged, source).values
+    except HolmesError:
         after = {}
     before.pop("link", None)
     if after.pop("link", None) is None or after != before:
-        raise HolmesError(f"{source}: its [link] tables cannot be replaced safely; put them in tables of their own at the end, or use --dry-run")
+        advice = "put them in tables of their own at the end, or use --dry-run"
+        raise HolmesError(f"{source}: its [link] tables cannot be replaced safely; {advice}")
     return merged
 
 
 def store(path: str | Path, links: Mapping[str, MeasuredLink]) -> None:
-    """Put the measured links into the cluster.toml `path`: a new file takes its place in one step, with its permissions."""
-    real = Path(os.path.realpath(path))
+    """Put the measured links into the cluster.toml `path`: a new file takes its place, with its permissions."""
+    merged = merge(read_text(path, "name a cluster.toml"), links, str(path))
     try:
-        merged = merge(real.read_text(encoding="utf-8"), links, str(path))
-        handle, name = tempfile.mkstemp(prefix=f".{real.name}.", dir=real.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-                file.write(merged)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, stat.S_IMODE(real.stat().st_mode))
-            os.replace(name, real)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
-    except (OSError, UnicodeDecodeError) as error:
-        raise HolmesError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error}); use --dry-run to print the tables") from None
+        write_whole(path, merged)
+    except OSError as error:
+        raise HolmesError(f"{path}: cannot be written ({why(error)}); use --dry-run to print the tables") from None

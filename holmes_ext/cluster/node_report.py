@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from holmes_ext.cluster.addresses import egress_interface, interface_addresses
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.cluster.sysfs.node import read_nics
+from holmes_ext.document import Table
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """name: host name; identity: what no other node can share; ethernet: interface by which the node reaches the master."""
+    """name: host name; identity: what no other node can share; ethernet: interface by which the node reaches the
+    master; processes: those that the launcher started there, 0 where that is not known."""
 
     name: str
     identity: str
@@ -25,13 +27,11 @@ class NodeReport:
     processes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        nics = [nic.to_dict() for nic in self.nics]
-        return {"name": self.name, "identity": self.identity, "ethernet": self.ethernet, "nics": nics}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, document: dict[str, Any], processes: int) -> NodeReport:
-        nics = tuple(Nic.from_dict(nic, where=f"node {document['name']}") for nic in document["nics"])
-        return cls(document["name"], document["identity"], document["ethernet"], nics, processes)
+        return replace(Table(document, f"node {document.get('name')}").into(cls), processes=processes)
 
 
 def node_name(environ: Mapping[str, str]) -> str:

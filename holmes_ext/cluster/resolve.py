@@ -13,7 +13,7 @@ Rail-wise subnets (NIC i of every node in subnet i) give fabrics with the same n
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, Nic
@@ -22,9 +22,15 @@ from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site, fabrics_
 from holmes_ext.cluster.spec import DEFAULT_LATENCY, ClusterSpec, NodeOverride, SiteSpec
 from holmes_ext.cluster.sysfs.node import select
 from holmes_ext.errors import HolmesError
+from holmes_ext.units import format_rate
+from holmes_ext.words import some_of
 
 #: Bits/s where no Ethernet NIC of a node states its speed (virtual machines); only predictions depend on it.
 UNKNOWN_ETHERNET_BPS = 10 * 10**9
+#: Of a declared rate, what its NICs must state at least: a link's nominal rate is rounded (56 Gb/s for 54.5).
+ENOUGH = 0.95
+#: (kind, subnet prefix or IP subnet) -> node -> its NICs there.
+_Members = dict[tuple[str, str], dict[str, list[Nic]]]
 
 
 def resolve_site(reports: Iterable[NodeReport], spec: SiteSpec | None, fallback: bool = False) -> Site:
@@ -33,20 +39,29 @@ def resolve_site(reports: Iterable[NodeReport], spec: SiteSpec | None, fallback:
     fallback: a fast NIC that cluster.toml promises and that is down is marked as such, and the node left on Ethernet.
     """
     reports = tuple(reports)
-    _check_names(reports)
+    names: set[str] = set()
+    for report in reports:
+        if report.name in names:
+            raise HolmesError(f"two nodes call themselves {report.name!r}; give each its own HOLMES_NODE or host name")
+        names.add(report.name)
     if spec is None:
         return _site_from_reports(reports)
-    reports = _match_names(reports, spec)
-    nodes = tuple(_node_by_spec(report, spec, fallback) for report in reports)
+    nodes = tuple(_node_by_spec(report, spec, fallback) for report in _match_names(reports, spec))
     return Site(nodes, fabrics_of_spec(spec), spec.source)
 
 
-def _check_names(reports: tuple[NodeReport, ...]) -> None:
-    seen: dict[str, NodeReport] = {}
-    for report in reports:
-        if report.name in seen:
-            raise HolmesError(f"two nodes call themselves {report.name!r}; give each its own HOLMES_NODE or host name")
-        seen[report.name] = report
+def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[tuple[str, str]]:
+    """(node, text) where the NICs in use of a `site` resolved from `reports` state less than it counts on."""
+    found = []
+    for node, report in zip(site.nodes, reports):
+        for port in node.ports:
+            nics = [nic for nic in report.nics if nic.up and nic.name in (port.hcas or [port.interface])]
+            stated = sum(nic.rate_bps for nic in nics)
+            if nics and all(nic.rate_bps for nic in nics) and stated < ENOUGH * port.rate_bps:
+                runs = f"{some_of(nic.name for nic in nics)} run{'s' * (len(nics) == 1)} at {format_rate(stated)}"
+                said = f"the rate of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}"
+                found.append((node.name, f"{runs}, but {said}"))
+    return found
 
 
 def _match_names(reports: tuple[NodeReport, ...], spec: SiteSpec) -> tuple[NodeReport, ...]:
@@ -57,98 +72,96 @@ def _match_names(reports: tuple[NodeReport, ...], spec: SiteSpec) -> tuple[NodeR
     for report in reports:
         name = listed.get(report.name) or short.get(short_name(report.name))
         if name is None:
-            raise HolmesError(f"{spec.source}: node {report.name!r} reported but is in no cluster; add it to a cluster's nodes")
+            what = f"node {report.name!r} reported but is in no cluster"
+            raise HolmesError(f"{spec.source}: {what}; add it to a cluster's nodes")
         renamed.append(replace(report, name=name))
     absent = sorted(set(listed) - {report.name for report in renamed})
     if absent:
         raise HolmesError(
             f"{spec.source}: node {absent[0]!r} of cluster {spec.cluster_of(absent[0]).name!r} did not report"
-            f" ({len(renamed)} of {len(listed)} nodes did); start the job there too, or take it out of the file"
-        )
+            f" ({len(renamed)} of {len(listed)} nodes did); start the job there too, or take it out of the file")
     return tuple(renamed)
 
 
 def _node_by_spec(report: NodeReport, spec: SiteSpec, fallback: bool) -> Node:
     cluster = spec.cluster_of(report.name)
     if report.processes != cluster.processes:
-        raise HolmesError(
-            f"{spec.source}: key 'cluster.{cluster.name}.processes' is {cluster.processes}, but node {report.name!r}"
-            f" started {report.processes}"
-        )
+        raise HolmesError(f"{spec.source}: key 'cluster.{cluster.name}.processes' is {cluster.processes}, but node"
+                          f" {report.name!r} started {report.processes}")
     override = spec.overrides.get(report.name, NodeOverride())
-    ethernet = _ethernet_port(report, override.ethernet or spec.ethernet_interface, spec)
-    if cluster.fabric == ETHERNET:
-        return Node(report.name, cluster.name, report.processes, (ethernet,))
-    fast = _fast_port(report, cluster, override, spec, fallback)
-    return Node(report.name, cluster.name, report.processes, (fast, ethernet))
+    named = override.ethernet or spec.ethernet_interface
+    ports = [_ethernet_port(report, spec.ethernet_rate_bps, named, spec.source)]
+    if cluster.fabric != ETHERNET:
+        ports.insert(0, _fast_port(report, cluster, override, spec, fallback))
+    return Node(report.name, cluster.name, report.processes, tuple(ports))
 
 
-def _ethernet_port(report: NodeReport, named: str, spec: SiteSpec | None) -> Port:
+def _ethernet_port(report: NodeReport, rate_bps: int = 0, named: str = "", source: str = "") -> Port:
+    """By which the node reaches the master, or the interface that cluster.toml names; rate_bps 0: what it states."""
     name = named or report.ethernet
     nic = next((nic for nic in report.nics if name in (nic.device, *nic.netdevs)), None)
-    if nic is None and named:
+    trouble = ""
+    if nic is None:
         have = ", ".join(sorted({nic.ifname for nic in report.nics if nic.ifname}))
-        raise HolmesError(f"{spec.source}: node {report.name!r} has no interface {named!r}; it has {have or 'none'}")
-    if named and not nic.up:
-        raise HolmesError(f"{spec.source}: interface {named!r} of node {report.name!r} is {nic.state_text}; bring it up")
-    if named and not nic.addresses:
-        raise HolmesError(f"{spec.source}: interface {named!r} of node {report.name!r} has no address; give it one")
-    rate = spec.ethernet_rate_bps if spec else (nic.rate_bps if nic else 0) or UNKNOWN_ETHERNET_BPS
-    return Port(ETHERNET, name, _address(nic) if nic else "", rate_bps=rate)
+        trouble = f"node {report.name!r} has no interface {name!r}; it has {have or 'none'}"
+    elif not nic.up or not nic.addresses:
+        state = "has no address; give it one" if nic.up else f"is {nic.state_text}; bring it up"
+        trouble = f"interface {name!r} of node {report.name!r} {state}"
+    if named and trouble:
+        raise HolmesError(f"{source}: {trouble}")
+    rate_bps = rate_bps or (nic.rate_bps if nic else 0) or UNKNOWN_ETHERNET_BPS
+    return Port(ETHERNET, name, _address(nic) if nic else "", rate_bps=rate_bps)
 
 
 def _address(nic: Nic) -> str:
     return nic.addresses[0].split("/")[0] if nic.addresses else ""
 
 
-def _fast_port(report: NodeReport, cluster: ClusterSpec, override: NodeOverride, spec: SiteSpec, fallback: bool) -> Port:
-    include, exclude = override.include or cluster.include, override.exclude or cluster.exclude
+def _fast_port(
+    report: NodeReport, cluster: ClusterSpec, override: NodeOverride, spec: SiteSpec, fallback: bool
+) -> Port:
+    include = override.include or cluster.include
     try:
-        chosen = select(report.nics, include, exclude)
+        chosen = select(report.nics, include, override.exclude or cluster.exclude)
     except HolmesError as error:
         raise HolmesError(f"{spec.source}: node {report.name!r}: {error}") from None
     kind = [nic for nic in chosen if nic.kind == cluster.kind and not nic.skipped]
     usable = [nic for nic in kind if nic.up]
-    states = ", ".join(f"{nic.name} is {nic.state_text}" for nic in kind if not nic.up)
-    if kind and not usable and fallback:
-        return replace(_port(cluster.fabric, kind, cluster.rate_bps), fault=states, usable=False)
-    if not usable:
+    down = [nic for nic in kind if not nic.up]
+    states = ", ".join(f"{nic.name} is {nic.state_text}" for nic in down)
+    if not usable and not (kind and fallback):
+        have = ", ".join(f"{nic.name} ({nic.kind}, {nic.state})" for nic in report.nics) or "none"
         raise HolmesError(
             f"{spec.source}: node {report.name!r} of cluster {cluster.name!r} has no {cluster.kind} NIC that is up"
-            f" ({states or f'its NICs: {_names(report.nics)}'}); mend it, or let the cluster's kind or include say what it has"
-        )
-    named_down = [nic for nic in kind if include and not nic.up]
-    if named_down and fallback:
-        return replace(_port(cluster.fabric, usable, cluster.rate_bps), fault=states)
-    if named_down:
-        nic = named_down[0]
-        raise HolmesError(f"{spec.source}: NIC {nic.name} of node {report.name!r} is named by include and is {nic.state_text}")
-    return _port(cluster.fabric, usable, cluster.rate_bps)
+            f" ({states or f'its NICs: {have}'}); mend it, or let the cluster's kind or include say what it has")
+    port = _port(cluster.fabric, usable or kind, cluster.rate_bps)
+    if not down or usable and not include:
+        return port
+    if fallback:
+        return replace(port, fault=states, usable=bool(usable))
+    where = f"NIC {down[0].name} of node {report.name!r}"
+    raise HolmesError(f"{spec.source}: {where} is named by include and is {down[0].state_text}")
 
 
-def _names(nics: Iterable[Nic]) -> str:
-    return ", ".join(f"{nic.name} ({nic.kind}, {nic.state})" for nic in nics) or "none"
-
-
-def _port(fabric: str, nics: list[Nic], rate_bps: int) -> Port:
-    """One port for all NICs of a node on a fabric: sockets bind to the first that has an address, RDMA uses them all."""
+def _port(fabric: str, nics: Sequence[Nic], rate_bps: int) -> Port:
+    """One port for all NICs of a node on a fabric: sockets bind to the first with an address, RDMA uses them all."""
     bound = next((nic for nic in nics if nic.ifname and nic.addresses), None)
-    hcas = tuple(nic.name for nic in nics if nic.kind != "ethernet")
+    hcas = tuple(nic.name for nic in nics if nic.fast)
     index = nics[0].roce_v2_index if nics[0].kind == "roce" else None
     return Port(fabric, bound.ifname if bound else "", _address(bound) if bound else "", hcas, index, rate_bps)
 
 
 def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
-    by_fabric: dict[tuple[str, str], dict[str, list[Nic]]] = {}
+    by_fabric: _Members = {}
     for report in reports:
         for nic in select(report.nics):
-            if nic.kind != "ethernet" and nic.up and not nic.skipped:
+            if nic.fast and nic.usable:
                 by_fabric.setdefault(_fabric_key(report, nic), {}).setdefault(report.name, []).append(nic)
-    _ask_about_default_prefix(by_fabric)
+    _ask_about_default_prefix(by_fabric.get(("ib", DEFAULT_SUBNET_PREFIX), {}))
     fabrics, ports = _merge_rails(by_fabric)
     nodes, rates = [], []
     for report in reports:
-        ethernet = _ethernet_port(report, "", None)
+        ethernet = _ethernet_port(report)
         rates.append(ethernet.rate_bps)
         fast = sorted(ports.get(report.name, []), key=lambda port: -port.rate_bps)
         cluster = "+".join(port.fabric for port in fast) or ETHERNET
@@ -165,45 +178,38 @@ def _fabric_key(report: NodeReport, nic: Nic) -> tuple[str, str]:
     if not networks:
         raise HolmesError(
             f"node {report.name!r}: RoCE NIC {nic.name} has no IPv4 address with a subnet, so its fabric is unknown;"
-            " give it one, or name the clusters with --holmes-cluster FILE"
-        )
+            " give it one, or name the clusters with --holmes-cluster FILE")
     return "roce", str(networks[0])
 
 
-def _ask_about_default_prefix(by_fabric: dict) -> None:
-    members = by_fabric.get(("ib", DEFAULT_SUBNET_PREFIX), {})
-    if len(members) > 1:
-        lids: dict[int, str] = {}
-        for name, nics in members.items():
-            for nic in nics:
-                other = lids.setdefault(nic.lid, name)
-                if nic.lid and other != name:
-                    evidence = f"; nodes {other!r} and {name!r} both have LID {nic.lid}, so there are at least two"
-                    raise _default_prefix_error(members, evidence)
-        raise _default_prefix_error(members, "")
+def _ask_about_default_prefix(members: dict[str, list[Nic]]) -> None:
+    """HolmesError where several nodes have InfiniBand ports with the default prefix."""
+    if len(members) < 2:
+        return
+    owner: dict[int, str] = {}
+    evidence = ""
+    for name, lid in [(name, nic.lid) for name, nics in members.items() for nic in nics if nic.lid]:
+        if owner.setdefault(lid, name) != name:
+            evidence = f"; nodes {owner[lid]!r} and {name!r} both have LID {lid}, so there are at least two"
+    raise HolmesError(
+        f"the InfiniBand ports of {len(members)} nodes ({some_of(members, 4)}) all have the default subnet prefix"
+        f" {DEFAULT_SUBNET_PREFIX}, which does not tell one fabric from two{evidence}; say which nodes belong together"
+        " with --holmes-cluster FILE")
 
 
-def _default_prefix_error(members: dict, evidence: str) -> HolmesError:
-    names = ", ".join(list(members)[:4]) + (", ..." if len(members) > 4 else "")
-    return HolmesError(
-        f"the InfiniBand ports of {len(members)} nodes ({names}) all have the default subnet prefix {DEFAULT_SUBNET_PREFIX},"
-        f" which does not tell one fabric from two{evidence}; say which nodes belong together with --holmes-cluster FILE"
-    )
-
-
-def _merge_rails(by_fabric: dict) -> tuple[list[Fabric], dict[str, list[Port]]]:
+def _merge_rails(by_fabric: _Members) -> tuple[list[Fabric], dict[str, list[Port]]]:
     """Fabrics of one kind with the same nodes become one; returns the fabrics and each node's ports."""
     merged: dict[tuple[str, frozenset[str]], dict[str, list[Nic]]] = {}
     for (kind, _), members in by_fabric.items():
-        nics = merged.setdefault((kind, frozenset(members)), {})
-        for name, more in members.items():
-            nics.setdefault(name, []).extend(more)
-    fabrics, ports, counts = [], {}, {}
-    for (kind, _), members in merged.items():
-        counts[kind] = counts.get(kind, -1) + 1
-        name = f"{kind}{counts[kind]}"
-        rate = min(sum(nic.rate_bps for nic in nics) for nics in members.values())
-        fabrics.append(Fabric(name, kind, rate, DEFAULT_LATENCY[kind]))
-        for node, nics in members.items():
-            ports.setdefault(node, []).append(_port(name, nics, sum(nic.rate_bps for nic in nics)))
+        of_node = merged.setdefault((kind, frozenset(members)), {})
+        for name, nics in members.items():
+            of_node.setdefault(name, []).extend(nics)
+    fabrics: list[Fabric] = []
+    ports: dict[str, list[Port]] = {}
+    for (kind, _), of_node in merged.items():
+        name = f"{kind}{sum(fabric.kind == kind for fabric in fabrics)}"
+        rates = {node: sum(nic.rate_bps for nic in nics) for node, nics in of_node.items()}
+        fabrics.append(Fabric(name, kind, min(rates.values()), DEFAULT_LATENCY[kind]))
+        for node, nics in of_node.items():
+            ports.setdefault(node, []).append(_port(name, nics, rates[node]))
     return fabrics, ports

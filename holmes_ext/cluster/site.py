@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 
 ETHERNET = "ethernet"
@@ -24,7 +25,7 @@ ETHERNET = "ethernet"
 
 @dataclass(frozen=True)
 class Fabric:
-    """A network over which any two of its nodes can talk. rate_bps: bits/s of one node, each way; latency in seconds."""
+    """A network over which any two of its nodes can talk. rate_bps: bits/s of a node, each way; latency_s: seconds."""
 
     name: str
     kind: str
@@ -69,8 +70,9 @@ class Node:
     processes: int
     ports: tuple[Port, ...]
 
-    def __post_init__(self):
-        assert self.ports and self.ports[-1].fabric == ETHERNET, f"node {self.name} is not on Ethernet"
+    def __post_init__(self) -> None:
+        if not self.ports or self.ports[-1].fabric != ETHERNET:
+            raise HolmesError(f"node {self.name!r}: key 'ports': the last one is not on Ethernet")
 
     @cached_property
     def fabrics(self) -> tuple[str, ...]:
@@ -89,15 +91,12 @@ class Site:
     fabrics: tuple[Fabric, ...]
     source: str = "the nodes' own reports"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         counts = sorted({node.processes for node in self.nodes})
         if len(counts) > 1:
-            few = next(node.name for node in self.nodes if node.processes == counts[0])
-            many = next(node.name for node in self.nodes if node.processes == counts[-1])
-            raise HolmesError(
-                f"{self.source}: node {few!r} has {counts[0]} processes and node {many!r} has {counts[-1]};"
-                " start the same number on every node"
-            )
+            few, many = (next(n.name for n in self.nodes if n.processes == count) for count in (counts[0], counts[-1]))
+            found = f"node {few!r} has {counts[0]} processes and node {many!r} has {counts[-1]}"
+            raise HolmesError(f"{self.source}: {found}; start the same number on every node")
 
     @cached_property
     def node_by_name(self) -> dict[str, Node]:
@@ -129,10 +128,10 @@ class Site:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 (hex) of nodes, clusters and fabrics; the launcher's order, NIC names and what is broken do not count."""
+        """sha256 (hex) of nodes, clusters and fabrics; the launcher's order, NIC names and faults do not count."""
         fabrics = {node.name: tuple(port.fabric for port in node.ports) for node in self.nodes}
-        content = [sorted((node.name, node.cluster, node.processes, fabrics[node.name]) for node in self.nodes)]
-        content.append(sorted((fabric.name, fabric.kind, fabric.rate_bps) for fabric in self.fabrics))
+        nodes = sorted((node.name, node.cluster, node.processes, fabrics[node.name]) for node in self.nodes)
+        content = [nodes, sorted((fabric.name, fabric.kind, fabric.rate_bps) for fabric in self.fabrics)]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def without(self, faults: Mapping[tuple[str, str], str]) -> Site:
@@ -145,20 +144,16 @@ class Site:
         return replace(self, nodes=tuple(nodes))
 
     def to_dict(self) -> dict[str, Any]:
-        return {"source": self.source, "nodes": [asdict(n) for n in self.nodes], "fabrics": [asdict(f) for f in self.fabrics]}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Site:
-        """The inverse of to_dict, for documents that holmes itself sent over the store."""
-        nodes = tuple(
-            Node(n["name"], n["cluster"], n["processes"], tuple(Port(**{**p, "hcas": tuple(p["hcas"])}) for p in n["ports"]))
-            for n in document["nodes"]
-        )
-        return cls(nodes, tuple(Fabric(**f) for f in document["fabrics"]), document["source"])
+        """The inverse of to_dict, of a document that came over the job's store or out of a file."""
+        return Table(document, "site").into(cls)
 
 
 def fabrics_of_spec(spec: SiteSpec) -> tuple[Fabric, ...]:
-    """Ethernet and every fabric that a cluster names; where clusters share one, its slowest rate and longest latency."""
+    """Ethernet and every fabric that a cluster names; where clusters share one, its least rate and longest latency."""
     fabrics = {ETHERNET: Fabric(ETHERNET, "ethernet", spec.ethernet_rate_bps, spec.ethernet_latency_s)}
     for cluster in spec.clusters:
         if cluster.fabric == ETHERNET:

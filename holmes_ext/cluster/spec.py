@@ -12,15 +12,14 @@
     nodes = ["a[0-3]"]             # host names
     processes = 8                  # for each node, one a GPU
 
-Optional: `name`, `[ethernet] latency` and `interface`; for each cluster `fabric` (clusters that name the same fabric can
-talk over it; default: the cluster's own), `latency`, `gpu`, `gpu_flops`, `gpu_memory_bytes`, `nvlink` (cluster/gpu.py), `include`, `exclude`
-(NIC patterns); `[node.HOST]` with `include`, `exclude`, `ethernet` (an interface) for a host that differs from its cluster; and
-`[link.FABRIC]`, which `holmes probe` measures (cluster/measured.py).
+Optional: `name`, `[ethernet] latency` and `interface`; for each cluster `fabric` (clusters that name the same fabric
+can talk over it; default: the cluster's own), `latency`, `gpu`, `gpu_flops`, `gpu_memory_bytes`, `nvlink`
+(cluster/gpu.py), `include`, `exclude` (NIC patterns); `[node.HOST]` with `include`, `exclude`, `ethernet` (interface)
+for a host that differs from its cluster; `[link.FABRIC]`, which `holmes probe` measures (cluster/measured.py).
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -28,18 +27,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
-
 from holmes_ext.cluster.gpu import Accelerator
 from holmes_ext.cluster.measured import MeasuredLink, parse_links
-from holmes_ext.document import Table
+from holmes_ext.cluster.nic import KINDS
+from holmes_ext.document import Table, parse_toml, read_text
 from holmes_ext.errors import HolmesError
+from holmes_ext.words import nearest
 
 VERSION = 1
-KINDS = ("ib", "roce", "ethernet")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _RANGE = re.compile(r"(.*)\[([0-9]{1,18})-([0-9]{1,18})\](.*)")
 #: Seconds that one message waits on the wire and in the stack when cluster.toml says nothing.
@@ -54,10 +49,10 @@ class ClusterSpec:
     name: str
     kind: str
     nodes: tuple[str, ...]
-    processes: int
     rate_bps: int
     fabric: str
     latency_s: float
+    processes: int = 1
     gpu: str = ""
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -89,8 +84,8 @@ class SiteSpec:
     @property
     def digest(self) -> str:
         """sha256 (hex) of what the file says; the file's name, its comments and what was measured do not count."""
-        content = [self.ethernet_rate_bps, self.ethernet_latency_s, self.ethernet_interface]
-        content += [{key: value for key, value in vars(cluster).items() if key != "accelerator"} for cluster in self.clusters]
+        content: list[object] = [self.ethernet_rate_bps, self.ethernet_latency_s, self.ethernet_interface]
+        content += [{key: value for key, value in vars(c).items() if key != "accelerator"} for c in self.clusters]
         content += [[node, vars(override)] for node, override in sorted(self.overrides.items())]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -104,27 +99,15 @@ class SiteSpec:
 
 def load_spec(path: str | Path) -> SiteSpec:
     """Read and validate a cluster.toml; HolmesError names the file and the key (or the line, when it is not TOML)."""
-    source = str(path)
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise HolmesError(f"{source}: cannot be read ({reason}); name a cluster.toml") from None
-    return parse_spec(text, source)
+    return parse_spec(read_text(path, "name a cluster.toml"), str(path))
 
 
 def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
     """`text` of a cluster.toml as a SiteSpec; see load_spec."""
     if not text.strip():
         raise HolmesError(f"{source}: the file is empty; examples/clusters/ has samples to start from")
-    try:
-        document = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and whole numbers of thousands of digits
-        raise HolmesError(f"{source}: not valid TOML: {error}") from None
-    top = Table(document, source, "")
-    version = top.take("version", int)
-    if version != VERSION:
-        raise HolmesError(f"{source}: key 'version' is {version!r}; this holmes_ext reads version {VERSION}")
+    top = parse_toml(text, source)
+    top.version(VERSION)
     name = top.take("name", str, Path(source).stem)
     ethernet = top.table("ethernet")
     clusters = [_cluster(table) for table in top.tables("cluster")]
@@ -135,18 +118,10 @@ def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
     overrides = {host: _override(node_table.table(host), host, known, source) for host in list(node_table.values)}
     links = parse_links(top.table("link", default={}), {"ethernet", *(cluster.fabric for cluster in clusters)})
     top.done()
-    spec = SiteSpec(
-        name=name,
-        ethernet_rate_bps=ethernet.rate("rate"),
-        ethernet_latency_s=ethernet.seconds("latency", DEFAULT_LATENCY["ethernet"]),
-        ethernet_interface=ethernet.take("interface", str, ""),
-        clusters=tuple(clusters),
-        overrides=overrides,
-        source=source,
-        links=links,
-    )
+    rate, latency = ethernet.rate("rate"), ethernet.seconds("latency", DEFAULT_LATENCY["ethernet"])
+    interface = ethernet.take("interface", str, "")
     ethernet.done()
-    return spec
+    return SiteSpec(name, rate, latency, interface, tuple(clusters), overrides, source, links)
 
 
 def expand_hosts(pattern: str, where: str) -> Iterator[str]:
@@ -167,10 +142,8 @@ def expand_hosts(pattern: str, where: str) -> Iterator[str]:
 
 
 def _cluster(table: Table) -> ClusterSpec:
-    name = table.take("name", str)
-    table.path = f"cluster.{name}" if _NAME.fullmatch(name) else table.path
-    if not _NAME.fullmatch(name):
-        raise HolmesError(f"{table.at('name')}: {name!r:.80} is not a name (letters, digits, '.', '_', '-')")
+    name = _name(table, "name")
+    table.path = f"cluster.{name}"
     kind = table.take("kind", str)
     if kind not in KINDS:
         raise HolmesError(f"{table.at('kind')}: {kind!r} is not one of {', '.join(KINDS)}")
@@ -178,34 +151,31 @@ def _cluster(table: Table) -> ClusterSpec:
     nodes = tuple(node for pattern in patterns for node in expand_hosts(pattern, table.at("nodes")))
     if not nodes:
         raise HolmesError(f"{table.at('nodes')}: cluster {name!r} has no nodes")
-    processes = table.take("processes", int, 1)
-    if not 1 <= processes <= 1024:
-        raise HolmesError(f"{table.at('processes')}: {processes} processes for each node; it must be 1 to 1024")
-    fabric = table.take("fabric", str, "ethernet" if kind == "ethernet" else name)
-    if not _NAME.fullmatch(fabric):
-        raise HolmesError(f"{table.at('fabric')}: {fabric!r:.80} is not a name (letters, digits, '.', '_', '-')")
-    cluster = ClusterSpec(
-        name=name,
-        kind=kind,
-        nodes=nodes,
-        processes=processes,
+    fabric = _name(table, "fabric", "ethernet" if kind == "ethernet" else name)
+    flops, memory = _above_0(table, "gpu_flops"), _above_0(table, "gpu_memory_bytes")
+    if kind != "ethernet" and fabric == "ethernet":
+        advice = f"name the {kind} fabric otherwise"
+        raise HolmesError(f"{table.at('fabric')}: 'ethernet' is the network of all nodes; {advice}")
+    cluster = table.into(
+        ClusterSpec, name=name, kind=kind, nodes=nodes, fabric=fabric,
         rate_bps=table.rate("rate", required=fabric != "ethernet"),
-        fabric=fabric,
         latency_s=table.seconds("latency", DEFAULT_LATENCY[kind]),
-        gpu=table.take("gpu", str, ""),
-        include=table.list("include", str, ()),
-        exclude=table.list("exclude", str, ()),
-        accelerator=Accelerator(_above_0(table, "gpu_flops"), _above_0(table, "gpu_memory_bytes"), table.rate("nvlink", required=False)),
-    )
-    if kind != "ethernet" and cluster.fabric == "ethernet":
-        raise HolmesError(f"{table.at('fabric')}: 'ethernet' is the network of all nodes; name the {kind} fabric otherwise")
-    table.done()
+        accelerator=Accelerator(flops, memory, table.rate("nvlink", required=False)))
+    if not 1 <= cluster.processes <= 1024:
+        raise HolmesError(f"{table.at('processes')}: {cluster.processes} processes for each node; it must be 1 to 1024")
     return cluster
+
+
+def _name(table: Table, key: str, *default: str) -> str:
+    name: str = table.take(key, str, *default)
+    if not _NAME.fullmatch(name):
+        raise HolmesError(f"{table.at(key)}: {name!r:.80} is not a name (letters, digits, '.', '_', '-')")
+    return name
 
 
 def _above_0(table: Table, key: str) -> float:
     """0 when left out."""
-    value = table.take(key, float, 0.0)
+    value: float = table.take(key, float, 0.0)
     if key in table.values and not 0 < value < 1e30:
         raise HolmesError(f"{table.at(key)}: {value!r} must be above 0")
     return value
@@ -213,14 +183,9 @@ def _above_0(table: Table, key: str) -> float:
 
 def _override(table: Table, host: str, known: dict[str, str], source: str) -> NodeOverride:
     if host not in known:
-        near = difflib.get_close_matches(host, known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near!r}?" if (near := nearest(host, known)) else ""
         raise HolmesError(f"{source}: key 'node.{host}': no cluster has a node of that name{hint}")
-    override = NodeOverride(
-        table.list("include", str, ()), table.list("exclude", str, ()), table.take("ethernet", str, "")
-    )
-    table.done()
-    return override
+    return table.into(NodeOverride)
 
 
 def _check_clusters(clusters: list[ClusterSpec], source: str) -> dict[str, str]:
@@ -229,20 +194,17 @@ def _check_clusters(clusters: list[ClusterSpec], source: str) -> dict[str, str]:
     kinds: dict[str, ClusterSpec] = {}
     names: set[str] = set()
     for cluster in clusters:
+        here = f"{source}: key 'cluster.{cluster.name}"
         if cluster.name in names:
-            raise HolmesError(f"{source}: key 'cluster.{cluster.name}': two clusters have this name")
+            raise HolmesError(f"{here}': two clusters have this name")
         names.add(cluster.name)
         for node in cluster.nodes:
             if node in owner:
                 also = f"cluster {owner[node]!r}" if owner[node] != cluster.name else "the same list"
-                raise HolmesError(
-                    f"{source}: key 'cluster.{cluster.name}.nodes': node {node!r} is already in {also}; a node is in one"
-                )
+                raise HolmesError(f"{here}.nodes': node {node!r} is already in {also}; a node is in one")
             owner[node] = cluster.name
         first = kinds.setdefault(cluster.fabric, cluster)
         if first.kind != cluster.kind:
-            raise HolmesError(
-                f"{source}: key 'cluster.{cluster.name}.fabric': fabric {cluster.fabric!r} is {first.kind} in cluster"
-                f" {first.name!r} and {cluster.kind} here; the two kinds cannot talk to each other"
-            )
+            raise HolmesError(f"{here}.fabric': fabric {cluster.fabric!r} is {first.kind} in cluster {first.name!r} and"
+                              f" {cluster.kind} here; the two kinds cannot talk to each other")
     return owner

@@ -1,16 +1,21 @@
-"""What may keep the patches from working: versions outside their ranges, targets that changed, others that patch the same frameworks."""
+"""What may keep the patches from working: versions outside their ranges, targets that changed, others that patch."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
+import operator
 import site
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from holmes_ext.doctor.finding import Finding, note, problem
+from holmes_ext.patches.engine import location
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.source import find_module, source_misfit
 
 #: Distributions that change torch, DeepSpeed or Megatron when they are imported: name -> what they do.
 PATCHING = {
@@ -20,127 +25,141 @@ PATCHING = {
     "intel_extension_for_deepspeed": "adds an accelerator to DeepSpeed",
 }
 #: Import lines of .pth files that touch no framework.
-_HARMLESS = ("holmes_ext", "_distutils_hack", "_virtualenv", "__editable__", "coverage", "a1_coverage", "pywin32_bootstrap", "zzz_")
+_HARMLESS = (
+    "holmes_ext", "_distutils_hack", "_virtualenv", "__editable__", "coverage", "a1_coverage", "pywin32_bootstrap",
+    "zzz_",
+)
+#: What Megatron-DeepSpeed imports, and how to get it.
+_MEGATRON_DEEPSPEED_NEEDS = {
+    "deepspeed.compression.compress":
+        "deepspeed 0.19.7 and newer no longer have it: pip install 'deepspeed<0.19.7', or serve an empty module",
+    "regex": "pip install regex",
+    "pybind11": "pip install pybind11",
+}
 
 
-def check_patches(judge: Callable[[Patch], dict]) -> list[Finding]:
-    """Findings on features whose framework is installed and that would stay off. judge(patch) -> {"state", "reason", "installed"}."""
-    from holmes_ext.patches import all_patches
+@dataclass(frozen=True)
+class Fit:
+    """Whether a patch fits what is installed. state: "fits", "off" or "unknown" (without importing the framework);
+    installed: its version, None where it is not; reason: why the state is not "fits"."""
 
-    reasons: dict[str, str] = {}
-    for patch in all_patches():
-        if patch.version_of and _is_vendored(patch):  # another copy of the framework than the installed one: its patches stay off, quietly
-            continue
-        row = judge(patch)
-        if row["state"] == "off" and row["installed"]:
-            reasons.setdefault(patch.feature, f"{patch.target}: {row['reason']}")
-    mend = "install a version in the range (`holmes patches`), or train without the feature: it is left off as a whole"
-    return [
-        problem(f"feature {feature}", reason, "holmes leaves the feature off; `--holmes-require` would stop the job", mend)
-        for feature, reason in reasons.items()
-    ]
+    patch: Patch
+    installed: str | None
+    state: str
+    reason: str | None
+
+
+def fit_of(patch: Patch, check: bool) -> Fit:
+    """check: import the target's module and look at the target itself, not at its source."""
+    feature = patch.feature
+    version = feature.installed()
+    reason = None if feature.version_of else feature.version_misfit(version)
+    if feature.version_of and find_module(patch.module) is None:
+        reason = f"there is no module {patch.module}"
+    elif not reason and check:
+        try:
+            importlib.import_module(patch.module)
+            if feature.version_of:
+                version = feature.version_of()
+            reason = feature.version_misfit(version)
+            if not reason:
+                location.Location(patch).check(patch)
+        except location.Misfit as misfit:
+            reason = str(misfit)
+        except Exception as error:  # whatever a framework raises while it is imported
+            reason = f"{type(error).__name__} while importing {patch.module}: {error}"
+    elif not reason:
+        reason = source_misfit(patch)
+        if not reason and feature.version_of:
+            return Fit(patch, version, "unknown", "the version is known only when it is imported: use --check")
+    return Fit(patch, version, "off" if reason else "fits", reason)
+
+
+def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
+    """Findings on features whose framework is installed and that would stay off."""
+    told = set()
+    for fit in fits:
+        name = fit.patch.feature.name
+        if fit.state == "off" and fit.installed and name not in told and not _is_vendored(fit.patch):
+            told.add(name)
+            yield problem(f"feature {name}", f"{fit.patch.target}: {fit.reason}",
+                          "holmes leaves the feature off; `--holmes-require` would stop the job",
+                          "install a version in the range (`holmes patches`), or train without the feature: it is left"
+                          " off as a whole")
 
 
 def _is_vendored(patch: Patch) -> bool:
-    """Whether the module would come from a checkout (PYTHONPATH, the script's folder) and not from an installed distribution."""
-    from holmes_ext.patches.engine.source import find_module
-
-    spec = find_module(".".join(patch.module.split(".")[:2]))  # megatron.core, whether or not this copy has the module
+    """Whether the module would come from a checkout (PYTHONPATH, the script's folder), not an installed distribution:
+    of another copy of the framework than the installed one, the patches stay off, quietly."""
+    if not patch.feature.version_of:
+        return False
+    spec = find_module(".".join(patch.module.split(".")[:2]))  # megatron.core, whether or not it has the module
     return bool(spec and spec.origin and not {"site-packages", "dist-packages"} & set(Path(spec.origin).parts))
 
 
-def check_others(folders: Iterable[str] | None = None) -> list[Finding]:
-    """Findings on libraries that patch the same frameworks, and on .pth files and sitecustomize that run code before holmes."""
-    findings = []
+def check_others(folders: Iterable[str] | None = None) -> Iterator[Finding]:
+    """Findings on libraries that patch the same frameworks, and on code that every start of Python runs."""
     for name, what in PATCHING.items():
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        mend = "import it before the frameworks are used, and look at `holmes patches --check` in the same environment"
-        findings.append(
-            note(f"{name} {version}", f"is installed; it {what}", "what it replaced first does not fit holmes's patches, which then stay off", mend)
-        )
+        yield note(f"{name} {version}", f"is installed; it {what}",
+                   "what it replaced first does not fit holmes's patches, which then stay off",
+                   "import it before the frameworks are used, and look at `holmes patches --check` in that environment")
     for path, line in _start_up_code(site.getsitepackages() if folders is None else folders):
-        findings.append(
-            note(
-                path,
-                f"runs code at every start of Python: {line[:120]}",
-                "it may import or patch a framework before holmes does",
-                "look what it does; remove it if the job does not need it",
-            )
-        )
-    return findings
+        yield note(path, f"runs code at every start of Python: {line[:120]}",
+                   "it may import or patch a framework before holmes does",
+                   "look what it does; remove it if the job does not need it")
 
 
-def _start_up_code(folders: Iterable[str]) -> list[tuple[str, str]]:
-    found = []
+def _start_up_code(folders: Iterable[str]) -> Iterator[tuple[str, str]]:
     for folder in map(Path, dict.fromkeys(folders)):
         for file in sorted(folder.glob("*.pth")):
-            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-            found += [
-                (str(file), line.strip())
-                for line in lines
-                if line.startswith(("import ", "import\t")) and not any(word in line or file.name.startswith(word) for word in _HARMLESS)
-            ]
-        found += [(str(folder / name), "the module is imported") for name in ("sitecustomize.py", "usercustomize.py") if (folder / name).exists()]
-    return found
+            for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+                harmless = any(word in line or file.name.startswith(word) for word in _HARMLESS)
+                if line.startswith(("import ", "import\t")) and not harmless:
+                    yield str(file), line.strip()
+        for name in ("sitecustomize.py", "usercustomize.py"):
+            if (folder / name).exists():
+                yield str(folder / name), "the module is imported"
 
 
-def check_replaced(patches: Iterable[Patch]) -> list[Finding]:
+def check_replaced(patches: Iterable[Patch]) -> Iterator[Finding]:
     """Findings on targets that are imported in this process and hold something that is not the framework's own."""
-    import operator
-
-    found: dict[str, str] = {}
-    for patch in patches:
-        module = sys.modules.get(patch.module)
+    for patch in {patch.target: patch for patch in patches}.values():
         try:
-            value = operator.attrgetter(patch.qualname)(module)
+            value = operator.attrgetter(patch.qualname)(sys.modules.get(patch.module))
         except AttributeError:
             continue
-        owner = getattr(value, "__module__", None) or ""
-        top = patch.module.partition(".")[0]
-        if owner and owner.partition(".")[0] not in (top, "holmes_ext", "builtins", "torch") and not hasattr(value, "__wrapped__"):
-            found[patch.target] = owner
-    why = "holmes's patch would go on top of it, or not fit: it was written for the framework's own"
-    return [
-        problem(target, f"was replaced by {owner}", why, f"start without {owner.partition('.')[0]}, or switch the feature off with HOLMES_DISABLE")
-        for target, owner in found.items()
-    ]
+        owner = (getattr(value, "__module__", None) or "").partition(".")[0]
+        ours = {"", patch.module.partition(".")[0], "holmes_ext", "builtins", "torch"}
+        if owner not in ours and not hasattr(value, "__wrapped__"):
+            yield problem(patch.target, f"was replaced by {value.__module__}",
+                          "holmes's patch would go on top of it, or not fit: it was written for the framework's own",
+                          f"start without {owner}, or switch the feature off with HOLMES_DISABLE")
 
 
-def check_script(path: Path) -> list[Finding]:
+def check_script(path: Path) -> Iterator[Finding]:
     """Findings on what a training script imports, from its text: libraries in PATCHING."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
-        return [problem(str(path), f"cannot be read as Python: {error}", "the job would end at once", "give the training script's path")]
+        yield problem(str(path), f"cannot be read as Python: {error}", "the job would end at once",
+                      "give the training script's path")
+        return
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module and not node.level}
-    tops = {name.partition(".")[0] for name in names}
-    return [
-        note(str(path), f"imports {name}", f"it {PATCHING[name]}", "look at holmes's start line for features that are off")
-        for name in sorted(tops & set(PATCHING))
-    ]
+    names |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module and not n.level}
+    for name in sorted({name.partition(".")[0] for name in names} & set(PATCHING)):
+        yield note(str(path), f"imports {name}", f"it {PATCHING[name]}",
+                   "look at holmes's start line for features that are off")
 
 
-def check_megatron_deepspeed(folder: Path) -> list[Finding]:
+def check_megatron_deepspeed(folder: Path) -> Iterator[Finding]:
     """What a Megatron-DeepSpeed checkout itself needs to start with the installed packages."""
-    from holmes_ext.patches.engine.source import find_module
-
-    if not (folder / "megatron" / "arguments.py").exists() or not (folder / "megatron" / "model" / "gpt_model.py").exists():
-        return []
-    findings = []
-    for module, need in (("deepspeed.compression.compress", "deepspeed 0.19.7 and newer no longer have it: pip install 'deepspeed<0.19.7', or serve an empty module"),
-                         ("regex", "pip install regex"), ("pybind11", "pip install pybind11")):  # fmt: skip
-        top = module.partition(".")[0]
-        if find_module(top) is None or find_module(module) is None:
-            findings.append(
-                problem(
-                    str(folder),
-                    f"Megatron-DeepSpeed imports {module}, which is not installed",
-                    "it ends with ModuleNotFoundError, with or without holmes",
-                    need,
-                )
-            )
-    return findings
+    if not all((folder / "megatron" / name).exists() for name in ("arguments.py", "model/gpt_model.py")):
+        return
+    for module, need in _MEGATRON_DEEPSPEED_NEEDS.items():
+        if find_module(module.partition(".")[0]) is None or find_module(module) is None:
+            yield problem(str(folder), f"Megatron-DeepSpeed imports {module}, which is not installed",
+                          "it ends with ModuleNotFoundError, with or without holmes", need)

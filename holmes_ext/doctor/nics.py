@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+import resource
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, Nic
@@ -16,174 +17,144 @@ from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.units import format_rate
 
 #: Gb/s of a port of each adapter by its hca_type (NVIDIA's adapter user manuals): what the link may come up with.
-PORT_GBPS = {"MT4113": 56, "MT4115": 100, "MT4117": 25, "MT4119": 100, "MT4123": 200, "MT4125": 100, "MT4127": 25, "MT4129": 400, "MT4131": 800}
-#: Kernel drivers of NICs whose RDMA side is a module of its own: net driver -> the module that makes class/infiniband.
-RDMA_MODULES = {"mlx5_core": "mlx5_ib", "mlx4_core": "mlx4_ib", "mlx4_en": "mlx4_ib", "bnxt_en": "bnxt_re", "ice": "irdma", "i40e": "irdma"}
+PORT_GBPS = {
+    "MT4113": 56, "MT4115": 100, "MT4117": 25, "MT4119": 100, "MT4123": 200, "MT4125": 100, "MT4127": 25, "MT4129": 400,
+    "MT4131": 800,
+}
+#: Kernel drivers of NICs whose RDMA side is a module of its own: net driver -> what makes class/infiniband.
+RDMA_MODULES = {
+    "mlx5_core": "mlx5_ib", "mlx4_core": "mlx4_ib", "mlx4_en": "mlx4_ib", "bnxt_en": "bnxt_re", "ice": "irdma",
+    "i40e": "irdma",
+}
+DEFAULT_PREFIX = "the subnet prefix is the default one"
 _LANES = re.compile(r"\((\d+)X")
 
 
-def check_nics(nics: Sequence[Nic]) -> list[Finding]:
+def check_nics(nics: Sequence[Nic]) -> Iterator[Finding]:
     """Findings on the NICs of one node that stand for themselves."""
     in_use = [nic for nic in nics if not nic.skipped]
-    findings = [finding for nic in in_use for finding in _check_state(nic)]
-    findings += _check_pcie(in_use) + _check_siblings(in_use) + _check_gid_indices(in_use) + _check_mtus(in_use) + _check_modules(nics)
-    if not any(nic.usable and (nic.kind != "ethernet" or nic.addresses) for nic in nics):
-        findings.append(
-            problem(
-                "NICs",
-                "no NIC of this node can be used",
-                "every one is down, without an address, or set aside",
-                "see `holmes discover` for the reason of each",
-            )
-        )
-    return findings
+    for nic in in_use:
+        yield from _check_state(nic)
+    yield from _check_pcie(in_use)
+    for kind in ("ib", "roce"):
+        up = [nic for nic in in_use if nic.kind == kind and nic.up]
+        yield from _check_siblings(up)
+        yield from _check_mtus(kind, up)
+    yield from _check_gid_indices(in_use)
+    yield from _check_modules(nics)
+    if not any(nic.usable and (nic.fast or nic.addresses) for nic in nics):
+        yield problem("NICs", "no NIC of this node can be used", "every one is down, without an address, or set aside",
+                      "see `holmes discover` for the reason of each")
 
 
-def _check_state(nic: Nic) -> list[Finding]:
+def _check_state(nic: Nic) -> Iterator[Finding]:
+    """The first thing that is wrong with it."""
     if nic.kind == "ib" and nic.state_text.startswith("INIT"):
-        why = "the link is up, but no subnet manager has given the port a LID: nothing can be sent"
-        return [
-            problem(nic.name, f"the port is in state {nic.state_text}", why, "start opensm on one node of the fabric, or the switch's subnet manager")
-        ]
-    if nic.kind != "ethernet" and not nic.up:
-        return [
-            note(nic.name, f"the {nic.kind} port is {nic.state_text or 'down'}", "holmes plans without it; its node is slower than its cluster says",
-                 "check cable and switch port; `exclude` it in cluster.toml if that is meant so")
-        ]  # fmt: skip
-    if nic.kind == "roce" and nic.roce_v2_index is None:
-        why = "RoCE v1 frames do not pass routers, and NCCL's default GID index would be one of them"
-        return [
-            problem(nic.name, "the port has no RoCE v2 GID", why, f"give {nic.ifname or 'its net device'} an IP address, or set cma_roce_mode to 2")
-        ]
-    if nic.up and nic.kind == "ethernet" and not nic.addresses and not nic.rdma:
-        return [note(nic.name, "the interface is up and has no IP address", "sockets cannot use it", f"ip address add ADDRESS/PREFIX dev {nic.name}")]
-    if nic.kind == "ib" and nic.up and nic.subnet_prefix == DEFAULT_SUBNET_PREFIX:
-        why = "two InfiniBand clusters with this prefix cannot be told apart"
-        return [
-            note(
-                nic.name, "the subnet prefix is the default one", why, "name the clusters in cluster.toml, or give each subnet manager its own prefix"
-            )
-        ]
-    return []
+        yield problem(nic.name, f"the port is in state {nic.state_text}: no subnet manager has set it up",
+                      "the link is up, but the port has no LID: nothing can be sent",
+                      "start opensm on one node of the fabric, or the switch's subnet manager")
+    elif nic.fast and not nic.up:
+        yield note(nic.name, f"the {nic.kind} port is {nic.state_text or 'down'}",
+                   "holmes plans without it; its node is slower than its cluster says",
+                   "check cable and switch port; `exclude` it in cluster.toml if that is meant so")
+    elif nic.kind == "roce" and nic.roce_v2_index is None:
+        yield problem(nic.name, "the port has no RoCE v2 GID",
+                      "RoCE v1 frames do not pass routers, and NCCL's default GID index would be one of them",
+                      f"give {nic.ifname or 'its net device'} an IP address, or set cma_roce_mode to 2")
+    elif nic.up and nic.kind == "ethernet" and not nic.addresses and not nic.rdma:
+        yield note(nic.name, "the interface is up and has no IP address", "sockets cannot use it",
+                   f"ip address add ADDRESS/PREFIX dev {nic.name}")
+    elif nic.kind == "ib" and nic.up and nic.subnet_prefix == DEFAULT_SUBNET_PREFIX:
+        yield note(nic.name, DEFAULT_PREFIX, "two InfiniBand clusters with this prefix cannot be told apart",
+                   "name the clusters in cluster.toml, or give each subnet manager its own prefix")
 
 
-def _check_pcie(nics: Sequence[Nic]) -> list[Finding]:
-    return [
-        problem(nic.name, f"PCIe carries {format_rate(nic.max_rate_bps)}, the link {format_rate(nic.rate_bps)}", "the slot has fewer lanes or an older generation than the NIC needs",
-                "move the card to a wider slot; check the riser and the BIOS's link speed")
-        for nic in nics if 0 < nic.max_rate_bps < nic.rate_bps and nic.kind != "ethernet"
-    ]  # fmt: skip
+def _check_pcie(nics: Sequence[Nic]) -> Iterator[Finding]:
+    for nic in nics:
+        if 0 < nic.max_rate_bps < nic.rate_bps and nic.fast:
+            rates = f"PCIe carries {format_rate(nic.max_rate_bps)}, the link {format_rate(nic.rate_bps)}"
+            yield problem(nic.name, rates, "the slot has fewer lanes or an older generation than the NIC needs",
+                          "move the card to a wider slot; check the riser and the BIOS's link speed")
 
 
-def _check_siblings(nics: Sequence[Nic]) -> list[Finding]:
-    """A port that runs slower than another port of the same kind and driver on this node."""
-    findings = []
-    for kind in ("ib", "roce"):
-        up = [nic for nic in nics if nic.kind == kind and nic.up and nic.rate_bps]
-        for nic in up:
-            best = max((other for other in up if other.driver == nic.driver), key=lambda other: other.rate_bps)
-            if nic.rate_bps < best.rate_bps:
-                why = "a group is as fast as its slowest NIC, and the plan counts on all"
-                findings.append(note(nic.name, f"the link runs at {format_rate(nic.rate_bps)}, {best.name} at {format_rate(best.rate_bps)}", why,
-                                     "check cable and switch port (a bad lane trains the link down); `exclude` it if it serves storage"))  # fmt: skip
-    return findings
+def _check_siblings(up: Sequence[Nic]) -> Iterator[Finding]:
+    """A port that runs slower than another one of its kind and driver on this node."""
+    for nic in up:
+        best = max((other for other in up if other.driver == nic.driver), key=lambda other: other.rate_bps)
+        if 0 < nic.rate_bps < best.rate_bps:
+            rates = f"the link runs at {format_rate(nic.rate_bps)}, {best.name} at {format_rate(best.rate_bps)}"
+            yield note(nic.name, rates, "a group is as fast as its slowest NIC, and the plan counts on all",
+                       "check cable and switch port (a bad lane trains the link down); `exclude` it if for storage")
 
 
-def _check_gid_indices(nics: Sequence[Nic]) -> list[Finding]:
-    indices = {nic.name: nic.roce_v2_index for nic in nics if nic.kind == "roce" and nic.up and nic.roce_v2_index is not None}
-    if len(set(indices.values())) < 2:
-        return []
-    listed = ", ".join(f"{name} at {index}" for name, index in indices.items())
-    why = "NCCL_IB_GID_INDEX is one number for the whole node, so holmes leaves it unset here"
-    return [
-        note(
-            "GID indices",
-            f"the RoCE v2 GIDs have different indices: {listed}",
-            why,
-            "NCCL 2.21 and newer find the index of each port themselves; else give the ports the same addresses setup",
-        )
-    ]
+def _check_mtus(kind: str, up: Sequence[Nic]) -> Iterator[Finding]:
+    mtus = {nic.name: nic.mtu for nic in up if nic.mtu}
+    if len(set(mtus.values())) > 1:
+        listed = ", ".join(f"{name} {mtu}" for name, mtu in mtus.items())
+        yield problem("MTU", f"the {kind} NICs differ in MTU (bytes): {listed}",
+                      "frames of the larger one are dropped on the way to the smaller: large messages hang",
+                      "ip link set DEVICE mtu BYTES, the same on all NICs of a fabric")
 
 
-def _check_mtus(nics: Sequence[Nic]) -> list[Finding]:
-    findings = []
-    for kind in ("ib", "roce"):
-        mtus = {nic.name: nic.mtu for nic in nics if nic.kind == kind and nic.up and nic.mtu}
-        if len(set(mtus.values())) > 1:
-            listed = ", ".join(f"{name} {mtu}" for name, mtu in mtus.items())
-            findings.append(problem("MTU", f"the {kind} NICs differ in MTU (bytes): {listed}", "frames of the larger one are dropped on the way to the smaller: large messages hang",
-                                    "ip link set DEVICE mtu BYTES, the same on all NICs of a fabric"))  # fmt: skip
-    return findings
+def _check_gid_indices(nics: Sequence[Nic]) -> Iterator[Finding]:
+    indices = {nic.name: nic.roce_v2_index for nic in nics if nic.kind == "roce" and nic.up}
+    indices = {name: index for name, index in indices.items() if index is not None}
+    if len(set(indices.values())) > 1:
+        listed = ", ".join(f"{name} at {index}" for name, index in indices.items())
+        yield note("GID indices", f"the RoCE v2 GIDs have different indices: {listed}",
+                   "NCCL_IB_GID_INDEX is one number for the whole node, so holmes leaves it unset here",
+                   "NCCL 2.21 and newer find the index of each port themselves; else give the ports the same addresses"
+                   " setup")
 
 
-def _check_modules(nics: Sequence[Nic]) -> list[Finding]:
+def _check_modules(nics: Sequence[Nic]) -> Iterator[Finding]:
     """Net devices of RDMA-capable drivers of which none shows an RDMA port."""
-    rdma = {nic.driver for nic in nics if nic.kind != "ethernet"}
     silent: dict[str, list[str]] = {}
     for nic in nics:
-        module = RDMA_MODULES.get(nic.driver)
-        if nic.kind == "ethernet" and module and not nic.rdma and not rdma:
-            silent.setdefault(module, []).append(nic.name)
-    return [
-        note(
-            ", ".join(names),
-            "the NIC can do RDMA, but /sys/class/infiniband shows no port of it",
-            "its traffic would go over TCP",
-            f"modprobe {module} (in a container: pass /dev/infiniband and run with --network host)",
-        )
-        for module, names in silent.items()
-    ]
+        if nic.driver in RDMA_MODULES and not nic.fast and not nic.rdma:
+            silent.setdefault(RDMA_MODULES[nic.driver], []).append(nic.name)
+    if not any(nic.fast for nic in nics):
+        for module, names in silent.items():
+            yield note(", ".join(names), "the NIC can do RDMA, but /sys/class/infiniband shows no port of it",
+                       "its traffic would go over TCP",
+                       f"modprobe {module} (in a container: pass /dev/infiniband and run with --network host)")
 
 
-def check_hcas(root: str | Path) -> list[Finding]:
+def check_hcas(root: str | Path) -> Iterator[Finding]:
     """Links below what the adapter and its lanes can do, read from class/infiniband of the /sys tree at `root`."""
-    findings = []
     for rate_file in sorted(Path(root).glob("class/infiniband/*/ports/*/rate")):
-        port, hca = rate_file.parent.name, rate_file.parents[2].name
-        rate, type_ = _read(rate_file), _read(rate_file.parents[2] / "hca_type")
-        gbps = re.match(r"[0-9]+(\.[0-9]+)?", rate)
-        lanes = _LANES.search(rate)
+        name = f"{rate_file.parents[2].name}:{rate_file.parent.name}"
+        rate, adapter = _read(rate_file), _read(rate_file.parents[2] / "hca_type")
+        gbps, lanes = re.match(r"[0-9]+(\.[0-9]+)?", rate), _LANES.search(rate)
         if not gbps or not _read(rate_file.parent / "state").endswith("ACTIVE"):
             continue
         if lanes and lanes[1] == "1":  # two lanes may be meant: HDR100 and NDR200 are 2X
-            findings.append(problem(f"{hca}:{port}", f"the link runs on one lane ({rate})", "three of its four lanes are lost",
-                                    "reseat or change the cable; look at `mlxlink` or the switch's port counters"))  # fmt: skip
-        elif 10 <= float(gbps[0]) < PORT_GBPS.get(type_, 0):
-            findings.append(note(f"{hca}:{port}", f"the link runs at {float(gbps[0]):g} Gb/s, the adapter ({type_}) can do {PORT_GBPS[type_]}", "switch, cable or a setting limits it",
-                                 "check that switch port and cable are of the adapter's generation"))  # fmt: skip
-    return findings
+            yield problem(name, f"the link runs on one lane ({rate})", "three of its four lanes are lost",
+                          "reseat or change the cable; look at `mlxlink` or the switch's port counters")
+        elif 10 <= float(gbps[0]) < PORT_GBPS.get(adapter, 0):
+            rates = f"the link runs at {float(gbps[0]):g} Gb/s, the adapter ({adapter}) can do {PORT_GBPS[adapter]}"
+            yield note(name, rates, "switch, cable or a setting limits it",
+                       "check that switch port and cable are of the adapter's generation")
 
 
-def rdma_limits(nics: Iterable[Nic]) -> list[Finding]:
+def rdma_limits(nics: Iterable[Nic]) -> Iterator[Finding]:
     """What RDMA needs besides NICs, of the machine this runs on: locked memory, device files, peer memory for GPUs."""
-    import resource
-
-    if not any(nic.kind != "ethernet" and nic.up for nic in nics):
-        return []
-    findings = []
+    if not any(nic.fast and nic.up for nic in nics):
+        return
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
-        findings.append(problem("memlock", f"locked memory is limited to {soft} bytes", "RDMA registers its buffers as locked memory: ibv_reg_mr fails with ENOMEM",
-                                "`ulimit -l unlimited` (docker: --ulimit memlock=-1) for the job's user"))  # fmt: skip
+        yield problem("memlock", f"locked memory is limited to {soft} bytes",
+                      "RDMA registers its buffers as locked memory: ibv_reg_mr fails with ENOMEM",
+                      "`ulimit -l unlimited` (docker: --ulimit memlock=-1) for the job's user")
     if not list(Path("/dev/infiniband").glob("uverbs*")):
-        findings.append(
-            problem(
-                "/dev/infiniband",
-                "there is no uverbs device",
-                "NCCL finds no IB network and falls back to TCP sockets",
-                "docker: --device /dev/infiniband; else load ib_uverbs",
-            )
-        )
-    if Path("/sys/module/nvidia").exists() and not any(Path(f"/sys/module/{name}").exists() for name in ("nvidia_peermem", "nv_peer_mem")):
-        findings.append(
-            note(
-                "nvidia_peermem",
-                "the kernel module is not loaded",
-                "without it (or dma-buf) GPU memory is copied through the host for every RDMA message",
-                "modprobe nvidia_peermem",
-            )
-        )
-    return findings
+        yield problem("/dev/infiniband", "there is no uverbs device",
+                      "NCCL finds no IB network and falls back to TCP sockets",
+                      "docker: --device /dev/infiniband; else load ib_uverbs")
+    modules = Path("/sys/module")
+    if (modules / "nvidia").exists() and not any((modules / n).exists() for n in ("nvidia_peermem", "nv_peer_mem")):
+        yield note("nvidia_peermem", "the kernel module is not loaded",
+                   "without it (or dma-buf) GPU memory is copied through the host for every RDMA message",
+                   "modprobe nvidia_peermem")
 
 
 def _read(path: Path) -> str:

@@ -1,24 +1,26 @@
 """Environment variables that decide over networks: which of them contradict this node's NICs, or holmes.
 
-NCCL's: docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; gloo's: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp.
+NCCL's: docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; gloo's: torch's c10d/ProcessGroupGloo.cpp.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.options import NAMES
+from holmes_ext.words import nearest
 
 #: What must be alike on all nodes of a job, where it is set at all.
 COMPARED = (
-    "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_DISABLE", "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_ALGO", "NCCL_PROTO", "NCCL_IB_TC",
-    "NCCL_P2P_DISABLE", "NCCL_CROSS_NIC", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "CUDA_DEVICE_MAX_CONNECTIONS", "HOLMES", "HOLMES_DISABLE",
-)  # fmt: skip
+    "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_DISABLE", "NCCL_NET", "NCCL_NET_PLUGIN",
+    "NCCL_ALGO", "NCCL_PROTO", "NCCL_IB_TC", "NCCL_P2P_DISABLE", "NCCL_CROSS_NIC", "GLOO_SOCKET_IFNAME",
+    "TP_SOCKET_IFNAME", "CUDA_DEVICE_MAX_CONNECTIONS", "HOLMES", "HOLMES_DISABLE",
+)
 #: HOLMES_* that are no twins of flags.
-_OWN = ("HOLMES_NODE", "HOLMES_SYSFS", "HOLMES_DISABLE", "HOLMES_WORKER_PID")
+_OWN = ("HOLMES", "HOLMES_NODE", "HOLMES_SYSFS", "HOLMES_DISABLE", "HOLMES_WORKER_PID")
+_LEFT_ALONE = "holmes leaves a setting of yours alone"
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -26,124 +28,87 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in COMPARED if environ.get(name)}
 
 
-def check_variables(environ: Mapping[str, str], nics: Sequence[Nic]) -> list[Finding]:
+def check_variables(environ: Mapping[str, str], nics: Sequence[Nic]) -> Iterator[Finding]:
     """Findings on the variables of `environ`, on a node with `nics`."""
-    return [*_interfaces(environ, nics), *_hcas(environ, nics), *_gid_index(environ, nics), *_switches(environ, nics), *_misspelt(environ)]
-
-
-def _interfaces(environ: Mapping[str, str], nics: Sequence[Nic]) -> list[Finding]:
-    names = {name for nic in nics for name in nic.netdevs} | {"lo"}
-    findings = []
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        value = environ.get(variable, "")
-        if not value:
-            continue
-        exact, value_ = value.startswith("="), value.lstrip("=")
-        wanted = [name for name in value_.split(",") if name]
-        nccl = variable == "NCCL_SOCKET_IFNAME"  # a prefix, "=" for exact names, "^" for names to leave out
-        if not value.startswith("^"):
-            lost = [name for name in wanted if not any(have == name or nccl and not exact and have.startswith(name) for have in names)]
-            if lost:
-                why = "the library ends with an error, or waits for an interface that never comes (NVIDIA/nccl#1580)"
-                findings.append(
-                    problem(
-                        variable,
-                        f"{value!r} names {', '.join(lost)}, which this node does not have ({', '.join(sorted(names))})",
-                        why,
-                        f"unset {variable}: holmes sets it on each node",
-                    )
-                )
-                continue
-        if variable == "GLOO_SOCKET_IFNAME":
-            findings.append(
-                note(variable, f"{value!r} is set", "every gloo group uses it: groups inside a cluster stay off their fast NIC", f"unset {variable}")
-            )
-        elif nccl:
-            findings.append(note(variable, f"{value!r} is set", "holmes leaves a setting of yours alone", f"unset {variable} unless it is meant so"))
-    return findings
+        if environ.get(variable):
+            yield from _interfaces(variable, environ[variable], nics)
+    yield from _hcas(environ.get("NCCL_IB_HCA", ""), [nic for nic in nics if nic.fast])
+    yield from _gid_index(environ.get("NCCL_IB_GID_INDEX", ""), [n for n in nics if n.kind == "roce" and n.usable])
+    yield from _switches(environ, [nic.name for nic in nics if nic.fast and nic.usable])
+    yield from _misspelt(environ)
 
 
-def _hcas(environ: Mapping[str, str], nics: Sequence[Nic]) -> list[Finding]:
-    value = environ.get("NCCL_IB_HCA", "")
+def _interfaces(variable: str, value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
+    have = {name for nic in nics for name in nic.netdevs} | {"lo"}
+    nccl = variable == "NCCL_SOCKET_IFNAME"  # a prefix, "=" for exact names, "^" for names to leave out
+    prefixes = nccl and not value.startswith("=")
+    wanted = [] if value.startswith("^") else [name for name in value.lstrip("=").split(",") if name]
+    lost = [name for name in wanted if name not in have and not (prefixes and any(h.startswith(name) for h in have))]
+    if lost:
+        what = f"{value!r} names {', '.join(lost)}, which this node does not have ({', '.join(sorted(have))})"
+        yield problem(variable, what,
+                      "the library ends with an error, or waits for an interface that never comes (NVIDIA/nccl#1580)",
+                      f"unset {variable}: holmes sets it on each node")
+    elif variable == "GLOO_SOCKET_IFNAME":
+        yield note(variable, f"{value!r} is set",
+                   "every gloo group uses it: groups inside a cluster stay off their fast NIC", f"unset {variable}")
+    elif nccl:
+        yield note(variable, f"{value!r} is set", _LEFT_ALONE, f"unset {variable} unless it is meant so")
+
+
+def _hcas(value: str, ports: Sequence[Nic]) -> Iterator[Finding]:
     if not value or value.startswith("^"):
-        return []
-    ports = [nic for nic in nics if nic.kind != "ethernet"]
-    exact = value.startswith("=")
-    lost = [
-        name for name in value.lstrip("=").split(",")
-        if name and not any(name in (nic.device, nic.name) or not exact and nic.device.startswith(name.split(":")[0]) for nic in ports)
-    ]  # fmt: skip
+        return
+    variable, exact = "NCCL_IB_HCA", value.startswith("=")
+    names = [name for name in value.lstrip("=").split(",") if name]
+    lost = [name for name in names if not any(
+        name in (nic.device, nic.name) or not exact and nic.device.startswith(name.split(":")[0]) for nic in ports)]
+    down = [nic.name for nic in ports if not nic.up and nic.name in names]
     if lost:
         have = ", ".join(nic.name for nic in ports) or "none"
-        why = "NCCL skips it silently and takes what is left, or sockets; ranks then disagree and hang (NVIDIA/nccl#1277)"
-        return [
-            problem(
-                "NCCL_IB_HCA",
-                f"{value!r} names {', '.join(lost)}, which this node does not have (its HCAs: {have})",
-                why,
-                "unset NCCL_IB_HCA: holmes sets it on each node",
-            )
-        ]
-    down = [nic.name for nic in ports if not nic.up and nic.name in value.lstrip("=").split(",")]
-    if down:
-        return [
-            problem(
-                "NCCL_IB_HCA",
-                f"{value!r} names {', '.join(down)}, which is down",
-                "NCCL leaves it out on this node only",
-                "bring the port up or take it out",
-            )
-        ]
-    return [note("NCCL_IB_HCA", f"{value!r} is set", "holmes leaves a setting of yours alone", "unset NCCL_IB_HCA unless it is meant so")]
+        yield problem(variable, f"{value!r} names {', '.join(lost)}, which this node does not have (its HCAs: {have})",
+                      "NCCL skips it silently and takes what is left, or sockets; ranks then disagree and hang"
+                      " (NVIDIA/nccl#1277)", f"unset {variable}: holmes sets it on each node")
+    elif down:
+        yield problem(variable, f"{value!r} names {', '.join(down)}, which is down",
+                      "NCCL leaves it out on this node only", "bring the port up or take it out")
+    else:
+        yield note(variable, f"{value!r} is set", _LEFT_ALONE, f"unset {variable} unless it is meant so")
 
 
-def _gid_index(environ: Mapping[str, str], nics: Sequence[Nic]) -> list[Finding]:
-    value = environ.get("NCCL_IB_GID_INDEX", "")
-    roce = [nic for nic in nics if nic.kind == "roce" and nic.usable]
+def _gid_index(value: str, roce: Sequence[Nic]) -> Iterator[Finding]:
     if not value or not roce:
-        return []
+        return
+    variable = "NCCL_IB_GID_INDEX"
     if not value.lstrip("-").isdecimal():
-        return [problem("NCCL_IB_GID_INDEX", f"{value!r} is no number", "NCCL takes it for 0, a RoCE v1 GID", "unset NCCL_IB_GID_INDEX")]
+        yield problem(variable, f"{value!r} is no number", "NCCL takes it for 0, a RoCE v1 GID", f"unset {variable}")
+        return
     types = {nic.name: next((gid.type for gid in nic.gids if gid.index == int(value)), "empty") for nic in roce}
     wrong = [f"{name} ({type_})" for name, type_ in types.items() if type_ != "roce_v2"]
     if wrong and int(value) >= 0:
-        why = "connections over it fail (ibv_modify_qp: no route) or do not pass a router"
         best = ", ".join(f"{nic.name} {nic.roce_v2_index}" for nic in roce)
-        return [
-            problem("NCCL_IB_GID_INDEX", f"entry {value} is no RoCE v2 GID of {', '.join(wrong)}", why, f"unset it, or take the v2 index: {best}")
-        ]
-    return []
+        yield problem(variable, f"entry {value} is no RoCE v2 GID of {', '.join(wrong)}",
+                      "connections over it fail (ibv_modify_qp: no route) or do not pass a router",
+                      f"unset it, or take the v2 index: {best}")
 
 
-def _switches(environ: Mapping[str, str], nics: Sequence[Nic]) -> list[Finding]:
-    findings = []
-    rdma = [nic.name for nic in nics if nic.kind != "ethernet" and nic.usable]
+def _switches(environ: Mapping[str, str], rdma: Sequence[str]) -> Iterator[Finding]:
     if environ.get("NCCL_IB_DISABLE", "0") not in ("", "0") and rdma:
-        findings.append(
-            problem(
-                "NCCL_IB_DISABLE", f"is set, though {', '.join(rdma)} can be used", "every NCCL group goes over TCP sockets", "unset NCCL_IB_DISABLE"
-            )
-        )
+        yield problem("NCCL_IB_DISABLE", f"is set, though {', '.join(rdma)} can be used",
+                      "every NCCL group goes over TCP sockets", "unset NCCL_IB_DISABLE")
     if environ.get("NCCL_NET"):
-        why = "it overrides the network of every group; holmes unsets it with a warning"
-        findings.append(note("NCCL_NET", f"{environ['NCCL_NET']!r} is set", why, "unset NCCL_NET"))
+        yield note("NCCL_NET", f"{environ['NCCL_NET']!r} is set",
+                   "it overrides the network of every group; holmes unsets it with a warning", "unset NCCL_NET")
     if environ.get("NCCL_COMM_ID"):
-        findings.append(note("NCCL_COMM_ID", "is set", "one rendezvous address for all communicators; torch makes its own", "unset NCCL_COMM_ID"))
-    return findings
+        yield note("NCCL_COMM_ID", "is set", "one rendezvous address for all communicators; torch makes its own",
+                   "unset NCCL_COMM_ID")
 
 
-def _misspelt(environ: Mapping[str, str]) -> list[Finding]:
-    known = {f"HOLMES_{name.upper()}" for name in NAMES} | set(_OWN) | {"HOLMES"}
-    findings = []
+def _misspelt(environ: Mapping[str, str]) -> Iterator[Finding]:
+    known = sorted({f"HOLMES_{name.upper()}" for name in NAMES} | set(_OWN))
     for name in sorted(environ):
         if name.startswith("HOLMES_") and name not in known and not name.startswith(("HOLMES_TEST", "HOLMES_LAB")):
-            near = difflib.get_close_matches(name, known, 1)
-            findings.append(
-                problem(
-                    name,
-                    "holmes reads no variable of this name",
-                    "the setting has no effect",
-                    f"write {near[0]}" if near else f"known: {', '.join(sorted(known))}",
-                )
-            )
-    return findings
+            near = nearest(name, known)
+            yield problem(name, "holmes reads no variable of this name", "the setting has no effect",
+                          f"write {near}" if near else f"known: {', '.join(known)}")

@@ -24,6 +24,7 @@ from holmes_ext.cluster.spec import ClusterSpec, SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.emulate import trace
 from holmes_ext.lab.lab import Lab
+from holmes_ext.lab.process.job import RunResult
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,11 @@ class Variant:
 
 @dataclass
 class Series:
-    """What was measured of one variant. steps: seconds of the measured steps of each run; losses: of each step of the last run;
-    sent: node -> NIC -> bytes sent for each step (last run, its start-up included)."""
+    """What was measured of one variant.
+
+    steps: seconds of the measured steps of each run; losses: of each step of the last run; sent: node -> NIC -> bytes
+    sent for each step (last run, its start-up included); lines: what rank 0 printed in the last run.
+    """
 
     name: str
     steps: list[list[float]] = field(default_factory=list)
@@ -72,9 +76,9 @@ class Series:
 
 
 def all_rdma(spec: SiteSpec) -> Variant:
-    """The bound: stock on one homogeneous cluster with the nodes of `spec` and the fastest of its fabrics for everything.
+    """The bound: stock on one homogeneous cluster with the nodes of `spec` and the fastest of its fabrics for all.
 
-    Its NIC is named in GLOO_SOCKET_IFNAME, as a user of gloo on one InfiniBand cluster would; NCCL would find it itself.
+    Its NIC is named in GLOO_SOCKET_IFNAME, as a user of gloo on one InfiniBand cluster would; NCCL would find it.
     """
     best = max(spec.clusters, key=lambda cluster: cluster.rate_bps)
     nodes = tuple(node for cluster in spec.clusters for node in cluster.nodes)
@@ -83,25 +87,16 @@ def all_rdma(spec: SiteSpec) -> Variant:
     return Variant("all-RDMA", single, nodes, env={"GLOO_SOCKET_IFNAME": f"{best.kind}0"})
 
 
-def compare(
-    variants: Sequence[Variant],
-    script: Sequence[str],
-    *,
-    repetitions: int,
-    steps: int,
-    skip: int,
-    accelerator: Mapping[str, Any] | None,
-    traces: Path | None = None,
-    on_run: Callable[[str, int], None] = lambda name, repetition: None,
-    timeout: float = 300.0,
-    preload: Sequence[str] = ("torch", "deepspeed"),
-) -> dict[str, Series]:
+def compare(variants: Sequence[Variant], script: Sequence[str], *, repetitions: int, steps: int, skip: int,
+            accelerator: Mapping[str, Any] | None, traces: Path | None = None,
+            on_run: Callable[[str, int], None] = lambda name, repetition: None, timeout: float = 300.0,
+            preload: Sequence[str] = ("torch", "deepspeed")) -> dict[str, Series]:
     """Series of every variant, in the given order.
 
     script: path and arguments of a script that takes --steps N and --log FILE (JSON lines with "loss" and "seconds", as
-    examples/deepspeed_pipeline); traces: a directory for DIR/VARIANT/rank*.json of each variant's last run; on_run is called
-    before each run. HolmesError with the failing rank's last line when a run fails; timeout in seconds for one run. preload:
-    modules that are imported once for all runs of a cluster.
+    examples/deepspeed_pipeline); traces: a directory for DIR/VARIANT/rank*.json of each variant's last run; on_run is
+    called before each run; preload: modules that are imported once for all runs of a cluster. HolmesError with the
+    failing rank's last line when a run fails; timeout in seconds for one run.
     """
     series = {variant.name: Series(variant.name) for variant in variants}
     with ExitStack() as stack:
@@ -113,35 +108,22 @@ def compare(
             turn = repetition % len(variants)
             for variant in (*variants[turn:], *variants[:turn]):
                 on_run(variant.name, repetition)
-                last = repetition == repetitions - 1
-                place = traces / variant.name if traces is not None and last else None
-                _run(labs[variant.spec.digest], variant, script, steps, skip, accelerator, place, timeout, preload, series[variant.name])
+                env = {"DS_ACCELERATOR": "cpu", **variant.env}
+                if traces is not None and repetition == repetitions - 1:
+                    (traces / variant.name).mkdir(parents=True, exist_ok=True)
+                    env[trace.VARIABLE] = str(traces / variant.name)
+                options = {"env": env, "preload": preload, "timeout": timeout, "accelerator": accelerator}
+                _run(labs[variant.spec.digest], variant, script, steps, skip, options, series[variant.name])
     return series
 
 
-def _run(
-    lab: Lab,
-    variant: Variant,
-    script: Sequence[str],
-    steps: int,
-    skip: int,
-    accelerator: Mapping[str, Any] | None,
-    traces: Path | None,
-    timeout: float,
-    preload: Sequence[str],
-    series: Series,
-) -> None:
-    env = {"DS_ACCELERATOR": "cpu", **variant.env}
-    if traces is not None:
-        traces.mkdir(parents=True, exist_ok=True)
-        env[trace.VARIABLE] = str(traces)
+def _run(lab: Lab, variant: Variant, script: Sequence[str], steps: int, skip: int, options: Mapping[str, Any],
+         series: Series) -> None:
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory, "log.jsonl")
         command = [sys.executable, *script, "--steps", str(steps), "--log", str(log), *variant.flags]
         before = lab.counters()
-        result = lab.run(
-            command, order=variant.order, env=env, preload=preload, timeout=timeout, accelerator=accelerator
-        )
+        result = lab.run(command, order=variant.order, **options)
         after = lab.counters()
         if result.returncode:
             raise HolmesError(_why(variant, result))
@@ -150,15 +132,14 @@ def _run(
     series.losses = [record["loss"] for record in records]
     series.emulated, series.realtime = result.emulated, series.realtime and result.realtime
     series.lines = [line for _, line in result.lines[0]]
-    series.sent = {
-        node: {nic: (after[node][nic][1] - before[node][nic][1]) / steps for nic in nics} for node, nics in after.items()
-    }
+    series.sent = {node: {nic: (after[node][nic][1] - before[node][nic][1]) / steps for nic in nics}
+                   for node, nics in after.items()}
 
 
-def _why(variant: Variant, result: Any) -> str:
+def _why(variant: Variant, result: RunResult) -> str:
     rank = result.first_failed if result.first_failed is not None else 0
-    lines = [line for _, line in result.lines[rank] if line.strip()]
-    return f"the {variant.name} run ended with status {result.returncode}; rank {rank} said last: {lines[-1] if lines else 'nothing'}"
+    last = [line for _, line in result.lines[rank] if line.strip()][-1:] or ["nothing"]
+    return f"the {variant.name} run ended with status {result.returncode}; rank {rank} said last: {last[0]}"
 
 
 def max_loss_difference(a: Series, b: Series) -> float:

@@ -16,13 +16,18 @@ from typing import Any
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import state
-from holmes_ext.lab.emulate import trace
+from holmes_ext.lab.emulate.accelerator import VARIABLE as ACCELERATOR
 from holmes_ext.lab.network import shaping as network
 from holmes_ext.lab.network import sysfs_tree
 from holmes_ext.lab.process import ranks, wire, zygote
 from holmes_ext.lab.process.job import Job, OnLine, RunResult
 
-_KEEPER_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from holmes_ext.lab.process.keeper import main; main(sys.argv[2:])"
+_KEEPER_BOOT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from holmes_ext.lab.process.keeper import main
+main(sys.argv[2:])
+"""
 _ROOT = str(Path(__file__).parents[2])
 _SWITCH = ""
 _FIRST_PORT = 29500  # the nodes' port space is the lab's own; below the ephemeral ports
@@ -31,8 +36,8 @@ _FIRST_PORT = 29500  # the nodes' port space is the lab's own; below the ephemer
 class Lab:
     """A context manager: the nodes exist inside the `with` block.
 
-    spec: the site; scale: factor on every rate; realtime: ranks run under SCHED_RR where that is permitted (RunResult says
-    whether it was). HolmesError when the machine lacks a right or a tool, naming it.
+    spec: the site; scale: factor on every rate; realtime: ranks run under SCHED_RR where that is permitted (RunResult
+    says whether it was). HolmesError when the machine lacks a right or a tool, naming it.
     """
 
     def __init__(self, spec: SiteSpec, scale: float = 1.0, realtime: bool = False):
@@ -75,28 +80,17 @@ class Lab:
             job.kill()
             raise
 
-    def start(
-        self,
-        command: Sequence[str],
-        *,
-        order: Sequence[str] | None = None,
-        processes: int | None = None,
-        env: Mapping[str, str] | None = None,
-        preload: Sequence[str] = (),
-        timeout: float | None = None,
-        on_line: OnLine | None = None,
-        logs: Path | None = None,
-        accelerator: Mapping[str, Any] | None = None,
-        grace: float = 5.0,
-        cwd: str | Path | None = None,
-    ) -> Job:
+    def start(self, command: Sequence[str], *, order: Sequence[str] | None = None, processes: int | None = None,
+              env: Mapping[str, str] | None = None, preload: Sequence[str] = (), timeout: float | None = None,
+              on_line: OnLine | None = None, logs: Path | None = None, accelerator: Mapping[str, Any] | None = None,
+              grace: float = 5.0, cwd: str | Path | None = None) -> Job:
         """Start `command` once for each process; the Job has pids, poll, wait and kill.
 
-        order: the nodes in the launcher's order, default the file's (some of them: a smaller job); processes: for each
+        order: the nodes in the launcher's order, default the file's (some of them: a smaller job); processes: of each
         node, default the file's; env: on top of this process's environment; preload: modules imported once, then every
         rank is forked (`command` must be python SCRIPT or python -m MODULE); timeout in seconds (returncode 124);
         on_line(rank, line, "stdout" or "stderr") is called in a thread; logs: a directory for rank0.log, ...;
-        accelerator: configuration of holmes_ext.lab.emulate.accelerator; grace: seconds that others get when one fails.
+        accelerator: configuration of lab.emulate.accelerator; grace: seconds that others get when one fails.
         """
         nodes = list(self.nodes) if order is None else [self._node(name) for name in order]
         ranks.check_order(nodes)
@@ -112,19 +106,12 @@ class Lab:
             argv = found[1]
             zygote_control = self._zygote(found[0], tuple(preload), common, directory)
         port = next(self._ports)
-        messages: list[dict[str, Any]] = [
-            {
-                "rank": position * count + local,
-                "holder": self._pids[node.name][0],
-                "argv": argv,
-                "env": {**common, **ranks.rank_environment(nodes, position, local, count, port), **self._places(node)},
-                "cwd": directory,
-                "realtime": self.realtime,
-            }
-            for position, node in enumerate(nodes)
-            for local in range(count)
-        ]
-        options = {"on_line": on_line, "logs": logs and Path(logs), "timeout": timeout, "grace": grace, "emulated": emulated}
+        same = {"argv": argv, "cwd": directory, "realtime": self.realtime}
+        messages: list[dict[str, Any]] = []
+        for rank in range(len(nodes) * count):
+            node = nodes[rank // count]
+            env = {**common, **ranks.rank_environment(nodes, rank, count, port), **self._places(node)}
+            messages.append({"rank": rank, "holder": self._pids[node.name][0], "env": env, **same})
         ours, theirs = wire.pair()
         try:
             if zygote_control is None:
@@ -132,8 +119,8 @@ class Lab:
             else:
                 wire.send(zygote_control, {}, [theirs.fileno()])
             theirs.close()
-            return Job(messages, ours, options)
-        except OSError as error:  # --logs cannot be written, too many open files, an environment beyond a message, a dead zygote
+            return Job(messages, ours, on_line, logs and Path(logs), timeout, grace, emulated)
+        except OSError as error:  # --logs cannot be written, too many open files, a long environment, a dead zygote
             raise HolmesError(f"lab: the job cannot be started: {error}") from None
 
     def counters(self) -> dict[str, dict[str, tuple[int, int]]]:
@@ -152,7 +139,7 @@ class Lab:
         sysfs_tree.set_link(self.sysfs(node), link, up)
 
     def set_silent(self, node: str, nic: str, silent: bool) -> None:
-        """Take the NIC's switch port out of its bridge (or put it back): every frame is lost, and neither end sees anything of it."""
+        """Take the NIC's switch port out of its bridge (or put it back): every frame is lost, neither end sees it."""
         link = self._node(node).nic(nic)
         self._tool(_SWITCH, "ip", f"link set dev {link.port} {'nomaster' if silent else f'master {link.bridge}'}\n")
 
@@ -161,11 +148,11 @@ class Lab:
         self._tool(node, "ip", f"{line}\n")
 
     def rename(self, node: str, names: Mapping[str, str], hca: str) -> None:
-        """Other names for the node's NICs ({"roce0": "ens6np0"}) and for its HCA, as on a machine that replaces it; the links must be up."""
+        """Other names for the node's NICs ({"roce0": "ens6np0"}) and HCA, as on its replacement; links must be up."""
         old = self._node(node)
         nics = tuple(replace(nic, name=names.get(nic.name, nic.name), hca=hca) for nic in old.nics)
-        lines = [f"link set dev {a.name} down\nlink set dev {a.name} name {b.name}\nlink set dev {b.name} up\n" for a, b in zip(old.nics, nics) if a.name != b.name]
-        self._tool(node, "ip", "".join(lines))
+        for a, b in ((a.name, b.name) for a, b in zip(old.nics, nics) if a.name != b.name):
+            self._tool(node, "ip", f"link set dev {a} down\nlink set dev {a} name {b}\nlink set dev {b} up\n")
         new = self._by_name[node] = replace(old, nics=nics)
         self.nodes = tuple(self._by_name.values())
         shutil.rmtree(self.sysfs(node))
@@ -180,18 +167,15 @@ class Lab:
             self._tool(place, "tc", shape + "\n")
 
     def _places(self, node: network.LabNode) -> dict[str, str]:
-        return {
-            "HOLMES_SYSFS": str(self.sysfs(node.name)),
-            "HOLMES_LAB_NODE": node.name,
-            "HOLMES_LAB_CLUSTER": node.cluster,
-        }
+        sysfs = str(self.sysfs(node.name))
+        return {"HOLMES_SYSFS": sysfs, "HOLMES_LAB_NODE": node.name, "HOLMES_LAB_CLUSTER": node.cluster}
 
     def sysfs(self, node: str) -> Path:
         """The node's captured-style sysfs tree."""
         return self.directory / "sysfs" / node
 
     def holder(self, node: str, inside: bool = False) -> int:
-        """Pid of the process that holds the node's namespaces (for nsenter -t PID -n -u -m); `inside`: as the lab's nodes see it."""
+        """Pid of the holder of the node's namespaces (for nsenter -t PID -n -u -m); `inside`: as the nodes see it."""
         return self._pids[self._node(node).name][inside]
 
     def _node(self, name: str) -> network.LabNode:
@@ -206,14 +190,10 @@ class Lab:
         state.record(self.directory, keeper=[0, 0], **describe)
         caller = os.pidfd_open(os.getpid())
         with open(self.directory / "keeper.log", "w") as log:
+            boot = [sys.executable, "-I", "-S", "-c", _KEEPER_BOOT, _ROOT]
             self._keeper = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _KEEPER_BOOT, _ROOT, str(theirs.fileno()), str(caller), str(self.directory)],
-                pass_fds=(theirs.fileno(), caller),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+                [*boot, str(theirs.fileno()), str(caller), str(self.directory)], pass_fds=(theirs.fileno(), caller),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         theirs.close()
         os.close(caller)
         state.record(self.directory, keeper=state.identity(self._keeper.pid), **describe)
@@ -242,7 +222,8 @@ class Lab:
 
     def _zygote(self, interpreter: str, modules: tuple[str, ...], env: dict[str, str], directory: str) -> socket.socket:
         """The control socket of a Python with `modules` imported in that environment; started when first needed."""
-        env = {name: value for name, value in env.items() if name not in ("HOLMES", trace.VARIABLE)}  # each rank's own
+        env = {name: value for name, value in env.items()
+               if name == ACCELERATOR or not name.startswith(("HOLMES", "GLOO_", "NCCL_"))}  # each rank's own
         key = (interpreter, modules, tuple(sorted(env.items())), directory)
         if key not in self._zygotes:
             ours, theirs = wire.pair()
@@ -274,7 +255,8 @@ class Lab:
         if message is None:
             log = self.directory / "keeper.log"
             lines = log.read_text().strip().splitlines() if log.exists() else []
-            raise HolmesError(f"the lab's keeper (pid {self._keeper.pid}) has ended: {lines[-1] if lines else 'it was killed'}")
+            reason = lines[-1] if lines else "it was killed"
+            raise HolmesError(f"the lab's keeper (pid {self._keeper.pid}) has ended: {reason}")
         return message
 
 
@@ -282,7 +264,7 @@ def _tool(name: str) -> str:
     """Path of ip or tc, which ordinary users may not have in PATH."""
     path = shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
     if path is None:
-        raise HolmesError(f"the lab needs `{name}`, which is missing; install the package iproute2 (iproute on Red Hat)")
+        raise HolmesError(f"the lab needs `{name}`, which is missing; install iproute2 (iproute on Red Hat)")
     return path
 
 

@@ -18,6 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from holmes_ext.document import write_whole
 from holmes_ext.errors import HolmesError
 
 
@@ -50,9 +51,7 @@ def identity(pid: int) -> list[int]:
 
 def record(directory: Path, **content: object) -> None:
     """Write state.json in one step."""
-    part = directory / "state.json.part"
-    part.write_text(json.dumps(content))
-    part.replace(directory / "state.json")
+    write_whole(directory / "state.json", json.dumps(content))
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Found:
 
 
 def clear(running_too: bool = False) -> list[Found]:
-    """End the keepers (and so every process) of labs whose owner is gone and remove their files; `running_too`: all labs.
+    """End the keepers (so every process) of labs whose owner is gone and remove their files; `running_too`: all labs.
 
     Returns every lab that was found; those of a living owner are left alone unless `running_too`.
     """
@@ -102,5 +101,5 @@ def _end(keeper: list[int], directory: Path) -> None:
     deadline = time.monotonic() + 10
     while _alive(keeper):
         if time.monotonic() > deadline:
-            raise HolmesError(f"{directory}: the lab's keeper (pid {keeper[0]}) does not end; is it blocked in the kernel?")
+            raise HolmesError(f"{directory}: the lab's keeper (pid {keeper[0]}) does not end: blocked in the kernel?")
         time.sleep(0.02)

@@ -1,18 +1,18 @@
 """Which node slots the framework's default layout ties together.
 
 Rank r sits in node slot r // processes, whatever node stands there. The groups of a job (data, tensor, context, expert)
-never leave a pipeline stage, and together they connect all ranks of it; stages that share a slot are tied by that slot. What
-is tied is a component: it must lie inside one fabric, and only pipeline edges run between components.
+never leave a pipeline stage, and together they connect all ranks of it; stages that share a slot are tied by that slot.
+What is tied is a component: it must lie inside one fabric, and only pipeline edges run between components.
 
     processes 2, 3 ranks a stage        slots    0   1   2 | 3   4   5
                                         stages   0 0 0 1 1 1 2 2 2 3 3 3
                                                  component   component
 
-Every component is the first one, moved along. Proof: a slot border falls between stages j-1 and j of the repeated sequence
-(stage s owns the ranks whose rank // stride % pipeline is s) where j * stride is a multiple of `processes`, that is at
-multiples of q = processes / gcd(stride, processes); if the sequence repeats (data outside pipeline) a border must fall
-there in every repetition, so components exist only where q divides the pipeline size, and each has q stages. (Asserted
-below, and tested for all small sizes.)
+Every component is the first one, moved along. Proof: a slot border falls between stages j-1 and j of the repeated
+sequence (stage s owns the ranks whose rank // stride % pipeline is s) where j * stride is a multiple of `processes`,
+that is at multiples of q = processes / gcd(stride, processes); if the sequence repeats (data outside pipeline) a border
+must fall there in every repetition, so components exist only where q divides the pipeline size, and each has q stages.
+(Asserted below, and tested for all small sizes.)
 """
 
 from __future__ import annotations
@@ -49,10 +49,8 @@ def groups(sizes: Sizes, kind: str) -> list[tuple[int, ...]]:
 
 def _expert_groups(sizes: Sizes) -> list[tuple[int, ...]]:
     """Expert-parallel groups: a second grid over the ranks of each stage, without a context axis.
-
     megatron.core.parallel_state makes it with the expert tensor size, which is the tensor size unless the user says
-    otherwise; here 1 where expert x tensor does not divide a stage.
-    """
+    otherwise; here 1 where expert x tensor does not divide a stage."""
     stride = sizes.strides()["pp"]
     stage = _span(sizes.strides(), {axis: sizes.size(axis) for axis in AXES if axis != "pp"})
     tensor = sizes.tensor if (sizes.data * sizes.context) % sizes.expert == 0 else 1
@@ -77,12 +75,10 @@ class Tie:
 
 
 class Layout:
-    """Components, and what ties the first one; slots of a component are counted from 0, stages too.
-
-    sizes: complete. components: the slots of each, in the order of stages. ties: for each kind of INSIDE. inner[s] and onward:
-    {(slot, slot): ranks} that send activations from stage s to s + 1 inside a component, and from a component's last stage
-    to the next component; pairs in one slot are left out.
-    """
+    """Components, and what ties the first one; slots of a component are counted from 0, stages too. sizes: complete.
+    components: the slots of each, in the order of stages. ties: for each kind of INSIDE. inner[s] and onward: {(slot,
+    slot): ranks} that send activations from stage s to s + 1 inside a component, and from a component's last stage to
+    the next component; pairs in one slot are left out."""
 
     def __init__(self, sizes: Sizes, processes: int):
         self.sizes, self.processes = sizes, processes
@@ -128,7 +124,7 @@ class Layout:
         return {kind: self._ties(kind) for kind in INSIDE}
 
     def _ties(self, kind: str) -> tuple[Tie, ...]:
-        counts: Counter = Counter()
+        counts: Counter[tuple[int, tuple[int, ...], int]] = Counter()
         size = self.sizes.expert if kind == "expert" else math.prod(self.sizes.size(axis) for axis in KINDS[kind])
         for group in groups(self.sizes, kind) if size > 1 else ():
             stage = self._stage(group[0])
@@ -140,8 +136,8 @@ class Layout:
     @property
     def work(self) -> int:
         """Slots of groups and edges, over all components: what predicting one order costs when nothing is known."""
-        first = sum(len(tie.slots) for ties in self.ties.values() for tie in ties) + sum(map(len, self.inner)) + len(self.onward)
-        return (first + 1) * len(self.components)
+        first = sum(len(tie.slots) for ties in self.ties.values() for tie in ties) + sum(map(len, self.inner))
+        return (first + len(self.onward) + 1) * len(self.components)
 
     @cached_property
     def inner(self) -> tuple[dict[tuple[int, int], int], ...]:
@@ -154,7 +150,7 @@ class Layout:
         return self._edges(self.stages - 1, self.components[1][0] - self.components[0][0])
 
     def _edges(self, stage: int, shift: int) -> dict[tuple[int, int], int]:
-        counts: Counter = Counter()
+        counts: Counter[tuple[int, int]] = Counter()
         axes = {axis: self.sizes.size(axis) for axis in AXES if axis != "pp"}
         for first in _span(self.sizes.strides(), axes):
             sender = first + stage * self.stride

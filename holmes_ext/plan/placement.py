@@ -3,18 +3,19 @@
     launcher: a0 b0 a1 b1            stages: [a0 b0] [a1 b1]     every data-parallel group on Ethernet
     placed:   a0 a1 b0 b1            stages: [a0 a1] [b0 b1]     each on its own fabric, one edge on Ethernet
 
-The layout ties slots into equal components (plan/layout.py); nodes that are on the same fast fabrics are interchangeable (a
-class). Nodes on one fast fabric at most: an order without straddling groups gives every component the nodes of one
-class, so it exists exactly when a component is one slot or its size divides every class. Nodes on several: pack() searches which
-fabric each node serves. Among orders equally free of straddling the least predicted time wins, among equal times the
-launcher's order: so the fabric whose reduction is slowest goes last, where the others' backward hides it, and a site that gains
-nothing is left alone.
+The layout ties slots into equal components (plan/layout.py); nodes that are on the same fast fabrics are
+interchangeable (a class). Nodes on one fast fabric at most: an order without straddling groups gives every component
+the nodes of one class, so it exists exactly when a component is one slot or its size divides every class. Nodes on
+several: pack() searches which fabric each node serves. Among orders equally free of straddling the least predicted time
+wins, among equal times the launcher's order: so the fabric whose reduction is slowest goes last, where the others'
+backward hides it, and a site that gains nothing is left alone.
 
-How sure: up to `budget` orders all are tried. Above, runs of equal components are permuted, then pairs are swapped while that
-helps: whether straddling can be avoided stays exact (with nodes on several fabrics: by whole components), and the time is never
-more than the launcher's where that straddles no less. Where nothing straddles and tensor, context and expert groups stay in
-their nodes, it exceeds the least by at most what the crossing edges cost: runs in the order of their reductions are best
-when edges are free. (Small sites with only 6 orders allowed, tests/test_placement.py: within 10 % of the least.)
+How sure: up to `budget` orders all are tried. Above, runs of equal components are permuted, then pairs are swapped
+while that helps: whether straddling can be avoided stays exact (with nodes on several fabrics: by whole components),
+and the time is never more than the launcher's where that straddles no less. Where nothing straddles and tensor, context
+and expert groups stay in their nodes, it exceeds the least by at most what the crossing edges cost: runs in the order
+of their reductions are best when edges are free. (Small sites with only 6 orders allowed, tests/test_placement.py:
+within 10 % of the least.)
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from holmes_ext.cluster.site import ETHERNET, Site
-from holmes_ext.plan.cost.step import Breakdown, Predictor, Workload, fast_fabrics
+from holmes_ext.plan.cost.nodes import Part, Predictor, fast_fabrics
+from holmes_ext.plan.cost.pipeline import Estimate
+from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.layout import Layout
 from holmes_ext.plan.plan import Straddle
 from holmes_ext.plan.sizes import Sizes
 
-Part = tuple[int, ...]  # the node class in each slot of a component
+T = TypeVar("T")
 #: Work allowed in a search, in slots of groups looked at anew and in stages whose known costs are added up.
 SLOT_BUDGET = 300_000
 STAGE_BUDGET = 100_000
@@ -47,31 +51,31 @@ class Placement:
 
     nodes: tuple[str, ...]
     straddling: tuple[Straddle, ...]
-    predicted: Breakdown | None
+    predicted: Estimate | None
 
 
-def place(site: Site, sizes: Sizes | None = None, workload: Workload | None = None, budget: int | None = None) -> Placement:
-    """The order of `site`'s nodes for a job of `sizes`; HolmesError when they do not multiply to the world size.
-
-    sizes None (the job's are not known yet): each cluster's nodes together, the fastest fabric first. That is free of straddling
-    for every pipeline size whose stages divide the clusters, and puts the slowest reduction last. budget: orders tried one by
-    one (default: what about half a second allows).
-    """
+def place(
+    site: Site, sizes: Sizes | None = None, workload: Workload | None = None, budget: int | None = None
+) -> Placement:
+    """The order of `site`'s nodes for a job of `sizes`; HolmesError when they do not multiply to the world size. sizes
+    None (the job's are not known yet): each cluster's nodes together, the fastest fabric first. That is free of
+    straddling for every pipeline size whose stages divide the clusters, and puts the slowest reduction last. budget:
+    orders tried one by one (default: what about half a second allows)."""
     if sizes is None:
         return Placement(_fastest_first(site), (), None)
     predictor = Predictor(site, Layout(sizes.complete(site.world_size), site.processes), workload or Workload())
     best = _search(predictor, budget)
-    names: dict[int, Iterator[str]] = {
-        index: iter([name for name, own in predictor.class_of.items() if own == index]) for index in range(len(predictor.classes))
-    }
-    nodes = tuple(next(names[index]) for index in predictor.join(best))
+    names: dict[int, list[str]] = {}
+    for name, index in reversed(predictor.class_of.items()):
+        names.setdefault(index, []).append(name)
+    nodes = tuple(names[index].pop() for index in predictor.join(best))
     return Placement(nodes, straddling_groups(predictor, nodes), predictor.breakdown(best))
 
 
 def straddling_groups(predictor: Predictor, nodes: Sequence[str]) -> tuple[Straddle, ...]:
-    """What straddles when the nodes stand in this order. A group's cost: the step against one in which all groups of its kind
-    were on the slowest of their members' own fabrics. example: one node of each class of one group."""
-    parts = predictor.cut([predictor.class_of[name] for name in nodes])
+    """What straddles when the nodes stand in this order. A group's cost: the step against one in which all groups of
+    its kind were on the slowest of their members' own fabrics. example: one node of each class of one group."""
+    parts = predictor.parts(nodes)
     step, found = predictor.breakdown(parts).step_s, []
     kinds = dict.fromkeys(kind for part in parts for kind in predictor.component(part).straddling)
     for kind in kinds:
@@ -97,7 +101,8 @@ def _fastest_first(site: Site) -> tuple[str, ...]:
 
 
 class _Best:
-    """The best order offered so far; the first, the launcher's, stays unless another is better by more than rounding."""
+    """The best order offered so far; the first, the launcher's, stays unless another is better by more than rounding.
+    """
 
     def __init__(self, predictor: Predictor, first: tuple[Part, ...]):
         self.predictor, self.parts = predictor, first
@@ -131,7 +136,7 @@ def _search(predictor: Predictor, budget: int | None) -> tuple[Part, ...]:
     several = any(len(fabrics) > 1 for fabrics in predictor.classes)
     if packed is not None and not several:
         _arrange(packed, best, known)
-    elif arrangements(counts) <= fresh:
+    elif order_count(counts) <= fresh:
         for order in distinct_orders(counts):
             best.offer(predictor.cut(order))
     elif packed is not None:
@@ -146,11 +151,10 @@ def _search(predictor: Predictor, budget: int | None) -> tuple[Part, ...]:
 
 def pack(counts: dict[int, int], classes: Sequence[frozenset[str]], size: int) -> list[Part] | None:
     """Components of `size` nodes, each sharing a fast fabric or having none; None when there is no such packing.
-
-    counts: nodes of each class. Whether it fits depends on numbers modulo `size` only, so the search goes over the classes, and
-    its state is what each fabric that can still get nodes has beyond whole components. The parts come in the order of classes.
-    Where most nodes are on three fast fabrics or more the states can be too many; then only PACK_BUDGET steps are looked at.
-    """
+    counts: nodes of each class. Whether it fits depends on numbers modulo `size` only, so the search goes over the
+    classes, and its state is what each fabric that can still get nodes has beyond whole components. The parts come in
+    the order of classes. Where most nodes are on three fast fabrics or more the states can be too many; then only
+    PACK_BUDGET steps are looked at."""
     if size == 1:
         return [(index,) for index, count in counts.items() for _ in range(count)]
     homes = {index: sorted(classes[index]) or [ETHERNET] for index in counts}
@@ -159,7 +163,7 @@ def pack(counts: dict[int, int], classes: Sequence[frozenset[str]], size: int) -
     while waiting:
         index = waiting.pop(0)
         later = {home for other in waiting for home in homes[other]}
-        following: dict = {}
+        following: dict[frozenset[tuple[str, int]], tuple[tuple[str, int, int], ...]] = {}
         steps = ((rests, shares) for rests in states for shares in _shares(counts[index], len(homes[index]), size))
         for rests, shares in itertools.islice(steps, PACK_BUDGET // len(counts)):
             now = dict(rests)
@@ -181,7 +185,8 @@ def pack(counts: dict[int, int], classes: Sequence[frozenset[str]], size: int) -
 
 
 def _shares(count: int, homes: int, size: int) -> Iterator[tuple[int, ...]]:
-    """Ways to share `count` nodes among `homes` fabrics that differ modulo `size`; whole components stay with the first."""
+    """Ways to share `count` nodes among `homes` fabrics that differ modulo `size`; whole components stay with the
+    first."""
     if homes == 1:
         yield (count,)
         return
@@ -202,7 +207,7 @@ def _with_leftovers(counts: dict[int, int], size: int) -> Iterator[list[Part]]:
 def _arrange(parts: list[Part], best: _Best, limit: int) -> None:
     """Offer `best` orders of these components: all if they are few, else runs of equal ones permuted, then swaps."""
     counts = Counter(parts)
-    if arrangements(counts) <= limit:
+    if order_count(counts) <= limit:
         for order in distinct_orders(counts):
             best.offer(order)
         return
@@ -222,7 +227,7 @@ def _arrange(parts: list[Part], best: _Best, limit: int) -> None:
     _swap(best.parts, best.offer_swapped, limit // 4)
 
 
-def _swap(order: Sequence[Hashable], offer: Callable[[tuple], bool], limit: int) -> None:
+def _swap(order: Sequence[T], offer: Callable[[tuple[T, ...]], bool], limit: int) -> None:
     """Swap any two different items as long as the result is accepted, for at most `limit` offers."""
     current, tried, improved = list(order), 0, True
     while improved:
@@ -240,27 +245,21 @@ def _swap(order: Sequence[Hashable], offer: Callable[[tuple], bool], limit: int)
                 current[left], current[right] = current[right], current[left]
 
 
-def arrangements(counts: dict) -> int:
+def order_count(counts: Mapping[T, int]) -> int:
     """How many distinct orders a multiset has."""
     total = math.factorial(sum(counts.values()))
     return total // math.prod(math.factorial(count) for count in counts.values())
 
 
-def distinct_orders(counts: dict[Hashable, int]) -> Iterator[tuple]:
+def distinct_orders(counts: Mapping[T, int]) -> Iterator[tuple[T, ...]]:
     """Every distinct order of a multiset, once, in the lexicographic order of its keys as given."""
-    keys, left, order = list(counts), dict(counts), []
-    total = sum(counts.values())
-
-    def extend() -> Iterator[tuple]:
-        if len(order) == total:
-            yield tuple(order)
+    keys = list(counts)
+    order = [index for index, key in enumerate(keys) for _ in range(counts[key])]
+    while True:
+        yield tuple(keys[index] for index in order)
+        at = next((at for at in reversed(range(len(order) - 1)) if order[at] < order[at + 1]), None)
+        if at is None:
             return
-        for key in keys:
-            if left[key]:
-                left[key] -= 1
-                order.append(key)
-                yield from extend()
-                order.pop()
-                left[key] += 1
-
-    return extend()
+        greater = next(place for place in reversed(range(len(order))) if order[place] > order[at])
+        order[at], order[greater] = order[greater], order[at]
+        order[at + 1 :] = reversed(order[at + 1 :])

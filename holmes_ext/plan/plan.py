@@ -1,23 +1,32 @@
-"""The Plan: what goes where. One JSON file that every rank follows.
+"""The Plan: what goes where, and how. One JSON file that every rank follows.
 
-`nodes` is the heart of it: rank r of the job runs on nodes[r // processes], so the framework's own default layout
-lands on the planned placement. The rest records why, and what to expect.
+`nodes` is the heart of it: rank r of the job runs on nodes[r // processes], so the framework's own default layout lands
+on the planned placement. `fabrics` and `traffic` are what a running job looks up; the rest records why, and what to
+expect.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.cluster.site import Fabric, Site
-from holmes_ext.document import Table, write_whole
+from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext.document import Table, load_json, parse_json, save
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.workload import Workload
+from holmes_ext.plan.layout import KINDS, groups
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.traffic import CARRIERS, VERBS, PlannedFabric, Traffic
 
-VERSION = 1
+VERSION = 2
+#: `basis` of a plan whose model nobody told.
+NOMINAL = "nominal"
+ADVICE = "`holmes plan` writes one"
 
 
 @dataclass(frozen=True)
@@ -33,39 +42,46 @@ class Straddle:
 
 @dataclass(frozen=True)
 class Plan:
-    """Node order, transports and stages of one job on one site.
+    """Node order, networks, reductions and stages of one job on one site.
 
-    transports: for each kind of group ("data", "tensor", "context", "pipeline", "world") the fabric of every group, in the order of
-    its first rank; where all groups of a kind share one, one entry. stage_layers: layers of each pipeline stage, () when the
-    framework decides. predicted: seconds, by name.
+    fabrics: in the order of preference. clusters: nodes of each. traffic: see plan/traffic.py. workload: of which
+    `basis` ("nominal", or where the model came from) the decisions were made with. stage_layers: layers of each
+    pipeline stage, () when the framework decides. predicted: seconds, by name. A plan of version 1 has no fabrics:
+    plan/decide.py, settle() adds what it lacks.
     """
 
     site_digest: str
     nodes: tuple[str, ...]
     processes: int
     sizes: Sizes | None = None
-    transports: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    fabrics: tuple[PlannedFabric, ...] = ()
+    clusters: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    traffic: tuple[Traffic, ...] = ()
+    workload: Workload = Workload()
+    basis: str = NOMINAL
     straddling: tuple[Straddle, ...] = ()
     stage_layers: tuple[int, ...] = ()
     partition: str = "uniform"
     predicted: dict[str, float] = field(default_factory=dict)
     source: str = "computed at start-up"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        if self.processes < 1 or not self.nodes:
+            raise HolmesError("keys 'nodes' and 'processes' name no rank")
         if len(set(self.nodes)) != len(self.nodes):
             twice = next(node for node in self.nodes if self.nodes.count(node) > 1)
-            raise HolmesError(f"{self.source}: key 'nodes': node {twice!r} stands twice")
-        if self.sizes is not None:
-            try:
-                complete = self.sizes.complete(self.world_size)
-            except HolmesError as error:
-                raise HolmesError(f"{self.source}: key 'sizes': {error}") from None
-            if complete != self.sizes:
-                raise HolmesError(f"{self.source}: key 'sizes' leaves the data size open")
-            if self.stage_layers and len(self.stage_layers) % self.sizes.pipeline:
-                raise HolmesError(
-                    f"{self.source}: key 'stage_layers' has {len(self.stage_layers)} entries for {self.sizes.pipeline} stages"
-                )
+            raise HolmesError(f"key 'nodes': node {twice!r} stands twice")
+        if self.sizes is None:
+            return
+        try:
+            complete = self.sizes.complete(self.world_size)
+        except HolmesError as error:
+            raise HolmesError(f"key 'sizes': {error}") from None
+        if complete != self.sizes:
+            raise HolmesError("key 'sizes' leaves the data size open")
+        if len(self.stage_layers) % self.sizes.pipeline:
+            entries, stages = len(self.stage_layers), self.sizes.pipeline
+            raise HolmesError(f"key 'stage_layers' has {entries} entries for {stages} stages")
 
     @property
     def world_size(self) -> int:
@@ -75,123 +91,122 @@ class Plan:
         """Name of the node on which `rank` (as renumbered) runs."""
         return self.nodes[rank // self.processes]
 
-    def fabric_of(self, ranks: list[int] | tuple[int, ...], site: Site) -> Fabric | None:
-        """The fabric for a group of `ranks`; None when one node holds them all (memory, NVLink or loopback)."""
-        names = {self.node_of(rank) for rank in ranks}
-        return site.shared_fabric(names) if len(names) > 1 else None
+    @cached_property
+    def reach(self) -> dict[str, dict[str, frozenset[str]]]:
+        """Carrier -> node -> names of the fabrics that it can use."""
+        return {
+            carrier: {node: frozenset(f.name for f in self.fabrics if node in of[f.name]) for node in self.nodes}
+            for carrier in CARRIERS
+            for of in [{f.name: set(getattr(f, carrier)) for f in self.fabrics}]
+        }
+
+    def fabric_of(self, ranks: Iterable[int], carrier: str = VERBS) -> Fabric | None:
+        """The network of a group of `ranks`: the first fabric that all its nodes can use; None inside one node."""
+        nodes = {self.node_of(rank) for rank in ranks}
+        if len(nodes) == 1:
+            return None
+        shared = frozenset.intersection(*{self.reach[carrier][node] for node in nodes})
+        return next(fabric for fabric in self.fabrics if fabric.name in shared)
+
+    def straddles(self, ranks: Collection[int], carrier: str = VERBS) -> bool:
+        """Whether a group is left to Ethernet although one of its nodes has better."""
+        used = self.fabric_of(ranks, carrier)
+        better = (len(self.reach[carrier][self.node_of(rank)]) > 1 for rank in ranks)
+        return used is not None and used.name == ETHERNET and any(better)
+
+    def by_cluster(self, ranks: Iterable[int]) -> dict[str, list[int]]:
+        """Cluster -> those of `ranks` that run on it, in their order."""
+        found: dict[str, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(self._cluster_of[self.node_of(rank)], []).append(rank)
+        return found
+
+    @cached_property
+    def _cluster_of(self) -> dict[str, str]:
+        return {node: name for name, nodes in self.clusters.items() for node in nodes}
+
+    def groups(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(kind, ranks) of every group of the plan, that of all ranks last; expert groups where there are experts."""
+        if (sizes := self.sizes) is not None:
+            kinds = (kind for kind in KINDS if kind != "expert" or sizes.expert > 1)
+            yield from ((kind, ranks) for kind in kinds for ranks in groups(sizes, kind))
+        yield "world", tuple(range(self.world_size))
+
+    def stage_of(self, ranks: Iterable[int]) -> int | None:
+        """The pipeline stage whose gradients the group of `ranks` reduces; None when the plan has no such group."""
+        return self._reducing.get(tuple(sorted(ranks)))
+
+    @cached_property
+    def _reducing(self) -> dict[tuple[int, ...], int]:
+        sizes = self.sizes or Sizes().complete(self.world_size)
+        stride = sizes.strides()["pp"]
+        return {ranks: ranks[0] // stride % sizes.pipeline for ranks in groups(sizes, "data")}
+
+    def traffic_of(self, carrier: str = VERBS) -> Traffic:
+        return next(traffic for traffic in self.traffic if carrier in traffic.carriers)
+
+    @property
+    def transports(self) -> dict[str, tuple[str, ...]]:
+        """Of NCCL's groups (gloo's differ where a NIC has no address: traffic_of); {} in a plan that is not settled."""
+        return self.traffic_of().transports if self.traffic else {}
 
     @property
     def digest(self) -> str:
         """sha256 (hex) of all that the plan says; `source` does not count."""
-        return hashlib.sha256(json.dumps(self._content(), sort_keys=True).encode()).hexdigest()
+        return _digest(self._content())
 
     def _content(self) -> dict[str, Any]:
-        content = asdict(self)
-        del content["source"]
-        return {"version": VERSION, **content}
+        return {"version": VERSION, **{name: value for name, value in asdict(self).items() if name != "source"}}
 
     def to_json(self) -> str:
         return json.dumps({**self._content(), "digest": self.digest}, indent=1) + "\n"
 
     def save(self, path: str | Path) -> None:
         """Write plan.json whole or not at all; HolmesError when the place cannot be written."""
-        try:
-            write_whole(path, self.to_json())
-        except OSError as error:
-            raise HolmesError(f"{path}: the plan cannot be written ({error.strerror}); name another place") from None
+        save(path, self.to_json(), "the plan")
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read and validate plan.json; HolmesError names the file and the key, and tells an edited file from a whole one."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise HolmesError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); `holmes plan` writes one") from None
-    return parse_plan(text, str(path))
+    """Read and validate plan.json; HolmesError names file and key, and tells an edited file from a whole one."""
+    return _plan(load_json(path, ADVICE))
 
 
 def parse_plan(text: str, source: str) -> Plan:
     """`text` of a plan.json as a Plan; see load_plan."""
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:  # JSONDecodeError, and whole numbers of thousands of digits
-        raise HolmesError(f"{source}: not valid JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise HolmesError(f"{source}: a plan is a JSON object; `holmes plan` writes one")
-    top = Table(document, source)
-    if (version := top.take("version", int)) != VERSION:
-        raise HolmesError(f"{source}: key 'version' is {version}; this holmes_ext reads version {VERSION}")
+    return _plan(parse_json(text, source, ADVICE))
+
+
+def _plan(top: Table) -> Plan:
+    if (version := top.take("version", int)) not in (1, VERSION):
+        raise HolmesError(f"{top.at('version')} is {version}; this holmes_ext reads versions 1 and {VERSION}")
+    if version == 1:
+        top.table("transports")  # they follow from what settle() adds
     digest = top.take("digest", str)
-    plan = Plan(
-        site_digest=top.take("site_digest", str),
-        nodes=top.list("nodes", str),
-        processes=top.take("processes", int),
-        sizes=_sizes(top),
-        transports=_transports(top.table("transports")),
-        straddling=tuple(_straddle(table) for table in top.tables("straddling")),
-        stage_layers=top.list("stage_layers", int),
-        partition=top.take("partition", str),
-        predicted=_numbers(top.table("predicted")),
-        source=source,
-    )
-    top.done()
-    if plan.processes < 1 or not plan.nodes:
-        raise HolmesError(f"{source}: keys 'nodes' and 'processes' name no rank")
-    if plan.digest != digest:
-        raise HolmesError(f"{source}: key 'digest' does not match: the file was edited or cut; make it again with `holmes plan`")
+    plan = top.into(Plan, source=top.source)
+    if digest != _digest({key: value for key, value in top.values.items() if key != "digest"}):
+        way_out = "the file was edited or cut; make it again with `holmes plan`"
+        raise HolmesError(f"{top.at('digest')} does not match: {way_out}")
     return plan
-
-
-def _sizes(top: Table) -> Sizes | None:
-    if top.values.get("sizes", {}) is None:
-        top.read.add("sizes")
-        return None
-    table = top.table("sizes")
-    names = ("pipeline", "tensor", "context", "expert", "data")
-    values = {name: table.take(name, int) for name in names}
-    order = table.take("order", str)
-    table.done()
-    try:
-        return Sizes(**values, order=order)
-    except HolmesError as error:
-        raise HolmesError(f"{table.source}: key '{table.path}': {error}") from None
-
-
-def _transports(table: Table) -> dict[str, tuple[str, ...]]:
-    return {kind: table.list(kind, str) for kind in table.values}
-
-
-def _numbers(table: Table) -> dict[str, float]:
-    return {name: table.take(name, float) for name in table.values}
-
-
-def _straddle(table: Table) -> Straddle:
-    straddle = Straddle(
-        table.take("kind", str),
-        table.take("groups", int),
-        table.list("example", str),
-        table.take("fabric", str),
-        table.take("seconds", float),
-    )
-    table.done()
-    return straddle
 
 
 def check_plan(plan: Plan, site: Site) -> Plan:
     """`plan` itself, after making sure that it was made for `site`; HolmesError names the difference."""
     here, planned = {node.name for node in site.nodes}, set(plan.nodes)
     if here != planned:
-        missing, extra = sorted(planned - here), sorted(here - planned)
-        parts = [f"the plan has node {missing[0]!r}, which did not report"] if missing else []
-        parts += [f"node {extra[0]!r} reported and is not in the plan"] if extra else []
-        raise HolmesError(f"{plan.source}: key 'nodes': {'; '.join(parts)}; make the plan for these nodes with `holmes plan`")
+        parts = [f"the plan has node {name!r}, which did not report" for name in sorted(planned - here)[:1]]
+        parts += [f"node {name!r} reported and is not in the plan" for name in sorted(here - planned)[:1]]
+        way_out = "make the plan for these nodes with `holmes plan`"
+        raise HolmesError(f"{plan.source}: key 'nodes': {'; '.join(parts)}; {way_out}")
     if plan.processes != site.processes:
         raise HolmesError(
             f"{plan.source}: key 'processes' is {plan.processes}, but {site.processes} were started on each node"
             f" (world size {plan.world_size} in the plan, {site.world_size} here)"
         )
     if plan.site_digest != site.digest:
-        raise HolmesError(
-            f"{plan.source}: key 'site_digest': made for other clusters or rates than {site.source}; make it again with `holmes plan`"
-        )
+        made_for = f"made for other clusters or rates than {site.source}; make it again with `holmes plan`"
+        raise HolmesError(f"{plan.source}: key 'site_digest': {made_for}")
     return plan

@@ -9,7 +9,8 @@ Both engines lay ranks out as one grid, first axis of `order` innermost (megatro
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from holmes_ext.errors import HolmesError
 
@@ -19,7 +20,8 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of each parallel dimension. data = 0: what the world size leaves. expert divides data x context x tensor."""
+    """Sizes of each parallel dimension. data = 0: what the world size leaves. expert divides data x context x tensor.
+    """
 
     pipeline: int = 1
     tensor: int = 1
@@ -28,12 +30,13 @@ class Sizes:
     data: int = 0
     order: str = DEFAULT_ORDER
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("pipeline", "tensor", "context", "expert"):
             if getattr(self, name) < 1:
                 raise HolmesError(f"parallel size {name} is {getattr(self, name)}; it must be 1 or more")
         if self.data < 0:
-            raise HolmesError(f"parallel size data is {self.data}; it must be 1 or more, or 0 for what the world size leaves")
+            least = "it must be 1 or more, or 0 for what the world size leaves"
+            raise HolmesError(f"parallel size data is {self.data}; {least}")
         axes = self.order.split("-")
         unknown = [axis for axis in axes if axis not in (*AXES, "ep")]
         if unknown or len(set(axes)) != len(axes):
@@ -41,7 +44,8 @@ class Sizes:
         named = {**AXES, "ep": "expert"}
         absent = [axis for axis, name in named.items() if axis not in axes and getattr(self, name) > 1]
         if absent:
-            raise HolmesError(f"order {self.order!r} lacks {absent[0]}, whose size is {getattr(self, named[absent[0]])}")
+            size = getattr(self, named[absent[0]])
+            raise HolmesError(f"order {self.order!r} lacks {absent[0]}, whose size is {size}")
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -56,13 +60,15 @@ class Sizes:
         if model * data != world_size or data == 0:
             product = f"pipeline {self.pipeline} x tensor {self.tensor} x context {self.context}"
             product += f" x data {self.data}" if self.data else ""
-            raise HolmesError(f"{product} does not divide the world size {world_size}; change a size or the number of processes")
+            advice = "change a size or the number of processes"
+            raise HolmesError(f"{product} does not divide the world size {world_size}; {advice}")
         if (data * self.context * self.tensor) % self.expert:
             raise HolmesError(f"expert size {self.expert} does not divide data {data} x context x tensor")
         return Sizes(self.pipeline, self.tensor, self.context, self.expert, data, self.order)
 
     def size(self, axis: str) -> int:
-        return getattr(self, AXES[axis])
+        size: int = getattr(self, AXES[axis])
+        return size
 
     def strides(self) -> dict[str, int]:
         """Distance in ranks between neighbours along each axis; of complete sizes."""
@@ -83,11 +89,12 @@ class Sizes:
 
 def parse_sizes(text: str, where: str) -> Sizes:
     """Sizes from "pipeline=2,tensor=1" (keys: pipeline, tensor, context, expert, data, order)."""
-    values: dict[str, int | str] = {}
+    values: dict[str, Any] = {}
+    known = [item.name for item in fields(Sizes)]
     for part in filter(None, text.replace(" ", "").split(",")):
         key, equals, value = part.partition("=")
-        if not equals or key not in Sizes.__dataclass_fields__:
-            raise HolmesError(f"{where}: {part!r} is not KEY=VALUE with a key of {', '.join(Sizes.__dataclass_fields__)}")
+        if not equals or key not in known:
+            raise HolmesError(f"{where}: {part!r} is not KEY=VALUE with a key of {', '.join(known)}")
         if key != "order" and not (value.isdecimal() and len(value) < 10):
             raise HolmesError(f"{where}: {key} is {value!r:.80}, which is not a whole number that a job can have")
         if key in values:

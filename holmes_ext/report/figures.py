@@ -7,15 +7,19 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from holmes_ext.report.files import RankFile, Run, is_number
+from holmes_ext.report.files import RankFile, Run
+
+#: Kind, fabric, "inside" or "across" clusters.
+Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One kind of group on one fabric, inside a cluster or across: of a step, on a rank that has such groups (means). Bytes, seconds, bits/s.
+class GroupRow:
+    """One kind of group on one fabric, inside a cluster or across: means of a step, on a rank that has such groups.
 
-    busy_s: with an operation under way, waiting for others included; exposed_s: of it the program stood still; achieved_bps: bytes sent over
-    the time in which all of the group's ranks were there (from the traced steps), 0 where it is not known; most_exposed: the rank that waited most.
+    Bytes, seconds, bits/s. busy_s: with an operation under way, waiting for others included; exposed_s: of it the
+    program stood still; achieved_bps: bytes sent over the time in which all of the group's ranks were there (from the
+    traced steps), 0 where it is not known; most_exposed: the rank that waited most.
     """
 
     kind: str
@@ -33,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RankRow:
-    """One rank, medians over the steps, in seconds: of a step, of what it waited for communication, and of the rest, its own work."""
+    """One rank, medians over the steps, seconds: of a step, of waiting for communication, of the rest, its own work."""
 
     rank: int
     node: str
@@ -45,7 +49,10 @@ class RankRow:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the report says. step_s: median over steps of the slowest rank's; spread: least and greatest; tokens_per_second 0: not known."""
+    """What the report says.
+
+    step_s: median over steps of the slowest rank's; spread: least and greatest; tokens_per_second 0: not known.
+    """
 
     run: str
     world: int
@@ -53,7 +60,7 @@ class Summary:
     step_s: float
     spread: tuple[float, float]
     tokens_per_second: float
-    rows: tuple[Row, ...]
+    rows: tuple[GroupRow, ...]
     ranks: tuple[RankRow, ...]
 
     @property
@@ -65,61 +72,60 @@ class Summary:
 def summarize(run: Run) -> Summary:
     """The figures of all steps but the warm-up."""
     steps = run.steps
-    seconds = [max(one.steps[step]["end"] - one.steps[step]["begin"] for one in run.ranks) for step in steps]
+    seconds = [max(_seconds(one.steps[step]) for one in run.ranks) for step in steps]
     tokens = [max(one.steps[step].get("tokens", 0) for one in run.ranks) for step in steps]
     median = statistics.median(seconds)
-    ranks = tuple(_rank_row(one, steps) for one in run.ranks)
     rate = statistics.median(tokens) / median if median > 0 else 0.0
-    return Summary(run.head["run"], run.head["world"], len(steps), median, (min(seconds), max(seconds)), rate, _rows(run, steps), ranks)
+    ranks = tuple(_rank_row(one, steps) for one in run.ranks)
+    spread = min(seconds), max(seconds)
+    return Summary(run.head["run"], run.head["world"], len(steps), median, spread, rate, _rows(run, steps), ranks)
+
+
+def _seconds(step: dict[str, Any]) -> float:
+    return step["end"] - step["begin"]
 
 
 def _rank_row(one: RankFile, steps: list[int]) -> RankRow:
-    whole = [one.steps[step]["end"] - one.steps[step]["begin"] for step in steps]
-    exposed = [_exposed(one.steps[step]) for step in steps]
+    whole = [_seconds(one.steps[step]) for step in steps]
+    exposed = [sum(row[7] for row in exposed_rows(one.steps[step])) for step in steps]
     own = statistics.median(a - b for a, b in zip(whole, exposed))
     return RankRow(one.rank, one.node, one.head["cluster"], statistics.median(whole), statistics.median(exposed), own)
 
 
-def _exposed(step: dict[str, Any]) -> float:
-    return sum(row[7] for row in exposed_rows(step))
-
-
 def exposed_rows(step: dict[str, Any]) -> list[list[Any]]:
-    """The step's groups; where a GradientReducer's threads did the waiting, its own figure stands with the data groups across clusters (or the first)."""
+    """The step's groups; where a GradientReducer's threads did the waiting, its own figure stands with the data groups
+    across clusters (or the first)."""
     rows = [list(row) for row in step["groups"]]
-    reduction = step.get("reduction")
     data = sorted((row for row in rows if row[0] == "data"), key=lambda row: row[2] != "across")
-    if isinstance(reduction, dict) and is_number(reduction.get("exposed")) and data:
-        missing = reduction["exposed"] - sum(row[7] for row in data)
-        data[0][7] += max(0.0, missing)
+    if data and "exposed" in step.get("reduction", ()):
+        data[0][7] += max(0.0, step["reduction"]["exposed"] - sum(row[7] for row in data))
     return rows
 
 
-def _rows(run: Run, steps: list[int]) -> tuple[Row, ...]:
-    sums: dict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0] * 4))
+def _rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
+    sums: dict[Key, dict[int, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0] * 4))
     for one in run.ranks:
         for step in steps:
-            for kind, fabric, where, operations, _, sent, busy, exposed in exposed_rows(one.steps[step]):
+            for kind, fabric, where, operations, _, *values in exposed_rows(one.steps[step]):
                 total = sums[kind, fabric, where][one.rank]
-                for place, value in enumerate((operations, sent, busy, exposed)):
-                    total[place] += value
+                total[:] = map(sum, zip(total, (operations, *values)))
     rates = achieved(run)
     rows = []
     for key, by_rank in sums.items():
-        means = [sum(total[place] for total in by_rank.values()) / len(by_rank) / len(steps) for place in range(4)]
-        about = run.head["fabrics"].get(key[1], ["", 0])
+        operations, sent, busy, exposed = (sum(of) / len(by_rank) / len(steps) for of in zip(*by_rank.values()))
+        configured = run.head["fabrics"].get(key[1], ["", 0])[1]
         most = max(by_rank, key=lambda rank: (by_rank[rank][3], -rank))
-        rows.append(Row(*key, len(by_rank), *means, rates.get(key, 0.0), about[1], most))
+        means = (operations, sent, busy, exposed)
+        rows.append(GroupRow(*key, len(by_rank), *means, rates.get(key, 0.0), configured, most))
     return tuple(sorted(rows, key=lambda row: -row.exposed_s))
 
 
-def achieved(run: Run) -> dict[tuple[str, str, str], float]:
-    """Bits/s that a rank sends while all members of the group are there: from the latest start to the latest end of each operation.
-
-    A message counts from when both its ends are there. Overlapping operations of one rank count once. Empty without traced steps.
-    """
-    spans: dict[tuple[str, str, str], dict[tuple[int, int], list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    sent: dict[tuple[str, str, str], float] = defaultdict(float)
+def achieved(run: Run) -> dict[Key, float]:
+    """Bits/s that a rank sends while all members of the group are there: from the latest start to the latest end of
+    each operation. A message counts from when both its ends are there. Overlapping operations of one rank count once.
+    Empty without traced steps."""
+    spans: dict[Key, dict[tuple[int, int], list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    sent: dict[Key, float] = defaultdict(float)
     cluster = {one.rank: one.head["cluster"] for one in run.ranks}
     for step in run.traced():
         for (kind, fabric, *_), members in _matched(run, step).items():
@@ -129,23 +135,21 @@ def achieved(run: Run) -> dict[tuple[str, str, str], float]:
                 if size and end > start:
                     spans[kind, fabric, where][rank, step].append((start, end))
                     sent[kind, fabric, where] += size
-    return {key: sent[key] * 8 / total for key, of in spans.items() if (total := sum(union_s(one) for one in of.values())) > 0}
+    seconds = {key: sum(map(union_s, of.values())) for key, of in spans.items()}
+    return {key: sent[key] * 8 / total for key, total in seconds.items() if total > 0}
 
 
 def _matched(run: Run, step: int) -> dict[tuple, list[tuple[int, float, float, float]]]:
-    """(kind, fabric, group, operation, number, its two ends) -> (rank, start, end, bytes) of each rank that took part; only complete ones."""
+    """(kind, fabric, group, operation, number, its two ends) -> (rank, start, end, bytes) of each rank that took part;
+    only complete ones."""
     found: dict[tuple, list] = defaultdict(list)
     for one in run.ranks:
         offset = run.offset(one)
         for kind, fabric, name, group, number, peer, start, end, _, size in one.steps[step]["ops"]:
-            if not end:
-                continue
-            if peer is None:
-                key = (kind, fabric, group, name, number, None)
-            else:
-                ends = (one.rank, peer) if name == "send" else (peer, one.rank)
-                key = (kind, fabric, group, "message", number, ends)
-            found[key].append((one.rank, start + offset, end + offset, size))
+            if end:
+                ends = None if peer is None else (one.rank, peer) if name == "send" else (peer, one.rank)
+                key = (kind, fabric, group, "message" if ends else name, number, ends)
+                found[key].append((one.rank, start + offset, end + offset, size))
     return {key: members for key, members in found.items() if len(members) > 1}
 
 

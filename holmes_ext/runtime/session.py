@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
 
-from holmes_ext.cluster.site import Node, Site
+from holmes_ext.cluster.site import Fabric, Node, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan.cost.reduction import exposed_stages
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.decide import reduction_of, resized
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.runtime.groups.transport import Transport, choose
+from holmes_ext.plan.traffic import SOCKETS, Reduction
+from holmes_ext.runtime.groups.backend import carrier_of
+from holmes_ext.runtime.groups.transport import Transport, transport_on
 from holmes_ext.runtime.start.launcher import Process
 
 
 @dataclass
 class Session:
-    """State of one activated process. rank: as renumbered; process.rank: as the launcher numbered it; round: prefix of its keys in the store."""
+    """State of one activated process. rank: as renumbered; process.rank: as the launcher numbered it. store: the job's,
+    None for one process; round: prefix of this start's keys in it. model: of the job, None where nobody told it."""
 
     options: Options
     process: Process
@@ -25,21 +32,45 @@ class Session:
     rank: int
     groups: list[GroupRecord] = field(default_factory=list)
     round: str = "holmes/1"
+    store: Any = None
+    model: Model | None = None
+    _resized: dict[Sizes, Plan] = field(default_factory=dict)
 
     @property
     def node(self) -> Node:
         return self.site.node_by_name[self.plan.node_of(self.rank)]
 
-    def transport(self, ranks: list[int] | tuple[int, ...], backend: str) -> Transport:
-        """The transport of a group of (renumbered) `ranks`; an empty list is the default group, as torch has it."""
-        nodes = {self.plan.node_of(rank) for rank in ranks} if ranks else set(self.plan.nodes)
-        return choose(self.site, nodes, self.node, backend)
+    def fabric_of(self, ranks: Iterable[int], backend: str) -> Fabric | None:
+        """What the plan has for a group of (renumbered) `ranks`; None inside a node, and where the backend finds its
+        networks itself."""
+        return self.plan.fabric_of(ranks, carrier_of(backend)) if carrier_of(backend) else None
 
-    def overlapped_stages(self, sizes: Sizes | None) -> tuple[bool, ...]:
-        """For each stage whether --holmes-overlap auto reduces its gradients under the backward pass; () when the sizes are unknown or the user said off."""
-        if sizes is None or self.options.overlap == "off":
-            return ()
-        return exposed_stages(self.site, self.plan.nodes, sizes)
+    def transport(self, ranks: Iterable[int], backend: str) -> Transport:
+        """The same as this node sees it."""
+        if not carrier_of(backend):
+            return Transport(f"chosen by {backend}", "", "", "")
+        return transport_on(self.fabric_of(ranks, backend), self.node)
+
+    def plan_for(self, sizes: Sizes) -> Plan:
+        """The plan; where it was made without sizes, or others were guessed, what it decides for those that the
+        framework makes (complete)."""
+        if sizes == self.plan.sizes:
+            return self.plan
+        if sizes not in self._resized:
+            self._resized[sizes] = resized(self.plan, sizes, self.options, self.model)
+        return self._resized[sizes]
+
+    def stages(self, sizes: Sizes, backend: str) -> tuple[Reduction, ...]:
+        """How each stage of a job of complete `sizes` reduces its gradients by `backend`."""
+        return self.plan_for(sizes).traffic_of(carrier_of(backend) or SOCKETS).reductions
+
+    def reduction(
+        self, ranks: Iterable[int], backend: str, total_bytes: float = inf, compress: str | None = None
+    ) -> Reduction:
+        """How a group of `ranks` sums gradients, total_bytes of them in a step. compress: in place of
+        --holmes-compress."""
+        options = self.options if compress is None else replace(self.options, compress=compress)
+        return reduction_of(self.plan, tuple(ranks), carrier_of(backend) or SOCKETS, options, total_bytes)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""`holmes probe` on emulated nodes: every fabric gets its curves, the file keeps the rest, a broken link is one line."""
+"""`holmes probe` on emulated nodes: every fabric gets its curves, the file keeps the rest, a broken link is one line.
+"""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,13 +21,13 @@ def probe(tmp_path):
     def run(*arguments):
         command = [sys.executable, "-m", "holmes_ext.cli.main"]
         command += ["lab", "run", "--cluster", str(file), "--quiet", "--preload", "torch", "--timeout", "240", "--"]
-        command += [sys.executable, "-m", "holmes_ext.cli.main", "probe", "--cluster", str(file), "--largest", "0.0625", *arguments]
+        command += [sys.executable, "-m", "holmes_ext.cli.main", "probe", "--cluster", str(file), "--largest", "0.0625",
+                    *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
     return run, file, text
 
 
-@pytest.mark.skipif(shutil.which("tc") is None, reason="no tc")
 def test_every_fabric_gets_its_curves(probe):
     run, file, text = probe
     dry = run("--dry-run")

@@ -1,28 +1,26 @@
-"""Telemetry and the watchdog on two emulated clusters: its bytes are the interfaces', the loss is stock's, and a stuck step is explained."""
+"""Telemetry and the watchdog on two clusters: its bytes are the interfaces', losses stock's, a stuck step is told."""
 
 import json
-import os
 import queue
+import re
 import signal
 import sys
 from collections import defaultdict
 
 from holmes_ext.cli.main import main
 from holmes_ext.report.files import load
-from integration_tests.conftest import ROOT, SCRIPTS
+from integration_tests.jobs import SCRIPTS, losses, same, train, train_megatron
 
-TRAIN = str(ROOT / "examples" / "deepspeed_pipeline" / "train.py")
 SIZE = "--layers 4 --hidden 160 --heads 4 --sequence 32 --micro-batch 4 --micro-batches 4 --steps 8 --stages 2".split()
-MATRIX = str(SCRIPTS / "megatron_matrix.py")
-MEGATRON = "--layers 4 --hidden 128 --sequence 32 --micro-batch 2 --pipeline 2 --micro-batches 4 --steps 8".split()
-PRELOAD = ("megatron_cpu_shim", "megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.distributed", "megatron.core.pipeline_parallel")
-#: TCP's headers and acknowledgements, and what is not an operation (the store, start-up), as a share of the bytes counted.
+MEGATRON = "--layers 4 --hidden 128 --sequence 32 --micro-batch 2".split()
+#: TCP's headers and acknowledgements, and what is not an operation (the store, start-up), as a share of the bytes
+#: counted.
 OVERHEAD = (1.0, 1.2)
 
 
-def everything(two_clusters, directory):
+def everything(clusters, directory):
     """The flags of all of it."""
-    return ("--holmes", "--holmes-cluster", str(two_clusters.file), "--holmes-telemetry", str(directory), "--holmes-watchdog", "2,5")
+    return (*clusters.holmes, "--holmes-telemetry", str(directory), "--holmes-watchdog", "2,5")
 
 
 def told(directory):
@@ -45,7 +43,8 @@ def check_bytes(by_cluster, sent):
         said = by_cluster[cluster, cluster]
         assert said * OVERHEAD[0] <= fast <= said * OVERHEAD[1], (cluster, said, fast)
         said = by_cluster[cluster, "ethernet"]
-        assert said <= ethernet <= said * 1.2 + 0.3, (cluster, said, ethernet)  # 0.3 MB: the store, the start, small messages' headers
+        # 0.3 MB: the store, the start, small messages' headers
+        assert said <= ethernet <= said * 1.2 + 0.3, (cluster, said, ethernet)
 
 
 def check_report(directory, capsys):
@@ -62,15 +61,11 @@ def check_report(directory, capsys):
 
 
 def test_deepspeed(two_clusters, tmp_path, capsys):
-    def train(log, *flags):
-        before = two_clusters.lab.counters()
-        result = two_clusters.run(TRAIN, *SIZE, "--log", str(log), *flags, preload=("torch", "deepspeed"), env={"DS_ACCELERATOR": "cpu"})
-        assert result.returncode == 0, result.outputs
-        return [json.loads(line)["loss"] for line in log.read_text().splitlines()], two_clusters.sent(before)
-
-    stock, _ = train(tmp_path / "stock")
-    losses, sent = train(tmp_path / "log", *everything(two_clusters, tmp_path / "tele"))
-    assert max(abs(a - b) for a, b in zip(stock, losses, strict=True)) <= 1e-6
+    train(two_clusters, tmp_path / "stock", size=SIZE)
+    before = two_clusters.lab.counters()
+    train(two_clusters, tmp_path / "log", *everything(two_clusters, tmp_path / "tele"), size=SIZE)
+    sent = two_clusters.sent(before)
+    assert same(losses(tmp_path / "stock"), losses(tmp_path / "log"))
     run, by_cluster, by_kind = told(tmp_path / "tele")
     assert all(len(one.steps) == 8 and one.closed for one in run.ranks)
     check_bytes(by_cluster, sent)
@@ -78,26 +73,21 @@ def test_deepspeed(two_clusters, tmp_path, capsys):
     ethernet = sum(nics["eth0"] for nics in sent.values())
     assert across <= ethernet <= across * 1.2 + 0.6
     activations = 8 * 4 * 4 * 32 * 160 * 4 / 1e6  # steps x micro-batches x rows x sequence x hidden x 4 bytes, one way
-    assert 2 * activations <= by_kind["pipeline", "across", "ethernet"] / 2 < 2.1 * activations  # two pipelines, both ways
+    of_a_pipeline = by_kind["pipeline", "across", "ethernet"] / 2
+    assert 2 * activations <= of_a_pipeline < 2.1 * activations  # both ways
     assert by_kind["data", "inside", "a"] > 1 and by_kind["data", "inside", "b"] > 1
     assert not any(kind == "data" and where == "across" for kind, where, _ in by_kind)
-    figures = check_report(tmp_path / "tele", capsys)
-    assert figures["tokens_per_second"] > 0
+    assert check_report(tmp_path / "tele", capsys)["tokens_per_second"] > 0
 
 
 def test_megatron_core(two_clusters, tmp_path, capsys):
-    """Its losses under the watchdog are compared with stock's in test_megatron_core_lab.py."""
-    (tmp_path / "splits.json").write_text(json.dumps({"pipeline 2": MEGATRON}))
-    before = two_clusters.lab.counters()
-    path = os.pathsep.join(filter(None, [str(ROOT / "integration_tests"), os.environ.get("PYTHONPATH", "")]))
-    result = two_clusters.run(
-        MATRIX, str(tmp_path / "splits.json"), str(tmp_path / "results.json"), *everything(two_clusters, tmp_path / "telemetry"),
-        preload=PRELOAD, env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert result.returncode == 0, result.outputs
+    """Its losses under the watchdog are compared with stock's in megatron/test_core.py."""
+    splits = {"pipeline 2": "--pipeline 2 --micro-batches 4 --steps 8"}
+    flags = everything(two_clusters, tmp_path / "telemetry")
+    _, sent, _ = train_megatron(two_clusters, tmp_path, splits, *flags, model=MEGATRON)
     run, by_cluster, by_kind = told(tmp_path / "telemetry")
     assert all(len(one.steps) == 8 for one in run.ranks)
-    check_bytes(by_cluster, two_clusters.sent(before))
+    check_bytes(by_cluster, sent)
     assert by_kind["data", "inside", "a"] > 1 and by_kind["data", "inside", "b"] > 1
     assert by_kind["pipeline", "across", "ethernet"] > 0.5
     assert not any(kind == "data" and where == "across" for kind, where, _ in by_kind)
@@ -105,7 +95,8 @@ def test_megatron_core(two_clusters, tmp_path, capsys):
 
 
 def test_what_holds_a_step_up_is_named(two_clusters):
-    """In one run: the fast NIC of b1 carries 0.1 %, then all again, then the launcher's second process (on b0: rank 2) is stopped."""
+    """In one run: the fast NIC of b1 carries 0.1 %, then all again, then the launcher's second process (on b0: rank 2)
+    is stopped."""
     lines: queue.SimpleQueue = queue.SimpleQueue()
     heard: list[str] = []
 
@@ -115,20 +106,20 @@ def test_what_holds_a_step_up_is_named(two_clusters):
         return heard[-1]
 
     rate = next(cluster.rate_bps for cluster in two_clusters.spec.clusters if cluster.name == "b")
-    flags = ("--holmes", "--holmes-cluster", str(two_clusters.file), "--holmes-sizes", "pipeline=2", "--holmes-watchdog", "3,4")
+    flags = (*two_clusters.holmes, "--holmes-sizes", "pipeline=2", "--holmes-watchdog", "3,4")
     job = two_clusters.lab.start(
-        [sys.executable, str(SCRIPTS / "steps.py"), "100000", *flags], order=two_clusters.order, timeout=400, preload=("torch",),
-        on_line=lambda rank, line, stream: lines.put(line),
-    )  # fmt: skip
+        [sys.executable, str(SCRIPTS / "steps.py"), "100000", *flags], order=two_clusters.order, timeout=400,
+        preload=("torch",), on_line=lambda rank, line, stream: lines.put(line))
     try:
         hear("step 10")
         two_clusters.lab.set_rate("b1", "roce0", rate // 1000)
         line = hear("so far, the median is")
-        assert "the data group of ranks 2, 3 (all_reduce on b over roce0): all have arrived, the network is slow" in line, line
+        assert "data group of ranks 2, 3 (all_reduce on b over roce0): all have arrived" in line, line
+        assert "the network is slow" in line, line
         assert "rank 3 on b1 moves" in line and "of 1.6 Gb/s" in line, line
         two_clusters.lab.set_rate("b1", "roce0", rate)
-        number = max(int(one.split()[1]) for one in heard if one.startswith("step ") and one.split()[1].isdecimal() and len(one.split()) == 2)
-        hear(f"step {number + 10}")
+        steps = [int(found[1]) for found in map(re.compile(r"step (\d+)").fullmatch, heard) if found]
+        hear(f"step {max(steps) + 10}")
         job.kill(1, signal.SIGSTOP)
         line = hear("so far, the median is")
         assert "waits for rank 2 on b0, which does not answer: stopped, dead" in line, line

@@ -3,15 +3,15 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from itertools import count
 from pathlib import Path
 
 import pytest
+import ranks
 
-from integration_tests.conftest import full
+from integration_tests.jobs import full
 
 pytest.importorskip("deepspeed")
 SCRIPT = Path(__file__).parents[2] / "examples" / "deepspeed_pipeline" / "train.py"
@@ -20,17 +20,12 @@ STEPS = 8
 number = count()
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def train(folder: Path, processes: int, *options: str) -> dict[int, float]:
     """Run the script as a job of this many processes; the loss of every step."""
-    log, port = folder / f"{next(number)}.jsonl", str(free_port())
+    log = folder / f"{next(number)}.jsonl"
+    store, environ = ranks.hosted_store()
     command = [sys.executable, str(SCRIPT), *SIZES, "--steps", str(STEPS), "--log", str(log), *options]
-    shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    shared = {**environ, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
               "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     jobs = [subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for rank in range(processes)]
@@ -42,7 +37,8 @@ def train(folder: Path, processes: int, *options: str) -> dict[int, float]:
                 job.kill()
                 job.wait()
     assert [job.returncode for job in jobs] == [0] * processes, "\n".join(errors)
-    assert not [name for name in os.listdir("/dev/shm") if port in name], "DeepSpeed's shared-memory op left its buffers behind"
+    left = [name for name in os.listdir("/dev/shm") if str(store.port) in name]
+    assert not left, "DeepSpeed's shared-memory op left its buffers behind"
     return {row["step"]: row["loss"] for row in map(json.loads, log.read_text().splitlines())}
 
 
@@ -54,7 +50,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_by_two(folder):
     """Pipeline 2 x data 2: the job that the others are compared with. It leaves checkpoints of steps 4 and 8."""
-    return train(folder, 4, "--stages", "2", "--micro-batches", "4", "--save", str(folder / "saved"), "--save-every", "4")
+    return train(folder, 4, "--stages", "2", "--micro-batches", "4", "--save", str(folder / "saved"), "--save-every",
+                 "4")
 
 
 def test_the_loss_falls(two_by_two):
@@ -66,7 +63,8 @@ def test_the_loss_falls(two_by_two):
 @pytest.mark.parametrize("processes, options", [
     pytest.param(1, "--stages 1 --micro-batches 8", id="one process"),
     pytest.param(4, "--stages 4 --micro-batches 8", id="pipeline 4"),
-    pytest.param(4, "--stages 2 --micro-batches 4 --partition-method type:Embedding --activation-checkpoint 2", id="7+1 layers, recomputed"),
+    pytest.param(4, "--stages 2 --micro-batches 4 --partition-method type:Embedding --activation-checkpoint 2",
+                 id="7+1 layers, recomputed"),
 ])
 def test_every_split_of_the_same_batch_has_the_same_loss(folder, two_by_two, processes, options):
     assert train(folder, processes, *options.split()) == pytest.approx(two_by_two, abs=1e-5)
@@ -94,8 +92,10 @@ def test_bf16_with_zero_1_follows_float32(folder, two_by_two):
 
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(folder, two_by_two):
-    command = [sys.executable, str(SCRIPT), *SIZES, "--layers", "3", "--micro-batches", "8", "--load", str(folder / "saved")]
+    command = [sys.executable, str(SCRIPT), *SIZES, "--layers", "3", "--micro-batches", "8", "--load",
+               str(folder / "saved")]
     unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    result = subprocess.run(command, env={k: v for k, v in os.environ.items() if k not in unset}, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, env={k: v for k, v in os.environ.items() if k not in unset}, capture_output=True,
+                            text=True, timeout=120)
     assert result.returncode == 2
     assert "saved with layers 4, but this job has layers 3" in result.stderr and "Traceback" not in result.stderr

@@ -1,35 +1,34 @@
-"""DeepSpeed's real pipeline engine, 4 processes (pipeline 2 x data 2) on loopback: overlapped against stock, step for step.
+"""DeepSpeed's real pipeline engine, 4 processes (pipeline 2 x data 2) on loopback: overlapped against stock, step for
+step.
 
-Each scene trains twice in the same processes, first without and then with the feature "overlap", from the same weights on the same text; so
-the exact undo is tested too. Losses, and for one scene the weights, must agree.
-"""
+Each scene trains twice in the same processes, first without and then with the feature "overlap", from the same weights
+on the same text; so the exact undo is tested too. Losses, and for one scene the weights, must agree. """
 
 import contextlib
 import io
 import os
 import sys
-import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from ranks import run_ranks
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-sys.path[:0] = [str(Path(__file__).parents[2] / place) for place in ("tests", "examples/deepspeed_pipeline")]
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.errors import HolmesError
+from holmes_ext.lab.samples import examples
+from holmes_ext.options import Options
+from holmes_ext.patches import Registry
+from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.runtime import session
+from holmes_ext.runtime.reduce import reducer
+from holmes_ext.runtime.reduce.owned import ReduceToOwners
+from holmes_ext.runtime.start.launcher import Process
+
 torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
-
-from model import layer_specs, next_byte_loss  # noqa: E402
-from ranks import run_ranks  # noqa: E402
-
-from holmes_ext.errors import HolmesError  # noqa: E402
-from holmes_ext.options import Options  # noqa: E402
-from holmes_ext.patches import Registry  # noqa: E402
-from holmes_ext.patches.deepspeed import gather as deepspeed_gather  # noqa: E402
-from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce
-from holmes_ext.runtime import session  # noqa: E402
-from holmes_ext.runtime.reduce import buckets, gather  # noqa: E402
-from holmes_ext.runtime.reduce.owned import ReduceToOwners  # noqa: E402
+SITE = site_from_spec(load_spec(examples() / "clusters" / "two_clusters_4.toml"))
 
 STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE = 4, 3, 2, 16
 ZERO = {"stage": 1, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
@@ -46,7 +45,8 @@ SCENES = {
     "fp32 reentrant checkpointing, tied": ({}, {"checkpoint": deepspeed.checkpointing.checkpoint, "tied": True}, 1e-6),
     "fp32 frozen on the way": ({}, {"freeze": True}, 1e-6),
     "fp32 partly optimized": ({}, {"leave_out": True}, 1e-6),
-    "bf16 ZeRO 1 partly optimized": ({"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS}, {"leave_out": True}, 1e-6),
+    "bf16 ZeRO 1 partly optimized": ({"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS},
+                                     {"leave_out": True}, 1e-6),
     "fp32 unused": ({}, {"unused": True}, 1e-6),
     "fp32 ZeRO 1 unused": ({"zero_optimization": ZERO}, {"unused": True}, 1e-6),
     "bf16 ZeRO 1 unused": ({"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS}, {"unused": True}, 1e-6),
@@ -96,6 +96,7 @@ def clip_by_value(parameter):
 
 def engine_for(config, options):
     from deepspeed.pipe import PipelineModule
+    from model import layer_specs, next_byte_loss  # the example's
 
     options = dict(options)
     options.pop("freeze", None)
@@ -110,7 +111,7 @@ def engine_for(config, options):
             loss_fn=next_byte_loss,
             partition_method="uniform",
             seed_layers=True,
-            seed_fn=torch.manual_seed,
+            seed_fn=torch.default_generator.manual_seed,  # torch's also queues a traceback for each kind of GPU
             base_seed=1234,
             activation_checkpoint_interval=1 if checkpoint else 0,
             checkpointable_layers=["Block"],  # the reentrant kind cuts an embedding off from its gradient
@@ -158,11 +159,11 @@ def counted(group):
 
 
 def train(config, options):
-    """Losses of all steps, the buckets that left early in each, the sum of this stage's weights, and what the last step sent for
-    each of them, and whether updated parameters were still on their way after each step."""
+    """Losses of all steps, the buckets that left early in each, the sum of this stage's weights, and what the last step
+    sent for each of them."""
     engine = engine_for(config, options)
     data = batches(engine.grid.get_data_parallel_rank(), STEPS)
-    losses, early, under_way = [], [], []
+    losses, early = [], []
     for step in range(STEPS):
         if step == 2 and options.get("freeze"):  # the stage's first parameter trains no more
             next(engine.module.parameters()).requires_grad_(False)
@@ -170,50 +171,44 @@ def train(config, options):
             losses.append(engine.train_batch(data).item())
         overlap = deepspeed_reduce._overlaps.get(engine)
         early.append(overlap.reducer.times.early if overlap and overlap.reducer else None)
-        gathers = deepspeed_gather._gathers.get(engine)
-        under_way.append(gathers is not None and gathers.handle is not None)
     weights = sum(p.detach().double().sum().item() for p in engine.module.parameters())
     share = elements[0] / sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
-    return losses, early, weights, share, under_way
+    return losses, early, weights, share
 
 
-def compare_scenes(rank, names, folder):
+def compare_scenes(rank, names):
+    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
+    sys.path.insert(0, str(examples() / "deepspeed_pipeline"))
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling, and not used
     deepspeed.init_distributed()
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can on the CPU, DeepSpeed asks for AMX
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can; DeepSpeed asks for AMX
     deepspeed.utils.logger.setLevel(100)
-    buckets.DEFAULT_BYTES = 20_000  # several buckets in this small model
-    registry = Registry((*deepspeed_reduce.PATCHES, *deepspeed_gather.PATCHES))
+    reducer.DEFAULT_BYTES = 20_000  # several buckets in this small model
+    registry = Registry(deepspeed_reduce.PATCHES)
     results = {}
     for name in names:
         config, options, _ = SCENES[name]
         with contextlib.redirect_stdout(io.StringIO()):
             stock = train(config, options)
-            registry.enable(["overlap", "overlap-gather"], required=True, disabled=frozenset())
+            registry.enable(["overlap"], required=True, disabled=frozenset())
             ours = train(config, options)
             registry.undo()
         results[name] = stock, ours
     with contextlib.redirect_stdout(io.StringIO()):
-        stock = read_between_steps(f"{folder}/stock", slow=False)
-        registry.enable(["overlap", "overlap-gather"], required=True, disabled=frozenset())
-        ours = read_between_steps(f"{folder}/ours", slow=True)
-        registry.undo()
-        results["read between steps"] = stock, ours
         results["not supported"] = not_supported(rank)
     return results
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
-    return run_ranks(compare_scenes, 4, list(SCENES), str(tmp_path_factory.mktemp("saved")), timeout_s=480)
+def results():
+    return run_ranks(compare_scenes, 4, list(SCENES), timeout_s=480)
 
 
 @pytest.mark.parametrize("name", SCENES)
 def test_losses_and_weights_are_stock_s(results, name):
     tolerance = SCENES[name][2]
-    for rank, of_rank in enumerate(results):
-        (losses, none, weights, stock_sent, _), (ours, early, our_weights, sent, _) = of_rank[name]
+    for of_rank in results:
+        (losses, none, weights, stock_sent), (ours, early, our_weights, sent) = of_rank[name]
         assert none == [None] * STEPS, "stock must not have been patched"
         assert max(abs(a - b) for a, b in zip(losses, ours)) <= tolerance, (losses, ours)
         assert abs(weights - our_weights) <= 1e-5 * max(1, abs(weights)) or tolerance > 1e-6
@@ -231,54 +226,6 @@ def test_gradients_left_during_the_last_backward(results, name):
             assert early[0] == 0 and min(early[1:]) > 2, early
 
 
-@pytest.mark.parametrize("name", SCENES)
-def test_updated_parameters_travel_on_after_the_step_where_they_are_gathered(results, name):
-    for of_rank in results:
-        stock, ours = of_rank[name]
-        gathered = "zero_optimization" in SCENES[name][0] or "bf16" in SCENES[name][0]
-        assert stock[4] == [False] * STEPS
-        assert ours[4][-1] == gathered and ("overflows" in name or ours[4] == [gathered] * STEPS)
-
-
-def weights_of(tensors):
-    return sum(tensor.double().sum().item() for tensor in tensors if torch.is_floating_point(tensor))
-
-
-def read_between_steps(folder, slow):
-    """What somebody sees who reads the parameters right after a step, in several ways, one after each step."""
-    config = {"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS}
-    engine = engine_for(config, {"tied": True})
-    data = batches(engine.grid.get_data_parallel_rank(), 100)
-    seen, run = [], gather.Chain._run
-
-    def late(chain):
-        time.sleep(0.3)
-        run(chain)
-
-    if slow:
-        gather.Chain._run = late
-    for read in (
-        lambda: weights_of(engine.module.state_dict().values()),
-        lambda: weights_of(engine.module.parameters()),
-        lambda: engine.eval_batch(data).item(),
-        lambda: engine.save_checkpoint(folder) and weights_of(torch.load(Path(folder, "global_step4", "layer_00-model_states.pt")).values()),
-        lambda: engine.load_checkpoint(folder, tag="global_step4") and weights_of(engine.module.parameters()),
-        lambda: engine.train_batch(data).item(),
-    ):
-        loss = engine.train_batch(data).item()
-        gathers = deepspeed_gather._gathers.get(engine)
-        assert not slow or gathers.handle is not None
-        seen.append((loss, read()))
-    gather.Chain._run = run
-    return seen
-
-
-def test_whoever_reads_parameters_sees_the_updated_ones(results):
-    for of_rank in results:
-        stock, ours = of_rank["read between steps"]
-        assert stock == ours and len({loss for loss, _ in ours}) >= 5  # the sixth step is the fifth again, from the checkpoint
-
-
 def not_supported(rank):
     """Sparse gradients: DeepSpeed's own reduction, said once."""
     engine = engine_for({}, {})
@@ -290,7 +237,9 @@ def not_supported(rank):
         losses = [engine.train_batch(data).item() for _ in range(2)]
     registry.undo()
     deepspeed_reduce._overlaps.clear()
-    session.set_active(SimpleNamespace(options=Options(require="overlap", overlap="on")))
+    options = Options(require="overlap", overlap="on")
+    plan = build_plan(SITE, Sizes(2), options=options)
+    session.set_active(session.Session(options, Process(rank, 4, 0, 1, "", 0, "test"), SITE, plan, rank))
     try:
         deepspeed_reduce.overlap_of(engine)
         required = ""
@@ -305,4 +254,4 @@ def test_what_is_not_supported_is_stock_with_a_reason_once(results):
         losses, said, why, required = of_rank["not supported"]
         assert losses == of_rank["fp32"][0][0][:2]
         assert said == why == (1 if rank == 0 else 0)
-        assert required == "--holmes-require overlap: DeepSpeed's gradient reduction cannot be overlapped: sparse gradients"
+        assert required.startswith("--holmes-require overlap: ") and required.endswith(": sparse gradients"), required

@@ -1,33 +1,27 @@
-"""DeepSpeed's engine without pipeline, ZeRO 0 to 3, 4 processes on loopback: its reduction in two levels against stock, step for step.
+"""DeepSpeed's engine without pipeline, ZeRO 0 to 3, 4 processes on loopback: its reduction in two levels against stock,
+step for step.
 
-The data-parallel group is made to straddle two clusters of two ranks. Each scene trains twice in the same processes from the same weights
-on the same data, first stock, then with the feature "two-level", which is undone after it.
+The data-parallel group is made to straddle two clusters of two ranks. Each scene trains twice in the same processes
+from the same weights on the same data, first stock, then with the feature "two-level", which is undone after it.
 """
 
 import contextlib
 import io
 import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ranks import run_ranks
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from holmes_ext.errors import HolmesError
+from holmes_ext.options import Options
+from holmes_ext.patches import Registry
+from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
+from holmes_ext.runtime import session
+from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
+
 torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
-
-from ranks import run_ranks  # noqa: E402
-
-from holmes_ext.errors import HolmesError  # noqa: E402
-from holmes_ext.options import Options  # noqa: E402
-from holmes_ext.patches import Registry  # noqa: E402
-from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level  # noqa: E402
-from holmes_ext.runtime import session  # noqa: E402
-from holmes_ext.runtime.reduce import straddling  # noqa: E402
-from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce  # noqa: E402
-
 STEPS, MICRO_BATCHES, WIDTH = 4, 2, 32
 
 
@@ -57,7 +51,7 @@ SCENES = {
     "ZeRO 2 clipping": ({**zero(2), "gradient_clipping": 0.1}, {}, 1e-6, True),
     "ZeRO 3": (zero(3), {}, 0.0, False),
     "ZeRO 3 overlap_comm": (zero(3, overlap_comm=True), {}, 0.0, False),
-}  # fmt: skip
+}
 
 
 def model():
@@ -96,14 +90,22 @@ def train(rank, config):
     return losses, engine.skipped_steps
 
 
-def straddle(ranks, size, compress=None):
-    """In place of runtime/two_level.planned: ranks 0 and 1, ranks 2 and 3."""
-    return [[0, 1], [2, 3]] if len(ranks) == 4 and size > 64 else None
+def session_with(options):
+    """As much of a session as a reduction asks: a plan that has two levels over ranks 0 and 1, ranks 2 and 3."""
+
+    def reduction(ranks, backend, *_):
+        clusters = ("a", "b") if len(ranks) == 4 else ()
+        return SimpleNamespace(clusters=clusters, two_level_from=65, compress=options.get("compress", "off"))
+
+    plan = SimpleNamespace(by_cluster=lambda ranks: {"a": [0, 1], "b": [2, 3]})
+    rank = torch.distributed.get_rank()
+    return SimpleNamespace(options=Options(**options), rank=rank, plan=plan, reduction=reduction)
 
 
 @contextlib.contextmanager
 def holmes(options):
-    """The patches applied, a session with these options active, and how many elements went in two levels, in a list of one number."""
+    """The patches applied, a session with these options active, and how many elements went in two levels, in a list of
+    one number."""
     registry, original, elements = Registry(deepspeed_two_level.PATCHES), TwoLevelAllReduce.__call__, [0]
 
     def counted(self, flat):
@@ -111,9 +113,8 @@ def holmes(options):
         return original(self, flat)
 
     TwoLevelAllReduce.__call__ = counted
-    straddling.planned = straddle
     registry.enable(["two-level"], required=True, disabled=frozenset())
-    session.set_active(SimpleNamespace(options=Options(**options), rank=torch.distributed.get_rank()))
+    session.set_active(session_with(options))
     try:
         yield elements
     finally:
@@ -123,13 +124,14 @@ def holmes(options):
         for made in deepspeed_two_level._made.values():
             made.close()
         deepspeed_two_level._made.clear()
-        deepspeed_two_level._faster.clear()
+        deepspeed_two_level._ways.clear()
 
 
 def compare_scenes(rank, names):
+    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling, and not used
     deepspeed.init_distributed()
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can on the CPU, DeepSpeed asks for AMX
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can; DeepSpeed asks for AMX
     deepspeed.utils.logger.setLevel(100)
     results = {}
     for name in names:
@@ -150,7 +152,6 @@ def compare_scenes(rank, names):
 
 @pytest.fixture(scope="module")
 def results():
-    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
     return run_ranks(compare_scenes, 4, list(SCENES), timeout_s=480)
 
 

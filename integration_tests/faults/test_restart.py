@@ -1,7 +1,8 @@
-"""DeepSpeed's pipeline engine, a checkpoint after every step: whatever breaks in training, the last one is whole and the job goes on from it.
+"""DeepSpeed's pipeline engine, a checkpoint after every step: whatever breaks in training, the last one is whole and
+the job goes on from it.
 
-Started again as it was, or by torchrun with an agent on every node. Losses must be those of the undisturbed job, and no step beyond the
-checkpoint may be missing.
+Started again as it was, or by torchrun with an agent on every node. Losses must be those of the undisturbed job, and no
+step beyond the checkpoint may be missing.
 """
 
 import contextlib
@@ -14,28 +15,23 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-from table import IN_TRAINING, OTHER_NAMES, Changes, Fault, renamed  # noqa: E402
-
-from integration_tests.conftest import CLUSTER, ROOT, full  # noqa: E402
+from integration_tests.faults.table import IN_TRAINING, OTHER_NAMES, Changes, Fault, renamed
+from integration_tests.jobs import CLUSTER, full, launch, said
+from integration_tests.jobs import TRAIN as EXAMPLE
 
 SIZE = "--layers 2 --hidden 64 --heads 2 --sequence 16 --micro-batch 2 --micro-batches 2 --stages 2 --zero 1".split()
 HOLMES = ("--holmes", "--holmes-cluster", str(CLUSTER), "--holmes-sizes", "pipeline=2")
-TRAIN = str(HERE / "train.py")
+TRAIN = str(Path(__file__).with_name("train.py"))
 STEPS, MORE = 5, 8
-
-
-def launch(two_clusters, *command, **more):
-    return two_clusters.run(*command, preload=("torch", "deepspeed"), env={"DS_ACCELERATOR": "cpu"}, **more)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(two_clusters, tmp_path_factory):
     """Losses by step of the job without holmes and without faults."""
     log = tmp_path_factory.mktemp("undisturbed") / "log"
-    result = launch(two_clusters, str(ROOT / "examples" / "deepspeed_pipeline" / "train.py"), *SIZE, "--steps", str(MORE), "--log", str(log))
+    result = launch(two_clusters, EXAMPLE, *SIZE, "--steps", str(MORE), "--log", str(log))
     assert result.returncode == 0, result.outputs
     return losses(log)
 
@@ -51,8 +47,6 @@ def losses(log):
 
 def assert_whole(save):
     """The checkpoint that `latest` names can be read, all of it; its step."""
-    import torch
-
     folder = save / (save / "latest").read_text()
     files = list(folder.glob("*.pt"))
     assert files
@@ -72,14 +66,12 @@ def assert_goes_on(two_clusters, save, undisturbed, log=None, here=None):
     assert assert_whole(here or save) == MORE
 
 
-def said(result):
-    return [line for lines in result.lines.values() for _, line in lines if "holmes:" in line]
-
-
 WRITING = (
     Fault("killed while it writes its checkpoint", ranks={"1": {"do": "kill", "when": "save"}}, gone=(1,)),
-    Fault("the first rank is killed while it writes its checkpoint", ranks={"0": {"do": "kill", "when": "save"}}, gone=(0,), default=False),
-    Fault("stopped while it writes its checkpoint", ranks={"1": {"do": "stop", "when": "save"}}, gone=(1,), default=False),
+    Fault("the first rank is killed while it writes its checkpoint", ranks={"0": {"do": "kill", "when": "save"}},
+          gone=(0,), default=False),
+    Fault("stopped while it writes its checkpoint", ranks={"1": {"do": "stop", "when": "save"}}, gone=(1,),
+          default=False),
 )
 OF_ENGINE = {3: "reduce", "send": "send", "save": "save"}  # tiny.py's and train.py's moments
 CASES = [*WRITING, *IN_TRAINING]
@@ -87,7 +79,7 @@ CASES = [*WRITING, *IN_TRAINING]
 
 @pytest.mark.parametrize("fault", [
     pytest.param(fault, id=fault.name, marks=() if fault in WRITING and fault.default else full) for fault in CASES
-])  # fmt: skip
+])
 def test_after_a_fault_in_training_the_job_goes_on(two_clusters, undisturbed, tmp_path, fault):
     """What table.py does to a job, done to this one in its third step."""
     changes, hit, save = Changes(two_clusters.lab), threading.Event(), tmp_path / "saved"
@@ -100,7 +92,7 @@ def test_after_a_fault_in_training_the_job_goes_on(two_clusters, undisturbed, tm
             changes.undo()
 
     job = {"pause_s": float(fault.env.get("PAUSE_S", 0)), "timeout_s": 20,
-           "ranks": {rank: {**mine, "when": OF_ENGINE[mine["when"]]} for rank, mine in fault.ranks.items()}}  # fmt: skip
+           "ranks": {rank: {**mine, "when": OF_ENGINE[mine["when"]]} for rank, mine in fault.ranks.items()}}
     command = (TRAIN, str(save), json.dumps(job), *SIZE, "--steps", str(STEPS), *HOLMES, *fault.flags)
     try:
         result = launch(two_clusters, *command, timeout=fault.within_s, grace=fault.grace_s, on_line=on_line)
@@ -131,9 +123,11 @@ def test_the_disk_fills_while_a_checkpoint_is_written(two_clusters, undisturbed,
 
     job = {"pause_s": 1.0, "timeout_s": 20, "log": str(log)}
     try:
-        result = launch(two_clusters, TRAIN, str(inside), json.dumps(job), *SIZE, "--steps", str(STEPS), *HOLMES, on_line=on_line, grace=30.0)
+        result = launch(two_clusters, TRAIN, str(inside), json.dumps(job), *SIZE, "--steps", str(STEPS), *HOLMES,
+                        on_line=on_line, grace=30.0)
         assert result.returncode == 1, result.outputs
-        assert any(re.search(r"rank \d on node \w\d: .*is the disk full\?", line) for line in said(result)), result.outputs
+        assert any(
+            re.search(r"rank \d on node \w\d: .*is the disk full\?", line) for line in said(result)), result.outputs
         ballast.unlink()
         assert_goes_on(two_clusters, inside, undisturbed, log, here)
     finally:
@@ -145,10 +139,12 @@ def torchrun(two_clusters, save, steps, *flags, **options):
     meet, keep = options.pop("meet", "$MASTER_ADDR:$MASTER_PORT"), options.pop("keep_alive_s", 20)
     arguments = " ".join([str(save), "{}", *SIZE, "--steps", str(steps), *HOLMES, *flags])
     command = (
-        f"exec {sys.executable} -m torch.distributed.run --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id {save.name}"
-        f" --rdzv-endpoint {meet} --max-restarts 6 --monitor-interval 0.2 --rdzv-conf keep_alive_interval={keep} {TRAIN} {arguments}"
+        f"exec {sys.executable} -m torch.distributed.run --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d"
+        f" --rdzv-id {save.name} --rdzv-endpoint {meet} --max-restarts 6 --monitor-interval 0.2"
+        f" --rdzv-conf keep_alive_interval={keep} {TRAIN} {arguments}"
     )
-    return two_clusters.lab.start(["sh", "-c", command], **{"order": two_clusters.order, "timeout": 600, "grace": 60.0, **options})
+    return two_clusters.lab.start(
+        ["sh", "-c", command], **{"order": two_clusters.order, "timeout": 600, "grace": 60.0, **options})
 
 
 def when_logged(job, log, count, then):
@@ -172,7 +168,8 @@ def when_logged(job, log, count, then):
 
 @full
 def test_a_nic_dies_and_comes_back(two_clusters, undisturbed, tmp_path):
-    """Its cable is pulled in step 3: the job ends, starts again on Ethernet from its checkpoint, and uses the NIC at the next start."""
+    """Its cable is pulled in step 3: the job ends, starts again on Ethernet from its checkpoint, and uses the NIC at
+    the next start."""
     lab, save = two_clusters.lab, tmp_path / "saved"
     save.mkdir()
     try:
@@ -180,7 +177,8 @@ def test_a_nic_dies_and_comes_back(two_clusters, undisturbed, tmp_path):
         result = when_logged(job, save / "log", 2, lambda: lab.set_link("b1", "roce0", up=False))
         lines = said(result)
         assert result.returncode == 0, result.outputs
-        assert any(re.search(r"on node b1: NIC roce0 .mlx5_0:1. of node b1 .* has no link for .* the job ends here", line) for line in lines), lines
+        assert any(re.search(r"on node b1: NIC roce0 .mlx5_0:1. of node b1 .* has no link for .* the job ends here",
+                             line) for line in lines), lines
         assert any("node b1: mlx5_0:1 is DOWN" in line and "uses Ethernet instead" in line for line in lines), lines
     finally:
         lab.set_link("b1", "roce0", up=True)
@@ -208,11 +206,14 @@ def processes_on(lab, node):
 
 @full
 def test_a_node_is_replaced_by_one_with_other_nic_names(two_clusters, undisturbed, tmp_path):
-    """It loses its power in step 3; under torchrun another machine of that name joins instead, and the job goes on, with its fast NIC."""
+    """It loses its power in step 3; under torchrun another machine of that name joins instead, and the job goes on,
+    with its fast NIC."""
     lab, save, changes = two_clusters.lab, tmp_path / "saved", Changes(two_clusters.lab)
     save.mkdir()
-    # torch 2.13's agents share a store whose address they tell in their first round only: a newcomer waits for it in vain
-    place = {"meet": f"{lab.nodes[0].address}:29400", "keep_alive_s": 5, "env": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
+    # torch 2.13's agents share a store whose address they tell in their first round only: a newcomer waits for it in
+    # vain
+    place = {
+        "meet": f"{lab.nodes[0].address}:29400", "keep_alive_s": 5, "env": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
     try:
         job = torchrun(two_clusters, save, STEPS, **place, grace=400.0)
         jobs = []
@@ -228,9 +229,11 @@ def test_a_node_is_replaced_by_one_with_other_nic_names(two_clusters, undisturbe
         (newcomer, before), lost = jobs[0], two_clusters.order.index("b1")
         told = newcomer.wait()
         assert told.returncode == 0, told.outputs
-        assert {rank: status for rank, status in result.statuses.items() if rank != lost} == dict.fromkeys({0, 1, 2, 3} - {lost}, 0), result.outputs
+        assert {rank: status for rank, status in result.statuses.items() if rank != lost} == dict.fromkeys(
+            {0, 1, 2, 3} - {lost}, 0), result.outputs
         assert not any("uses Ethernet" in line for line in [*said(result), *said(told)]), result.outputs
-        assert losses(save / "log") == pytest.approx({step: undisturbed[step] for step in range(1, STEPS + 1)}, abs=1e-6)
+        assert losses(save / "log") == pytest.approx({step: undisturbed[step] for step in range(1, STEPS + 1)},
+                                                     abs=1e-6)
         assert assert_whole(save) == STEPS
         assert two_clusters.sent(before)["b1"][OTHER_NAMES["roce0"]] > 0.2
     finally:

@@ -1,9 +1,10 @@
 """The job to which the cheap faults happen: no model, but the traffic of one. Prints "step N" as it goes.
 
-Each rank is a stage of pipeline 2 x data 2: a step is a send between stages, a reduction in the data group (of the stage) and one over all
-ranks. Its argument (JSON: {"ranks": {"rank": {...}}, "flags": [...], "env": {...}}) says what all are given, and what is different on some of the
-launcher's ranks. (Not by flags and variables of the process: then the lab could not fork all jobs from one Python that has torch imported, and
-holmes would have started before this file could interfere.)
+Each rank is a stage of pipeline 2 x data 2: a step is a send between stages, a reduction in the data group (of the
+stage) and one over all ranks. Its argument (JSON: {"ranks": {"rank": {...}}, "flags": [...], "env": {...}}) says what
+all are given, and what is different on some of the launcher's ranks. (Not by flags and variables of the process: then
+the lab could not fork all jobs from one Python that has torch imported, and holmes would have started before this file
+could interfere.)
 
     flags      more flags                       environ   variables
     versions   {"holmes_ext": ..., "python": ..., "frameworks": {"torch": ...}}
@@ -54,7 +55,7 @@ def pretend():
         from holmes_ext.patches import Registry
 
         states = Registry.states
-        Registry.states = lambda registry: {key: versions["patches"] for key in states(registry)}
+        Registry.states = lambda registry: dict.fromkeys(states(registry), versions["patches"])
 
 
 def start_holmes():

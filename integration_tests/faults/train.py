@@ -1,9 +1,12 @@
-"""examples/deepspeed_pipeline/train.py with a checkpoint after every step, from the last one where there is one: what a launcher restarts.
+"""examples/deepspeed_pipeline/train.py with a checkpoint after every step, from the last one where there is one: what a
+launcher restarts.
 
-    train.py SAVE JOB [ARGS]        JOB: JSON, {} or {"log", "pause_s", "timeout_s", "ranks": {"rank": {"do": "kill" | "stop", "when"}}}
+    train.py SAVE JOB [ARGS]        JOB: JSON, {} or
+                                    {"log", "pause_s", "timeout_s", "ranks": {"rank": {"do": "kill" | "stop", "when"}}}
 
-Prints "step N saved". timeout_s: of the process groups. `ranks` (the launcher's) end or stop themselves, "when" in step 3 they would reduce
-gradients or send activations ("reduce", "send"), or have written half of the first file of its checkpoint ("save").
+Prints "step N saved". timeout_s: of the process groups. `ranks` (the launcher's) end or stop themselves, "when" in step
+3 they would reduce gradients or send activations ("reduce", "send"), or have written half of the first file of its
+checkpoint ("save").
 """
 
 import functools
@@ -75,7 +78,8 @@ if __name__ == "__main__":
     prepare_engine(JOB.get("ranks", {}).get(os.environ.get("NODE_RANK"), {}))  # RANK is holmes's by now
     SAVE.mkdir(exist_ok=True)
     sys.path.insert(0, str(TRAIN.parent))
-    sys.argv = [str(TRAIN), *sys.argv[1:], "--save", str(SAVE), "--save-every", "1", "--log", JOB.get("log", str(SAVE / "log"))]
+    sys.argv = [str(TRAIN), *sys.argv[1:], "--save", str(SAVE), "--save-every", "1", "--log",
+                JOB.get("log", str(SAVE / "log"))]
     if (SAVE / "latest").is_file():
         sys.argv += ["--load", str(SAVE)]
     runpy.run_path(str(TRAIN), run_name="__main__")

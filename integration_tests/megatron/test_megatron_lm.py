@@ -1,7 +1,8 @@
 """The unmodified pretrain_gpt.py of a Megatron-LM checkout on two emulated clusters, stock and with --holmes.
 
-MEGATRON_LM_DIR names the checkout (git clone https://github.com/NVIDIA/Megatron-LM; its main branch of August 2026 was tried). It runs on
-the CPU through integration_tests/megatron_cpu_shim.py, loaded by sitecustomize, and compiles its data helpers with pybind11.
+MEGATRON_LM_DIR names the checkout (git clone https://github.com/NVIDIA/Megatron-LM; its main branch of August 2026 was
+tried). It runs on the CPU through integration_tests/megatron_cpu_shim.py, loaded by sitecustomize, and compiles its
+data helpers with pybind11.
 """
 
 import os
@@ -15,24 +16,30 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "integration_tests"))
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.sizes import Sizes
 
 MEGATRON = os.environ.get("MEGATRON_LM_DIR", "")
 pytestmark = [
     pytest.mark.skipif(
-        not MEGATRON, reason="MEGATRON_LM_DIR is not set: git clone https://github.com/NVIDIA/Megatron-LM and name its folder in MEGATRON_LM_DIR"
+        not MEGATRON,
+        reason="MEGATRON_LM_DIR is not set: git clone https://github.com/NVIDIA/Megatron-LM, and name its folder there"
     ),
-    pytest.mark.skipif(find_spec("pybind11") is None, reason="pretrain_gpt.py compiles its data helpers: pip install pybind11"),
-    pytest.mark.skipif(shutil.which("make") is None or shutil.which("g++") is None, reason="pretrain_gpt.py needs make and g++"),
+    pytest.mark.skipif(
+        find_spec("pybind11") is None, reason="pretrain_gpt.py compiles its data helpers: pip install pybind11"),
+    pytest.mark.skipif(shutil.which("make") is None or shutil.which("g++") is None,
+                       reason="pretrain_gpt.py needs make and g++"),
 ]
 
-FLAGS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2
-    --global-batch-size 16 --train-iters 4 --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer
-    --vocab-size 255 --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-workers 0 --split 100,0,0 --attention-dropout 0 --hidden-dropout 0
-    --pipeline-model-parallel-size 2 --transformer-impl local --distributed-backend gloo --no-rope-fusion --no-persist-layer-norm
-    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion""".split()
+FLAGS = """
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+    --micro-batch-size 2 --global-batch-size 16 --train-iters 4 --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --eval-interval 1000 --log-interval 1
+    --num-workers 0 --split 100,0,0 --attention-dropout 0 --hidden-dropout 0 --pipeline-model-parallel-size 2
+    --transformer-impl local --distributed-backend gloo --no-rope-fusion --no-persist-layer-norm
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+""".split()
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +54,15 @@ def environment(tmp_path_factory):
     config.chmod(0o755)
     paths = [write_sitecustomize(site), MEGATRON, os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PATH": path, "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def pretrain(two_clusters, environment, *flags):
     """{iteration: (loss, gradient norm)} and all ranks' output."""
     script = str(Path(MEGATRON) / "pretrain_gpt.py")
-    result = two_clusters.run(script, *FLAGS, *flags, env=environment, preload=("megatron.training.training",), timeout=400)
+    result = two_clusters.run(script, *FLAGS, *flags, env=environment, preload=("megatron.training.training",),
+                              timeout=400)
     text = "\n".join(result.outputs.values())
     assert result.returncode == 0, text[-4000:]
     pattern = r"iteration\s+(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) "
@@ -83,10 +92,6 @@ def test_losses_are_stocks_and_gradients_leave_ethernet(two_clusters, environmen
 
 def test_a_checkpoint_of_another_plan_is_told_and_resumed(two_clusters, environment, stock, tmp_path):
     """Two steps with 2 + 2 layers, saved; two more with 3 + 1: as if nothing had happened in between."""
-    from holmes_ext.cluster.site import site_from_spec
-    from holmes_ext.plan.build import build_plan
-    from holmes_ext.plan.sizes import Sizes
-
     saved = "--save", str(tmp_path / "saved"), "--save-interval", "100"
     first, _ = pretrain(two_clusters, environment, *holmes(two_clusters), *saved, "--exit-interval", "2")
     plan = build_plan(site_from_spec(two_clusters.spec), Sizes(pipeline=2))
@@ -94,7 +99,8 @@ def test_a_checkpoint_of_another_plan_is_told_and_resumed(two_clusters, environm
     more = holmes(two_clusters, "--holmes-plan", str(tmp_path / "plan.json"))
     second, text = pretrain(two_clusters, environment, *more, "--load", saved[1], "--exit-on-missing-checkpoint")
     assert sorted(first) == [1, 2] and sorted(second) == [3, 4]
-    # Megatron-LM (stock too) does not start its mean anew after the first report of a resumed run: the second is of both steps.
+    # Megatron-LM (stock too) does not start its mean anew after the first report of a resumed run: the second is of
+    # both steps.
     second[4] = 2 * second[4][0] - second[3][0], second[4][1]
     for step, (loss, norm) in {**first, **second}.items():
         assert (loss, norm) == pytest.approx(stock[0][step], abs=5e-6), step
@@ -111,7 +117,8 @@ def test_help_shows_the_flags(two_clusters, environment):
 def test_a_checkpoint_of_another_model_is_one_line(two_clusters, environment, tmp_path):
     saved = "--save", str(tmp_path / "saved"), "--save-interval", "100", "--exit-interval", "1"
     pretrain(two_clusters, environment, *holmes(two_clusters), *saved)
-    flags = [*FLAGS, *holmes(two_clusters), "--load", saved[1], "--exit-on-missing-checkpoint", "--ffn-hidden-size", "96"]
+    flags = [*FLAGS, *holmes(two_clusters), "--load", saved[1], "--exit-on-missing-checkpoint", "--ffn-hidden-size",
+             "96"]
     script = str(Path(MEGATRON) / "pretrain_gpt.py")
     result = two_clusters.run(script, *flags, env=environment, preload=("megatron.training.training",), timeout=400)
     text = "\n".join(result.outputs.values())

@@ -20,8 +20,9 @@ ON_CPU = (
     " --no-async-tensor-model-parallel-allreduce --ds_fused_adam"
 ).split()
 TRAINING = (
-    "--lr 1e-3 --lr-decay-style constant --weight-decay 0 --clip-grad 0 --attention-dropout 0 --hidden-dropout 0 --seed 1234"
-    " --init-method-std 0.05 --split 90,5,5 --data-impl mmap --num-workers 0 --log-interval 1 --eval-interval 100000 --eval-iters 0"
+    "--lr 1e-3 --lr-decay-style constant --weight-decay 0 --clip-grad 0 --attention-dropout 0 --hidden-dropout 0"
+    " --seed 1234 --init-method-std 0.05 --split 90,5,5 --data-impl mmap --num-workers 0 --log-interval 1"
+    " --eval-interval 100000 --eval-iters 0"
 ).split()
 
 
@@ -35,7 +36,8 @@ class Log:
 
 
 class Checkout:
-    """A copy of a Megatron-DeepSpeed checkout (running it compiles and writes into it), with a corpus made by its own tool.
+    """A copy of a Megatron-DeepSpeed checkout (running it compiles and writes into it), with a corpus made by its own
+    tool.
 
     vocabulary: files of tokens and merges, instead of GPT-2's.
     """
@@ -46,7 +48,8 @@ class Checkout:
         # Its Makefile calls python3; DeepSpeed finds its accelerator by this name.
         self.env = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join([str(HERE / "site"), str(self.folder), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
+            "PYTHONPATH": os.pathsep.join(
+                [str(HERE / "site"), str(self.folder), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
             "DS_ACCELERATOR": "cpu",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "TORCHDYNAMO_DISABLE": "1",
@@ -58,7 +61,8 @@ class Checkout:
         self.check(["make"], cwd=self.folder / "megatron" / "data")
 
     def check(self, command: list[str], cwd: Path | None = None) -> None:
-        done = subprocess.run(command, cwd=cwd or self.folder, env={**os.environ, **self.env}, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=cwd or self.folder, env={**os.environ, **self.env}, capture_output=True,
+                              text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def _make_corpus(self, folder: Path) -> Path:
@@ -67,8 +71,10 @@ class Checkout:
 
         text = folder / "topics.jsonl"
         text.write_text("".join(json.dumps({"text": topic}) + "\n" for _, topic in sorted(topics.topics.items())))
-        tool = [sys.executable, "tools/preprocess_data.py", "--input", str(text), "--output-prefix", str(folder / "topics")]
-        self.check([*tool, *self.vocabulary, "--tokenizer-type", "GPT2BPETokenizer", "--dataset-impl", "mmap", "--append-eod", "--workers", "1"])
+        tool = [sys.executable, "tools/preprocess_data.py", "--input", str(text), "--output-prefix",
+                str(folder / "topics")]
+        self.check([*tool, *self.vocabulary, "--tokenizer-type", "GPT2BPETokenizer", "--dataset-impl", "mmap",
+                    "--append-eod", "--workers", "1"])
         return folder / "topics_text_document"
 
     def config(self, zero: int = 0, dtype: str = "fp32", **more) -> Path:
@@ -79,7 +85,8 @@ class Checkout:
             "steps_per_print": 1000,
             "zero_optimization": {"stage": zero, "reduce_bucket_size": 10_000_000, **more.pop("zero_optimization", {})},
             **({"bf16": {"enabled": True}} if dtype == "bf16" else {}),
-            **({"data_types": {"grad_accum_dtype": "fp32"}} if dtype == "bf16" and zero else {}),  # DeepSpeed refuses it without ZeRO
+            # DeepSpeed refuses it without ZeRO
+            **({"data_types": {"grad_accum_dtype": "fp32"}} if dtype == "bf16" and zero else {}),
             **more,
         }
         text = json.dumps(document, indent=1)
@@ -87,13 +94,15 @@ class Checkout:
         path.write_text(text)
         return path
 
-    def arguments(self, steps: int, *flags: str, zero: int = 0, dtype: str = "fp32", config: Path | None = None, shape=SHAPE) -> list[str]:
+    def arguments(self, steps: int, *flags: str, zero: int = 0, dtype: str = "fp32", config: Path | None = None,
+                  shape=SHAPE) -> list[str]:
         """The command line of pretrain_gpt.py; `flags` come last and win."""
         return [
-            str(self.folder / "pretrain_gpt.py"), *shape, *TRAINING, *ON_CPU, *self.vocabulary, "--data-path", str(self.corpus),
-            "--micro-batch-size", "2", "--global-batch-size", "16", "--train-iters", str(steps), *(["--bf16"] if dtype == "bf16" else []),
-            "--deepspeed", "--deepspeed_config", str(config or self.config(zero, dtype)), "--zero-stage", str(zero), *flags,
-        ]  # fmt: skip
+            str(self.folder / "pretrain_gpt.py"), *shape, *TRAINING, *ON_CPU, *self.vocabulary,
+            "--data-path", str(self.corpus), "--micro-batch-size", "2", "--global-batch-size", "16",
+            "--train-iters", str(steps), *(["--bf16"] if dtype == "bf16" else []), "--deepspeed",
+            "--deepspeed_config", str(config or self.config(zero, dtype)), "--zero-stage", str(zero), *flags,
+        ]
 
     def run(self, clusters, *arguments: str, env=None, **more):
         """Run it on every node of `clusters` (a LabOf); the lab's RunResult."""

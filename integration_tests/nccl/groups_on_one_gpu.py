@@ -13,7 +13,8 @@ torch.cuda.set_device(0)
 dist.init_process_group("nccl")
 rank, world = dist.get_rank(), dist.get_world_size()
 half = world // 2
-clusters = [dist.new_group(list(range(start, start + half)), group_desc=f"inside {name}") for start, name in ((0, "a"), (half, "b"))]
+clusters = [dist.new_group(list(range(start, start + half)), group_desc=f"inside {name}")
+            for start, name in ((0, "a"), (half, "b"))]
 across = dist.new_group([0, half], group_desc="across")
 
 
@@ -24,6 +25,8 @@ def total(group) -> float:
     return value[0].item()
 
 
-report = {"rank": rank, "inside": total(clusters[rank >= half]), "across": total(across) if rank in (0, half) else None, "world": total(None)}
-print(json.dumps({**report, "nccl": ".".join(map(str, torch.cuda.nccl.version())), "torch": torch.__version__, "hostid": os.environ["NCCL_HOSTID"]}), flush=True)
+report = {"rank": rank, "inside": total(clusters[rank >= half]), "across": total(across) if rank in (0, half) else None,
+          "world": total(None)}
+print(json.dumps({**report, "nccl": ".".join(map(str, torch.cuda.nccl.version())), "torch": torch.__version__,
+                  "hostid": os.environ["NCCL_HOSTID"]}), flush=True)
 dist.destroy_process_group()

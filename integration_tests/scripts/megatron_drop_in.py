@@ -1,4 +1,5 @@
-"""A megatron-core program without --holmes that calls holmes_ext.initialize_model_parallel, then makes groups with HyperCommGrid as well.
+"""A megatron-core program without --holmes that calls holmes_ext.initialize_model_parallel, then makes groups with
+HyperCommGrid as well.
 
 Prints, as JSON, on which rank and node it ended up, what its groups are, and over which fabrics.
 """
@@ -33,7 +34,8 @@ made = next(record for record in records if record.name == "DATA_PARALLEL_GROUP"
 HyperCommGrid([2, 2], ["dp", "pp"], backend="gloo").create_pg("dp")
 grid = records[-1]
 # Four stages in a chain, each adding 1: the pairs' groups are made on the first send.
-stages = P2PCommunicator(HyperCommGrid([4], ["pp"], backend="gloo").create_pg("pp"), ModelParallelConfig(pipeline_dtype=torch.float32))
+stages = P2PCommunicator(HyperCommGrid([4], ["pp"], backend="gloo").create_pg("pp"),
+                         ModelParallelConfig(pipeline_dtype=torch.float32))
 chain = torch.ones(2, 1, 4) if rank == 0 else stages.recv_forward((2, 1, 4), False) + 1
 stages.send_forward(chain, rank == 3)
 
@@ -42,6 +44,6 @@ report = {
     "data": dist.get_process_group_ranks(data), "sum": value.item(), "fabric": made.transport.kind,
     "grid": grid.ranks, "grid_fabric": grid.transport.kind, "chain": chain[0, 0, 0].item(),
     "pairs": [record.transport.kind for record in records if record.name == "pipeline pair"],
-}  # fmt: skip
+}
 print(json.dumps(report), flush=True)
 dist.destroy_process_group()

@@ -1,11 +1,12 @@
-"""Runs examples/megatron_core once for each of several splits in the same processes: starting them is what takes the time.
+"""Runs examples/megatron_core once for each of several splits in the same processes: starting them is what takes the
+time.
 
     megatron_matrix.py SPLITS.json RESULTS.json
 
-SPLITS.json: {name: [flags of train.py]}, where {results} stands for RESULTS.json's folder. RESULTS.json: {name: {"entries": [the log's
-entries], "layers": {rank: [numbers of the layers that it built]}, "buckets": {rank: [of each chunk, 0 where nothing overlaps]},
-"gathers": {rank: whether weights travel during the forward pass}}}, by rank 0.
-With --context above 1 the attention is gathered_attention.py's.
+SPLITS.json: {name: [flags of train.py]}, where {results} stands for RESULTS.json's folder. RESULTS.json: {name:
+{"entries": [the log's entries], "layers": {rank: [numbers of the layers that it built]}, "buckets": {rank: [of each
+chunk, 0 where nothing overlaps]}, "gathers": {rank: whether weights travel during the forward pass}}}, by rank 0. With
+--context above 1 the attention is gathered_attention.py's.
 """
 
 import gc
@@ -46,8 +47,11 @@ def main(splits: dict, results: Path) -> None:
 
     def build_and_keep(args):
         made = build(args)
-        layers = [layer.layer_number for model in made[1] for layer in model.modules() if isinstance(layer, TransformerLayer)]
-        built[:] = layers, [len(model.bucket_groups) if model.ddp_config.overlap_grad_reduce else 0 for model in made[1]], made[1][0].ddp_config.overlap_param_gather
+        models = made[1]
+        layers = [layer.layer_number for model in models for layer in model.modules()
+                  if isinstance(layer, TransformerLayer)]
+        buckets = [len(model.bucket_groups) if model.ddp_config.overlap_grad_reduce else 0 for model in models]
+        built[:] = layers, buckets, models[0].ddp_config.overlap_param_gather
         return made
 
     train.build = build_and_keep
@@ -55,7 +59,8 @@ def main(splits: dict, results: Path) -> None:
         entries = train.train(*parse_args([flag.replace("{results}", str(results.parent)) for flag in flags]))
         ranks = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(ranks, built)
-        parts = {key: {rank: part[index] for rank, part in enumerate(ranks)} for index, key in enumerate(("layers", "buckets", "gathers"))}
+        parts = {key: {rank: part[index] for rank, part in enumerate(ranks)}
+                 for index, key in enumerate(("layers", "buckets", "gathers"))}
         done[name] = {"entries": entries, **parts}
         parallel_state.destroy_model_parallel()
         gc.collect()

@@ -1,8 +1,10 @@
-"""Calls megatron-core's initialize_model_parallel with one bad input after the other, then with good ones, in the same processes.
+"""Calls megatron-core's initialize_model_parallel with one bad input after the other, then with good ones, in the same
+processes.
 
     megatron_refusals.py CALLS.json      [[arguments], ...]
 
-Prints, as JSON: of each call the error's line, and whether any group existed afterwards; and what an all-reduce gave at the end.
+Prints, as JSON: of each call the error's line, and whether any group existed afterwards; and what an all-reduce gave at
+the end.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""A script that knows nothing of holmes: FSDP2, sharded inside halves of the job and replicated between them (HSDP). Prints rank, node and losses as JSON."""
+"""A script that knows nothing of holmes: FSDP2, sharded inside halves of the job and replicated between them (HSDP).
+Prints rank, node and losses as JSON."""
 
 import json
 import os

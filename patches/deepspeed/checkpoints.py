@@ -1,24 +1,26 @@
 """DeepSpeed's native pipeline checkpoints load only where they were split alike: say so before anything is read.
 
-    save    beside the tag's files, holmes_split.json: which module starts each stage; `latest` only when every rank has written its files
-            (DeepSpeed's rank 0 writes it as soon as its own are: a rank that dies meanwhile leaves a `latest` that cannot be loaded)
-    load    compare; a checkpoint without that file was saved by stock, so its split is what stock makes of the same model
+    save    beside the tag's files, holmes_split.json: which module starts each stage; `latest` only when every rank has
+            written its files (DeepSpeed's rank 0 writes it as soon as its own are: a rank that dies meanwhile leaves a
+            `latest` that cannot be loaded)
+    load    compare; a checkpoint without that file was saved by stock, so its split is what stock makes of the model
 """
 
 from __future__ import annotations
 
 import json
 import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holmes_ext.document import write_whole
-from holmes_ext.errors import HolmesError
-from holmes_ext.patches.deepspeed.p2p import DEEPSPEED
+from holmes_ext.errors import HolmesError, RemoteError
+from holmes_ext.patches.deepspeed.features import CHECKPOINTS
 from holmes_ext.patches.deepspeed.partition import borders_of, class_name, most_frequent
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.runtime import session
-from holmes_ext.runtime.start.exchange import RemoteError
+from holmes_ext.patches.engine.wrap import with_session
 
 SPLIT = "holmes_split.json"
 _SAVE = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
@@ -34,11 +36,11 @@ def _remember_method(wrapped, instance, args, kwargs):
 
 
 def stock_parts(module: Any) -> list[int]:
-    """The first module of each stage, and the end, as PipelineModule._partition_layers of DeepSpeed 0.19 chooses them."""
+    """The first module of each stage, and the end, as PipelineModule._partition_layers chooses them."""
     from deepspeed.runtime import utils
 
     method, count = _methods[module], len(module._layer_specs)
-    if not isinstance(method, str) or method[:1].isdecimal():  # the script's own borders (patches/deepspeed/partition.py): stock knows none
+    if not isinstance(method, str) or method[:1].isdecimal():  # the script's own borders (partition.py)
         return list(module.parts)
     if method == "uniform":
         return list(utils.partition_uniform(num_items=count, num_parts=module.num_stages))
@@ -50,15 +52,15 @@ def stock_parts(module: Any) -> list[int]:
     return list(utils.partition_balanced(weights=weights, num_parts=module.num_stages))
 
 
-def _save_whole(wrapped, instance, args, kwargs):
-    """save_checkpoint(save_dir, tag=None, client_state={}, save_latest=True, ...), which begins and ends with a barrier."""
-    if session.active() is None:
-        return wrapped(*args, **kwargs)
+@with_session
+def _save_whole(current, wrapped, instance, args, kwargs):
+    """save_checkpoint(save_dir, tag=None, client_state={}, save_latest=True, ...), with a barrier at both ends."""
     given = {**dict(zip(_SAVE, args)), **kwargs}
     given["tag"] = str(given.get("tag") or f"global_step{instance.global_steps}")
     folder = Path(given["save_dir"], given["tag"])
     if instance.global_rank == 0 and hasattr(instance.module, "parts"):
-        document = {"version": 1, "tensor": _tensor_size(instance), "parts": [int(part) for part in instance.module.parts]}  # numpy integers
+        parts = [int(part) for part in instance.module.parts]  # numpy integers
+        document = {"version": 1, "tensor": instance.grid.model_parallel_size, "parts": parts}
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / SPLIT, json.dumps(document) + "\n")
     if not given.get("save_latest", True) or instance.checkpoint_engine.is_decoupled():
@@ -72,67 +74,69 @@ def _save_whole(wrapped, instance, args, kwargs):
     return result
 
 
-def _tensor_size(engine) -> int:
-    return engine.grid.model_parallel_size
+@dataclass(frozen=True)
+class Split:
+    """parts: the first module of each stage, and the end; () where `files` of other sizes are all that is known."""
+
+    parts: tuple[int, ...]
+    tensor: int
+    files: int = 0
+
+    def __str__(self) -> str:
+        """ "stages of 4+7 modules", with the tensor size where there is one."""
+        if not self.parts:
+            return f"{self.files} stages x tensor ranks"
+        sizes = "+".join(str(end - start) for start, end in zip(self.parts, self.parts[1:]))
+        return f"stages of {sizes} modules" + (f" x tensor {self.tensor}" if self.tensor > 1 else "")
 
 
-def saved_split(folder: Path, module: Any, tensor: int) -> tuple[str, bool]:
-    """How the checkpoint in `folder` is split, in words, and whether `module` under tensor size `tensor` is split so too."""
-    parts, saved_tensor = _saved_parts(folder, module, tensor)
-    if parts is None:
-        return f"{saved_tensor} stages x tensor ranks", False
-    return say(parts, saved_tensor), (parts, saved_tensor) == (list(module.parts), tensor)
-
-
-def _saved_parts(folder: Path, module: Any, tensor: int) -> tuple[list[int] | None, int]:
-    """The parts and tensor size of the checkpoint; (None, number of files) of one that stock saved with other sizes."""
+def saved_split(folder: Path, module: Any, tensor: int) -> Split:
+    """How the checkpoint in `folder` is split; one that stock saved is split as stock splits `module`, if sizes fit."""
     record = folder / SPLIT
     if record.exists():
         try:
             document = json.loads(record.read_text())
-            return document["parts"], document["tensor"]
+            return Split(tuple(document["parts"]), document["tensor"])
         except (ValueError, KeyError, TypeError):
-            raise HolmesError(f"{record}: damaged; remove it if the checkpoint's split is that of stock DeepSpeed") from None
+            raise HolmesError(f"{record}: damaged; remove it if the checkpoint's split is stock DeepSpeed's") from None
     files = len(list(folder.glob("mp_rank_*_model_states.pt")))  # one for each stage and tensor rank
-    return (None, files) if files != module.num_stages * tensor else (stock_parts(module), tensor)
+    same_sizes = files == module.num_stages * tensor
+    return Split(tuple(stock_parts(module)), tensor) if same_sizes else Split((), 0, files)
 
 
-def way_out(folder: Path, module: Any, tensor: int) -> str:
-    """What the user can do: the same split again, where the sizes allow it; the universal checkpoint, where there is something to convert."""
-    parts, saved_tensor = _saved_parts(folder, module, tensor)
+def way_out(folder: Path, saved: Split, here: Split, module: Any) -> str:
+    """What the user can do: the same split again, where the sizes allow it; the universal checkpoint, where there is
+    something to convert."""
     ways = []
-    if parts is not None and (len(parts), saved_tensor) == (len(module.parts), tensor):
-        if layers := layers_of(module, parts):
+    if (len(saved.parts), saved.tensor) == (len(here.parts), here.tensor):
+        if layers := layers_of(module, saved.parts):
             ways.append(f"resume with --holmes-partition {','.join(map(str, layers))}")
     if any(folder.glob("*zero_pp_rank_*_optim_states.pt")):
         ways.append(
             f"convert it once: python -m deepspeed.checkpoint.ds_to_universal --input_folder {folder}"
-            f" --output_folder {folder}_universal, with --inject_missing_state where the program is not Megatron-DeepSpeed, then load with --universal-checkpoint (load_universal in ds_config's 'checkpoint')"
+            f" --output_folder {folder}_universal, with --inject_missing_state where the program is not"
+            " Megatron-DeepSpeed, then load with --universal-checkpoint (load_universal in ds_config's 'checkpoint')"
         )
     else:
-        ways.append("it cannot be converted, having no ZeRO files: save with ZeRO 1 or bf16, or take the weights alone (--finetune)")
+        ways.append("it cannot be converted, having no ZeRO files: save with ZeRO 1 or bf16, or take the weights alone"
+                    " (--finetune)")  # fmt: skip
     return ", or ".join(ways)
 
 
-def layers_of(module: Any, parts: list[int]) -> list[int]:
+def layers_of(module: Any, parts: Sequence[int]) -> list[int]:
     """Transformer blocks of each stage, where a plan of so many makes just these parts; else []."""
     names = [class_name(spec) for spec in module._layer_specs]
     blocks = most_frequent(names)
     layers = [names[start:end].count(blocks) for start, end in zip(parts, parts[1:])]
-    return layers if blocks is not None and all(layers) and borders_of(names, layers, "") == parts else []
+    return layers if blocks is not None and all(layers) and borders_of(names, layers, "") == list(parts) else []
 
 
-def say(parts: list[int], tensor: int) -> str:
-    """ "stages of 4+7 modules", with the tensor size where there is one."""
-    sizes = "+".join(str(end - start) for start, end in zip(parts, parts[1:]))
-    return f"stages of {sizes} modules" + (f" x tensor {tensor}" if tensor > 1 else "")
-
-
-def _refuse_other_split(wrapped, instance, args, kwargs):
-    """load_checkpoint(load_dir, tag=None, ...) of a pipeline engine, unless it takes the universal checkpoint or the weights alone."""
-    current = session.active()
-    only = kwargs.get("load_module_only", False)
-    if current is None or only or not hasattr(instance.module, "parts") or instance.load_universal_checkpoint():
+@with_session
+def _refuse_other_split(current, wrapped, instance, args, kwargs):
+    """load_checkpoint(load_dir, tag=None, ...) of a pipeline engine, unless it takes the universal checkpoint or the
+    weights alone."""
+    module, only = instance.module, kwargs.get("load_module_only", False)
+    if only or not hasattr(module, "parts") or instance.load_universal_checkpoint():
         return wrapped(*args, **kwargs)
     load_dir = Path(args[0] if args else kwargs["load_dir"])
     tag = args[1] if len(args) > 1 else kwargs.get("tag")
@@ -140,41 +144,32 @@ def _refuse_other_split(wrapped, instance, args, kwargs):
         tag = (load_dir / "latest").read_text().strip()
     folder = load_dir / str(tag)
     if folder.is_dir():
-        tensor = _tensor_size(instance)
-        text, same = saved_split(folder, instance.module, tensor)
-        if not same and current.rank != 0:
+        here = Split(tuple(map(int, module.parts)), instance.grid.model_parallel_size)
+        saved = saved_split(folder, module, here.tensor)
+        if saved != here and current.rank != 0:
             raise RemoteError("rank 0 says which split")
-        if not same:
+        if saved != here:
             raise HolmesError(
-                f"{folder} was saved with {text}, this job has {say(list(instance.module.parts), tensor)}, and DeepSpeed's native checkpoints do not"
-                f" load under another split; {way_out(folder, instance.module, tensor)}"
+                f"{folder} was saved with {saved}, this job has {here}, and DeepSpeed's native checkpoints do not load"
+                f" under another split; {way_out(folder, saved, here, module)}"
             )
     return wrapped(*args, **kwargs)
 
 
 PATCHES = (
     Patch(
-        feature="deepspeed-checkpoints",
-        target="deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
-        versions=DEEPSPEED,
-        parameters=("method",),
-        wrap=_remember_method,
-        reason="stock's own split of a model must be known to tell whether a checkpoint of stock fits",
+        CHECKPOINTS, "deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
+        "stock's own split of a model must be known to tell whether a checkpoint of stock fits",
+        _remember_method, parameters=("method",),
     ),
     Patch(
-        feature="deepspeed-checkpoints",
-        target="deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",
-        versions=DEEPSPEED,
-        parameters=_SAVE,
-        wrap=_save_whole,
-        reason="native checkpoints do not say how they are split; rank 0 names one in `latest` while others may still write it",
+        CHECKPOINTS, "deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",
+        "native checkpoints do not say how they are split; rank 0 names one in `latest` while others still write it",
+        _save_whole, parameters=_SAVE,
     ),
     Patch(
-        feature="deepspeed-checkpoints",
-        target="deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
-        versions=DEEPSPEED,
-        parameters=("load_dir", "tag", "load_module_only"),
-        wrap=_refuse_other_split,
-        reason="a native checkpoint of another split fails halfway, in errors that do not name the cause",
+        CHECKPOINTS, "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
+        "a native checkpoint of another split fails halfway, in errors that do not name the cause",
+        _refuse_other_split, parameters=("load_dir", "tag", "load_module_only"),
     ),
-)
+)  # fmt: skip

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.plan.plan import Plan
+from holmes_ext.runtime.session import Session
 
 FLAGS = ("--deepspeed_config", "--deepspeed-config")  # deepspeed.add_config_arguments
 
 
 @dataclass(frozen=True)
 class DsConfig:
-    """A ds_config file: its path as given, content, and digest (empty content and digest where it could not be read: DeepSpeed says why)."""
+    """A ds_config file: its path as given, content, and digest (empty content and digest where it could not be read:
+    DeepSpeed says why)."""
 
     path: str
     content: dict[str, Any]
@@ -39,28 +41,43 @@ def from_arguments(argv: list[str]) -> DsConfig | None:
     return None
 
 
+def checked(config: DsConfig, current: Session) -> list[str]:
+    """check(); the file and the plan are the same on all ranks, so rank 0 alone says what is wrong."""
+    overlap = current.options.overlap if current.options.overlap != "auto" else None
+    try:
+        return check(config, current.plan, overlap)
+    except HolmesError as error:
+        raise error if current.rank == 0 else RemoteError(str(error)) from None
+
+
 def check(config: DsConfig, plan: Plan, overlap: str | None = None) -> list[str]:
     """Lines for the user about settings that have no effect under the plan.
 
-    overlap: "on" or "off" where the user gave --holmes-overlap. HolmesError names file and key when a setting contradicts the plan.
+    overlap: "on" or "off" where the user gave --holmes-overlap. HolmesError names file and key when a setting
+    contradicts the plan.
     """
     pipeline = plan.sizes.pipeline if plan.sizes else 1
     settings = config.content.get("pipeline")
     settings = settings if isinstance(settings, dict) else {}
     stages, partition = settings.get("stages", "auto"), settings.get("partition", "best")
     if plan.sizes and stages not in ("auto", pipeline):
-        raise HolmesError(f"{config.path}: key 'pipeline.stages' is {stages!r}, but the plan has {pipeline}; remove it or make them agree")
+        way_out = f"the plan has {pipeline}; remove it or make them agree"
+        raise _contradiction(config, "pipeline.stages", stages, way_out)
     if plan.stage_layers and partition != "best":
         layers = "+".join(map(str, plan.stage_layers))
-        raise HolmesError(
-            f"{config.path}: key 'pipeline.partition' is {partition!r}, but the plan splits the layers {layers}; remove it, or plan without layers"
-        )
+        way_out = f"the plan splits the layers {layers}; remove it, or plan without layers"
+        raise _contradiction(config, "pipeline.partition", partition, way_out)
     zero = config.content.get("zero_optimization")
     wants = zero.get("overlap_comm") if isinstance(zero, dict) else None
     if wants is not None and overlap is not None and bool(wants) != (overlap == "on"):
-        raise HolmesError(
-            f"{config.path}: key 'zero_optimization.overlap_comm' is {str(wants).lower()}, but --holmes-overlap is {overlap}; remove one of them"
-        )
+        way_out = f"--holmes-overlap is {overlap}; remove one of them"
+        raise _contradiction(config, "zero_optimization.overlap_comm", wants, way_out)
     if wants and pipeline > 1:
-        return [f"{config.path}: key 'zero_optimization.overlap_comm' has no effect: DeepSpeed's pipeline engine switches it off"]
+        why = "has no effect: DeepSpeed's pipeline engine switches it off"
+        return [f"{config.path}: key 'zero_optimization.overlap_comm' {why}"]
     return []
+
+
+def _contradiction(config: DsConfig, key: str, value: Any, but: str) -> HolmesError:
+    said = str(value).lower() if isinstance(value, bool) else repr(value)
+    return HolmesError(f"{config.path}: key '{key}' is {said}, but {but}")

@@ -2,7 +2,7 @@
 
     ZeRO 0           .grad
     BF16_Optimizer   its high-precision buffer, into which every micro-batch's .grad is folded
-    ZeRO 1           the accumulated gradient; its own reduce_gradients then puts the partition together, with the communication left out
+    ZeRO 1           the accumulated gradient; its own reduce_gradients then puts the partition together, unsent
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class PlainGradients:
     def __init__(self, engine: Any):
         self.engine, self.optimizer = engine, engine.optimizer
         self.communication_dtype = engine.communication_data_type
+        self.given: dict[int, Any] | None = None  # by id: the optimizer's parameters, where stock reduces no others
 
     def gradient(self, parameter: Any) -> Any:
         return parameter.grad
 
     def reduces(self, parameter: Any) -> bool:
-        """Whether stock reduces this one: all of the module's (ZeRO 0), or those that the optimizer was given."""
-        return True
+        """Whether stock reduces this one."""
+        return self.given is None or id(parameter) in self.given
 
     def predivide(self, ranks: int) -> float:
         """What gradients are divided by before the sum (DeepSpeedEngine.allreduce_bucket)."""
@@ -44,11 +45,6 @@ class PlainGradients:
     @contextmanager
     def folding(self) -> Iterator[None]:
         """Around the last backward pass."""
-        yield
-
-    @contextmanager
-    def last_use(self) -> Iterator[None]:
-        """Around the end of the reduction."""
         yield
 
     def after(self) -> None:
@@ -62,21 +58,20 @@ class PlainGradients:
 class Bf16Gradients(PlainGradients):
     """BF16_Optimizer: each micro-batch's .grad is folded into a high-precision buffer, which is what is reduced.
 
-    Stock folds after a backward pass, in update_hp_grads (or, with immediate_grad_update, in a hook before ours). In the
-    last one each parameter is folded when its bucket leaves, once, and update_hp_grads finds nothing to do.
+    Stock folds after a backward pass, in update_hp_grads (or, with immediate_grad_update, in a hook before ours). In
+    the last one each parameter is folded when its bucket leaves, once, and update_hp_grads finds nothing to do.
     """
+
+    given: dict[int, tuple[int, int]]
 
     def __init__(self, engine: Any):
         super().__init__(engine)
         groups = self.optimizer.bf16_groups
-        self.places = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group)}
+        self.given = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group)}
         self.folded: set[int] = set()
 
-    def reduces(self, parameter: Any) -> bool:
-        return id(parameter) in self.places
-
     def gradient(self, parameter: Any) -> Any:
-        i, j = self.places[id(parameter)]
+        i, j = self.given[id(parameter)]
         self._fold(parameter, i, j)
         return self.optimizer.fp32_groups_gradients[i][j]
 
@@ -94,7 +89,7 @@ class Bf16Gradients(PlainGradients):
             yield
         finally:
             self.optimizer.immediate_grad_update = before
-        for i, group in enumerate(self.optimizer.bf16_groups):  # tied weights among them: ReduceTiedGrads reads the buffer
+        for i, group in enumerate(self.optimizer.bf16_groups):  # ReduceTiedGrads reads the buffer of tied weights
             for j, parameter in enumerate(group):
                 self._fold(parameter, i, j)
 
@@ -102,13 +97,12 @@ class Bf16Gradients(PlainGradients):
 class ZeroGradients(PlainGradients):
     """ZeRO 1: reduced in place where the optimizer collects its partition from."""
 
+    given: dict[int, int]
+
     def __init__(self, engine: Any):
         super().__init__(engine)
         self.communication_dtype = self.optimizer.communication_data_type
         self.given = {id(parameter): i for i, group in enumerate(self.optimizer.bit16_groups) for parameter in group}
-
-    def reduces(self, parameter: Any) -> bool:
-        return id(parameter) in self.given
 
     def gradient(self, parameter: Any) -> Any:
         return self.optimizer.get_gradient_for_reduction(parameter)
@@ -117,7 +111,8 @@ class ZeroGradients(PlainGradients):
         from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
         # Muon's updates of a matrix need all of it on every rank that holds a part
-        return None if not self.optimizer.reduce_scatter or isinstance(self.optimizer.optimizer, MuonWithAuxAdam) else self._owners
+        muon = isinstance(self.optimizer.optimizer, MuonWithAuxAdam)
+        return self._owners if self.optimizer.reduce_scatter and not muon else None
 
     def _owners(self, parameter: Any) -> list[tuple[int, int]]:
         """The slices that average_tensor sends to their partitions' ranks."""
@@ -126,26 +121,25 @@ class ZeroGradients(PlainGradients):
         optimizer, i = self.optimizer, self.given[id(parameter)]
         key = optimizer.get_param_id(parameter)
         ranks = get_process_group_ranks(optimizer.real_dp_process_group[i])
-        starts = sorted((optimizer.grad_start_offset[i][part][key], ranks[part]) for part in optimizer.param_to_partition_ids[i][key])
+        parts, offsets = optimizer.param_to_partition_ids[i][key], optimizer.grad_start_offset[i]
+        starts = sorted((offsets[part][key], ranks[part]) for part in parts)
         ends = [start for start, _ in starts[1:]] + [parameter.numel()]
         return [(end - start, rank) for (start, rank), end in zip(starts, ends)]
 
     def predivide(self, ranks: int) -> float:
         # average_tensor divides before the sum with reduce_scatter (the default), else as the engine does
-        return float(ranks) if self.optimizer.reduce_scatter and self.engine.gradient_average else super().predivide(ranks)
+        before = self.optimizer.reduce_scatter and self.engine.gradient_average
+        return float(ranks) if before else super().predivide(ranks)
 
-    @contextmanager
-    def last_use(self) -> Iterator[None]:
+    def after(self) -> None:
+        """Put the partition together, as stock does, but for the communication."""
         names = ("average_tensor", "buffered_reduce_fallback")  # with and without contiguous_gradients
         for name in names:
             setattr(self.optimizer, name, lambda *args, **kwargs: None)
         try:
-            yield
+            self.engine._force_grad_boundary = True
+            self.engine.allreduce_gradients()
         finally:
+            self.engine._force_grad_boundary = False
             for name in names:
                 delattr(self.optimizer, name)
-
-    def after(self) -> None:
-        self.engine._force_grad_boundary = True
-        self.engine.allreduce_gradients()
-        self.engine._force_grad_boundary = False

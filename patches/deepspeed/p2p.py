@@ -9,34 +9,29 @@ A pair of neighbouring stages whose two nodes share something faster gets a grou
 
 from __future__ import annotations
 
-import sys
-
+from holmes_ext.patches.deepspeed.features import GRID_CHECK, P2P
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.plan.decide import own_pair
+from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.carrier import carrier
-from holmes_ext.runtime.groups.pair import new_pair_group
-
-DEEPSPEED = "deepspeed>=0.19,<0.20"
+from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.grid import check_grid
+from holmes_ext.runtime.groups.members import members_group
 
 #: This rank's pair groups: the other's rank -> process group. Filled when the engine sets up its p2p.
 _pairs: dict[int, object] = {}
 
 
-def _make_pair_groups(wrapped, instance, args, kwargs):
-    """After DeepSpeed's own set-up: one group for each pair of neighbours that shares more than the world does."""
-    result = wrapped(*args, **kwargs)
+@with_session
+def _make_pair_groups(current, wrapped, instance, args, kwargs):
+    """After DeepSpeed's own set-up: the pairs of neighbours that the plan gives a group of their own."""
+    result, carrier = wrapped(*args, **kwargs), carrier_of(backend_of())
     _pairs.clear()
-    current = session.active()
-    if current is None:
-        return result
-
-    grid = args[0] if args else kwargs["grid"]
-    backend = "nccl" if carrier() == "nccl" else "gloo"
-    world = current.transport((), backend).fabric
-    for pair in sorted({tuple(sorted(pair)) for pair in grid.p2p_groups}):
-        if current.rank in pair and pair[0] != pair[1] and current.transport(pair, backend).fabric != world:
-            group = new_pair_group(list(pair), "pipeline pair")
-            _pairs[pair[1] if current.rank == pair[0] else pair[0]] = group
+    grid, world = args[0] if args else kwargs["grid"], range(current.plan.world_size)
+    for pair in sorted({tuple(sorted(pair)) for pair in grid.p2p_groups}) if carrier else ():
+        if current.rank in pair and own_pair(current.plan, pair, world, carrier):
+            _pairs[pair[current.rank == pair[0]]] = members_group(pair, "pipeline pair")
     return result
 
 
@@ -62,64 +57,40 @@ def _over_pair_group(direction: str):
     return wrapper
 
 
-def _check_grid(wrapped, instance, args, kwargs):
-    """Once the real sizes are known: say it when a data-parallel group crosses clusters and another order would not."""
+def grid_sizes(current: session.Session, pipeline: int, tensor: int) -> Sizes:
+    """Complete sizes of DeepSpeed's grid, which has no axis for what a plan may know of besides (context, experts)."""
+    planned = current.plan.sizes
+    if planned is not None and (planned.pipeline, planned.tensor) == (pipeline, tensor):
+        return planned
+    return Sizes(pipeline=pipeline, tensor=tensor).complete(current.plan.world_size)
+
+
+@with_session
+def _check_grid(current, wrapped, instance, args, kwargs):
+    """Once the real sizes are known."""
     result = wrapped(*args, **kwargs)
-    current = session.active()
-    if current is None or current.rank != 0:
-        return result
-    from holmes_ext.plan.build import build_plan
-    from holmes_ext.plan.sizes import Sizes
-
-    sizes = Sizes(pipeline=instance.pipe_parallel_size, tensor=instance.model_parallel_size).complete(current.plan.world_size)
-    best = build_plan(current.site, sizes)
-    crossing = [g for g in instance.dp_groups if _crosses(current, current.plan.nodes, g)]
-    avoidable = len(crossing) - sum(_crosses(current, best.nodes, g) for g in instance.dp_groups)
-    if avoidable > 0:
-        print(
-            f"holmes: {len(crossing)} of {len(instance.dp_groups)} data-parallel groups cross clusters, {avoidable} of them need"
-            f" not: start with --holmes-sizes pipeline={sizes.pipeline},tensor={sizes.tensor}",
-            file=sys.stderr,
-        )
+    check_grid(current, grid_sizes(current, instance.pipe_parallel_size, instance.model_parallel_size))
     return result
-
-
-def _crosses(current: session.Session, nodes: tuple[str, ...], ranks: list[int]) -> bool:
-    names = {nodes[rank // current.plan.processes] for rank in ranks}
-    return len(names) > 1 and current.site.shared_fabric(names).kind == "ethernet"
 
 
 PATCHES = (
     Patch(
-        feature="deepspeed-p2p",
-        target="deepspeed.runtime.pipe.p2p:init_process_groups",
-        versions=DEEPSPEED,
-        parameters=("grid",),
-        wrap=_make_pair_groups,
-        reason="the pair groups are made where the engine sets up its p2p, on all ranks at once",
+        P2P, "deepspeed.runtime.pipe.p2p:init_process_groups",
+        "the pair groups are made where the engine sets up its p2p, on all ranks at once",
+        _make_pair_groups, parameters=("grid",),
     ),
     Patch(
-        feature="deepspeed-p2p",
-        target="deepspeed.runtime.pipe.p2p:send",
-        versions=DEEPSPEED,
-        parameters=("tensor", "dest_stage", "async_op"),
-        wrap=_over_pair_group("send"),
-        reason="p2p sends over the world group, which is on Ethernet as soon as the job crosses clusters",
+        P2P, "deepspeed.runtime.pipe.p2p:send",
+        "p2p sends over the world group, which is on Ethernet as soon as the job crosses clusters",
+        _over_pair_group("send"), parameters=("tensor", "dest_stage", "async_op"),
     ),
     Patch(
-        feature="deepspeed-p2p",
-        target="deepspeed.runtime.pipe.p2p:recv",
-        versions=DEEPSPEED,
-        parameters=("tensor", "src_stage", "async_op"),
-        wrap=_over_pair_group("recv"),
-        reason="the other end of p2p.send",
+        P2P, "deepspeed.runtime.pipe.p2p:recv", "the other end of p2p.send",
+        _over_pair_group("recv"), parameters=("tensor", "src_stage", "async_op"),
     ),
     Patch(
-        feature="deepspeed-grid-check",
-        target="deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
-        versions=DEEPSPEED,
-        parameters=("topology",),
-        wrap=_check_grid,
-        reason="only here the pipeline size of a script with flags of its own becomes known",
+        GRID_CHECK, "deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
+        "only here the pipeline size of a script with flags of its own becomes known",
+        _check_grid, parameters=("topology",),
     ),
-)
+)  # fmt: skip

@@ -4,8 +4,9 @@
     plan            stage_layers (3, 1):            block block block | block
     parts           0 .................................................. 6 ............. 9
 
-The plan counts transformer blocks, PipelineModule counts specs. Blocks are the specs of the class that repeats most; what stands before
-the first goes to the first stage, what stands after the last to the last stage, what stands between two goes with the first of them.
+The plan counts transformer blocks, PipelineModule counts specs. Blocks are the specs of the class that repeats most;
+what stands before the first goes to the first stage, what stands after the last to the last stage, what stands between
+two goes with the first of them.
 
 A list of borders (specs, as in module.parts) is taken as partition_method too, [0, 6, 9] or "0,6,9": DeepSpeed lacks it
 (deepspeedai/DeepSpeed#2974). It is the script's own choice, and wins over a plan.
@@ -13,6 +14,7 @@ A list of borders (specs, as in module.parts) is taken as partition_method too, 
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections import Counter
@@ -20,10 +22,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches.deepspeed.features import PARTITION
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.runtime import session
 
-DEEPSPEED = "deepspeed>=0.16,<0.20"
 _LIST = re.compile(r"\s*\d+(\s*,\s*\d+)+\s*")
 
 
@@ -46,28 +48,29 @@ def most_frequent(names: Sequence[str | None], total: int = 0) -> str | None:
 
 
 def borders_of(names: Sequence[str | None], stage_layers: Sequence[int], source: str) -> list[int]:
-    """Borders in specs, of specs of these classes (None: no block); HolmesError when the blocks are not the plan's layers."""
+    """Borders in specs of these classes (None: no block); HolmesError when the blocks are not the plan's layers."""
     total = sum(stage_layers)
     most = most_frequent(names, total)
     if most is None or names.count(most) != total:
         found = f"{names.count(most)} layers of class {most}" if most else "no layer class that repeats"
         split = "+".join(map(str, stage_layers))
-        raise HolmesError(f"{source}: key 'stage_layers': {split} = {total} layers, but the model has {found}; make the plan for this model")
+        key = f"{source}: key 'stage_layers'"
+        raise HolmesError(f"{key}: {split} = {total} layers, but the model has {found}; make the plan for this model")
     blocks = [index for index, name in enumerate(names) if name == most]
-    borders = [0]
-    for count in stage_layers:
-        borders.append(borders[-1] + count)
-    return [0, *(blocks[border] for border in borders[1:-1]), len(names)]
+    return [0, *(blocks[first] for first in itertools.accumulate(stage_layers[:-1])), len(names)]
 
 
 def check_borders(borders: Sequence[Any], specs: int, stages: int) -> list[int]:
     """The user's own borders; HolmesError when they are not 0 < ... < specs, one more than stages."""
+    problem = ""
     if not all(isinstance(border, int) and not isinstance(border, bool) for border in borders):
-        raise HolmesError(f"partition_method {list(borders)}: the borders must be whole numbers")
-    if len(borders) != stages + 1:
-        raise HolmesError(f"partition_method {list(borders)}: {len(borders)} borders for {stages} stages; give {stages + 1}, from 0 to {specs}")
-    if borders[0] != 0 or borders[-1] != specs or any(low >= high for low, high in zip(borders, borders[1:])):
-        raise HolmesError(f"partition_method {list(borders)}: the borders must rise from 0 to {specs}, the number of layers")
+        problem = "the borders must be whole numbers"
+    elif len(borders) != stages + 1:
+        problem = f"{len(borders)} borders for {stages} stages; give {stages + 1}, from 0 to {specs}"
+    elif borders[0] != 0 or borders[-1] != specs or any(low >= high for low, high in zip(borders, borders[1:])):
+        problem = f"the borders must rise from 0 to {specs}, the number of layers"
+    if problem:
+        raise HolmesError(f"partition_method {list(borders)}: {problem}")
     return list(borders)
 
 
@@ -86,10 +89,8 @@ def _partition_layers(wrapped, instance, args, kwargs):
         if current is not None and current.plan.stage_layers:
             plan = current.plan
             if len(plan.stage_layers) != stages:
-                raise HolmesError(
-                    f"{plan.source}: key 'stage_layers' has {len(plan.stage_layers)} stages, but the module has {stages};"
-                    " make the plan for this pipeline size"
-                )
+                key = f"{plan.source}: key 'stage_layers' has {len(plan.stage_layers)} stages"
+                raise HolmesError(f"{key}, but the module has {stages}; make the plan for this pipeline size")
             borders = borders_of([class_name(spec) for spec in specs], plan.stage_layers, plan.source)
             what = f"{plan.partition} partition, {'+'.join(map(str, plan.stage_layers))} blocks"
     if borders is not None:
@@ -97,17 +98,15 @@ def _partition_layers(wrapped, instance, args, kwargs):
         instance.parts = borders
         instance._set_bounds(start=borders[stage], stop=borders[stage + 1])
         if instance.global_rank == 0:
-            print(f"holmes: stages begin at layers {', '.join(map(str, borders[:-1]))} of {len(specs)} ({what})", file=sys.stderr)
+            begins = ", ".join(map(str, borders[:-1]))
+            print(f"holmes: stages begin at layers {begins} of {len(specs)} ({what})", file=sys.stderr)
     return result
 
 
 PATCHES = (
     Patch(
-        feature="deepspeed-partition",
-        target="deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
-        versions=DEEPSPEED,
-        parameters=("method",),
-        wrap=_partition_layers,
-        reason="PipelineModule takes no list of borders, and its methods know nothing of clusters",
+        PARTITION, "deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
+        "PipelineModule takes no list of borders, and its methods know nothing of clusters",
+        _partition_layers, parameters=("method",),
     ),
-)
+)  # fmt: skip

@@ -1,7 +1,9 @@
 """--holmes-profile under DeepSpeed's pipeline engine: which instruction is what, and which module which layer.
 
-The engine's table of instructions is timed in a copy that only the engine measured sees, and only until the last step measured. ReduceTiedGrads is
-always in its schedule: without tied layers the microseconds of nothing would say that the last stage waits for the first.
+The engine's table of instructions is timed in a copy that only the engine measured sees, and only until the last step
+measured. ReduceTiedGrads is
+always in its schedule: without tied layers the microseconds of nothing would say that the last stage waits for the
+first.
 """
 
 from __future__ import annotations
@@ -10,18 +12,22 @@ import weakref
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.deepspeed.p2p import DEEPSPEED
+from holmes_ext.patches.deepspeed.features import PROFILE
 from holmes_ext.patches.deepspeed.partition import class_name, most_frequent
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.runtime import session
+from holmes_ext.runtime.measure.profile_file import publish
+from holmes_ext.runtime.measure.profiler import Profiler, profiler
 
 KINDS = {
-    "ForwardPass": "forward", "BackwardPass": "backward", "SendActivation": "send", "SendGrad": "send", "RecvActivation": "receive",
-    "RecvGrad": "receive", "ReduceTiedGrads": "tied", "ReduceGrads": "reduce", "OptimizerStep": "optimizer",
+    "ForwardPass": "forward", "BackwardPass": "backward", "SendActivation": "send", "SendGrad": "send",
+    "RecvActivation": "receive", "RecvGrad": "receive", "ReduceTiedGrads": "tied", "ReduceGrads": "reduce",
+    "OptimizerStep": "optimizer",
 }  # fmt: skip
 
-#: engine -> its recorder, None once the profile is written.
-_recorders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+#: engine -> its profiler, None once the profile is written.
+_profilers: weakref.WeakKeyDictionary[Any, Profiler | None] = weakref.WeakKeyDictionary()
 
 
 def labels_of(module: Any) -> list[str | int]:
@@ -29,7 +35,7 @@ def labels_of(module: Any) -> list[str | int]:
     names = [class_name(spec) for spec in module._layer_specs]
     blocks = most_frequent(names)
     if blocks is None:
-        raise HolmesError("--holmes-profile: the model has no layer class that repeats, so there is nothing to measure layer by layer")
+        raise HolmesError("--holmes-profile: no layer class of the model repeats: nothing to measure layer by layer")
     first, last, found, number = names.index(blocks), len(names) - 1 - names[::-1].index(blocks), [], -1
     for index, name in enumerate(names):
         number += name == blocks
@@ -37,97 +43,79 @@ def labels_of(module: Any) -> list[str | int]:
     return found
 
 
-def _install(engine: Any, steps: int) -> Any:
+def _own_layers(module: Any) -> list[tuple[str | int, Any]]:
+    """(label, layer) of this stage."""
+    return list(zip(labels_of(module)[module._local_start : module._local_stop], module.forward_funcs))
+
+
+def _install(engine: Any, steps: int) -> Profiler:
     from torch.nn import Module
 
-    from holmes_ext.runtime.measure.profile import recorder
-
-    found = recorder(steps)
-    module, labels = engine.module, labels_of(engine.module)
-    own = zip(labels[module._local_start : module._local_stop], module.forward_funcs)
-    found.watch([(label, layer) for label, layer in own if isinstance(layer, Module)])
+    made = profiler(steps)
+    made.watch([(label, layer) for label, layer in _own_layers(engine.module) if isinstance(layer, Module)])
 
     def timed(kind: str, function: Any) -> Any:
         def call(self, *args, **kwargs):
-            with found.span(kind):
+            with made.span(kind):
                 return function(self, *args, **kwargs)
 
         return call
 
-    kinds = KINDS if module.tied_comms else {name: kind for name, kind in KINDS.items() if kind != "tied"}
+    kinds = {name: kind for name, kind in KINDS.items() if kind != "tied" or engine.module.tied_comms}
     engine._INSTRUCTION_MAP = {
         instruction: timed(kinds[instruction.__name__], function) if instruction.__name__ in kinds else function
         for instruction, function in type(engine)._INSTRUCTION_MAP.items()
     }
-    return found
+    return made
 
 
-def _train_batch(wrapped, instance, args, kwargs):
-    current = session.active()
-    if current is None or not current.options.profile_steps:
+@with_session
+def _train_batch(current, wrapped, instance, args, kwargs):
+    if instance not in _profilers:
+        _profilers[instance] = _install(instance, current.options.profile_steps)
+    mine = _profilers[instance]
+    if mine is None:
         return wrapped(*args, **kwargs)
-    if instance not in _recorders:
-        _recorders[instance] = _install(instance, current.options.profile_steps)
-    recorder = _recorders[instance]
-    if recorder is None:
-        return wrapped(*args, **kwargs)
-    with recorder.step():
+    with mine.step():
         result = wrapped(*args, **kwargs)
-    if recorder.finished:
-        _recorders[instance] = None
-        recorder.release()
+    if mine.finished:
+        _profilers[instance] = None
+        mine.release()
         del instance._INSTRUCTION_MAP
-        _publish(current, instance, recorder)
+        _publish(current, instance, mine)
     return result
 
 
-def _publish(current: session.Session, engine: Any, recorder: Any) -> None:
+def _publish(current: session.Session, engine: Any, mine: Profiler) -> None:
     import deepspeed
     from deepspeed.runtime.pipe import p2p
 
-    from holmes_ext.runtime.measure import profile, profile_file
-
-    module, stages = engine.module, engine.num_stages
-    labels = labels_of(module)[module._local_start : module._local_stop]
     gradients: dict[str | int, float] = {}
-    for label, layer in zip(labels, module.forward_funcs):
-        parameters = layer.parameters() if hasattr(layer, "parameters") else ()
-        gradients[label] = gradients.get(label, 0.0) + sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-    activation = _activation_bytes(engine)
-    edge = profile.probe_edges(engine.stage_id, stages, activation, engine.device, p2p.send, p2p.recv) if stages > 1 else 0.0
+    for label, layer in _own_layers(engine.module):
+        trained = [p for p in layer.parameters() if p.requires_grad] if hasattr(layer, "parameters") else []
+        gradients[label] = gradients.get(label, 0.0) + sum(p.numel() * p.element_size() for p in trained)
+    own = {
+        "framework": f"deepspeed {deepspeed.__version__}", "stage": engine.stage_id,
+        "tensor": engine.grid.model_parallel_size, "micro_batches": engine.micro_batches,
+        "activation_bytes": _activation_bytes(engine),
+    }  # fmt: skip
     group = engine.grid.get_data_parallel_group()
-    profile_file.publish(
-        current,
-        {
-            "framework": f"deepspeed {deepspeed.__version__}",
-            "stage": engine.stage_id,
-            "tensor": engine.grid.model_parallel_size,
-            "micro_batches": engine.micro_batches,
-            "steps": recorder.steps,
-            "gradient_bytes": [[label, size] for label, size in gradients.items()],
-            "activation_bytes": activation,
-            "reduction": profile.probe_reduction(group, int(sum(gradients.values())), engine.device),
-            "edge_s": edge,
-            **recorder.report(),
-        },
-    )
+    publish(current, mine, own, stages=engine.num_stages, gradient_bytes=gradients, group=group, device=engine.device,
+            send=p2p.send, receive=p2p.recv)  # fmt: skip
 
 
 def _activation_bytes(engine: Any) -> int:
-    """Of what comes from the stage before, or on the first stage back from the next one: a gradient is as large as its activation."""
+    """Of what comes from the stage before, or on the first stage back from the next one: a gradient is as large."""
     if engine.num_stages == 1:
         return 0
     buffer = engine.grad_layer if engine.is_first_stage() else engine.pipe_recv_buf
     tensors = buffer if isinstance(buffer, (tuple, list)) else [buffer]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if hasattr(tensor, "numel"))
+    return sum(tensor.nbytes for tensor in tensors if hasattr(tensor, "nbytes"))
 
 
 PATCHES = (
     Patch(
-        feature="deepspeed-profile",
-        target="deepspeed.runtime.pipe.engine:PipelineEngine.train_batch",
-        versions=DEEPSPEED,
-        wrap=_train_batch,
-        reason="--holmes-profile: where a step begins and ends; the rest is measured inside it",
+        PROFILE, "deepspeed.runtime.pipe.engine:PipelineEngine.train_batch",
+        "--holmes-profile: where a step begins and ends; the rest is measured inside it", _train_batch,
     ),
-)
+)  # fmt: skip

@@ -1,15 +1,15 @@
 """DeepSpeed's pipeline engine with its gradient reduction overlapped.
 
-The engine's schedule ends every batch with ReduceTiedGrads, ReduceGrads, OptimizerStep: the network idles while the last
-micro-batch's backward runs, and the GPUs while the network works. Under this patch the stage's gradients leave
-as they become final:
+The engine's schedule ends every batch with ReduceTiedGrads, ReduceGrads, OptimizerStep: the network idles while the
+last micro-batch's backward runs, and the GPUs while the network works. Under this patch the stage's gradients leave as
+they become final:
 
-    schedule            ... BackwardPass m-1 | BackwardPass m              | ReduceTiedGrads | ReduceGrads | OptimizerStep
-    stock                                    |                             | tied            | everything  |
-    here                                     | bucket 0, bucket 1, ...     | tied            | tied, last  |
+    schedule   ... BackwardPass m-1 | BackwardPass m              | ReduceTiedGrads | ReduceGrads | OptimizerStep
+    stock                           |                             | tied            | everything  |
+    here                            | bucket 0, bucket 1, ...     | tied            | tied, last  |
 
-The sums are the engine's own: same group, same dtype on the wire, same divisors; only the cut into buckets differs. What is reduced is the
-gradient where the optimizer reads it: deepspeed_gradients.py.
+The sums are the engine's own: same group, same dtype on the wire, same divisors; only the cut into buckets differs.
+What is reduced is the gradient where the optimizer reads it: deepspeed_gradients.py.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from collections.abc import Callable
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches.deepspeed.features import OVERLAP
 from holmes_ext.patches.deepspeed.gradients import gradients_of
+from holmes_ext.patches.deepspeed.p2p import grid_sizes
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
-
-#: The insides of the engine and of the optimizers were read in this version.
-DEEPSPEED = "deepspeed>=0.19.8,<0.20"
+from holmes_ext.runtime.groups.backend import backend_of
 
 #: engine -> its _Overlap, or None where its configuration is not supported.
 _overlaps: weakref.WeakKeyDictionary[Any, _Overlap | None] = weakref.WeakKeyDictionary()
 
 
 def unsupported(engine: Any) -> str | None:
-    """Why this engine's reduction cannot be overlapped, or None. The same on all ranks: it reads the configuration only."""
+    """Why this engine's reduction cannot be overlapped, or None. The same on all ranks: it reads the configuration
+    only."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -43,9 +43,8 @@ def unsupported(engine: Any) -> str | None:
     kind = type(engine.optimizer)
     known = (BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer, DeepSpeedZeroOptimizer)
     plain = engine.optimizer is engine.basic_optimizer
-    compact = kind is DeepSpeedZeroOptimizer and any(
-        engine.optimizer._use_compact_grad_partition_buffer(group) for group in range(len(engine.optimizer.bit16_groups))
-    )
+    zero = engine.optimizer if kind is DeepSpeedZeroOptimizer else None
+    compact = zero and any(map(zero._use_compact_grad_partition_buffer, range(len(zero.bit16_groups))))
     reasons = {
         f"the engine is a {type(engine).__name__}, whose schedule is its own": type(engine) is not PipelineEngine,
         "the optimizer reduces gradients itself": not engine.pipeline_enable_backward_allreduce,
@@ -59,7 +58,7 @@ def unsupported(engine: Any) -> str | None:
         "the optimizer's state is offloaded": bool(engine.zero_use_cpu_optimizer()),
         "ZenFlow": bool(engine.zenflow),
         "DeepCompile": bool(engine.is_deepcompile_enabled()),
-        "ZeRO 1 accumulates in float32 beside the gradients": compact,
+        "ZeRO 1 accumulates in float32 beside the gradients": bool(compact),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -90,10 +89,10 @@ class _Overlap:
             return run()
 
     def reduce(self) -> None:
-        """ReduceGrads: launch the tied gradients (now summed over the stages), wait for all, let the optimizer take over."""
-        with self.source.last_use():
-            self.reducer.finish()
-            self.source.after()
+        """ReduceGrads: launch the tied gradients (now summed over the stages), wait for all, let the optimizer take
+        over."""
+        self.reducer.finish()
+        self.source.after()
 
     @property
     def armed(self) -> bool:
@@ -112,13 +111,11 @@ class _Overlap:
 
 def _make_reducer(engine: Any, trained: list[tuple[str, Any]], source: Any) -> Any:
     """A GradientReducer that does the engine's arithmetic (DeepSpeedEngine.allreduce_bucket, ZeRO's average_tensor)."""
-    from holmes_ext.runtime.reduce.reducer import GradientReducer
+    from holmes_ext.runtime.reduce.reducer import GradientReducer  # torch is there by now
 
-    current = session.active()
     return GradientReducer(
         trained,
         engine.mpu.get_data_parallel_group(),
-        bucket_bytes=current.options.bucket_bytes if current else None,
         average=engine.gradient_average,
         predivide=source.predivide(engine.dp_world_size),
         communication_dtype=source.communication_dtype,
@@ -129,32 +126,33 @@ def _make_reducer(engine: Any, trained: list[tuple[str, Any]], source: Any) -> A
 
 
 def overlap_of(engine: Any) -> _Overlap | None:
-    """The engine's _Overlap; None where the plan does without, nothing is to be reduced, or it cannot be overlapped (said once, by rank 0)."""
-    current = session.active()
-    if current is not None and current.options.overlap == "off":
-        return None
+    """The engine's _Overlap; None where the plan does without, or it cannot be overlapped (said once, by rank 0)."""
     if engine not in _overlaps:
-        wanted = _wanted(engine, current)
+        current, wanted = session.active(), _wanted(engine)
         reason = (unsupported(engine) or _refused(engine, current)) if any(wanted) else None
         if reason and current is not None and "overlap" in current.options.required_features:
-            raise HolmesError(f"--holmes-require overlap: DeepSpeed's gradient reduction cannot be overlapped: {reason}")
+            what = "DeepSpeed's gradient reduction cannot be overlapped"
+            raise HolmesError(f"--holmes-require overlap: {what}: {reason}")
         if reason and engine.global_rank == 0:
-            print(f"holmes: the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}", file=sys.stderr)
+            text = f"the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}"
+            print(f"holmes: {text}", file=sys.stderr)
         _overlaps[engine] = _Overlap(weakref.proxy(engine)) if wanted[engine.stage_id] and not reason else None
     return _overlaps[engine]
 
 
-def _wanted(engine: Any, current: session.Session | None) -> tuple[bool, ...]:
-    """For each stage whether its reduction is to be overlapped: on means all, auto those that the plan would wait for."""
-    if current is None or current.options.overlap == "on" or not engine.is_data_parallel:
+def _wanted(engine: Any) -> tuple[bool, ...]:
+    """For each stage whether its reduction is to be overlapped, as the plan says; without holmes (its patches alone)
+    every one."""
+    current = session.active()
+    if current is None or not engine.is_data_parallel:
         return (bool(engine.is_data_parallel),) * engine.num_stages
-    grid = engine.grid
-    engines = Sizes(pipeline=engine.num_stages, tensor=grid.get_slice_parallel_world_size(), data=grid.get_data_parallel_world_size())
-    return current.overlapped_stages(current.plan.sizes or engines)
+    sizes = grid_sizes(current, engine.num_stages, engine.grid.get_slice_parallel_world_size())
+    return tuple(way.overlap for way in current.stages(sizes, backend_of()))
 
 
 def _refused(engine: Any, current: session.Session | None) -> str | None:
-    """The user's own setting wins over auto; where --holmes-overlap on contradicts it, patches/deepspeed/ds_config.py has said so before."""
+    """The user's own setting wins over auto; where --holmes-overlap on contradicts it, patches/deepspeed/ds_config.py
+    has said so before."""
     zero = engine._config._param_dict.get("zero_optimization", {})
     automatic = current is not None and current.options.overlap == "auto"
     return "zero_optimization.overlap_comm is false" if automatic and zero.get("overlap_comm") is False else None
@@ -185,28 +183,15 @@ _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 
 PATCHES = (
     Patch(
-        feature="overlap",
-        target=f"{_ENGINE}._exec_schedule",
-        versions=DEEPSPEED,
-        parameters=("pipe_schedule",),
-        wrap=_begin,
-        reason="where a batch begins, to know which backward pass is its last",
+        OVERLAP, f"{_ENGINE}._exec_schedule", "where a batch begins, to know which backward pass is its last",
+        _begin, parameters=("pipe_schedule",),
     ),
     Patch(
-        feature="overlap",
-        target=f"{_ENGINE}._exec_backward_pass",
-        versions=DEEPSPEED,
-        parameters=("buffer_id",),
-        wrap=_backward,
-        rebind=(f"{_ENGINE}._INSTRUCTION_MAP[BackwardPass]",),
-        reason="the engine reduces nothing before its last backward pass has ended",
+        OVERLAP, f"{_ENGINE}._exec_backward_pass", "the engine reduces nothing before its last backward pass has ended",
+        _backward, parameters=("buffer_id",), rebind=(f"{_ENGINE}._INSTRUCTION_MAP[BackwardPass]",),
     ),
     Patch(
-        feature="overlap",
-        target=f"{_ENGINE}._exec_reduce_grads",
-        versions=DEEPSPEED,
-        wrap=_reduce,
-        rebind=(f"{_ENGINE}._INSTRUCTION_MAP[ReduceGrads]",),
-        reason="what is left of the reduction, in place of the whole of it",
+        OVERLAP, f"{_ENGINE}._exec_reduce_grads", "what is left of the reduction, in place of the whole of it",
+        _reduce, rebind=(f"{_ENGINE}._INSTRUCTION_MAP[ReduceGrads]",),
     ),
-)
+)  # fmt: skip

@@ -5,29 +5,30 @@
     ZeRO 1 and 2           DeepSpeedZeroOptimizer's, an all-reduce too (0.19.8)           yes
     ZeRO 3                 reduce_scatter_coalesced, one partition for each rank          no
 
-Which gradients travel together, when (ZeRO 2 and overlap_comm: in hooks of the backward pass), in which dtype and divided by what
-stays DeepSpeed's; only the sum of a bucket takes another way. ZeRO 3 keeps stock collectives: it gathers every layer's parameters over
-the whole group in each forward and backward pass, twice the bytes of its gradients, which no way to sum gradients mends.
-zero_hpz_partition_size (ZeRO++) or MiCS, which keep the parameters' partitions inside a cluster, do.
+Which gradients travel together, when (ZeRO 2 and overlap_comm: in hooks of the backward pass), in which dtype and
+divided by what stays DeepSpeed's; only the sum of a bucket takes another way. ZeRO 3 keeps stock collectives: it
+gathers every layer's parameters over the whole group in each forward and backward pass, twice the bytes of its
+gradients, which no way to sum gradients mends. zero_hpz_partition_size (ZeRO++) or MiCS, which keep the parameters'
+partitions inside a cluster, do.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches.deepspeed.features import TWO_LEVEL
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.runtime import session
-
-#: The methods that average a bucket were read in this version.
-DEEPSPEED = "deepspeed>=0.19.8,<0.20"
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks
+from holmes_ext.runtime.groups.grid import tell
 
 #: How many of the averaging methods are on the stack: only their all-reduces are gradients.
 _averaging = 0
-#: group -> bytes of a bucket -> whether two levels are faster; group -> its two-level all-reduce.
-_faster: weakref.WeakKeyDictionary[Any, dict[int, bool]] = weakref.WeakKeyDictionary()
+#: group -> how it reduces; group -> its two-level all-reduce.
+_ways: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -42,7 +43,8 @@ def _average(wrapped, instance, args, kwargs):
 
 
 def _all_reduce(wrapped, instance, args, kwargs):
-    """deepspeed.comm.all_reduce(tensor, op, group, async_op): in two levels for gradients of a group where that is faster.
+    """deepspeed.comm.all_reduce(tensor, op, group, async_op): in two levels for gradients of a group where that is
+    faster.
 
     (Its timing decorator hides the parameters' names, which is why the patch cannot list them.)
     """
@@ -59,50 +61,44 @@ def _all_reduce(wrapped, instance, args, kwargs):
     try:
         reduce(tensor.view(-1)).wait()
     except RuntimeError as error:
-        from holmes_ext.runtime.watch.failure import describe_failure
+        from holmes_ext.runtime.watch.failure import describe_failure  # torch is there by now
 
-        ranks = _ranks(group)
-        fabric = session.require().plan.fabric_of(ranks, session.require().site)
-        raise HolmesError(describe_failure(f"a bucket of {tensor.numel()} elements", ranks, fabric, str(error))) from error
+        what, ranks = f"a bucket of {tensor.numel()} elements", group_ranks(group)
+        fabric = session.require().fabric_of(ranks, backend_of(group))
+        raise HolmesError(describe_failure(what, ranks, fabric, str(error))) from error
 
 
 def _two_level(group: Any, size: int) -> Any:
-    """The group's two-level all-reduce, or None where torch's is faster for so many bytes. All ranks come to the same."""
-    from holmes_ext.runtime.reduce import straddling
+    """The group's two-level all-reduce; None where the plan has torch's for so many bytes. The same on all ranks."""
+    from holmes_ext.runtime.reduce.straddling import planned, two_level_for  # torch is there by now
 
-    known = _faster.setdefault(group, {})
-    if size not in known:
-        known[size] = straddling.planned(_ranks(group), size) is not None
-    if not known[size]:
+    if group not in _ways:
+        _ways[group] = planned(group)
+    way = _ways[group]
+    if not way.clusters or size < way.two_level_from:
         return None
     if group not in _made:
-        if session.require().options.compress == "int8":
+        if way.compress == "int8":
             raise HolmesError(
-                "--holmes-compress int8 carries rounding errors on to the next step, which DeepSpeed's buckets, new at every step, do"
-                " not allow: use bf16, or the pipeline engine with --holmes-overlap on"
+                "--holmes-compress int8 carries rounding errors on to the next step, which DeepSpeed's buckets, new at"
+                " every step, do not allow: use bf16, or the pipeline engine with --holmes-overlap on"
             )
-        _made[group] = straddling.two_level_for(group, size)
+        _made[group] = two_level_for(group, size, way)
     return _made[group]
 
 
-def _ranks(group: Any) -> tuple[int, ...]:
-    import torch.distributed as dist
-
-    return tuple(dist.get_process_group_ranks(group))
-
-
-def _tell_stage_3(wrapped, instance, args, kwargs):
+@with_session
+def _tell_stage_3(current, wrapped, instance, args, kwargs):
     """ZeRO 3 over clusters: say once that its collectives are DeepSpeed's own."""
     result = wrapped(*args, **kwargs)
-    if instance.zero_optimization_stage() == 3 and instance.global_rank == 0 and session.active() is not None:
-        from holmes_ext.runtime.reduce import straddling
-
-        if straddling.planned(_ranks(instance.seq_data_parallel_group), sum(p.ds_numel * 4 for p in instance.module.parameters())) is not None:
-            print(
-                "holmes: ZeRO 3 over several clusters keeps DeepSpeed's own collectives: it gathers every layer's parameters across them,"
-                " twice a micro-batch; zero_hpz_partition_size of one cluster's ranks, or ZeRO 1 or 2, sends less",
-                file=sys.stderr,
-                flush=True,
+    if instance.zero_optimization_stage() == 3:
+        group = instance.seq_data_parallel_group
+        if current.reduction(group_ranks(group), backend_of(group)).clusters:
+            tell(
+                current,
+                "ZeRO 3 over several clusters keeps DeepSpeed's own collectives: it gathers every layer's parameters"
+                " across them, twice a micro-batch; zero_hpz_partition_size of one cluster's ranks, or ZeRO 1 or 2,"
+                " sends less",
             )
     return result
 
@@ -112,27 +108,17 @@ _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 
 PATCHES = (
     Patch(
-        feature="two-level",
-        target="deepspeed.comm.comm:all_reduce",
-        versions=DEEPSPEED,
-        wrap=_all_reduce,
-        reason="the sum of a bucket of gradients, for a group that straddles clusters",
+        TWO_LEVEL, "deepspeed.comm.comm:all_reduce",
+        "the sum of a bucket of gradients, for a group that straddles clusters", _all_reduce,
     ),
     *(
-        Patch(
-            feature="two-level",
-            target=target,
-            versions=DEEPSPEED,
-            wrap=_average,
-            reason="tells the all-reduces of gradients from others",
+        Patch(TWO_LEVEL, target, "tells the all-reduces of gradients from others", _average)
+        for target in (
+            f"{_ENGINE}.allreduce_bucket", f"{_ZERO}.allreduce_bucket", f"{_ZERO}.gradient_reduction_w_predivide",
         )
-        for target in (f"{_ENGINE}.allreduce_bucket", f"{_ZERO}.allreduce_bucket", f"{_ZERO}.gradient_reduction_w_predivide")
     ),
     Patch(
-        feature="two-level",
-        target=f"{_ENGINE}._configure_zero_optimizer",
-        versions=DEEPSPEED,
-        wrap=_tell_stage_3,
-        reason="says that ZeRO 3 over several clusters is not helped",
+        TWO_LEVEL, f"{_ENGINE}._configure_zero_optimizer", "says that ZeRO 3 over several clusters is not helped",
+        _tell_stage_3,
     ),
-)
+)  # fmt: skip

@@ -1,6 +1,6 @@
 """The place that a patch changes: one attribute, and every copy of it.
 
-A site remembers the original and the patches on it, outermost last. Adding or removing one builds
+A location remembers the original and the patches on it, outermost last. Adding or removing one builds
 the value anew from the original, so features that patch the same function can be switched off in any order:
 
     original --A--> --B--> what the attribute holds          remove(A):  original --B-->
@@ -16,7 +16,6 @@ import inspect
 import logging
 import operator
 import sys
-from dataclasses import dataclass
 from types import FunctionType, ModuleType
 
 import wrapt
@@ -57,25 +56,7 @@ class Wrapper(wrapt.FunctionWrapper):
         return self
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """A place named by Patch.rebind: an attribute of a module or class, or an entry of a dict."""
-
-    holder: object
-    key: object
-    is_entry: bool
-
-    def get(self):
-        return self.holder[self.key] if self.is_entry else vars(self.holder).get(self.key)
-
-    def set(self, value):
-        if self.is_entry:
-            self.holder[self.key] = value
-        else:
-            setattr(self.holder, self.key, value)
-
-
-class Site:
+class Location:
     """The target of one or more patches, in a module that is imported. Not thread-safe: the registry locks."""
 
     def __init__(self, patch: Patch):
@@ -87,7 +68,7 @@ class Site:
         self.original = _raw(self.parent, self.name)
         self.value = self.entry = self.original  # what attributes hold, what dict entries hold
         self.patches: list[Patch] = []
-        self.slots: list[_Slot] = []
+        self.entries: list[tuple[dict, object]] = []  # (table, key)
 
     def check(self, patch: Patch) -> None:
         """Raise Misfit when the target lacks the patch's parameters, or a rebind place does not hold the target."""
@@ -96,17 +77,16 @@ class Site:
                 names = inspect.signature(getattr(self.parent, self.name)).parameters
             except (TypeError, ValueError):
                 raise Misfit(f"{patch.target} has no signature to check") from None
-            reason = missing_parameters(patch, names)
-            if reason:
+            if reason := missing_parameters(patch, names):
                 raise Misfit(reason)
-        self._slots_of(patch)
+        self._entries_of(patch)
 
     def add(self, patch: Patch) -> None:
         """Apply the patch. Raises what its replace raises, and then has changed nothing."""
-        slots = self._slots_of(patch)
+        entries = self._entries_of(patch)
         value = self._apply(patch, self.value)
         self.patches.append(patch)
-        self.slots += [slot for slot in slots if slot not in self.slots]
+        self.entries += entries
         self._hold(value)
 
     def remove(self, patch: Patch) -> None:
@@ -123,7 +103,7 @@ class Site:
         return Wrapper(value, patch.wrap, enabled=lambda: patch in self.patches)
 
     def _hold(self, value):
-        """Put value into the attribute and all its copies, where the site's former value was."""
+        """Put value into the attribute and all its copies, where the former value was."""
         former = self.value
         if former is not self.original and vars(self.parent).get(self.name) is not former:
             _log.warning("holmes: %s was changed by somebody else meanwhile: it stays as it is", self.target)
@@ -136,16 +116,16 @@ class Site:
                 for name, held in list(vars(module).items()):
                     if held is former:
                         setattr(module, name, value)
-        self.value = value
-        self.entry = self._as_entry(value)
-        for slot in self.slots:
-            slot.set(self.entry if slot.is_entry else value)
+        self.value, self.entry = value, self._as_entry(value)
+        for table, key in self.entries:
+            table[key] = self.entry
         if not self.patches:
-            self.slots = []
+            self.entries = []
 
     def _as_entry(self, value):
-        """What a dict holds instead of a method: a function of (self, ...), since a wrapper binds only as an attribute."""
-        if not isinstance(value, Wrapper) or isinstance(self.parent, ModuleType) or type(self.original) is not FunctionType:
+        """What a dict holds instead of a method: a function of (self, ...), since a wrapper binds only as attribute."""
+        of_class = type(self.original) is FunctionType and not isinstance(self.parent, ModuleType)
+        if not isinstance(value, Wrapper) or not of_class:
             return value
 
         @functools.wraps(self.original)
@@ -154,33 +134,25 @@ class Site:
 
         return call
 
-    def _slots_of(self, patch):
-        """The places that patch.rebind names, in modules that are imported; the others will copy the patched object."""
-        slots = []
-        for module, qualname, key in patch.rebind_places():
-            if module not in sys.modules:
-                continue
-            parent, name = _locate(module, qualname)
-            if key is None:
-                found = [_Slot(parent, name, False)]
-            else:
-                table = getattr(parent, name)
-                found = [_Slot(table, k, True) for k in table if key == k or key == getattr(k, "__name__", None)]
-                if key == "*":
-                    found = [slot for slot in (_Slot(table, k, True) for k in table) if self._is_held(slot)]
-            if not found or not all(self._is_held(slot) for slot in found):
-                raise Misfit(f"{module}:{qualname}{f'[{key}]' if key else ''} does not hold {patch.target}")
-            slots += found
-        return slots
-
-    def _is_held(self, slot):
-        return any(slot.get() is mine for mine in (self.original, self.value, self.entry))
+    def _entries_of(self, patch):
+        """The dict entries that patch.rebind names, in modules that are imported; the others will copy the patched
+        object."""
+        entries = []
+        for module, qualname, name in patch.rebind_places():
+            if module in sys.modules:
+                parent, attribute = _locate(module, qualname)
+                table = getattr(parent, attribute)
+                keys = [key for key in table if name in (key, getattr(key, "__name__", None))]
+                if not keys or not all(any(table[key] is mine for mine in (self.original, self.entry)) for key in keys):
+                    raise Misfit(f"{module}:{qualname}[{name}] does not hold {patch.target}")
+                entries += [(table, key) for key in keys]
+        return entries
 
 
 def _locate(module, qualname):
     """(the object that has the attribute, the attribute's name); Misfit when there is no such attribute."""
     *path, name = qualname.split(".")
-    parent = sys.modules[module]
+    parent: object = sys.modules[module]
     for part in path:
         parent = getattr(parent, part, None)
     if parent is None or not hasattr(parent, name):
@@ -198,7 +170,7 @@ def _raw(parent, name):
 def _modules(package):
     """The imported modules of a top-level package.
 
-    By the names alone: a list of items makes tuples, which may start the garbage collector, whose finalizers may import.
+    By the names alone: a list of items makes tuples, which may start the garbage collector; its finalizers may import.
     """
     names = [name for name in list(sys.modules) if name == package or name.startswith(package + ".")]
     return [module for name in names if isinstance(module := sys.modules.get(name), ModuleType)]

@@ -6,16 +6,20 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
+from holmes_ext.options import CHOICES, Options, flag
+
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_REBIND = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)(?:\[(\w+|\*)\])?")
+_REBIND = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)\[(\w+)\]")
 
 
 @functools.cache
-def _installed(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """From its metadata: nothing is imported. None when it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -23,72 +27,46 @@ def _installed(distribution: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Patch:
-    """One change to one attribute of a framework.
+class Feature:
+    """What patches do together: all are applied, or none. A user calls it `name` (HOLMES_DISABLE, --holmes-require).
 
-    feature     the feature it belongs to; all patches of a feature are applied, or none.
-    target      "module:qualname", as in "deepspeed.runtime.pipe.p2p:send".
     versions    distribution and PEP 440 range, as in "deepspeed>=0.19,<0.20".
-    reason      one line for `holmes patches`: why the framework must be changed here.
-    wrap        wrap(wrapped, instance, args, kwargs), called instead of the target (wrapt's convention:
-                wrapped is bound already; instance is None for plain functions and static methods).
-    replace     replace(original) -> the object to put in its place; original as stored (a staticmethod
-                object stays one). Give exactly one of wrap and replace.
-    parameters  names of the target's parameters that wrap or replace relies on.
-    rebind      further places that hold the target: "module:qualname" for an attribute, and
-                "module:qualname[KEY]" for an entry of a dict, where KEY is a string key, the __name__ of a key
-                that is a class or function, or * for every entry that holds the target. Copies made by
-                `from x import f` within the target's top-level package need not be named.
+    tried       the versions of it that the feature was run with: the oldest and the newest, whatever the range allows.
+    option      the field of Options that asks for the feature, "" when every job does; `idle`: its values that do not.
     version_of  version_of() -> version or None, for a module that is not (only) installed as a distribution: vendored,
-                or run from a source tree. Called once the target's module is imported, and instead of
+                or run from a source tree. Called once a target's module is imported, and instead of
                 the installed distribution's metadata. None: another framework's module of that name; the feature
                 is off without a warning.
-
-    ValueError when a field is malformed (an error of whoever wrote the patch).
     """
 
-    feature: str
-    target: str
+    name: str
     versions: str
-    reason: str
-    wrap: Callable | None = None
-    replace: Callable | None = None
-    parameters: tuple[str, ...] = ()
-    rebind: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
+    option: str = ""
+    idle: tuple[str, ...] = ()
     version_of: Callable[[], str | None] | None = None
 
     def __post_init__(self):
-        if not _TARGET.fullmatch(self.target):
-            raise ValueError(f"target must be 'module:qualname', not {self.target!r}")
-        if (self.wrap is None) == (self.replace is None):
-            raise ValueError(f"{self.target}: give exactly one of wrap and replace")
-        for place in self.rebind:
-            if not _REBIND.fullmatch(place):
-                raise ValueError(f"{self.target}: rebind must be 'module:qualname' or 'module:qualname[key]', not {place!r}")
         Requirement(self.versions)  # InvalidRequirement is a ValueError
-
-    @property
-    def module(self) -> str:
-        return self.target.partition(":")[0]
-
-    @property
-    def qualname(self) -> str:
-        return self.target.partition(":")[2]
 
     @cached_property
     def requirement(self) -> Requirement:
         return Requirement(self.versions)
 
-    def rebind_places(self) -> list[tuple[str, str, str | None]]:
-        """The places in `rebind`, as (module, qualname, key or None)."""
-        return [_REBIND.fullmatch(place).groups() for place in self.rebind]
-
     def installed(self) -> str | None:
-        """The installed distribution's version, from its metadata: nothing is imported. None when it is not installed."""
-        return _installed(self.requirement.name)
+        return installed_version(self.requirement.name)
+
+    def asked_for(self, options: Options) -> bool:
+        return not self.option or getattr(options, self.option) not in self.idle
+
+    @property
+    def asked_by(self) -> str:
+        """ "--holmes-overlap auto or on", "--holmes-profile"; "" when every job does."""
+        values = [value for value in CHOICES.get(self.option, ()) if value not in self.idle]
+        return " ".join([flag(self.option), " or ".join(values)]).strip() if self.option else ""
 
     def version_misfit(self, version: str | None) -> str | None:
-        """Why the patch does not support this version (None: not installed), or None when it does.
+        """Why the feature does not support this version (None: not installed), or None when it does.
 
         Pre-releases and local builds (0.20.0rc1, 2.13.0+cpu) are judged as PEP 440 orders them.
         """
@@ -103,15 +81,59 @@ class Patch:
 
 
 @dataclass(frozen=True)
-class PatchStatus:
-    """What became of a patch. state: "waiting" (for its module to be imported), "applied" or "off"; version: what was
-    found, None when nothing was; reason: why it is off, else the patch's own reason."""
+class Patch:
+    """One change to one attribute of a framework.
+
+    target      "module:qualname", as in "deepspeed.runtime.pipe.p2p:send".
+    reason      one line for `holmes patches`: why the framework must be changed here.
+    wrap        wrap(wrapped, instance, args, kwargs), called instead of the target (wrapt's convention:
+                wrapped is bound already; instance is None for plain functions and static methods).
+    replace     replace(original) -> the object to put in its place; original as stored (a staticmethod
+                object stays one). Give exactly one of wrap and replace.
+    parameters  names of the target's parameters that wrap or replace relies on.
+    rebind      entries of dicts that hold the target too: "module:qualname[KEY]", where KEY is a string key or the
+                __name__ of a key that is a class. Copies made by `from x import f` within the target's top-level
+                package need not be named.
+
+    ValueError when a field is malformed (an error of whoever wrote the patch).
+    """
+
+    feature: Feature
+    target: str
+    reason: str
+    wrap: Callable | None = None
+    replace: Callable | None = None
+    parameters: tuple[str, ...] = ()
+    rebind: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if not _TARGET.fullmatch(self.target):
+            raise ValueError(f"target must be 'module:qualname', not {self.target!r}")
+        if (self.wrap is None) == (self.replace is None):
+            raise ValueError(f"{self.target}: give exactly one of wrap and replace")
+        for place in self.rebind:
+            if not _REBIND.fullmatch(place):
+                raise ValueError(f"{self.target}: rebind {place!r} is not 'module:qualname[key]'")
+
+    @property
+    def module(self) -> str:
+        return self.target.partition(":")[0]
+
+    @property
+    def qualname(self) -> str:
+        return self.target.partition(":")[2]
+
+    def rebind_places(self) -> list[tuple[str, ...]]:
+        """The places in `rebind`, as (module, qualname, key)."""
+        return [match.groups() for place in self.rebind if (match := _REBIND.fullmatch(place))]
+
+
+class PatchStatus(NamedTuple):
+    """state: "waiting" (for the target's module to be imported), "applied" or "off"; version: what was found, None when
+    nothing was; reason: why it is off, else the patch's own."""
 
     feature: str
     target: str
     state: str
     reason: str
     version: str | None
-
-    def __post_init__(self):
-        assert self.state in ("waiting", "applied", "off"), self.state

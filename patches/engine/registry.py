@@ -3,22 +3,20 @@
 Features are all or nothing, but the modules they patch are imported one by one, and importing them early
 would change the program. So a feature is judged three times, each time as far as can be known:
 
-    enable()                        the installed distributions' versions
+    enable()                        the installed distribution's version
     its first module is imported    every patch: version, target, parameters; of modules that are not
                                     imported yet by reading their source (source.py)
     each further module             the same once more, now on what was really imported
 
 A misfit at any of these times switches the whole feature off: what it had applied is undone, the reason is kept
-for report(), and training goes on. If the user asked for the feature by name (required), HolmesError is
+for statuses(), and training goes on. If the user asked for the feature by name (required), HolmesError is
 raised instead, from enable() or from the import. Nothing else ever escapes into an import.
 
 Modules are only watched (wrapt's post-import hooks), never imported from here. Hooks cannot be taken back;
 after undo() they find nothing to do.
 """
 
-import difflib
 import functools
-import hashlib
 import logging
 import os
 import sys
@@ -27,13 +25,18 @@ from collections.abc import Iterable, Mapping
 
 import wrapt
 
-from holmes_ext import __version__
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.engine.location import Misfit, Site
-from holmes_ext.patches.engine.patch import Patch, PatchStatus
+from holmes_ext.options import Options
+from holmes_ext.patches.engine.location import Location, Misfit
+from holmes_ext.patches.engine.patch import Feature, Patch, PatchStatus
 from holmes_ext.patches.engine.source import source_misfit
+from holmes_ext.words import did_you_mean
 
 _log = logging.getLogger(__name__)
+#: Features that are no more: switching them off is no mistake.
+_FORMER = ("overlap-gather",)
+#: Why a feature is off that nobody wanted: nothing that a user must be told.
+_UNWANTED = "not enabled"
 
 
 def disabled_features(environ: Mapping[str, str], known: Iterable[str]) -> frozenset[str]:
@@ -41,33 +44,34 @@ def disabled_features(environ: Mapping[str, str], known: Iterable[str]) -> froze
 
     HolmesError names an unknown feature and the nearest known one.
     """
-    known = set(known)
+    known = list(known)
     names = {name.strip() for name in environ.get("HOLMES_DISABLE", "").split(",")} - {""}
-    for name in sorted(names - known - {"all"}):
-        raise HolmesError(f"HOLMES_DISABLE: {_unknown(name, known | {'all'})}")
+    for name in sorted(names - {*known, *_FORMER, "all"}):
+        raise HolmesError(f"HOLMES_DISABLE: {_unknown(name, [*known, 'all'])}")
     return frozenset(known if "all" in names else names)
 
 
-def _unknown(name, known):
-    near = difflib.get_close_matches(name, sorted(known), 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known)) or 'none'}"
-    return f"there is no feature {name!r}; {hint}"
+def _unknown(name: str, known: Iterable[str]) -> str:
+    return f"there is no feature {name!r}; {did_you_mean(name, sorted(known))}"
 
 
 class _NotLoaded(Exception):
     """A module of that name belongs to another framework: off, and nothing that a user must be told."""
 
 
-class _Feature:
+class _Progress:
     """The patches of one feature and how far they have come."""
 
-    def __init__(self, name):
-        self.name = name
+    def __init__(self, feature: Feature):
+        self.feature = feature
         self.patches: list[Patch] = []
         self.required = self.begun = False
-        self.off = "not enabled"  # why it is off; None while it is on
-        self.sites: dict[Patch, Site] = {}  # of the patches that are applied
-        self.versions: dict[Patch, str | None] = {}
+        self.off: str | None = _UNWANTED  # why it is off; None while it is on
+        self.applied: dict[Patch, Location] = {}
+        self.version: str | None = None
+
+    def state(self, patch: Patch) -> str:
+        return "off" if self.off else "applied" if patch in self.applied else "waiting"
 
 
 class Registry:
@@ -75,97 +79,95 @@ class Registry:
 
     def __init__(self, patches: Iterable[Patch] = ()):
         self._lock = threading.RLock()
-        self._features: dict[str, _Feature] = {}
-        self._sites: dict[str, Site] = {}  # by target, of the patches that are applied
+        self._features: dict[str, _Progress] = {}
+        self._locations: dict[str, Location] = {}  # by target, of the patches that are applied
         self._watched: set[str] = set()
         for patch in patches:
-            self.register(patch)
+            progress = self._features.setdefault(patch.feature.name, _Progress(patch.feature))
+            if patch.feature != progress.feature or any(patch.target == other.target for other in progress.patches):
+                raise ValueError(f"{patch.feature.name}: {patch.target} stands twice, or in two features of one name")
+            progress.patches.append(patch)
 
-    @property
-    def features(self) -> tuple[str, ...]:
-        """The names of the features that have patches."""
-        return tuple(self._features)
-
-    def register(self, patch: Patch) -> None:
-        """Add a patch to its feature. ValueError when the feature is on, or patches the same target already."""
-        with self._lock:
-            feature = self._features.setdefault(patch.feature, _Feature(patch.feature))
-            if feature.off is None or any(patch.target == other.target for other in feature.patches):
-                raise ValueError(f"{patch.feature}: {patch.target} is registered twice, or too late")
-            feature.patches.append(patch)
-
-    def enable(self, features: Iterable[str] | str, required: bool = False, disabled: frozenset[str] | None = None) -> None:
+    def enable(
+        self, names: Iterable[str], required: bool = False, disabled: frozenset[str] | None = None
+    ) -> None:
         """Apply the patches of these features, now where their modules are imported, else when they are.
 
         required: a misfit raises HolmesError (here or from the import) instead of switching the feature off.
         disabled: features that stay off; by default those in HOLMES_DISABLE.
         HolmesError names an unknown feature, here or in HOLMES_DISABLE.
         """
-        names = [features] if isinstance(features, str) else list(features)
-        if disabled is None:
-            disabled = disabled_features(os.environ, self._features)
+        names = list(names)
+        disabled = disabled_features(os.environ, self._features) if disabled is None else disabled
         for name in names:
             if name not in self._features:
                 raise HolmesError(_unknown(name, self._features))
         for name in names:
-            feature = self._features[name]
+            progress = self._features[name]
             with self._lock:
                 if name in disabled:
-                    self._remove(feature)
-                    feature.off = "switched off by HOLMES_DISABLE"
+                    self._remove(progress)
+                    progress.off = "switched off by HOLMES_DISABLE"
                     continue
-                feature.required |= required
-                if feature.off is None:
+                progress.required |= required
+                if progress.off is None:
                     continue
-                feature.off, feature.begun = None, False
-                modules = sorted({patch.module for patch in feature.patches})
+                progress.off, progress.begun = None, False
+                modules = sorted({patch.module for patch in progress.patches})
                 half = [module for module in modules if module in sys.modules and not _is_imported(module)]
-                reason = f"{half[0]} is just being imported: enable holmes before" if half else self._version_misfit(feature)
+                reason = f"{half[0]} is just being imported: enable holmes before" if half else None
+                if not reason and not progress.feature.version_of:
+                    progress.version = progress.feature.installed()
+                    reason = progress.feature.version_misfit(progress.version)
                 if reason:
-                    self._switch_off(feature, reason)
+                    self._switch_off(progress, reason)
                     continue
             for module in modules:
                 self._watch(module)
 
-    def undo(self) -> None:
-        """Take every patch off: each attribute and copy holds its original object again, inherited ones are gone again."""
-        with self._lock:
-            for feature in self._features.values():
-                self._remove(feature)
-                feature.off, feature.required = "undone" if feature.off is None else feature.off, False
+    def enable_asked_for(self, options: Options) -> None:
+        """enable() for every feature that the options ask for and whose framework is installed; those in
+        options.required_features must fit, installed or not."""
+        required = set(options.required_features)
+        self.enable(required, required=True)
+        for name in sorted(required):
+            if not (feature := self._features[name].feature).asked_for(options):
+                raise HolmesError(f"--holmes-require {name}: it is used with {feature.asked_by}; give that too")
+        wanted = [one.feature for name, one in self._features.items() if name not in required]
+        self.enable(feature.name for feature in wanted
+                    if feature.asked_for(options) and (feature.version_of or feature.installed()))
 
-    def report(self) -> list[PatchStatus]:
+    def undo(self) -> None:
+        """Take every patch off: each attribute and copy holds its original object again, inherited ones are gone."""
+        with self._lock:
+            for progress in self._features.values():
+                self._remove(progress)
+                progress.off, progress.required = "undone" if progress.off is None else progress.off, False
+
+    def is_on(self, name: str) -> bool:
+        """Whether this feature is applied, or will be."""
+        return self._features[name].off is None
+
+    def statuses(self) -> list[PatchStatus]:
         """The state of every patch, in the order of registration within each feature."""
         with self._lock:
-            return [PatchStatus(feature.name, patch.target, self._state(feature, patch), feature.off or patch.reason,
-                                feature.versions.get(patch)) for feature in self._features.values() for patch in feature.patches]
+            return [PatchStatus(name, patch.target, one.state(patch), one.off or patch.reason, one.version)
+                    for name, one in self._features.items() for patch in one.patches]
 
-    def digest(self) -> str:
-        """SHA-256 (hex) of what is on: equal on ranks that are patched alike.
-
-        Covers this package's version and, for every patch, target, on or off, and the framework's version. A patch
-        that waits counts as on, since a rank may import a module later than another: compare after the
-        frameworks are imported.
-        """
-        lines = sorted(f"{target} {state}" for target, state in self.states().items())
-        return hashlib.sha256("\n".join([__version__, *lines]).encode()).hexdigest()
+    def summary(self) -> tuple[list[str], dict[str, str]]:
+        """Features that are on, and those that are off though they were wanted, with the reason. One whose framework
+        shows only when it is imported counts as on from then."""
+        with self._lock:
+            on = [name for name, one in self._features.items()
+                  if one.off is None and (one.applied or not one.feature.version_of)]
+            return on, {name: one.off for name, one in self._features.items() if one.off and one.off != _UNWANTED}
 
     def states(self) -> dict[str, str]:
-        """What digest() covers: "feature target" -> "off" or "on VERSION"."""
+        """ "feature target" -> "off" or "on VERSION": equal on ranks that are patched alike. A patch that waits counts
+        as on, since a rank may import a module later than another."""
         with self._lock:
-            return {f"{feature.name} {patch.target}": "off" if feature.off else f"on {feature.versions.get(patch)}"
-                    for feature in self._features.values() for patch in feature.patches}
-
-    def enable_installed(self, required: Iterable[str] = ()) -> None:
-        """enable() for every feature whose framework is installed; those in `required` must fit, installed or not."""
-        required = set(required)
-        self.enable(required, required=True)
-        self.enable(name for name, feature in self._features.items()
-                    if name not in required and all(patch.version_of or patch.installed() for patch in feature.patches))
-
-    @staticmethod
-    def _state(feature, patch):
-        return "off" if feature.off else "applied" if patch in feature.sites else "waiting"
+            return {f"{name} {patch.target}": "off" if one.off else f"on {one.version}"
+                    for name, one in self._features.items() for patch in one.patches}
 
     def _watch(self, name):
         """Have _imported called once the module is imported, or now. Not under the lock: wrapt may call at once."""
@@ -181,65 +183,56 @@ class Registry:
         """wrapt's hook: the module has been imported."""
         with self._lock:
             self._watched.discard(name)
-            for feature in self._features.values():
-                if feature.off is None and any(patch.module == name for patch in feature.patches):
-                    self._advance(feature, name)
+            for progress in self._features.values():
+                if progress.off is None and any(patch.module == name for patch in progress.patches):
+                    self._advance(progress, name)
 
-    def _advance(self, feature, imported):
+    def _advance(self, progress, imported):
         """Check all that can be known of the feature now, then apply the patches whose modules are imported."""
-        pending = [patch for patch in feature.patches if patch not in feature.sites]
+        pending = [patch for patch in progress.patches if patch not in progress.applied]
         ready = [patch for patch in pending if patch.module == imported or _is_imported(patch.module)]
         try:
-            for patch in ready:  # first: these know best which framework it is
-                self._check(feature, patch)
+            if ready and progress.feature.version_of:
+                self._check_loaded_version(progress)
+            locations = {patch: self._locations.get(patch.target) or Location(patch) for patch in ready}
+            for patch, location in locations.items():  # first: these know best which framework it is
+                location.check(patch)
             for patch in pending:
-                if patch not in ready and not feature.begun and (reason := source_misfit(patch)):
+                if patch not in ready and not progress.begun and (reason := source_misfit(patch)):
                     raise Misfit(reason)
-            feature.begun = True
-            for patch in ready:
-                site = self._sites.get(patch.target) or Site(patch)
-                site.add(patch)
-                self._sites[patch.target] = feature.sites[patch] = site
+            progress.begun = True
+            for patch, location in locations.items():
+                location.add(patch)
+                self._locations[patch.target] = progress.applied[patch] = location
         except _NotLoaded as other:
-            self._switch_off(feature, str(other), level=logging.DEBUG)
+            self._switch_off(progress, str(other), level=logging.DEBUG)
         except Misfit as misfit:
-            self._switch_off(feature, str(misfit))
+            self._switch_off(progress, str(misfit))
         except Exception as error:  # a patch's replace or version_of, or a framework's odd source: not the user's fault
-            _log.debug("holmes: feature %s", feature.name, exc_info=True)
-            self._switch_off(feature, f"{type(error).__name__}: {error}", error)
+            _log.debug("holmes: feature %s", progress.feature.name, exc_info=True)
+            self._switch_off(progress, f"{type(error).__name__}: {error}", error)
 
-    def _check(self, feature, patch):
-        if patch.version_of:
-            feature.versions[patch] = patch.version_of()
-            if feature.versions[patch] is None:
-                raise _NotLoaded(f"what is loaded is not {patch.requirement.name}")
-            reason = patch.version_misfit(feature.versions[patch])
-            if reason:
-                raise Misfit(reason)
-        (self._sites.get(patch.target) or Site(patch)).check(patch)
+    @staticmethod
+    def _check_loaded_version(progress):
+        progress.version = progress.feature.version_of()
+        if progress.version is None:
+            raise _NotLoaded(f"what is loaded is not {progress.feature.requirement.name}")
+        if reason := progress.feature.version_misfit(progress.version):
+            raise Misfit(reason)
 
-    def _version_misfit(self, feature):
-        """Why the installed distributions do not fit, or None."""
-        reasons = []
-        for patch in feature.patches:
-            if not patch.version_of:
-                feature.versions[patch] = patch.installed()
-                reasons.append(patch.version_misfit(feature.versions[patch]))
-        return next(filter(None, reasons), None)
+    def _switch_off(self, progress, reason, cause=None, level=logging.WARNING):
+        self._remove(progress)
+        progress.off, name = reason, progress.feature.name
+        if progress.required:
+            raise HolmesError(f"feature {name} cannot be used: {reason}") from cause
+        _log.log(level, "holmes: feature %s is off: %s", name, reason)
 
-    def _switch_off(self, feature, reason, cause=None, level=logging.WARNING):
-        self._remove(feature)
-        feature.off = reason
-        if feature.required:
-            raise HolmesError(f"feature {feature.name} cannot be used: {reason}") from cause
-        _log.log(level, "holmes: feature %s is off: %s", feature.name, reason)
-
-    def _remove(self, feature):
-        for patch, site in reversed(list(feature.sites.items())):
-            site.remove(patch)
-            if not site.patches:
-                del self._sites[site.target]
-        feature.sites.clear()
+    def _remove(self, progress):
+        for patch, location in reversed(list(progress.applied.items())):
+            location.remove(patch)
+            if not location.patches:
+                del self._locations[location.target]
+        progress.applied.clear()
 
 
 def _is_imported(name):

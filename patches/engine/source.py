@@ -42,7 +42,8 @@ def source_misfit(patch: Patch) -> str | None:
     spec = find_module(patch.module)
     if spec is None:
         return f"there is no module {patch.module}"
-    source = spec.loader.get_source(patch.module) if hasattr(spec.loader, "get_source") else None
+    get_source = getattr(spec.loader, "get_source", None)
+    source = get_source(patch.module) if get_source is not None else None
     if source is None:
         return None  # an extension module
     node = _parsed(source)
@@ -88,13 +89,15 @@ def _binds(statement, name):
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
         return any((alias.asname or alias.name.partition(".")[0]) == name for alias in statement.names)
     targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-    return any(isinstance(node, ast.Name) and node.id == name for target in targets if target for node in ast.walk(target))
+    nodes = [node for target in targets if target for node in ast.walk(target)]
+    return any(isinstance(node, ast.Name) and node.id == name for node in nodes)
 
 
 def _may_have_more(node, body):
     """Whether names can come from elsewhere: base classes, star imports, a module's __getattr__, globals()."""
     if isinstance(node, ast.ClassDef):
         return bool(node.bases or node.keywords or node.decorator_list)
-    return any(isinstance(child, ast.ImportFrom) and child.names[0].name == "*" for child in body) or any(
-        _binds(child, "__getattr__") for child in body) or any(
-        isinstance(child, ast.Name) and child.id in ("globals", "vars", "setattr") for child in ast.walk(node))
+    if any(isinstance(child, ast.ImportFrom) and child.names[0].name == "*" for child in body):
+        return True
+    names = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
+    return bool(names & {"globals", "vars", "setattr"}) or any(_binds(child, "__getattr__") for child in body)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.sizes import Sizes
@@ -11,22 +14,25 @@ FLAGS = {
     "--pipeline-model-parallel-size": "pipeline",
     "--tensor-model-parallel-size": "tensor",
     "--context-parallel-size": "context",
-    "--ds-sequence-parallel-size": "context",  # Megatron-DeepSpeed's name: neighbouring ranks share a sequence (Ulysses)
+    "--ds-sequence-parallel-size": "context",  # Megatron-DeepSpeed's: neighbouring ranks share a sequence (Ulysses)
     "--expert-model-parallel-size": "expert",
 }
 #: Megatron-LM's --use-tp-pp-dp-mapping: data-parallel ranks outermost (arguments.py, initialize_model_parallel order=).
 TP_PP_DP = "--use-tp-pp-dp-mapping"
-#: Above 1, gradients are reduced in two levels, within consecutive slices of a data-parallel group first (megatron.core.parallel_state).
+#: Above 1, gradients are reduced in two levels, within consecutive slices of a data-parallel group first
+#: (megatron.core.parallel_state).
 INSTANCES = "--num-distributed-optimizer-instances"
 
 
 def sizes_from_arguments(argv: list[str]) -> Sizes | None:
-    """Sizes that `argv` names in Megatron's flags; None when it names none. Values that are no numbers are the script's to refuse.
+    """Sizes that `argv` names in Megatron's flags; None when it names none. Values that are no numbers are the script's
+    to refuse.
 
-    None as well with several optimizer instances: a plan without sizes puts each cluster's nodes together, so that an instance is a
-    cluster, while one with sizes sees that data-parallel groups cross anyway and leaves the launcher's order.
+    None as well with several optimizer instances: a plan without sizes puts each cluster's nodes together, so that an
+    instance is a cluster, while one with sizes sees that data-parallel groups cross anyway and leaves the launcher's
+    order.
     """
-    values: dict[str, int] = {}
+    values: dict[str, Any] = {}
     for item, following in zip(argv, [*argv[1:], ""]):
         name, equals, value = item.partition("=")
         text = value if equals else following
@@ -38,7 +44,8 @@ def sizes_from_arguments(argv: list[str]) -> Sizes | None:
         values["pipeline"] = 1
     if not values:
         return None
-    return Sizes(**values, order="tp-cp-ep-pp-dp") if TP_PP_DP in argv else Sizes(**values)
+    sizes = Sizes(**values)
+    return replace(sizes, order="tp-cp-ep-pp-dp") if TP_PP_DP in argv else sizes
 
 
 #: Flag -> field of Model, for whole numbers.
@@ -59,13 +66,23 @@ MODEL_FLAGS = {
 GPT2_VOCABULARY = 50304
 
 
-def model_from_arguments(argv: list[str]) -> Model | None:
+def model_from_arguments(argv: list[str], needed: bool = True) -> Model | None:
     """The model that `argv` describes in Megatron's flags; None when it names neither layers, hidden size nor heads.
 
-    GPUs are the nominal ones (150 TFLOP/s, no memory limit). HolmesError when only some of what a model needs is there.
+    GPUs are the nominal ones (150 TFLOP/s, no memory limit). HolmesError when only some of what a model needs is there,
+    or it fits together badly; None then where it is not `needed`.
     """
-    following = {item: value for item, value in zip(argv, [*argv[1:], ""])}
-    following.update(item.split("=", 1) for item in argv if item.startswith("--") and "=" in item)
+    try:
+        return _model(argv)
+    except HolmesError:
+        if needed:
+            raise
+        return None
+
+
+def _model(argv: list[str]) -> Model | None:
+    following = dict(zip(argv, [*argv[1:], ""]))
+    following |= {name: value for name, equals, value in (item.partition("=") for item in argv) if equals}
     values: dict = {}
     for flag, name in MODEL_FLAGS.items():
         if following.get(flag, "").isdecimal():
@@ -74,13 +91,14 @@ def model_from_arguments(argv: list[str]) -> Model | None:
         return None
     for flag, name in MODEL_FLAGS.items():
         if name in ("layers", "hidden", "heads", "sequence", "micro_batch", "global_batch") and name not in values:
-            raise HolmesError(f"the command line describes a model, but not {flag}; add it, or give the model with --holmes-model FILE")
+            way_out = "add it, or give the model with --holmes-model FILE"
+            raise HolmesError(f"the command line describes a model, but not {flag}; {way_out}")
     wide = not {"--bf16", "--fp16"} & set(argv)
     recompute = following.get("--recompute-granularity", "selective" if "--recompute-activations" in argv else "none")
     if {"--checkpoint-activations", "--deepspeed-activation-checkpointing"} & set(argv):  # Megatron-DeepSpeed's names
         recompute = "full"
     sharded = "--use-distributed-optimizer" in argv or following.get("--zero-stage", "0") in ("1", "2", "3")
-    unlearned = {"--use-rotary-position-embeddings", "--no-position-embedding"} & set(argv)  # Megatron-DeepSpeed's names
+    unlearned = {"--use-rotary-position-embeddings", "--no-position-embedding"} & set(argv)  # Megatron-DeepSpeed's
     learned = following.get("--position-embedding-type", "learned_absolute") == "learned_absolute" and not unlearned
     return Model(
         **{"vocabulary": GPT2_VOCABULARY, **values},
@@ -98,5 +116,5 @@ def model_from_arguments(argv: list[str]) -> Model | None:
 
 
 def overlaps(option: str, argv: list[str]) -> bool:
-    """Whether gradients will be reduced under the last backward, where --holmes-overlap is `option`: "auto" does so where there are stages."""
+    """Whether gradients are reduced under the last backward under --holmes-overlap `option`; auto: where stages are."""
     return "--no-pipeline-parallel" not in argv if option == "auto" else option == "on"

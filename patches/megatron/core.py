@@ -1,35 +1,34 @@
 """megatron-core under a plan: sizes that agree with it, layers for each stage, reductions for each stage's fabric.
 
     initialize_model_parallel    the job's sizes, order and instances are checked before any group is made
-    TransformerConfig            the plan's layers, through the public pipeline_model_parallel_layout; a user's own split wins
+    TransformerConfig            the plan's layers, by the public pipeline_model_parallel_layout; a user's split wins
 
-patches/megatron/reduction.py does the reductions, patches/megatron/p2p.py the pipeline's sends and receives. Where the groups
-land is settled before: RANK is renumbered, and patches/torch/groups.py gives each group its transport.
+patches/megatron/reduction.py does the reductions, patches/megatron/p2p.py the pipeline's sends and receives. Where the
+groups land is settled before: RANK is renumbered, and patches/torch/groups.py gives each group its transport.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from holmes_ext.cluster.site import ETHERNET
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.megatron import p2p as megatron_p2p
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
-from holmes_ext.plan.layout import INSIDE, groups
+from holmes_ext.patches.megatron.features import GROUPS, LAYERS
 from holmes_ext.plan.plan import Plan
-from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
+from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.grid import check_grid, say, tell
 from holmes_ext.runtime.start.refusal import told_once
 
 
 class _Job:
-    """What initialize_model_parallel was called with last; None before that, or where the grid is not one a plan describes."""
+    """What initialize_model_parallel was called with last; None before, or where no plan describes such a grid."""
 
     sizes: Sizes | None = None
 
@@ -40,7 +39,7 @@ job = _Job()
 
 
 def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
-    """The complete sizes that initialize_model_parallel's (bound) `arguments` ask for; HolmesError when megatron-core could not make them."""
+    """Complete, of initialize_model_parallel's `arguments` (bound); HolmesError when they cannot be."""
     sizes = Sizes(
         pipeline=arguments["pipeline_model_parallel_size"],
         tensor=arguments["tensor_model_parallel_size"],
@@ -48,96 +47,26 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
         expert=arguments["expert_model_parallel_size"],
         order=arguments["order"].lower(),
     ).complete(world_size)
-    virtual = arguments["virtual_pipeline_model_parallel_size"]
+    virtual, more = arguments["virtual_pipeline_model_parallel_size"], "pipeline_model_parallel_size 2 or more"
     if virtual is not None and sizes.pipeline == 1:
-        raise HolmesError(f"virtual_pipeline_model_parallel_size is {virtual}, which needs pipeline_model_parallel_size 2 or more")
+        raise HolmesError(f"virtual_pipeline_model_parallel_size is {virtual}, which needs {more}")
     instances = arguments["num_distributed_optimizer_instances"]
+    product = f"data {sizes.data} x context {sizes.context}"
     if instances < 1 or (sizes.data * sizes.context) % instances:
-        raise HolmesError(
-            f"num_distributed_optimizer_instances is {instances}, which does not divide data {sizes.data} x context {sizes.context}"
-        )
+        raise HolmesError(f"num_distributed_optimizer_instances is {instances}, which does not divide {product}")
     stage, tensor = sizes.data * sizes.tensor * sizes.context, arguments["expert_tensor_parallel_size"] or sizes.tensor
+    product = f"expert_model_parallel_size {sizes.expert} x expert_tensor_parallel_size {tensor}"
     if stage % (tensor * sizes.expert):
-        product = f"expert_model_parallel_size {sizes.expert} x expert_tensor_parallel_size {tensor}"
         raise HolmesError(f"{product} does not divide the {stage} ranks of a stage")
     if not sizes.order.endswith("pp") and sizes.pipeline > 1 and stage // (tensor * sizes.expert) != sizes.data:
-        raise HolmesError(
-            f"order {sizes.order!r} does not end in pp: expert_model_parallel_size {sizes.expert} x expert_tensor_parallel_size"
-            f" {tensor} must be tensor {sizes.tensor} x context {sizes.context}, or let pp stand last"
-        )
+        wanted = f"must be tensor {sizes.tensor} x context {sizes.context}, or let pp stand last"
+        raise HolmesError(f"order {sizes.order!r} does not end in pp: {product} {wanted}")
     return sizes
 
 
-def crossing(current: session.Session, nodes: tuple[str, ...], sizes: Sizes, instances: int = 1) -> dict[str, int]:
-    """How many groups of each kind lie on Ethernet though a member's node has better, with the nodes in this order.
-
-    instances > 1: of a data-parallel group its slices are looked at, which is what megatron-core reduces within first.
-    """
-    site, processes, known, found = current.site, current.plan.processes, {}, {}
-
-    def crosses(ranks: tuple[int, ...]) -> bool:
-        names = frozenset(nodes[rank // processes] for rank in ranks)
-        if len(names) == 1:
-            return False
-        if names not in known:
-            better = any(site.node_by_name[name].fabrics[0] != ETHERNET for name in names)
-            known[names] = better and site.shared_fabric(names).kind == "ethernet"
-        return known[names]
-
-    for kind in INSIDE:
-        members = groups(sizes, kind)
-        if kind == "data" and instances > 1:
-            size = len(members[0]) // instances
-            members = [group[start : start + size] for group in members for start in range(0, len(group), size)]
-        if count := sum(map(crosses, members)):
-            found[kind] = count
-    return found
-
-
-def refuse_other_sizes(current: session.Session, sizes: Sizes) -> None:
-    """HolmesError when the plan was made for other sizes that the user gave on purpose (--holmes-plan, --holmes-sizes)."""
-    plan = current.plan
-    if plan.sizes is not None and plan.sizes != sizes and {"plan", "sizes"} & current.options.given:
-        where = f"{plan.source}: key 'sizes'" if "plan" in current.options.given else "--holmes-sizes"
-        raise HolmesError(f"{where} says {say(plan.sizes)}, but the program initializes {say(sizes)}; make them agree")
-
-
-def advice(current: session.Session, sizes: Sizes, instances: int) -> str:
-    """A line when another order of the nodes would keep more groups inside a fabric than the plan's does; "" when none would."""
-    from holmes_ext.plan.build import build_plan
-
-    here = crossing(current, current.plan.nodes, sizes, instances)
-    if not here or (current.plan.sizes == sizes and instances == 1):
-        return ""
-    ways = {f"with --holmes-sizes {say(sizes).replace(' ', '')}": sizes, "without --holmes-sizes": None}
-    found = {way: crossing(current, build_plan(current.site, given).nodes, sizes, instances) for way, given in ways.items()}
-    way = min(found, key=lambda way: sum(found[way].values()))
-    best = found[way]
-    avoidable = {kind: count - best.get(kind, 0) for kind, count in here.items() if count > best.get(kind, 0)}
-    if not avoidable:
-        return ""
-    counts = ", ".join(f"{count} {kind} groups" for kind, count in avoidable.items())
-    return f"{counts} cross clusters and need not: start {way}"
-
-
-def say(sizes: Sizes) -> str:
-    """ "pipeline=2, tensor=4": as --holmes-sizes takes it."""
-    named = {name: getattr(sizes, name) for name in ("pipeline", "tensor", "context", "expert") if getattr(sizes, name) > 1}
-    if sizes.order != DEFAULT_ORDER:
-        named["order"] = sizes.order
-    return ", ".join(f"{name}={value}" for name, value in named.items()) or "pipeline=1"
-
-
-def tell(current: session.Session, text: str) -> None:
-    if text and current.rank == 0:
-        print(f"holmes: {text}", file=sys.stderr, flush=True)
-
-
-def _initialize(wrapped, instance, args, kwargs):
-    """Check first, so that nothing is half-initialized; then let megatron-core make its groups, and the pairs' beside them."""
-    current = session.active()
-    if current is None:
-        return wrapped(*args, **kwargs)
+@with_session
+def _initialize(current, wrapped, instance, args, kwargs):
+    """Check first, so that nothing is half-initialized; then megatron-core makes its groups, and we the pairs'."""
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     bound.apply_defaults()
     asked = bound.arguments
@@ -148,11 +77,9 @@ def _initialize(wrapped, instance, args, kwargs):
     if whole:
         try:
             sizes = sizes_of(asked, current.plan.world_size)
-            refuse_other_sizes(current, sizes)
         except HolmesError as error:
             raise told_once(error) from None
-        if current.rank == 0:
-            tell(current, advice(current, sizes, asked["num_distributed_optimizer_instances"]))
+        check_grid(current, sizes, asked["num_distributed_optimizer_instances"])
         job.sizes = sizes
     result = wrapped(*args, **kwargs)
     if asked["pipeline_model_parallel_size"] > 1:
@@ -165,42 +92,42 @@ def _initialize(wrapped, instance, args, kwargs):
 
 
 @functools.cache
-def drop_in():
-    """holmes_ext.initialize_model_parallel: the installed function's signature, under holmes even where nothing else switched it on."""
+def drop_in(enable: Callable[..., None]):
+    """holmes_ext.initialize_model_parallel, with the installed function's signature; enable (holmes_ext.job) switches
+    holmes on where nothing else did."""
     try:
         from megatron.core import parallel_state
     except ImportError as error:
-        raise HolmesError(f"initialize_model_parallel needs megatron-core, which cannot be imported here ({error})") from None
+        lacks = f"megatron-core, which cannot be imported here ({error})"
+        raise HolmesError(f"initialize_model_parallel needs {lacks}") from None
 
     @functools.wraps(parallel_state.initialize_model_parallel)
     def initialize_model_parallel(*args, **kwargs):
         if session.active() is None:
             bound = inspect.signature(parallel_state.initialize_model_parallel).bind(*args, **kwargs)
             bound.apply_defaults()
-            _take_over(bound.arguments)
+            _take_over(bound.arguments, enable)
         return parallel_state.initialize_model_parallel(*args, **kwargs)
 
     return initialize_model_parallel
 
 
-def _take_over(asked: Mapping[str, Any]) -> None:
-    """Switch holmes on although torch.distributed is initialized: form the default group anew under the planned ranks."""
+def _take_over(asked: Mapping[str, Any], enable: Callable[..., None]) -> None:
+    """Although torch.distributed is initialized: the default group is made anew, under the planned ranks."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
-
-    from holmes_ext import job as switch
 
     if not dist.is_initialized():
         raise HolmesError("initialize_model_parallel: call torch.distributed.init_process_group first")
     if len(distributed_c10d._world.pg_map) > 1:
         raise HolmesError(
-            "initialize_model_parallel comes too late: the program has made process groups already, and ranks cannot change"
-            " under them; call holmes_ext.enable() before init_process_group, or start with --holmes"
+            "initialize_model_parallel comes too late: the program has made process groups already, and ranks cannot"
+            " change under them; call holmes_ext.enable() before init_process_group, or start with --holmes"
         )
     sizes, backend = sizes_of(asked, dist.get_world_size()), dist.get_backend()
     dist.destroy_process_group()
     # Several instances: see patches/megatron/arguments.py, sizes_from_arguments.
-    switch.enable(**({} if asked["num_distributed_optimizer_instances"] > 1 else {"sizes": say(sizes).replace(" ", "")}))
+    enable(**({} if asked["num_distributed_optimizer_instances"] > 1 else {"sizes": say(sizes).replace(" ", "")}))
     dist.init_process_group(backend)
 
 
@@ -216,7 +143,7 @@ _OWN_SPLITS = (
 def layout_of(layers: tuple[int, ...], mtp_layers: int = 0) -> str:
     """megatron-core's notation for `layers` of each stage (chunk by chunk under the interleaved schedule): "Ettt|tL".
 
-    The embedding stands in the first entry; multi-token prediction and the loss in the last, where they read the last layer.
+    The embedding stands in the first entry; multi-token prediction and the loss, which read the last layer, at the end.
     """
     entries = ["t" * count for count in layers]
     entries[0] = "E" + entries[0]
@@ -224,100 +151,78 @@ def layout_of(layers: tuple[int, ...], mtp_layers: int = 0) -> str:
     return "|".join(entries)
 
 
-def planned_layout(current: session.Session, pipeline: int, virtual: int, layers: int, mtp_layers: int, own: str) -> str | None:
-    """The layout string of the plan, or None when it leaves the layers to megatron-core or the user splits them (`own` says how).
+def planned_layout(
+    current: session.Session, pipeline: int, virtual: int, layers: int, mtp_layers: int, own: str
+) -> str | None:
+    """The layout string of the plan; None when it leaves the layers to megatron-core or the user splits them (`own`).
 
     HolmesError when the plan's stages are not the job's or its layers are not the model's.
     """
     plan = current.plan
     if not plan.stage_layers or pipeline == 1:
         return None
+    layout, problem = layout_of(plan.stage_layers, mtp_layers), ""
     if own:
-        if own != layout_of(plan.stage_layers, mtp_layers):
-            text = f"layers for each stage: your own ({own}) wins over the plan's ({'+'.join(map(str, plan.stage_layers))})"
-            tell_once(current, text, text)
+        if own != layout:
+            text = f"your own ({own}) wins over the plan's ({'+'.join(map(str, plan.stage_layers))})"
+            tell(current, f"layers for each stage: {text}", once=f"layers {own}")
         return None
-    where = f"{plan.source}: key 'stage_layers'"
-    problem = ""
     if len(plan.stage_layers) != pipeline * virtual:
-        problem = f"has {len(plan.stage_layers)} entries, but the job runs pipeline {pipeline} x virtual pipeline {virtual};"
-        problem += " make the plan for these sizes or give a layout of your own"
-    elif sum(plan.stage_layers) != layers:
-        problem = f"adds up to {sum(plan.stage_layers)} layers, but the model has {layers}; make the plan for this model"
+        job_s = f"the job runs pipeline {pipeline} x virtual pipeline {virtual}"
+        way_out = "make the plan for these sizes or give a layout of your own"
+        problem = f"has {len(plan.stage_layers)} entries, but {job_s}; {way_out}"
+    elif (total := sum(plan.stage_layers)) != layers:
+        problem = f"adds up to {total} layers, but the model has {layers}; make the plan for this model"
     if problem:
-        raise told_once(HolmesError(f"{where} {problem}"))
-    return layout_of(plan.stage_layers, mtp_layers)
+        raise told_once(HolmesError(f"{plan.source}: key 'stage_layers' {problem}"))
+    return layout
 
 
-#: Where this module is, megatron-core ends uniform recomputation's last unit with the stage; before, it looks for layers that are not there.
+#: Where this module is, megatron-core ends uniform recomputation's last unit with the stage; before, it looks for
+#: layers that are not there.
 _CUTS_UNITS = "megatron.core.recompute"
 
 
 def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
-    """HolmesError when recomputation in units of N layers does not come out even on a stage of the plan, and megatron-core does not cut them."""
+    """HolmesError when a stage is not whole units of recomputed layers, and megatron-core does not cut them."""
     if config.recompute_granularity != "full" or config.recompute_method != "uniform" or cuts:
         return
     unit = config.recompute_num_layers or 1
     if any(layers % unit for layers in plan.stage_layers):
         split = "+".join(map(str, plan.stage_layers))
-        raise told_once(
-            HolmesError(
-                f"{plan.source}: key 'stage_layers': stages of {split} layers are not whole units of the {unit} layers that are recomputed together;"
-                " this megatron-core needs that: recompute_num_layers 1, or recompute_method block"
-            )
-        )
+        parts = f"stages of {split} layers are not whole units of the {unit} layers that are recomputed together"
+        way_out = "this megatron-core needs that: recompute_num_layers 1, or recompute_method block"
+        raise told_once(HolmesError(f"{plan.source}: key 'stage_layers': {parts}; {way_out}"))
 
 
-def _layers_as_planned(wrapped, instance, args, kwargs):
+@with_session
+def _layers_as_planned(current, wrapped, instance, args, kwargs):
     """TransformerConfig.__post_init__, before which every field is as the program gave it."""
-    current = session.active()
-    if current is not None and not getattr(instance, "is_hybrid_model", False):
+    if not getattr(instance, "is_hybrid_model", False):
         own = instance.pipeline_model_parallel_layout
         own = str(own) if own is not None else ", ".join(name for name in _OWN_SPLITS if getattr(instance, name))
-        layout = planned_layout(
-            current,
-            instance.pipeline_model_parallel_size,
-            instance.virtual_pipeline_model_parallel_size or 1,
-            instance.num_layers,
-            instance.mtp_num_layers or 0,
-            own,
-        )
+        pipeline, virtual = instance.pipeline_model_parallel_size, instance.virtual_pipeline_model_parallel_size or 1
+        mtp_layers, planned = instance.mtp_num_layers or 0, current.plan.stage_layers
+        layout = planned_layout(current, pipeline, virtual, instance.num_layers, mtp_layers, own)
         if layout is not None:
             instance.pipeline_model_parallel_layout = layout
-        if current.plan.stage_layers and layout_of(current.plan.stage_layers, instance.mtp_num_layers or 0) in (layout, own):
+        if planned and layout_of(planned, mtp_layers) in (layout, own):
             refuse_cut_units(current.plan, instance, find_spec(_CUTS_UNITS) is not None)
     return wrapped(*args, **kwargs)
 
 
-_told: set[str] = set()
-
-
-def tell_once(current: session.Session, what: str, text: str) -> None:
-    """tell() unless this process has told of `what` before."""
-    if what not in _told:
-        _told.add(what)
-        tell(current, text)
-
-
 PATCHES = (
     Patch(
-        feature="megatron-groups",
-        target="megatron.core.parallel_state:initialize_model_parallel",
-        versions=MEGATRON,
-        version_of=loaded_version,
+        GROUPS, "megatron.core.parallel_state:initialize_model_parallel",
+        "here the job's sizes become known, before any group is made", _initialize,
         parameters=(
-            "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
-            "expert_model_parallel_size", "expert_tensor_parallel_size", "num_distributed_optimizer_instances", "order",
-        ),  # fmt: skip
-        wrap=_initialize,
-        reason="here the job's sizes become known, before any group is made",
+            "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+            "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+            "num_distributed_optimizer_instances", "order",
+        ),
     ),
     Patch(
-        feature="megatron-layers",
-        target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-        versions=MEGATRON,
-        version_of=loaded_version,
-        wrap=_layers_as_planned,
-        reason="the plan's layers for each stage go in as the public pipeline_model_parallel_layout",
+        LAYERS, "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+        "the plan's layers for each stage go in as the public pipeline_model_parallel_layout", _layers_as_planned,
     ),
-)
+)  # fmt: skip

@@ -1,7 +1,9 @@
-"""The distributed optimizer's weights travel during the next forward pass, in programs that never heard of it (--holmes-overlap on).
+"""The distributed optimizer's weights travel during the next forward pass, in programs that never heard of it
+(--holmes-overlap on).
 
-megatron-core's overlap_param_gather starts the gather in the forward pass; until then the weights that a program sees are old, and
-it has to know (start_param_sync before each checkpoint, on all ranks). Here instead, with the same buckets and handles:
+megatron-core's overlap_param_gather starts the gather in the forward pass; until then the weights that a program sees
+are old, and it has to know (start_param_sync before each checkpoint, on all ranks). Here, with the same buckets and
+handles:
 
     optimizer.step()     every bucket's gather starts, the first that the forward pass needs first
     forward              a layer waits for its own bucket, by megatron-core's hook
@@ -15,23 +17,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
+from holmes_ext.patches.megatron.features import GATHER
+
+_EIGHT_BIT = ("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather")
 
 
 def turn_on(ddp_config: Any) -> bool:
-    """Set overlap_param_gather in place unless the program did, or has weights that it does not suit; whether it is ours."""
+    """Set overlap_param_gather in place where it is asked for (features.py), unless the program did, or has weights
+    that it does not suit; whether it is ours."""
     if getattr(ddp_config, "gather_by_plan", False):
         return True  # an earlier chunk of the same model
-    eight_bit = getattr(ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False) or getattr(ddp_config, "fp8_param_gather", False)
+    eight_bit = any(getattr(ddp_config, name, False) for name in _EIGHT_BIT)
     if ddp_config.overlap_param_gather or not ddp_config.use_distributed_optimizer or eight_bit:
         return False
-    ddp_config.overlap_param_gather = ddp_config.gather_by_plan = True
-    return True
+    ddp_config.overlap_param_gather = ddp_config.gather_by_plan = registry().is_on(GATHER.name)
+    return ddp_config.gather_by_plan
 
 
 def prepare(ddp: Any) -> None:
-    """A DistributedDataParallel that was built with turn_on(): reading or loading its weights waits for their gathers."""
+    """A DistributedDataParallel built with turn_on(): reading or loading its weights waits for their gathers."""
     for group in _groups(ddp):
         group.next_param_gather_bucket_group = None  # step() starts them all
 
@@ -51,10 +57,11 @@ def _groups(ddp: Any) -> Iterator[Any]:
 
 
 def _gather_after_step(wrapped, instance, args, kwargs):
-    """DistributedOptimizer.step_with_ready_grads, which leaves the gather to the forward pass where it is overlapped."""
+    """DistributedOptimizer.step_with_ready_grads, which leaves the gather to the forward pass where it is
+    overlapped."""
     done = wrapped(*args, **kwargs)
     if getattr(instance.ddp_config, "gather_by_plan", False):
-        own = {id(bucket) for buffer in instance.buffers for bucket in buffer.buckets}  # experts have an optimizer of their own
+        own = {id(bucket) for buffer in instance.buffers for bucket in buffer.buckets}  # experts have another optimizer
         for chunk in instance.model_chunks:
             for group in reversed(list(_groups(chunk))):
                 if id(group.buckets[0]) in own and not group.param_gather_dispatched:
@@ -64,11 +71,7 @@ def _gather_after_step(wrapped, instance, args, kwargs):
 
 PATCHES = (
     Patch(
-        feature="megatron-reduction",
-        target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
-        versions=MEGATRON,
-        version_of=loaded_version,
-        wrap=_gather_after_step,
-        reason="the gather is to be under way before anything can read the weights",
+        GATHER, "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
+        "the gather is to be under way before anything can read the weights", _gather_after_step,
     ),
-)
+)  # fmt: skip

@@ -1,42 +1,49 @@
-"""megatron-core's pipeline send and receive under a plan: every pair of stages on the fastest fabric that the two share.
+"""megatron-core's pipeline send and receive under a plan: every pair of stages on the fastest fabric that the two
+share.
 
-pipeline_parallel/p2p_communication.py sends over the pipeline group, which crosses clusters and so is on Ethernet as a whole:
+pipeline_parallel/p2p_communication.py sends over the pipeline group, which crosses clusters and so is on Ethernet as a
+whole:
 
     stage 0 === stage 1 --- stage 2 === stage 3        === inside a cluster: the pair's own group, on its fabric
        cluster a        |       cluster b              --- across: the pipeline group, on Ethernet
 
-With two stages the pipeline group is the pair. But unbatched p2p then sends one direction over the world group, which may be on a
-slower fabric than the pair: it gets a twin of the pipeline group instead.
+With two stages the pipeline group is the pair. But unbatched p2p then sends one direction over the world group, which
+may be on a slower fabric than the pair: it gets a twin of the pipeline group instead.
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
+from holmes_ext.patches.megatron.features import P2P
+from holmes_ext.plan.decide import own_pair
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.carrier import carrier
-from holmes_ext.runtime.groups.pair import new_pair_group
+from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.members import members_group
 
-#: The order in which megatron-core issues unbatched operations: by parity of the pipeline rank, so that every send meets its receive.
+#: The order in which megatron-core issues unbatched operations: by parity of the pipeline rank, so that every send
+#: meets its receive.
 _ORDER = (("send_next", "recv_prev", "send_prev", "recv_next"), ("recv_prev", "send_next", "recv_next", "send_prev"))
 
 
 @dataclass
 class _Pairs:
-    """Groups made for one pipeline group. by_peer: the neighbour's rank -> the pair's group; twin: see the module's text."""
+    """Groups made for one pipeline group. by_peer: the neighbour's rank -> the pair's group; twin: see the module's
+    text."""
 
-    by_peer: dict[int, object] = field(default_factory=dict)
-    twin: object = None
+    by_peer: dict[int, Any] = field(default_factory=dict)
+    twin: Any = None
 
 
 _made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def pairs_of(group) -> _Pairs:
-    """The pair groups of this rank in a pipeline group. Made on the first call, which all of the group's ranks must reach.
+    """The pair groups of this rank in a pipeline group. Made on the first call, which all of the group's ranks must
+    reach.
 
     A pair is made by its two ranks alone, in the same order everywhere, so that no circle of ranks waits.
     """
@@ -49,19 +56,18 @@ def pairs_of(group) -> _Pairs:
 def _make(current: session.Session, group) -> _Pairs:
     import torch.distributed as dist
 
-    pairs, ranks, backend = _Pairs(), dist.get_process_group_ranks(group), carrier(group)
-    if len(ranks) < 2 or current.rank not in ranks or backend not in ("nccl", "gloo"):
+    pairs, ranks, backend = _Pairs(), dist.get_process_group_ranks(group), backend_of(group)
+    if len(ranks) < 2 or current.rank not in ranks or not (carrier := carrier_of(backend)):
         return pairs
     options = {"backend": backend, "timeout": _timeout(group, backend)}
-    whole = current.transport(ranks, backend).fabric
     if len(ranks) == 2:
-        if current.transport((), backend).fabric != whole:
-            pairs.twin = new_pair_group(ranks, "pipeline twin", **options)
+        if own_pair(current.plan, ranks, range(current.plan.world_size), carrier):
+            pairs.twin = members_group(ranks, "pipeline twin", **options)
         return pairs
     neighbours = {tuple(sorted((rank, ranks[index - 1]))) for index, rank in enumerate(ranks)}
     for pair in sorted(neighbours):
-        if current.rank in pair and current.transport(pair, backend).fabric != whole:
-            pairs.by_peer[pair[current.rank == pair[0]]] = new_pair_group(list(pair), "pipeline pair", **options)
+        if current.rank in pair and own_pair(current.plan, pair, ranks, carrier):
+            pairs.by_peer[pair[current.rank == pair[0]]] = members_group(pair, "pipeline pair", **options)
     return pairs
 
 
@@ -82,8 +88,9 @@ def _batched(wrapped, instance, args, kwargs):
         if not by_peer:
             return wrapped(group=group, **ends, **tensors)
         requests = []
-        # Even ranks start with their next, odd ones with their previous: each pair is at it at the same time, also in a ring.
-        for side, peer in (("next", next_pipeline_rank), ("prev", prev_pipeline_rank))[:: -1 if group.rank() % 2 else 1]:
+        sides = [("next", next_pipeline_rank), ("prev", prev_pipeline_rank)]
+        # Even ranks start with their next, odd ones with their previous: each pair is at it at once, also in a ring.
+        for side, peer in reversed(sides) if group.rank() % 2 else sides:
             half = {name: tensor if name.endswith(side) else None for name, tensor in tensors.items()}
             requests += wrapped(group=by_peer.get(peer, group), **ends, **half)
         return requests
@@ -95,45 +102,38 @@ def _unbatched(wrapped, instance, args, kwargs):
     """The framework's operations in its order, each over the pair's group."""
 
     def call(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
-        pairs = pairs_of(group)
+        pairs, ends = pairs_of(group), {"next": next_pipeline_rank, "prev": prev_pipeline_rank}
         if not pairs.by_peer and pairs.twin is None:
-            return wrapped(group=group, prev_pipeline_rank=prev_pipeline_rank, next_pipeline_rank=next_pipeline_rank, **tensors)
+            return wrapped(group=group, **{f"{side}_pipeline_rank": rank for side, rank in ends.items()}, **tensors)
         import torch.distributed as dist
 
         odd, requests = group.rank() % 2, {}
         for name in _ORDER[odd]:
             direction, side = name.split("_")
-            tensor = tensors[f"tensor_{name}"]
-            if tensor is None:
+            if (tensor := tensors[f"tensor_{name}"]) is None:
                 continue
-            peer = next_pipeline_rank if side == "next" else prev_pipeline_rank
             from_odd = odd == (direction == "send")  # with two stages each direction has its group
-            over = pairs.by_peer.get(peer, pairs.twin if pairs.twin is not None and from_odd else group)
-            requests[name] = dist.isend(tensor, dst=peer, group=over) if direction == "send" else dist.irecv(tensor, src=peer, group=over)
+            over = pairs.by_peer.get(ends[side], pairs.twin if pairs.twin is not None and from_odd else group)
+            requests[name] = {"send": dist.isend, "recv": dist.irecv}[direction](tensor, ends[side], group=over)
         return requests
 
     return call(*args, **kwargs)
 
 
-_PARAMETERS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next", "group", "prev_pipeline_rank", "next_pipeline_rank")
+_PARAMETERS = (
+    "tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next", "group", "prev_pipeline_rank",
+    "next_pipeline_rank",
+)  # fmt: skip
 
 PATCHES = (
     Patch(
-        feature="megatron-p2p",
-        target="megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops",
-        versions=MEGATRON,
-        version_of=loaded_version,
-        parameters=_PARAMETERS,
-        wrap=_batched,
-        reason="the pipeline group is on Ethernet as soon as it crosses clusters, for pairs inside a cluster too",
+        P2P, "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops",
+        "the pipeline group is on Ethernet as soon as it crosses clusters, for pairs inside a cluster too",
+        _batched, parameters=_PARAMETERS,
     ),
     Patch(
-        feature="megatron-p2p",
-        target="megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
-        versions=MEGATRON,
-        version_of=loaded_version,
-        parameters=_PARAMETERS,
-        wrap=_unbatched,
-        reason="the same for unbatched p2p; with two stages it sends one direction over the world group",
+        P2P, "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
+        "the same for unbatched p2p; with two stages it sends one direction over the world group",
+        _unbatched, parameters=_PARAMETERS,
     ),
-)
+)  # fmt: skip

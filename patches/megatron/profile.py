@@ -1,30 +1,36 @@
-"""--holmes-profile under megatron-core: its schedules call forward_step and backward_step, and a P2PCommunicator between them.
+"""--holmes-profile under megatron-core: its schedules call forward_step and backward_step, and a P2PCommunicator
+between them.
 
-    a step           from one call of a forward_backward schedule to the next; "optimizer" is all that the program does between them
+    a step           from one call of a forward_backward schedule to the next; "optimizer": all that lies between
     "reduce"         config.finalize_model_grads_func: what is left of the reduction, and the embeddings' all-reduce
     layers           TransformerLayer modules by their layer_number; what a stage computes before and after them
 
-The interleaved schedule runs a stage's layers in chunks, which the partition's costs do not describe: it is refused in one line.
+The interleaved schedule runs a stage's layers in chunks, which the partition's costs do not describe: it is refused in
+one line.
 """
 
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
+from holmes_ext.patches.engine.wrap import inside, with_session
+from holmes_ext.patches.megatron.features import PROFILE, loaded_version
 from holmes_ext.runtime import session
+from holmes_ext.runtime.measure.profile_file import publish
+from holmes_ext.runtime.measure.profiler import Profiler, profiler
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator"
 
 
 class _State:
-    """Of this process: its recorder while it measures; done once the profile is written."""
+    """Of this process: its profiler while it measures; done once the profile is written."""
 
-    recorder: Any = None
+    profiler: Profiler | None = None
     step: Any = None
     between: Any = None
     done = False
@@ -34,19 +40,23 @@ state = _State()
 
 
 def layers_of(model: Any) -> list[tuple[str | int, Any]]:
-    """(label, module) of one stage's model, in the order in which they run: embedding, layers, what follows the last one."""
+    """(label, module) of one stage's model, in the order in which they run: embedding, layers, what follows the last
+    one."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     modules = dict(model.named_modules())
-    found: list[tuple[str | int, Any]] = [("before", module) for name, module in modules.items() if name.endswith("embedding") and name.count("embedding") == 1]
-    layers = [module for module in modules.values() if isinstance(module, TransformerLayer)]
-    found += [(layer.layer_number - 1, layer) for layer in layers]
+    embeddings = [name for name in modules if name.endswith("embedding") and name.count("embedding") == 1]
     last = ("final_layernorm", "final_norm", "output_layer")
-    return found + [("after", module) for name, module in modules.items() if name.rpartition(".")[2] in last and module is not None]
+    return [
+        *(("before", modules[name]) for name in embeddings),
+        *((one.layer_number - 1, one) for one in modules.values() if isinstance(one, TransformerLayer)),
+        *(("after", one) for name, one in modules.items() if name.rpartition(".")[2] in last and one is not None),
+    ]
 
 
 def gradient_bytes(model: Any) -> dict[str | int, float]:
-    """Bytes that each layer's gradients take in the reduction, which is in 32 bits unless the program chose otherwise."""
+    """Bytes that each layer's gradients take in the reduction, which is in 32 bits unless the program chose
+    otherwise."""
     wide = getattr(getattr(model, "ddp_config", None), "grad_reduce_in_fp32", True)
     found: dict[str | int, float] = {}
     counted: set[int] = set()
@@ -57,12 +67,12 @@ def gradient_bytes(model: Any) -> dict[str | int, float]:
     return found
 
 
-def _schedule(wrapped, instance, args, kwargs):
+@with_session
+def _schedule(current, wrapped, instance, args, kwargs):
     """A forward_backward function: the last step ends and the next one begins."""
-    current = session.active()
-    if current is None or not current.options.profile_steps or state.done or kwargs.get("forward_only"):
+    if state.done or kwargs.get("forward_only"):
         return wrapped(*args, **kwargs)
-    from holmes_ext.runtime.measure.profile import recorder
+    from megatron.core.utils import get_model_config
 
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -70,26 +80,29 @@ def _schedule(wrapped, instance, args, kwargs):
     model = asked["model"]
     if isinstance(model, list):
         if len(model) > 1:
-            raise HolmesError("--holmes-profile: the interleaved schedule is not measured; run with one chunk on each stage, and give the layers of each chunk")
+            raise HolmesError(
+                "--holmes-profile: the interleaved schedule is not measured; run with one chunk on each stage, and give"
+                " the layers of each chunk"
+            )
         model = model[0]
-    if state.recorder is None:
-        state.recorder = recorder(current.options.profile_steps)
-        state.recorder.watch(layers_of(model))
+    if state.profiler is None:
+        state.profiler = profiler(current.options.profile_steps)
+        state.profiler.watch(layers_of(model))
     else:
         state.between.__exit__(None, None, None)
         state.step.__exit__(None, None, None)
-    if state.recorder.finished:
-        found, state.recorder, state.done = state.recorder, None, True
-        found.release()
-        _publish(current, model, found, asked)
+    mine, config = state.profiler, get_model_config(model)
+    if mine.finished:
+        state.profiler, state.done = None, True
+        mine.release()
+        _publish(current, model, config, mine, asked)
         return wrapped(*args, **kwargs)
-    state.step = state.recorder.step()
+    state.step = mine.step()
     state.step.__enter__()
-    config = _config(model)
     finalize = config.finalize_model_grads_func
 
     def timed(*more, **named):
-        with state.recorder.span("reduce"):
+        with mine.span("reduce"):
             return finalize(*more, **named)
 
     config.finalize_model_grads_func = timed if finalize is not None else None
@@ -97,81 +110,57 @@ def _schedule(wrapped, instance, args, kwargs):
         result = wrapped(*args, **kwargs)
     finally:
         config.finalize_model_grads_func = finalize
-    state.between = state.recorder.span("optimizer")
+    state.between = mine.span("optimizer")
     state.between.__enter__()
     return result
 
 
-def _config(model: Any) -> Any:
-    from megatron.core.utils import get_model_config
-
-    return get_model_config(model)
-
-
-def _publish(current: session.Session, model: Any, recorder: Any, asked: dict[str, Any]) -> None:
+def _publish(current: session.Session, model: Any, config: Any, mine: Profiler, asked: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from holmes_ext.runtime.measure import profile, profile_file
-
-    config = _config(model)
-    stage, stages = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()
     tensor = parallel_state.get_tensor_model_parallel_world_size()
-    wide = torch.tensor([], dtype=config.pipeline_dtype or torch.float32).element_size()
+    wide = (config.pipeline_dtype or torch.float32).itemsize
     tokens = asked["seq_length"] * asked["micro_batch_size"] // parallel_state.get_context_parallel_world_size()
-    activation = tokens * config.hidden_size * wide // (tensor if config.sequence_parallel else 1)
-    gradients = gradient_bytes(model)
-    device = next(model.parameters()).device
     ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    edge = 0.0
-    if stages > 1:
-        edge = profile.probe_edges(
-            stage, stages, activation, device, lambda t, to: dist.send(t, ranks[to]), lambda t, source: dist.recv(t, ranks[source])
-        )  # fmt: skip
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    profile_file.publish(
-        current,
-        {
-            "framework": f"megatron-core {loaded_version()}",
-            "stage": stage,
-            "tensor": tensor,
-            "micro_batches": asked["num_microbatches"],
-            "steps": recorder.steps,
-            "gradient_bytes": [[label, size] for label, size in gradients.items()],
-            "activation_bytes": activation,
-            "reduction": profile.probe_reduction(group, int(sum(gradients.values())), device),
-            "edge_s": edge,
-            **recorder.report(),
-        },
-    )
+    own = {
+        "framework": f"megatron-core {loaded_version()}", "stage": parallel_state.get_pipeline_model_parallel_rank(),
+        "tensor": tensor, "micro_batches": asked["num_microbatches"],
+        "activation_bytes": tokens * config.hidden_size * wide // (tensor if config.sequence_parallel else 1),
+    }  # fmt: skip
+    publish(
+        current, mine, own, stages=len(ranks), gradient_bytes=gradient_bytes(model),
+        group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        device=next(model.parameters()).device, send=lambda activation, to: dist.send(activation, ranks[to]),
+        receive=lambda activation, source: dist.recv(activation, ranks[source]),
+    )  # fmt: skip
 
 
-def _as(kind: str):
-    def wrapper(wrapped, instance, args, kwargs):
-        if state.recorder is None:
-            return wrapped(*args, **kwargs)
-        with state.recorder.span(kind):
-            return wrapped(*args, **kwargs)
-
-    return wrapper
-
-
-def _patch(target: str, wrap, reason: str, parameters: tuple[str, ...] = ()) -> Patch:
-    return Patch(
-        feature="megatron-profile", target=target, versions=MEGATRON, version_of=loaded_version, parameters=parameters, wrap=wrap, reason=reason
-    )
+def _during(kind: str):
+    return inside(lambda: state.profiler.span(kind) if state.profiler is not None else nullcontext())
 
 
 PATCHES = (
     *(
-        _patch(f"{_SCHEDULES}:{name}", _schedule, "--holmes-profile: where a step begins", ("model", "num_microbatches", "seq_length", "micro_batch_size"))
-        for name in ("forward_backward_no_pipelining", "forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
+        Patch(
+            PROFILE, f"{_SCHEDULES}:forward_backward_{name}", "--holmes-profile: where a step begins", _schedule,
+            parameters=("model", "num_microbatches", "seq_length", "micro_batch_size"),
+        )
+        for name in ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")
     ),
-    _patch(f"{_SCHEDULES}:forward_step", _as("forward"), "--holmes-profile: one micro-batch forward"),
-    _patch(f"{_SCHEDULES}:backward_step", _as("backward"), "--holmes-profile: one micro-batch backward"),
     *(
-        _patch(f"{_P2P}.{name}", _as("receive" if "recv" in name else "send"), "--holmes-profile: sends and receives, with waiting")
-        for name in ("recv_forward", "recv_backward", "send_forward", "send_backward", "send_forward_recv_backward", "send_backward_recv_forward")
+        Patch(PROFILE, f"{_SCHEDULES}:{kind}_step", f"--holmes-profile: one micro-batch {kind}", _during(kind))
+        for kind in ("forward", "backward")
     ),
-)
+    *(
+        Patch(
+            PROFILE, f"{_P2P}.{name}", "--holmes-profile: sends and receives, with waiting",
+            _during("receive" if "recv" in name else "send"),
+        )
+        for name in (
+            "recv_forward", "recv_backward", "send_forward", "send_backward",
+            "send_forward_recv_backward", "send_backward_recv_forward",
+        )
+    ),
+)  # fmt: skip

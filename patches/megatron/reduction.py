@@ -1,15 +1,15 @@
-"""megatron-core's gradient reductions under a plan: buckets and overlap on every stage whose reduction would be waited for.
+"""megatron-core's gradient reductions under a plan: buckets and overlap on every stage that the plan says.
 
 megatron-core buckets and overlaps on the first pipeline stage only, which is right where all stages have one network:
 
     DistributedDataParallel   bucket_size = None on later stages, so one all-reduce after their last backward
-    here                      plan/cost/reduction.py says which stages are exposed and how large a bucket suits their fabric
+    here                      the plan says which stages overlap and how large a bucket suits their fabric
 
-Everything else is megatron-core's own: its buckets, hooks, handles and schedules. The distributed optimizer is never turned on: it is
-the program's choice, which changes what its checkpoints look like. Where a program runs it,
+Everything else is megatron-core's own: its buckets, hooks, handles and schedules. The distributed optimizer is never
+turned on: it is the program's choice, which changes what its checkpoints look like. Where a program runs it,
 
-    --holmes-overlap auto     its buckets stay, since checkpoints may depend on them (patches/megatron/megatron_lm.py knows when they do not)
-    --holmes-overlap on       its buckets are the plan's too, and weights travel during the forward pass (patches/megatron/gather.py)
+    --holmes-overlap auto     its buckets stay, since checkpoints may depend on them (megatron_lm.py knows when not)
+    --holmes-overlap on       its buckets are the plan's too, and weights travel during the forward pass (gather.py)
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from typing import Any
 from packaging.version import Version
 
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.megatron import buckets as megatron_buckets
-from holmes_ext.patches.megatron import core as megatron_core
 from holmes_ext.patches.megatron import gather as megatron_gather
 from holmes_ext.patches.megatron.core import job
-from holmes_ext.patches.megatron.version import MEGATRON, loaded_version
+from holmes_ext.patches.megatron.features import REDUCTION, loaded_version
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks
+from holmes_ext.runtime.groups.grid import tell
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """For the DistributedDataParallel that is being built: elements of a bucket, and whether the program left them to megatron-core."""
+    """Of the DistributedDataParallel being built: elements of a bucket, and whether the program left them open."""
 
     elements: int
     ours: bool
@@ -42,7 +44,7 @@ class _Planned:
 _bucket: ContextVar[_Planned | None] = ContextVar("planned bucket", default=None)
 #: Before, see patches/megatron/buckets.py: the distributed optimizer's buckets must need no padding.
 _BUCKETS_SAVED_RIGHT = Version("0.20.0")
-#: True once patches/megatron/megatron_lm.py has found that no checkpoint of this job depends on the distributed optimizer's buckets.
+#: True once megatron_lm.py has found that no checkpoint of this job depends on the distributed optimizer's buckets.
 checkpoints_allow_buckets = False
 
 
@@ -53,38 +55,32 @@ def may_bucket_optimizer(current: session.Session) -> bool:
 
 def tell_that_buckets_stay(current: session.Session, way: str = "") -> None:
     """Once in a job, with the ways out of it."""
-    megatron_core.tell_once(
+    tell(
         current,
-        "distributed optimizer's buckets",
-        f"the distributed optimizer's buckets stay as they are, since checkpoints may depend on them; {way}--holmes-overlap on from the"
-        " first checkpoint on lets them, and the weights, travel while the job computes",
+        "the distributed optimizer's buckets stay as they are, since checkpoints may depend on them;"
+        f" {way}--holmes-overlap on from the first checkpoint lets them, and weights, travel while the job computes",
+        once="distributed optimizer's buckets",
     )
 
 
-def _reduce_as_planned(wrapped, instance, args, kwargs):
+@with_session
+def _reduce_as_planned(current, wrapped, instance, args, kwargs):
     """DistributedDataParallel.__init__ with overlap on and buckets sized for the fabric of this stage's group."""
-    current = session.active()
-    sizes = job.sizes or (current.plan.sizes if current else None)
-    if current is None or sizes is None:
+    if (sizes := job.sizes or current.plan.sizes) is None:
         return wrapped(*args, **kwargs)
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    stages = current.overlapped_stages(sizes)
-    if not stages or not stages[sizes.stage(current.rank)]:
+    ddp_config, group = given["ddp_config"], _reduction_group(given)
+    ranks, backend = group_ranks(group), backend_of(group)
+    overlap = current.stages(sizes, backend)[sizes.stage(current.rank)].overlap
+    if not overlap or current.fabric_of(ranks, backend) is None:  # nothing to wait for, or in one node
         return wrapped(*args, **kwargs)
-    ranks = _reduction_ranks(given)
-    fabric = current.plan.fabric_of(ranks, current.site)
-    if fabric is None:  # in one node
-        return wrapped(*args, **kwargs)
-    from holmes_ext.plan.cost.reduction import bucket_bytes
-
-    ddp_config, module = given["ddp_config"], given["module"]
     if ddp_config.use_distributed_optimizer and not may_bucket_optimizer(current):
         tell_that_buckets_stay(current)
         return wrapped(*args, **kwargs)
-    count = sum(param.numel() for param in module.parameters() if param.requires_grad)
-    elements = bucket_bytes(4 * count, len(ranks), fabric) // 4
+    count = sum(param.numel() for param in given["module"].parameters() if param.requires_grad)
+    elements = max(1, current.reduction(ranks, backend, 4 * count).bucket_bytes // 4)
     default = max(40_000_000, 1_000_000 * len(ranks))
     # In place, as megatron-core itself does it: all chunks of a model must have equal configurations.
     if ddp_config.bucket_size in (None, default):
@@ -93,9 +89,10 @@ def _reduce_as_planned(wrapped, instance, args, kwargs):
         ddp_config.overlap_grad_reduce = ddp_config.overlap_by_plan = True
     if getattr(ddp_config, "overlap_by_plan", False):
         _no_sync_between_micro_batches(given["config"], instance)
-    gather = current.options.overlap == "on" and megatron_gather.turn_on(ddp_config)
+    gather = megatron_gather.turn_on(ddp_config)
     chosen = ddp_config.bucket_size
-    token = _bucket.set(None if given["disable_bucketing"] else _Planned(chosen, getattr(ddp_config, "buckets_by_plan", False)))
+    planned = _Planned(chosen, getattr(ddp_config, "buckets_by_plan", False))
+    token = _bucket.set(None if given["disable_bucketing"] else planned)
     try:
         if "full_param_layout" in given and ddp_config.use_distributed_optimizer and not given["disable_bucketing"]:
             given["full_param_layout"] = _distributed_layout(given, chosen)
@@ -107,18 +104,16 @@ def _reduce_as_planned(wrapped, instance, args, kwargs):
     return result
 
 
-def _reduction_ranks(given: Mapping[str, Any]) -> list[int]:
-    """The ranks among which this DistributedDataParallel reduces."""
-    import torch.distributed as dist
+def _reduction_group(given: Mapping[str, Any]) -> Any:
+    """Among whose ranks this DistributedDataParallel reduces."""
     from megatron.core import parallel_state
 
     own = given.get("pg_collection") or given.get("grad_comm_pgs")
-    group = getattr(own, "dp_cp", None) or parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return dist.get_process_group_ranks(group)
+    return getattr(own, "dp_cp", None) or parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _no_sync_between_micro_batches(config, ddp) -> None:
-    """What megatron-core's schedules need to know of an overlap that the program did not ask for: when not to reduce."""
+    """What megatron-core's schedules need of an overlap that the program did not ask for: when not to reduce."""
     if config.virtual_pipeline_model_parallel_size:
         config.no_sync_func = [*(config.no_sync_func or []), ddp.no_sync]
     elif config.no_sync_func is None:
@@ -126,19 +121,15 @@ def _no_sync_between_micro_batches(config, ddp) -> None:
 
 
 def _distributed_layout(given: Mapping[str, Any], elements: int):
-    """Megatron-LM's main branch lays the distributed optimizer's buckets out beforehand, in one piece on later stages."""
+    """Megatron-LM's main lays the distributed optimizer's buckets out beforehand, in one piece on later stages."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    made = ProcessGroupCollection.setup_process_groups_for_ddp(given["pg_collection"], given["config"], given["ddp_config"])
-    params = [param for param in given["module"].parameters() if param.requires_grad]
-    return DistributedOptimizer.compute_full_param_layout(
-        params,
-        elements,
-        made["intra_dp_cp_group"].size(),
-        given["ddp_config"],
-        expert_data_parallel_world_size=made["intra_expt_dp_group"].size(),
-    )
+    ddp_config, params = given["ddp_config"], [p for p in given["module"].parameters() if p.requires_grad]
+    made = ProcessGroupCollection.setup_process_groups_for_ddp(given["pg_collection"], given["config"], ddp_config)
+    ranks, experts = made["intra_dp_cp_group"].size(), made["intra_expt_dp_group"].size()
+    layout = DistributedOptimizer.compute_full_param_layout
+    return layout(params, elements, ranks, ddp_config, expert_data_parallel_world_size=experts)
 
 
 def _bucket_as_planned(wrapped, instance, args, kwargs):
@@ -149,30 +140,22 @@ def _bucket_as_planned(wrapped, instance, args, kwargs):
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     given = bound.arguments
     if given["bucket_size"] is None or planned.ours:
-        given["bucket_size"] = planned.elements
-        if given["ddp_config"].use_distributed_optimizer and Version(loaded_version()) < _BUCKETS_SAVED_RIGHT:
+        given["bucket_size"], ddp_config = planned.elements, given["ddp_config"]
+        if ddp_config.use_distributed_optimizer and Version(str(loaded_version())) < _BUCKETS_SAVED_RIGHT:
             ranks = given["data_parallel_group"].size()
-            given["bucket_size"] = megatron_buckets.of_buffer(given["params"], ranks, given["ddp_config"], planned.elements)
+            given["bucket_size"] = megatron_buckets.of_buffer(given["params"], ranks, ddp_config, planned.elements)
     return wrapped(*bound.args, **bound.kwargs)
 
 
 PATCHES = (
     Patch(
-        feature="megatron-reduction",
-        target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-        versions=MEGATRON,
-        version_of=loaded_version,
-        parameters=("config", "ddp_config", "module", "disable_bucketing"),
-        wrap=_reduce_as_planned,
-        reason="a later stage on a slow fabric must overlap too; megatron-core buckets on the first stage only",
+        REDUCTION, "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+        "a later stage on a slow fabric must overlap too; megatron-core buckets on the first stage only",
+        _reduce_as_planned, parameters=("config", "ddp_config", "module", "disable_bucketing"),
     ),
     Patch(
-        feature="megatron-reduction",
-        target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
-        versions=MEGATRON,
-        version_of=loaded_version,
-        parameters=("bucket_size", "ddp_config", "data_parallel_group"),
-        wrap=_bucket_as_planned,
-        reason="bucket_size is None on every stage but the first",
+        REDUCTION, "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
+        "bucket_size is None on every stage but the first",
+        _bucket_as_planned, parameters=("bucket_size", "ddp_config", "data_parallel_group"),
     ),
-)
+)  # fmt: skip

@@ -6,30 +6,27 @@ _new_process_group_helper; split_group alone goes past it.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import sys
 from datetime import timedelta
 from typing import Any
 
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.torch.features import NICS, RANKS
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.carrier import backends, carrier, carrier_of
+from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends
 from holmes_ext.runtime.groups.transport import Transport, gloo_interface, nccl_options
 from holmes_ext.runtime.session import GroupRecord
-from holmes_ext.runtime.start.exchange import RemoteError
-
-TORCH = "torch>=2.4"
+from holmes_ext.words import some_of
 
 
-def _host_store_where_launched(wrapped, instance, args, kwargs):
+@with_session
+def _host_store_where_launched(current, wrapped, instance, args, kwargs):
     """Host on the launcher's rank 0, whose address MASTER_ADDR is, whatever rank the process has now."""
-    current = session.active()
-    if current is None:
-        return wrapped(*args, **kwargs)
 
     def call(hostname, port, rank, *rest, **more):
         hosting_rank = 0 if current.process.rank == 0 else max(1, current.process.rank)
@@ -44,56 +41,47 @@ def _host_store_where_launched(wrapped, instance, args, kwargs):
     return call(*args, **kwargs)
 
 
-def _give_group_its_nic(wrapped, instance, args, kwargs):
+@with_session
+def _give_group_its_nic(current, wrapped, instance, args, kwargs):
     """GLOO_SOCKET_IFNAME for gloo and fresh options with net_name for NCCL, while the group is made."""
-    current = session.active()
-    if current is None:
-        return wrapped(*args, **kwargs)
 
     def call(group_size, group_rank, global_ranks_in_group, backend, store, *rest, **more):
         if not global_ranks_in_group:
             agree_on_patches(store, current, waits=str(backend) != "fake")
         ranks = tuple(global_ranks_in_group) or tuple(range(current.plan.world_size))
-        if current.rank not in ranks or str(backend) == "fake":
+        if current.rank not in ranks:
             return wrapped(group_size, group_rank, global_ranks_in_group, backend, store, *rest, **more)
         if "nccl" in backends(str(backend)).values():
-            more = dict(more)
+            over = current.transport(ranks, "nccl")
             if len(rest) > 1:  # group_name, backend_options, ... given by position
-                rest = (rest[0], _options(current.transport(ranks, "nccl"), rest[1]), *rest[2:])
+                rest = (rest[0], _options(over, rest[1]), *rest[2:])
             else:
-                more["backend_options"] = _options(current.transport(ranks, "nccl"), more.get("backend_options"))
-        kind = "gloo" if carrier_of(str(backend)) == "gloo" else "nccl"
-        transport = current.transport(ranks, kind)
+                more = {**more, "backend_options": _options(over, more.get("backend_options"))}
         with gloo_interface(current.transport(ranks, "gloo")):
             made = wrapped(group_size, group_rank, global_ranks_in_group, backend, store, *rest, **more)
         name = more.get("group_desc") or more.get("group_name") or (rest[0] if rest else "")
-        _record(current, GroupRecord(str(name), ranks, kind, transport))
+        _record(current, str(name), ranks, backend_named(str(backend)))
         return made
 
     return call(*args, **kwargs)
 
 
-def _give_split_group_its_nic(wrapped, instance, args, kwargs):
+@with_session
+def _give_split_group_its_nic(current, wrapped, instance, args, kwargs):
     """The same for split_group, whose default is to copy the parent's options, network included."""
-    current = session.active()
-    if current is None:
-        return wrapped(*args, **kwargs)
-
     import torch.distributed as dist
 
     def call(parent_pg=None, split_ranks=None, timeout=None, pg_options=None, **more):
-        parent = parent_pg or dist.group.WORLD
+        parent: Any = parent_pg or dist.group.WORLD
         mine = next((part for part in split_ranks or () if dist.get_rank(parent) in part), None)
         if mine is None:
             return wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
-        ranks = tuple(dist.get_global_rank(parent, rank) for rank in mine)
-        kind = "nccl" if carrier(parent) == "nccl" else "gloo"
-        transport = current.transport(ranks, kind)
-        if kind == "nccl":
-            pg_options = _options(transport, pg_options)
+        ranks, backend = tuple(dist.get_global_rank(parent, rank) for rank in mine), backend_of(parent)
+        if backend == "nccl":
+            pg_options = _options(current.transport(ranks, backend), pg_options)
         with gloo_interface(current.transport(ranks, "gloo")):
             made = wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
-        _record(current, GroupRecord(more.get("group_desc") or "split", ranks, kind, transport))
+        _record(current, more.get("group_desc") or "split", ranks, backend)
         return made
 
     return call(*args, **kwargs)
@@ -106,20 +94,19 @@ _agreed = itertools.count()
 def agree_on_patches(store: Any, current: session.Session, waits: bool = True) -> None:
     """Compare plan and patches here with what the first rank that came by had; ranks that differ in them would hang.
 
-    Before the default group is made, in a few store operations for each rank. HolmesError names the difference and both ranks, on the rank that
-    differs first; the others, which wait (if `waits`) until all have compared, get RemoteError: nobody is left in a group that never comes about.
+    Before the default group is made, in a few store operations for each rank. HolmesError names the difference and both
+    ranks, on the rank that differs first; the others, which wait (if `waits`) until all have compared, get RemoteError:
+    nobody is left in a group that never comes about.
     """
     prefix = f"{current.round}/agree/{next(_agreed)}"
-    mine = {"who": f"rank {current.rank} on {current.node.name}", "plan's digest": current.plan.digest, "networks": _networks(current)}
+    mine = {"who": f"rank {current.rank} on {current.node.name}", "plan's digest": current.plan.digest}
     mine.update(registry().states())
     first = json.loads(store.compare_set(f"{prefix}/first", "", json.dumps(mine)))
     key = next((key for key in sorted({*mine, *first} - {"who"}) if mine.get(key) != first.get(key)), None)
     if key is not None:
-        what = "differ in" if key in ("plan's digest", "networks") else "are patched differently:"
-        error = (
-            f"the ranks {what} {key}: it is {mine.get(key)!r} on {mine['who']} and {first.get(key)!r} on {first['who']};"
-            " install and give the same everywhere"
-        )
+        what = "differ in" if key == "plan's digest" else "are patched differently:"
+        here, there = (f"{found.get(key)!r} on {found['who']}" for found in (mine, first))
+        error = f"the ranks {what} {key}: it is {here} and {there}; install and give the same everywhere"
         told = store.compare_set(f"{prefix}/difference", "", error).decode()
         raise HolmesError(error) if told == error else RemoteError(told)  # once is enough
     if not waits:
@@ -132,22 +119,13 @@ def agree_on_patches(store: Any, current: session.Session, waits: bool = True) -
         raise RemoteError(difference)
 
 
-def _networks(current: session.Session) -> str:
-    """What is left out on which node, as a digest."""
-    left_out = [[node.name, port.fabric] for node in current.site.nodes for port in node.ports if not port.usable]
-    return hashlib.sha256(json.dumps([current.site.digest, left_out]).encode()).hexdigest()[:16]
-
-
 def _await_all(store: Any, prefix: str, current: session.Session) -> None:
     try:
         store.wait([f"{prefix}/difference"], timedelta(seconds=current.options.timeout_s))
     except RuntimeError:  # torch.distributed.DistError is one
         missing = [rank for rank in range(current.plan.world_size) if not store.check([f"{prefix}/rank/{rank}"])]
-        names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        raise HolmesError(
-            f"rank {current.rank} on {current.node.name}: rank {names} did not come to init_process_group within {current.options.timeout} s"
-            " (--holmes-timeout)"
-        ) from None
+        what = f"did not come to init_process_group within {current.options.timeout} s (--holmes-timeout)"
+        raise HolmesError(f"rank {current.rank} on {current.node.name}: rank {some_of(missing)} {what}") from None
 
 
 def _options(transport: Transport, given: Any) -> Any:
@@ -159,37 +137,31 @@ def _options(transport: Transport, given: Any) -> Any:
     return nccl_options(transport, given, ProcessGroupNCCL.Options)
 
 
-def _record(current: session.Session, record: GroupRecord) -> None:
-    current.groups.append(record)
-    if current.options.verbose == "on" and current.rank == record.ranks[0]:
-        members = ",".join(map(str, record.ranks[:8])) + (",..." if len(record.ranks) > 8 else "")
-        where = f"{record.transport.fabric} via {record.transport.interface or record.transport.net_name or 'NVLink/memory'}"
-        print(f"holmes: group {record.name or 'world'} [{members}] {record.backend}: {where}", file=sys.stderr)
+def _record(current: session.Session, name: str, ranks: tuple[int, ...], backend: str) -> None:
+    transport = current.transport(ranks, backend)
+    current.groups.append(GroupRecord(name, ranks, backend, transport))
+    if current.options.verbose == "on" and current.rank == ranks[0]:
+        members = some_of(ranks, separator=",")
+        where = f"{transport.fabric} via {transport.interface or transport.net_name or 'NVLink/memory'}"
+        print(f"holmes: group {name or 'world'} [{members}] {backend}: {where}", file=sys.stderr)
 
 
 PATCHES = (
     Patch(
-        feature="ranks",
-        target="torch.distributed.rendezvous:_create_c10d_store",
-        versions=TORCH,
-        parameters=("hostname", "port", "rank"),
-        wrap=_host_store_where_launched,
-        reason="rank 0 may have moved away from MASTER_ADDR, where the store is hosted",
+        RANKS, "torch.distributed.rendezvous:_create_c10d_store",
+        "rank 0 may have moved away from MASTER_ADDR, where the store is hosted",
+        _host_store_where_launched, parameters=("hostname", "port", "rank"),
     ),
     Patch(
-        feature="nics",
-        target="torch.distributed.distributed_c10d:_new_process_group_helper",
-        versions=TORCH,
-        parameters=("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name", "backend_options"),
-        wrap=_give_group_its_nic,
-        reason="torch has no hook for the transport of a group; every group is made here",
+        NICS, "torch.distributed.distributed_c10d:_new_process_group_helper",
+        "torch has no hook for the transport of a group; every group is made here", _give_group_its_nic,
+        parameters=(
+            "group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name", "backend_options",
+        ),
     ),
     Patch(
-        feature="nics",
-        target="torch.distributed.distributed_c10d:split_group",
-        versions=TORCH,
-        parameters=("parent_pg", "split_ranks", "pg_options"),
-        wrap=_give_split_group_its_nic,
-        reason="split_group copies the parent's options, so a split would keep the parent's network",
+        NICS, "torch.distributed.distributed_c10d:split_group",
+        "split_group copies the parent's options, so a split would keep the parent's network",
+        _give_split_group_its_nic, parameters=("parent_pg", "split_ranks", "pg_options"),
     ),
-)
+)  # fmt: skip

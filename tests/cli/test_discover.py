@@ -1,4 +1,3 @@
-import argparse
 import json
 import os
 import shutil
@@ -9,15 +8,19 @@ import pytest
 from sysfs_builder import aws_ena, container, dgx_a100, dual_port, ports_down, roce_lag
 
 from holmes_ext.cli import discover
+from holmes_ext.cli.main import main
+from holmes_ext.cli.show.table import Screen
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.cluster.sysfs.node import read_nics, select
+from holmes_ext.document import Table
+
+
+def nic_of(values):
+    return Table(values, "a NIC").into(Nic)
 
 
 def holmes(*argv):
-    parser = argparse.ArgumentParser(prog="holmes")
-    discover.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["discover", *map(str, argv)])
-    return args.run(args)
+    return main(["discover", *map(str, argv)])
 
 
 @pytest.fixture
@@ -25,19 +28,24 @@ def dgx(tmp_path):
     return dgx_a100(tmp_path / "dgx07")
 
 
-def rows(out):
-    """{NIC: cells} of the printed table."""
-    lines = [[cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│")]
-             for line in out.splitlines() if line[:1] in "│┃" and line]
-    header, *body = lines
-    return {row[0]: dict(zip(header, row)) for row in body}
+@pytest.fixture
+def rows(monkeypatch):
+    """{NIC: {title: text}} of the table that was printed last."""
+    shown = {}
+
+    def table(self, columns, cells, title, styles):
+        shown.clear()
+        shown.update({row[0]: dict(zip((column.name for column in columns), row)) for row in cells})
+        print(title)
+
+    monkeypatch.setattr(Screen, "table", table)
+    return shown
 
 
-def test_table(dgx, capsys):
+def test_table(dgx, rows, capsys):
     assert holmes("--sysfs", dgx) == 0
-    out = capsys.readouterr().out
-    assert "NICs of dgx07" in out
-    table = rows(out)
+    assert "NICs of dgx07" in capsys.readouterr().out
+    table = rows
     assert list(table)[:11] == [f"mlx5_{i}:1" for i in (0, 1, 2, 3, 6, 7, 8, 9, 4)] + ["enp225s0f0", "enp226s0"]
     assert list(table)[-2:] == ["enx0a94ef2c1d05", "docker0"]  # set aside: last
     assert table["mlx5_1:1"] == {
@@ -46,7 +54,7 @@ def test_table(dgx, capsys):
         "PCI": "0000:12:00.0", "note": ""}
     assert table["mlx5_4:1"]["v2 GID"] == "3"
     assert table["enp225s0f0"]["note"] == "net device of mlx5_4:1"
-    assert table["mlx5_5:1"]["note"] == "DOWN/Disabled"
+    assert table["mlx5_5:1"]["note"] == "the roce port is DOWN/Disabled"
     assert table["enx0a94ef2c1d05"]["note"] == "management (USB/BMC)"
 
 
@@ -62,7 +70,7 @@ def test_json(dgx, capsys):
     assert holmes("--sysfs", dgx, "--json") == 0
     out = json.loads(capsys.readouterr().out)
     assert (out["version"], out["node"]) == (1, "dgx07") and set(out) == {"version", "node", "nics"}
-    assert tuple(Nic.from_dict(d) for d in out["nics"]) == read_nics(dgx)
+    assert tuple(nic_of(d) for d in out["nics"]) == read_nics(dgx)
 
 
 def test_json_of_this_machine(capsys):
@@ -75,7 +83,7 @@ def test_json_of_this_machine(capsys):
 def test_include_and_exclude(dgx, capsys):
     assert holmes("--sysfs", dgx, "--json", "--exclude", "mlx5_4", "mlx5_5", "--exclude", "enp227s0",
                   "--include", "mlx5_*", "enp226s0", "enp227s0") == 0
-    nics = [Nic.from_dict(d) for d in json.loads(capsys.readouterr().out)["nics"]]
+    nics = [nic_of(d) for d in json.loads(capsys.readouterr().out)["nics"]]
     assert [n.name for n in nics if not n.skipped] == [
         n.name for n in select(read_nics(dgx), ["mlx5_*", "enp226s0"], ["mlx5_4", "mlx5_5"])]
     why = {n.name: n.skipped for n in nics if n.skipped}
@@ -83,40 +91,52 @@ def test_include_and_exclude(dgx, capsys):
     assert why["enp225s0f0"] == "not in --include" and why["docker0"] == "container network (by its name)"
 
 
-def test_included_management_nic_is_used(dgx, capsys):
+def test_included_management_nic_is_used(dgx, rows):
     assert holmes("--sysfs", dgx, "--include", "enx0a94ef2c1d05") == 0
-    assert rows(capsys.readouterr().out)["enx0a94ef2c1d05"]["note"] == ""
+    assert rows["enx0a94ef2c1d05"]["note"] == ""
 
 
-def test_no_usable_nic_is_a_problem(tmp_path, capsys):
+def test_no_usable_nic_is_a_problem(tmp_path, rows, capsys):
     assert holmes("--sysfs", ports_down(tmp_path / "n")) == 1
-    out = capsys.readouterr().out
-    assert "note: no usable NIC" in out
-    assert rows(out)["mlx5_1:1"]["note"] == "INIT; no subnet manager has set it up"
+    assert "note: no usable NIC" in capsys.readouterr().out
+    assert rows["mlx5_1:1"]["note"] == "the port is in state INIT: no subnet manager has set it up"
     assert holmes("--sysfs", tmp_path / "n", "--json") == 1
     assert holmes("--sysfs", dgx_a100(tmp_path / "d"), "--exclude", "*") == 1
 
 
-def test_ethernet_without_address_is_not_usable(tmp_path, capsys):
+def test_ethernet_without_address_is_not_usable(tmp_path, rows, capsys):
     root = aws_ena(tmp_path / "n")
     (root / "ip_addr.json").write_text("[]")
     assert holmes("--sysfs", root) == 1
-    assert rows(capsys.readouterr().out)["ens5"]["note"] == "no address"
+    assert rows["ens5"]["note"] == "the interface is up and has no IP address"
     (root / "ip_addr.json").unlink()  # unknown is not none
     assert holmes("--sysfs", root) == 0
     assert "IP addresses are unknown" in capsys.readouterr().out
 
 
-def test_slow_pci_slot_is_pointed_out(tmp_path, capsys):
+def test_slow_pci_slot_is_pointed_out(tmp_path, rows):
     root = roce_lag(tmp_path / "n")
     (root / "class/net/ens1f0np0/device/current_link_width").write_text("4\n")
     holmes("--sysfs", root)
-    assert "PCIe carries only 63.02 Gb/s" in rows(capsys.readouterr().out)["mlx5_bond_0:1"]["note"]
+    assert "PCIe carries 63.02 Gb/s, the link 200 Gb/s" in rows["mlx5_bond_0:1"]["note"]
 
 
 def test_columns_without_any_value_are_left_out(tmp_path, capsys):
     assert holmes("--sysfs", container(tmp_path / "n")) == 0
-    assert list(rows(capsys.readouterr().out)["eth0"]) == ["NIC", "kind", "state", "rate", "net device", "addresses"]
+    head = capsys.readouterr().out.splitlines()[1]
+    assert head.split() == ["NIC", "kind", "state", "rate", "net", "device", "addresses"]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+def test_the_table_fits_the_screen_and_says_what_it_lacks(dgx, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert holmes("--sysfs", dgx) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[: next(i for i, line in enumerate(lines) if line.startswith(("too narrow", "note:")))]
+    assert max(len(line.rstrip()) for line in table) <= columns
+    assert all(word in table[1] for word in ("NIC", "kind", "state", "rate", "note"))
+    assert any(line.startswith("mlx5_0:1  ") and "200 Gb/s" in line for line in table)
+    assert ("PCI" in table[1]) == (columns == 200) != any(line.startswith("too narrow for: ") for line in lines)
 
 
 @pytest.mark.parametrize("argv, message", [
@@ -132,7 +152,7 @@ def test_bad_input_is_one_line(dgx, tmp_path, capsys, argv, message):
     assert holmes(*(a.replace("DIR", str(tmp_path)) for a in argv)) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
-    assert captured.err.startswith("holmes discover: ") and message.replace("DIR", str(tmp_path)) in captured.err
+    assert captured.err.startswith("holmes: ") and message.replace("DIR", str(tmp_path)) in captured.err
 
 
 def test_help_says_how_to_capture(capsys):

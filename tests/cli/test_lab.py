@@ -2,28 +2,21 @@
 
 import argparse
 
+import clusters
 import pytest
 
 from holmes_ext.cli import lab
 from holmes_ext.errors import HolmesError
 
-FILE = """
-version = 1
-[ethernet]
-rate = "1Gb/s"
-[[cluster]]
-name = "a"
-kind = "ethernet"
-nodes = ["a0", "a1"]
-"""
+FILE = clusters.toml("a ethernet - a0,a1")
 
 
 @pytest.fixture
 def parse(tmp_path):
     (tmp_path / "c.toml").write_text(FILE)
-    parser = argparse.ArgumentParser()
+    parser, file = argparse.ArgumentParser(), str(tmp_path / "c.toml")
     lab.add_parser(parser.add_subparsers())
-    return lambda *words: parser.parse_args(["lab", *(str(tmp_path / "c.toml") if word == "FILE" else word for word in words)])
+    return lambda *words: parser.parse_args(["lab", *(file if word == "FILE" else word for word in words)])
 
 
 @pytest.mark.parametrize(
@@ -40,7 +33,7 @@ def parse(tmp_path):
 def test_bad_usage_is_one_line(parse, words, message):
     args = parse(*words)
     with pytest.raises(HolmesError, match=message):
-        args.run(args)
+        lab.run(args)
 
 
 def test_the_command_keeps_its_own_flags(parse):

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from plan_command import holmes
 
 from holmes_ext.cli import plan as command
 from holmes_ext.cluster.spec import expand_hosts
@@ -12,13 +13,6 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.plan import load_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
-
-
-def holmes(*arguments, sample="two_clusters_4"):
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["plan", "--cluster", str(EXAMPLES / f"{sample}.toml"), *arguments])
-    return args.run(args)
 
 
 def test_table(capsys):
@@ -52,14 +46,17 @@ def test_unknown_sizes(capsys):
 
 
 def test_workload(capsys, tmp_path):
-    (tmp_path / "w.toml").write_text("forward_seconds = 1\nbackward_seconds = 2.0\nmicro_batches = 3\ngradient_bytes = 1e6\n")
-    assert holmes("--pipeline", "2", "--workload", str(tmp_path / "w.toml"), "--micro-batches", "4", "--activation-bytes", "0") == 0
+    (tmp_path / "w.toml").write_text(
+        "forward_seconds = 1\nbackward_seconds = 2.0\nmicro_batches = 3\ngradient_bytes = 1e6\n")
+    assert holmes("--pipeline", "2", "--workload", str(tmp_path / "w.toml"), "--micro-batches", "4",
+                  "--activation-bytes", "0") == 0
     text = capsys.readouterr().out
     assert "nominal" not in text
     assert "predicted step: 15" in text  # (4 + 2 - 1) * 3
 
 
-@pytest.mark.parametrize("text,message", [("forward = 1", "'forward' is not known"), ("micro_batches = 1.5", "'micro_batches'"), ("x", "not a readable TOML")])
+@pytest.mark.parametrize("text,message", [
+    ("forward = 1", "'forward' is not known"), ("micro_batches = 1.5", "'micro_batches'"), ("x", "not valid TOML")])
 def test_bad_workload_file(text, message, tmp_path):
     (tmp_path / "w.toml").write_text(text)
     with pytest.raises(HolmesError, match=message):
@@ -113,7 +110,8 @@ def test_a_probed_cluster_is_predicted_by_what_was_measured(capsys, tmp_path):
         (tmp_path / f"{name}.toml").write_text(content)
         parser = argparse.ArgumentParser()
         command.add_parser(parser.add_subparsers())
-        args = parser.parse_args(["plan", "--cluster", str(tmp_path / f"{name}.toml"), "--sizes", "pipeline=2", "--json"])
+        args = parser.parse_args(
+            ["plan", "--cluster", str(tmp_path / f"{name}.toml"), "--sizes", "pipeline=2", "--json"])
         assert args.run(args) == 0
         steps.append(json.loads(capsys.readouterr().out)["predicted"]["stock_step_seconds"])
     assert steps[1] > 5 * steps[0]

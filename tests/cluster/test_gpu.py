@@ -2,30 +2,15 @@
 
 from dataclasses import replace
 
+import clusters
 import pytest
 
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import Gpu, Model, on_clusters
 
-TEXT = """version = 1
-[ethernet]
-rate = "25Gb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "200Gb/s"
-nodes = ["a[0-1]"]
-gpu = "A100"
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "200Gb/s"
-nodes = ["b[0-1]"]
-gpu_flops = 5e13
-gpu_memory_bytes = 24e9
-nvlink = "64Gb/s"
-"""
+TEXT = clusters.toml("a ib 200Gb/s a[0-1] gpu=A100",
+                     "b roce 200Gb/s b[0-1] gpu_flops=5e13 gpu_memory_bytes=24e9 nvlink=64Gb/s", ethernet="25Gb/s")
 MODEL = Model(layers=4, hidden=64, heads=4, sequence=32, vocabulary=100, micro_batches=2)
 
 
@@ -47,7 +32,8 @@ def test_numbers_of_the_cluster_then_the_models_cluster_then_the_name_then_the_m
     [
         ("gpu_flops = 5e13", "gpu_flop = 5e13", "key 'cluster.b.gpu_flop' is not known; did you mean 'gpu_flops'?"),
         ("gpu_flops = 5e13", "gpu_flops = 0.0", "key 'cluster.b.gpu_flops': 0.0 must be above 0"),
-        ("gpu_memory_bytes = 24e9", "gpu_memory_bytes = '24GB'", "key 'cluster.b.gpu_memory_bytes': '24GB' is not a number"),
+        ("gpu_memory_bytes = 24e9", "gpu_memory_bytes = '24GB'",
+         "key 'cluster.b.gpu_memory_bytes': '24GB' is not a number"),
         ('nvlink = "64Gb/s"', "nvlink = 64", "key 'cluster.b.nvlink': 64 is not a text"),
         ('nvlink = "64Gb/s"', 'nv_link = "64Gb/s"', "key 'cluster.b.nv_link' is not known; did you mean 'nvlink'?"),
     ],

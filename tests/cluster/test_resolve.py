@@ -1,45 +1,32 @@
 from dataclasses import replace
 
+import clusters
 import pytest
 
 from holmes_ext.cluster.nic import Gid, Nic
 from holmes_ext.cluster.node_report import NodeReport
-from holmes_ext.cluster.resolve import resolve_site
+from holmes_ext.cluster.resolve import resolve_site, slower_than_declared
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 
-TOML = """
-version = 1
-[ethernet]
-rate = "25Gb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "200Gb/s"
-nodes = ["a[0-1]"]
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "100Gb/s"
-nodes = ["b0"]
-"""
+TOML = clusters.toml("a ib 200Gb/s a[0-1]", "b roce 100Gb/s b0", ethernet="25Gb/s")
 
 
 def ethernet(address="10.0.0.1/16", **more):
     return Nic(kind="ethernet", device="eth0", netdevs=("eth0",), state="up", state_text="up", rate_bps=25 * 10**9,
-               addresses=(address,), **more)  # fmt: skip
+               addresses=(address,), **more)
 
 
 def ib(prefix="fe80:0000:0000:0001", lid=1, device="mlx5_0", state="up", **more):
     values = dict(addresses=("10.1.0.1/16",), netdevs=("ib0",))
     return Nic(kind="ib", device=device, port=1, state=state, state_text="ACTIVE" if state == "up" else "DOWN",
-               rate_bps=200 * 10**9 * (state == "up"), subnet_prefix=prefix, lid=lid, **{**values, **more})  # fmt: skip
+               rate_bps=200 * 10**9 * (state == "up"), subnet_prefix=prefix, lid=lid, **{**values, **more})
 
 
 def roce(network="10.2.0.7/16", device="mlx5_0", **more):
     gid = Gid(3, "0000:0000:0000:0000:0000:ffff:0a02:0007", "roce_v2", "roce0")
-    return Nic(kind="roce", device=device, port=1, netdevs=("roce0",), state="up", state_text="ACTIVE", rate_bps=100 * 10**9,
-               addresses=(network,) if network else (), gids=(gid,), **more)  # fmt: skip
+    return Nic(kind="roce", device=device, port=1, netdevs=("roce0",), state="up", state_text="ACTIVE",
+               rate_bps=100 * 10**9, addresses=(network,) if network else (), gids=(gid,), **more)
 
 
 def report(name, *nics, processes=1):
@@ -112,7 +99,8 @@ def test_named_ethernet_without_address():
 
 
 def test_without_a_file_subnets_tell_the_fabrics():
-    nodes = [report("x", ib("0001:0000:0000:0000:"[:19])), report("y", ib("0001:0000:0000:0000")), report("z", ib("0002:0000:0000:0000"))]
+    one, two = "0001:0000:0000:0000", "0002:0000:0000:0000"
+    nodes = [report("x", ib(one)), report("y", ib(one)), report("z", ib(two))]
     nodes += [report("r", roce()), report("s", roce("10.2.9.9/16")), report("t", roce("10.3.0.1/16"))]
     site = resolve_site(nodes, None)
     shared = lambda *names: site.shared_fabric(names).kind  # noqa: E731
@@ -140,3 +128,37 @@ def test_rails_count_as_one_fabric():
 def test_roce_without_an_address_is_asked_about():
     with pytest.raises(HolmesError, match="mlx5_0:1 has no IPv4 address"):
         resolve_site([report("x", roce(""))], None)
+
+
+@pytest.mark.parametrize(
+    "changed, told",
+    [
+        ({}, []),
+        ({"rate_bps": 0}, []),  # not known
+        ({"rate_bps": 195 * 10**9}, []),  # rounded
+        ({"rate_bps": 100 * 10**9},
+         [("a0", "mlx5_0:1 runs at 100 Gb/s, but the rate of fabric 'a' is 200 Gb/s in c.toml")]),
+    ],
+)
+def test_a_nic_slower_than_the_file_says_is_told(changed, told):
+    reports = (report("a0", replace(ib(), **changed)), *GOOD[1:])
+    site = resolve_site(reports, spec())
+    assert slower_than_declared(site, reports) == told
+    assert site == resolve_site(GOOD, spec())  # the plan is the file's
+
+
+def test_all_nics_of_a_node_count_together_and_ethernet_too():
+    two = [replace(ib(), device=f"mlx5_{number}", rate_bps=50 * 10**9) for number in range(2)]
+    reports = (NodeReport("a0.site", "id", "eth0", (*two, replace(ethernet(), rate_bps=10**9)), 1), *GOOD[1:])
+    assert slower_than_declared(resolve_site(reports, spec()), reports) == [
+        ("a0", "mlx5_0:1, mlx5_1:1 run at 100 Gb/s, but the rate of fabric 'a' is 200 Gb/s in c.toml"),
+        ("a0", "eth0 runs at 1 Gb/s, but the rate of fabric 'ethernet' is 25 Gb/s in c.toml"),
+    ]
+    one = spec('nodes = ["b0"]', 'nodes = ["b0"]\n[node.a0]\nexclude = ["mlx5_1"]')
+    (fast, _) = slower_than_declared(resolve_site(reports, one), reports)
+    assert fast[1].startswith("mlx5_0:1 runs at 50 Gb/s")
+
+
+def test_a_site_without_a_file_counts_on_what_the_nics_state():
+    reports = (report("x", ib("0001:0000:0000:0000")), report("y", replace(ib("0001:0000:0000:0000"), rate_bps=10**9)))
+    assert slower_than_declared(resolve_site(reports, None), reports) == []

@@ -1,34 +1,14 @@
 import json
 from dataclasses import replace
 
+import clusters
 import pytest
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site, site_from_spec
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 
-TEXT = """
-version = 1
-[ethernet]
-rate = "250Mb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "2Gb/s"
-nodes = ["a[0-1]"]
-processes = 2
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "1.6Gb/s"
-nodes = ["b0"]
-processes = 2
-[[cluster]]
-name = "c"
-kind = "ethernet"
-nodes = ["c0"]
-processes = 2
-"""
+TEXT = clusters.toml("a ib 2Gb/s a[0-1]", "b roce 1.6Gb/s b0", "c ethernet - c0", processes=2)
 
 
 def site():
@@ -70,12 +50,13 @@ def test_clusters_on_one_fabric():
 
 def test_unequal_processes():
     with pytest.raises(HolmesError, match="cluster.toml: node 'b0' has 1 processes and node 'a0' has 2"):
-        site_from_spec(parse_spec(TEXT.replace('nodes = ["b0"]\nprocesses = 2', 'nodes = ["b0"]\nprocesses = 1')))
+        clusters.site("a ib 2Gb/s a[0-1] processes=2", "b roce 1.6Gb/s b0")
 
 
 def test_json_round_trip():
     here = site()
-    node = replace(here.nodes[0], ports=(Port("a", "ib0", "10.0.0.1", ("mlx5_0", "mlx5_1"), 3, 5), here.nodes[0].ports[1]))
+    node = replace(
+        here.nodes[0], ports=(Port("a", "ib0", "10.0.0.1", ("mlx5_0", "mlx5_1"), 3, 5), here.nodes[0].ports[1]))
     here = Site((node, *here.nodes[1:]), here.fabrics)
     assert Site.from_dict(json.loads(json.dumps(here.to_dict()))) == here
 

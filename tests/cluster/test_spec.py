@@ -109,6 +109,7 @@ def test_digest_is_of_the_content():
         ('latency = "5us"', 'fabric = "ethernet"', "'ethernet' is the network of all nodes"),
         ('latency = "5us"', 'fabric = ""', "'cluster.b.fabric': '' is not a name"),
         ('latency = "5us"', 'speed = "5us"', "'cluster.b.speed' is not known"),
+        ('latency = "5us"', "rate_bps = 5", "'cluster.b.rate_bps' is not known; did you mean 'rate'"),
         ("[node.a08]", "[node.a8]", "'node.a8': no cluster has a node of that name; did you mean"),
         ("[node.a08]\n", "[node]\na08 = 3\n", "not known|not a table"),
         ("[[cluster]]", "[[clusters]]", "'cluster' is missing"),
@@ -148,7 +149,8 @@ def test_hosts():
 
 def mutated(text, rng):
     """`text` after a few random cuts, copies, swaps and replacements."""
-    junk = ['"', "[", "]", "=", "\n", "-1", "1e999", "9" * 400, "nan", "true", "[[", "'''", "\x00", "é", "{", "}", ",", "0", "[0-9]", '""']
+    junk = ['"', "[", "]", "=", "\n", "-1", "1e999", "9" * 400, "nan", "true", "[[", "'''", "\x00", "é", "{", "}", ",",
+            "0", "[0-9]", '""']
     for _ in range(rng.randint(1, 4)):
         start = rng.randrange(len(text) + 1)
         stop = min(len(text), start + rng.choice((0, 1, 3, 20)))

@@ -7,6 +7,7 @@ import types
 from pathlib import Path
 
 import pytest
+import ranks
 from sysfs_builder import dgx_a100, ports_down
 
 from holmes_ext.cli.main import main
@@ -14,7 +15,7 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.doctor import frameworks as health
 from holmes_ext.doctor.command import check_command, split_command
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches import Patch
+from holmes_ext.patches import Feature, Patch, all_patches
 from holmes_ext.runtime.start import launcher
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +77,8 @@ def script(tmp_path, text="import torch\n"):
 
 
 def findings(tmp_path, *arguments, launcher_words=(sys.executable,), text="import torch\n"):
-    return [f"{f.level} {f.about}: {f.what}" for f in check_command([*launcher_words, script(tmp_path, text), *arguments], load_spec(CLUSTER), {})]
+    return [f"{f.level} {f.about}: {f.what}"
+            for f in check_command([*launcher_words, script(tmp_path, text), *arguments], load_spec(CLUSTER), {})]
 
 
 def test_a_good_command_has_no_findings(tmp_path):
@@ -94,11 +96,14 @@ def test_what_is_wrong_with_a_command(tmp_path):
     assert "no.json" in line
     (line,) = findings(tmp_path, "--holmes", "--deepspeed_config", str(tmp_path / "no.json"))
     assert "cannot be read as JSON" in line
-    assert any("mindspeed" in line for line in findings(tmp_path, "--holmes", text="import mindspeed.megatron_adaptor\n"))
+    assert any(
+        "mindspeed" in line for line in findings(tmp_path, "--holmes", text="import mindspeed.megatron_adaptor\n"))
     lines = findings(tmp_path, "--holmes", launcher_words=("no-such-launcher", "--nnodes=3", "--nproc_per_node", "8"))
-    assert any("no such program" in line for line in lines) and any("--nnodes: is 3, but the clusters have 4 nodes" in line for line in lines)
+    assert any("no such program" in line for line in lines) and any(
+        "--nnodes: is 3, but the clusters have 4 nodes" in line for line in lines)
     assert any("--nproc-per-node: is 8, but node a0 has 1" in line for line in lines)
-    (line,) = [f.what for f in check_command([sys.executable, str(tmp_path / "gone.py"), "--holmes"], load_spec(CLUSTER), {}) if f.level == "problem"]
+    (line,) = [f.what for f in check_command([sys.executable, str(tmp_path / "gone.py"), "--holmes"],
+                                             load_spec(CLUSTER), {}) if f.level == "problem"]
     assert "there is no such file" in line
 
 
@@ -133,40 +138,30 @@ def test_a_target_that_another_library_replaced_is_told(monkeypatch):
     own.__module__, other.__module__ = "frame.work", "odd_patcher.core"
     module.kept, module.lost = own, other
     monkeypatch.setitem(sys.modules, "frame.work", module)
-    patches = [Patch("f", f"frame.work:{name}", "torch>=1", "test", wrap=lambda w, i, a, k: w(*a, **k)) for name in ("kept", "lost")]
-    assert [(f.about, f.what) for f in health.check_replaced(patches)] == [("frame.work:lost", "was replaced by odd_patcher.core")]
+    feature = Feature("f", "torch>=1")
+    patches = [Patch(feature, f"frame.work:{name}", "test", lambda w, i, a, k: w(*a, **k)) for name in ("kept", "lost")]
+    assert [(f.about, f.what) for f in health.check_replaced(patches)] == [
+        ("frame.work:lost", "was replaced by odd_patcher.core")]
 
 
 def test_patches_that_do_not_fit_are_told_once_a_feature():
-    told = health.check_patches(lambda patch: {"state": "off", "installed": "9.9", "reason": "too new"})
-    assert len(told) == len({patch.feature for patch in __import__("holmes_ext.patches", fromlist=["x"]).all_patches()}) and "too new" in told[0].what
-    assert health.check_patches(lambda patch: {"state": "fits", "installed": "1", "reason": ""}) == []
+    patches = all_patches()
+    told = [*health.check_patches(health.Fit(patch, "9.9", "off", "too new") for patch in patches)]
+    assert len(told) == len({patch.feature for patch in patches}) and "too new" in told[0].what
+    assert not [*health.check_patches(health.Fit(patch, "1", "fits", None) for patch in patches)]
+    assert not [*health.check_patches(health.Fit(patch, None, "off", "not installed") for patch in patches)]
 
 
 def test_nodes_meet_through_a_launchers_variables(tmp_path):
     """Two processes as srun would start them; rank 0 prints both."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    base = {
-        "PATH": "/usr/bin:/bin",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "PYTHONPATH": str(ROOT),
-    }
+    store, environ = ranks.hosted_store()
+    base = {**environ, "PATH": "/usr/bin:/bin", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0",
+            "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "holmes_ext.cli.main", "doctor", "--sysfs", str(dgx_a100(tmp_path / "dgx"))]
-    processes = [
-        subprocess.Popen(
-            command, env={**base, "RANK": str(rank), "HOLMES_NODE": f"n{rank}"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
+    processes = [subprocess.Popen(command, env={**base, "RANK": str(rank), "HOLMES_NODE": f"n{rank}"}, text=True,
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert "n0" in outputs[0][0] and "n1" in outputs[0][0] and "2 nodes" in outputs[0][0] and not outputs[1][0]
+    del store
     assert launcher.detect({}).world_size == 1

@@ -1,30 +1,15 @@
 """doctor/nics.py: findings on the NICs of one node."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
+from nics import ETHERNET, IB, ROCE, V2
 from sysfs_builder import Sysfs
 
-from holmes_ext.cluster.nic import Gid, Nic
 from holmes_ext.doctor.finding import Finding
 from holmes_ext.doctor.nics import check_hcas, check_nics
+from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
-
-V2 = Gid(3, "0000:0000:0000:0000:0000:ffff:0a00:0001", "roce_v2", "ens1")
-IB = Nic(
-    "ib",
-    "mlx5_0",
-    1,
-    state="up",
-    state_text="ACTIVE",
-    rate_bps=200 * 10**9,
-    max_rate_bps=252 * 10**9,
-    subnet_prefix="fec0:0000:0000:0001",
-    driver="mlx5_core",
-    mtu=2044,
-)
-ROCE = Nic("roce", "mlx5_1", 1, ("ens1",), "up", "ACTIVE", 100 * 10**9, 126 * 10**9, ("10.0.0.1/16",), 9000, gids=(V2,), driver="mlx5_core")
-ETHERNET = Nic("ethernet", "eth0", netdevs=("eth0",), state="up", state_text="up", rate_bps=25 * 10**9, addresses=("192.168.0.1/24",), mtu=1500)
 
 
 def found(*nics):
@@ -32,8 +17,7 @@ def found(*nics):
 
 
 def test_a_healthy_node_has_no_findings():
-    assert check_nics([IB, replace(IB, device="mlx5_2"), ETHERNET]) == []
-    assert check_nics([ROCE, ETHERNET]) == []
+    assert found(IB, replace(IB, device="mlx5_2"), ETHERNET) == found(ROCE, ETHERNET) == {}
 
 
 @pytest.mark.parametrize(
@@ -44,10 +28,14 @@ def test_a_healthy_node_has_no_findings():
         ([replace(ROCE, gids=(replace(V2, type="roce_v1"),)), ETHERNET], ("problem", "mlx5_1:1"), "no RoCE v2 GID"),
         ([replace(ETHERNET, addresses=()), IB], ("note", "eth0"), "no IP address"),
         ([replace(IB, subnet_prefix="fe80:0000:0000:0000"), ETHERNET], ("note", "mlx5_0:1"), "default"),
-        ([replace(IB, max_rate_bps=63 * 10**9), ETHERNET], ("problem", "mlx5_0:1"), "PCIe carries 63 Gb/s, the link 200 Gb/s"),
-        ([IB, replace(IB, device="mlx5_2", rate_bps=100 * 10**9), ETHERNET], ("note", "mlx5_2:1"), "the link runs at 100 Gb/s, mlx5_0:1 at 200 Gb/s"),
-        ([ROCE, replace(ROCE, device="mlx5_2", gids=(replace(V2, index=5),)), ETHERNET], ("note", "GID indices"), "mlx5_1:1 at 3, mlx5_2:1 at 5"),
-        ([ROCE, replace(ROCE, device="mlx5_2", mtu=1500), ETHERNET], ("problem", "MTU"), "mlx5_1:1 9000, mlx5_2:1 1500"),
+        ([replace(IB, max_rate_bps=63 * 10**9), ETHERNET], ("problem", "mlx5_0:1"),
+         "PCIe carries 63 Gb/s, the link 200 Gb/s"),
+        ([IB, replace(IB, device="mlx5_2", rate_bps=100 * 10**9), ETHERNET], ("note", "mlx5_2:1"),
+         "the link runs at 100 Gb/s, mlx5_0:1 at 200 Gb/s"),
+        ([ROCE, replace(ROCE, device="mlx5_2", gids=(replace(V2, index=5),)), ETHERNET], ("note", "GID indices"),
+         "mlx5_1:1 at 3, mlx5_2:1 at 5"),
+        ([ROCE, replace(ROCE, device="mlx5_2", mtu=1500), ETHERNET], ("problem", "MTU"),
+         "mlx5_1:1 9000, mlx5_2:1 1500"),
         ([replace(ETHERNET, driver="mlx5_core")], ("note", "eth0"), "/sys/class/infiniband shows no port"),
         ([replace(ETHERNET, state="down")], ("problem", "NICs"), "no NIC of this node can be used"),
     ],
@@ -59,15 +47,16 @@ def test_each_finding(nics, key, words):
 
 def test_what_is_set_aside_is_not_judged():
     down = replace(ROCE, device="mlx5_5", state="down", state_text="DOWN", skipped="storage (by its name)")
-    assert check_nics([IB, down, ETHERNET]) == []
+    assert found(IB, down, ETHERNET) == {}
 
 
 def test_links_below_what_the_adapter_can_do(tmp_path):
     tree = Sysfs(tmp_path)
     pci = tree.pci("0000:41:00.0", "mlx5_core")
-    for number, (rate, type_, state) in enumerate([("200 Gb/sec (4X HDR)", "MT4123", "4: ACTIVE"), ("25 Gb/sec (1X EDR)", "MT4123", "4: ACTIVE"),
-                                                   ("100 Gb/sec (4X EDR)", "MT4123", "4: ACTIVE"), ("10 Gb/sec (4X SDR)", "MT4123", "1: DOWN")]):  # fmt: skip
-        tree.write(f"class/infiniband/mlx5_{number}/hca_type", type_)
+    links = [("200 Gb/sec (4X HDR)", "4: ACTIVE"), ("25 Gb/sec (1X EDR)", "4: ACTIVE"),
+             ("100 Gb/sec (4X EDR)", "4: ACTIVE"), ("10 Gb/sec (4X SDR)", "1: DOWN")]
+    for number, (rate, state) in enumerate(links):
+        tree.write(f"class/infiniband/mlx5_{number}/hca_type", "MT4123")
         tree.write(f"class/infiniband/mlx5_{number}/ports/1/rate", rate)
         tree.write(f"class/infiniband/mlx5_{number}/ports/1/state", state)
     assert pci and [(f.level, f.about) for f in check_hcas(tmp_path)] == [("problem", "mlx5_1:1"), ("note", "mlx5_2:1")]
@@ -75,14 +64,13 @@ def test_links_below_what_the_adapter_can_do(tmp_path):
 
 def test_a_finding_is_checked():
     good = Finding("note", "a", "b", "c", "d")
-    assert Finding.from_dict(good.to_dict(), "x") == good
+    assert Table(asdict(good), "x").into(Finding) == good
     for bad in (
         {},
-        [],
-        {**good.to_dict(), "level": "bad"},
-        {**good.to_dict(), "what": "two\nlines"},
-        {**good.to_dict(), "why": ""},
-        {**good.to_dict(), "more": ""},
+        {**asdict(good), "level": "bad"},
+        {**asdict(good), "what": "two\nlines"},
+        {**asdict(good), "why": ""},
+        {**asdict(good), "more": ""},
     ):
         with pytest.raises(HolmesError, match="^FILE: "):
-            Finding.from_dict(bad, "FILE")
+            Table(bad, "FILE").into(Finding)

@@ -3,30 +3,16 @@
 import json
 from dataclasses import replace
 
+import clusters
 import pytest
+from nics import ETHERNET, IB, ROCE
 
 from holmes_ext.cluster.node_report import NodeReport
-from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.doctor.finding import note
 from holmes_ext.doctor.side_by_side import NodeCheck, compare, load_check
 from holmes_ext.errors import HolmesError
-from tests.doctor.test_nics import ETHERNET, IB, ROCE
 
-SPEC = parse_spec("""
-version = 1
-[ethernet]
-rate = "25Gb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "200Gb/s"
-nodes = ["a[0-2]"]
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "100Gb/s"
-nodes = ["b0"]
-""")
+SPEC = clusters.spec("a ib 200Gb/s a[0-2]", "b roce 100Gb/s b0", ethernet="25Gb/s")
 
 
 def check(name, *nics, versions=None, settings=None, findings=()):
@@ -49,10 +35,18 @@ def test_alike_nodes_have_no_findings():
 @pytest.mark.parametrize(
     "odd, expected",
     [
-        (dict(nics=(replace(IB, rate_bps=10**11), ETHERNET)), "note cluster a: rate of the fast NICs: 200 Gb/s on most, but a1 100 Gb/s"),
-        (dict(nics=(replace(IB, mtu=4092), ETHERNET)), "problem cluster a: MTU of the fast NICs: 2044 on most, but a1 4092"),
-        (dict(nics=(replace(IB, device="ibp1s0"), ETHERNET)), "note cluster a: names of the fast NICs: mlx5_0:1 on most, but a1 ibp1s0:1"),
-        (dict(nics=(IB, replace(IB, device="mlx5_1"), ETHERNET)), "note cluster a: number of fast NICs that are up: 1 on most, but a1 2"),
+        (dict(nics=(replace(IB, rate_bps=10**11), ETHERNET)),
+         "note cluster a: rate of the fast NICs: 200 Gb/s on most, but a1 100 Gb/s"),
+        (dict(nics=(replace(IB, rate_bps=10**11), ETHERNET)),
+         "problem a1: mlx5_0:1 runs at 100 Gb/s, but the rate of fabric 'a' is 200 Gb/s in cluster.toml"),
+        (dict(nics=(IB, replace(ETHERNET, rate_bps=10**10))),
+         "problem a1: eth0 runs at 10 Gb/s, but the rate of fabric 'ethernet' is 25 Gb/s in cluster.toml"),
+        (dict(nics=(replace(IB, mtu=4092), ETHERNET)),
+         "problem cluster a: MTU of the fast NICs: 2044 on most, but a1 4092"),
+        (dict(nics=(replace(IB, device="ibp1s0"), ETHERNET)),
+         "note cluster a: names of the fast NICs: mlx5_0:1 on most, but a1 ibp1s0:1"),
+        (dict(nics=(IB, replace(IB, device="mlx5_1"), ETHERNET)),
+         "note cluster a: number of fast NICs that are up: 1 on most, but a1 2"),
         (dict(versions={"torch": "2.4.0"}), "problem all nodes: version of torch: 2.13.0 on most, but a1 2.4.0"),
         (dict(settings={"NCCL_IB_HCA": "mlx5_0"}), "problem all nodes: NCCL_IB_HCA: unset on most, but a1 mlx5_0"),
     ],
@@ -73,8 +67,10 @@ def test_a_node_that_cluster_toml_is_wrong_about():
 
 
 def test_nodes_that_were_not_looked_at_and_a_machine_outside():
-    assert "note cluster.toml: 2 of its nodes were not looked at: a1, a2" in texts(compare([healthy()[0], healthy()[3]], SPEC))
-    assert "note laptop: this machine is in no cluster of cluster.toml" in texts(compare([check("laptop", ETHERNET)], SPEC))
+    assert "note cluster.toml: 2 of its nodes were not looked at: a1, a2" in texts(
+        compare([healthy()[0], healthy()[3]], SPEC))
+    assert "note laptop: this machine is in no cluster of cluster.toml" in texts(
+        compare([check("laptop", ETHERNET)], SPEC))
 
 
 def test_a_file_round_trips_and_bad_ones_are_one_line(tmp_path):
@@ -82,8 +78,10 @@ def test_a_file_round_trips_and_bad_ones_are_one_line(tmp_path):
     path.write_text(json.dumps(good.to_dict()))
     assert load_check(path).to_dict() == good.to_dict()
     document = good.to_dict()
-    bad = ["", "{", "[]", "{}", json.dumps({**document, "version": 2}), json.dumps({**document, "node": {}}), json.dumps({**document, "findings": [1]}),
-           json.dumps({**document, "versions": {"torch": 2}}), json.dumps({**document, "node": {**document["node"], "nics": [{}]}})]  # fmt: skip
+    bad = ["", "{", "[]", "{}", json.dumps({**document, "version": 2}), json.dumps({**document, "node": {}}),
+           json.dumps({**document, "findings": [1]}),
+           json.dumps({**document, "versions": {"torch": 2}}),
+           json.dumps({**document, "node": {**document["node"], "nics": [{}]}})]
     for text in bad:
         path.write_text(text)
         with pytest.raises(HolmesError) as error:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import venvs
+import wrapt
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -57,7 +59,7 @@ class Clock:
 
 
 def config(**changes):
-    return accelerator.Config.parse({"flops": 1e6, "classes": ["Block"], **changes})
+    return accelerator.load(accelerator.dump({"flops": 1e6, "classes": ["Block"], **changes}))
 
 
 @pytest.fixture
@@ -180,7 +182,8 @@ def test_bad_settings_name_the_key(document, key):
 
 
 def run_python(tmp_path, code, classes):
-    """A Python that knows nothing of the lab, started as the lab starts it; a sitecustomize of the user's is chained to."""
+    """A Python that knows nothing of the lab, started as the lab starts it; a sitecustomize of the user's is chained
+    to."""
     (tmp_path / "sitecustomize.py").write_text("import os; os.environ['USERS_SITE'] = 'was here'\n")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}
     env[accelerator.VARIABLE] = accelerator.dump({"flops": 1e12, "classes": classes})
@@ -195,6 +198,20 @@ def test_it_installs_itself_in_any_python_and_chains_sitecustomize(tmp_path):
     done = run_python(tmp_path, code, ["Linear"])
     assert done.stdout.split() == ["was", "here", "False", "Pacer.install.<locals>.__call__"], done.stderr
     assert done.stderr == ""
+
+
+def test_it_installs_itself_in_a_python_that_knows_holmes_only_by_its_place(tmp_path):
+    python = venvs.make(tmp_path / "venv")
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "wrapt").symlink_to(Path(wrapt.__file__).parent)
+    env = venvs.clean_environ(PYTHONPATH=str(packages))
+    code = "import sys, wrapt; print('holmes_ext.lab.emulate.accelerator' in sys.modules)"
+    env[accelerator.VARIABLE] = accelerator.dump({"flops": 1e12, "classes": ["Linear"]})
+    assert subprocess.run([python, "-c", code], env=env, capture_output=True, text=True).stdout == "False\n"
+    accelerator.add_to_environment(env)
+    done = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_a_misspelt_class_is_reported_at_the_end(tmp_path):

@@ -8,7 +8,7 @@ from holmes_ext.lab.compare import Series, all_rdma, max_loss_difference
 from holmes_ext.lab.emulate import trace
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.report import run_pictures as pictures
+from holmes_ext.report import pictures
 
 SPEC = load_spec(examples() / "clusters" / "two_clusters_4.toml")
 

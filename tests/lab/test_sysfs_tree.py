@@ -2,34 +2,13 @@
 
 import os
 
+import clusters
 import pytest
 
-from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.lab.network import shaping as network
 from holmes_ext.lab.network import sysfs_tree
 
-SPEC = parse_spec(
-    """
-version = 1
-[ethernet]
-rate = "25Gb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "200Gb/s"
-nodes = ["a0", "a1"]
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "1.6Gb/s"
-nodes = ["b0"]
-[[cluster]]
-name = "c"
-kind = "ib"
-rate = "100Gb/s"
-nodes = ["c0"]
-"""
-)
+SPEC = clusters.spec("a ib 200Gb/s a0,a1", "b roce 1.6Gb/s b0", "c ib 100Gb/s c0", ethernet="25Gb/s")
 NODES = {node.name: node for node in network.lay_out(SPEC, 0.01)}
 
 
@@ -96,6 +75,7 @@ def test_holmes_reads_it_back_as_what_cluster_toml_says(tmp_path, read):
     assert roce.addresses == (NODES["b0"].nic("roce0").address + "/16",)
     assert ethernet.addresses == (NODES["b0"].address + "/16",) and roce.skipped == ethernet.skipped == ""
     prefixes = [
-        next(nic for nic in read_nics(str(tmp_path / node)) if nic.kind == "ib").subnet_prefix for node in ("a0", "a1", "c0")
+        next(nic for nic in read_nics(str(tmp_path / node)) if nic.kind == "ib").subnet_prefix
+        for node in ("a0", "a1", "c0")
     ]
     assert prefixes[0] == prefixes[1] != prefixes[2]

@@ -1,4 +1,5 @@
-"""lab/process/zygote.py: a rank that was forked from a preloaded Python looks like a fresh interpreter to its script."""
+"""lab/process/zygote.py: a rank that was forked from a preloaded Python looks like a fresh interpreter to its script.
+"""
 
 import json
 import subprocess
@@ -8,7 +9,10 @@ import pytest
 
 from holmes_ext.lab.process.zygote import script_of
 
-REPORT = "import json, os, sys; print(json.dumps([sys.argv, sys.path[0], __name__, os.environ.get('X'), os.getcwd()]))\n"
+REPORT = """
+import json, os, sys
+print(json.dumps([sys.argv, sys.path[0], __name__, os.environ.get("X"), os.getcwd()]))
+"""
 RUN = """
 import json, sys, types
 seen = []
@@ -47,7 +51,8 @@ def fresh(arguments, env, cwd):
 
 def forked(arguments, env, cwd):
     done = subprocess.run(
-        [sys.executable, "-c", RUN, json.dumps(arguments), json.dumps(env)], env=env, cwd=cwd, capture_output=True, text=True
+        [sys.executable, "-c", RUN, json.dumps(arguments), json.dumps(env)], env=env, cwd=cwd, capture_output=True,
+        text=True
     )
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()

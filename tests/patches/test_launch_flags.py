@@ -37,7 +37,10 @@ def test_sizes_are_read_back():
     sizes = sizes_from_arguments(list(launch.flags))
     assert (sizes.pipeline, sizes.tensor, sizes.context) == (2, 1, 2)
     text = " ".join(launch.flags)
-    assert "--num-virtual-stages-per-pipeline-rank 3" in text and "--recompute-granularity full --recompute-method uniform" in text
+    assert (
+        "--num-virtual-stages-per-pipeline-rank 3" in text
+        and "--recompute-granularity full --recompute-method uniform" in text
+    )
 
 
 def test_what_deepspeed_lacks_is_said():
@@ -51,7 +54,11 @@ def test_deepspeeds_config():
     launch = launches(one, MODEL, 16, True, "c.toml", "plan.json")["deepspeed"]
     config, shape = launch.config, one.shape
     assert config["train_batch_size"] == 16 == shape.micro_batch * shape.micro_batches * shape.data
-    assert config["zero_optimization"] == {"stage": 1} and config["pipeline"]["stages"] == 2 and "--holmes-overlap" in launch.flags
+    assert (
+        config["zero_optimization"] == {"stage": 1}
+        and config["pipeline"]["stages"] == 2
+        and "--holmes-overlap" in launch.flags
+    )
 
 
 PARSE = """
@@ -64,14 +71,20 @@ sys.argv = ["pretrain_gpt.py"]
 import importlib.abc, importlib.machinery, typing
 typing.override = getattr(typing, "override", lambda method: method)  # Python < 3.12
 from unittest.mock import MagicMock
-class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):  # what a parser's file imports beside, and this environment lacks
+NAMES = ("transformers", "torchvision", "sentencepiece", "tiktoken", "triton", "pybind11", "six")
+
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):  # what is imported beside, and this environment lacks
     def find_spec(self, name, path=None, target=None):
-        ours = name.split(".")[0] in ("transformers", "torchvision", "sentencepiece", "tiktoken", "triton", "pybind11", "six") or name.startswith("deepspeed.compression")
+        ours = name.split(".")[0] in NAMES or name.startswith("deepspeed.compression")
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if ours else None
     def create_module(self, spec):
         module = types.ModuleType(spec.name)
         module.__path__, module.__version__ = [], "3.0.0"
-        module.__getattr__ = lambda name: MagicMock() if not name.startswith("__") else (_ for _ in ()).throw(AttributeError(name))
+        def mock(name):
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return MagicMock()
+        module.__getattr__ = mock
         return module
     def exec_module(self, module):
         pass
@@ -100,13 +113,23 @@ else:
     argparse.ArgumentParser.parse_args = real
     parser = made[0]
 found, unknown = parser.parse_known_args(flags)
-print(sorted(set(unknown)), found.tensor_model_parallel_size, found.pipeline_model_parallel_size, found.micro_batch_size, found.global_batch_size)
+print(sorted(set(unknown)), found.tensor_model_parallel_size, found.pipeline_model_parallel_size,
+      found.micro_batch_size, found.global_batch_size)
 """
 
 
 def parsed(kind, folder, flags):
-    environ = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1", "TEST_FLAGS": " ".join(flags)}
-    done = subprocess.run([sys.executable, "-c", PARSE, folder, kind], capture_output=True, text=True, timeout=300, env=environ)
+    environ = {
+        **os.environ,
+        "TORCHDYNAMO_DISABLE": "1",
+        "DS_ACCELERATOR": "cpu",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "TEST_FLAGS": " ".join(flags),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PARSE, folder, kind], capture_output=True, text=True, timeout=300, env=environ
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()[-1]
 

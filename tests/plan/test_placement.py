@@ -10,9 +10,10 @@ import pytest
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.step import Predictor, Workload, step_seconds
+from holmes_ext.plan.cost.nodes import Predictor, step_seconds
+from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.layout import Layout, groups
-from holmes_ext.plan.placement import arrangements, distinct_orders, pack, place
+from holmes_ext.plan.placement import distinct_orders, order_count, pack, place
 from holmes_ext.plan.sizes import Sizes
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
@@ -22,12 +23,14 @@ WORK = Workload(0.03, 0.06, 8, 13e6, 4e5, 4e6, 4e6, 4e6)
 
 
 def make_site(clusters, processes=1, interleave=False):
-    """clusters: [(nodes, names of their fabrics beside Ethernet)]; the launcher goes through them in turn with `interleave`."""
+    """clusters: [(nodes, names of their fabrics beside Ethernet)]; the launcher goes through them in turn with
+    `interleave`."""
     names = list(dict.fromkeys(fabric for _, own in clusters for fabric in own))
     fabrics = [Fabric(name, "ib", int(RATES[index % 4]), 2e-6) for index, name in enumerate(names)]
     fabrics.append(Fabric(ETHERNET, "ethernet", int(250e6), 30e-6))
     nodes = [
-        (index, Node(f"{'abcdef'[number]}{index}", "abcdef"[number], processes, tuple(Port(f) for f in (*own, ETHERNET))))
+        (index,
+         Node(f"{'abcdef'[number]}{index}", "abcdef"[number], processes, tuple(Port(f) for f in (*own, ETHERNET))))
         for number, (count, own) in enumerate(clusters)
         for index in range(count)
     ]
@@ -42,7 +45,8 @@ def plain(*counts, **options):
 
 
 def straddling(site, order, sizes):
-    """Whether any group of `order` falls to Ethernet though one of its nodes has better: from the definition, group by group."""
+    """Whether any group of `order` falls to Ethernet though one of its nodes has better: from the definition, group by
+    group."""
     sizes = sizes.complete(site.world_size)
     for kind in ("data", "tensor", "context", "expert"):
         for group in groups(sizes, kind):
@@ -129,15 +133,18 @@ def test_nodes_on_several_fabrics_and_shared_fabrics(seed):
 
 
 def test_a_fit_group_by_group_that_no_component_has():
-    """Every group shares a fabric, yet no fabric holds all four nodes (rails): found because small sites are searched whole."""
+    """Every group shares a fabric, yet no fabric holds all four nodes (rails): found because small sites are searched
+    whole."""
     site = make_site([(1, ("p", "r")), (1, ("p", "s")), (1, ("q", "r")), (1, ("q", "s"))])
-    assert pack({0: 1, 1: 1, 2: 1, 3: 1}, [frozenset("pr"), frozenset("ps"), frozenset("qr"), frozenset("qs")], 4) is None
+    assert pack({0: 1, 1: 1, 2: 1, 3: 1}, [frozenset("pr"), frozenset("ps"), frozenset("qr"), frozenset("qs")],
+                4) is None
     check(site, Sizes(1, 2))
     assert place(site, Sizes(1, 2), WORK).straddling == ()
 
 
 def test_heuristic_stays_close_to_brute_force():
-    """A budget of 6 orders forces what large sites get: feasibility exact, time near the least, never worse than the launcher's."""
+    """A budget of 6 orders forces what large sites get: feasibility exact, time near the least, never worse than the
+    launcher's."""
     worst = 1.0
     for counts, processes, sizes, interleave in cases(100, 7):
         site = plain(*counts, processes=processes, interleave=interleave)
@@ -159,14 +166,16 @@ def test_homogeneous_nodes_are_never_reordered(counts):
 
 def test_slow_fabric_goes_last():
     site = make_site([(4, ("slow",)), (4, ("fast",))])
-    site = Site(site.nodes, (Fabric("slow", "roce", int(6e8), 0.0), Fabric("fast", "ib", int(2e9), 0.0), site.fabrics[-1]))
+    site = Site(
+        site.nodes, (Fabric("slow", "roce", int(6e8), 0.0), Fabric("fast", "ib", int(2e9), 0.0), site.fabrics[-1]))
     swapped = ("b0", "b1", "b2", "b3", "a0", "a1", "a2", "a3")
     assert place(site, Sizes(2), WORK).nodes == swapped
     assert place(site).nodes == swapped
 
 
 def test_no_straddling_goes_before_time():
-    """Nothing to reduce and much to send: the mixed stages would be faster by the model, and still only edges may cross."""
+    """Nothing to reduce and much to send: the mixed stages would be faster by the model, and still only edges may
+    cross."""
     site, heavy = plain(2, 2, interleave=True), Workload(0.03, 0.06, 8, gradient_bytes=0, activation_bytes=1e8)
     placed = place(site, Sizes(2), heavy)
     assert placed.nodes == ("a0", "a1", "b0", "b1")
@@ -207,7 +216,8 @@ def test_straddling_says_which_and_what_it_costs():
 
 
 def test_tensor_groups_are_broken_last():
-    """Stages of 4 nodes in tensor pairs: the mixed stage keeps its pairs whole, so only data-parallel groups straddle."""
+    """Stages of 4 nodes in tensor pairs: the mixed stage keeps its pairs whole, so only data-parallel groups
+    straddle."""
     placed = place(plain(2, 6, interleave=True), Sizes(2, 2), WORK)
     assert {straddle.kind for straddle in placed.straddling} == {"data"}
 
@@ -236,7 +246,7 @@ def test_pack_with_flexible_nodes():
 def test_distinct_orders():
     counts = {"a": 3, "b": 2, "c": 1}
     orders = list(distinct_orders(counts))
-    assert len(orders) == len(set(orders)) == arrangements(counts) == 60
+    assert len(orders) == len(set(orders)) == order_count(counts) == 60
     assert orders == sorted(orders)
 
 

@@ -3,33 +3,19 @@
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
+import clusters
 import pytest
 
 from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.decide import settle
 from holmes_ext.plan.plan import Plan, Straddle, check_plan, load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
 
-TEXT = """
-version = 1
-[ethernet]
-rate = "250Mb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "2Gb/s"
-nodes = ["a[0-1]"]
-processes = 2
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "1.6Gb/s"
-nodes = ["b[0-1]"]
-processes = 2
-"""
-SITE = site_from_spec(parse_spec(TEXT))
+SITE = clusters.site(processes=2)
 
 
 def plan(**changes):
@@ -38,12 +24,11 @@ def plan(**changes):
         nodes=("a0", "a1", "b0", "b1"),
         processes=2,
         sizes=Sizes(2, 2).complete(8),
-        transports={"data": ("a", "b"), "world": ("ethernet",)},
         straddling=(Straddle("data", 1, ("a0", "b0"), "ethernet", 0.5),),
         stage_layers=(3, 5),
         predicted={"step_seconds": 1.5},
     )
-    return Plan(**{**values, **changes})
+    return settle(Plan(**{**values, **changes}), SITE)
 
 
 def edited(**changes):
@@ -59,11 +44,23 @@ def test_round_trip(tmp_path):
         assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_of_version_1_is_read():
+    """As `holmes plan` wrote it before plans held networks and reductions; an edit shows there, too."""
+    file = Path(__file__).parent / "plan_version_1.json"
+    site = site_from_spec(load_spec(Path(__file__).parents[2] / "examples" / "clusters" / "two_clusters_4.toml"))
+    old = check_plan(load_plan(file), site)
+    assert old.nodes == ("a0", "a1", "b0", "b1") and old.stage_layers == (4, 2) and old.fabrics == ()
+    assert settle(old, site).transports["data"] == ("a", "b")
+    with pytest.raises(HolmesError, match="'digest' does not match"):
+        parse_plan(file.read_text().replace('"b0"', '"b2"'), "p.json")
+
+
 def test_where_ranks_are():
     assert [plan().node_of(rank) for rank in range(8)] == ["a0", "a0", "a1", "a1", "b0", "b0", "b1", "b1"]
-    assert plan().fabric_of((0, 2), SITE).name == "a"
-    assert plan().fabric_of((0, 4), SITE).name == "ethernet"
-    assert plan().fabric_of((0, 1), SITE) is None
+    assert plan().fabric_of((0, 2)).name == "a"
+    assert plan().fabric_of((0, 4)).name == "ethernet"
+    assert plan().fabric_of((0, 1)) is None
+    assert plan().by_cluster((1, 4, 2)) == {"a": [1, 2], "b": [4]}
 
 
 def test_digest():
@@ -81,16 +78,28 @@ def test_digest():
         ({"nodes": ["a1", "a0", "b0", "b1"]}, "'digest' does not match: the file was edited"),
         ({"predicted": {"step_seconds": 9.0}}, "'digest' does not match"),
         ({"predicted": {"step_seconds": "fast"}}, "'predicted.step_seconds'"),
-        ({"version": 2}, "'version' is 2"),
-        ({"processes": 0}, "'sizes'"),
+        ({"version": 3}, "'version' is 3; this holmes_ext reads versions 1 and 2"),
+        ({"processes": 0}, "name no rank"),
         ({"processes": "2"}, "'processes'"),
-        ({"sizes": {"pipeline": 3, "tensor": 1, "context": 1, "expert": 1, "data": 2, "order": "tp-cp-ep-dp-pp"}}, "'sizes': pipeline 3"),
-        ({"sizes": {"pipeline": 0, "tensor": 1, "context": 1, "expert": 1, "data": 2, "order": "tp-cp-ep-dp-pp"}}, "'sizes': parallel size pipeline"),
-        ({"sizes": {"pipeline": 2, "tensor": 2, "context": 1, "expert": 1, "data": 0, "order": "tp-cp-ep-dp-pp"}}, "leaves the data size open"),
-        ({"sizes": {"pipeline": 2}}, "'sizes.tensor' is missing"),
+        (
+            {"sizes": {"pipeline": 3, "tensor": 1, "context": 1, "expert": 1, "data": 2, "order": "tp-cp-ep-dp-pp"}},
+            "'sizes': pipeline 3",
+        ),
+        (
+            {"sizes": {"pipeline": 0, "tensor": 1, "context": 1, "expert": 1, "data": 2, "order": "tp-cp-ep-dp-pp"}},
+            "'sizes': parallel size pipeline",
+        ),
+        (
+            {"sizes": {"pipeline": 2, "tensor": 2, "context": 1, "expert": 1, "data": 0, "order": "tp-cp-ep-dp-pp"}},
+            "leaves the data size open",
+        ),
+        ({"sizes": {"pipeline": 2}}, "'sizes' leaves the data size open"),
         ({"sizes": [2]}, "'sizes' is not a table"),
         ({"stage_layers": [1, 2, 3]}, "'stage_layers' has 3 entries for 2 stages"),
-        ({"transports": {"data": "a"}}, "'transports.data'"),
+        ({"transports": {"data": ["a"]}}, "'transports' is not known"),
+        ({"traffic": [{"carriers": ["verbs"], "transports": {"data": "a"}}]}, r"'traffic\[0\].transports.data'"),
+        ({"fabrics": [{"name": "a"}]}, r"'fabrics\[0\].kind' is missing"),
+        ({"workload": {"micro_batches": 0}}, "'workload'.*micro_batches"),
         ({"straddling": [{"kind": "data"}]}, r"'straddling\[0\].groups' is missing"),
         ({"colour": "red"}, "'colour' is not known"),
     ],
@@ -101,7 +110,9 @@ def test_bad_plan(changes, message):
     assert str(error.value).startswith("p.json: ")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"version": 1}', '{"version": ' + "9" * 5000 + "}", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "{}", '{"version": 1}', '{"version": ' + "9" * 5000 + "}", "[" * 100_000]
+)
 def test_not_a_plan(text):
     with pytest.raises(HolmesError, match="^p.json: "):
         parse_plan(text, "p.json")
@@ -121,17 +132,38 @@ def test_plan_for_another_site():
         check_plan(plan(), fewer)
     with pytest.raises(HolmesError, match="node 'b1' reported and is not in the plan"):
         check_plan(plan(nodes=("a0", "a1", "b0"), sizes=None, stage_layers=()), SITE)
-    one = site_from_spec(parse_spec(TEXT.replace("processes = 2", "processes = 1")))
-    with pytest.raises(HolmesError, match="'processes' is 2, but 1 were started on each node .world size 8 in the plan, 4 here"):
+    one = clusters.site()
+    with pytest.raises(
+        HolmesError, match="'processes' is 2, but 1 were started on each node .world size 8 in the plan, 4 here"
+    ):
         check_plan(plan(), one)
-    slower = site_from_spec(parse_spec(TEXT.replace("1.6Gb/s", "1Gb/s")))
+    slower = clusters.site(*clusters.TWO[:1], "b roce 1Gb/s b[0-1]", processes=2)
     with pytest.raises(HolmesError, match="'site_digest'"):
         check_plan(plan(), slower)
 
 
 def test_mutated_files_give_a_plan_or_one_clear_line():
     rng, text = random.Random(3), plan().to_json()
-    junk = ['"', "[", "]", "{", "}", ",", ":", "null", "true", "-1", "1e999", "NaN", "9" * 500, '"x"', "[]", "{}", "\\ud800", "\x00"]
+    junk = [
+        '"',
+        "[",
+        "]",
+        "{",
+        "}",
+        ",",
+        ":",
+        "null",
+        "true",
+        "-1",
+        "1e999",
+        "NaN",
+        "9" * 500,
+        '"x"',
+        "[]",
+        "{}",
+        "\\ud800",
+        "\x00",
+    ]
     refused = 0
     for _ in range(600):
         start = rng.randrange(len(text))
@@ -149,7 +181,12 @@ def test_values_of_every_type_in_every_place_never_crash():
     values = [None, True, -1, 0, 10**30, 1.5, "x", "", [], ["x"], [1], {}, {"x": 1}, [[]], [{}]]
     document = json.loads(plan().to_json())
     places = [(key,) for key in document] + [("sizes", key) for key in document["sizes"]]
-    places += [("straddling", 0, key) for key in document["straddling"][0]]
+    places += [("straddling", 0, key) for key in document["straddling"][0]] + [
+        ("fabrics", 0, key) for key in document["fabrics"][0]
+    ]
+    places += [("traffic", 0, "reductions", 0, key) for key in document["traffic"][0]["reductions"][0]] + [
+        ("traffic", 0, "edges", 0, "stages")
+    ]
     for place in places:
         for value in values:
             changed = json.loads(plan().to_json())

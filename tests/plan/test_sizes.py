@@ -68,7 +68,8 @@ def test_deepspeed_has_the_same_grid():
     grid = topology.PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=3)
     sizes = Sizes(2, 2).complete(12)
     for axis, name in (("pp", "pipe"), ("dp", "data"), ("tp", "model")):
-        assert {tuple(group) for group in grid.get_axis_comm_lists(name)} == {sizes.group(rank, axis) for rank in range(12)}
+        assert {tuple(group) for group in grid.get_axis_comm_lists(name)} == {
+            sizes.group(rank, axis) for rank in range(12)}
 
 
 def test_parse():
@@ -76,7 +77,8 @@ def test_parse():
     assert parse_sizes("", "f") == Sizes()
 
 
-@pytest.mark.parametrize("text", ["pipeline", "pipes=2", "pipeline=", "pipeline=two", "pipeline=-1", "pipeline=2,pipeline=4", "tensor=" + "9" * 5000])
+@pytest.mark.parametrize("text", ["pipeline", "pipes=2", "pipeline=", "pipeline=two", "pipeline=-1",
+                                  "pipeline=2,pipeline=4", "tensor=" + "9" * 5000])
 def test_parse_refuses(text):
     with pytest.raises(HolmesError, match="^here: "):
         parse_sizes(text, "here")

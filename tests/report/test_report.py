@@ -1,58 +1,29 @@
 import json
 import random
+import re
 
 import pytest
+from telemetry_files import write
 
 from holmes_ext.cli.main import main
 from holmes_ext.report.figures import achieved, summarize
 from holmes_ext.report.files import load
 from holmes_ext.report.trace import chosen_step, pictured, trace
 
-FABRICS = {"ib": ["ib", 2_000_000_000], "ethernet": ["ethernet", 250_000_000]}
-#: Nodes' clocks are so far apart; each file says so.
-OFFSETS = {"a0": 0.0, "b0": 500.0}
-
-
-def step(rank, number, offset, exposed, traced=False):
-    """A step of one second: an all-reduce in the data group (rank 1 comes 0.1 s late) and a message from rank 0 to rank 1."""
-    begin = number * 1.0 - offset
-    late = 0.1 * (rank == 1)
-    line = {"step": number, "begin": begin, "end": begin + 1.0, "tokens": 640}
-    line["groups"] = [
-        ["data", "ethernet", "across", 1, 2_000_000, 2_000_000, 0.5 - late, exposed],
-        ["pipeline", "ethernet", "across", 1, 1000, 1000 * (rank == 0), 0.1, 0.1],
-    ]
-    if traced:
-        line["spans"] = [["forward", begin, begin + 0.2], ["backward", begin + 0.2, begin + 0.4]]
-        line["ops"] = [
-            ["data", "ethernet", "all_reduce", "1", number, None, begin + 0.4 + late, begin + 0.9, exposed, 2_000_000],
-            ["pipeline", "ethernet", "send" if rank == 0 else "receive", "0", number, 1 - rank, begin + 0.2 - late, begin + 0.3, 0.1, 1000 * (rank == 0)],
-        ]
-    return line
-
-
-def write(directory, run="run1", ranks=(0, 1), steps=8, world=2, exposed=(0.4, 0.2), **head):
-    place = directory / run
-    place.mkdir(parents=True, exist_ok=True)
-    for rank in ranks:
-        node = "a0" if rank == 0 else "b0"
-        lines = [{"holmes_telemetry": 1, "run": run, "rank": rank, "world": world, "node": node, "cluster": node[0], "fabrics": FABRICS, **head}]
-        lines.append({"clock": [OFFSETS[node], 0.0001]})
-        lines += [step(rank, number, OFFSETS[node], exposed[rank % 2], number in (2, 5)) for number in range(steps)]
-        (place / f"rank{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return place
-
 
 def test_figures(tmp_path):
     write(tmp_path)
     summary = summarize(load(tmp_path))
-    assert (summary.world, summary.steps, summary.step_s, summary.tokens_per_second) == (2, 6, pytest.approx(1.0), pytest.approx(640))
+    assert (summary.world, summary.steps, summary.step_s, summary.tokens_per_second) == (
+        2, 6, pytest.approx(1.0), pytest.approx(640))
     data, pipeline = summary.rows
-    assert (data.kind, data.where, data.ranks, data.operations, data.sent, data.most_exposed) == ("data", "across", 2, 1, 2_000_000, 0)
+    assert (data.kind, data.where, data.ranks, data.operations, data.sent, data.most_exposed) == (
+        "data", "across", 2, 1, 2_000_000, 0)
     assert (data.busy_s, data.exposed_s, data.configured_bps) == (pytest.approx(0.45), pytest.approx(0.3), 250_000_000)
     assert data.achieved_bps == pytest.approx(2_000_000 * 8 / 0.4)  # from when the late one has come
     assert pipeline.achieved_bps == pytest.approx(1000 * 8 / 0.1) and pipeline.sent == 500
-    assert summary.slowest.rank == 1 and summary.slowest.own_s == pytest.approx(0.7) and summary.ranks[0].exposed_s == pytest.approx(0.5)
+    assert summary.slowest.rank == 1 and summary.slowest.own_s == pytest.approx(0.7)
+    assert summary.ranks[0].exposed_s == pytest.approx(0.5)
 
 
 def test_a_reducers_own_figure_counts_where_its_threads_wait(tmp_path):
@@ -80,7 +51,8 @@ def test_one_time_axis(tmp_path):
     begins = [event["ts"] for event in events if event["name"] == "step 5"]
     assert begins == pytest.approx([0.0, 0.0], abs=1)
     reduce = [event for event in events if event["name"] == "all_reduce"]
-    assert [event["ts"] for event in reduce] == pytest.approx([0.4e6, 0.5e6], abs=1) and reduce[0]["args"]["bytes_sent"] == 2_000_000
+    assert [event["ts"] for event in reduce] == pytest.approx([0.4e6, 0.5e6], abs=1)
+    assert reduce[0]["args"]["bytes_sent"] == 2_000_000
     names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert set(names.values()) == {"compute", "data", "pipeline"}
     assert pictured(run, 5)[1]["events"][0][1] == pytest.approx(5.0)
@@ -91,7 +63,8 @@ def test_events_of_one_thread_do_not_cross(tmp_path):
     path = place / "rank0.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     begin = lines[7]["begin"]
-    lines[7]["ops"] += [["data", "ethernet", "all_reduce", "1", 90 + n, None, begin + 0.4 + n / 100, begin + 0.8 + n / 100, 0.0, 1] for n in range(5)]
+    lines[7]["ops"] += [["data", "ethernet", "all_reduce", "1", 90 + n, None, begin + 0.4 + n / 100,
+                         begin + 0.8 + n / 100, 0.0, 1] for n in range(5)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     by_lane = {}
     for event in trace(load(tmp_path), 5)["traceEvents"]:
@@ -134,7 +107,8 @@ def test_a_line_that_is_cut_and_a_rank_that_is_absent_are_told(tmp_path, capsys)
     path = place / "rank1.jsonl"
     path.write_text(path.read_text()[:-20])
     status, out, _ = report(capsys, tmp_path)
-    assert status == 0 and "rank1.jsonl ends in the middle of a line" in out and "1 of 3 ranks have no file here (rank 2)" in out
+    assert status == 0 and "rank1.jsonl ends in the middle of a line" in out
+    assert "1 of 3 ranks have no file here (rank 2)" in out
     assert "5 steps" in out  # those that all ranks have whole
 
 
@@ -157,11 +131,14 @@ def spoil(place, change):
         (lambda lines: lines.__setitem__(4, "{"), r"rank1.jsonl: line 5 is not JSON"),
         (lambda lines: lines.__setitem__(4, "[1]"), r"line 5 is not JSON"),
         (lambda lines: lines.__setitem__(4, '{"other": 1}'), r"line 5: neither a step"),
-        (lambda lines: lines.__setitem__(4, '{"step": 2, "begin": 1, "end": 2, "groups": [["data"]]}'), r"line 5: step 2: 'groups'"),
-        (lambda lines: lines.__setitem__(4, '{"step": 2, "begin": 1, "end": "x", "groups": []}'), r"line 5: a step needs"),
-        (lambda lines: lines.__setitem__(0, '{"holmes_telemetry": 2}'), r"line 1: of version 2, this holmes reads version 1"),
+        (lambda lines: lines.__setitem__(4, '{"step": 2, "begin": 1, "end": 2, "groups": [["data"]]}'),
+         r"line 5: step 2: 'groups'"),
+        (lambda lines: lines.__setitem__(4, '{"step": 2, "begin": 1, "end": "x", "groups": []}'), r"line 5: key 'end'"),
+        (lambda lines: lines.__setitem__(0, '{"holmes_telemetry": 2}'),
+         r"line 1: of version 2, this holmes reads version 1"),
         (lambda lines: lines.__setitem__(0, '{"x": 2}'), r"line 1: not a file of holmes's telemetry"),
-        (lambda lines: lines.__setitem__(0, lines[0].replace('"run1"', '"run2"')), r"files of two runs are mixed: rank0.jsonl is of run run1"),
+        (lambda lines: lines.__setitem__(0, lines[0].replace('"run1"', '"run2"')),
+         r"files of two runs are mixed: rank0.jsonl is of run run1"),
         (lambda lines: lines.__setitem__(0, lines[0].replace('"rank": 1', '"rank": 0')), r"are both of rank 0"),
         (lambda lines: lines.__setitem__(0, lines[0].replace('"rank": 1', '"rank": "1"')), r"line 1: key 'rank'"),
         (lambda lines: lines.clear(), r"rank1.jsonl: line 1 is not whole"),
@@ -169,8 +146,6 @@ def spoil(place, change):
     ],
 )
 def test_bad_files_are_one_line(tmp_path, capsys, change, expected):
-    import re
-
     spoil(write(tmp_path), change)
     status, out, err = report(capsys, tmp_path)
     assert status == 2 and not out and err.count("\n") == 1 and re.search(expected, err), err

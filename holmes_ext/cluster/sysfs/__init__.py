@@ -1,1 +1,1 @@
-"""The NICs of a node, from /sys or from a tree captured on another machine: node.py puts together what the others read."""
+"""The NICs of a node, from /sys or a tree captured on another machine: node.py joins what the others read."""

@@ -10,10 +10,13 @@
 Layout: drivers/net/core/net-sysfs.c of Linux and Documentation/ABI/testing/sysfs-class-net.
 """
 
+from __future__ import annotations
+
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holmes_ext.cluster.sysfs.tree import DEVICE_NAME, Tree
+from holmes_ext.cluster.sysfs.tree import Tree
 from holmes_ext.errors import HolmesError
 
 ETHERNET, INFINIBAND = 1, 32  # ARPHRD_ETHER, ARPHRD_INFINIBAND (IPoIB) of linux/if_arp.h
@@ -26,48 +29,49 @@ _PCIE_CODING = {2.5: 8 / 10, 5.0: 8 / 10, 8.0: 128 / 130, 16.0: 128 / 130, 32.0:
 
 
 @dataclass(frozen=True)
-class NetDevice:
-    """One net device. `what`: physical, bond, team, vlan, bridge, macvlan, vrf, veth or virtual.
+class Function:
+    """The PCI function (or other bus device) behind a port, in the words of cluster/nic.py."""
 
-    master: the device that has taken it in (bond, bridge, ...), "" when none; lowers: those below it;
-    port_index: which port of its HCA it belongs to, from 0; parent: PCI address of the
-    physical function of a virtual one; usb, wireless, representor: flags.
-    """
+    max_rate_bps: int = 0  # what its PCIe link carries now; 0 when unknown (no PCIe, a virtual function)
+    numa: int = -1
+    pci: str = ""
+    driver: str = ""
+    parent: str = ""  # PCI address of the physical function of a virtual one
 
-    name: str
-    type: int
-    what: str
-    up: bool
-    state_text: str
-    speed_bps: int
-    pcie_bps: int
-    mtu: int
-    master: str
-    lowers: "tuple[str, ...]"
-    port_index: int
-    numa: int
-    pci: str
-    driver: str
-    parent: str
+
+@dataclass(frozen=True)
+class NetDevice(Function):
+    """One net device."""
+
+    name: str = ""
+    type: int = ETHERNET
+    what: str = "virtual"  # physical, bond, team, vlan, bridge, macvlan, vrf, veth or virtual
+    up: bool = False
+    state_text: str = ""
+    speed_bps: int = 0
+    mtu: int = 0
+    master: str = ""  # the device that has taken it in (bond, bridge, ...)
+    lowers: tuple[str, ...] = ()  # the devices below it
+    port_index: int = 0  # which port of its HCA it belongs to
     usb: bool = False
     wireless: bool = False
     representor: bool = False
 
 
-def read_net_devices(tree: Tree) -> "dict[str, NetDevice]":
+def read_net_devices(tree: Tree) -> dict[str, NetDevice]:
     """The Ethernet and IPoIB net devices of a tree by name. Raises HolmesError naming the damaged file.
 
     Loopback, tunnels and other non-Ethernet types are left out. A device that is removed while it is being
     read (a container stops) is left out as well.
     """
     devices = {}
-    for name in tree.device_names("class/net"):
+    for name in tree.names("class/net"):
         path = f"class/net/{name}"
         if name == "bonding_masters":  # a file of the bonding driver, no device
             continue
         real = tree.resolve(path)
         try:
-            if tree.number(f"{path}/type", required=True) in (ETHERNET, INFINIBAND):
+            if tree.needed_number(f"{path}/type") in (ETHERNET, INFINIBAND):
                 devices[name] = _read_device(tree, name, real)
         except HolmesError:
             if tree.is_dir(real):
@@ -77,59 +81,48 @@ def read_net_devices(tree: Tree) -> "dict[str, NetDevice]":
 
 def _read_device(tree: Tree, name: str, real: str) -> NetDevice:
     path = f"class/net/{name}"
-    names = tree.device_names(path)
-    lowers = tuple(n[len("lower_"):] for n in names if n.startswith("lower_"))
-    slaves = _slaves(tree, f"{path}/bonding/slaves") if "bonding" in names else ()
-    flags = tree.number(f"{path}/flags", "0x[0-9a-f]{1,8}", required=True)
+    names = tree.names(path)
+    slaves = tree.text(f"{path}/bonding/slaves") or "" if "bonding" in names else ""
+    flags = tree.needed_number(f"{path}/flags", "0x[0-9a-f]{1,8}")
     carrier = tree.number(f"{path}/carrier", "[01]")
     speed = tree.number(f"{path}/speed")
     devtype = tree.uevent(path).get("DEVTYPE", "")
     physical = "device" in names
-    device = f"{path}/device"
-    if physical:
-        tree.resolve(device)
     what = "physical" if physical else _what(tree, path, names, devtype, speed)
+    function = read_function(tree, path) if physical else Function(driver=what if what != "virtual" else "")
     up, state_text = _state(tree, path, flags, carrier)
-    about = tree.uevent(device) if physical else {}
+    about = tree.uevent(f"{path}/device") if physical else {}
     port_name = tree.text(f"{path}/phys_port_name") or ""
     return NetDevice(
+        **vars(function),
         name=name,
-        type=tree.number(f"{path}/type", required=True),
+        type=tree.needed_number(f"{path}/type"),
         what=what,
         up=up,
         state_text=state_text,
         speed_bps=_speed(tree, path, speed) if up else 0,
-        pcie_bps=pcie_bps(tree, device) if physical else 0,
-        mtu=tree.number(f"{path}/mtu", "[0-9]{1,10}", required=True),
+        mtu=tree.needed_number(f"{path}/mtu", "[0-9]{1,10}"),
         master=tree.link_name(f"{path}/master", "INTERFACE") if "master" in names else "",
-        lowers=tuple(dict.fromkeys([*slaves, *lowers])),
+        lowers=tuple(dict.fromkeys([*tree.devices(f"{path}/bonding/slaves", slaves.split()), *_lowers(names)])),
         port_index=_port_index(tree, path),
-        numa=numa_node(tree, device) if physical else -1,
-        pci=tree.pci_address(device) if physical else "",
-        driver=driver(tree, device) if physical else what if what != "virtual" else "",
-        parent=physical_function(tree, device) if physical else "",
         usb=physical and (about.get("DEVTYPE") == "usb_interface" or "/usb" in real),
         wireless=devtype == "wlan" or "wireless" in names,
         representor=_REPRESENTOR.fullmatch(port_name) is not None,
     )
 
 
-def _slaves(tree: Tree, path: str) -> "tuple[str, ...]":
-    names = tuple((tree.text(path) or "").split())
-    for name in names:
-        if not DEVICE_NAME.fullmatch(name):
-            raise tree.error(path, f"{name!a:.80} is no device name")
-    return names
+def _lowers(names: Sequence[str]) -> list[str]:
+    return [name.removeprefix("lower_") for name in names if name.startswith("lower_")]
 
 
-def _what(tree: Tree, path: str, names, devtype: str, speed) -> str:
+def _what(tree: Tree, path: str, names: Sequence[str], devtype: str, speed: int | None) -> str:
     if devtype in ("bond", "vlan", "bridge", "macvlan", "vrf"):
         return devtype
     if devtype == "ipvlan":
         return "macvlan"
     if "bonding" in names:
         return "bond"
-    lowers = [n[len("lower_"):] for n in names if n.startswith("lower_")]
+    lowers = _lowers(names)
     if not devtype and lowers:  # a team takes in what is below it; a macvlan only stands on it
         name = path.rpartition("/")[2]
         taken = any(tree.link_name(f"class/net/{n}/master", "INTERFACE") == name for n in lowers)
@@ -137,14 +130,14 @@ def _what(tree: Tree, path: str, names, devtype: str, speed) -> str:
     # veth has no mark of its own in /sys. Its peer is another device (iflink), or, where both happen to have
     # the same number in two namespaces, it still claims a speed, which dummy and ifb do not.
     if not devtype and "tun_flags" not in names:
-        peer = tree.number(f"{path}/iflink", required=True)
-        if peer != tree.number(f"{path}/ifindex", required=True) or speed is not None:
+        peer = tree.needed_number(f"{path}/iflink")
+        if peer != tree.needed_number(f"{path}/ifindex") or speed is not None:
             return "veth"
     return "virtual"
 
 
-def _state(tree: Tree, path: str, flags: int, carrier) -> "tuple[bool, str]":
-    oper = tree.text(f"{path}/operstate", required=True)
+def _state(tree: Tree, path: str, flags: int, carrier: int | None) -> tuple[bool, str]:
+    oper = tree.needed_text(f"{path}/operstate")
     if oper not in _OPERSTATES:
         raise tree.error(f"{path}/operstate", f"{oper!a:.80} is no state that Linux knows ({', '.join(_OPERSTATES)})")
     if not flags & _UP:
@@ -155,7 +148,7 @@ def _state(tree: Tree, path: str, flags: int, carrier) -> "tuple[bool, str]":
     return False, "no carrier" if carrier == 0 else oper
 
 
-def _speed(tree: Tree, path: str, speed) -> int:
+def _speed(tree: Tree, path: str, speed: int | None) -> int:
     if speed is None or speed in _UNKNOWN_SPEEDS:
         return 0
     if not 0 <= speed < 10**8:
@@ -170,7 +163,7 @@ def _port_index(tree: Tree, path: str) -> int:
     return index or 0
 
 
-def top_device(name: str, devices: "dict[str, NetDevice]") -> str:
+def top_device(name: str, devices: dict[str, NetDevice]) -> str:
     """The device that has taken `name` in, at the end of the chain (a bond, or a bridge over it); else `name`.
 
     Sockets bind to that one. A virtual switch (Open vSwitch) is no end: it carries no address itself.
@@ -184,7 +177,7 @@ def top_device(name: str, devices: "dict[str, NetDevice]") -> str:
     return name
 
 
-def physical_below(device: NetDevice, devices: "dict[str, NetDevice]") -> "tuple[NetDevice, ...]":
+def physical_below(device: NetDevice, devices: dict[str, NetDevice]) -> tuple[NetDevice, ...]:
     """The physical devices that a stacked one stands on (itself when it is physical)."""
     seen, below = {}, [device.name]
     while below:
@@ -195,27 +188,18 @@ def physical_below(device: NetDevice, devices: "dict[str, NetDevice]") -> "tuple
     return tuple(d for d in seen.values() if d.what == "physical")
 
 
-def numa_node(tree: Tree, device: str) -> int:
-    """NUMA node of a device directory, -1 when unknown."""
+def read_function(tree: Tree, path: str) -> Function:
+    """What is behind the `device` link of a net device or an HCA."""
+    device = f"{path}/device"
+    tree.resolve(device)
     node = tree.number(f"{device}/numa_node", "-1|[0-9]{1,4}")
-    return -1 if node is None else node
+    driver = tree.uevent(device).get("DRIVER", "") or tree.link_name(f"{device}/driver", "DRIVER")
+    tree.devices(f"{device}/uevent", [driver] if driver else [])
+    parent = tree.link_name(f"{device}/physfn", "PCI_SLOT_NAME")
+    return Function(_pcie_bps(tree, device), -1 if node is None else node, tree.pci_address(device), driver, parent)
 
 
-def driver(tree: Tree, device: str) -> str:
-    """Driver of a device directory, "" when none is bound."""
-    name = tree.uevent(device).get("DRIVER", "")
-    if name and not DEVICE_NAME.fullmatch(name):
-        raise tree.error(f"{device}/uevent", f"DRIVER={name!a:.80} is no driver")
-    return name or tree.link_name(f"{device}/driver", "DRIVER")
-
-
-def physical_function(tree: Tree, device: str) -> str:
-    """PCI address of the physical function of a virtual one, "" when the device is none."""
-    return tree.link_name(f"{device}/physfn", "PCI_SLOT_NAME")
-
-
-def pcie_bps(tree: Tree, device: str) -> int:
-    """What the PCIe link of a device carries now, in bits/s; 0 when unknown (no PCIe, a virtual function)."""
+def _pcie_bps(tree: Tree, device: str) -> int:
     speed = tree.text(f"{device}/current_link_speed") or ""
     width = tree.text(f"{device}/current_link_width") or ""
     match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9])?) GT/s(?: PCIe)?", speed)

@@ -1,9 +1,9 @@
 """The NICs of a node, read from /sys or from a tree captured on another machine.
 
-    class/infiniband ─> sysfs_rdma ─┐
-                                    ├─> read_nics ─> (Nic, ...) ─> select ─> the NICs a job may use
-    class/net ───────> sysfs_net ───┘        │
-    addresses.py ────────────────────────────┘
+    class/infiniband ─> rdma.py ─┐
+                                 ├─> read_nics ─> (Nic, ...) ─> select ─> the NICs a job may use
+    class/net ───────> net.py ───┘        │
+    addresses.py ─────────────────────────┘
 
 Every port of the node is listed once for each use it has: a RoCE port as "roce" and its net device as "ethernet"
 (its `rdma` names the port), because both are ways to reach another node and only the fabric decides which one
@@ -11,22 +11,25 @@ works. IPoIB net devices belong to their InfiniBand port and are never Ethernet:
 Ports that are down are listed as down. What the default rules set aside is listed with its reason.
 """
 
+from __future__ import annotations
+
 import re
 import socket
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 
-from holmes_ext.cluster.addresses import captured_addresses, interface_addresses, is_link_local_v6
+from holmes_ext.cluster.addresses import Addresses, captured_addresses, interface_addresses, is_link_local_v6
 from holmes_ext.cluster.nic import KINDS, Nic
-from holmes_ext.cluster.sysfs import net as sysfs_net
-from holmes_ext.cluster.sysfs.net import NetDevice, read_net_devices
+from holmes_ext.cluster.sysfs.net import ETHERNET, NetDevice, physical_below, read_net_devices
 from holmes_ext.cluster.sysfs.rdma import read_rdma_ports
 from holmes_ext.cluster.sysfs.rules import reason_by_name, reason_to_skip
 from holmes_ext.cluster.sysfs.tree import Tree
 from holmes_ext.errors import HolmesError
 
 
-def read_nics(root="/sys", addresses=None) -> "tuple[Nic, ...]":
+def read_nics(root: str | Path = "/sys", addresses: Addresses | None = None) -> tuple[Nic, ...]:
     """All NIC ports of the tree at `root`: InfiniBand, then RoCE, then Ethernet, each in natural order of names.
 
     addresses: net device -> ("10.0.0.1/16", ...). None: this node's own for /sys, else ip_addr.json of the
@@ -46,11 +49,11 @@ def read_nics(root="/sys", addresses=None) -> "tuple[Nic, ...]":
     ports = [replace(p, parent=hcas.get(p.parent, p.parent)) for p in ports]
     owners = {netdev: port for port in reversed(ports) if port.kind == "roce" for netdev in port.netdevs}
     ethernet = [_ethernet(d, devices, addresses, owners.get(d.name))
-                for d in devices.values() if d.type == sysfs_net.ETHERNET]
+                for d in devices.values() if d.type == ETHERNET]
     return tuple(sorted([*ports, *ethernet], key=lambda nic: (KINDS.index(nic.kind), _natural(nic.name))))
 
 
-def _natural(name: str):
+def _natural(name: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split("([0-9]+)", name)]
 
 
@@ -65,11 +68,11 @@ def _check_namespace(tree: Tree) -> None:
                           f"{', '.join(missing)}); mount it again inside: unshare --mount, mount -t sysfs sysfs /sys")
 
 
-def _with_addresses(port: Nic, addresses, devices: "dict[str, NetDevice]") -> Nic:
+def _with_addresses(port: Nic, addresses: Addresses | None, devices: dict[str, NetDevice]) -> Nic:
     """The port with the addresses of its net devices; those that carry some and are up come first."""
     known = addresses or {}
     netdevs = tuple(sorted(port.netdevs, key=lambda n: (not known.get(n), not devices[n].up)))
-    found = [a for n in netdevs for a in known.get(n, ())]
+    found = tuple(a for n in netdevs for a in known.get(n, ()))
     if not found and port.kind == "roce" and (addresses is None or not netdevs):
         found = _gid_addresses(port)
     mtu = devices[netdevs[0]].mtu if netdevs else 0
@@ -77,13 +80,15 @@ def _with_addresses(port: Nic, addresses, devices: "dict[str, NetDevice]") -> Ni
                    skipped=reason_by_name(port.device, *netdevs))
 
 
-def _gid_addresses(port: Nic, netdev: str = "") -> "tuple[str, ...]":
+def _gid_addresses(port: Nic, netdev: str = "") -> tuple[str, ...]:
     """Addresses that the GIDs (of one net device) of a RoCE port stand for, with full prefix length."""
     found = (g.address for g in port.gids if netdev in ("", g.netdev))
     return tuple(dict.fromkeys(f"{a}/{a.max_prefixlen}" for a in found if not a.is_link_local))
 
 
-def _ethernet(device: NetDevice, devices, addresses, owner: "Nic | None") -> Nic:
+def _ethernet(
+    device: NetDevice, devices: dict[str, NetDevice], addresses: Addresses | None, owner: Nic | None
+) -> Nic:
     if addresses is not None:
         found = tuple(addresses.get(device.name, ()))
     else:
@@ -91,7 +96,7 @@ def _ethernet(device: NetDevice, devices, addresses, owner: "Nic | None") -> Nic
     has_address = None if addresses is None else any(not is_link_local_v6(a) for a in found)
     lowers = device.lowers if device.what in ("bond", "team", "bridge") else ()
     functions = {d.pci: d.name for d in devices.values() if d.pci and not d.representor}
-    numas = {d.numa for d in sysfs_net.physical_below(device, devices)}
+    numas = {d.numa for d in physical_below(device, devices)}
     return Nic(
         kind="ethernet",
         device=device.name,
@@ -99,7 +104,7 @@ def _ethernet(device: NetDevice, devices, addresses, owner: "Nic | None") -> Nic
         state="up" if device.up else "down",
         state_text=device.state_text,
         rate_bps=device.speed_bps,
-        max_rate_bps=device.pcie_bps,
+        max_rate_bps=device.max_rate_bps,
         addresses=found,
         mtu=device.mtu,
         numa=numas.pop() if len(numas) == 1 else -1,
@@ -112,7 +117,7 @@ def _ethernet(device: NetDevice, devices, addresses, owner: "Nic | None") -> Nic
     )
 
 
-def select(nics, include=(), exclude=()) -> "tuple[Nic, ...]":
+def select(nics: Iterable[Nic], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> tuple[Nic, ...]:
     """The NICs that a job may use, in the order given; ports that are down stay (as down).
 
     Patterns (fnmatch, case matters) match the device ("mlx5_0"), the port ("mlx5_0:1") or a net device behind
@@ -132,7 +137,7 @@ def select(nics, include=(), exclude=()) -> "tuple[Nic, ...]":
     chosen = [nic for nic in nics if not nic.skipped]
     if include:
         chosen = [nic for pattern in include for nic in _included(nics, pattern)]
-        chosen = [nic.set_aside("") for nic in nics if nic in chosen]
+        chosen = [replace(nic, skipped="") for nic in nics if nic in chosen]
     return tuple(nic for nic in chosen if not any(_matches(nic, pattern, "exclude") for pattern in exclude))
 
 
@@ -143,7 +148,7 @@ def _matches(nic: Nic, pattern: str, option: str) -> bool:
     return any(fnmatchcase(name, pattern) for name in names)
 
 
-def _included(nics, pattern: str) -> "list[Nic]":
+def _included(nics: Sequence[Nic], pattern: str) -> list[Nic]:
     matched = [nic for nic in nics if _matches(nic, pattern, "include")]
     if not any(c in pattern for c in "*?["):
         return matched

@@ -13,23 +13,23 @@ Layout: drivers/infiniband/core/sysfs.c of Linux and Documentation/ABI/stable/sy
                                    /gid_attrs/ndevs/3   "ens1f0"
 """
 
+from __future__ import annotations
+
 import re
 
-from holmes_ext.cluster.nic import Gid, Nic
-from holmes_ext.cluster.sysfs import net as sysfs_net
-from holmes_ext.cluster.sysfs.net import NetDevice
+from holmes_ext.cluster.nic import GID, Gid, Nic
+from holmes_ext.cluster.sysfs.net import ETHERNET, INFINIBAND, Function, NetDevice, read_function, top_device
 from holmes_ext.cluster.sysfs.tree import Tree
 
 _STATE = re.compile(r"([0-5]): (NOP|DOWN|INIT|ARMED|ACTIVE|ACTIVE_DEFER)")
 _PHYS_STATE = re.compile(r"[0-9]+: ?(.{0,40})")
 _RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) Gb/sec \(.{1,40}\)")
-_GID = re.compile(r"[0-9a-f]{4}(:[0-9a-f]{4}){7}")
 _GID_TYPES = {("IB/RoCE v1", "ib"): "ib", ("IB/RoCE v1", "roce"): "roce_v1", ("RoCE v2", "roce"): "roce_v2"}
 _KINDS = {"InfiniBand": "ib", "Ethernet": "roce"}
 _EMPTY_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 
 
-def read_rdma_ports(tree: Tree, devices: "dict[str, NetDevice]") -> "tuple[Nic, ...]":
+def read_rdma_ports(tree: Tree, devices: dict[str, NetDevice]) -> tuple[Nic, ...]:
     """The InfiniBand and RoCE ports of a tree, without addresses, `parent` still a PCI address.
 
     Raises HolmesError naming the damaged file.
@@ -38,7 +38,7 @@ def read_rdma_ports(tree: Tree, devices: "dict[str, NetDevice]") -> "tuple[Nic, 
     of the collective libraries does not run on them; their net devices count as Ethernet.
     """
     nics = []
-    for hca in tree.device_names("class/infiniband"):
+    for hca in tree.names("class/infiniband"):
         path = f"class/infiniband/{hca}"
         tree.resolve(path)
         node_type = tree.text(f"{path}/node_type") or "1: CA"
@@ -46,7 +46,7 @@ def read_rdma_ports(tree: Tree, devices: "dict[str, NetDevice]") -> "tuple[Nic, 
         for port in sorted(ports, key=lambda p: (len(p), p)):
             if not re.fullmatch("[0-9]{1,3}", port, re.ASCII) or int(port) > 255:
                 raise tree.error(f"{path}/ports", f"{port!a:.80} is no port number")
-            layer = tree.text(f"{path}/ports/{port}/link_layer", required=True)
+            layer = tree.needed_text(f"{path}/ports/{port}/link_layer")
             if layer not in (*_KINDS, "Unspecified", "Unknown"):
                 raise tree.error(f"{path}/ports/{port}/link_layer", f"{layer!a:.80} is not InfiniBand or Ethernet")
             if layer in _KINDS and node_type.startswith("1:") and int(port) > 0:
@@ -54,15 +54,15 @@ def read_rdma_ports(tree: Tree, devices: "dict[str, NetDevice]") -> "tuple[Nic, 
     return tuple(nics)
 
 
-def _read_port(tree: Tree, hca: str, port: int, n_ports: int, kind: str, devices: "dict[str, NetDevice]") -> Nic:
-    path, device = f"class/infiniband/{hca}/ports/{port}", f"class/infiniband/{hca}/device"
-    physical = "device" in tree.names(f"class/infiniband/{hca}")  # soft-RoCE has none
-    if physical:
-        tree.resolve(device)
+def _read_port(tree: Tree, hca: str, port: int, n_ports: int, kind: str, devices: dict[str, NetDevice]) -> Nic:
+    top = f"class/infiniband/{hca}"
+    path, physical = f"{top}/ports/{port}", "device" in tree.names(top)  # soft-RoCE has none
+    function = read_function(tree, top) if physical else Function()
     state, phys_state = _states(tree, path)
     gids = _gids(tree, path, kind)
-    netdevs, members = _netdevs(tree, device if physical else "", port, n_ports, kind, gids, devices)
+    netdevs, members = _netdevs(tree, f"{top}/device" if physical else "", port, n_ports, kind, gids, devices)
     return Nic(
+        **vars(function),
         kind=kind,
         device=hca,
         port=port,
@@ -71,22 +71,17 @@ def _read_port(tree: Tree, hca: str, port: int, n_ports: int, kind: str, devices
         state_text=state if phys_state in ("", "LinkUp") else f"{state}/{phys_state}",
         # A port without link still shows a number (its slowest lane); it is no rate of anything.
         rate_bps=_rate(tree, f"{path}/rate") if phys_state == "LinkUp" or state == "ACTIVE" else 0,
-        max_rate_bps=sysfs_net.pcie_bps(tree, device) if physical else 0,
         mtu=devices[netdevs[0]].mtu if netdevs else 0,
-        subnet_prefix=_subnet_prefix(gids) if kind == "ib" else "",
+        subnet_prefix=next((gid.value[:19] for gid in gids if gid.index == 0 and kind == "ib"), ""),
         gids=gids,
-        lid=_lid(tree, f"{path}/lid") if kind == "ib" else 0,
-        sm_lid=_lid(tree, f"{path}/sm_lid") if kind == "ib" else 0,
-        numa=sysfs_net.numa_node(tree, device) if physical else -1,
-        pci=tree.pci_address(device) if physical else "",
-        driver=sysfs_net.driver(tree, device) if physical else "",
-        parent=sysfs_net.physical_function(tree, device) if physical else "",
+        lid=_lid(tree, f"{path}/lid", kind),
+        sm_lid=_lid(tree, f"{path}/sm_lid", kind),
         members=members,
     )
 
 
-def _states(tree: Tree, path: str) -> "tuple[str, str]":
-    text = tree.text(f"{path}/state", required=True)
+def _states(tree: Tree, path: str) -> tuple[str, str]:
+    text = tree.needed_text(f"{path}/state")
     match = _STATE.fullmatch(text)
     if not match:
         raise tree.error(f"{path}/state", f"{text!a:.80} is no port state such as '4: ACTIVE'")
@@ -98,22 +93,18 @@ def _states(tree: Tree, path: str) -> "tuple[str, str]":
 
 
 def _rate(tree: Tree, path: str) -> int:
-    text = tree.text(path, required=True)
+    text = tree.needed_text(path)
     match = _RATE.fullmatch(text)
     if not match:
         raise tree.error(path, f"{text!a:.80} is no rate such as '200 Gb/sec (4X HDR)'")
     return round(float(match[1]) * 1e9)
 
 
-def _lid(tree: Tree, path: str) -> int:
-    return tree.number(path, "0x[0-9a-f]{1,8}") or 0
+def _lid(tree: Tree, path: str, kind: str) -> int:
+    return tree.number(path, "0x[0-9a-f]{1,8}") or 0 if kind == "ib" else 0
 
 
-def _subnet_prefix(gids: "tuple[Gid, ...]") -> str:
-    return next((g.value[:19] for g in gids if g.index == 0), "")
-
-
-def _gids(tree: Tree, path: str, kind: str) -> "tuple[Gid, ...]":
+def _gids(tree: Tree, path: str, kind: str) -> tuple[Gid, ...]:
     gids = []
     for index in sorted(tree.names(f"{path}/gids"), key=lambda i: (len(i), i)):
         if not re.fullmatch("[0-9]{1,6}", index, re.ASCII):
@@ -121,7 +112,7 @@ def _gids(tree: Tree, path: str, kind: str) -> "tuple[Gid, ...]":
         value = tree.text(f"{path}/gids/{index}")
         if value is None or value == _EMPTY_GID:
             continue
-        if not _GID.fullmatch(value):
+        if not GID.fullmatch(value):
             raise tree.error(f"{path}/gids/{index}", f"{value!a:.80} is no GID")
         # Kernels before 4.5 have no gid_attrs: all their GIDs are of the one type there was.
         text = tree.text(f"{path}/gid_attrs/types/{index}") or "IB/RoCE v1"
@@ -132,16 +123,18 @@ def _gids(tree: Tree, path: str, kind: str) -> "tuple[Gid, ...]":
     return tuple(gids)
 
 
-def _netdevs(tree, device, port, n_ports, kind, gids, devices) -> "tuple[tuple[str, ...], tuple[str, ...]]":
+def _netdevs(
+    tree: Tree, device: str, port: int, n_ports: int, kind: str, gids: tuple[Gid, ...], devices: dict[str, NetDevice]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Net devices behind a port (those of its PCI function, then those its GIDs belong to), and bond members.
 
     A device that a bond has taken in gives way to the bond: sockets bind to that one. Only devices of the
     tree's own network namespace count.
     """
-    wanted = sysfs_net.INFINIBAND if kind == "ib" else sysfs_net.ETHERNET
-    found = [n for n in (tree.device_names(f"{device}/net") if device else ())
+    wanted = INFINIBAND if kind == "ib" else ETHERNET
+    found = [n for n in (tree.names(f"{device}/net") if device else ())
              if n in devices and not devices[n].representor and (n_ports == 1 or devices[n].port_index == port - 1)]
-    names = dict.fromkeys(sysfs_net.top_device(n, devices) for n in [*found, *(g.netdev for g in gids)] if n in devices)
+    names = dict.fromkeys(top_device(n, devices) for n in [*found, *(g.netdev for g in gids)] if n in devices)
     netdevs = tuple(n for n in names if devices[n].type == wanted)
     members = tuple(m for n in netdevs if devices[n].what in ("bond", "team") for m in devices[n].lowers)
     return netdevs, members

@@ -5,6 +5,8 @@ a NIC is cabled to (a storage network) cannot be known from /sys: only names tha
 is for the rest.
 """
 
+from __future__ import annotations
+
 from fnmatch import fnmatchcase
 
 from holmes_ext.cluster.sysfs.net import NetDevice, physical_below
@@ -26,7 +28,7 @@ def reason_by_name(*names: str) -> str:
     return ""
 
 
-def reason_to_skip(device: NetDevice, devices: "dict[str, NetDevice]", has_address: "bool | None") -> str:
+def reason_to_skip(device: NetDevice, devices: dict[str, NetDevice], has_address: bool | None) -> str:
     """Why an Ethernet device is set aside, "" when it is not. `has_address`: None when unknown."""
     master = devices.get(device.master)
     if device.usb or device.driver in _USB_DRIVERS:  # a baseboard controller's link to the host

@@ -6,39 +6,41 @@ the file. What `tar` makes of a sysfs tree is understood: it pads files with NUL
 kernel claims (and stores only NULs for a file whose reading fails with EINVAL).
 """
 
+from __future__ import annotations
+
 import errno
 import os
 import re
 import stat
+from collections.abc import Collection
 from pathlib import Path
 
+from holmes_ext.cluster.nic import DEVICE_NAME, PCI_ADDRESS
 from holmes_ext.errors import HolmesError
+from holmes_ext.words import why
 
 _LARGEST = 65536  # bytes; the kernel allows one page, and pages have at most 64 KiB
 # What the kernel answers for an attribute that has no value now (speed of a port without link, ...)
 _NOTHING = {errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.ENODEV, errno.ENETDOWN}
-DEVICE_NAME = re.compile(r"[!-.0-~]{1,64}")
-_PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 class Tree:
     """A /sys tree. Paths are relative to its root ("class/net/eth0/mtu")."""
 
-    def __init__(self, root="/sys"):
+    def __init__(self, root: str | Path = "/sys"):
         """Raises HolmesError when `root` is not a directory or holds neither class/net nor class/infiniband."""
         self.root = Path(root)
         try:
             self.real_root = os.path.realpath(root, strict=True)
         except (OSError, ValueError) as error:
-            raise HolmesError(f"{root}: {getattr(error, 'strerror', None) or error}; "
-                              "give the root of a /sys tree") from None
-        if not any(os.path.isdir(self._at(p)) for p in ("class/net", "class/infiniband")):
+            raise HolmesError(f"{root}: {why(error)}; give the root of a /sys tree") from None
+        if not any(self.is_dir(path) for path in ("class/net", "class/infiniband")):
             raise HolmesError(f"{root}: is not the root of a /sys tree: it has neither class/net nor class/infiniband")
 
     @property
     def live(self) -> bool:
         """Whether this is the running machine's own /sys."""
-        return self.real_root == "/sys"
+        return str(self.real_root) == "/sys"
 
     def error(self, path: str, problem: str) -> HolmesError:
         return HolmesError(f"{os.path.join(self.root, path)}: {problem}")
@@ -49,8 +51,8 @@ class Tree:
     def is_dir(self, path: str) -> bool:
         return os.path.isdir(self._at(path))
 
-    def names(self, path: str) -> "tuple[str, ...]":
-        """Sorted names in a directory; empty when it does not exist. Raises HolmesError on anything else."""
+    def names(self, path: str) -> tuple[str, ...]:
+        """Sorted names in a directory, each a possible device name; () when it does not exist, else HolmesError."""
         try:
             names = sorted(os.listdir(self._at(path)))
         except FileNotFoundError:
@@ -58,68 +60,71 @@ class Tree:
                 raise self.error(path, "is a link to nothing; capture the tree again with what it points to") from None
             return ()
         except (OSError, ValueError) as error:
-            raise self.error(path, f"cannot be listed: {getattr(error, 'strerror', None) or error}") from None
-        return tuple(names)
+            raise self.error(path, f"cannot be listed: {why(error)}") from None
+        return self.devices(path, names)
 
-    def device_names(self, path: str) -> "tuple[str, ...]":
-        """Like `names`, each checked to be a possible device name."""
-        names = self.names(path)
+    def devices(self, path: str, names: Collection[str]) -> tuple[str, ...]:
+        """`names` that were read at `path`, each checked to be a possible device name."""
         for name in names:
             if not DEVICE_NAME.fullmatch(name):
-                raise self.error(path, f"holds {name!a:.80}, which is no device name")
-        return names
+                raise self.error(path, f"holds or points to {name!a:.80}, which is no device name")
+        return tuple(names)
 
-    def text(self, path: str, required: bool = False) -> "str | None":
+    def text(self, path: str) -> str | None:
         """The text of an attribute without surrounding space, None when there is none.
 
         Raises HolmesError when it is no readable regular file of text (a directory, a link, binary data,
-        longer than a page), and, with `required`, when there is no text.
+        longer than a page).
         """
-        data = self._read(path)
-        if data is not None:
-            data = data.rstrip(b"\0")
-            if len(data) > _LARGEST:
-                raise self.error(path, f"is longer than {_LARGEST} bytes: no file of /sys is")
-            try:
-                text = data.decode("ascii").strip()
-            except UnicodeDecodeError:
-                raise self.error(path, "holds binary data instead of text") from None
-            if not all(c.isprintable() or c in "\n\t" for c in text):
-                raise self.error(path, "holds binary data instead of text")
-            if text:
-                return text
-        if required:
-            raise self.error(path, "is missing or empty")
-        return None
+        data = (self._read(path) or b"").rstrip(b"\0")
+        if len(data) > _LARGEST:
+            raise self.error(path, f"is longer than {_LARGEST} bytes: no file of /sys is")
+        text = data.decode("latin-1").strip()
+        if not text.isascii() or not all(c.isprintable() or c in "\n\t" for c in text):
+            raise self.error(path, "holds binary data instead of text")
+        return text or None
 
-    def _read(self, path: str) -> "bytes | None":
+    def needed_text(self, path: str) -> str:
+        """Like `text`, of an attribute that every device has."""
+        text = self.text(path)
+        if text is None:
+            raise self.error(path, "is missing or empty")
+        return text
+
+    def _read(self, path: str) -> bytes | None:
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             if not stat.S_ISREG(os.lstat(self._at(path)).st_mode):
                 raise self.error(path, "is not a regular file")
-            with open(os.open(self._at(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            with open(os.open(self._at(path), flags), "rb") as file:
                 return file.read(_LARGEST + 1)
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno in _NOTHING:
                 return None
-            raise self.error(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+            raise self.error(path, f"cannot be read: {why(error)}") from None
 
     def device_name(self, path: str) -> str:
         """The text of an attribute that holds a device name, "" when it has none."""
-        text = self.text(path) or ""
-        if text and not DEVICE_NAME.fullmatch(text):
-            raise self.error(path, f"{text!a:.80} is no device name")
-        return text
+        text = self.text(path)
+        return self.devices(path, [text])[0] if text else ""
 
-    def number(self, path: str, pattern: str = r"-?[0-9]{1,18}", required: bool = False) -> "int | None":
+    def number(self, path: str, pattern: str = r"-?[0-9]{1,18}") -> int | None:
         """A decimal or 0x number that matches `pattern`; None when there is none."""
-        text = self.text(path, required)
+        text = self.text(path)
         if text is None:
             return None
         if not re.fullmatch(pattern, text, re.ASCII):
             raise self.error(path, f"{text!a:.80} is not the number that belongs here")
         return int(text, 0) if text.startswith("0x") else int(text)
 
-    def uevent(self, path: str) -> "dict[str, str]":
+    def needed_number(self, path: str, pattern: str = r"-?[0-9]{1,18}") -> int:
+        """Like `number`, of an attribute that every device has."""
+        number = self.number(path, pattern)
+        if number is None:
+            raise self.error(path, "is missing or empty")
+        return number
+
+    def uevent(self, path: str) -> dict[str, str]:
         """The KEY=VALUE lines of a directory's uevent file; empty when there is none."""
         file = f"{path}/uevent"
         pairs = {}
@@ -136,22 +141,18 @@ class Tree:
         Where the link was copied as a directory, `key` of the directory's uevent gives it.
         """
         try:
-            target = os.readlink(self._at(path))
+            name = os.path.basename(os.readlink(self._at(path)))
         except FileNotFoundError:
             return ""
         except (OSError, ValueError) as error:
             if getattr(error, "errno", None) != errno.EINVAL:  # EINVAL: exists, but is no link
-                raise self.error(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+                raise self.error(path, f"cannot be read: {why(error)}") from None
             if not self.is_dir(path):
                 raise self.error(path, "is neither a link nor a directory") from None
             name = self.uevent(path).get(key, "")
             if not name:
                 raise self.error(f"{path}/uevent", f"does not say {key}=") from None
-        else:
-            name = os.path.basename(target)
-        if not DEVICE_NAME.fullmatch(name):
-            raise self.error(path, f"points to {name!a:.80}, which is no device name")
-        return name
+        return self.devices(path, [name])[0]
 
     def resolve(self, path: str) -> str:
         """Where a path leads after all links, relative to the root.
@@ -162,8 +163,8 @@ class Tree:
         try:
             real = os.path.realpath(self._at(path), strict=True)
         except (OSError, ValueError) as error:
-            problem = getattr(error, "strerror", None) or error
-            raise self.error(path, f"leads nowhere: {problem}; capture the tree again with what it points to") from None
+            advice = "capture the tree again with what it points to"
+            raise self.error(path, f"leads nowhere: {why(error)}; {advice}") from None
         if os.path.commonpath([real, self.real_root]) != self.real_root:
             raise self.error(path, f"leads out of the tree, to {real!a:.200}")
         return os.path.relpath(real, self.real_root)
@@ -172,8 +173,8 @@ class Tree:
         """PCI address of a device directory or of the nearest PCI device above it, "" when there is none."""
         said = self.uevent(device).get("PCI_SLOT_NAME", "")
         if said:
-            if not _PCI_ADDRESS.fullmatch(said):
+            if not PCI_ADDRESS.fullmatch(said):
                 raise self.error(f"{device}/uevent", f"PCI_SLOT_NAME={said!a:.80} is no PCI address")
             return said
-        above = [part for part in self.resolve(device).split("/") if _PCI_ADDRESS.fullmatch(part)]
+        above = [part for part in self.resolve(device).split("/") if PCI_ADDRESS.fullmatch(part)]
         return above[-1] if above else ""

@@ -5,15 +5,15 @@
                the layer's own backward compute; its parameters' gradients become ready
                gradient of the input is ready: sleep until start + target
 
-A GPU finishes a layer's gradients spread over the layer's backward pass; here all come in its middle. Where no input has a
+A GPU finishes a layer's gradients spread over its backward pass; here all come in the middle. Where no input has a
 gradient (an embedding), the whole sleep is before them. target = FLOPs / (flops x speed of the rank's cluster), with
 
     forward    2 x parameters x tokens  +  4 x tokens x sequence x hidden  (attention; only for `classes`)
-    backward   twice that               (Kaplan et al. 2020, section 2.1; recomputation runs, and costs, a forward again)
+    backward   twice that      (Kaplan et al. 2020, section 2.1; recomputation runs, and costs, a forward again)
 
-where the layer's first tensor argument is [batch, sequence, hidden] ([sequence, batch, hidden] with layout "sbh", integer
-tokens [batch, sequence]). torch is hooked when a program imports it: the program knows nothing. See `Config` for the
-settings, which travel in the variable HOLMES_LAB_ACCELERATOR as JSON; HOLMES_LAB_EMULATED=1 says that timings are emulated.
+where the layer's first tensor argument is [batch, sequence, hidden] ([sequence, batch, hidden] with layout "sbh",
+integer tokens [batch, sequence]). torch is hooked when a program imports it: the program knows nothing. The settings
+(`Config`) travel in HOLMES_LAB_ACCELERATOR as JSON; HOLMES_LAB_EMULATED=1 says that timings are emulated.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.document import Table
+import wrapt
+
+from holmes_ext.document import parse_json
 from holmes_ext.errors import HolmesError
 
 VARIABLE = "HOLMES_LAB_ACCELERATOR"
@@ -43,54 +45,31 @@ class Config:
     without attention (embedding, head); speed: cluster name -> factor on flops; layout: "bsh" or "sbh"."""
 
     flops: float
-    classes: tuple[str, ...]
+    classes: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
-    speed: Mapping[str, float] = field(default_factory=dict)
+    speed: dict[str, float] = field(default_factory=dict)
     layout: str = "bsh"
 
     def __post_init__(self) -> None:
-        if not self.flops > 0:
-            raise HolmesError(f"{VARIABLE}: key 'flops': {self.flops} is not above 0")
+        for key, value in [("flops", self.flops), *((f"speed.{name}", factor) for name, factor in self.speed.items())]:
+            if not value > 0:
+                raise HolmesError(f"key {key!r}: {value} is not above 0")
         if not self.classes and not self.plain:
-            raise HolmesError(f"{VARIABLE}: keys 'classes' and 'plain' are empty; name the layers' classes")
+            raise HolmesError("keys 'classes' and 'plain' are empty; name the layers' classes")
         if self.layout not in ("bsh", "sbh"):
-            raise HolmesError(f"{VARIABLE}: key 'layout': {self.layout!r} is neither 'bsh' nor 'sbh'")
-        for cluster, factor in self.speed.items():
-            if not factor > 0:
-                raise HolmesError(f"{VARIABLE}: key 'speed.{cluster}': {factor} is not above 0")
-
-    @classmethod
-    def parse(cls, document: object) -> Config:
-        """From the JSON's object; HolmesError names the key."""
-        if not isinstance(document, Mapping):
-            raise HolmesError(f'{VARIABLE}: not a JSON object such as {{"flops": 5e9, "classes": ["Block"]}}')
-        table = Table({**document}, VARIABLE)
-        speed = table.table("speed", default={})
-        config = cls(
-            flops=float(table.take("flops", float)),
-            classes=table.list("classes", str, ()),
-            plain=table.list("plain", str, ()),
-            speed={cluster: float(speed.take(cluster, float)) for cluster in list(speed.values)},
-            layout=table.take("layout", str, "bsh"),
-        )
-        table.done()
-        return config
+            raise HolmesError(f"key 'layout': {self.layout!r} is neither 'bsh' nor 'sbh'")
 
 
-def dump(document: Mapping[str, Any] | Config) -> str:
+def dump(document: Mapping[str, Any]) -> str:
     """The variable's value; the document is validated."""
-    listed = asdict(document) if isinstance(document, Config) else document
-    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in listed.items()}
-    Config.parse(plain)
-    return json.dumps(plain)
+    text = json.dumps(document)
+    load(text)
+    return text
 
 
 def load(text: str) -> Config:
-    """The inverse of dump."""
-    try:
-        return Config.parse(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise HolmesError(f"{VARIABLE}: not JSON: {error}") from None
+    """The settings of the variable's value; HolmesError names the key."""
+    return parse_json(text, VARIABLE, 'write for example {"flops": 5e9, "classes": ["Block"]}').into(Config)
 
 
 def add_to_environment(env: MutableMapping[str, str]) -> None:
@@ -100,23 +79,21 @@ def add_to_environment(env: MutableMapping[str, str]) -> None:
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [_SITE, env.get("PYTHONPATH", "")]))
 
 
-_observers: list[Callable[[str, float, float], None]] = []
+_listeners: list[Callable[[str, float, float], None]] = []
 
 
-def observe(observer: Callable[[str, float, float], None]) -> None:
-    """Have observer("forward" or "backward", start, end) called after each paced pass of a layer; monotonic seconds."""
-    _observers.append(observer)
+def after_each_pass(listener: Callable[[str, float, float], None]) -> None:
+    """Have listener("forward" or "backward", start, end) called after each paced pass of a layer; monotonic seconds."""
+    _listeners.append(listener)
 
 
-def _notify(kind: str, start: float, end: float) -> None:
-    for observer in _observers:
-        observer(kind, start, end)
+def _tell_listeners(kind: str, start: float, end: float) -> None:
+    for listener in _listeners:
+        listener(kind, start, end)
 
 
 def install_when_imported(text: str) -> None:
     """Called by lab/emulate/site/sitecustomize.py: pace layers once the program imports torch."""
-    import wrapt
-
     pacer = Pacer(load(text))
     wrapt.register_post_import_hook(lambda module: _start(pacer, module.Module), "torch.nn.modules.module")
 
@@ -129,19 +106,15 @@ def _start(pacer: Pacer, module_class: type) -> None:
 class Pacer:
     """Makes the calls of the configured layers, and their backward passes, last as long as on the emulated GPU."""
 
-    def __init__(
-        self,
-        config: Config,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ):
+    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic,
+                 sleep: Callable[[float], None] = time.sleep):
         self.config, self.clock, self.sleep = config, clock, sleep
         self.calls = 0
         self.unfinished: _Backward | None = None
         self._inside = False
         self._kinds: dict[type, str] = {}
 
-    def install(self, module_class: type) -> Callable[[], None]:
+    def install(self, module_class: Any) -> Callable[[], None]:
         """Pace every module of `module_class` (torch.nn.Module); returns what undoes it."""
         original = module_class.__call__
 
@@ -155,13 +128,10 @@ class Pacer:
 
         module_class.__call__ = __call__
 
-        def undo() -> None:
-            module_class.__call__ = original
-
-        return undo
+        return lambda: setattr(module_class, "__call__", original)
 
     def seconds(self, parameters: int, shape: tuple[int, ...], kind: str) -> float:
-        """Of a forward pass of a layer with that many parameters on an input of that shape; kind "classes" or "plain"."""
+        """Of a forward pass of a layer of that many parameters on an input of that shape; kind "classes" or "plain"."""
         if self.config.layout == "sbh" and len(shape) == 3:
             shape = (shape[1], shape[0], shape[2])
         with_hidden = len(shape) > 2
@@ -198,12 +168,12 @@ class Pacer:
         finally:  # checkpointing ends a recomputation by an exception: it took its time all the same
             self._inside = False
             self.sleep_until(start + target)
-            _notify("forward", start, self.clock())
-            if self.unfinished is not None:  # recomputed in the middle of its own backward pass, which takes longer by that
+            _tell_listeners("forward", start, self.clock())
+            if self.unfinished is not None:  # recomputed in the middle of its own backward pass: that takes longer
                 self.unfinished.end += self.clock() - start
         leaving = next((tensor for tensor in _tensors(result) if tensor.requires_grad), None)
         if leaving is not None and leaving.grad_fn is not None:
-            leaving.grad_fn.register_prehook(backward.begin)  # after the tensor's hooks: the layer behind has finished by then
+            leaving.grad_fn.register_prehook(backward.begin)  # after the tensor's hooks: the layer behind is done
         return result
 
     def sleep_until(self, moment: float) -> None:
@@ -238,7 +208,7 @@ class _Backward:
         if self.pacer.unfinished is self:
             self.pacer.sleep_until(self.end)
             self.pacer.unfinished = None
-            _notify("backward", self.start, self.pacer.clock())
+            _tell_listeners("backward", self.start, self.pacer.clock())
 
 
 def _tensors(value: Any) -> Iterator[Any]:

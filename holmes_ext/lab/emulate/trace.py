@@ -1,10 +1,10 @@
 """What every rank of a lab job did when: compute, communication, optimizer - on one clock, for any script.
 
-    HOLMES_LAB_TRACE=DIR    ->    DIR/rank0.json, ...:  {"rank", "node", "cluster", "events": [[kind, start, end, bytes], ...]}
+    HOLMES_LAB_TRACE=DIR  ->  DIR/rank0.json, ...:  {"rank", "node", "cluster", "events": [[kind, start, end, bytes]]}
 
-All nodes of a lab are one machine, so time.monotonic() is one clock (seconds). Compute comes from the emulated accelerator
-(kinds "forward", "backward"), communication from torch.distributed's functions ("send", "receive", "reduce",
-"collective"; bytes of the tensor), "optimizer" from torch.optim's global step hooks.
+All nodes of a lab are one machine, so time.monotonic() is one clock (seconds). Compute comes from the emulated
+accelerator (kinds "forward", "backward"), communication from torch.distributed's functions ("send", "receive",
+"reduce", "collective"; bytes of the tensor), "optimizer" from torch.optim's global step hooks.
 """
 
 from __future__ import annotations
@@ -25,24 +25,17 @@ from holmes_ext.lab.emulate import accelerator
 
 VARIABLE = "HOLMES_LAB_TRACE"
 KINDS = {
-    "send": "send",
-    "isend": "send",
-    "recv": "receive",
-    "irecv": "receive",
-    "all_reduce": "reduce",
-    "reduce_scatter_tensor": "reduce",
-    "reduce_scatter": "reduce",
-    "all_gather_into_tensor": "collective",
-    "all_gather": "collective",
-    "broadcast": "collective",
-    "barrier": "collective",
+    **dict.fromkeys(("send", "isend"), "send"),
+    **dict.fromkeys(("recv", "irecv"), "receive"),
+    **dict.fromkeys(("all_reduce", "reduce_scatter_tensor", "reduce_scatter"), "reduce"),
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather", "broadcast", "barrier"), "collective"),
 }
 
 
 def install(directory: str) -> None:
     """Trace this process from now on (or from its import of torch on) and write the events when it ends."""
     events: list[tuple[str, float, float, int]] = []
-    accelerator.observe(lambda kind, start, end: events.append((kind, start, end, 0)))
+    accelerator.after_each_pass(lambda kind, start, end: events.append((kind, start, end, 0)))
     wrapt.register_post_import_hook(lambda module: _wrap_distributed(module, events), "torch.distributed")
     wrapt.register_post_import_hook(lambda module: _hook_optimizer(module, events), "torch.optim.optimizer")
     atexit.register(_write, directory, events)
@@ -116,4 +109,5 @@ def _bytes(value: Any) -> int:
 def _hook_optimizer(module: Any, events: list) -> None:
     started: list[float] = []
     module.register_optimizer_step_pre_hook(lambda *_: started.append(time.monotonic()))
-    module.register_optimizer_step_post_hook(lambda *_: events.append(("optimizer", started.pop(), time.monotonic(), 0)))
+    module.register_optimizer_step_post_hook(
+        lambda *_: events.append(("optimizer", started.pop(), time.monotonic(), 0)))

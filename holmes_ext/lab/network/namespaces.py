@@ -72,7 +72,7 @@ def enter(holder: int, names: tuple[str, ...] = ("net", "uts", "mnt")) -> None:
 
 @contextmanager
 def own_proc() -> Iterator[None]:
-    """Inside: a /proc that shows the caller's PID namespace, where the caller finds itself under os.getpid() (psutil looks)."""
+    """Inside: a /proc of the caller's PID namespace, where it finds itself under os.getpid() (psutil looks)."""
     before = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     unshare(CLONE_NEWNS)
     mount("none", "/", None, MS_REC | MS_PRIVATE)
@@ -89,13 +89,13 @@ def own_proc() -> Iterator[None]:
 def furnish_node(hostname: str, hosts: str, nsswitch: str) -> None:
     """In a node's new namespaces: host name, /etc/hosts (and no DNS), and a /proc, /sys and /dev/shm of its own.
 
-    /sys must be mounted again to show the node's own NICs (and their byte counters); a private /dev/shm keeps nodes from
-    finding each other there, and frees what a framework leaves in it.
+    /sys must be mounted again to show the node's own NICs (and their byte counters); a private /dev/shm keeps nodes
+    from finding each other there, and frees what a framework leaves in it.
     """
     socket.sethostname(hostname)
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     for source, target in ((hosts, "/etc/hosts"), (nsswitch, "/etc/nsswitch.conf")):
-        if os.path.exists(target):  # glibc's; another C library has no nsswitch.conf
+        if os.path.exists(target):  # nsswitch.conf is glibc's; another C library has none
             mount(source, target, None, MS_BIND)
     safe = MS_NOSUID | MS_NODEV | MS_NOEXEC
     mount("proc", "/proc", "proc", safe)

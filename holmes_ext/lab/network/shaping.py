@@ -8,7 +8,7 @@ Both ends of each veth are shaped with tbf: the node's egress and the switch por
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from holmes_ext.cluster.site import ETHERNET
@@ -19,15 +19,15 @@ MAX_NODES = 128
 MTU = 1500
 TBF_LATENCY_MS = 20  # with less, several senders to one receiver lose packets
 _FRAME_BYTES, _PAYLOAD_BYTES = MTU + 14, MTU - 52  # Ethernet; IPv4 and TCP with timestamps
-_FAST_NIC = {"ib": "ib0", "roce": "roce0"}
+_NAMES = {"ethernet": "eth0", "ib": "ib0", "roce": "roce0"}
 
 
 @dataclass(frozen=True)
-class Nic:
+class LabNic:
     """One emulated NIC.
 
-    rate_bps: bits/s each way as shaped; nominal_bps: as cluster.toml says, which is what its sysfs shows; port: its other
-    end in the switch namespace; number: of its fabric among the fast ones (0 for Ethernet); hca: RDMA device of a fast one.
+    rate_bps: bits/s each way as shaped; nominal_bps: as cluster.toml says, which is what its sysfs shows; port: its
+    other end in the switch namespace; number: of its fabric among the fast ones (0: Ethernet); hca: RDMA device.
     """
 
     name: str
@@ -51,14 +51,14 @@ class LabNode:
     cluster: str
     index: int
     processes: int
-    nics: tuple[Nic, ...]
+    nics: tuple[LabNic, ...]
 
     @property
     def address(self) -> str:
         """IPv4 address of eth0."""
         return self.nics[0].address
 
-    def nic(self, name: str) -> Nic:
+    def nic(self, name: str) -> LabNic:
         for nic in self.nics:
             if nic.name == name:
                 return nic
@@ -77,41 +77,31 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
     for cluster in spec.clusters:
         for name in cluster.nodes:
             index = len(nodes)
-            nics = [_nic(index, "eth0", "ethernet", ETHERNET, 0, spec.ethernet_rate_bps, scale)]
+            nics = [_nic(index, "ethernet", ETHERNET, 0, spec.ethernet_rate_bps, scale)]
             if cluster.fabric != ETHERNET:
                 number = fabrics.index(cluster.fabric)
-                nics.append(
-                    _nic(index, _FAST_NIC[cluster.kind], cluster.kind, cluster.fabric, number, cluster.rate_bps, scale)
-                )
+                nics.append(_nic(index, cluster.kind, cluster.fabric, number, cluster.rate_bps, scale))
             nodes.append(LabNode(name, cluster.name, index, cluster.processes, tuple(nics)))
     return tuple(nodes)
 
 
-def _nic(index: int, name: str, kind: str, fabric: str, number: int, nominal_bps: int, scale: float) -> Nic:
+def _nic(index: int, kind: str, fabric: str, number: int, nominal_bps: int, scale: float) -> LabNic:
     ethernet = fabric == ETHERNET
     net = 77 if ethernet else 100 + number
     high, low = divmod(index + 1, 256)
-    return Nic(
-        name=name,
-        kind=kind,
-        fabric=fabric,
-        address=f"10.{net}.{high}.{low}",
-        mac=f"02:48:4d:{net:02x}:{high:02x}:{low:02x}",
-        rate_bps=max(1, round(nominal_bps * scale)),
-        nominal_bps=nominal_bps,
-        port=f"{'e' if ethernet else 'f'}{index}",
-        bridge="eth" if ethernet else f"fab{number}",
-        number=number,
-    )
+    address, mac = f"10.{net}.{high}.{low}", f"02:48:4d:{net:02x}:{high:02x}:{low:02x}"
+    port, bridge = (f"e{index}", "eth") if ethernet else (f"f{index}", f"fab{number}")
+    rate_bps = max(1, round(nominal_bps * scale))
+    return LabNic(_NAMES[kind], kind, fabric, address, mac, rate_bps, nominal_bps, port, bridge, number)
 
 
 @dataclass(frozen=True)
 class Shaping:
     """What tbf and the veth are told. Bytes; bits/s on the wire; peak_bps and peak_burst 0: no peak rate.
 
-    tbf lets `burst` bytes pass at once after a pause. Up to 700 Mb/s a small burst with small packets keeps that below 10 %
-    of 128 KiB. Faster links need a large burst, to make up for timers that fire late; there a peak rate of 1.06 x paces it,
-    packet by packet: a single message of 128 KiB after a pause is carried at 1.0 x the rate at 2 Gb/s; without, at 2 x.
+    tbf lets `burst` bytes pass at once after a pause. Up to 700 Mb/s a small burst with small packets keeps that below
+    10 % of 128 KiB. Faster links need a large burst, to make up for timers that fire late; there a peak rate of 1.06 x
+    paces it, packet by packet: at 2 Gb/s a message of 128 KiB after a pause is carried at the rate, without at 2 x it.
     """
 
     rate_bps: int
@@ -129,7 +119,7 @@ def shaping(rate_bps: int) -> Shaping:
     if rate_bps <= 700_000_000:
         return Shaping(wire_bps, 20_000, 16_000)
     packet = min(65_536, round(rate_bps * 150e-6 / 8))  # fewer packets for each second cost less CPU
-    peak_burst = round(packet * _FRAME_BYTES / _PAYLOAD_BYTES) + 2_000  # tbf cuts a packet above it into frames, at great cost
+    peak_burst = round(packet * _FRAME_BYTES / _PAYLOAD_BYTES) + 2_000  # tbf cuts packets above it into frames: costly
     return Shaping(wire_bps, max(70_000, round(rate_bps * 1e-3 / 8)), packet, round(wire_bps * 1.06), peak_burst)
 
 
@@ -143,21 +133,18 @@ def shape_commands(device: str, rate_bps: int) -> tuple[str, str]:
     )
 
 
-def switch_batches(nodes: Iterable[LabNode], inner_pid: dict[str, int]) -> tuple[str, str]:
+def switch_batches(nodes: Sequence[LabNode], inner_pid: dict[str, int]) -> tuple[str, str]:
     """(ip, tc) batches for the switch: bridges, and a veth into each node (named by its pid as the switch sees it)."""
-    bridges: dict[str, None] = {}
     ip, tc = ["link set dev lo up"], []
+    for bridge in dict.fromkeys(nic.bridge for node in nodes for nic in node.nics):
+        ip.append(f"link add name {bridge} type bridge stp_state 0 forward_delay 0 mcast_snooping 0")
+        ip.append(f"link set dev {bridge} up")
     for node in nodes:
         for nic in node.nics:
-            if nic.bridge not in bridges:
-                bridges[nic.bridge] = None
-                ip.append(f"link add name {nic.bridge} type bridge stp_state 0 forward_delay 0 mcast_snooping 0")
-                ip.append(f"link set dev {nic.bridge} up")
-            peer = f"peer name {nic.name} address {nic.mac} mtu {MTU} netns {inner_pid[node.name]}"
-            ip.append(f"link add name {nic.port} mtu {MTU} type veth {peer}")
-            ip.append(f"link set dev {nic.port} master {nic.bridge} up")
             limit, shape = shape_commands(nic.port, nic.rate_bps)
-            ip.append(limit)
+            peer = f"peer name {nic.name} address {nic.mac} mtu {MTU} netns {inner_pid[node.name]}"
+            ip += [f"link add name {nic.port} mtu {MTU} type veth {peer}",
+                   f"link set dev {nic.port} master {nic.bridge} up", limit]
             tc.append(shape)
     return "\n".join(ip) + "\n", "\n".join(tc) + "\n"
 
@@ -166,9 +153,8 @@ def node_batches(node: LabNode) -> tuple[str, str]:
     """(ip, tc) batches for one node: addresses, links up, egress shaped."""
     ip, tc = ["link set dev lo up"], []
     for nic in node.nics:
-        ip += [f"address add {nic.address}/16 dev {nic.name}", f"link set dev {nic.name} up"]
         limit, shape = shape_commands(nic.name, nic.rate_bps)
-        ip.append(limit)
+        ip += [f"address add {nic.address}/16 dev {nic.name}", f"link set dev {nic.name} up", limit]
         tc.append(shape)
     return "\n".join(ip) + "\n", "\n".join(tc) + "\n"
 

@@ -1,4 +1,4 @@
-"""Sends messages over TCP and prints the bandwidth: a program of its own, run on two nodes by lab/network/measure.py.
+"""Sends messages over TCP and prints the bandwidth: a program of its own, run on two nodes by lab/measure.py.
 
     RANK=0|1 python -I -S stream.py RECEIVER_ADDRESS SIZE SIZE ...      (rank 0 prints bits/s for each size, as JSON)
 
@@ -23,26 +23,23 @@ def _send(address: str, sizes: list[int]) -> list[float]:
     connection = _connect(address)
     rates = []
     for size in sizes:
-        message = memoryview(bytearray(size))
-        connection.sendall(size.to_bytes(8, "big"))
+        message = bytearray(size)
+
+        def exchange(more: bool, message: bytearray = message) -> None:
+            message[0] = more  # the first byte says whether another message of this size follows
+            connection.sendall(message)
+            if not connection.recv(1):
+                raise ConnectionError("the receiver has gone")
+
         for _ in range(2):  # opens the congestion window, empties the token bucket
-            _exchange(connection, message)
+            exchange(True)
         count, start = 0, time.perf_counter()
         while (passed := time.perf_counter() - start) < SECONDS or count < 5:
-            _exchange(connection, message)
+            exchange(True)
             count += 1
+        exchange(False)
         rates.append(count * size * 8 / passed)
-        connection.sendall(b"\0" * size)  # the last message of this size, marked by its first byte
-        connection.recv(1)
-    connection.close()
     return rates
-
-
-def _exchange(connection: socket.socket, message: memoryview) -> None:
-    message[0] = 1
-    connection.sendall(message)
-    if not connection.recv(1):
-        raise ConnectionError("the receiver has gone")
 
 
 def _connect(address: str) -> socket.socket:
@@ -55,25 +52,15 @@ def _connect(address: str) -> socket.socket:
 
 
 def _receive(address: str, sizes: list[int]) -> None:
-    listener = socket.create_server((address, _PORT))
-    connection, _ = listener.accept()
+    connection, _ = socket.create_server((address, _PORT)).accept()
     buffer = bytearray(max(sizes))
-    for _ in sizes:
-        size = int.from_bytes(_fill(connection, memoryview(buffer)[:8]), "big")
+    for size in sizes:
         more = True
         while more:
-            more = _fill(connection, memoryview(buffer)[:size])[0] == 1
+            if connection.recv_into(buffer, size, socket.MSG_WAITALL) < size:
+                raise ConnectionError("the sender has gone")
+            more = buffer[0] == 1
             connection.sendall(b"\1")
-
-
-def _fill(connection: socket.socket, view: memoryview) -> memoryview:
-    rest = view
-    while rest:
-        count = connection.recv_into(rest)
-        if count == 0:
-            raise ConnectionError("the sender has gone")
-        rest = rest[count:]
-    return view
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import json
 import os
 from pathlib import Path
 
-from holmes_ext.lab.network.shaping import MTU, LabNode, Nic
+from holmes_ext.lab.network.shaping import MTU, LabNic, LabNode
 
 _ETHERNET_PCI, _HCA_PCI = "0000:17:00.0", "0000:31:00.0"
 _LANE_GBPS = {"SDR": 2.5, "DDR": 5, "QDR": 10, "FDR": 14, "EDR": 25, "HDR": 50, "NDR": 100, "XDR": 200}
@@ -22,7 +22,7 @@ _GID_TABLE_SIZE = 8
 
 
 def write_tree(root: Path, node: LabNode) -> None:
-    """Write the tree of `node` below `root` (made here), with every link up; and ip_addr.json, as `ip -json addr` prints it."""
+    """Write the tree of `node` below `root` (made here), every link up; and ip_addr.json, as `ip -json addr` has it."""
     addresses = []
     for number, nic in enumerate(node.nics, start=2):  # 1 is lo
         pci = root / "devices/pci0000:00" / (_ETHERNET_PCI if nic.kind == "ethernet" else _HCA_PCI)
@@ -47,7 +47,7 @@ def write_tree(root: Path, node: LabNode) -> None:
     (root / "bus/pci/drivers/mlx5_core").mkdir(parents=True)
 
 
-def set_link(root: Path, nic: Nic, up: bool) -> None:
+def set_link(root: Path, nic: LabNic, up: bool) -> None:
     """What the tree says of a NIC whose cable is plugged in (`up`) or pulled."""
     _write(root / "class/net" / nic.name, {"operstate": "up" if up else "down", "carrier": "1" if up else "0"})
     if nic.kind != "ethernet":
@@ -55,7 +55,7 @@ def set_link(root: Path, nic: Nic, up: bool) -> None:
         _write(root / "class/infiniband" / nic.hca / "ports/1", {"state": state, "phys_state": physical})
 
 
-def _net_files(nic: Nic) -> dict[str, str]:
+def _net_files(nic: LabNic) -> dict[str, str]:
     infiniband = nic.kind == "ib"
     mac = "00:00:10:49:" + ":".join(_bytes(_prefix(nic)) + _bytes(_guid(nic))) if infiniband else nic.mac
     return {
@@ -69,11 +69,12 @@ def _net_files(nic: Nic) -> dict[str, str]:
     }
 
 
-def _write_port(port: Path, node: LabNode, nic: Nic) -> None:
+def _write_port(port: Path, node: LabNode, nic: LabNic) -> None:
     infiniband = nic.kind == "ib"
     lid, sm_lid = (f"0x{node.index + 2:x}", "0x1") if infiniband else ("0x0", "0x0")  # 1 is the subnet manager's
     layer = "InfiniBand" if infiniband else "Ethernet"
-    _write(port, {"link_layer": layer, "rate": _rate_text(nic.nominal_bps), "lid": lid, "sm_lid": sm_lid, "sm_sl": "0"})
+    rate = _rate_text(nic.nominal_bps)
+    _write(port, {"link_layer": layer, "rate": rate, "lid": lid, "sm_lid": sm_lid, "sm_sl": "0"})
     _write(port / "pkeys", {"0": "0xffff"})
     if infiniband:
         gids = [(_prefix(nic) << 64 | _guid(nic), "IB/RoCE v1")]
@@ -95,12 +96,12 @@ def _rate_text(bps: int) -> str:
     return f"{bps / 1e9:g} Gb/sec (4X SDR)"
 
 
-def _prefix(nic: Nic) -> int:
-    """The fabric's subnet prefix: site-local, one for each fabric (not the default fe80::, which would be ambiguous)."""
+def _prefix(nic: LabNic) -> int:
+    """The fabric's subnet prefix: site-local, one for each fabric (the default fe80:: would be ambiguous)."""
     return 0xFEC0 << 48 | (nic.number + 1)
 
 
-def _guid(nic: Nic) -> int:
+def _guid(nic: LabNic) -> int:
     """EUI-64 of the MAC address."""
     octets = bytes.fromhex(nic.mac.replace(":", ""))
     return int.from_bytes(bytes([octets[0] ^ 2]) + octets[1:3] + b"\xff\xfe" + octets[3:], "big")

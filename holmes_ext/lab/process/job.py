@@ -29,9 +29,9 @@ TIMED_OUT = 124  # as timeout(1)
 class RunResult:
     """How a job ended.
 
-    returncode: 0, or the exit status of the first rank that failed (128 + n for signal n), 124 when time was up.
-    first_failed: that rank, or None. lines: for each rank (stream, line) in the order of arrival, stream "stdout" or
-    "stderr". seconds: from the first fork to the last exit. emulated: an emulated accelerator made the timings.
+    returncode: 0, or the exit status of the first rank that failed (128 + n for signal n), 124 when time was up;
+    first_failed: that rank, or None; lines: for each rank (stream, line) in the order of arrival, stream "stdout" or
+    "stderr"; seconds: from the first fork to the last exit; emulated: an emulated accelerator made the timings;
     realtime: every rank ran under SCHED_RR.
     """
 
@@ -46,13 +46,15 @@ class RunResult:
     @property
     def outputs(self) -> dict[int, str]:
         """All that each rank printed, stdout and stderr."""
-        return {rank: "".join(f"{line}\n" for _, line in lines) for rank, lines in self.lines.items()}
+        return self._texts("stdout", "stderr")
 
     @property
     def stdout(self) -> dict[int, str]:
-        return {
-            rank: "".join(f"{line}\n" for stream, line in lines if stream == "stdout") for rank, lines in self.lines.items()
-        }
+        return self._texts("stdout")
+
+    def _texts(self, *streams: str) -> dict[int, str]:
+        return {rank: "".join(f"{line}\n" for stream, line in lines if stream in streams)
+                for rank, lines in self.lines.items()}
 
 
 @dataclass
@@ -66,12 +68,14 @@ class _Pipe:
 class Job:
     """A running job; made by Lab.start."""
 
-    def __init__(self, ranks: list[dict[str, Any]], socket_: socket.socket, options: dict[str, Any]):
-        """`ranks`: the launcher's messages, in rank order; `options`: on_line, logs, timeout, grace, emulated."""
-        self._socket, self._options = socket_, options
+    def __init__(self, ranks: list[dict[str, Any]], launcher: socket.socket, on_line: OnLine | None, logs: Path | None,
+                 timeout: float | None, grace: float, emulated: bool):
+        """`ranks`: what the launcher is told, in rank order; the others are those of Lab.start."""
+        self._launcher, self._on_line, self._grace, self._emulated = launcher, on_line, grace, emulated
         self._selector = selectors.DefaultSelector()
-        self._selector.register(socket_, selectors.EVENT_READ, None)
+        self._selector.register(launcher, selectors.EVENT_READ, None)
         self._started = time.monotonic()
+        self._deadline = None if timeout is None else self._started + timeout
         self._pids: dict[int, int] = {}
         self._realtime: list[bool] = []
         self._statuses: dict[int, int] = {}
@@ -83,14 +87,13 @@ class Job:
         self._error: BaseException | None = None
         self._result: RunResult | None = None
         self._all_started = threading.Event()
-        logs: Path | None = options["logs"]
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
-        wire.send(socket_, {"job": len(ranks)})
+        wire.send(launcher, {"job": len(ranks)})
         for message in ranks:
             log = open(logs / f"rank{message['rank']}.log", "wb") if logs is not None else None
             ends = [self._pipe(message["rank"], stream, log) for stream in ("stdout", "stderr")]
-            wire.send(socket_, message, ends)
+            wire.send(launcher, message, ends)
             for end in ends:
                 os.close(end)
         self._thread = threading.Thread(target=self._run, name="holmes-lab-job", daemon=True)
@@ -124,7 +127,7 @@ class Job:
     def kill(self, rank: int | None = None, number: int = signal.SIGKILL) -> None:
         """Send a signal to one rank and its process group (None: to all); a rank that has ended is left out."""
         try:
-            wire.send(self._socket, {"signal": int(number), "rank": rank})
+            wire.send(self._launcher, {"signal": int(number), "rank": rank})
         except OSError:
             pass  # the launcher is gone, and its ranks with it
 
@@ -144,35 +147,30 @@ class Job:
                         self._read_output(key.fd, key.data)
                 self._act_on_time()
             if self._lost:
-                raise HolmesError("the lab ended while the job ran; its keeper was killed or `holmes lab down --all` was run")
+                raise HolmesError("the lab ended while the job ran: its keeper was killed (`holmes lab down --all`?)")
         except BaseException as error:  # raised again in wait()
             self._error = error
         finally:
+            realtime = bool(self._realtime) and all(self._realtime)
             self._result = RunResult(
-                returncode=self._code,
-                statuses=dict(sorted(self._statuses.items())),
-                lines=self._lines,
-                seconds=time.monotonic() - self._started,
-                first_failed=self._first_failed,
-                emulated=self._options["emulated"],
-                realtime=bool(self._realtime) and all(self._realtime),
-            )
+                self._code, dict(sorted(self._statuses.items())), self._lines, time.monotonic() - self._started,
+                self._first_failed, self._emulated, realtime)
             for key in list(self._selector.get_map().values()):
                 if key.data is not None:
                     os.close(key.fd)
             self._selector.close()
-            self._socket.close()  # a launcher that still lives ends its ranks now
+            self._launcher.close()  # one that still lives ends its ranks now
             self._all_started.set()
 
     def _patience(self) -> float | None:
-        times = [when for when, _ in filter(None, [self._next_signal])]
-        if self._options["timeout"] is not None and self._code == 0:
-            times.append(self._started + self._options["timeout"])
+        times = [self._next_signal[0]] if self._next_signal is not None else []
+        if self._deadline is not None and self._code == 0:
+            times.append(self._deadline)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _act_on_time(self) -> None:
-        now, timeout = time.monotonic(), self._options["timeout"]
-        if timeout is not None and now >= self._started + timeout and self._code == 0 and not self._done:
+        now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline and self._code == 0 and not self._done:
             self._code, self._next_signal = TIMED_OUT, (now, signal.SIGTERM)
         if self._next_signal is not None and now >= self._next_signal[0]:
             number = self._next_signal[1]
@@ -180,11 +178,11 @@ class Job:
             self._next_signal = (now + TERM_SECONDS, signal.SIGKILL) if number == signal.SIGTERM else None
 
     def _read_message(self) -> None:
-        message, _ = wire.receive(self._socket)
+        message, _ = wire.receive(self._launcher)
         if message is None or "done" in message:
             self._done, self._lost = True, message is None
             self._next_signal = None
-            self._selector.unregister(self._socket)
+            self._selector.unregister(self._launcher)
         elif "pid" in message:
             self._pids[message["rank"]] = message["pid"]
             self._realtime.append(message["realtime"])
@@ -194,7 +192,7 @@ class Job:
             self._statuses[message["rank"]] = message["status"]
             if message["status"] != 0 and self._code == 0:
                 self._code, self._first_failed = message["status"], message["rank"]
-                self._next_signal = (time.monotonic() + self._options["grace"], signal.SIGTERM)
+                self._next_signal = (time.monotonic() + self._grace, signal.SIGTERM)
 
     def _read_output(self, descriptor: int, pipe: _Pipe) -> None:
         data = os.read(descriptor, 1 << 16)
@@ -209,5 +207,5 @@ class Job:
             if pipe.log is not None:
                 pipe.log.write(line + b"\n")
                 pipe.log.flush()
-            if self._options["on_line"] is not None:
-                self._options["on_line"](pipe.rank, text, pipe.stream)
+            if self._on_line is not None:
+                self._on_line(pipe.rank, text, pipe.stream)

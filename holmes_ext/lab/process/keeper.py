@@ -2,8 +2,8 @@
 
     python -I -S -c ... ROOT CONTROL PIDFD DIRECTORY       (started by Lab; needs only the standard library)
 
-It ends when its caller ends (PIDFD) or closes CONTROL, and removes DIRECTORY. All its children are in one PID namespace;
-when the keeper dies, by SIGKILL too, the kernel kills that namespace's init and with it every process of the lab.
+It ends when its caller ends (PIDFD) or closes CONTROL, and removes DIRECTORY. All its children are in one PID
+namespace; when the keeper dies, by SIGKILL too, the kernel kills that namespace's init and so every process of the lab.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Keeper:
         """Answer the caller until it, or the init of the lab's PID namespace, is gone."""
         init = os.pidfd_open(self.holders[SWITCH][0])
         while True:
-            ready, _, _ = select.select([self.control, self.caller, init], [], [])
+            ready, _, _ = select.select([self.control.fileno(), self.caller, init], [], [])
             if self.caller in ready or init in ready:
                 return
             message, descriptors = wire.receive(self.control)
@@ -120,9 +120,8 @@ class Keeper:
     def do_tool(self, name: str, argv: list[str], text: str) -> dict[str, Any]:
         """Run ip or tc, `text` on its standard input, in the network namespace of `name`."""
         pid = self.holders[name][0]
-        done = subprocess.run(
-            argv, input=text, text=True, capture_output=True, preexec_fn=lambda: namespaces.enter(pid, ("net",))
-        )
+        done = subprocess.run(argv, input=text, text=True, capture_output=True,
+                              preexec_fn=lambda: namespaces.enter(pid, ("net",)))
         return {"status": done.returncode, "out": done.stdout, "error": done.stderr}
 
     def do_job(self, job: int) -> dict[str, Any]:
@@ -131,7 +130,7 @@ class Keeper:
             namespaces.die_with_parent()
             self.control.close()
             os.close(self.caller)
-            launch.serve_job(socket.socket(fileno=job), resident=False)
+            launch.serve_job(socket.socket(fileno=job))
         return {}
 
     def do_zygote(self, control: int, log: int, argv: list[str], env: dict[str, str], cwd: str) -> dict[str, Any]:
@@ -151,7 +150,7 @@ class Keeper:
         return {}
 
     def end(self) -> None:
-        """Kill the PID namespace's init; return when every process of the lab is gone (it waits for our other children)."""
+        """Kill the PID namespace's init; returns when every process of the lab is gone."""
         os.kill(self.holders[SWITCH][0], signal.SIGKILL)
         try:
             while True:

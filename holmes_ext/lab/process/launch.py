@@ -1,7 +1,7 @@
 """The launcher: forks the ranks of one job into their nodes' namespaces, reports how they end, leaves nothing behind.
 
-It runs in a fork of the keeper, where a rank execs its command, or of a zygote that has imported the job's modules, where a
-rank goes on as the script's interpreter (resident). Messages, over the job's socket:
+It runs in a fork of the keeper, where a rank execs its command, or of a zygote that has imported the job's modules,
+where a rank goes on as the script's interpreter. Messages, over the job's socket:
 
     in   {"job": count}                        how many ranks follow
          {"rank", "holder", "argv", "env", "cwd", "realtime"} + stdout, stderr
@@ -13,35 +13,40 @@ rank goes on as the script's interpreter (resident). Messages, over the job's so
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import signal
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from holmes_ext.lab.network import namespaces
 from holmes_ext.lab.process import wire
 
 Entry = Callable[[], None]
+Script = Callable[[list[str], dict[str, str]], None]
 
 
-def serve_job(job: socket.socket, resident: bool) -> Entry | None:
-    """Serve one job; the launcher itself never returns. In a resident rank: what to call to run the script."""
+def serve_job(job: socket.socket, run_script: Script | None = None) -> Entry | None:
+    """Serve one job; the launcher itself never returns.
+
+    run_script(argv, env): how a rank goes on in this interpreter; serve_job returns in the rank with what calls it.
+    Without it every rank execs its command.
+    """
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     namespaces.adopt_orphans()
     expected, started = None, 0
     running: dict[int, tuple[int, int]] = {}  # pidfd -> (rank, pid)
     while expected is None or started < expected or running:
-        ready, _, _ = select.select([job, *running], [], [])
-        for pidfd in ready:
-            if pidfd is not job:
-                rank, pid = running.pop(pidfd)
-                os.close(pidfd)
-                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                _tell(job, {"rank": rank, "status": status if status >= 0 else 128 - status})
-        if job in ready:
+        ready, _, _ = select.select([job.fileno(), *running], [], [])
+        for pidfd in [fd for fd in ready if fd in running]:
+            rank, pid = running.pop(pidfd)
+            os.close(pidfd)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            _tell(job, {"rank": rank, "status": status if status >= 0 else 128 - status})
+        if job.fileno() in ready:
             message, descriptors = wire.receive(job)
             if message is None:
                 break
@@ -54,10 +59,10 @@ def serve_job(job: socket.socket, resident: bool) -> Entry | None:
             else:
                 pid = os.fork()
                 if pid == 0:
-                    entry = _become_rank(job, message, descriptors, resident)
-                    if entry is not None:
-                        return entry
-                    os._exit(127)
+                    _become_rank(job, message, descriptors)
+                    if run_script is None:
+                        _exec(message["argv"], message["env"])
+                    return functools.partial(run_script, message["argv"], message["env"])
                 for descriptor in descriptors:
                     os.close(descriptor)
                 running[os.pidfd_open(pid)] = (message["rank"], pid)
@@ -105,9 +110,8 @@ def _status(pid: str) -> dict[str, str]:
         return dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
 
 
-def _become_rank(job: socket.socket, message: dict[str, Any], output: list[int], resident: bool) -> Entry | None:
-    """In the forked child: its session, output, priority and node; then exec, or return the script's entry."""
-    argv, env = message["argv"], message["env"]
+def _become_rank(job: socket.socket, message: dict[str, Any], output: list[int]) -> None:
+    """In the forked child: its session, output, priority, node and directory; it exits where that is refused."""
     try:
         namespaces.die_with_parent()
         os.setsid()
@@ -120,15 +124,21 @@ def _become_rank(job: socket.socket, message: dict[str, Any], output: list[int],
         job.close()
         namespaces.enter(message["holder"])
         os.chdir(message["cwd"])
-        if resident:
-            from holmes_ext.lab.process import zygote
+    except OSError as error:
+        _give_up(message["argv"], error)
 
-            return lambda: zygote.run_script(argv, env)
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; a command expects it
+
+def _exec(argv: list[str], env: dict[str, str]) -> NoReturn:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; a command expects it
+    try:
         os.execvpe(argv[0], argv, env)
     except OSError as error:
-        os.write(2, f"holmes lab: {argv[0]}: {error}\n".encode())
-    return None
+        _give_up(argv, error)
+
+
+def _give_up(argv: list[str], error: OSError) -> NoReturn:
+    os.write(2, f"holmes lab: {argv[0]}: {error}\n".encode())
+    os._exit(127)
 
 
 def _go_realtime() -> bool:

@@ -33,9 +33,8 @@ def processes_for_each(nodes: Sequence[LabNode], processes: int | None, source: 
     counts = {node.processes: node.name for node in nodes} if processes is None else {processes: ""}
     if len(counts) > 1:
         (low, few), (high, many) = min(counts.items()), max(counts.items())
-        raise HolmesError(
-            f"{source}: node {few!r} has {low} processes and node {many!r} has {high}; make them equal or give --processes"
-        )
+        raise HolmesError(f"{source}: node {few!r} has {low} processes and node {many!r} has {high};"
+                          " make them equal or give --processes")
     count = next(iter(counts))
     if count < 1:
         raise HolmesError(f"--processes: {count} is not 1 or more")
@@ -53,20 +52,10 @@ def common_environment(env: Mapping[str, str], configuration: Mapping[str, Any] 
     return common, emulated
 
 
-def rank_environment(nodes: Sequence[LabNode], position: int, local: int, count: int, port: int) -> dict[str, str]:
-    """torchrun's variables (torch/distributed/run.py), and LOCAL_SIZE for DeepSpeed.
-
-    position: the node's place in the launcher's order; local: the rank's on its node, of `count`.
-    """
-    return {
-        "RANK": str(position * count + local),
-        "LOCAL_RANK": str(local),
-        "WORLD_SIZE": str(len(nodes) * count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "LOCAL_SIZE": str(count),
-        "GROUP_RANK": str(position),
-        "GROUP_WORLD_SIZE": str(len(nodes)),
-        "NODE_RANK": str(position),
-        "MASTER_ADDR": nodes[0].address,
-        "MASTER_PORT": str(port),
-    }
+def rank_environment(nodes: Sequence[LabNode], rank: int, count: int, port: int) -> dict[str, str]:
+    """torchrun's variables (torch/distributed/run.py), and LOCAL_SIZE for DeepSpeed; `count`: ranks of each node."""
+    position, local = divmod(rank, count)
+    numbers = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": len(nodes) * count, "LOCAL_WORLD_SIZE": count,
+               "LOCAL_SIZE": count, "GROUP_RANK": position, "GROUP_WORLD_SIZE": len(nodes), "NODE_RANK": position,
+               "MASTER_PORT": port}
+    return {"MASTER_ADDR": nodes[0].address, **{name: str(number) for name, number in numbers.items()}}

@@ -8,6 +8,7 @@ random state. `HOLMES` is kept from the zygote (holmes must see each rank, not t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -35,6 +36,10 @@ if entry is not None:
 """
 
 
+#: What a module imports at its first use: for seconds in every rank, if not here.
+_FIRST_USE = {"torch": "torch._dynamo", "deepspeed": "deepspeed.runtime.zero.muon.muon_optimizer"}
+
+
 def script_of(command: list[str]) -> tuple[str, list[str]] | None:
     """(interpreter, [SCRIPT, ...] or ["-m", MODULE, ...]) of a command that can be preloaded, else None."""
     if not command or not Path(command[0]).name.startswith("python"):
@@ -55,12 +60,15 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
         with namespaces.own_proc():
             for module in modules:
                 importlib.import_module(module)
+            for later in filter(None, map(_FIRST_USE.get, modules)):
+                with contextlib.suppress(ImportError):  # another version, without it
+                    importlib.import_module(later)
     except BaseException as error:
         traceback.print_exc()
         wire.send(control, {"failed": f"{module}: {error}"})
         return None
     gc.collect()
-    gc.freeze()  # else the first full collection in a rank touches, and so copies, every page that it shares: 0.1 s of a core each
+    gc.freeze()  # else the first full collection in a rank touches, so copies, every page that it shares: 0.1 s each
     wire.send(control, {"ready": True})
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -70,7 +78,7 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
         if os.fork() == 0:
             namespaces.die_with_parent()
             control.close()
-            return launch.serve_job(socket.socket(fileno=descriptors[0]), resident=True)
+            return launch.serve_job(socket.socket(fileno=descriptors[0]), run_script)
         os.close(descriptors[0])
 
 
@@ -88,7 +96,7 @@ def run_script(arguments: list[str], env: dict[str, str]) -> None:
     if trace.VARIABLE in env:
         trace.install(env[trace.VARIABLE])
     if "--holmes" in sys.argv or env.get("HOLMES") == "1":
-        from holmes_ext.job import activate
+        from holmes_ext.job import activate  # here: a rank without --holmes must not have it in its template
 
         activate(sys.argv)
     if as_module:

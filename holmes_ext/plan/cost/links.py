@@ -6,8 +6,9 @@
        |_________/                  small ones cost what they cost, whatever their size
        +--------------------------- bytes
 
-A message is a fixed part, which nothing shares, and a flow of all its bits at most at rate_bps, which shares a NIC with others
-(plan/simulate/events.py): fixed_s(size) + 8 size / rate_bps = seconds(size). `holmes probe` measures the curves, cluster.toml keeps them.
+A message is a fixed part, which nothing shares, and a flow of all its bits at most at rate_bps, which shares a NIC with
+others (plan/simulate/events.py): fixed_s(size) + 8 size / rate_bps = seconds(size). `holmes probe` measures the curves,
+cluster.toml keeps them.
 """
 
 from __future__ import annotations
@@ -24,30 +25,28 @@ from holmes_ext.errors import HolmesError
 #: What the cores that all nodes of a lab share are called among the NICs.
 CORES = "cores"
 
-Points = tuple[tuple[float, float], ...]
-
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a message by its bytes. points: (bytes, seconds), by bytes; without them latency and rate say everything.
-
-    Between two points the line through them; below the first its seconds (never less); beyond the last the rate of the last.
-    """
+    """Seconds of a message by its bytes. points: (bytes, seconds), by bytes; without them latency and rate say
+    everything. Between two points the line through them; below the first its seconds (never less); beyond the last the
+    rate of the last."""
 
     rate_bps: float
     latency_s: float = 0.0
-    points: Points = ()
+    points: tuple[tuple[float, float], ...] = ()
     source: str = "link curve"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0 < self.rate_bps < 1e18 or not 0 <= self.latency_s < 1e6:
-            raise HolmesError(f"{self.source}: rate {self.rate_bps} b/s, latency {self.latency_s} s; above 0 (latency: 0 or more) and finite")
-        for (size, seconds), (following, later) in zip(self.points, self.points[1:]):
-            if not size < following or not seconds <= later:
-                raise HolmesError(f"{self.source}: {following:g} bytes in {later:g} s after {size:g} bytes in {seconds:g} s; both must grow")
+            given = f"{self.source}: rate {self.rate_bps} b/s, latency {self.latency_s} s"
+            raise HolmesError(f"{given}; above 0 (latency: 0 or more) and finite")
+        before = (0.0, 0.0)
         for size, seconds in self.points:
-            if not 0 < size < 1e18 or not 0 < seconds < 1e6:
-                raise HolmesError(f"{self.source}: {size:g} bytes in {seconds:g} s; both must be above 0")
+            if not before[0] < size < 1e18 or not max(before[1], 1e-300) <= seconds < 1e6:
+                given = f"{self.source}: {size:g} bytes in {seconds:g} s after {before[0]:g} bytes in {before[1]:g} s"
+                raise HolmesError(f"{given}; both must be above 0, and grow")
+            before = size, seconds
 
     def seconds(self, size: float) -> float:
         """Of a message of `size` bytes that has the link for itself; 0 for nothing."""
@@ -58,31 +57,36 @@ class Curve:
         place = bisect_left(self.points, (size, 0.0))
         if place == 0:
             return self.points[0][1]
-        (low, start) = self.points[place - 1]
+        low, start = self.points[place - 1]
         if place == len(self.points):
             return start + 8 * (size - low) / self.rate_bps
-        (high, end) = self.points[place]
+        high, end = self.points[place]
         return start + (end - start) * (size - low) / (high - low)
+
+    def fixed_s(self, size: float) -> float:
+        """What `seconds` holds besides the bits at rate_bps."""
+        return max(0.0, self.seconds(size) - 8 * size / self.rate_bps)
 
     @property
     def least_s(self) -> float:
         """The latency with which, at rate_bps, no message takes longer than its seconds here."""
         return min((self.fixed_s(size) for size, _ in self.points), default=self.latency_s)
 
-    def fixed_s(self, size: float) -> float:
-        """What `seconds` holds besides the bits at rate_bps."""
-        return max(0.0, self.seconds(size) - 8 * size / self.rate_bps)
+    def scaled(self, factor: float) -> Curve:
+        """The same with `factor` times the rate."""
+        rate = factor * self.rate_bps
+        points = tuple((size, self.fixed_s(size) + 8 * size / rate) for size, _ in self.points)
+        return replace(self, rate_bps=rate, points=points)
 
 
 def fit(samples: Iterable[tuple[float, float]], source: str = "link curve") -> Curve:
-    """The curve through measured (bytes, seconds): the median is the caller's. Seconds are made to grow (the least of what follows counts);
-    rate: between the last two sizes, but not more than a tenth above the last one's own."""
+    """The curve through measured (bytes, seconds): the median is the caller's. Seconds are made to grow (the least of
+    what follows counts); rate: between the last two sizes, but not more than a tenth above the last one's own."""
     points: list[tuple[float, float]] = []
     floor = float("inf")
     for size, seconds in sorted(samples, reverse=True):
         floor = min(floor, seconds)
-        points.append((float(size), floor))
-    points.reverse()
+        points.insert(0, (float(size), floor))
     if len(points) < 2 or points[0][0] <= 0 or points[0][1] <= 0:
         raise HolmesError(f"{source}: a curve needs two sizes and times above 0")
     (low, start), (high, end) = points[-2:]
@@ -93,9 +97,10 @@ def fit(samples: Iterable[tuple[float, float]], source: str = "link curve") -> C
 
 @dataclass(frozen=True)
 class Link:
-    """A fabric as the simulation sees it. send: one message between two nodes; ring: one step of a ring of all-reduces, bytes being those
-    that one rank passes on (size / ranks), of which an all-reduce makes 2 (ranks - 1). host_s: CPU seconds of a byte sent, at both ends together, where
-    nodes share their cores (a lab); elsewhere the curves hold them."""
+    """A fabric as the simulation sees it. send: one message between two nodes; ring: one step of a ring of all-reduces,
+    bytes being those that one rank passes on (size / ranks), of which an all-reduce makes 2 (ranks - 1). host_s: CPU
+    seconds of a byte sent, at both ends together, where nodes share their cores (a lab); elsewhere the curves hold
+    them."""
 
     name: str
     send: Curve
@@ -107,14 +112,12 @@ class Link:
         curve = Curve(fabric.rate_bps, fabric.latency_s, source=f"fabric {fabric.name}")
         return cls(fabric.name, curve, curve)
 
+    @property
+    def rate_bps(self) -> float:
+        return max(self.send.rate_bps, self.ring.rate_bps)
+
     def scaled(self, factor: float) -> Link:
-        """The same with `factor` times the rate: what-if."""
-
-        def faster(curve: Curve) -> Curve:
-            points = tuple((size, curve.fixed_s(size) + 8 * size / (factor * curve.rate_bps)) for size, _ in curve.points)
-            return replace(curve, rate_bps=factor * curve.rate_bps, points=points)
-
-        return replace(self, send=faster(self.send), ring=faster(self.ring))
+        return replace(self, send=self.send.scaled(factor), ring=self.ring.scaled(factor))
 
 
 @dataclass(frozen=True)
@@ -126,19 +129,21 @@ class Links:
     def of(self, fabric: Fabric) -> Link:
         return self.measured.get(fabric.name) or Link.of(fabric)
 
+    def line(self, fabric: Fabric) -> Fabric:
+        """`fabric` with a rate and a latency under both its curves: closed forms with it are never slower than the
+        curves."""
+        if fabric.name not in self.measured:
+            return fabric
+        link = self.measured[fabric.name]
+        return replace(fabric, rate_bps=ceil(link.rate_bps), latency_s=min(link.send.least_s, link.ring.least_s))
+
     def site(self, site: Site) -> Site:
-        """`site` for predictions: a ring's measured rate, and the latency under its curve, in place of what cluster.toml states."""
-
-        def as_a_ring(fabric: Fabric) -> Fabric:
-            if fabric.name not in self.measured:
-                return fabric
-            ring = self.measured[fabric.name].ring
-            return replace(fabric, rate_bps=round(ring.rate_bps), latency_s=ring.least_s)
-
-        return replace(site, fabrics=tuple(map(as_a_ring, site.fabrics)))
+        """`site` for predictions in closed form: line() in place of what cluster.toml states."""
+        return replace(site, fabrics=tuple(map(self.line, site.fabrics)))
 
     def on_cores(self, fabric: Fabric, senders: float) -> tuple[tuple[str, float], ...]:
-        """What a flow that `senders` nodes send at once uses of shared cores: (CORES, cores for each bit/s), if anything."""
+        """What a flow that `senders` nodes send at once uses of shared cores: (CORES, cores for each bit/s), if
+        anything."""
         seconds = self.of(fabric).host_s
         return ((CORES, seconds / 8 * senders),) if seconds else ()
 
@@ -147,20 +152,15 @@ class Links:
         """Bits/s that keep a core busy, on the fabric where a byte costs it least; 1 where bytes cost nothing."""
         return max((8 / link.host_s for link in self.measured.values() if link.host_s), default=1.0)
 
-    def line(self, fabric: Fabric) -> Fabric:
-        """`fabric` with a rate and a latency under both its curves: closed forms with it are never slower than the curves."""
-        if fabric.name not in self.measured:
-            return fabric
-        link = self.measured[fabric.name]
-        return replace(fabric, rate_bps=ceil(max(link.send.rate_bps, link.ring.rate_bps)), latency_s=min(link.send.least_s, link.ring.least_s))
-
     def scaled(self, name: str, factor: float) -> Links:
         """What-if: the link `name` with `factor` times its measured rate."""
-        return Links({key: link.scaled(factor) if key == name else link for key, link in self.measured.items()})
+        changed = {key: link.scaled(factor) if key == name else link for key, link in self.measured.items()}
+        return Links(changed)
 
     @classmethod
     def of_spec(cls, spec: SiteSpec) -> Links:
-        """What cluster.toml holds of `holmes probe`; a ring that was not measured is taken to be like single messages."""
+        """What cluster.toml holds of `holmes probe`; a ring that was not measured is taken to be like single messages.
+        """
         measured = {}
         for fabric in fabrics_of_spec(spec):
             if (own := spec.links.get(fabric.name)) and (own.send or own.ring):

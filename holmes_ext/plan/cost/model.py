@@ -3,49 +3,57 @@
     embedding | block 0 | block 1 | ... | block N-1 | output          the partition cuts between blocks;
     stays with the first stage             stays with the last one    only blocks are counted as "layers"
 
-b: sequences in a micro-batch, s: tokens in a sequence, h: hidden size, V: vocabulary, a: attention heads, t: tensor size.
+b: sequences in a micro-batch, s: tokens in a sequence, h: hidden size, V: vocabulary, a: attention heads, t: tensor
+size.
 
-    parameters   block 12 h^2 + 13 h, embedding (V + s) h          Narayanan et al. 2021 (arXiv 2104.04473), equation 2
+    parameters   block 12 h^2 + 13 h, embedding (V + s) h       Narayanan et al. 2021 (arXiv 2104.04473), equation 2
     FLOPs        block 24 b s h^2 + 4 b s^2 h forward, output 2 b s h V; backward twice that, and a forward more where a
-                 block is recomputed                                 the same, appendix (equation 3 is their sum)
-    memory       block s b h (10 + 24/t + 5 a s / (h t)) bytes kept in 16 bits, without the last term when attention is recomputed
-                 ("selective"), 2 s b h when all is ("full")         Korthikanti et al. 2022 (arXiv 2205.05198), equations 2, 5, table 2
+                 block is recomputed                            the same, appendix (equation 3 is their sum)
+    memory       block s b h (10 + 24/t + 5 a s / (h t)) bytes kept in 16 bits, without the last term when attention is
+                 recomputed ("selective"), 2 s b h when all is ("full")         Korthikanti et al. 2022 (arXiv
+                 2205.05198), equations 2, 5, table 2
 
-The embedding computes next to nothing (a look-up, an addition, the same backward), but its gradients are reduced and its
-parameters kept. Tied, the output layer uses the embedding's weight: no parameters more in the model, yet the last stage keeps a
-copy, and first and last stage all-reduce its gradient. With `sequence_parallel` all that a block keeps, and what stages send, is divided by t
-(arXiv 2205.05198, equation 4). With `experts` every MLP is so many, of which a token passes `experts_per_token`; an expert group shares them.
+The embedding computes next to nothing (a look-up, an addition, the same backward), but its gradients are reduced and
+its parameters kept. Tied, the output layer uses the embedding's weight: no parameters more in the model, yet the last
+stage keeps a copy, and first and last stage all-reduce its gradient. With `sequence_parallel` all that a block keeps,
+and what stages send, is divided by t (arXiv 2205.05198, equation 4). With `experts` every MLP is so many, of which a
+token passes `experts_per_token`; an expert group shares them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from holmes_ext.cluster.gpu import KNOWN
-from holmes_ext.cluster.spec import SiteSpec, tomllib
-from holmes_ext.document import Table
+from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.document import Table, load_toml
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.step import Workload
+from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
 
 VERSION = 1
 RECOMPUTE = ("none", "selective", "full")
 POSITIONS = ("learned", "none")
+#: Keys of a model file's [training].
+TRAINING = (
+    *("micro_batch", "micro_batches", "global_batch", "recompute"),
+    *("activation_width", "gradient_width", "state_bytes", "sharded_bytes", "sequence_parallel"),
+)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What one rank computes and keeps for one layer and one micro-batch.
-
-    parameters: of this rank. forward_flops, backward_flops. activation_bytes: sent on if the stage ends here. kept_bytes: from the
-    micro-batch's forward to its backward. tensor_bytes, context_bytes, expert_bytes: forward and backward together, as in Workload.
-    expert_parameters: those of `parameters` that are experts'.
-    """
+    """What one rank computes and keeps for one layer and one micro-batch. tensors: elements of each parameter of this
+    rank but experts', in the order of the forward pass; their gradients become final in the reverse. forward_flops,
+    backward_flops. activation_bytes: sent on if the stage ends here. kept_bytes: from the micro-batch's forward to its
+    backward. tensor_bytes, context_bytes, expert_bytes: forward and backward together, as in Workload.
+    expert_parameters: of experts."""
 
     kind: str
-    parameters: float
+    tensors: tuple[float, ...]
     forward_flops: float
     backward_flops: float
     activation_bytes: float
@@ -55,17 +63,32 @@ class Layer:
     expert_bytes: float = 0.0
     expert_parameters: float = 0.0
 
+    @cached_property
+    def parameters(self) -> float:
+        return sum(self.tensors) + self.expert_parameters
+
+    def reduced(self, ranks: int, expert: int) -> tuple[float, ...]:
+        """Elements of each gradient, as a group of all `ranks` data- and context-parallel ranks would have to reduce
+        them to send as much: an expert's are reduced only by the ranks / expert that hold it. The last becomes final
+        first."""
+        if not self.expert_parameters:
+            return self.tensors
+        group = max(1, ranks // expert)
+        part = (group - 1) / group / ((ranks - 1) / ranks) if ranks > 1 else 1.0
+        return (*self.tensors, self.expert_parameters * part)
+
 
 @dataclass(frozen=True)
 class Gpu:
-    """flops: FLOP/s that training reaches on one GPU (not the data sheet's peak). memory_bytes: 0 when no limit is known. link_bps: bits/s
-    of one GPU to the others of its node (NVLink), each way; 0 when not known: then that traffic counts as free."""
+    """flops: FLOP/s that training reaches on one GPU (not the data sheet's peak). memory_bytes: 0 when no limit is
+    known. link_bps: bits/s of one GPU to the others of its node (NVLink), each way; 0 when not known: then that traffic
+    counts as free."""
 
     flops: float = 150e12
     memory_bytes: float = 0.0
     link_bps: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0 < self.flops < 1e30:
             raise HolmesError(f"gpu: flops is {self.flops}; it must be above 0, and finite")
         if not 0 <= self.memory_bytes < 1e30:
@@ -75,12 +98,11 @@ class Gpu:
 @dataclass(frozen=True)
 class Model:
     """A GPT and how it is trained. Give micro_batches (in a step, of one rank) or global_batch (sequences of a step).
-
-    layers: transformer blocks. ffn: 0 means 4 x hidden. groups: key-value heads, 0 means as many as heads. gated: SwiGLU.
-    bias: linear layers have one, and norms too. positions: "learned" (a table) or "none" (rotary ones have no parameters). activation_width,
-    gradient_width: bytes of an element. state_bytes: weights, gradients and optimizer of one parameter on each rank;
-    sharded_bytes: the same, divided by the data size (12 with 6 of state_bytes for Adam under ZeRO-1). gpus: where a cluster's differ.
-    """
+    layers: transformer blocks. ffn: 0 means 4 x hidden. groups: key-value heads, 0 means as many as heads. gated:
+    SwiGLU. bias: linear layers have one, and norms too. positions: "learned" (a table) or "none" (rotary ones have no
+    parameters). activation_width, gradient_width: bytes of an element. state_bytes: weights, gradients and optimizer of
+    one parameter on each rank; sharded_bytes: the same, divided by the data size (12 with 6 of state_bytes for Adam
+    under ZeRO-1). gpus: where a cluster's differ."""
 
     layers: int
     hidden: int
@@ -109,24 +131,30 @@ class Model:
     gpus: dict[str, Gpu] = field(default_factory=dict)
     source: str = "model"
 
-    def __post_init__(self):
-        positive = ("layers", "hidden", "heads", "sequence", "vocabulary", "micro_batch", "activation_width", "gradient_width")
-        for name in (*positive, "ffn", "groups", "micro_batches", "global_batch", "experts"):
-            value, least = getattr(self, name), int(name in positive)
+    def __post_init__(self) -> None:
+        optional = ("ffn", "groups", "micro_batches", "global_batch", "experts")
+        positive = ("hidden", "heads", "sequence", "vocabulary", "micro_batch", "activation_width", "gradient_width")
+        for name in ("layers", *positive, *optional):
+            value, least = getattr(self, name), int(name not in optional)
             if not least <= value < 10**12:
-                raise HolmesError(f"{self.source}: key '{name}': {value} is not {least} or more")
+                raise self._wrong(name, f"{value} is not {least} or more")
         for name in ("state_bytes", "sharded_bytes"):
             if not 0 <= getattr(self, name) < 1e6:
-                raise HolmesError(f"{self.source}: key '{name}': {getattr(self, name)} is not a number of bytes, 0 or more")
+                raise self._wrong(name, f"{getattr(self, name)} is not a number of bytes, 0 or more")
         for name, known in (("recompute", RECOMPUTE), ("positions", POSITIONS)):
             if getattr(self, name) not in known:
-                raise HolmesError(f"{self.source}: key '{name}': {getattr(self, name)!r} is not one of {', '.join(known)}")
+                raise self._wrong(name, f"{getattr(self, name)!r} is not one of {', '.join(known)}")
         if self.hidden % self.heads or self.heads % (self.groups or self.heads):
-            raise HolmesError(f"{self.source}: key 'heads': {self.heads} heads do not divide hidden {self.hidden}, or key 'groups' not them")
+            given = f"{self.heads} heads do not divide hidden {self.hidden}"
+            raise self._wrong("heads", f"{given}, or key 'groups' not them")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
-            raise HolmesError(f"{self.source}: key 'experts_per_token': {self.experts_per_token} is not 1 to {self.experts} (key 'experts')")
+            given = f"{self.experts_per_token} is not 1 to {self.experts}"
+            raise self._wrong("experts_per_token", f"{given} (key 'experts')")
         if bool(self.micro_batches) == bool(self.global_batch):
             raise HolmesError(f"{self.source}: give one of the keys 'micro_batches' and 'global_batch'")
+
+    def _wrong(self, key: str, what: str) -> HolmesError:
+        return HolmesError(f"{self.source}: key '{key}': {what}")
 
     def gpu_of(self, cluster: str) -> Gpu:
         return self.gpus.get(cluster, self.gpu)
@@ -136,9 +164,8 @@ class Model:
         if self.micro_batches:
             return self.micro_batches
         if self.global_batch % (self.micro_batch * data):
-            raise HolmesError(
-                f"{self.source}: key 'global_batch': {self.global_batch} is not divisible by micro_batch {self.micro_batch} x data {data}"
-            )
+            by = f"micro_batch {self.micro_batch} x data {data}"
+            raise self._wrong("global_batch", f"{self.global_batch} is not divisible by {by}")
         return self.global_batch // (self.micro_batch * data)
 
     @property
@@ -149,7 +176,7 @@ class Model:
         return round(embedding.parameters + sum(block.parameters for block in blocks) + output.parameters - tied)
 
     def costs(self, tensor: int = 1, context: int = 1, expert: int = 1) -> tuple[Layer, ...]:
-        """Embedding, every block, output, as one rank of `tensor` x `context` sees them, with its part of the experts."""
+        """Embedding, every block, output, as one rank of `tensor` x `context` has them; its part of the experts."""
         block = self._block(tensor, context, expert)
         return (self._embedding(tensor, context), *[block] * self.layers, self._output(tensor, context))
 
@@ -162,104 +189,101 @@ class Model:
     def _block(self, tensor: int, context: int, expert: int) -> Layer:
         h, ffn = self.hidden, self.ffn or 4 * self.hidden
         kv = h * (self.groups or self.heads) // self.heads
-        into = 2 if self.gated else 1  # matrices that lead into the MLP
-        attention_matrices, mlp = 2 * h * h + 2 * h * kv, (into + 1) * h * ffn
+        into = (2 if self.gated else 1) * ffn  # outputs of the matrices that lead into the MLP
+        norm = (h, h) if self.bias else (h,)
         active = self.experts_per_token if self.experts else 1
-        mlp_biases = into * ffn + h if self.bias else 0
-        biases = (h + 2 * kv) + h + (0 if self.experts else mlp_biases) if self.bias else 0
-        experts = self.experts / expert * (mlp + mlp_biases) / tensor
-        own = attention_matrices + (0 if self.experts else mlp) + biases
-        norms = (4 * h if self.bias else 2 * h) + h * self.experts  # and the router
+
+        def linear(inputs: int, outputs: int) -> tuple[float, ...]:
+            return (inputs * outputs / tensor, *((outputs / tensor,) if self.bias else ()))
+
+        attention, mlp = (*linear(h, h + 2 * kv), *linear(h, h)), (*linear(h, into), *linear(ffn, h))
+        experts = self.experts / expert * sum(mlp)
+        tensors = (*norm, *attention, *norm, *((h * self.experts,) if self.experts else mlp))  # the router, or the MLP
         tokens = self._tokens(context)
-        attention = 4 * tokens * self.sequence * h
-        forward = (2 * tokens * (attention_matrices + active * mlp) + attention) / tensor
-        again = {"none": 0.0, "selective": attention / tensor, "full": forward}[self.recompute]
+        scores_flops = 4 * tokens * self.sequence * h
+        matrices = 2 * h * h + 2 * h * kv + active * (into + ffn) * h
+        forward = (2 * tokens * matrices + scores_flops) / tensor
+        again = {"none": 0.0, "selective": scores_flops / tensor, "full": forward}[self.recompute]
         wide = tokens * h * self.activation_width
         scores = 5 * self.heads * self.sequence / h  # bytes for each element of s b h; Korthikanti et al.
         whole = tensor if self.sequence_parallel else 1  # what the 10 and the 2 are divided by
-        routed = 19 * (active - 1) / tensor  # the MLP's part of the 24 is 16, and its input and mask 3, once for every expert passed
-        kept = {"none": 10 / whole + (24 + scores) / tensor + routed, "selective": 10 / whole + 24 / tensor + routed, "full": 2.0 / whole}[self.recompute]
-        passes = 3 if self.recompute == "full" else 2  # through the block: forward, (forward again,) backward
-        return Layer(
-            "block",
-            own / tensor + norms + experts,
-            forward,
-            2 * forward + again,
-            self._sent(tensor, context),
-            wide / 2 * kept,
-            tensor_bytes=2 * passes * wide if tensor > 1 else 0.0,  # two all-reduces a pass (Shoeybi et al. 2019)
-            context_bytes=4 * tokens * kv * self.activation_width / tensor if context > 1 else 0.0,  # K, V and their gradients
-            expert_bytes=2 * passes * wide * active * (expert - 1) / expert / tensor if self.experts else 0.0,  # two all-to-alls a pass
-            expert_parameters=experts,
-        )
+        routed = 19 * (active - 1) / tensor  # of the 24 the MLP's part is 16, its input and mask 3
+        kept = 10 / whole + 24 / tensor + routed
+        kept = {"none": kept + scores / tensor, "selective": kept, "full": 2.0 / whole}[self.recompute]
+        through = 3 if self.recompute == "full" else 2  # passes through the block: forward, (forward again,) backward
+        sent = 2 * through * wide  # two all-reduces (Shoeybi et al. 2019) or all-to-alls a pass
+        around = 4 * tokens * kv * self.activation_width / tensor if context > 1 else 0.0  # K, V and their gradients
+        routes = sent * active * (expert - 1) / expert / tensor if self.experts else 0.0
+        times, both = (forward, 2 * forward + again), (self._sent(tensor, context), wide / 2 * kept)
+        return Layer("block", tensors, *times, *both, sent if tensor > 1 else 0.0, around, routes, experts)
 
     def _embedding(self, tensor: int, context: int) -> Layer:
         tokens, h = self._tokens(context), self.hidden
-        table = self.vocabulary * h / tensor
-        positions = self.sequence * h if self.positions == "learned" else 0
+        positions = (self.sequence * h,) if self.positions == "learned" else ()
         kept = tokens * h / (tensor if self.sequence_parallel else 1)  # the dropout mask
-        return Layer("embedding", table + positions, tokens * h, tokens * h, self._sent(tensor, context), kept)
+        tensors = (self.vocabulary * h / tensor, *positions)
+        return Layer("embedding", tensors, tokens * h, tokens * h, self._sent(tensor, context), kept)
 
     def _output(self, tensor: int, context: int) -> Layer:
         """Final norm, logits and loss; kept: the inputs of norm and matrix, and the logits in 32 bits."""
         tokens, h = self._tokens(context), self.hidden
         logits = tokens * self.vocabulary / tensor
-        norm = (2 if self.bias else 1) * h
         kept = 2 * tokens * h * self.activation_width + 4 * logits
-        return Layer("output", self.vocabulary * h / tensor + norm, 2 * h * logits, 4 * h * logits, 0.0, kept)
+        tensors = (*((h, h) if self.bias else (h,)), self.vocabulary * h / tensor)
+        return Layer("output", tensors, 2 * h * logits, 4 * h * logits, 0.0, kept)
+
+    def layers_of(self, sizes: Sizes) -> tuple[Layer, ...]:
+        """costs() as a job of `sizes` has them: tied, a single stage has one matrix, not two copies."""
+        layers = self.costs(sizes.tensor, sizes.context, sizes.expert if self.experts else 1)
+        if self.tied and sizes.pipeline == 1:
+            layers = (*layers[:-1], replace(layers[-1], tensors=layers[-1].tensors[:-1]))
+        return layers
+
+    def tied_bytes(self, sizes: Sizes) -> float:
+        """Of the tied embedding's gradient that a rank of the first stage all-reduces with its twin of the last."""
+        if not self.tied or sizes.pipeline == 1:
+            return 0.0
+        return self.vocabulary * self.hidden / sizes.tensor * self.gradient_width
 
     def workload(self, sizes: Sizes) -> Workload:
         """One rank's work on the average stage under complete `sizes`: what placement compares orders with."""
         layers = self.costs(sizes.tensor, sizes.context, sizes.expert if self.experts else 1)
 
         def mean(name: str) -> float:
-            return sum(getattr(layer, name) for layer in layers) / sizes.pipeline
+            total: float = sum(getattr(layer, name) for layer in layers)
+            return total / sizes.pipeline
 
-        slowest = min([self.gpu, *self.gpus.values()], key=lambda gpu: gpu.flops).flops
-        return Workload(
-            forward_s=mean("forward_flops") / slowest,
-            backward_s=mean("backward_flops") / slowest,
-            micro_batches=self.micro_batches_of(sizes.data),
-            gradient_bytes=mean("parameters") * self.gradient_width,
-            activation_bytes=layers[0].activation_bytes,
-            tensor_bytes=mean("tensor_bytes"),
-            context_bytes=mean("context_bytes"),
-            expert_bytes=mean("expert_bytes"),
-        )
+        slowest = min(gpu.flops for gpu in (self.gpu, *self.gpus.values()))
+        computing = mean("forward_flops") / slowest, mean("backward_flops") / slowest
+        gradients, activation = mean("parameters") * self.gradient_width, layers[0].activation_bytes
+        sent = {name: mean(name) for name in ("tensor_bytes", "context_bytes", "expert_bytes")}
+        return Workload(*computing, self.micro_batches_of(sizes.data), gradients, activation, **sent)
 
 
 def on_clusters(model: Model, spec: SiteSpec) -> Model:
-    """`model` with the GPUs of cluster.toml: its numbers first, then the model's [gpu.cluster.NAME], then what the GPU's name says, then [gpu]."""
+    """`model` with the GPUs of cluster.toml: its numbers first, then the model's [gpu.cluster.NAME], then what the
+    GPU's name says, then [gpu]."""
     gpus = {}
     for cluster in spec.clusters:
         sources = (cluster.accelerator, model.gpus.get(cluster.name), KNOWN.get(cluster.gpu), model.gpu)
-        values = {item.name: next((found for source in sources if (found := getattr(source, item.name, 0.0))), 0.0) for item in fields(Gpu)}
-        gpus[cluster.name] = Gpu(**values)
+        every = {item.name: [getattr(source, item.name, 0.0) for source in sources] for item in fields(Gpu)}
+        gpus[cluster.name] = Gpu(**{name: next(filter(None, values), 0.0) for name, values in every.items()})
     return replace(model, gpus=gpus)
 
 
 def load_model(path: str | Path) -> Model:
     """Read and validate a model TOML (examples/models/); HolmesError names the file and the key."""
-    try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise HolmesError(f"{path}: not a readable model TOML: {getattr(error, 'strerror', None) or error}") from None
-    top = Table(document, str(path))
-    if (version := top.take("version", int)) != VERSION:
-        raise HolmesError(f"{path}: key 'version' is {version}; this holmes_ext reads version {VERSION}")
+    top = load_toml(path, "name a model's TOML, such as those of examples/models/")
+    top.version(VERSION)
     training, gpu = top.table("training"), top.table("gpu", default={})
-    of_training = ("micro_batch", "micro_batches", "global_batch", "recompute", "activation_width", "gradient_width", "state_bytes", "sharded_bytes", "sequence_parallel")
     values: dict[str, Any] = {}
     for item in fields(Model):
-        if item.name in ("gpu", "gpus", "source"):
-            continue
-        table = training if item.name in of_training else top
-        kind = {"int": int, "float": float, "bool": bool, "str": str}[str(item.type)]
-        value = table.take(item.name, kind, *(() if item.name in ("layers", "hidden", "heads", "sequence", "vocabulary") else (None,)))
-        if value is not None:
-            values[item.name] = value
-    clusters = gpu.table("cluster", default={})
-    default = _gpu(gpu, Gpu())
+        if item.name not in ("gpu", "gpus", "source"):
+            table = training if item.name in TRAINING else top
+            required = item.default is MISSING
+            kind = int if required else type(item.default)
+            values[item.name] = table.take(item.name, kind, *(() if required else (item.default,)))
+    clusters, default = gpu.table("cluster", default={}), _gpu(gpu, Gpu())
     gpus = {name: _gpu(clusters.table(name), default) for name in list(clusters.values)}
     for table in (top, training):
         table.done()
@@ -267,7 +291,7 @@ def load_model(path: str | Path) -> Model:
 
 
 def _gpu(table: Table, default: Gpu) -> Gpu:
-    values = {"flops": table.take("flops", float, default.flops), "memory_bytes": table.take("memory_bytes", float, default.memory_bytes)}
+    values = {name: table.take(name, float, getattr(default, name)) for name in ("flops", "memory_bytes")}
     table.done()
     try:
         return Gpu(**values)

@@ -1,26 +1,29 @@
 """Which clusters' GPUs run which pipeline stage, and the order of nodes that makes it so.
 
-    clusters A B, 4 stages        blocks (A)(B)        stages  A A B B        the pipeline crosses once, gradients stay inside
-                                  one group (AB)       stages  AB AB AB AB    every cluster holds whole pipelines, gradients cross
-    clusters A B C D              groups (AB)(CD)      stages  AB AB CD CD    both
+    clusters A B, 4 stages    blocks (A)(B)      stages  A A B B       the pipeline crosses once, gradients stay inside
+                              one group (AB)     stages  AB AB AB AB   whole pipelines in every cluster, gradients cross
+    clusters A B C D          groups (AB)(CD)    stages  AB AB CD CD   both
 
-A stage's content is a tuple of (cluster, ranks) in the order of its data-parallel ranks. Groups of equal numbers of clusters are looked at, in
-every order; clusters that are alike (nodes, GPU, fabric's kind, rate and latency, measured ones first) are interchangeable, so only distinct orders are listed.
+A stage's content is a tuple of (cluster, ranks) in the order of its data-parallel ranks. Groups of equal numbers of
+clusters are looked at, in every order; clusters that are alike (nodes, GPU, fabric's kind, rate and latency, measured
+ones first) are interchangeable, so only distinct orders are listed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from typing import Any, TypeVar
 
 from holmes_ext.cluster.site import Fabric, Site
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.sizes import DEFAULT_ORDER
 
+T = TypeVar("T")
 Content = tuple[tuple[int, int], ...]
 #: Order of the axes where whole pipelines follow each other (Megatron-LM's --use-tp-pp-dp-mapping).
 PIPELINES_FIRST = "tp-cp-ep-pp-dp"
@@ -30,7 +33,8 @@ MAX_ORDERS = 9600
 
 @dataclass(frozen=True)
 class Ground:
-    """A site as the search sees it: clusters by index, in the launcher's order. only: the fabric of all traffic (stock). links: measured ones."""
+    """A site as the search sees it: clusters by index, in the launcher's order. only: the fabric of all traffic
+    (stock). links: measured ones."""
 
     site: Site
     gpus: tuple[Gpu, ...]
@@ -62,39 +66,46 @@ class Ground:
         return sum(self.ranks)
 
     @cached_property
-    def memo(self) -> dict:
-        """What plan/cost/pricing.py worked out for several shapes."""
+    def _memo(self) -> dict[Hashable, Any]:
         return {}
 
-    @cached_property
-    def _shared(self) -> dict[frozenset[int], Fabric]:
-        return {}
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made once for each key."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        found: T = self._memo[key]
+        return found
 
     def fabric(self, clusters: Sequence[int]) -> Fabric:
         """The fastest that nodes of all these clusters share; its rate and latency as measured, where they were."""
         key = frozenset(clusters)
-        if key not in self._shared:
-            self._shared[key] = self.links.line(self.only or self.site.shared_fabric(self.nodes[index][0] for index in key))
-        return self._shared[key]
+
+        def shared() -> Fabric:
+            return self.links.line(self.only or self.site.shared_fabric(self.nodes[index][0] for index in key))
+
+        return self.remember(key, shared)
+
+    def place(self, content: Content) -> str:
+        """The names of the clusters that hold a stage."""
+        return ", ".join(dict.fromkeys(self.site.clusters[index] for index, _ in content))
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
         """For each cluster the first one that it can be exchanged with."""
         own = [self.site.node_by_name[names[0]].fabrics for names in self.nodes]
         uses = Counter(name for fabrics in own for name in fabrics)
-        keys = []
-        for index, fabrics in enumerate(own):
-            described = []
-            for name in fabrics:
-                fabric = self.links.line(self.site.fabric_by_name[name])
-                described.append((fabric.kind, fabric.rate_bps, fabric.latency_s) if uses[name] == 1 else name)
-            keys.append((tuple(described), self.ranks[index], self.gpus[index]))
+
+        def look(name: str) -> Hashable:
+            fabric = self.links.line(self.site.fabric_by_name[name])
+            return name if uses[name] > 1 else (fabric.kind, fabric.rate_bps, fabric.latency_s)
+
+        keys = list(zip((tuple(map(look, fabrics)) for fabrics in own), self.ranks, self.gpus))
         return tuple(keys.index(key) for key in keys)
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """groups: clusters that share stages, in the order of stages. contents: by stage. order: of the axes in the ranks."""
+    """groups: clusters that share stages, in the order of stages. contents: by stage. order: of the ranks' axes."""
 
     groups: tuple[tuple[int, ...], ...]
     contents: tuple[Content, ...]
@@ -111,14 +122,17 @@ class Arrangement:
         if self.order == PIPELINES_FIRST or all(len(group) == 1 for group in self.groups):
             return tuple(name for group in self.groups for index in group for name in ground.nodes[index])
         left = [iter(names) for names in ground.nodes]
-        return tuple(
-            name for content in self.contents for index, ranks in content for name in islice(left[index], ranks // ground.processes)
-        )
+        parts = [part for content in self.contents for part in content]
+        return tuple(name for index, ranks in parts for name in islice(left[index], ranks // ground.processes))
 
 
-def arrangements(ground: Ground, pipeline: int, replica: int, limit: int = MAX_ORDERS) -> tuple[list[Arrangement], bool]:
-    """All arrangements of `pipeline` stages whose tensor x context groups have `replica` ranks, and whether none was left out."""
-    count, complete, found = len(ground.ranks), True, []
+def arrangements(
+    ground: Ground, pipeline: int, replica: int, limit: int = MAX_ORDERS
+) -> tuple[list[Arrangement], bool]:
+    """All arrangements of `pipeline` stages whose tensor x context groups have `replica` ranks, and whether none was
+    left out."""
+    count, complete = len(ground.ranks), True
+    found: list[Arrangement] = []
     for together in (size for size in range(1, count + 1) if count % size == 0):
         if pipeline == 1 and together > 1:
             break  # one stage holds all clusters anyhow
@@ -155,7 +169,7 @@ def _orders(ground: Ground, together: int) -> Iterator[tuple[tuple[int, ...], ..
                 for rest in choose(size - amount, kinds[1:]):
                     yield (first,) * amount + rest
 
-    def extend(groups: tuple) -> Iterator[tuple]:
+    def extend(groups: tuple[tuple[int, ...], ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
         if len(groups) * together == len(ground.alike):
             yield groups
             return
@@ -173,7 +187,9 @@ def _orders(ground: Ground, together: int) -> Iterator[tuple[tuple[int, ...], ..
 
 def _fill(ground: Ground, groups: Sequence[tuple[int, ...]], pipeline: int) -> tuple[Content, ...]:
     """Clusters one after the other; a stage may hold the end of one and the start of the next."""
-    size, contents, current, room = ground.world // pipeline, [], [], ground.world // pipeline
+    size = room = ground.world // pipeline
+    contents: list[Content] = []
+    current: list[tuple[int, int]] = []
     for (index,) in groups:
         ranks = ground.ranks[index]
         while ranks:
@@ -189,7 +205,8 @@ def _fill(ground: Ground, groups: Sequence[tuple[int, ...]], pipeline: int) -> t
 
 def _share(ground: Ground, groups: Sequence[tuple[int, ...]], pipeline: int, replica: int) -> list[Arrangement]:
     """Stages of which every cluster of a group holds the same part; none where that does not come out even."""
-    size, contents, whole = ground.world // pipeline, [], True
+    size, whole = ground.world // pipeline, True
+    contents: list[Content] = []
     for group in groups:
         total = sum(ground.ranks[index] for index in group)
         stages = total // size
@@ -198,8 +215,6 @@ def _share(ground: Ground, groups: Sequence[tuple[int, ...]], pipeline: int, rep
         content = tuple((index, ground.ranks[index] // stages) for index in group)
         whole = whole and all(ranks % ground.processes == 0 for _, ranks in content)
         contents += [content] * stages
-    if whole:
-        return [Arrangement(tuple(groups), tuple(contents))]
-    if len(groups) == 1:
-        return [Arrangement(tuple(groups), tuple(contents), PIPELINES_FIRST)]
-    return []
+    if not whole and len(groups) > 1:
+        return []
+    return [Arrangement(tuple(groups), tuple(contents), DEFAULT_ORDER if whole else PIPELINES_FIRST)]

@@ -1,92 +1,65 @@
 """How many layers each pipeline stage gets: uniform, by speed, or the best split of all.
 
     uniform     N / p each, the first N mod p stages one more (DeepSpeed's and Megatron's rule)
-    speed       floor(alpha N S_i / sum S) (Holmes, arXiv 2312.03549). The paper leaves the remainder open: layers that are left go, one by
-                one, where most was cut off; those that are too many (alpha > 1) come from the slowest stages.
-                S_i: the steps a second of a job whose stages were all like i
-    balanced    the least predicted step among all splits that fit the stages' memory
+    speed       floor(alpha N S_i / sum S) (Holmes, arXiv 2312.03549). The paper leaves the remainder open: layers that
+                are left go, one by one, where most was cut off; those that are too many (alpha > 1) come from the
+                slowest stages. S_i: the steps a second of a job whose stages were all like i
+    balanced    the least predicted step among all splits that fit the stages' memory (plan/search/balanced.py)
 
-balanced is exact. With stage i's blocks a range, from the last stage to the first (f, b, x: forward, backward, transfer; R: exposed reduction)
-
-    tail_s = f_s + b_s + 2 x_s + tail_(s+1)                    the first micro-batch from s down and back
-    V_s    = max(tail_s + R_s, f_s + x_s + V_(s+1))            the latest end of stages s..p-1, seen from s
-    step   = V_0 + (micro_batches - 1) P,   P >= the average of any run of stages             (plan/cost/step.py: pace)
-    M_s    = f_s + b_s - P + max(0, 2 x_s + M_(s+1)) <= 0      the same, for one P: no run that begins with s exceeds it
-
-For a given bound on P a dynamic program over (stage, first block) finds the least V_0; it keeps every (V, tail, carry), carry = max(0, 2 x + M)
-for the stage before, that no other beats in all. Intervals of P are then halved, those that cannot hold a better step are dropped, and each
-run says up to which P its answer stays the same. A run skips what cannot lead to a better step than the best one known: the blocks above need
-at least their cheapest forward (and backward) before V (and tail), and the stages above must be able to hold them. Tied embeddings make the last
-stage wait for the first: its R is kept too. "Exact" is: no other split is better by more than TOLERANCE, as long as no (stage, first block) has
-more than MAX_STATES of them (benchmarks/stages_speed.py counts how often); above, half are kept for the least V, half for the least carry, and
-the split found may be a little worse than the best.
-
-The formula above is up to 20 % too long where stages are unequal (tests/test_stages.py). So partition() works out the schedule pass by pass: of the
-split found, of uniform and of speed; from the least of them it goes on, one block over one border at a time, while that gets better. So
-balanced is never predicted to be slower than the other two; with two stages nor than any split near it.
+The formula that balanced is exact for is up to 20 % too long where stages are unequal. So partition() walks through the
+schedule pass by pass: of the split found, of uniform and of speed; from the least of them it goes on, one block over
+one border at a time, while that gets better. So balanced is never predicted to be slower than the other two; with two
+stages nor than any split near it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from math import floor, inf
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.stage_costs import Estimate, StageCosts, estimate, predict
-from holmes_ext.plan.cost.step import pace
+from holmes_ext.plan.cost.pipeline import uniform
+from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
+from holmes_ext.plan.search.balanced import ROUNDING, balanced
 
 METHODS = ("uniform", "speed", "balanced")
-#: Times that differ by less than this fraction are equal.
-ROUNDING = 1e-12
-#: The fraction of a step up to which balanced is the best.
-TOLERANCE = 1e-7
-#: Passes of micro-batches that partition() works out at most (0.1 s or so).
-CLIMB = 100_000
-#: States kept for one stage and first block.
-MAX_STATES = 64
-
-#: (V, tail, R of the last stage if tied, carry, first block of the next stage, index of its state); see the module.
-State = tuple[float, float, float, float, int, int]
+#: Passes of micro-batches that partition() walks through at most to improve a split (0.1 s or so).
+WALKED_PASSES = 100_000
 
 
 def partition(method: str, costs: StageCosts, alpha: float = 1.0) -> tuple[int, ...]:
-    """Blocks of each stage by `method` of METHODS. HolmesError: unknown method, bad alpha, nothing fits the memory (balanced)."""
+    """Blocks of each stage by `method` of METHODS. HolmesError: unknown method, bad alpha, nothing fits the memory
+    (balanced)."""
     if method == "uniform":
         return uniform(costs.blocks, costs.stages)
     if method == "speed":
         return by_speed(costs.blocks, speeds(costs), alpha)
     if method == "balanced":
         known = (balanced(costs), uniform(costs.blocks, costs.stages), by_speed(costs.blocks, speeds(costs), alpha))
-        outcomes = [predict(costs, split) for split in dict.fromkeys(known)]
-        return _climb(costs, min((one for one in outcomes if all(one.fits)), key=lambda one: one.step_s)).stage_layers
+
+        def seconds_of(split: Sequence[int]) -> float:
+            outcome = predict(costs, split)
+            return outcome.step_s if all(outcome.fits) else inf
+
+        tries = WALKED_PASSES // (2 * costs.stages * costs.micro_batches)
+        return improved(min(dict.fromkeys(known), key=seconds_of), seconds_of, _over_borders, tries)
     raise HolmesError(f"partition {method!r} is not one of {', '.join(METHODS)}")
 
 
-def uniform(layers: int, stages: int) -> tuple[int, ...]:
-    """The same number for each stage, the first ones one more."""
-    if layers < stages:
-        raise HolmesError(f"{layers} layers are too few for {stages} pipeline stages; every stage needs one")
-    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
-
-
 def speeds(costs: StageCosts) -> tuple[float, ...]:
-    """Steps a second of the uniform partition if every stage had stage i's GPUs and networks: the paper measures S in such jobs."""
-    known: dict[tuple, float] = {}
-    for stage in range(costs.stages):
-        key = _of_stage(costs, stage)
-        if key not in known:
-            rows = {name: (getattr(costs, name)[stage],) * costs.stages for name in ("forward_s", "backward_s", "reduction_s")}
-            free = ((0.0,) * len(costs.forward_s[0]),) * costs.stages
-            alike = replace(costs, **rows, transfer_s=free, latency_s=(costs.latency_s[stage],) * costs.stages, tied_s=0.0)
-            known[key] = 1 / max(estimate(alike, uniform(costs.blocks, costs.stages)).step_s, 1e-30)
-    return tuple(known[_of_stage(costs, stage)] for stage in range(costs.stages))
-
-
-def _of_stage(costs: StageCosts, stage: int) -> tuple:
-    return costs.forward_s[stage], costs.backward_s[stage], costs.reduction_s[stage], costs.latency_s[stage]
+    """Steps a second of the uniform partition if every stage had stage i's GPUs and networks: the paper measures S in
+    such jobs."""
+    stages = list(zip(costs.forward_s, costs.backward_s, costs.reduction_s, costs.latency_s))
+    free, known = ((0.0,) * len(costs.repeats),) * costs.stages, {}
+    for own in dict.fromkeys(stages):
+        forward, backward, reduction, latency = own
+        alike = replace(
+            costs, forward_s=(forward,) * costs.stages, backward_s=(backward,) * costs.stages, transfer_s=free,
+            reduction_s=(reduction,) * costs.stages, latency_s=(latency,) * costs.stages, tied_s=0.0,
+        )
+        known[own] = 1 / max(estimate(alike, uniform(costs.blocks, costs.stages)).step_s, 1e-30)
+    return tuple(known[own] for own in stages)
 
 
 def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> tuple[int, ...]:
@@ -103,221 +76,29 @@ def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> tuple[i
     while sum(found) < layers:
         found[max(range(stages), key=lambda stage: round(shares[stage] - found[stage], 9))] += 1
     while sum(found) > layers:
-        found[min((s for s in range(stages) if found[s] > 1), key=lambda stage: (speed[stage], -found[stage], -stage))] -= 1
+        several = (stage for stage in range(stages) if found[stage] > 1)
+        found[min(several, key=lambda stage: (speed[stage], -found[stage], -stage))] -= 1
     return tuple(found)
 
 
-def balanced(costs: StageCosts) -> tuple[int, ...]:
-    """The split with the least estimate(costs, split).step_s among those that fit; HolmesError when none fits."""
-    best, split = inf, None
-    for known in (uniform(costs.blocks, costs.stages), by_speed(costs.blocks, speeds(costs))):
-        outcome = estimate(costs, known)
-        if all(outcome.fits) and outcome.step_s < best:
-            best, split = outcome.step_s, known
-    more = costs.micro_batches - 1
-    rest = zip(zip(*costs.forward_s), zip(*costs.backward_s))
-    least = sum(min(f + b for f, b in zip(*layer)) for layer in rest)  # of V_0
-    pending = [(0.0, (best - least) / more * (1 + 1e-9) if more and best < inf else inf, least)]
-    search = _Search(costs)
-    while pending:
-        low, high, floor_v = pending.pop()
-        if low > high or low == inf or low * more + floor_v >= best * (1 - TOLERANCE):
-            continue
-        at = high if low == 0.0 or high == inf else (low + high) / 2
-        found = search.least(at, best * (1 - TOLERANCE) - low * more)
-        if found is None:
-            pending.append((search.next_pace, high, floor_v))
-            continue
-        latest, stage_layers = found
-        outcome = estimate(costs, stage_layers)
-        if outcome.step_s < best:
-            best, split = outcome.step_s, stage_layers
-        slowest = search.pace(stage_layers)
-        if at < high:
-            pending.append((search.next_pace, high, floor_v))
-        pending.append((max(low, 1e-300), slowest * (1 - TOLERANCE / 10), latest))
-    if split is None:
-        raise HolmesError(_too_big(costs))
-    return split
+def improved(
+    split: Sequence[int], seconds_of: Callable[[Sequence[int]], float],
+    pairs_of: Callable[[Sequence[int]], Iterable[tuple[int, int]]], tries: int,
+) -> tuple[int, ...]:
+    """`split` after single blocks were moved from one stage to another, always the move that takes off most, for so
+    many tries. seconds_of: of a step under a split, inf where it does not fit. pairs_of: (giver, taker) to try, the
+    most promising first."""
+    best = seconds_of(split), tuple(split)
+    while tries > 0:
+        pairs = [pair for pair in pairs_of(best[1]) if best[1][pair[0]] > 1][:tries]
+        moves = [tuple(n - (s == a) + (s == b) for s, n in enumerate(best[1])) for a, b in pairs]
+        tries -= len(moves)
+        found = min(((seconds_of(moved), moved) for moved in moves), default=best)
+        if not found[0] < best[0] * (1 - ROUNDING):
+            break
+        best = found
+    return best[1]
 
 
-def _climb(costs: StageCosts, best: Estimate) -> Estimate:
-    """The best that moving one block at a time over a border between two stages leads to, within CLIMB passes."""
-    left, border = CLIMB // (2 * costs.stages * costs.micro_batches), 0
-    unchanged = 0  # moves since the last better one
-    while unchanged < 2 * (costs.stages - 1) and left > 0:
-        layers = list(best.stage_layers)
-        giver, taker = (border // 2, border // 2 + 1) if border % 2 else (border // 2 + 1, border // 2)
-        layers[giver] -= 1
-        layers[taker] += 1
-        unchanged += 1
-        if layers[giver]:
-            left -= 1
-            outcome = predict(costs, layers)
-            if all(outcome.fits) and outcome.step_s < best.step_s * (1 - TOLERANCE):
-                best, unchanged = outcome, 0
-                continue  # once more over this border
-        border = (border + 1) % (2 * (costs.stages - 1))
-    return best
-
-
-def _too_big(costs: StageCosts) -> str:
-    most = []
-    for stage in range(costs.stages):
-        first, last = stage == 0, stage == costs.stages - 1
-        count = 0
-        memory = costs.sums["memory"][stage]
-        while count < costs.blocks:
-            low, high = (costs.before if not first else 0), costs.before + count + 1
-            used = memory[high] - memory[low]
-            if last:
-                used = memory[-1] - memory[len(memory) - 1 - costs.after - count - 1] if not first else memory[-1]
-            if used > costs.limit_bytes[stage]:
-                break
-            count += 1
-        if not count:
-            return (
-                f"{costs.names[stage]}: one layer needs {used / 1e9:.3g} GB and its GPUs have {costs.limit_bytes[stage] / 1e9:.3g} GB;"
-                " use more tensor parallelism, recomputation or smaller micro-batches"
-            )
-        most.append(count)
-    return (
-        f"no split of {costs.blocks} layers fits the GPUs' memory: the stages hold at most {'+'.join(map(str, most))} layers;"
-        " use more stages, tensor parallelism, recomputation or smaller micro-batches"
-    )
-
-
-class _Search:
-    """The dynamic program for one bound on P after the other. next_pace: the least P above the last bound that allows more;
-    exact: no state was dropped for there being too many."""
-
-    def __init__(self, costs: StageCosts):
-        self.costs = costs
-        self.tied = costs.tied_wait_s()
-        self.next_pace = inf
-        self.exact = True
-        rows = [*zip(zip(*costs.forward_s), zip(*costs.backward_s))]
-        self._ahead = list(accumulate((min(forward) for forward, _ in rows), initial=0.0))  # of the layers below this one, at least
-        self._round = list(accumulate((min(map(sum, zip(*row))) for row in rows), initial=0.0))
-        self._low = [costs.bounds(start, start + 1)[0] for start in range(costs.blocks)]  # by first block; high by the one after the last
-        self._high = [0, *(costs.bounds(stop - 1, stop)[1] for stop in range(1, costs.blocks + 1))]
-
-    def pace(self, stage_layers: Sequence[int]) -> float:
-        """P of a split."""
-        outcome = estimate(self.costs, stage_layers)
-        return pace([seconds / self.costs.micro_batches for seconds in outcome.compute_s], outcome.transfer_s)
-
-    def least(self, bound: float, cap: float = inf) -> tuple[float, tuple[int, ...]] | None:
-        """The least V_0 and its split among splits with P <= bound and V_0 < cap; None when there is none."""
-        costs, self.next_pace = self.costs, inf
-        bound *= 1 + ROUNDING
-        below: dict[int, list[State]] = {costs.blocks: [(-inf, 0.0, 0.0, 0.0, -1, -1)]}
-        table = []
-        held = self._held(bound)
-        for stage in reversed(range(costs.stages)):
-            below = self._stage(stage, below, bound, cap, held[stage])
-            table.append(below)
-        states = below.get(0, [])
-        if not states:
-            return None
-        ends = [max(latest, tail + self.tied + last) if self.tied else latest for latest, tail, last, *_ in states]
-        index = ends.index(min(ends))
-        found, start, latest = [], 0, ends[index]
-        for level in reversed(table):
-            *_, stop, following = level[start][index]
-            found.append(stop - start)
-            start, index = stop, following
-        return latest, tuple(found)
-
-    def _held(self, bound: float) -> list[int]:
-        """For each stage, how many blocks the stages before it can hold at most."""
-        costs, held = self.costs, [0]
-        for stage in range(costs.stages - 1):
-            forward, backward, memory = (costs.sums[name][stage] for name in ("forward_s", "backward_s", "memory"))
-            low, stop = costs.bounds(held[-1], held[-1] + 1)[0], held[-1]
-            while stop < costs.blocks - (costs.stages - stage - 1):
-                high = costs.bounds(held[-1], stop + 1)[1]
-                busy = forward[high] - forward[low] + backward[high] - backward[low]
-                if busy > bound:
-                    self.next_pace = min(self.next_pace, busy)
-                    break
-                if memory[high] - memory[low] > costs.limit_bytes[stage]:
-                    break
-                stop += 1
-            held.append(stop)
-        return held
-
-    def _stage(self, stage: int, below: dict[int, list[State]], bound: float, cap: float, held: int) -> dict[int, list[State]]:
-        """States of `stage` by its first block, from those of the next stage by theirs."""
-        costs = self.costs
-        forward, backward = costs.sums["forward_s"][stage], costs.sums["backward_s"][stage]
-        reduction, memory = costs.sums["reduction_s"][stage], costs.sums["memory"][stage]
-        transfer, latency, limit = costs.transfer_s[stage], costs.latency_s[stage], costs.limit_bytes[stage]
-        first, last = stage == 0, stage == costs.stages - 1
-        share, tied = costs.stages - stage, self.tied
-        behind = costs.transfer_s[stage - 1]
-        stops = sorted(below)
-        found = {}
-        for start in (0,) if first else range(stage, min(held, stops[-1] - 1) + 1) if stops else ():
-            low, options = self._low[start], []
-            scanned, peak, base = low, -inf, reduction[low] - backward[low]
-            before_s, before_round_s = self._ahead[low], self._round[low]
-            for stop in stops[bisect_right(stops, start) :]:
-                high = self._high[stop]
-                ahead, back = forward[high] - forward[low], backward[high] - backward[low]
-                if memory[high] - memory[low] > limit:
-                    break
-                if ahead + back > bound:
-                    self.next_pace = min(self.next_pace, ahead + back)
-                    break
-                if costs.overlap:
-                    while scanned < high:
-                        peak = max(peak, reduction[scanned + 1] - backward[scanned])
-                        scanned += 1
-                    exposed = peak - base + latency
-                else:
-                    exposed = reduction[high] - reduction[low] + latency
-                hop = 0.0 if last else transfer[high - 1]
-                busy, there, both = ahead + back, ahead + hop, ahead + back + 2 * hop
-                waited, room, link = exposed + (tied if first else 0.0), busy - bound, 2 * behind[low - 1]
-                for index, (latest, tail, kept, carry, _, _) in enumerate(below[stop]):
-                    tail += both
-                    if tail + before_round_s > cap:
-                        continue
-                    latest, own = there + latest, tail + waited
-                    if own > latest:
-                        latest = own
-                    if latest + before_s > cap:
-                        continue
-                    excess = room + carry
-                    if excess > 0:
-                        self.next_pace = min(self.next_pace, bound + excess / share)  # a run is at most `share` stages long
-                        continue
-                    carry = excess + link
-                    options.append((latest, tail, exposed if tied and last else kept, 0.0 if first or carry < 0 else carry, stop, index))
-            if options:
-                found[start] = self._unbeaten(options, bound)
-        return found
-
-    def _unbeaten(self, options: list[State], bound: float) -> list[State]:
-        """Those that no other equals or beats in all four numbers (up to rounding).
-
-        Carries shrink as P grows, each in its own way: one that is above 0 beats another for this bound only.
-        """
-        if len(options) == 1:
-            return options
-        options.sort()
-        kept: list[State] = []
-        for option in options:
-            tail, last, carry = option[1] * (1 + ROUNDING), option[2] * (1 + ROUNDING), option[3] + bound * ROUNDING
-            for other in kept:
-                if other[1] <= tail and other[2] <= last and other[3] <= carry:
-                    if other[3] > 0:
-                        self.next_pace = min(self.next_pace, bound * (1 + TOLERANCE / 10))
-                    break
-            else:
-                kept.append(option)
-        if len(kept) > MAX_STATES:
-            self.exact = False
-            kept = kept[: MAX_STATES // 2] + sorted(kept[MAX_STATES // 2 :], key=lambda state: state[3])[: MAX_STATES // 2]
-        return kept
+def _over_borders(split: Sequence[int]) -> list[tuple[int, int]]:
+    return [pair for stage in range(len(split) - 1) for pair in ((stage + 1, stage), (stage, stage + 1))]

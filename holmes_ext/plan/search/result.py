@@ -1,13 +1,16 @@
-"""What a search of plans found: candidates, the certificate, and what was left out."""
+"""What a search of plans found: candidates, the certificates, and what was left out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.pricing import Pricing
-from holmes_ext.plan.search.arrangement import Arrangement, Ground
-from holmes_ext.plan.search.bounds import Stages
+from holmes_ext.plan.cost.nodes import stock_fabric
+from holmes_ext.plan.cost.pipeline import uniform
+from holmes_ext.plan.cost.stages import StageCosts, estimate
+from holmes_ext.plan.search.arrangement import Arrangement, Ground, launcher
+from holmes_ext.plan.search.pricing import Pricing
 from holmes_ext.plan.search.space import REDUCTIONS, Limits, Shape
 
 #: Steps that differ by less than this fraction are equal.
@@ -16,35 +19,34 @@ EQUAL = 1e-9
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan. step_s: predicted; bound_s: no partition of it is faster; memory_bytes and limit_bytes: by stage; reductions: how each stage's
-    data-parallel groups reduce. least_s: no 1F1B step of any partition takes less. simulated_s: of plan/simulate/step.py, 0 when it was not simulated."""
+    """One plan. formula_s: its step in closed form; bound_s: no partition of it is faster in closed form; least_s: no
+    1F1B step of any partition takes less. simulated_s: of plan/simulate/step.py, 0 when it was not simulated.
+    memory_bytes, limit_bytes, and reductions (the way of plan/cost/stages.py's StagePrice): by stage."""
 
     shape: Shape
     arrangement: Arrangement
     split: tuple[int, ...]
-    step_s: float
+    formula_s: float
     bound_s: float
+    least_s: float
     memory_bytes: tuple[float, ...]
     limit_bytes: tuple[float, ...]
     reductions: tuple[str, ...]
-    tokens_per_s: float
-    flops_per_gpu: float
-    least_s: float = 0.0
     simulated_s: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """The simulated step where there is one."""
+        return self.simulated_s or self.formula_s
 
     @property
     def peak_bytes(self) -> float:
         return max(self.memory_bytes)
 
-    @property
-    def best_s(self) -> float:
-        """The simulated step where there is one."""
-        return self.simulated_s or self.step_s
-
 
 @dataclass(frozen=True)
 class Certificate:
-    """No plan of the space takes less than bound_s; step_s is the winner's."""
+    """No plan of the space takes less than bound_s; step_s is the best one's."""
 
     step_s: float
     bound_s: float
@@ -66,8 +68,9 @@ class Certificate:
 
 @dataclass
 class Outcome:
-    """candidates: the fastest first. unseen: shapes that were not expanded, with their bounds. misfits: arrangements that no memory holds. left_s: the least bound of what
-    was not worked out. certificate: of the closed form; simulated: of simulated steps, None before plan/search/ranking.py's rank."""
+    """candidates: the fastest first. unseen: shapes that were not expanded, with their bounds. misfits: arrangements
+    that no memory holds. left_s: the least bound of what was not worked out. formula: certificate of the closed form;
+    simulated: of simulated steps, None before plan/search/ranking.py's rank."""
 
     ground: Ground
     model: Model
@@ -76,7 +79,7 @@ class Outcome:
     overlap: bool
     candidates: list[Candidate] = field(default_factory=list)
     unseen: list[tuple[float, Shape]] = field(default_factory=list)
-    certificate: Certificate | None = None
+    formula: Certificate = Certificate(1.0, 0.0)
     simulated: Certificate | None = None
     shapes: int = 0
     pruned: int = 0
@@ -89,9 +92,46 @@ class Outcome:
     def best(self) -> Candidate:
         return self.candidates[0]
 
-    def stages(self, candidate: Candidate, ground: Ground | None = None) -> Stages:
-        """The candidate's numbers again, on another ground if given."""
-        ground = ground or self.ground
+    @property
+    def certificate(self) -> Certificate:
+        """Of the best one's step."""
+        return self.simulated or self.formula
+
+    def tokens_per_s(self, candidate: Candidate) -> float:
+        return self.global_batch * self.model.sequence / candidate.step_s
+
+    def flops_per_gpu(self, candidate: Candidate) -> float:
+        """FLOP/s that the model needs: nothing counts that is computed again."""
+        layers = replace(self.model, micro_batch=1, recompute="none").costs()
+        forward = sum(layer.forward_flops for layer in layers) * self.global_batch
+        return 3 * forward / candidate.step_s / self.ground.world
+
+    def pricing(self, shape: Shape) -> Pricing:
         reductions = self.limits.allowed.get("reduction", REDUCTIONS)
-        pricing = Pricing(ground, self.model, candidate.shape, reductions, self.limits.memory_bytes)
-        return Stages(pricing, candidate.arrangement, self.overlap)
+        return Pricing(self.ground, self.model, shape, reductions, self.limits.memory_bytes)
+
+    def costs(self, candidate: Candidate, sharded: bool = True) -> StageCosts:
+        """The candidate's costs again; sharded: with what ZeRO 2 and 3 send."""
+        return self.pricing(candidate.shape).costs(candidate.arrangement, self.overlap, sharded)
+
+    def candidate(
+        self, pricing: Pricing, arrangement: Arrangement, split: Sequence[int], bound_s: float | None = None,
+        least_s: float = 0.0,
+    ) -> Candidate:
+        """bound_s: None where the split is the best one."""
+        one = estimate(pricing.costs(arrangement, self.overlap), split)
+        prices = [pricing.stage(content, arrangement.order) for content in arrangement.contents]
+        return Candidate(
+            shape=pricing.shape, arrangement=arrangement, split=tuple(split), formula_s=one.step_s,
+            bound_s=one.step_s if bound_s is None else bound_s, least_s=least_s, memory_bytes=one.memory_bytes,
+            limit_bytes=tuple(price.limit_bytes for price in prices), reductions=tuple(price.way for price in prices),
+        )
+
+    def stock(self, shape: Shape) -> tuple[Outcome, Candidate]:
+        """The same shape without holmes: the launcher's order, all traffic on the network that all nodes share, layers
+        even, nothing overlapped."""
+        site = self.ground.site
+        ground = Ground.of(site, self.model, stock_fabric(site), self.ground.links)
+        stock = replace(self, ground=ground, overlap=False)
+        split = uniform(self.model.layers, shape.pipeline)
+        return stock, stock.candidate(stock.pricing(shape), launcher(ground, shape.pipeline), split)

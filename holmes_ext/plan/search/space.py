@@ -1,24 +1,29 @@
-"""Every shape that a job can have on a site: the sizes, micro-batch, recomputation and ZeRO stage, without the order of nodes.
+"""Every shape that a job can have on a site: the sizes, micro-batch, recomputation and ZeRO stage, without the order of
+nodes.
 
-What does not divide is left out: ranks by tensor x context x pipeline, the global batch by micro-batch x data, heads by tensor, the sequence by
-2 x context, layers by pipeline x virtual (virtual > 1), micro-batches by pipeline (virtual > 1, Megatron's rule), experts and data x context by
-expert; groups of ranks that fill nodes unevenly; and contexts of less than MIN_TOKENS a rank. ZeRO stages 2 and 3 only without a pipeline (DeepSpeed's rule).
+What does not divide is left out: ranks by tensor x context x pipeline, the global batch by micro-batch x data, heads by
+tensor, the sequence by 2 x context, layers by pipeline x virtual (virtual > 1), micro-batches by pipeline (virtual > 1,
+Megatron's rule), experts and data x context by expert; groups of ranks that fill nodes unevenly; and contexts of less
+than MIN_TOKENS a rank. ZeRO stages 2 and 3 only without a pipeline (DeepSpeed's rule).
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, TypeVar
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.memory import states
 from holmes_ext.plan.cost.model import RECOMPUTE, Model
 from holmes_ext.plan.search.arrangement import Ground
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
+from holmes_ext.words import did_you_mean
 
+T = TypeVar("T")
 #: What limits can name: values allowed.
-NAMES = ("tensor", "pipeline", "data", "context", "expert", "virtual", "micro_batch", "recompute", "zero", "reduction", "clusters")
+NAMES = tuple("tensor pipeline data context expert virtual micro_batch recompute zero reduction clusters".split())
 REDUCTIONS = ("flat", "two-level")
 CLUSTERS = ("pipeline", "data", "both")
 #: Looked at unless a limit names others.
@@ -31,37 +36,40 @@ MIN_TOKENS = 1024
 class Limits:
     """Values allowed, by name of NAMES; memory_bytes of a GPU (0: what the GPUs have)."""
 
-    allowed: dict[str, tuple] = field(default_factory=dict)
+    allowed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     memory_bytes: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        choices = {"recompute": RECOMPUTE, "reduction": REDUCTIONS, "clusters": CLUSTERS, "zero": (0, 1, 2, 3)}
         for name, values in self.allowed.items():
             if name not in NAMES:
-                raise HolmesError(f"limit {name!r} is not known; {_near(name, (*NAMES, 'memory'))}")
+                raise HolmesError(f"limit {name!r} is not known; {did_you_mean(name, (*NAMES, 'memory'))}")
             if not values:
                 raise HolmesError(f"limit {name}: no value is allowed; name one")
-            known = {"recompute": RECOMPUTE, "reduction": REDUCTIONS, "clusters": CLUSTERS, "zero": (0, 1, 2, 3)}.get(name)
+            known = [str(value) for value in choices.get(name, ())]
             for value in values:
-                if known is not None and value not in known:
-                    raise HolmesError(f"limit {name}: {value!r} is not one of {', '.join(map(str, known))}; {_near(str(value), map(str, known))}")
-                if known is None and not (isinstance(value, int) and 1 <= value < 10**6):
+                if known and str(value) not in known:
+                    what = f"{value!r} is not one of {', '.join(known)}"
+                    raise HolmesError(f"limit {name}: {what}; {did_you_mean(str(value), known)}")
+                if not known and not (isinstance(value, int) and 1 <= value < 10**6):
                     raise HolmesError(f"limit {name}: {value!r} is not a whole number, 1 or more")
         if not 0 <= self.memory_bytes < 1e30:
             raise HolmesError(f"limit memory: {self.memory_bytes} bytes; it must be above 0")
 
-    def allows(self, name: str, value) -> bool:
-        return value in self.allowed.get(name, (value,))
+    def of(self, name: str, values: Iterable[T]) -> list[T]:
+        """Those of `values` that are allowed."""
+        return [value for value in values if value in self.allowed.get(name, (value,))]
 
 
 def parse_limits(texts: list[str]) -> Limits:
     """Limits from "tensor=1,2" and "memory=60GB"."""
-    allowed: dict[str, tuple] = {}
+    allowed: dict[str, tuple[Any, ...]] = {}
     memory = 0.0
     for text in texts:
         name, equals, values = text.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or (name not in NAMES and name != "memory"):
-            raise HolmesError(f"--limit {text!r:.60} is not NAME=VALUE,...; {_near(name, (*NAMES, 'memory'))}")
+            raise HolmesError(f"--limit {text!r:.60} is not NAME=VALUE,...; {did_you_mean(name, (*NAMES, 'memory'))}")
         if name == "memory":
             number = values.strip().removesuffix("B").removesuffix("G")
             if not number.replace(".", "", 1).isdecimal() or not 0 < float(number) < 1e9:
@@ -71,12 +79,6 @@ def parse_limits(texts: list[str]) -> Limits:
         parts = [part.strip() for part in values.split(",") if part.strip()]
         allowed[name] = tuple(int(part) if part.isdecimal() and len(part) < 9 else part for part in parts)
     return Limits(allowed, memory)
-
-
-def _near(name: str, known) -> str:
-    known = list(known)
-    near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
 @dataclass(frozen=True, order=True)
@@ -100,56 +102,44 @@ class Shape:
     def model(self, model: Model) -> Model:
         """`model` with this micro-batch, recomputation and ZeRO stage (as state_bytes and sharded_bytes)."""
         parts = states(model)
-        cut = ("optimizer", "gradients", "weights")[: self.zero]
-        shared = sum(parts[name] for name in cut)
+        shared = sum(parts[name] for name in ("optimizer", "gradients", "weights")[: self.zero])
         return replace(
-            model,
-            micro_batch=self.micro_batch,
-            micro_batches=self.micro_batches,
-            global_batch=0,
-            recompute=self.recompute,
-            state_bytes=sum(parts.values()) - shared,
-            sharded_bytes=shared,
+            model, micro_batch=self.micro_batch, micro_batches=self.micro_batches, global_batch=0,
+            recompute=self.recompute, state_bytes=sum(parts.values()) - shared, sharded_bytes=shared,
         )
 
 
 def shapes(ground: Ground, model: Model, global_batch: int, limits: Limits) -> Iterator[Shape]:
     """All shapes of the space within `limits`."""
     world, processes, kv = ground.world, ground.processes, model.groups or model.heads
-    for tensor in divisors(world):
-        if not limits.allows("tensor", tensor) or model.heads % tensor or (kv % tensor and tensor % kv) or not _even(processes, tensor):
+    for tensor in limits.of("tensor", divisors(world)):
+        if model.heads % tensor or (kv % tensor and tensor % kv) or not _even(processes, tensor):
             continue
-        for context in divisors(world // tensor):
-            if not limits.allows("context", context) or not _context(model, limits, context) or not _even(processes, tensor * context):
+        for context in limits.of("context", divisors(world // tensor)):
+            long = "context" in limits.allowed or model.sequence >= MIN_TOKENS * context
+            divisible = context == 1 or (model.sequence % (2 * context) == 0 and long)
+            if not divisible or not _even(processes, tensor * context):
                 continue
-            for pipeline in divisors(world // (tensor * context)):
-                if not limits.allows("pipeline", pipeline) or pipeline > model.layers or not _even(processes, world // pipeline):
-                    continue
+            for pipeline in limits.of("pipeline", divisors(world // (tensor * context))):
                 data = world // (tensor * context * pipeline)
-                if limits.allows("data", data) and global_batch % data == 0:
-                    yield from _inner(model, global_batch // data, limits, tensor, context, pipeline, data)
+                fits = pipeline <= model.layers and _even(processes, world // pipeline) and global_batch % data == 0
+                if fits and limits.of("data", [data]):
+                    yield from _inner(model, global_batch // data, limits, (pipeline, tensor, context), data)
 
 
-def _inner(model: Model, sequences: int, limits: Limits, tensor: int, context: int, pipeline: int, data: int) -> Iterator[Shape]:
-    for expert in divisors(data * context) if model.experts else (1,):
-        if not limits.allows("expert", expert) or (model.experts or 1) % expert:
+def _inner(model: Model, sequences: int, limits: Limits, sizes: tuple[int, int, int], data: int) -> Iterator[Shape]:
+    """The shapes of these sizes, of `sequences` a step on each data-parallel rank."""
+    (pipeline, _, context), experts = sizes, model.experts or 1
+    expert_sizes = limits.of("expert", divisors(data * context) if model.experts else [1])
+    zeros = limits.of("zero", (0, 1) if pipeline > 1 else (0, 1, 2, 3))
+    for expert, micro_batch in product(expert_sizes, limits.allowed.get("micro_batch", MICRO_BATCHES)):
+        count = sequences // micro_batch
+        if experts % expert or sequences % micro_batch:
             continue
-        for micro_batch in limits.allowed.get("micro_batch", MICRO_BATCHES):
-            if sequences % micro_batch:
-                continue
-            count = sequences // micro_batch
-            per_stage = model.layers // pipeline
-            virtuals = divisors(per_stage) if pipeline > 1 and model.layers % pipeline == 0 and count % pipeline == 0 else (1,)
-            for virtual in virtuals:
-                for recompute in RECOMPUTE:
-                    for zero in (0, 1) if pipeline > 1 else (0, 1, 2, 3):
-                        if all(limits.allows(*item) for item in (("virtual", virtual), ("recompute", recompute), ("zero", zero))):
-                            yield Shape(pipeline, tensor, context, expert, data, virtual, micro_batch, count, recompute, zero)
-
-
-def _context(model: Model, limits: Limits, context: int) -> bool:
-    """Whether sequences can be cut so, and are long enough for it."""
-    return context == 1 or (model.sequence % (2 * context) == 0 and ("context" in limits.allowed or model.sequence >= MIN_TOKENS * context))
+        chunks = pipeline > 1 and model.layers % pipeline == 0 and count % pipeline == 0
+        virtuals = limits.of("virtual", divisors(model.layers // pipeline) if chunks else [1])
+        for virtual, recompute, zero in product(virtuals, limits.of("recompute", RECOMPUTE), zeros):
+            yield Shape(*sizes, expert, data, virtual, micro_batch, count, recompute, zero)
 
 
 def _even(processes: int, ranks: int) -> bool:

@@ -1,12 +1,14 @@
-"""Actors that compute and wait, and flows that share NICs: the event-driven core of plan/simulate/step.py. Seconds and bits.
+"""Actors that compute and wait, and flows that share NICs: the event-driven core of plan/simulate/step.py. Seconds and
+bits.
 
     actor     ("compute", kind, seconds, micro_batch, chunk)     ("post", tag)     ("wait", tag, kind, micro_batch)
     transfer  begins when all its parties posted it (rendezvous: blocking sends, collectives) and its channel is free;
               then a fixed time, then a flow; when it ends it posts `then` once
 
-Flows share the NICs that they use max-min fairly (progressive filling; Bertsekas and Gallager 1992, sec. 6.5.2), each way by itself. A
-flow counts `weight` times on a NIC: it stands for as many like it. What an actor waits for is idle time until the transfer is
-ready (all have posted it, or the first of those that it follows) and communication from then on.
+Flows share the NICs that they use max-min fairly (progressive filling; Bertsekas and Gallager 1992, sec. 6.5.2), each
+way by itself. A flow counts `weight` times on a NIC: it stands for as many like it. What an actor waits for is idle
+time until the transfer is ready (all have posted it, or the first of those that it follows) and communication from then
+on.
 """
 
 from __future__ import annotations
@@ -16,13 +18,17 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 
+#: See the module.
+Op = tuple[Any, ...]
+
 
 class Span(NamedTuple):
-    """What an actor did from start to end. kind: forward, backward, weight, optimizer, idle, send, reduce, gather; across: between clusters."""
+    """What an actor did from start to end. kind: forward, backward, optimizer, idle, send, reduce, gather; across:
+    between clusters."""
 
     kind: str
     start: float
@@ -34,8 +40,8 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Transfer:
-    """parties: how many posts it needs. uses: (NIC, weight); limit_bps: what one flow reaches alone. channel: those of one channel follow each other
-    in the order in which they became ready. across: between clusters."""
+    """parties: how many posts it needs. uses: (NIC, weight); limit_bps: what one flow reaches alone. channel: those of
+    one channel follow each other in the order in which they became ready. across: between clusters."""
 
     parties: int
     fixed_s: float = 0.0
@@ -45,26 +51,29 @@ class Transfer:
     channel: Hashable = None
     then: Hashable = None
     across: bool = False
-    posts: int = 0
-    ready: float = -1.0
-    ended: float = -1.0
-    left: float = 0.0
-    rate: float = 0.0
-    since: float = 0.0
-    version: int = 0
-    waiting: list = field(default_factory=list)
+    posts: int = field(default=0, init=False)
+    ready: float = field(default=-1.0, init=False)
+    ended: float = field(default=-1.0, init=False)
+    left: float = field(default=0.0, init=False)
+    rate: float = field(default=0.0, init=False)
+    since: float = field(default=0.0, init=False)
+    version: int = field(default=0, init=False)
+    waiting: list[tuple[int, float, Op]] = field(default_factory=list, init=False)
 
 
 class Simulation:
     """capacities: bits/s of every NIC, one way. run() returns every actor's spans, without gaps from 0 to its end."""
 
-    def __init__(self, programs: Sequence[Sequence[tuple]], transfers: dict[Hashable, Transfer], capacities: dict[Hashable, float]):
+    def __init__(
+        self, programs: Sequence[Sequence[Op]], transfers: dict[Hashable, Transfer], capacities: dict[Hashable, float]
+    ):
         self.programs, self.transfers, self.capacities = programs, transfers, capacities
-        self.now, self.heap, self.count = 0.0, [], 0
+        self.now, self.count = 0.0, 0
+        self.heap: list[tuple[float, int, int, Any, int]] = []
         self.place = [0] * len(programs)
         self.spans: list[list[Span]] = [[] for _ in programs]
         self.flows: dict[Hashable, dict[Hashable, Transfer]] = {}  # NIC -> tag -> flow
-        self.channels: dict[Hashable, deque] = {}
+        self.channels: dict[Hashable, deque[Hashable]] = {}
         self.carried: dict[Hashable, float] = {}  # NIC -> bits
 
     def run(self) -> list[list[Span]]:
@@ -162,7 +171,8 @@ class Simulation:
 
     def _share(self, seeds: dict[Hashable, Transfer]) -> None:
         """New rates for all flows that are tied to `seeds` by NICs."""
-        tied, nics, todo = dict(seeds), set(), list(seeds.values())
+        tied, todo = dict(seeds), list(seeds.values())
+        nics: set[Hashable] = set()
         while todo:
             for nic, _ in todo.pop().uses:
                 if nic not in nics:
@@ -179,8 +189,15 @@ class Simulation:
             self._at(self.now + max(0.0, flow.left) / rate, 2, tag, flow.version)
 
 
-def _fair(flows: dict[Hashable, Transfer], nics: set, capacities: dict[Hashable, float]) -> dict[Hashable, float]:
-    """Max-min fair rates: all grow together until a NIC is full or a flow reaches its limit; those stay, the others grow on."""
+def _fair(
+    flows: dict[Hashable, Transfer], nics: set[Hashable], capacities: dict[Hashable, float]
+) -> dict[Hashable, float]:
+    """Max-min fair rates: all grow together until a NIC is full or a flow reaches its limit; those stay, the others
+    grow on."""
+    if len(flows) == 1:
+        ((tag, flow),) = flows.items()
+        shares = (capacities[nic] / weight for nic, weight in flow.uses if weight > 1e-9)
+        return {tag: min((flow.limit_bps, *shares))}
     left = {nic: capacities[nic] for nic in nics}
     weights = dict.fromkeys(nics, 0.0)
     for flow in flows.values():

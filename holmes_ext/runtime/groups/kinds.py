@@ -3,7 +3,8 @@
     ranks of one data-parallel group -> "data"     (first stage, last stage) of a longer pipeline -> "embedding"
     two neighbouring stages          -> "pipeline" everything                                     -> "world"
 
-Where the program itself says what a group is for (megatron-core's group_desc, a DeviceMesh's dimension, holmes's own groups), that counts.
+Where the program itself says what a group is for (megatron-core's group_desc, a DeviceMesh's dimension, holmes's own
+groups), that counts.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from holmes_ext.plan.sizes import Sizes
 KINDS = ("data", "tensor", "pipeline", "context", "expert", "embedding", "world", "other")
 #: Words of a group's description (lower case) and its kind; the first that fits counts.
 _WORDS = (
-    ("two-level", "data"), ("pipeline pair", "pipeline"), ("pipeline twin", "pipeline"), ("position_embedding", "embedding"),
-    ("embedding", "embedding"), ("expert_data", "data"), ("expert", "expert"), ("distributed_optimizer_instance", "data"),
-    ("tensor_and", "other"), ("data_parallel", "data"), ("context_parallel", "context"), ("hybrid_dp_cp", "context"), ("hierarchical", "context"),
-    ("tensor_model_parallel", "tensor"), ("pipeline_model_parallel", "pipeline"), ("default_pg", "world"),
+    ("two-level", "data"), ("pipeline pair", "pipeline"), ("pipeline twin", "pipeline"), ("embedding", "embedding"),
+    ("expert_data", "data"), ("expert", "expert"), ("distributed_optimizer_instance", "data"), ("tensor_and", "other"),
+    ("data_parallel", "data"), ("context_parallel", "context"), ("hybrid_dp_cp", "context"),
+    ("hierarchical", "context"), ("tensor_model_parallel", "tensor"), ("pipeline_model_parallel", "pipeline"),
+    ("default_pg", "world"),
 )  # fmt: skip
-#: Parts of a mesh dimension's name (PyTorch's tutorials, torchtitan) and its kind; the first that is among them counts: a group of "dp_shard_cp" shards weights.
-_DIMENSIONS = (
-    ("dp", "data"), ("replicate", "data"), ("shard", "data"), ("fsdp", "data"), ("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert"),
-)  # fmt: skip
+#: Parts of a mesh dimension's name (PyTorch's tutorials, torchtitan) and its kind; the first that is among them counts:
+#: a group of "dp_shard_cp" shards weights.
+_DIMENSIONS = {
+    "dp": "data", "replicate": "data", "shard": "data", "fsdp": "data", "tp": "tensor", "cp": "context",
+    "pp": "pipeline", "ep": "expert",
+}  # fmt: skip
 _AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
 
 
@@ -37,7 +41,7 @@ def described(description: str) -> str:
     text = description.lower()
     if text.startswith("mesh_"):
         parts = text.split("_")
-        return next((kind for part, kind in _DIMENSIONS if part in parts), "")
+        return next((kind for part, kind in _DIMENSIONS.items() if part in parts), "")
     return next((kind for word, kind in _WORDS if word in text), "")
 
 
@@ -59,8 +63,8 @@ def kind_of_ranks(ranks: Sequence[int], sizes: Sizes | None, world_size: int) ->
     return "world" if len(members) == world_size else "other"
 
 
-#: Bytes that a rank of a group of n sends, for each byte of the payload (see PAYLOAD in telemetry's patches): what ring algorithms move
-#: (Thakur, Rabenseifner and Gropp 2005). For rooted ones the mean over the ranks.
+#: Bytes that a rank of a group of n sends, for each byte of the payload (see PAYLOAD in telemetry's patches): what ring
+#: algorithms move (Thakur, Rabenseifner and Gropp 2005). For rooted ones the mean over the ranks.
 _RING = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: n - 1,  # of this rank's share
@@ -75,7 +79,8 @@ _RING = {
 
 
 def sent_bytes(operation: str, payload: int, ranks: int, backend: str) -> float:
-    """Bytes that one rank sends in `operation` of `payload` bytes among `ranks` ranks; gloo's reduce-scatter is an all-reduce."""
+    """Bytes that one rank sends in `operation` of `payload` bytes among `ranks` ranks; gloo's reduce-scatter is an
+    all-reduce."""
     factor = _RING[operation](ranks) if operation in _RING and (ranks > 1 or operation == "send") else 0
     if operation == "reduce_scatter" and backend == "gloo":
         factor *= 2

@@ -1,8 +1,8 @@
-"""The NIC for a process group: the fastest fabric that all its members share, else Ethernet; in one node, none.
+"""The NIC for a process group, on the network that the plan has for it.
 
     gloo   binds to the interface in GLOO_SOCKET_IFNAME at the moment the group is made
-    NCCL   takes the network ("IB", which is RoCE too, or "Socket") from the group's own options, config.net_name; which HCAs and
-           which interface that means is read once in a process, so it is set for the node before the first communicator
+    NCCL   takes the network ("IB", which is RoCE too, or "Socket") from the group's own options, config.net_name; which
+           HCAs and interface that means is read once in a process, so it is set before the first communicator
 
 One communicator cannot use RDMA and sockets both (NVIDIA/nccl#878), hence one transport for a whole group.
 """
@@ -10,20 +10,20 @@ One communicator cannot use RDMA and sockets both (NVIDIA/nccl#878), hence one t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from holmes_ext.cluster.site import ETHERNET, Node, Site
+from holmes_ext.cluster.site import ETHERNET, Fabric, Node
+from holmes_ext.plan.traffic import LOCAL
 
-LOCAL = "local"
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
 class Transport:
-    """fabric: its name, or "local" inside a node; interface: what sockets bind to; net_name: NCCL's network, "" to let it choose."""
+    """fabric: its name, or "local" inside a node; interface: of sockets; net_name: NCCL's, "" to let it choose."""
 
     fabric: str
     kind: str
@@ -31,30 +31,12 @@ class Transport:
     net_name: str
 
 
-def choose(site: Site, nodes: Iterable[str], here: Node, backend: str) -> Transport:
-    """The transport of a group whose members run on `nodes`, as node `here` sees it.
-
-    backend: "gloo" needs a net device with an address on every member ("ib" ports without IPoIB have none); "nccl" needs HCAs.
-    Every member comes to the same fabric, since all of them see the same site.
-    """
-    names = set(nodes)
-    if len(names) == 1:
+def transport_on(fabric: Fabric | None, here: Node) -> Transport:
+    """Of a group whose network the plan says, as node `here` sees it; None: the group lies in one node."""
+    if fabric is None:
         return Transport(LOCAL, LOCAL, "lo", "")
-    members = [site.node_by_name[name] for name in names]
-    shared = set(members[0].fabrics).intersection(*(node.fabrics for node in members[1:]))
-    usable = [
-        site.fabric_by_name[name]
-        for name in shared
-        if name == ETHERNET or all(_reachable(node, name, backend) for node in members)
-    ]
-    fabric = max(usable, key=lambda f: (f.rate_bps, f.name))
     net_name = "Socket" if fabric.kind == "ethernet" else "IB"
     return Transport(fabric.name, fabric.kind, here.port(fabric.name).interface, net_name)
-
-
-def _reachable(node: Node, fabric: str, backend: str) -> bool:
-    port = node.port(fabric)
-    return bool(port.address) if backend == "gloo" else bool(port.hcas)
 
 
 @contextmanager
@@ -71,7 +53,7 @@ def gloo_interface(transport: Transport, environ: MutableMapping[str, str] = os.
 
 
 def nccl_options(transport: Transport, given: Any, options_class: type) -> Any:
-    """Options for one NCCL group: a fresh object with `given`'s settings (None: the defaults) and the transport's net_name.
+    """Options for one NCCL group: a fresh object with `given`'s settings (None: the defaults) and the net_name.
 
     A net_name that the user put into `given` stays. Never shared between groups: torch frees the name once for each
     communicator that carries it.
@@ -98,7 +80,7 @@ def _copy_settings(source: Any, target: Any, skip: frozenset[str] | set[str] = f
             continue
 
 
-def node_environment(site: Site, here: Node, environ: MutableMapping[str, str]) -> list[str]:
+def node_environment(here: Node, environ: MutableMapping[str, str]) -> list[str]:
     """Set, once for this node, which HCAs, GID index and socket interface NCCL is to use; returns lines for the user.
 
     A user's own setting wins, with a line that says so; NCCL_NET, which would override every group's choice, is unset.

@@ -3,8 +3,8 @@
     node n:  ask/n/i = ""   at a             rank 0:  answer/n/i = its clock t      node n:  reads it at b
     offset = t - (a + b) / 2, wrong by at most (b - a) / 2; the question with the shortest way there and back counts
 
-Only each node's first process asks: all processes of a node have one monotonic clock. The store's server is on the launcher's rank 0, so
-there and back take equally long when rank 0 stayed where it was.
+Only each node's first process asks: all processes of a node have one monotonic clock. The store's server is on the
+launcher's rank 0, so there and back take equally long when rank 0 stayed where it was.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from datetime import timedelta
 from typing import Any
 
 QUESTIONS = 5
+Clock = Callable[[], float]
 
 
-def answer(store: Any, prefix: str, nodes: Sequence[int], timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-    """Rank 0: answer every node's questions, one node after the other; a node that does not ask in time is passed over."""
+def answer(store: Any, prefix: str, nodes: Sequence[int], timeout_s: float, clock: Clock = time.monotonic) -> None:
+    """Rank 0: answer every node's questions, one node after the other; a node that does not ask in time is passed
+    over."""
     for node in nodes:
         try:
             for number in range(QUESTIONS):
@@ -28,7 +30,7 @@ def answer(store: Any, prefix: str, nodes: Sequence[int], timeout_s: float, cloc
             continue
 
 
-def ask(store: Any, prefix: str, node: int, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> tuple[float, float]:
+def ask(store: Any, prefix: str, node: int, timeout_s: float, clock: Clock = time.monotonic) -> tuple[float, float]:
     """(offset, error) in seconds: this node's clock + offset is rank 0's. RuntimeError when nobody answers in time."""
     best = (float("inf"), 0.0)
     for number in range(QUESTIONS):

@@ -1,9 +1,11 @@
-"""Measures how long messages take on every fabric of the running job: what `holmes probe` puts into cluster.toml.
+"""Measures how long messages take in the running job: what `holmes probe` puts into cluster.toml, and a profile's
+reductions.
 
     send   two nodes of a fabric (on Ethernet of two clusters if there are), there and back: half of it
     ring   one rank of every node of a fabric: an all-reduce of B bytes among n is 2 (n - 1) steps of B / n bytes
 
-One fabric at a time, the others wait. Every figure is a median. Holmes must be active: it picks the NIC of each group made here.
+One fabric at a time, the others wait. Every figure is a median. Holmes must be active: it picks the NIC of each group
+made here.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 from holmes_ext.cluster.measured import MeasuredLink
 from holmes_ext.cluster.site import ETHERNET
@@ -19,13 +22,17 @@ from holmes_ext.plan.cost.links import fit
 from holmes_ext.runtime.session import Session
 
 SEND_BYTES = tuple(1024 * 4**power for power in range(9))  # 1 KiB to 64 MiB
-#: A size is measured for so many seconds, but at least and at most so often; sizes that take longer than LONGEST_S are the last.
+#: A size is measured for so many seconds, but at least and at most so often; sizes that take longer than LONGEST_S are
+#: the last.
 SECONDS, LEAST, MOST, LONGEST_S = 0.25, 4, 50, 0.3
+#: What a profile's reduction is tried with at most, in bytes.
+_LARGEST_REDUCTION = 64 << 20
 
 
 def pairs(session: Session) -> dict[str, tuple[int, int]]:
     """fabric -> first ranks of the two nodes to measure between."""
-    site, plan, found = session.site, session.plan, {}
+    site, plan = session.site, session.plan
+    found: dict[str, tuple[tuple[str, str], bool]] = {}
     for one, two in itertools.combinations(plan.nodes, 2):
         fabric = site.shared_fabric((one, two)).name
         crossing = site.node_by_name[one].cluster != site.node_by_name[two].cluster
@@ -37,7 +44,8 @@ def pairs(session: Session) -> dict[str, tuple[int, int]]:
 
 def rings(session: Session) -> dict[str, tuple[int, ...]]:
     """fabric -> first rank of every node that is on it as its best one; all nodes for Ethernet between clusters."""
-    site, plan, found = session.site, session.plan, {}
+    site, plan = session.site, session.plan
+    found: dict[str, list[int]] = {}
     for index, node in enumerate(plan.nodes):
         found.setdefault(site.shared_fabric((node,)).name, []).append(index * plan.processes)
     everywhere = site.shared_fabric(plan.nodes).name
@@ -46,11 +54,13 @@ def rings(session: Session) -> dict[str, tuple[int, ...]]:
 
 
 def measure(session: Session, largest: int, tell: Callable[[str], None] = lambda text: None) -> dict[str, MeasuredLink]:
-    """Every fabric's curves, the same on all ranks (which all must call it). torch.distributed is initialized; largest: bytes."""
+    """Every fabric's curves, the same on all ranks (which all must call it). torch.distributed is initialized; largest:
+    bytes."""
     import torch
     import torch.distributed as dist
 
-    rank, device = dist.get_rank(), _device()
+    rank, on_gpu = dist.get_rank(), torch.accelerator.is_available()
+    device = torch.accelerator.current_accelerator() if on_gpu else torch.device("cpu")
     sizes = [size for size in SEND_BYTES if size <= largest]
     samples: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for key, groups, run in (("send", pairs(session), _there_and_back), ("ring", rings(session), _all_reduce)):
@@ -59,20 +69,17 @@ def measure(session: Session, largest: int, tell: Callable[[str], None] = lambda
             tell(f"{fabric}: {key} among {len(ranks)} ranks")
             found: list[tuple[float, float]] = []
             if rank in ranks:
-                found = _curve(run, [size * (len(ranks) if key == "ring" else 1) for size in sizes], ranks, group, device)
-                found = [(size / len(ranks), seconds) for size, seconds in found] if key == "ring" else found
+                shares = len(ranks) if key == "ring" else 1
+                curve = _curve(run, [size * shares for size in sizes], ranks, group, device)
+                found = [(size / shares, seconds) for size, seconds in curve]
             everyone: list = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, found)  # and a barrier: the others wait here
             samples.setdefault(fabric, {})[key] = everyone[ranks[0]]
     dist.barrier()
-    del torch
-    return {fabric: MeasuredLink(**{key: fit(own, f"fabric {fabric}").points for key, own in curves.items()}) for fabric, curves in samples.items()}
-
-
-def _device():
-    import torch
-
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    links = {}
+    for fabric, curves in samples.items():
+        links[fabric] = MeasuredLink(**{key: fit(own, f"fabric {fabric}").points for key, own in curves.items()})
+    return links
 
 
 def _curve(run: Callable, sizes: list[int], ranks: tuple[int, ...], group, device) -> list[tuple[float, float]]:
@@ -80,16 +87,16 @@ def _curve(run: Callable, sizes: list[int], ranks: tuple[int, ...], group, devic
     import torch
     import torch.distributed as dist
 
-    found = []
+    found: list[tuple[float, float]] = []
     for size in sizes:
         tensor = torch.zeros(max(1, size // 4), device=device)
-        run(tensor, ranks, group)  # connects
-        count = torch.tensor([LEAST], device=device)
-        seconds = _timed(run, tensor, ranks, group, device)
-        count[0] = max(LEAST, min(MOST, int(SECONDS / max(seconds, 1e-6))))
+        part = run(tensor, ranks, group)  # connects
+        again = lambda: run(tensor, ranks, group)  # noqa: B023, E731
+        (once,) = seconds_of(again, 1, device)
+        count = torch.tensor([max(LEAST, min(MOST, int(SECONDS / max(part * once, 1e-6))))], device=device)
         dist.broadcast(count, ranks[0], group=group)
-        times = [_timed(run, tensor, ranks, group, device) for _ in range(int(count))]
-        median = torch.tensor([statistics.median(times)], dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+        seconds = part * statistics.median(seconds_of(again, int(count), device))
+        median = torch.tensor([seconds], dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
         dist.broadcast(median, ranks[0], group=group)
         found.append((float(size), float(median)))
         if float(median) > LONGEST_S and len(found) > 1:
@@ -97,14 +104,18 @@ def _curve(run: Callable, sizes: list[int], ranks: tuple[int, ...], group, devic
     return found
 
 
-def _timed(run: Callable, tensor, ranks: tuple[int, ...], group, device) -> float:
+def seconds_of(run: Callable[[], Any], times: int, device: Any) -> list[float]:
+    """Of each of `times` calls; on a GPU until what they started has ended."""
     import torch
 
-    start = time.perf_counter()
-    part = run(tensor, ranks, group)
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-    return (time.perf_counter() - start) * part
+    found = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        run()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        found.append(time.perf_counter() - begin)
+    return found
 
 
 def _there_and_back(tensor, ranks: tuple[int, ...], group) -> float:
@@ -112,8 +123,7 @@ def _there_and_back(tensor, ranks: tuple[int, ...], group) -> float:
     import torch.distributed as dist
 
     other = ranks[1] if dist.get_rank() == ranks[0] else ranks[0]
-    steps = [dist.send, dist.recv] if other == ranks[1] else [dist.recv, dist.send]
-    for step in steps:
+    for step in (dist.send, dist.recv) if other == ranks[1] else (dist.recv, dist.send):
         step(tensor, other, group=group)
     return 0.5
 
@@ -123,3 +133,40 @@ def _all_reduce(tensor, ranks: tuple[int, ...], group) -> float:
 
     dist.all_reduce(tensor, group=group)
     return 1 / (2 * (len(ranks) - 1))
+
+
+def reduction(group: Any, size_bytes: int, device: Any) -> tuple[float, float]:
+    """(seconds of a byte, seconds of latency) of an all-reduce in `group`; zeros where it has one rank.
+
+    From two sizes; where noise makes the smaller one no faster, the larger one's time is all bytes.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if size_bytes <= 0 or dist.get_world_size(group) == 1:
+        return 0.0, 0.0
+    found = []
+    for count in (large := max(4096, min(size_bytes, _LARGEST_REDUCTION)) // 4, large // 4):
+        tensor = torch.zeros(count, device=device)
+        times = seconds_of(lambda: dist.all_reduce(tensor, group=group), 4, device)  # noqa: B023
+        found.append((count * 4, statistics.median(times[1:])))  # the first one brings the ranks together
+    (big, long), (small, short) = found
+    per_byte = (long - short) / (big - small) if long > short else long / big
+    return per_byte, max(0.0, long - per_byte * big)
+
+
+def edge(stage: int, stages: int, size_bytes: int, device: Any, send: Callable, receive: Callable) -> float:
+    """Seconds of an activation to the next stage, one way (0 on the last). All stages call it; send(tensor, stage) and
+    receive(tensor, stage) wait until done."""
+    import torch
+
+    tensor, result = torch.zeros(max(1, size_bytes // 4), device=device), 0.0
+    for first in range(stages - 1):
+        if stage not in (first, first + 1):
+            continue
+        ways = (send, receive) if stage == first else (receive, send)
+        other = first + 1 if stage == first else first
+        times = seconds_of(lambda: [way(tensor, other) for way in ways], 6, device)  # noqa: B023
+        if stage == first:
+            result = statistics.median(times[1:]) / 2
+    return result

@@ -6,29 +6,44 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.plan.profile import Profile, StageTimes
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
-from holmes_ext.runtime.measure.profile import Label
-from holmes_ext.runtime.start import rank as start
-from holmes_ext.runtime.start.exchange import RemoteError
+from holmes_ext.runtime.measure import probe
+from holmes_ext.runtime.measure.profiler import Label, Profiler
 
 #: How long rank 0 waits for the others' reports.
 _COLLECT_SECONDS = 120.0
+_TOTALS = ("send", "receive", "reduce", "tied", "optimizer", "idle")
 
 
-def publish(current: session.Session, own: dict[str, Any]) -> None:
-    """Send this rank's report; rank 0 writes the profile. Ends the process with status 0 where the options say so (`holmes tune`)."""
-    world, path = current.plan.world_size, current.options.profile_file
-    error = ""
+def publish(
+    current: session.Session, profiler: Profiler, own: dict[str, Any], *, stages: int,
+    gradient_bytes: dict[Label, float], group: Any, device: Any, send: Callable[[Any, int], Any],
+    receive: Callable[[Any, int], Any],
+) -> None:  # fmt: skip
+    """Time the reduction in `group` and the edges by themselves and send this rank's report; rank 0 writes the profile.
+
+    own: "framework", "stage" (of `stages`), "tensor" (size), "micro_batches", "activation_bytes". send, receive: of a
+    tensor to and from a stage, until done. Ends the process with status 0 where the options say so (`holmes tune`).
+    """
+    own |= {
+        "steps": profiler.steps,
+        "gradient_bytes": [[label, size] for label, size in gradient_bytes.items()],
+        "edge_s": probe.edge(own["stage"], stages, own["activation_bytes"], device, send, receive),
+        "reduction": probe.reduction(group, int(sum(gradient_bytes.values())), device),
+        **profiler.medians(),
+    }
+    world, path, error = current.plan.world_size, current.options.profile_file, ""
     if world == 1:
         write(current, [own], path)
     else:
-        store, prefix = start._stores[-1], f"{current.round}/profile"
+        store, prefix = current.store, f"{current.round}/profile"
         store.set(f"{prefix}/{current.rank}", json.dumps(own))
         if current.rank == 0:
             try:
@@ -37,14 +52,12 @@ def publish(current: session.Session, own: dict[str, Any]) -> None:
                 write(current, [json.loads(store.get(name)) for name in names], path)
             except HolmesError as problem:
                 error = str(problem)
-            store.set(f"{prefix}/done", error or "written")
-        store.wait([f"{prefix}/done"], timedelta(seconds=2 * _COLLECT_SECONDS))
-        error = error or (text if (text := store.get(f"{prefix}/done").decode()) != "written" else "")
+            store.set(f"{prefix}/error", error)
+        store.wait([f"{prefix}/error"], timedelta(seconds=2 * _COLLECT_SECONDS))
+        error = store.get(f"{prefix}/error").decode()
         _leave_together(store, prefix, world, current.process.rank == 0)
-    if error and current.rank == 0:
-        raise HolmesError(error)
     if error:
-        raise RemoteError(error)
+        raise HolmesError(error) if current.rank == 0 else RemoteError(error)
     if current.options.profile_stops:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -71,47 +84,36 @@ def write(current: session.Session, reports: list[dict[str, Any]], path: str) ->
 
 
 def merge(current: session.Session, reports: list[dict[str, Any]]) -> Profile:
-    """Of a stage's ranks the slowest counts."""
-    plan = current.plan
-    sizes = (plan.sizes or _sizes(reports)).complete(plan.world_size)
-    by_stage: dict[int, list[dict[str, Any]]] = {}
-    for rank, report in enumerate(reports):
-        by_stage.setdefault(report["stage"], []).append({**report, "node": plan.node_of(rank)})
-    stages = [_stage(current, by_stage[stage]) for stage in sorted(by_stage)]
-    gradients: dict[Label, float] = {}
-    for report in reports:
-        gradients |= {label: max(size, gradients.get(label, 0.0)) for label, size in report["gradient_bytes"]}
+    """Of a stage's ranks the slowest counts. Sizes that nobody told holmes are the framework's."""
+    plan, first = current.plan, reports[0]
+    stages = 1 + max(report["stage"] for report in reports)
+    ranks = [[rank for rank, report in enumerate(reports) if report["stage"] == stage] for stage in range(stages)]
+    gradients = _most(reports, "gradient_bytes")
     blocks = sum(isinstance(label, int) for label in gradients)
     return Profile(
-        framework=reports[0]["framework"],
+        framework=first["framework"],
         site=current.site.to_dict(),
-        sizes=sizes,
-        micro_batches=reports[0]["micro_batches"],
-        steps=reports[0]["steps"],
+        sizes=(plan.sizes or Sizes(pipeline=stages, tensor=first["tensor"])).complete(plan.world_size),
+        micro_batches=first["micro_batches"],
+        steps=first["steps"],
         gradient_bytes=tuple(gradients.get(label, 0.0) for label in ("before", *range(blocks), "after")),
-        activation_bytes=reports[0]["activation_bytes"],
+        activation_bytes=first["activation_bytes"],
         step_s=max(report["totals"]["step"] for report in reports),
-        stages=tuple(stages),
+        stages=tuple(_stage(current, mine, [reports[rank] for rank in mine]) for mine in ranks),
     )
 
 
-def _sizes(reports: list[dict[str, Any]]) -> Sizes:
-    """Where the command line did not tell holmes: as the framework has them."""
-    return Sizes(pipeline=1 + max(report["stage"] for report in reports), tensor=reports[0].get("tensor", 1))
+def _most(reports: list[dict[str, Any]], name: str) -> dict[Label, float]:
+    found: dict[Label, float] = {}
+    for report in reports:
+        found |= {label: max(value, found.get(label, 0.0)) for label, value in report[name]}
+    return found
 
 
-def _stage(current: session.Session, ranks: list[dict[str, Any]]) -> StageTimes:
-    def slowest(name: str) -> dict[Label, float]:
-        found: dict[Label, float] = {}
-        for rank in ranks:
-            for label, seconds in rank[name]:
-                found[label] = max(seconds, found.get(label, 0.0))
-        return found
-
-    forward, backward = slowest("forward"), slowest("backward")
+def _stage(current: session.Session, ranks: list[int], reports: list[dict[str, Any]]) -> StageTimes:
+    forward, backward = _most(reports, "forward"), _most(reports, "backward")
     blocks = tuple(sorted(label for label in forward if isinstance(label, int)))
-    totals = {kind: max(rank["totals"].get(kind, 0.0) for rank in ranks) for kind in ("send", "receive", "reduce", "tied", "optimizer", "idle")}
-    nodes = tuple(dict.fromkeys(rank["node"] for rank in ranks))
+    nodes = tuple(dict.fromkeys(current.plan.node_of(rank) for rank in ranks))
     return StageTimes(
         clusters=tuple(dict.fromkeys(current.site.node_by_name[node].cluster for node in nodes)),
         nodes=nodes,
@@ -120,8 +122,8 @@ def _stage(current: session.Session, ranks: list[dict[str, Any]]) -> StageTimes:
         backward_s=tuple(backward.get(block, 0.0) for block in blocks),
         before_s=(forward.get("before", 0.0), backward.get("before", 0.0)),
         after_s=(forward.get("after", 0.0), backward.get("after", 0.0)),
-        reduction_s_per_byte=max(rank["reduction"][0] for rank in ranks),
-        reduction_latency_s=max(rank["reduction"][1] for rank in ranks),
-        edge_s=max(rank["edge_s"] for rank in ranks),
-        **{f"{kind}_s": seconds for kind, seconds in totals.items()},
+        reduction_s_per_byte=max(report["reduction"][0] for report in reports),
+        reduction_latency_s=max(report["reduction"][1] for report in reports),
+        edge_s=max(report["edge_s"] for report in reports),
+        **{f"{kind}_s": max(report["totals"].get(kind, 0.0) for report in reports) for kind in _TOTALS},
     )

@@ -1,30 +1,32 @@
 """What every operation of torch.distributed cost, step by step: bytes, time, and what the program waited for.
 
-    launched(group, ...) -> the operation is under way      wait_begins/wait_ends -> the program stood still for it
-    finished(op)         -> it is over                      step_done()           -> what was finished belongs to this step
+    launch(), launched() -> the operation is under way      waited() -> the program stood still for it
+    finish(op)           -> it is over                      step_done() -> what is over belongs to this step
 
-patches/torch/telemetry.py calls these from torch's process groups and from the engines; runtime/watch/watchdog.py looks at what is under way,
-runtime/measure/telemetry_file.py writes what is over. One Recorder for each process, `recorder`, None while nobody wants to know.
+patches/*/telemetry.py call these from torch's process groups and from the engines; runtime/watch/watchdog.py looks at
+what is under way, telemetry_file.py writes what is over. One Recorder for each process, `recorder`, None while nobody
+wants to know.
 
-Times are time.monotonic() seconds of this node. An operation is over when the backend says so (gloo's collectives, NCCL's events), or, for gloo's
-sends and receives, which do not tell, when the program's wait() returned.
+Times are time.monotonic() seconds of this node. An operation is over when the backend says so (gloo's collectives,
+NCCL's events), or, for gloo's sends and receives, which do not tell, when the program's wait() returned.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups import kinds as group_kinds
-from holmes_ext.runtime.groups.carrier import carrier
+from holmes_ext.runtime.groups import kinds
+from holmes_ext.runtime.groups.backend import backend_of
 
 #: Who can end a step, the most trusted last: once a later one has, those before it are not listened to.
 SOURCES = ("optimizer", "reducer", "engine", "program")
@@ -32,8 +34,8 @@ SOURCES = ("optimizer", "reducer", "engine", "program")
 _KEPT = 50
 
 
-class Group:
-    """One process group as this rank sees it: members, what carries it, and how many operations it has started on it."""
+class GroupTraffic:
+    """A process group as this rank sees it: members, transport, and how many operations it has started on it."""
 
     def __init__(self, process_group: Any):
         import torch.distributed as dist
@@ -41,89 +43,104 @@ class Group:
         current = session.require()
         self.name = process_group.group_name
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
-        self.backend = "nccl" if carrier(process_group) == "nccl" else "gloo"
-        self.description = str(process_group.group_desc or "")
-        if self.description in ("", "undefined"):
-            self.description = ""
-        kinds = [record.transport for record in current.groups if record.ranks == self.ranks and record.backend == self.backend]
-        self.transport = kinds[-1] if kinds else current.transport(self.ranks, self.backend)
+        self.backend = backend_of(process_group)
+        self.description = str(process_group.group_desc or "").replace("undefined", "")
+        made = [r.transport for r in current.groups if r.ranks == self.ranks and r.backend == self.backend]
+        self.transport = made[-1] if made else current.transport(self.ranks, self.backend)
         self.world_size = current.plan.world_size
-        self.started = itertools.count()
-        self.count = 0
-        self.sends: dict[int, int] = {}
-        self.receives: dict[int, int] = {}
+        self.collectives = 0
+        self.messages: dict[tuple[str, int], int] = {}  # ("send" or "receive", the other's rank) -> how many
 
     def kind(self, sizes: Sizes | None, peer: int | None, rank: int) -> str:
         """What it is for; a message between two ranks may belong to the pipeline whatever group carries it."""
-        if peer is not None and len(self.ranks) > 2 and group_kinds.described(self.description) in ("", "world"):
-            return group_kinds.kind_of_ranks((rank, peer), sizes, self.world_size) if sizes else "other"
-        return group_kinds.kind_of(self.ranks, self.description, sizes, self.world_size)
+        if peer is not None and len(self.ranks) > 2 and kinds.described(self.description) in ("", "world"):
+            return kinds.kind_of_ranks((rank, peer), sizes, self.world_size) if sizes else "other"
+        return kinds.kind_of(self.ranks, self.description, sizes, self.world_size)
 
 
+@dataclass(slots=True, eq=False)
 class Op:
-    """One operation. payload, sent: bytes (group_kinds.sent_bytes); peer: of a send or receive; end: 0 while it is under way."""
+    """One operation. payload, sent: bytes (kinds.sent_bytes); peer: of a send or receive; number: which of the group's
+    collectives, or of its messages to or from the peer; end: 0 while it is under way."""
 
-    __slots__ = ("group", "name", "payload", "sent", "peer", "number", "start", "end", "waited", "work", "background", "events", "waits")
-
-    def __init__(self, group: Group, name: str, payload: int, sent: float, peer: int | None, number: int, start: float):
-        self.group, self.name, self.payload, self.sent, self.peer, self.number, self.start = group, name, payload, sent, peer, number, start
-        self.end = self.waited = 0.0
-        self.work: Any = None
-        self.background = False
-        self.events: Any = None  # NCCL: the work, kept until its duration is known
-        self.waits: list[tuple[Any, Any]] = []  # NCCL: pairs of CUDA events around the stream's waits
+    group: GroupTraffic
+    name: str
+    payload: int
+    sent: float
+    peer: int | None
+    number: int
+    start: float
+    end: float = 0.0
+    waited: float = 0.0
+    work: Any = None
+    background: bool = False
+    events: Any = None  # NCCL: the work, kept until its duration is known
+    waits: list[tuple[Any, Any]] = field(default_factory=list)  # NCCL: pairs of CUDA events around the stream's waits
 
 
 class Recorder:
     """Operations under way and those finished since the last step. Called from any thread.
 
-    on_step(step, begin, end, tokens, operations, spans, reduction): told of every finished step; None where only the watchdog looks.
-    clock: seconds.
+    on_step(step, begin, end, tokens, operations, spans, reduction): told of every finished step; None where only the
+    watchdog looks. clock: seconds.
     """
 
-    def __init__(self, rank: int, sizes: Sizes | None, on_step: Callable[..., None] | None = None, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, rank: int, sizes: Sizes | None, on_step: Callable[..., None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):  # fmt: skip
         self.rank, self.sizes, self.on_step, self.clock = rank, sizes, on_step, clock
-        self.keeps = on_step is not None
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, GroupTraffic] = {}
         self.open: dict[int, Op] = {}  # by id(op)
         self.by_work: dict[int, Op] = {}  # by id(work)
         self.coalescing: dict[int, list[Op]] = {}  # by id(process group)
         self.done: list[Op] = []
-        self._untold: set[Op] = set()  # whose end a thread of the backend has yet to tell
         self.spans: list[tuple[str, float, float]] = []
         self.reduction: dict[str, Any] | None = None
         self.step = 0
-        self.tokens = 0
-        self.began = self.entered = self.clock()  # of the step that runs: where the last one ended; where the program entered it
+        self.began = self.entered = self.clock()  # the step's: where the last one ended; where the program entered it
         self.armed = False  # whether the program is inside a step, as far as anybody said
         self.durations: deque[float] = deque(maxlen=_KEPT)
+        self._untold: set[Op] = set()  # whose end a thread of the backend has yet to tell
         self._ending = threading.RLock()
         self._source = 0
         self._main = threading.main_thread().ident
         self._removed: list[Any] = []
 
+    @property
+    def keeps(self) -> bool:
+        """Whether anybody wants what is over."""
+        return self.on_step is not None
+
     # Operations
 
-    def group(self, process_group: Any) -> Group:
-        found = self.groups.get(id(process_group))
+    def group(self, process_group: Any) -> GroupTraffic:
+        key = id(process_group)
+        found = self.groups.get(key)
         if found is None:
-            key = id(process_group)
-            found = self.groups[key] = Group(process_group)
+            found = self.groups[key] = GroupTraffic(process_group)
             self._removed.append(weakref.ref(process_group, lambda _: self.groups.pop(key, None)))
         return found
 
-    def launch(self, process_group: Any, name: str, payload: int, to: int | None, tag: int = 0) -> Op:
-        """An operation is about to be started. to: the other's rank in the group (send, recv)."""
-        group = self.group(process_group)
+    def kind(self, op: Op) -> str:
+        """What the operation's group is for, one of kinds.KINDS."""
+        return op.group.kind(self.sizes, op.peer, self.rank)
+
+    def ends(self, op: Op) -> tuple[int, ...]:
+        """The ranks that take part."""
+        return op.group.ranks if op.peer is None or op.peer < 0 else tuple(sorted((self.rank, op.peer)))
+
+    def launch(self, process_group: Any, name: str, payload: int, to: int | None) -> Op:
+        """An operation is about to be started. to: the other's rank in the group (send, receive)."""
+        group, peer = self.group(process_group), None
         if to is None:
-            number, peer = next(group.started), None
-            group.count = number + 1
+            number = group.collectives
+            group.collectives = number + 1
         else:
             peer = group.ranks[to] if to >= 0 else -1
-            counts = group.sends if name == "send" else group.receives
-            number = counts.get(peer, 0)
-            counts[peer] = number + 1
-        sent = group_kinds.sent_bytes(name, payload, len(group.ranks), group.backend) if self.keeps else 0
+            number = group.messages.get((name, peer), 0)
+            group.messages[name, peer] = number + 1
+        sent = kinds.sent_bytes(name, payload, len(group.ranks), group.backend) if self.keeps else 0
         op = Op(group, name, payload, sent, peer, number, self.clock())
         op.background = threading.get_ident() != self._main
         self.open[id(op)] = op
@@ -159,21 +176,22 @@ class Recorder:
 
     def finish(self, op: Op) -> None:
         """It is over, now."""
-        with self._ending:  # the backend's thread and the program's may both see the end: who comes second waits until it is noted
+        with self._ending:  # the backend's thread and the program's may both see it: the second waits until it is noted
             if not op.end:
                 op.end = self.clock()
                 if self.open.pop(id(op), None) is not None and self.keeps:
                     self.done.append(op)
 
-    def waited(self, work: Any, op: Op, start: float) -> None:
-        """The program's wait for `work`, from `start` on, is over."""
+    def waited(self, op: Op, start: float) -> None:
+        """The program's wait for the operation, from `start` on, is over."""
         if not op.background and threading.get_ident() == self._main:
             op.waited += self.clock() - start
         if op.group.backend != "nccl":
             self.finish(op)
 
     def settle(self, seconds: float) -> None:
-        """Return when the backend's threads have told the end of every operation that they tell of, or after `seconds`."""
+        """Return when the backend's threads have told the end of every operation that they tell of, or after so
+        long."""
         limit = time.monotonic() + seconds
         while self._untold and time.monotonic() < limit:
             time.sleep(0.002)
@@ -187,13 +205,9 @@ class Recorder:
 
     # Steps
 
-    def span(self, kind: str, start: float, end: float) -> None:
-        """Something of the program's own: forward, backward, optimizer."""
-        if self.keeps:
-            self.spans.append((kind, start, end))
-
     def step_begins(self, exactly: bool = True) -> None:
-        """The program enters a step. exactly: it begins here; else where the last one ended, unless much (saving, evaluating) lies between."""
+        """The program enters a step. exactly: it begins here; else where the last one ended, unless much (saving,
+        evaluating) lies between."""
         self.entered, self.armed = self.clock(), True
         self._source = max(self._source, SOURCES.index("engine"))  # who says where it begins will say where it ends
         if exactly or self.entered - self.began > (self.median_s() or 0.0):
@@ -214,17 +228,16 @@ class Recorder:
         if self.step:
             self.durations.append(now - self.began)
         self.poll_nccl()
-        if self.keeps:
-            done, self.done = self.done, []
-            spans, self.spans = self.spans, []
-            self.on_step(self.step, self.began, now, tokens or self.tokens, done, spans, self.reduction)
+        if self.on_step is not None:
+            (done, self.done), (spans, self.spans) = (self.done, []), (self.spans, [])
+            self.on_step(self.step, self.began, now, tokens, done, spans, self.reduction)
         self.reduction = None
         self.step += 1
         self.began = self.entered = now
         self.armed = source != "engine"
 
     def poll_nccl(self) -> None:
-        """NCCL's operations that have ended by now: their own durations, and how long the compute stream stood still for them."""
+        """NCCL's operations that have ended by now: their durations, and how long the compute stream stood still."""
         for op in list(self.open.values()):
             work = op.events
             if work is None or not work.is_completed() or any(not after.query() for _, after in op.waits):
@@ -241,10 +254,6 @@ class Recorder:
             if self.keeps:
                 self.done.append(op)
 
-    def learn_sizes(self, sizes: Sizes) -> None:
-        """The framework's own parallel sizes, where the plan was made without."""
-        self.sizes = self.sizes or sizes
-
 
 #: This process's recorder; the patches look here, so None costs one look.
 recorder: Recorder | None = None
@@ -255,15 +264,34 @@ def set_recorder(new: Recorder | None) -> None:
     recorder = new
 
 
+@contextmanager
+def span(kind: str) -> Iterator[None]:
+    """Around something of the program's own: "forward", "backward", "optimizer"."""
+    begun = recorder.clock() if recorder is not None else 0.0
+    yield
+    if recorder is not None and recorder.keeps:
+        recorder.spans.append((kind, begun, recorder.clock()))
+
+
+def learn_sizes(sizes: Sizes | None) -> None:
+    """The framework's own parallel sizes, where the plan was made without."""
+    if recorder is not None:
+        recorder.sizes = recorder.sizes or sizes
+
+
 def reduction_done(times: Any) -> None:
     """From GradientReducer.finish: its own figures, which know of two-level reductions' threads."""
     if recorder is not None:
-        recorder.reduction = {"bytes": times.bytes, "seconds": times.seconds, "exposed": times.exposed_s, "early": times.early, "buckets": times.buckets}
+        recorder.reduction = {
+            "bytes": times.bytes, "seconds": times.seconds, "exposed": times.exposed_s, "early": times.early,
+            "buckets": times.buckets,
+        }  # fmt: skip
         recorder.step_done("reducer")
 
 
 def step_done(tokens: int = 0) -> None:
-    """For training loops that no framework runs: the step is over. tokens: trained by all ranks together. Nothing without telemetry."""
+    """For training loops that no framework runs: the step is over. tokens: trained by all ranks together. Nothing
+    without telemetry."""
     if recorder is not None:
         recorder.step_done("program", tokens)
 

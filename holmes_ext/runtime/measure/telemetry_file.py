@@ -1,12 +1,13 @@
 """The files of a run's telemetry: one for each rank, JSON lines, each written whole.
 
     DIR/RUN/rank3.jsonl     {"holmes_telemetry": 1, "run": RUN, "rank": 3, ...}     the head, once
-                            {"clock": [offset_s, error_s]}                          this node's clock + offset = rank 0's clock
-                            {"step": 7, "begin", "end", "tokens", "groups": [...], "reduction", "spans": [...], "ops": [...]}
+                            {"clock": [offset_s, error_s]}                       this node's clock + offset = rank 0's
+                            {"step": 7, "begin", "end", "tokens", "groups": [...], "reduction", "spans", "ops": [...]}
 
-groups: [kind, fabric, "inside" or "across" clusters, operations, payload bytes, bytes sent, seconds with one of them under way, exposed
-seconds]. spans and ops (on traced steps only): [kind, start, end]; [kind, fabric, operation, group, number, peer or null, start,
-end or 0, waited, bytes sent]. Seconds of the node's monotonic clock. A rank that is killed leaves whole lines, or one cut at the end.
+groups: [kind, fabric, "inside" or "across" clusters, operations, payload bytes, bytes sent, seconds with one of them
+under way, exposed seconds]. spans and ops (on traced steps only): [kind, start, end]; [kind, fabric, operation, group,
+number, peer or null, start, end or 0, waited, bytes sent]. Seconds of the node's monotonic clock. A rank that is killed
+leaves whole lines, or one cut at the end.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ import os
 import queue
 import sys
 import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from holmes_ext.runtime.measure.telemetry import Op, Recorder, union_s
+from holmes_ext.runtime.session import Session
 
 VERSION = 1
 #: Bytes of one rank's file; from half of it on no more steps are traced.
@@ -28,6 +33,7 @@ LIMIT_BYTES = 64 << 20
 _LISTED = 5000
 _FIRST_TRACED = (2, 5)
 _TRACED_EVERY = 25
+_AXES = ("pipeline", "tensor", "context", "expert", "data")
 
 
 def traced(step: int) -> bool:
@@ -36,21 +42,23 @@ def traced(step: int) -> bool:
 
 
 class Writer:
-    """Writes one rank's file from a thread of its own; HolmesError's place is taken by one line on stderr: training goes on.
+    """Writes one rank's file from a thread of its own, and TensorBoard's copy of the totals where make_board() gives a
+    SummaryWriter. What goes wrong is one line on stderr: training goes on.
 
     head: what the first line says besides the version. crosses(ranks): whether they are in more than one cluster.
     """
 
-    def __init__(self, path: Path, head: dict[str, Any], crosses: Any, rank: int, limit: int = LIMIT_BYTES):
-        self.path, self.crosses, self.rank, self.limit = path, crosses, rank, limit
-        self.recorder: Recorder | None = None
+    def __init__(
+        self, path: Path, head: dict[str, Any], recorder: Recorder, crosses: Callable[[Sequence[int]], bool],
+        make_board: Callable[[], Any] = lambda: None, limit: int = LIMIT_BYTES,
+    ):  # fmt: skip
+        self.path, self.recorder, self.crosses, self.limit = path, recorder, crosses, limit
         self.written = 0
-        self._scalars: Any = None
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._line({"holmes_telemetry": VERSION, **head})
-        self._thread = threading.Thread(target=self._serve, name="holmes telemetry", daemon=True)
+        self._thread = threading.Thread(target=self._serve, args=(make_board,), name="holmes telemetry", daemon=True)
         self._thread.start()
 
     def on_step(self, *step: Any) -> None:
@@ -66,16 +74,21 @@ class Writer:
         self._queue.put(None)
         self._thread.join(10)
 
-    def _serve(self) -> None:
+    def _serve(self, make_board: Callable[[], Any]) -> None:
+        board, first = None, True
         while (item := self._queue.get()) is not None:
             if self._file >= 0:
-                self._line(item if isinstance(item, dict) else self._step(*item))
+                document = item if isinstance(item, dict) else self._step(*item)
+                self._line(document)
+                if "step" in document:
+                    board, first = (make_board() if first else board), False
+                    _add_scalars(board, document)
         if self._file >= 0:
             self._line({"end": "closed"})
             os.close(self._file)
             self._file = -1
-        if self._scalars is not None:
-            self._scalars.close()
+        if board is not None:
+            board.close()
 
     def _line(self, document: dict[str, Any]) -> None:
         data = (json.dumps(document, separators=(",", ":")) + "\n").encode()
@@ -86,31 +99,28 @@ class Writer:
                 count = os.write(self._file, data)
                 self.written, data = self.written + count, data[count:]
         except OSError as error:
-            print(f"holmes: {self.path}: telemetry of rank {self.rank} ends here ({error.strerror}); training goes on", file=sys.stderr, flush=True)
+            told = f"telemetry of rank {self.recorder.rank} ends here ({error.strerror}); training goes on"
+            print(f"holmes: {self.path}: {told}", file=sys.stderr, flush=True)
             os.close(self._file)
             self._file = -1
 
-    def _step(self, step: int, begin: float, end: float, tokens: int, done: list[Op], spans: list, reduction: dict | None) -> dict[str, Any]:
+    def _step(
+        self, step: int, begin: float, end: float, tokens: int, done: list[Op], spans: list, reduction: dict | None
+    ) -> dict[str, Any]:
         document = {"step": step, "begin": begin, "end": end, "tokens": tokens, "groups": self.totals(done)}
         if reduction:
             document["reduction"] = reduction
         if traced(step) and self.written < self.limit / 2:
             document["spans"] = spans[:_LISTED]
             document["ops"] = [self._op(op) for op in done[:_LISTED]]
-        if self._scalars is not None:
-            self._scalars.add(document)
         return document
-
-    def _place(self, op: Op) -> tuple[str, str, str]:
-        kind = op.group.kind(self.recorder.sizes, op.peer, self.rank)
-        ends = op.group.ranks if op.peer is None or op.peer < 0 else (self.rank, op.peer)
-        return kind, op.group.transport.fabric, "across" if self.crosses(ends) else "inside"
 
     def totals(self, done: list[Op]) -> list[list[Any]]:
         """The "groups" of a step's line."""
         sums: dict[tuple[str, str, str], list[Op]] = {}
         for op in done:
-            sums.setdefault(self._place(op), []).append(op)
+            where = "across" if self.crosses(self.recorder.ends(op)) else "inside"
+            sums.setdefault((self.recorder.kind(op), op.group.transport.fabric, where), []).append(op)
         return [
             [*place, len(ops), sum(op.payload for op in ops), round(sum(op.sent for op in ops)),
              round(union_s([(op.start, op.end) for op in ops]), 7), round(sum(op.waited for op in ops), 7)]
@@ -118,39 +128,29 @@ class Writer:
         ]  # fmt: skip
 
     def _op(self, op: Op) -> list[Any]:
-        kind, fabric, _ = self._place(op)
         times = (round(op.start, 7), round(op.end, 7), round(op.waited, 7))
-        return [kind, fabric, op.name, op.group.name, op.number, op.peer, *times, round(op.sent)]
-
-    def add_scalars(self, make: Any) -> None:
-        """Give the scalars to TensorBoard too; `make` is called in the writer's thread."""
-        self._scalars = Scalars(make)
+        place = (self.recorder.kind(op), op.group.transport.fabric)
+        return [*place, op.name, op.group.name, op.number, op.peer, *times, round(op.sent)]
 
 
-class Scalars:
-    """TensorBoard's copy of a rank's totals, where the user has it."""
+def open_writer(current: Session, run: str, recorder: Recorder) -> Writer:
+    """This rank's, in the folder `run` below --holmes-telemetry's; OSError when it cannot be written."""
+    site, node, sizes = current.site, current.node, current.plan.sizes
+    folder = Path(current.options.telemetry).absolute() / run
+    head = {
+        "run": run, "rank": current.rank, "world": current.process.world_size, "node": node.name,
+        "cluster": node.cluster, "wall": time.time(),
+        "sizes": {axis: getattr(sizes, axis) for axis in _AXES} if sizes else None,
+        "fabrics": {fabric.name: [fabric.kind, fabric.rate_bps] for fabric in site.fabrics},
+    }  # fmt: skip
 
-    def __init__(self, make: Any):
-        self._make, self._board = make, None
+    def crosses(ranks: Sequence[int]) -> bool:
+        return len({site.node_by_name[current.plan.node_of(rank)].cluster for rank in ranks}) > 1
 
-    def add(self, line: dict[str, Any]) -> None:
-        if self._board is None and self._make is not None:
-            make, self._make = self._make, None
-            self._board = make()
-        if self._board is None:
-            return
-        seconds = line["end"] - line["begin"]
-        self._board.add_scalar("holmes/step_s", seconds, line["step"])
-        for kind, fabric, where, _, _, sent, busy, exposed in line["groups"]:
-            name = f"holmes/{kind} {where} ({fabric})"
-            self._board.add_scalar(f"{name}/exposed_s", exposed, line["step"])
-            self._board.add_scalar(f"{name}/MB_sent", sent / 1e6, line["step"])
-            if busy:
-                self._board.add_scalar(f"{name}/Gbps", sent * 8 / busy / 1e9, line["step"])
-
-    def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
+    make_board = partial(tensorboard_writer, folder / "tensorboard") if current.rank == 0 else lambda: None
+    writer = Writer(folder / f"rank{current.rank}.jsonl", head, recorder, crosses, make_board)
+    recorder.on_step = writer.on_step
+    return writer
 
 
 def tensorboard_writer(directory: Path) -> Any:
@@ -161,3 +161,17 @@ def tensorboard_writer(directory: Path) -> Any:
         return SummaryWriter(str(directory))
     except Exception:  # noqa: BLE001 - not installed, or broken: it is an extra
         return None
+
+
+def _add_scalars(board: Any, line: dict[str, Any]) -> None:
+    """A step's totals to TensorBoard."""
+    if board is None:
+        return
+    step = line["step"]
+    board.add_scalar("holmes/step_s", line["end"] - line["begin"], step)
+    for kind, fabric, where, _, _, sent, busy, exposed in line["groups"]:
+        name = f"holmes/{kind} {where} ({fabric})"
+        board.add_scalar(f"{name}/exposed_s", exposed, step)
+        board.add_scalar(f"{name}/MB_sent", sent / 1e6, step)
+        if busy:
+            board.add_scalar(f"{name}/Gbps", sent * 8 / busy / 1e9, step)

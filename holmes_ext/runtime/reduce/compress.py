@@ -1,48 +1,49 @@
 """What crosses the slow network in fewer bytes: codecs for the step between clusters of a two-level reduction.
 
     bf16   2 bytes an element: rounded to bfloat16
-    int8   1 byte an element and a float32 scale for each 256 of them: rounded to 1/127 of the block's largest magnitude, and what
-           the rounding left out is added to the same elements in the next step (error feedback: Seide et al. 2014; Karimireddy
-           et al. 2019, arXiv 1901.09847, show that it keeps SGD's rate of convergence)
+    int8   1 byte an element and a float32 scale for each 256: rounded to 1/127 of the block's largest magnitude, and
+           what the rounding left out is added to the same elements in the next step (error feedback: Seide et al.
+           2014; Karimireddy et al. 2019, arXiv 1901.09847, show that it keeps SGD's rate of convergence)
 
-Both are functions of their input alone, and everybody, the sender too, goes on with what was decoded: all ranks end with the same
-bits. A NaN or infinity makes its whole block NaN (int8) or stays (bf16): neither is hidden, nor remembered in the residual.
+Both are functions of their input alone, and everybody, the sender too, goes on with what was decoded: all ranks have
+the same bits. A NaN or infinity makes its block NaN (int8) or stays (bf16): neither is hidden, nor kept in residuals.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch.nn import functional as F
 
 from holmes_ext.errors import HolmesError
 
-KINDS = ("off", "bf16", "int8")
 #: Elements that share a scale.
 BLOCK = 256
 
 
-class Codec(Protocol):
-    """wire = encode(x, residual) and x' = decode(wire, like=x), flat tensors of one device.
+class Codec:
+    """wire = encode(x, residual) and x' = decode(wire, like=x), flat tensors of one device. Itself: x as it is ("off").
 
-    share: bytes on the wire for each byte of float32. feedback: whether encode() needs a residual, which it updates in place.
+    share: bytes on the wire for each byte of float32. feedback: whether encode() needs a residual, which it updates.
+    above: bytes of an element from which on there is something to save.
     """
 
-    share: float
-    feedback: bool
-
-    def applies(self, dtype: torch.dtype) -> bool: ...
-    def buffer(self, like: torch.Tensor) -> torch.Tensor: ...
-    def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor: ...
-    def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor: ...
-
-
-class Bf16:
-    share, feedback = 0.5, False
+    share, feedback, above = 1.0, False, 8
 
     def applies(self, dtype: torch.dtype) -> bool:
-        return dtype.is_floating_point and dtype.itemsize > 2
+        return dtype.is_floating_point and dtype.itemsize > self.above
+
+    def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(like)
+
+    def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        return x
+
+    def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return wire
+
+
+class Bf16(Codec):
+    share, above = 0.5, 2
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.numel(), dtype=torch.bfloat16, device=like.device)
@@ -54,13 +55,10 @@ class Bf16:
         return wire.to(like.dtype)
 
 
-class Int8:
-    """The wire: a uint8 tensor, first the blocks' scales, then the elements; a multiple of 4 bytes, so that several may stand in a row."""
+class Int8(Codec):
+    """The wire: uint8, first the blocks' scales, then the elements; a multiple of 4 bytes: several may follow."""
 
-    share, feedback = (1 + 4 / BLOCK) / 4, True
-
-    def applies(self, dtype: torch.dtype) -> bool:
-        return dtype.is_floating_point
+    share, feedback, above = (1 + 4 / BLOCK) / 4, True, 0
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(4 * (_blocks(like.numel()) + -(-like.numel() // 4)), dtype=torch.uint8, device=like.device)
@@ -93,31 +91,36 @@ def _blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def codec(kind: str) -> Codec | None:
-    """The codec of that name, None for "off"."""
-    if kind not in KINDS:
-        raise HolmesError(f"compress: {kind!r} is not one of {', '.join(KINDS)}")
-    return {"off": None, "bf16": Bf16(), "int8": Int8()}[kind]
+PLAIN = Codec()
+_CODECS = {"off": PLAIN, "bf16": Bf16(), "int8": Int8()}
+
+
+def codec(kind: str) -> Codec:
+    if kind not in _CODECS:
+        raise HolmesError(f"compress: {kind!r} is not one of {', '.join(_CODECS)}")
+    return _CODECS[kind]
+
+
+#: (step, where in the tensor the part begins) -> residual.
+Known = dict[tuple[int, int], torch.Tensor]
 
 
 class Residuals:
     """What int8 has left out so far, for each part of each tensor that is reduced step after step.
 
-    A tensor is known by its identity: the residuals live as long as it does. They are as many floats as this rank sends across
-    (its cluster's sum divided by the cluster's ranks), and are not part of checkpoints: a resumed job starts with none.
+    A tensor is known by its identity: the residuals live as long as it does. They are as many floats as this rank sends
+    across, and are not part of checkpoints: a resumed job starts with none.
     """
 
     def __init__(self) -> None:
         self._of = torch.utils.weak.WeakTensorKeyDictionary()
 
-    def of(self, whole: torch.Tensor) -> dict[tuple[int, int], torch.Tensor]:
-        if whole not in self._of:
-            self._of[whole] = {}
-        return self._of[whole]
+    def of(self, whole: torch.Tensor) -> Known:
+        return self._of.setdefault(whole, {})
 
 
-def residual_of(known: dict[tuple[int, int], torch.Tensor] | None, key: tuple[int, int], part: torch.Tensor) -> torch.Tensor | None:
-    """The residual of `part` among those of its tensor; key: (step, where in the tensor it begins). Zeros at first; None without any."""
+def residual_of(known: Known | None, key: tuple[int, int], part: torch.Tensor) -> torch.Tensor | None:
+    """The residual of `part` among those of its tensor: zeros at first; None without any."""
     if known is not None and key not in known:
         known[key] = torch.zeros(part.numel(), dtype=torch.float32, device=part.device)
     return known[key] if known is not None else None

@@ -1,26 +1,25 @@
 """Gradients of ZeRO 1 travel to the rank that keeps them, and nowhere else: half of an all-reduce's way.
 
-    a span that rank 0 keeps       rank 1 --> rank 2 --> rank 3 --> rank 0      each adds its own and sends on, chunk by chunk
+    a span that rank 0 keeps       rank 1 --> rank 2 --> rank 3 --> rank 0      each adds its own, chunk by chunk
     the next, which rank 1 keeps   rank 2 --> rank 3 --> rank 0 --> rank 1
 
-Of a span's B bytes every rank sends B once, in one direction of the ring; a ring all-reduce sends 2 (n-1)/n B (Thakur et al. 2005).
-DeepSpeed cuts its partitions by layers, so a bucket has one owner or two, and a reduce-scatter of equal blocks does not fit. gloo's own
-reduce() moves the root's bytes twice: as slow as an all-reduce (4 ranks, measured: 0.41 s, all-reduce 0.40 s, this chain 0.27 s).
-NCCL's reduce() is such a chain itself.
+Of a span's B bytes every rank sends B once, in one direction of the ring; a ring all-reduce sends 2 (n-1)/n B (Thakur
+et al. 2005). DeepSpeed cuts its partitions by layers, so a bucket has one owner or two, and a reduce-scatter of equal
+blocks does not fit. gloo's own reduce() is as slow as an all-reduce (4 ranks: 0.41 s, all-reduce 0.40 s, this chain
+0.27 s). NCCL's reduce() is such a chain itself.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from holmes_ext.runtime.groups.carrier import carrier
-from holmes_ext.runtime.reduce.two_level import Reduction, serve
+from holmes_ext.runtime.groups.backend import backend_of
+from holmes_ext.runtime.groups.members import members_group
+from holmes_ext.runtime.reduce.steps import Steps
 
 #: What a rank adds and sends on at a time.
 CHUNK_BYTES = 256 * 2**10
@@ -39,52 +38,46 @@ def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class ReduceToOwners:
-    """work = reduce(flat tensor, spans) starts the sums; work.wait() ends them. Afterwards a span holds the sum on its owner only.
+    """work = reduce(flat tensor, spans) starts the sums; work.wait() ends them. Then its owner has the sum of a span.
 
-    ranks: global, of the group, the same on all of them; construction is collective (with gloo it makes a group of its own). All ranks call it with the same
-    spans in the same order. group: whose backend decides: gloo's chains run in a thread of their own, on the CPU; others' reduce() is used.
+    All ranks of `group` call it with the same spans in the same order; construction is collective. gloo's chains run in
+    a thread, over a group of their own; of other backends reduce() is used. close() ends the thread.
     """
 
     def __init__(self, group: dist.ProcessGroup, device_type: str = ""):
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = dist.get_rank()
-        self._group, self._inbox = group, None
-        if carrier(group, device_type) == "gloo":
-            self._group = dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True, group_desc="data_parallel owners")
-            self._inbox = queue.SimpleQueue()
-            self._thread = threading.Thread(target=serve, args=(self._chains, self._inbox, None), name="holmes_owners", daemon=True)
-            self._thread.start()
+        self._group, self._steps = group, None
+        if backend_of(group, device_type) == "gloo":
+            self._group = members_group(self._ranks, "data_parallel owners", backend="gloo")
+            self._steps = Steps("owners", self._chains)
 
     def __call__(self, flat: torch.Tensor, spans: Spans) -> Any:
         parts = list(zip(flat.split([elements for elements, _ in spans]), [owner for _, owner in spans]))
-        if self._inbox is None:
-            return _Works([dist.reduce(part, owner, group=self._group, async_op=True) for part, owner in parts])
-        reduction = Reduction(1)
-        self._inbox.put((reduction, parts))
-        return reduction
+        if self._steps is not None:
+            return self._steps([parts])
+        return _Works([dist.reduce(part, owner, group=self._group, async_op=True) for part, owner in parts])
 
     def close(self) -> None:
-        """End the thread; what is under way is finished first."""
-        if self._inbox is not None:
-            self._inbox.put(None)
-            self._thread.join()
+        if self._steps is not None:
+            self._steps.close()
 
-    def _chains(self, parts: list[tuple[torch.Tensor, int]], _: dict | None) -> None:
+    def _chains(self, parts: list[tuple[torch.Tensor, int]]) -> None:
         """All receives are posted at once; a rank works on one span after the other, and so does its neighbour."""
         count, me = len(self._ranks), self._ranks.index(self._rank)
         before, after = self._ranks[me - 1], self._ranks[(me + 1) % count]
-        hops = []
+        hops: list[tuple[torch.Tensor, Any, bool]] = []
         for part, owner in parts:
             place = (me - self._ranks.index(owner) - 1) % count  # 0: begins the chain; count - 1: owns the span
             for chunk in part.split(max(1, CHUNK_BYTES // part.element_size())):
                 arriving = torch.empty_like(chunk) if place > 0 else None
-                receive = dist.irecv(arriving, src=before, group=self._group) if place > 0 else None
-                hops.append((chunk, arriving, receive, place < count - 1))
-        sends = []
-        for chunk, arriving, receive, goes_on in hops:
-            if receive is not None:
-                receive.wait()
-                chunk.add_(arriving)
+                receive = arriving is not None and (dist.irecv(arriving, src=before, group=self._group), arriving)
+                hops.append((chunk, receive, place < count - 1))
+        sends: list[Any] = []
+        for chunk, receive, goes_on in hops:
+            if receive:
+                receive[0].wait()
+                chunk.add_(receive[1])
             if goes_on:
                 sends.append(dist.isend(chunk, dst=after, group=self._group))
         for send in sends:

@@ -4,8 +4,8 @@
     backward      accumulate only     layer n ... layer 2  layer 1 | finish() | optimizer.step()
     network                                  [bucket 0][bucket 1][..]  only this last part is exposed
 
-Buckets are launched in one fixed order on all ranks of the group: one that is complete early waits for those before it, else
-ranks would reduce different buckets with each other. The order is the reverse of the parameters' own in the first
+Buckets are launched in one fixed order on all ranks of the group: one that is complete early waits for those before it,
+else ranks would reduce different buckets with each other. The order is the reverse of the parameters' own in the first
 step, which only observes; then it is the order in which the group's first rank saw its gradients become final.
 """
 
@@ -23,12 +23,14 @@ import torch.distributed as dist
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.buckets import bucket_bytes as bucket_bytes_of
+from holmes_ext.plan.traffic import Reduction
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.measure import telemetry
-from holmes_ext.runtime.reduce import buckets
-from holmes_ext.runtime.reduce.flat_bucket import FlatBucket, Gradient
+from holmes_ext.runtime.reduce.flat_bucket import DEFAULT_BYTES, FlatBucket, Gradient, Item, fill_buckets, layout_digest
 from holmes_ext.runtime.reduce.owned import ReduceToOwners, Spans, merge_spans
-from holmes_ext.runtime.reduce.straddling import TwoLevel, flat_all_reduce, two_level_for
+from holmes_ext.runtime.reduce.straddling import TwoLevel, flat_all_reduce, planned, two_level_for
 from holmes_ext.runtime.watch.failure import describe_failure
 
 
@@ -36,9 +38,9 @@ from holmes_ext.runtime.watch.failure import describe_failure
 class ReductionTimes:
     """One step's reduction as this rank saw it.
 
-    bytes: in the buffers (an all-reduce moves 2 (n-1)/n of them each way); seconds: from the first launch to the end of the last
-    bucket; exposed_s: the part of it that finish() waited; early: buckets launched while the backward pass ran. On GPUs, where waiting
-    does not block the host, both are the host's times only.
+    bytes: in the buffers (an all-reduce moves 2 (n-1)/n of them each way); seconds: from the first launch to the end of
+    the last bucket; exposed_s: the part of it that finish() waited; early: buckets launched while the backward pass
+    ran. On GPUs, where waiting does not block the host, both are the host's times only.
     """
 
     step: int
@@ -48,11 +50,6 @@ class ReductionTimes:
     seconds: float
     exposed_s: float
     fabric: str
-
-    @property
-    def bits_per_second(self) -> float:
-        """Bits of gradients for each second of the reduction."""
-        return self.bytes * 8 / self.seconds if self.seconds else 0.0
 
 
 class GradientReducer:
@@ -66,69 +63,61 @@ class GradientReducer:
                 loss_of(micro_batches[-1]).backward()
             optimizer.step()
 
-    parameters: parameters, or (name, parameter) pairs; those without requires_grad are left out. The same on all ranks of `group`
-        (checked once, here: construction is collective).
-    group: a process group, None for all ranks.
-    bucket_bytes: size of a bucket; None takes buckets.bucket_bytes_for() of `fabric` (a chunk, where two levels are used), or 25 MiB
-        where no fabric is known.
-    fabric: the group's fabric; None takes it from the plan when holmes is active.
-    average: divide by the number of ranks; else the sum stays.
-    predivide: gradients are divided by it before the sum, and by ranks / predivide after it (a margin against overflow in float16).
-    communication_dtype: what travels; None for each gradient's own dtype.
-    compress: "off", "bf16" or "int8": of the step between clusters where two levels are used (runtime/reduce/compress.py); None takes
-        --holmes-compress.
-    deferred: parameters whose gradients become final after the backward pass only, as weights tied over pipeline stages do: they
-        are launched by finish().
-    all_reduce: all_reduce(flat tensor) -> a work with wait() and get_future(), in place of torch's on `group`; None takes
-        two levels where holmes is active, the group straddles clusters (with NCCL: of equal size) and that is predicted to be faster.
-    gradient: gradient(parameter) -> its final gradient, called once for each step when the bucket is filled; by default .grad.
-    owners: owners(parameter) -> (elements, rank) one after the other: who needs which part of its average. On all others that part is
-        undefined afterwards (runtime/reduce/owned.py). None: all ranks need everything. Not used where two levels are.
+    parameters: parameters, or (name, parameter) pairs; those without requires_grad are left out. The same on all ranks
+        of `group` (None: all ranks), which is checked once, here: construction is collective.
+    bucket_bytes: size of a bucket; None takes the plan's where holmes is active, plan/cost/buckets.py's for `fabric`,
+        or 25 MiB. fabric: the group's; None takes it from the plan where holmes is active.
+    average: divide by the number of ranks; else the sum stays. predivide: gradients are divided by it before the sum,
+        and by ranks / predivide after it (against float16 overflow). communication_dtype: what travels; None: the
+        gradients'.
+    compress: "off", "bf16" or "int8": what crosses where two levels are used; None takes --holmes-compress.
+    deferred: parameters whose gradients become final after the backward pass only (tied weights): finish() sends them.
+    all_reduce: all_reduce(flat tensor) -> a work with wait() and get_future(), in place of torch's on `group`; None
+        takes two levels where holmes is active and the plan has them for the group.
+    gradient: gradient(parameter) -> its final gradient, called once a step when the bucket is filled; None: .grad.
+    owners: owners(parameter) -> (elements, rank) one after the other: who needs which part of its average; on others
+        that part is undefined afterwards (owned.py). None: all ranks need everything. Not used where two levels are.
 
-    A parameter that got no gradient on this rank counts as zeros, and its .grad is the average on all ranks afterwards (zeros
-    where no rank used it, as DeepSpeed does and DistributedDataParallel does not): no rank waits for it. NaN and infinity travel like any number. A
-    gradient that is accumulated several times in one backward (reentrant activation checkpointing, several backward()
-    calls) is final at the last one: how many there are is learned in the first step, and HolmesError is raised when one more
-    arrives after its bucket was sent. Hooks of other libraries that change gradients must be registered before.
+    A parameter that got no gradient on this rank counts as zeros, and its .grad is the average on all ranks afterwards
+    (zeros where no rank used it, as DeepSpeed does and DistributedDataParallel does not): no rank waits for it. NaN and
+    infinity travel like any number. A gradient that is accumulated several times in one backward (reentrant activation
+    checkpointing, several backward() calls) is final at the last one: how many there are is learned in the first step,
+    and HolmesError is raised when one more arrives after its bucket was sent. Hooks of other libraries that change
+    gradients must be registered before.
     """
 
     def __init__(
         self,
         parameters: Iterable[torch.nn.Parameter] | Iterable[tuple[str, torch.nn.Parameter]],
-        group: dist.ProcessGroup | None = None,
-        *,
-        bucket_bytes: int | None = None,
-        fabric: Fabric | None = None,
-        average: bool = True,
-        predivide: float = 1.0,
-        communication_dtype: torch.dtype | None = None,
-        compress: str | None = None,
-        deferred: Iterable[torch.nn.Parameter] = (),
-        all_reduce: Callable[[torch.Tensor], Any] | None = None,
-        gradient: Gradient | None = None,
+        group: dist.ProcessGroup | None = None, *,
+        bucket_bytes: int | None = None, fabric: Fabric | None = None,
+        average: bool = True, predivide: float = 1.0, communication_dtype: torch.dtype | None = None,
+        compress: str | None = None, deferred: Iterable[torch.nn.Parameter] = (),
+        all_reduce: Callable[[torch.Tensor], Any] | None = None, gradient: Gradient | None = None,
         owners: Callable[[torch.nn.Parameter], Spans] | None = None,
-    ):
+    ):  # fmt: skip
         named = _named(parameters)
         self._parameters = [parameter for _, parameter in named]
-        self.group = group if group is not None else dist.group.WORLD
+        self.group = group = group if group is not None else dist.group.WORLD
+        assert group is not None, "no process group: call init_process_group first"
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
-        self.fabric = fabric or _planned_fabric(self.ranks)
         self._divisors = (predivide, len(self.ranks) / predivide) if average else (predivide, 1 / predivide)
         self._gradient = gradient or (lambda parameter: parameter.grad)
         self._items = [_item(name, parameter, communication_dtype) for name, parameter in named]
-        device_type = self._parameters[0].device.type
-        self._two_level = None if all_reduce else two_level_for(self.group, sum(item.bytes for item in self._items), compress, device_type)
-        self._all_reduce = all_reduce or self._two_level or flat_all_reduce(self.group)
+        device_type, size = self._parameters[0].device.type, sum(item.bytes for item in self._items)
+        self.fabric = fabric or _planned_fabric(group, device_type)
+        way = None if all_reduce else planned(group, size, compress, device_type)
+        self._two_level = two_level_for(group, size, way, device_type)
+        self._all_reduce = all_reduce or self._two_level or flat_all_reduce(group)
         self._owners = owners if all_reduce is None and self._two_level is None else None
-        self._to_owners = ReduceToOwners(self.group, device_type) if self._owners else None
-        self.bucket_bytes = self._choose_size(bucket_bytes)
+        self._to_owners = ReduceToOwners(group, device_type) if self._owners else None
+        self.bucket_bytes = self._choose_size(bucket_bytes, way, size)
         late = {id(parameter) for parameter in deferred}
         self._deferred = [i for i, parameter in enumerate(self._parameters) if id(parameter) in late]
         self.times: ReductionTimes | None = None
         self._step = 0
         self._expected: list[int] | None = None
         self._seen: list[int] = []
-        self._armed = False
         self._check_alike()
         self._build([i for i in reversed(range(len(named))) if i not in set(self._deferred)])
         self._handles = [
@@ -136,13 +125,13 @@ class GradientReducer:
             for index, parameter in enumerate(self._parameters)
         ]
 
-    def _choose_size(self, wanted: int | None) -> int:
+    def _choose_size(self, wanted: int | None, way: Reduction | None, size: int) -> int:
+        if wanted is None and way is not None:
+            return way.chunk_bytes if self._two_level is not None else way.bucket_bytes
+        if wanted is None and isinstance(self._all_reduce, TwoLevel):  # the caller's own
+            return self._all_reduce.chunk_bytes
         if wanted is None:
-            if isinstance(self._all_reduce, TwoLevel):
-                return self._all_reduce.chunk_bytes
-            if self.fabric is None:
-                return buckets.DEFAULT_BYTES
-            return buckets.bucket_bytes_for(self.fabric.latency_s, self.fabric.rate_bps, len(self.ranks))
+            return bucket_bytes_of(self.fabric, len(self.ranks), size) if self.fabric else DEFAULT_BYTES
         if not isinstance(wanted, int) or wanted < 1:
             raise HolmesError(f"GradientReducer: bucket_bytes is {wanted!r}; give a number of bytes above 0, or None")
         return wanted
@@ -150,7 +139,7 @@ class GradientReducer:
     def _check_alike(self) -> None:
         """Ranks with different parameters would reduce different things with each other, or hang."""
         device = self._parameters[0].device
-        mine = torch.tensor([buckets.layout_digest(self._items, self.bucket_bytes)], device=device)
+        mine = torch.tensor([layout_digest(self._items, self.bucket_bytes)], device=device)
         all_ = [torch.empty_like(mine) for _ in self.ranks]
         dist.all_gather(all_, mine, group=self.group)
         other = next((rank for rank, digest in zip(self.ranks, all_) if int(digest) != int(all_[0])), None)
@@ -161,17 +150,18 @@ class GradientReducer:
             )
 
     def _build(self, order: Sequence[int]) -> None:
-        groups = buckets.fill_buckets(self._items, order, self.bucket_bytes)
-        last = buckets.fill_buckets(self._items, self._deferred, self.bucket_bytes)
+        groups = fill_buckets(self._items, order, self.bucket_bytes)
+        last = fill_buckets(self._items, self._deferred, self.bucket_bytes)
         self._buckets = [FlatBucket(indices, self._items) for indices in (*groups, *last)]
         self._hooked = len(groups)  # buckets that the backward pass may launch
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
-        for bucket in self._buckets if self._owners else ():
-            bucket.spans = merge_spans(span for i in bucket.indices for span in self._owners(self._parameters[i]))
+        if owners := self._owners:
+            for bucket in self._buckets:
+                bucket.spans = merge_spans(span for i in bucket.indices for span in owners(self._parameters[i]))
         self._reset()
 
     def _reset(self) -> None:
-        self._armed = False
+        self.armed = False  # arm() was called, and finish() not yet
         self._next = 0
         self._counts = [0] * len(self._parameters)
         self._started_at = 0.0
@@ -180,20 +170,15 @@ class GradientReducer:
 
     # What a training loop calls
 
-    @property
-    def armed(self) -> bool:
-        """Whether arm() was called and finish() was not yet."""
-        return self._armed
-
     def covers(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Whether these parameters, in this order, are the ones that are reduced."""
         return [id(parameter) for parameter in parameters] == [id(parameter) for parameter in self._parameters]
 
     def arm(self) -> None:
-        """The next backward pass (all of them until finish()) is the last of this step: send gradients as they become final."""
-        if self._armed:
-            raise HolmesError("GradientReducer: arm() was called twice without finish() between; one arm() and one finish() a step")
-        self._armed = True
+        """The next backward pass (all until finish()) is the step's last: send gradients as they become final."""
+        if self.armed:
+            raise HolmesError("GradientReducer: arm() was called twice without finish() between; call each once a step")
+        self.armed = True
 
     def finish(self) -> ReductionTimes:
         """Launch what is left (everything, without arm()), wait, and leave the averages in the gradients.
@@ -204,21 +189,18 @@ class GradientReducer:
         while self._next < len(self._buckets):
             self._launch()
         for bucket in self._buckets:
-            self._wait(bucket)
+            with self._naming(bucket):
+                bucket.work.wait()
             bucket.store(self._divisors[1])
         ended = time.perf_counter()
         last = max((bucket.done_at or ended for bucket in self._buckets), default=ended)
         self.times = ReductionTimes(
-            step=self._step,
-            bytes=sum(bucket.bytes for bucket in self._buckets),
-            buckets=len(self._buckets),
-            early=early,
-            seconds=last - self._started_at if self._buckets else 0.0,
-            exposed_s=ended - began,
+            step=self._step, bytes=sum(bucket.bytes for bucket in self._buckets), buckets=len(self._buckets),
+            early=early, seconds=last - self._started_at if self._buckets else 0.0, exposed_s=ended - began,
             fabric=self.fabric.name if self.fabric else "",
-        )
+        )  # fmt: skip
         self._step += 1
-        if self._armed and self._expected is None:
+        if self.armed and self._expected is None:
             self._learn()
         self._reset()
         telemetry.reduction_done(self.times)
@@ -236,13 +218,14 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for helper in filter(None, (self._two_level, self._to_owners)):
-            helper.close()
+        for helper in (self._two_level, self._to_owners):
+            if helper is not None:
+                helper.close()
 
     # Backward pass
 
     def _gradient_arrived(self, index: int, _: torch.Tensor) -> None:
-        if not self._armed:
+        if not self.armed:
             return
         self._counts[index] += 1
         if self._expected is None:
@@ -252,8 +235,8 @@ class GradientReducer:
         if bucket.work is not None:
             raise HolmesError(
                 f"GradientReducer: {self._items[index].name} got another gradient after its bucket was sent"
-                f" ({self._counts[index]} in this step, {self._expected[index]} in the first one); call finish() alone, without arm(),"
-                " in loops whose backward passes differ"
+                f" ({self._counts[index]} in this step, {self._expected[index]} in the first one); call finish() alone,"
+                " without arm(), in loops whose backward passes differ"
             )
         if self._counts[index] == self._expected[index]:
             bucket.missing -= 1
@@ -284,23 +267,21 @@ class GradientReducer:
         bucket.fill(self._parameters, self._gradient, self._divisors[0])
         if self._next == 0:
             self._started_at = time.perf_counter()
-        try:
-            bucket.work = self._to_owners(bucket.flat, bucket.spans) if self._to_owners else self._all_reduce(bucket.flat)
-        except RuntimeError as error:
-            raise self._failed(bucket, error) from error
+        with self._naming(bucket):
+            reduce = self._to_owners
+            bucket.work = reduce(bucket.flat, bucket.spans) if reduce else self._all_reduce(bucket.flat)
         if not bucket.flat.is_cuda:
             bucket.work.get_future().add_done_callback(lambda _: setattr(bucket, "done_at", time.perf_counter()))
         self._next += 1
 
-    def _wait(self, bucket: FlatBucket) -> None:
+    @contextmanager
+    def _naming(self, bucket: FlatBucket) -> Iterator[None]:
+        """What fails inside is this bucket's reduction."""
         try:
-            bucket.work.wait()
+            yield
         except RuntimeError as error:
-            raise self._failed(bucket, error) from error
-
-    def _failed(self, bucket: FlatBucket, error: RuntimeError) -> HolmesError:
-        what = f"bucket {self._buckets.index(bucket)} of {len(self._buckets)} ({bucket}) of step {self._step}"
-        return HolmesError(describe_failure(what, self.ranks, self.fabric, str(error)))
+            what = f"bucket {self._buckets.index(bucket)} of {len(self._buckets)} ({bucket}) of step {self._step}"
+            raise HolmesError(describe_failure(what, self.ranks, self.fabric, str(error))) from error
 
 
 def _named(parameters: Iterable[Any]) -> list[tuple[str, torch.nn.Parameter]]:
@@ -311,15 +292,15 @@ def _named(parameters: Iterable[Any]) -> list[tuple[str, torch.nn.Parameter]]:
             seen.add(id(parameter))
             named.append((name, parameter))
     if not named:
-        raise HolmesError("GradientReducer: no parameter that requires a gradient was given; pass model.named_parameters()")
+        raise HolmesError("GradientReducer: no parameter given that requires a gradient; pass model.named_parameters()")
     return named
 
 
-def _item(name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> buckets.Item:
+def _item(name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> Item:
     dtype = dtype or parameter.dtype
-    return buckets.Item(name, parameter.numel(), dtype.itemsize, (dtype, parameter.device))
+    return Item(name, parameter.numel(), dtype.itemsize, (dtype, parameter.device))
 
 
-def _planned_fabric(ranks: tuple[int, ...]) -> Fabric | None:
+def _planned_fabric(group: dist.ProcessGroup, device_type: str) -> Fabric | None:
     current = session.active()
-    return current.plan.fabric_of(ranks, current.site) if current else None
+    return current.fabric_of(group_ranks(group), backend_of(group, device_type)) if current else None

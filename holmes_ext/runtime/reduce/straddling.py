@@ -1,38 +1,46 @@
-"""The all-reduce that suits a group: in two levels where it straddles clusters and the plan predicts that to be faster."""
+"""The all-reduce that the plan has for a group: in two levels where it straddles clusters and that is faster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from holmes_ext.plan.traffic import SOCKETS, Reduction
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.carrier import carrier
-from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce, planned
+from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
 TwoLevel = TwoLevelAllReduce | TwoLevelCollectives
 
 
-def two_level_for(group: dist.ProcessGroup, size: int, compress: str | None = None, device_type: str = "") -> TwoLevel | None:
-    """For all-reduces of about `size` bytes in `group`; None: use torch's. Collective, and the same on all its ranks.
-
-    None where holmes is off, the group lies in one cluster, a flat ring is predicted to be faster, or NCCL has clusters of different
-    sizes. compress: "off", "bf16" or "int8" for what crosses; None takes --holmes-compress. device_type: of the tensors; "" as in carrier.
-    """
-    clusters = planned(tuple(dist.get_process_group_ranks(group)), size, compress)
-    if clusters is None:
+def planned(
+    group: dist.ProcessGroup, size: float = inf, compress: str | None = None, device_type: str = ""
+) -> Reduction | None:
+    """How `group` reduces `size` bytes in a step; None where holmes is off. compress: in place of the plan's;
+    device_type: of the tensors."""
+    current = session.active()
+    if current is None:
         return None
-    compress = compress or session.require().options.compress
-    if carrier(group, device_type) == "gloo":
-        return TwoLevelAllReduce(clusters, compress=compress)
-    if len({len(members) for members in clusters}) == 1:
-        return TwoLevelCollectives(clusters, compress=compress)
-    return None
+    return current.reduction(dist.get_process_group_ranks(group), backend_of(group, device_type), size, compress)
 
 
-def flat_all_reduce(group: dist.ProcessGroup) -> Callable[[torch.Tensor], Any]:
+def two_level_for(group: dist.ProcessGroup, size: int, way: Reduction | None, device_type: str = "") -> TwoLevel | None:
+    """For all-reduces of about `size` bytes in `group`, which reduces in this `way`; None: use torch's. Collective, and
+    the same on all its ranks."""
+    if way is None or not way.clusters or size < way.two_level_from:
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    clusters = list(session.require().plan.by_cluster(ranks).values())
+    if len(clusters) < 2:
+        return None
+    sockets = carrier_of(backend_of(group, device_type)) == SOCKETS
+    return (TwoLevelAllReduce if sockets else TwoLevelCollectives)(clusters, compress=way.compress)
+
+
+def flat_all_reduce(group: dist.ProcessGroup) -> Callable[[Any], Any]:
     """torch's own, asynchronous."""
     return lambda flat: dist.all_reduce(flat, group=group, async_op=True)

@@ -5,42 +5,40 @@
     chunk 3                                   [1 scatter in    ][2 ...           micro-batches in a pipeline
 
     1  inside each cluster, on its fabric: rank k gets the cluster's sum of block k (reduce-scatter)
-    2  across clusters, on Ethernet: the owners of the same elements reduce-scatter their sums; every node's NIC sends at once
+    2  across clusters, on Ethernet: the owners of the same elements reduce-scatter their sums; every node's NIC sends
     3  across: they all-gather the total                                   4  inside: all-gather the blocks
 
-Of B bytes a cluster sends 2 (C-1)/C B across for C clusters, the least that any all-reduce can; a flat ring on Ethernet sends
-2 (n-1)/n B from EVERY rank. This is the hierarchical all-reduce of Jia et al. 2018 (arXiv 1807.11205, section 3.2), with both outer
-steps split into their halves.
+Of B bytes a cluster sends 2 (C-1)/C B across for C clusters, the least that any all-reduce can; a flat ring on Ethernet
+sends
+2 (n-1)/n B from EVERY rank. This is the hierarchical all-reduce of Jia et al. 2018 (arXiv 1807.11205, section 3.2),
+with both outer steps split into their halves.
 
-Over gloo each step is one exchange: every rank sends each other rank its block directly, receives posted first, one group for each
-direction (gloo's own reduce_scatter moves as many bytes as an all-reduce: measured 3 to 4 times slower than this exchange).
-The order of additions is fixed by the rank order, and each element is added up on one rank: all ranks get the same bits.
-Steps 2 and 3 may be compressed (compress.py), the steps inside never are.
+Over gloo each step is one exchange: every rank sends each other rank its block directly, receives posted first, one
+group for each direction (gloo's own reduce_scatter moves as many bytes as an all-reduce: measured 3 to 4 times slower
+than this exchange).
+The order of additions is fixed by the rank order, and each element is added up on one rank: all ranks get the same
+bits. Steps 2 and 3 may be compressed (compress.py), the steps inside never are.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime import session
+from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES
 from holmes_ext.runtime.reduce.compress import Residuals, codec
-from holmes_ext.runtime.reduce.direct import DirectExchange
-from holmes_ext.runtime.reduce.settle import under_way
-
-#: Bytes of a chunk for each rank of the smallest cluster: what its Ethernet NIC carries at a time.
-CHUNK_SHARE_BYTES = 512 * 2**10
+from holmes_ext.runtime.reduce.direct import DirectExchange, Parts
+from holmes_ext.runtime.reduce.steps import Steps, Work
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a chunk that one rank of every cluster owns after the step inside: `owners`, in cluster order."""
+    """Elements [start, stop) of a chunk that one rank of every cluster owns after the step inside: `owners`, in cluster
+    order."""
 
     start: int
     stop: int
@@ -61,98 +59,25 @@ def _cuts(numel: int, parts: int) -> list[int]:
     return [numel * part // parts for part in range(parts + 1)]
 
 
+def _split(tensor: torch.Tensor, parts: int) -> list[torch.Tensor]:
+    cuts = _cuts(tensor.numel(), parts)
+    return [tensor[start:stop] for start, stop in zip(cuts, cuts[1:])]
+
+
 def _owner(position: int, cuts: list[int]) -> int:
     return next(k for k in range(len(cuts) - 1) if cuts[k] <= position < cuts[k + 1])
 
 
-def predict(
-    size: int,
-    clusters: Sequence[int],
-    fabric: tuple[float, float],
-    ethernet: tuple[float, float],
-    processes: int = 1,
-    share: float = 1.0,
-) -> tuple[float, float]:
-    """Seconds of an all-reduce of `size` bytes: (flat ring on Ethernet, two-level pipelined by chunks).
-
-    clusters: ranks in each; processes: ranks that share a node's NICs; fabric, ethernet: (bits/s of one node, latency in seconds),
-    fabric the slowest of the clusters'; share: what compression leaves of the bytes that cross. Ring after Thakur et al. 2005, passing
-    each node once; two-level: the busier network works all the time, the other one's first chunk is waited for.
-    """
-    ranks, smallest, largest, count = sum(clusters), min(clusters), max(clusters), len(clusters)
-    flat = 2 * (ranks - 1) * (ethernet[1] + size * 8 / ranks / ethernet[0])
-    chunk = min(size, CHUNK_SHARE_BYTES * smallest)
-    bits_inside = processes * (largest - processes) / largest * chunk * 8  # from the node's ranks to all others' nodes
-    bits_across = share * processes * (count - 1) / count * chunk / smallest * 8
-    inside = 2 * (fabric[1] + bits_inside / fabric[0])
-    across = 2 * (ethernet[1] + bits_across / ethernet[0])
-    return flat, inside + across + (max(1, size / chunk) - 1) * max(inside, across)
-
-
-def planned(ranks: Sequence[int], size: int, compress: str | None = None) -> list[list[int]] | None:
-    """Clusters of `ranks` for a TwoLevelAllReduce of `size` bytes, where holmes is active and two levels are predicted to be faster
-    than a flat ring; else None (the group lies in one cluster, or its own network is no slower than the clusters'). compress: None
-    takes the option's."""
-    current = session.active()
-    if current is None:
-        return None
-    site, plan = current.site, current.plan
-    clusters: dict[str, list[int]] = {}
-    for rank in ranks:
-        clusters.setdefault(site.node_by_name[plan.node_of(rank)].cluster, []).append(rank)
-    nodes = [{plan.node_of(rank) for rank in members} for members in clusters.values()]
-    inside = [site.shared_fabric(names) for names in nodes if len(names) > 1]
-    if len(clusters) < 2 or not inside:
-        return None
-    slowest = min(inside, key=lambda fabric: fabric.rate_bps)
-    across = site.shared_fabric(set().union(*nodes))
-    networks = [(fabric.rate_bps, fabric.latency_s) for fabric in (slowest, across)]
-    used = codec(compress or current.options.compress)
-    sizes = [len(members) for members in clusters.values()]
-    flat, two_level = predict(size, sizes, *networks, plan.processes, used.share if used else 1.0)
-    return list(clusters.values()) if two_level < flat else None
-
-
-class Reduction:
-    """One all-reduce under way: wait() returns when the tensor holds the sum, and raises what went wrong."""
-
-    def __init__(self, chunks: int, residuals: dict | None = None):
-        self._left, self.error, self.residuals = chunks, None, residuals
-        self._future: torch.futures.Future = torch.futures.Future()
-        self._out = threading.Event()  # all chunks have come out of the threads, summed or not
-        under_way(self)
-
-    def wait(self) -> None:
-        self._future.wait()
-
-    def get_future(self) -> torch.futures.Future:
-        return self._future
-
-    def chunk_done(self) -> None:
-        self._left -= 1
-        if self._left == 0:
-            if self.error is None:
-                self._future.set_result(None)
-            self._out.set()
-
-    def settle(self, seconds: float) -> None:
-        """Until no thread works on it any more, at most so long."""
-        self._out.wait(seconds)
-
-    def fail(self, error: Exception) -> None:
-        if self.error is None:
-            self.error = error
-            self._future.set_exception(error)
-
-
 class TwoLevelAllReduce:
-    """reduction = all_reduce(flat tensor) starts a sum over all ranks of `clusters`, in place; reduction.wait() ends it.
+    """work = all_reduce(flat tensor) starts a sum over all ranks of `clusters`, in place; work.wait() ends it.
 
-    clusters: global ranks of each cluster, the same on every rank (two clusters or more). chunk_bytes: None takes 512 KiB for each
-    rank of the smallest cluster. compress: of what crosses, "off", "bf16" or "int8" (with error feedback for tensors that are reduced
-    again in later steps: the same tensor objects). Construction is collective: it makes four gloo groups, of this cluster on its
-    fabric and of all clusters on Ethernet (where holmes is active it chooses the NICs; else GLOO_SOCKET_IFNAME does). Tensors:
-    contiguous, on the CPU.
+    clusters: global ranks of each cluster, the same on every rank (two clusters or more). chunk_bytes: None takes 512
+    KiB for each rank of the smallest cluster. compress: of what crosses, "off", "bf16" or "int8" (with error feedback
+    for tensors that
+    are reduced again in later steps: the same tensor objects). Construction is collective: it makes four gloo groups,
+    of this cluster on its fabric and of all clusters on Ethernet (where holmes is active it chooses the NICs; else
+    GLOO_SOCKET_IFNAME does). Tensors: contiguous, on the CPU. close() ends the threads; what is under way is finished
+    first.
     """
 
     def __init__(self, clusters: Sequence[Sequence[int]], *, chunk_bytes: int | None = None, compress: str = "off"):
@@ -161,89 +86,43 @@ class TwoLevelAllReduce:
         self.rank = dist.get_rank()
         if len(self.clusters) < 2 or len(set(everyone)) != len(everyone) or self.rank not in everyone:
             raise HolmesError(
-                f"TwoLevelAllReduce: clusters {self.clusters} must be two or more lists of different ranks, rank {self.rank} in one of them"
+                f"TwoLevelAllReduce: clusters {self.clusters} must be two or more lists of different ranks,"
+                f" rank {self.rank} in one of them"
             )
         self.members = next(members for members in self.clusters if self.rank in members)
         self.chunk_bytes = chunk_bytes or CHUNK_SHARE_BYTES * min(len(members) for members in self.clusters)
         self._inside = DirectExchange(sorted(self.members))
         self._across = DirectExchange(everyone, codec(compress))
         self._residuals = Residuals()
-        self._inboxes: list[queue.SimpleQueue] = []
-        steps = (self._scatter_in, self._scatter_across, self._gather_across, self._gather_in)
-        self._start(steps)
+        self._steps = Steps(
+            "two-level", self._scatter_inside, self._scatter_across, self._gather_across, self._gather_inside
+        )
+        self.close = self._steps.close
 
-    def __call__(self, flat: torch.Tensor) -> Reduction:
+    def __call__(self, flat: torch.Tensor) -> Work:
         assert flat.dim() == 1 and flat.is_contiguous() and flat.device.type == "cpu"
+        residuals = self._residuals.of(flat) if self._across.codec.feedback else None
         chunks = flat.split(max(1, self.chunk_bytes // flat.element_size()))
-        reduction = Reduction(len(chunks), self._residuals.of(flat) if self._across.feedback else None)
-        for chunk in chunks:
-            self._inboxes[0].put((reduction, chunk))
-        return reduction
+        return self._steps([(chunk, residuals) for chunk in chunks])
 
     @property
     def bytes_across(self) -> int:
         """What this rank has sent to other clusters so far, without headers."""
         return self._across.bytes_sent
 
-    def close(self) -> None:
-        """End the threads; what is under way is finished first."""
-        self._inboxes[0].put(None)
-        for thread in self._threads:
-            thread.join()
+    def _scatter_inside(self, part: tuple[torch.Tensor, dict | None]) -> None:
+        self._inside.reduce_scatter([(_split(part[0], len(self.members)), self.members)], tag=1)
 
-    # The steps, each in a thread of its own: gloo's calls block, and release the GIL
+    def _scatter_across(self, part: tuple[torch.Tensor, dict | None]) -> None:
+        self._across.reduce_scatter(self._owned(part[0]), 2, part[1])
 
-    def _start(self, steps: Sequence[Callable[[torch.Tensor, dict | None], None]]) -> None:
-        self._inboxes = [queue.SimpleQueue() for _ in steps]
-        self._threads = []
-        for step, inbox, outbox in zip(steps, self._inboxes, [*self._inboxes[1:], None]):
-            thread = threading.Thread(target=serve, args=(step, inbox, outbox), name=f"holmes{step.__name__}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+    def _gather_across(self, part: tuple[torch.Tensor, dict | None]) -> None:
+        self._across.all_gather(self._owned(part[0]), 3, part[1])
 
-    def _scatter_in(self, chunk: torch.Tensor, _: dict | None) -> None:
-        blocks = self._blocks(chunk)
-        self._inside.reduce_scatter([(blocks, self.members)], tag=1)
+    def _gather_inside(self, part: tuple[torch.Tensor, dict | None]) -> None:
+        self._inside.all_gather([(_split(part[0], len(self.members)), self.members)], tag=4)
 
-    def _scatter_across(self, chunk: torch.Tensor, residuals: dict | None) -> None:
-        self._across.reduce_scatter(self._mine(chunk), 2, residuals)
-
-    def _gather_across(self, chunk: torch.Tensor, residuals: dict | None) -> None:
-        self._across.all_gather(self._mine(chunk), 3, residuals)
-
-    def _gather_in(self, chunk: torch.Tensor, _: dict | None) -> None:
-        self._inside.all_gather([(self._blocks(chunk), self.members)], tag=4)
-
-    def _blocks(self, chunk: torch.Tensor) -> list[torch.Tensor]:
-        cuts = _cuts(chunk.numel(), len(self.members))
-        return [chunk[start:stop] for start, stop in zip(cuts, cuts[1:])]
-
-    def _mine(self, chunk: torch.Tensor) -> list[tuple[list[torch.Tensor], Sequence[int]]]:
+    def _owned(self, chunk: torch.Tensor) -> list[Parts]:
         """The pieces that this rank owns, each cut into one part for each of its owners."""
         owned = [piece for piece in pieces(chunk.numel(), self.clusters) if self.rank in piece.owners]
-        result = []
-        for piece in owned:
-            cuts = [piece.start + cut for cut in _cuts(piece.stop - piece.start, len(piece.owners))]
-            result.append(([chunk[start:stop] for start, stop in zip(cuts, cuts[1:])], piece.owners))
-        return result
-
-
-def serve(step: Callable, inbox: queue.SimpleQueue, outbox: queue.SimpleQueue | None) -> None:
-    """One step's thread: chunks in, the step, chunks on. After an error the chunks of a reduction pass through untouched."""
-    broken: Exception | None = None
-    while (task := inbox.get()) is not None:
-        reduction, chunk = task
-        if broken is not None:
-            reduction.fail(broken)
-        elif reduction.error is None:
-            try:
-                step(chunk, reduction.residuals)
-            except Exception as error:  # noqa: BLE001 - handed to whoever waits
-                broken = error
-                reduction.fail(error)
-        if outbox is not None:
-            outbox.put(task)
-        else:
-            reduction.chunk_done()
-    if outbox is not None:
-        outbox.put(None)
+        return [(_split(chunk[piece.start : piece.stop], len(piece.owners)), piece.owners) for piece in owned]

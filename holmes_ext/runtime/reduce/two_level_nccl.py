@@ -1,10 +1,10 @@
 """The two-level all-reduce of two_level.py with NCCL's own collectives, for clusters of equal size.
 
     chunk c, on a CUDA stream of its own:   reduce-scatter inside -> all-reduce of the shard across -> all-gather inside
-    compressed:                             ...  encode the shard -> all-gather across -> decode, add up in cluster order -> ...
+    compressed:                         encode the shard -> all-gather across -> decode, add up in cluster order
 
-NCCL orders what is launched on one communicator, and calls return at once; so the chunks follow each other through the three
-communicators without threads. (Not run on GPUs so far: the order of the steps is tested over gloo on CPUs, where no stream exists.)
+NCCL orders what is launched on one communicator, and calls return at once; so the chunks follow each other through the
+communicators without threads. (Not run on GPUs so far: the order of the steps is tested over gloo, without streams.)
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES
+from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.reduce.compress import Residuals, codec, residual_of
-from holmes_ext.runtime.reduce.two_level import CHUNK_SHARE_BYTES
 
 STREAMS = 4
 
@@ -40,11 +41,11 @@ class Done:
 
 
 class TwoLevelCollectives:
-    """reduction = all_reduce(flat tensor) starts a sum over all ranks of `clusters`, in place; reduction.wait() ends it.
+    """work = all_reduce(flat tensor) starts a sum over all ranks of `clusters`, in place; work.wait() ends it.
 
-    clusters: global ranks of each cluster, as many in each, the same lists on every rank. chunk_bytes: None takes 512 KiB for each
-    rank of a cluster. compress: of what crosses, "off", "bf16" or "int8" (for two clusters as many bytes as in TwoLevelAllReduce; for
-    more, each cluster's shard goes to all others whole). Construction is collective: a group for each cluster, and one for each set of ranks in the same place.
+    clusters: as many global ranks in each, the same lists on every rank. chunk_bytes, compress: as of TwoLevelAllReduce
+    (compressed, each cluster's shard goes to all others whole: more bytes for three clusters or more). Construction is
+    collective: a group for each cluster, one for each set of ranks in the same place, and one for what is left over.
     """
 
     def __init__(self, clusters: Sequence[Sequence[int]], *, chunk_bytes: int | None = None, compress: str = "off"):
@@ -53,14 +54,13 @@ class TwoLevelCollectives:
             raise HolmesError(f"TwoLevelCollectives: clusters {clusters} must be two or more lists of the same length")
         rank = dist.get_rank()
         inside = sorted(next(members for members in clusters if rank in members))
-        self._position = inside.index(rank)
-        across = sorted(sorted(members)[self._position] for members in clusters)
+        across = sorted(sorted(members)[inside.index(rank)] for members in clusters)
         self.chunk_bytes = chunk_bytes or CHUNK_SHARE_BYTES * len(inside)
         self._members, self._clusters = len(inside), len(across)
         self._codec, self._residuals = codec(compress), Residuals()
         everyone = sorted(other for members in clusters for other in members)
         self._inside, self._across, self._everyone = (
-            dist.new_group(ranks, use_local_synchronization=True, group_desc=f"two-level {name}")
+            members_group(ranks, f"two-level {name}")
             for name, ranks in (("inside", inside), ("across", across), ("rest", everyone))
         )
         self._streams = [torch.cuda.Stream() for _ in range(STREAMS)] if torch.cuda.is_available() else []
@@ -70,7 +70,7 @@ class TwoLevelCollectives:
         even = flat.numel() // self._members * self._members
         length = max(1, self.chunk_bytes // flat.element_size() // self._members) * self._members
         streams = self._streams if flat.is_cuda else []
-        residuals = self._residuals.of(flat) if self._codec is not None and self._codec.feedback else None
+        residuals = self._residuals.of(flat) if self._codec.feedback else None
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream())
         for number, chunk in enumerate(flat[:even].split(length)):
@@ -87,8 +87,8 @@ class TwoLevelCollectives:
     def _sum(self, chunk: torch.Tensor, residuals: dict | None) -> None:
         shard: Any = torch.empty(chunk.numel() // self._members, dtype=chunk.dtype, device=chunk.device)
         dist.reduce_scatter_tensor(shard, chunk, group=self._inside)
-        if self._codec is not None and self._codec.applies(shard.dtype):
-            self._sum_compressed(shard, residual_of(residuals, (0, chunk.storage_offset()), shard))
+        if self._codec.applies(shard.dtype):
+            self._sum_compressed(shard, residual_of(residuals, (0, int(chunk.storage_offset())), shard))
         else:
             dist.all_reduce(shard, group=self._across)
         dist.all_gather_into_tensor(chunk, shard, group=self._inside)

@@ -8,9 +8,10 @@
 
 A rank that fails before it can report sends its error instead, so that nobody waits for it in vain.
 
-Why rounds: torchrun's agents keep one store over the restarts of a job, and do not agree on TORCHELASTIC_RESTART_COUNT (an agent that
-restarts because another one did does not count it). So a rank may find what the job left there the last time it was started. A verdict that is
-there before the rank has reported is such a leftover, since no verdict is made without its report: it waits for the next round.
+Why rounds: torchrun's agents keep one store over the restarts of a job, and do not agree on TORCHELASTIC_RESTART_COUNT
+(an agent that restarts because another one did does not count it). So a rank may find what the job left there before.
+A verdict that is there before the rank has reported is such a leftover, since none is made without its report: it
+waits for the next round.
 """
 
 from __future__ import annotations
@@ -22,38 +23,32 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from holmes_ext.cluster.node_report import NodeReport
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.runtime.start.launcher import Process
+from holmes_ext.words import some_of
 
 #: What rank 0 makes of all reports: the verdict's content.
 Decide = Callable[[list[dict[str, Any]], list[NodeReport]], dict[str, Any]]
 _CHUNK = 512
 _ROUND = "holmes/round"
-#: How long a verdict that does not count this rank's report may stand until it is taken for one that gave the rank up, in seconds.
+#: How long a verdict that does not count this rank's report may stand until it is taken for one that gave the rank up,
+#: in seconds.
 _LEFTOVER_SECONDS = 10.0
 
 
-class RemoteError(HolmesError):
-    """An error that rank 0 has already told the user; the other ranks only end."""
+def exchange(store: Any, process: Process, report: dict[str, Any], decide: Decide, timeout_s: float) -> dict[str, Any]:
+    """The verdict on all ranks' reports; its key "round" is the prefix for what else this start puts into the store.
 
-
-def exchange(
-    store: dist.Store, process: Process, report: dict[str, Any], decide: Decide, timeout_s: float
-) -> dict[str, Any]:
-    """The verdict on all ranks' reports; its key "round" is the prefix for whatever else this start of the job puts into the store.
-
-    `report` holds at least node, identity, local_rank, `agreed` (a flat dict that must be the same everywhere) and, from
-    local rank 0, `nics_of_node`; or only `error`. Raises HolmesError on rank 0 and RemoteError elsewhere.
+    `report` holds at least node, identity, local_rank, `agreed` (a flat dict that must be the same everywhere) and,
+    from local rank 0, `nics_of_node`; or only `error`. Raises HolmesError on rank 0 and RemoteError elsewhere.
     """
     packed = _pack({**report, "rank": process.rank})
     try:
         if process.rank == 0:
             return _lead(store, process, packed, decide, timeout_s)
         verdict = _await_verdict(store, process, packed, timeout_s)
-    except (dist.DistError, RuntimeError):  # the store, or the host of it, is gone
+    except RuntimeError:  # the store, or the host of it, is gone; torch.distributed.DistError is one
         verdict = None
     if verdict is None:
         raise HolmesError(
@@ -65,7 +60,7 @@ def exchange(
     return verdict
 
 
-def _lead(store: dist.Store, process: Process, packed: bytes, decide: Decide, timeout_s: float) -> dict[str, Any]:
+def _lead(store: Any, process: Process, packed: bytes, decide: Decide, timeout_s: float) -> dict[str, Any]:
     prefix = f"holmes/{store.add(_ROUND, 1)}"
     store.set(f"{prefix}/report/0", packed)
     try:
@@ -77,10 +72,11 @@ def _lead(store: dist.Store, process: Process, packed: bytes, decide: Decide, ti
     return verdict
 
 
-def _await_verdict(store: dist.Store, process: Process, packed: bytes, timeout_s: float) -> dict[str, Any] | None:
-    """Report in the round that is under way, or in the next where the one found is over; None when no verdict came."""
+def _await_verdict(store: Any, process: Process, packed: bytes, timeout_s: float) -> dict[str, Any] | None:
+    """Report in the round that is under way, or in the next where the one found is over; None when none came."""
     started, reported, patience = time.monotonic(), "", 2.0
-    while (waited := time.monotonic() - started) < timeout_s + 15:  # rank 0 may itself use up the time, then says who was missing
+    # Longer than rank 0, which may itself use up the time and then says who was missing.
+    while (waited := time.monotonic() - started) < timeout_s + 15:
         if not _wait(store, _ROUND, patience):
             continue
         prefix = f"holmes/{int(store.get(_ROUND))}"
@@ -99,11 +95,11 @@ def _await_verdict(store: dist.Store, process: Process, packed: bytes, timeout_s
     return None
 
 
-def _wait(store: dist.Store, key: str, seconds: float) -> bool:
+def _wait(store: Any, key: str, seconds: float) -> bool:
     try:
         store.wait([key], timedelta(seconds=seconds))
         return True
-    except (dist.DistError, RuntimeError):
+    except RuntimeError:
         return store.check([key])  # raises when the store is gone
 
 
@@ -115,22 +111,22 @@ def _unpack(data: bytes) -> dict[str, Any]:
     return json.loads(zlib.decompress(data))
 
 
-def _collect(store: dist.Store, prefix: str, process: Process, timeout_s: float) -> list[dict[str, Any]]:
+def _collect(store: Any, prefix: str, process: Process, timeout_s: float) -> list[dict[str, Any]]:
     """Reports of all ranks in rank order; HolmesError names the ranks that did not come within `timeout_s` seconds."""
     keys = [f"{prefix}/report/{rank}" for rank in range(process.world_size)]
     deadline = time.monotonic() + timeout_s
-    reports = []
+    reports: list[dict[str, Any]] = []
     for start in range(0, len(keys), _CHUNK):
         chunk = keys[start : start + _CHUNK]
         try:
             store.wait(chunk, timedelta(seconds=max(0.1, deadline - time.monotonic())))
-        except (dist.DistError, RuntimeError):
+        except RuntimeError:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            count = f"{len(missing)} of {process.world_size} ranks"
+            where = f"{process.master_addr}:{process.master_port}"
             raise HolmesError(
-                f"{len(missing)} of {process.world_size} ranks did not report within {timeout_s:g} s: rank {names};"
-                " were they started, with --holmes, and can they reach"
-                f" {process.master_addr}:{process.master_port}?"
+                f"{count} did not report within {timeout_s:g} s: rank {some_of(missing)};"
+                f" were they started, with --holmes, and can they reach {where}?"
             ) from None
         reports += map(_unpack, store.multi_get(chunk))
     return reports
@@ -165,7 +161,8 @@ def _nodes(reports: list[dict[str, Any]]) -> list[NodeReport]:
     for members in by_identity.values():
         name, local = members[0]["node"], sorted(member["local_rank"] for member in members)
         if local != list(range(len(members))):
-            raise HolmesError(f"node {name!r}: its {len(members)} processes have local ranks {local}, not 0 to {len(members) - 1}")
+            count = len(members)
+            raise HolmesError(f"node {name!r}: its {count} processes have local ranks {local}, not 0 to {count - 1}")
         leader = next(member for member in members if member["local_rank"] == 0)
         nodes.append(NodeReport.from_dict(leader["nics_of_node"], len(members)))
     return nodes

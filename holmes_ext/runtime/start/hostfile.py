@@ -2,7 +2,7 @@
 
     deepspeed --hostfile FILE train.py ...                              reads FILE, reaches every host of it
       -> python -m deepspeed.launcher.launch --world_info=BASE64 ...    on each host: {"a0": [0, 1], "b0": [0, 1]}
-           -> python train.py ...                                       a rank; the hosts stand in its parent's command line
+           -> python train.py ...                                       a rank; the hosts are in its parent's command
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ _FLAG = "--world_info"
 
 
 def launched_hosts(pid: int | None = None) -> dict[str, int]:
-    """Host -> processes, in the launcher's order, from process `pid` (default: the parent); empty when that is no deepspeed launcher."""
+    """Host -> processes, in the launcher's order, from process `pid` (default: the parent); empty when that is no
+    deepspeed launcher."""
+    place = Path("/proc", str(os.getppid() if pid is None else pid), "cmdline")
     try:
-        arguments = Path(f"/proc/{os.getppid() if pid is None else pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        arguments = place.read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return {}
     for item, following in zip(arguments, [*arguments[1:], ""]):
@@ -40,26 +42,24 @@ def _decode(text: str) -> dict[str, int]:
 
 
 def check_hosts(hosts: dict[str, int], spec: SiteSpec) -> None:
-    """HolmesError when the hostfile and cluster.toml cannot be the same nodes; aliases and addresses are left to what the nodes report."""
+    """HolmesError when the hostfile and cluster.toml cannot be the same nodes; aliases and addresses are left to what
+    the nodes report."""
     if not hosts:
         return
     nodes = {short_name(name): name for cluster in spec.clusters for name in cluster.nodes}
     known = {name: nodes[short_name(name)] for name in hosts if short_name(name) in nodes}
-    extra, absent = [name for name in hosts if name not in known], sorted(set(nodes.values()) - set(known.values()))
+    counts = f"the deepspeed launcher's hostfile has {len(hosts)} hosts, {spec.source} {len(nodes)} nodes"
     if len(hosts) > len(nodes):
-        raise HolmesError(
-            f"the deepspeed launcher's hostfile has {len(hosts)} hosts, {spec.source} {len(nodes)} nodes: host {extra[0]!r} is in no"
-            " cluster; add it to a cluster's nodes, or take it out of the hostfile"
-        )
+        extra = next(name for name in hosts if name not in known)
+        way_out = "add it to a cluster's nodes, or take it out of the hostfile"
+        raise HolmesError(f"{counts}: host {extra!r} is in no cluster; {way_out}")
     if len(hosts) < len(nodes):
-        raise HolmesError(
-            f"the deepspeed launcher's hostfile has {len(hosts)} hosts, {spec.source} {len(nodes)} nodes: node {absent[0]!r} of cluster"
-            f" {spec.cluster_of(absent[0]).name!r} is not in the hostfile; add it there, or take it out of the cluster"
-        )
+        absent = min(set(nodes.values()) - set(known.values()))
+        where = f"node {absent!r} of cluster {spec.cluster_of(absent).name!r} is not in the hostfile"
+        raise HolmesError(f"{counts}: {where}; add it there, or take it out of the cluster")
     for host, name in known.items():
         cluster = spec.cluster_of(name)
         if hosts[host] != cluster.processes:
-            raise HolmesError(
-                f"the deepspeed launcher's hostfile starts {hosts[host]} processes on {host!r}, but in {spec.source} key"
-                f" 'cluster.{cluster.name}.processes' is {cluster.processes}; make the slots and the key agree"
-            )
+            key = f"in {spec.source} key 'cluster.{cluster.name}.processes' is {cluster.processes}"
+            started = f"the deepspeed launcher's hostfile starts {hosts[host]} processes on {host!r}"
+            raise HolmesError(f"{started}, but {key}; make the slots and the key agree")

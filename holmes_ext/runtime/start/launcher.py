@@ -11,7 +11,7 @@ from holmes_ext.errors import HolmesError
 
 @dataclass(frozen=True)
 class Process:
-    """Identity as the launcher gave it. local_world_size 0: the launcher does not say (it is counted from the reports)."""
+    """Identity as the launcher gave it. local_world_size 0: the launcher does not say."""
 
     rank: int
     world_size: int
@@ -21,7 +21,6 @@ class Process:
     master_port: int
     launcher: str
     agent_store: bool = False
-    restart: int = 0
 
     def __post_init__(self):
         if not 0 <= self.rank < self.world_size:
@@ -32,12 +31,7 @@ NONE = "no launcher"
 #: For each launcher: names of rank, world size, local rank, local world size.
 VARIABLES = {
     "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-    "mpirun (Open MPI)": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    "mpirun (Open MPI)": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "mpirun (Hydra)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 # A Slurm batch script has SLURM_PROCID=0 too; only what srun starts has a SLURM_STEP_ID.
@@ -67,10 +61,11 @@ def _number(environ: Mapping[str, str], name: str, launcher: str, default: int |
 
 
 def _from_torch(environ: Mapping[str, str]) -> Process:
-    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "deepspeed" if "CROSS_RANK" in environ else "environment"
+    by = {"TORCHELASTIC_RUN_ID": "torchrun", "CROSS_RANK": "deepspeed"}
+    launcher = next((name for variable, name in by.items() if variable in environ), "environment")
     world_size = _number(environ, "WORLD_SIZE", launcher)
     if world_size > 1 and not environ.get("MASTER_ADDR"):
-        raise HolmesError(f"{launcher}: environment variable MASTER_ADDR is not set; it names the host of rank 0's store")
+        raise HolmesError(f"{launcher}: environment variable MASTER_ADDR is not set; it names rank 0's host")
     local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "LOCAL_SIZE"
     return Process(
         rank=_number(environ, "RANK", launcher),
@@ -81,11 +76,10 @@ def _from_torch(environ: Mapping[str, str]) -> Process:
         master_port=_number(environ, "MASTER_PORT", launcher, 29500),
         launcher=launcher,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", launcher, 0),
     )
 
 
-def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: tuple[str, str, str, str]) -> Process:
+def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: tuple[str, ...]) -> Process:
     rank, size, local, per_node = names
     address = environ.get("MASTER_ADDR") or _first_slurm_host(environ)
     world_size = _number(environ, size, launcher)
@@ -97,7 +91,7 @@ def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: tuple[str, 
         rank=_number(environ, rank, launcher),
         world_size=world_size,
         local_rank=_number(environ, local, launcher),
-        local_world_size=_number({per_node: re.sub(r"\(x\d+\)$", "", environ.get(per_node, "0"))}, per_node, launcher, 0),
+        local_world_size=_number({per_node: re.sub(r"\(x\d+\)$", "", environ.get(per_node, "0"))}, per_node, launcher),
         master_addr=address or "127.0.0.1",
         master_port=_number(environ, "MASTER_PORT", launcher, port),
         launcher=launcher,
@@ -112,7 +106,7 @@ def _first_slurm_host(environ: Mapping[str, str]) -> str:
 
 
 def exported(process: Process, rank: int, processes: int) -> dict[str, str]:
-    """Environment variables, in torchrun's names, that make `process` run as `rank` on a node with `processes` of them."""
+    """Environment variables, torchrun's, that make `process` run as `rank` on a node with `processes` of them."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(process.world_size),

@@ -1,22 +1,25 @@
 """Before training: do the neighbours of every group reach each other over the NIC that was chosen for it?
 
-    pairs of nodes       neighbours in the ring of every planned group, one for each fabric; each pair over Ethernet too
-    local rank 0         listens on its node's address of each fabric, connects to the other end of its pairs from its own address,
-                         and tells the launcher's rank 0 what did not answer (all through the job's store)
-    launcher's rank 0    decides, for all: nothing | these ports are left out, on every rank of the groups | the job ends
+    pairs of nodes       neighbours in the ring of every planned group, one for each fabric; each over Ethernet too
+    local rank 0         listens on its node's address of each fabric, connects to the other end of its pairs from its
+                         own, and tells the launcher's rank 0 what did not answer (all through the job's store)
+    launcher's rank 0    decides, for all: nothing | these ports are left out, on all ranks of a group | the job ends
 
-Sockets only: what gloo uses, and NCCL over Ethernet. Of RDMA it shows that the fabric carries IP between the two ports (IPoIB, RoCE's net device),
-not that verbs work; ports without an address cannot be tried at all, which is said. Every wait has an end.
+Sockets only: what gloo uses, and NCCL over Ethernet. Of RDMA it shows that the fabric carries IP between the two ports
+(IPoIB, RoCE's net device), not that verbs work; ports without an address cannot be tried at all, which is said. Every
+wait has an end.
 """
 
 from __future__ import annotations
 
 import json
 import socket
+import socketserver
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -24,23 +27,24 @@ from typing import Any
 import torch.distributed as dist
 
 from holmes_ext.cluster.site import ETHERNET, Site
-from holmes_ext.errors import HolmesError
-from holmes_ext.plan.build import transports
-from holmes_ext.plan.layout import KINDS, groups
+from holmes_ext.errors import HolmesError, RemoteError
+from holmes_ext.options import Options
+from holmes_ext.plan.decide import settle
 from holmes_ext.plan.plan import Plan
-from holmes_ext.runtime.start.exchange import RemoteError
+from holmes_ext.plan.traffic import CARRIERS
 from holmes_ext.runtime.start.launcher import Process
-from holmes_ext.runtime.start.preflight_verdict import decide
+from holmes_ext.runtime.start.preflight_verdict import Finding, decide
 
-#: Seconds: until the kernel at the other end must have answered (no process needs to run for that; two lost packets are made good), until
-#: the process there must have, until a node must have said where it listens, and until rank 0 must have every node's findings.
+#: Seconds: until the kernel at the other end must have answered (no process needs to run for that; two lost packets are
+#: made good), until the process there must have, until a node must have said where it listens, and until rank 0 must
+#: have every node's findings.
 CONNECT_S, ANSWER_S, LISTEN_S, FINDINGS_S = 5.0, 10.0, 15.0, 25.0
 _THREADS = 16
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two nodes that have to reach each other over a fabric, and the first group (of renumbered ranks) that needs it."""
+    """Two nodes that have to reach each other over a fabric, and the first group (renumbered ranks) that needs it."""
 
     fabric: str
     one: str
@@ -49,50 +53,40 @@ class Pair:
     ranks: tuple[int, ...]
 
 
-def pairs(site: Site, plan: Plan) -> list[Pair]:
+def pairs(plan: Plan) -> list[Pair]:
     """What to try, the same list on every rank; each pair of nodes once for each fabric."""
     found: dict[tuple[str, frozenset[str]], Pair] = {}
-
-    def add(fabric: str, one: str, two: str, kind: str, ranks: tuple[int, ...]) -> None:
-        found.setdefault((fabric, frozenset((one, two))), Pair(fabric, one, two, kind, ranks))
-
-    for kind, ranks in _planned_groups(plan, site):
-        names = [plan.node_of(rank) for rank in ranks]
-        if len(set(names)) == 1:
-            continue
-        group = site.shared_fabric(names).name
-        for one, two in zip(names, names[1:] + names[:1]):
-            if one != two:
-                add(group, one, two, kind, ranks)
-                if kind == "pipeline":  # two stages may have a group of their own
-                    add(site.shared_fabric((one, two)).name, one, two, kind, ranks)
-    for pair in list(found.values()):
-        add(ETHERNET, pair.one, pair.two, pair.kind, pair.ranks)
+    for kind, ranks in tried_groups(plan):
+        for pair in zip(ranks, ranks[1:] + ranks[:1]):
+            one, two = map(plan.node_of, pair)
+            groups = [ranks, pair] if kind == "pipeline" else [ranks]  # two stages may have a group of their own
+            used = [plan.fabric_of(group, carrier) for group in groups for carrier in CARRIERS] if one != two else []
+            for name in dict.fromkeys(fabric.name for fabric in used if fabric is not None):
+                found.setdefault((name, frozenset((one, two))), Pair(name, one, two, kind, ranks))
+    for known in list(found.values()):
+        found.setdefault((ETHERNET, frozenset((known.one, known.two))), replace(known, fabric=ETHERNET))
     return list(found.values())
 
 
-def _planned_groups(plan: Plan, site: Site) -> Iterable[tuple[str, tuple[int, ...]]]:
-    """(kind, ranks) of every group of the plan; of the clusters, where the job's sizes are not known; and of all ranks."""
-    if plan.sizes is not None:
-        for kind in KINDS:
-            if kind != "expert" or plan.sizes.expert > 1:
-                yield from ((kind, ranks) for ranks in groups(plan.sizes, kind) if len(ranks) > 1)
-    else:
-        of_cluster: dict[str, list[int]] = {}
-        for rank in range(plan.world_size):
-            of_cluster.setdefault(site.node_by_name[plan.node_of(rank)].cluster, []).append(rank)
-        yield from (("cluster", tuple(ranks)) for ranks in of_cluster.values())
-    yield "world", tuple(range(plan.world_size))
+def tried_groups(plan: Plan) -> Iterable[tuple[str, tuple[int, ...]]]:
+    """(kind, ranks) of every group of the plan; where the job's sizes are not known, of the clusters and of all
+    ranks."""
+    if plan.sizes is None:
+        yield from (("cluster", tuple(ranks)) for ranks in plan.by_cluster(range(plan.world_size)).values())
+    yield from plan.groups()
 
 
-def run(store: dist.Store, prefix: str, process: Process, host: str, site: Site, plan: Plan, fallback: str) -> tuple[Site, Plan, list[str]]:
+def run(
+    store: dist.Store, prefix: str, process: Process, host: str, site: Site, plan: Plan, options: Options
+) -> tuple[Site, Plan, list[str]]:
     """Try all pairs; the site and plan to go on with, the same on all ranks, and lines for the user.
 
-    host: this rank's node as `site` calls it. HolmesError on the launcher's rank 0 and RemoteError elsewhere where Ethernet does not reach, or
-    a fast NIC does not and `fallback` is "fail"; within half a minute whatever happens.
+    host: this rank's node as `site` calls it. HolmesError on the launcher's rank 0 and RemoteError elsewhere where
+    Ethernet does not reach, or a fast NIC does not and --holmes-fallback is fail; within half a minute whatever
+    happens.
     """
     prefix, started = f"{prefix}/preflight", time.monotonic()
-    todo = pairs(site, plan)
+    todo = pairs(plan)
     listeners = None
     try:
         try:
@@ -101,117 +95,101 @@ def run(store: dist.Store, prefix: str, process: Process, host: str, site: Site,
                 store.set(f"{prefix}/ports/{host}", json.dumps(listeners.ports))
                 store.set(f"{prefix}/findings/{host}", json.dumps(_try_mine(store, prefix, site, host, todo)))
             if process.rank == 0:
-                _publish(store, prefix, site, plan, todo, fallback, started)
+                verdict = _judge(store, prefix, site, plan, todo, options, started)
+                store.set(f"{prefix}/verdict", json.dumps(verdict))
             store.wait([f"{prefix}/verdict"], timedelta(seconds=FINDINGS_S + 10))
             verdict = json.loads(store.get(f"{prefix}/verdict"))
         except (dist.DistError, RuntimeError) as error:
             raise HolmesError(
-                f"preflight: rank {process.rank} on {host} got no verdict from the launcher's rank 0 at {process.master_addr}:{process.master_port}"
-                f" ({str(error).splitlines()[0]}); is it alive?"
+                f"preflight: rank {process.rank} on {host} got no verdict from the launcher's rank 0 at"
+                f" {process.master_addr}:{process.master_port} ({str(error).splitlines()[0]}); is it alive?"
             ) from None
     finally:
         if listeners is not None:
             listeners.close()
     if "error" in verdict:
         raise RemoteError(verdict["error"]) if process.rank else HolmesError(verdict["error"])
-    faults = {(node, fabric): fault for node, fabric, fault in verdict["faults"]}
-    if faults:
+    if faults := {(node, fabric): fault for node, fabric, fault in verdict["faults"]}:
         site = site.without(faults)
-        plan = replace(plan, transports=transports(site, plan.nodes, plan.sizes))
+        plan = settle(plan, site, options)
     return site, plan, verdict["lines"]
 
 
+class _Server(socketserver.ThreadingTCPServer):
+    """Answers everybody who sends a line with the same line."""
+
+    daemon_threads, request_queue_size = True, 1024
+
+    def __init__(self, address: str, answer: bytes):
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.answer = answer
+        super().__init__((address, 0), _Handler)
+        threading.Thread(target=self.serve_forever, args=(0.01,), name="holmes-preflight", daemon=True).start()
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    server: _Server
+
+    def handle(self) -> None:
+        with suppress(OSError):
+            self.connection.settimeout(ANSWER_S)
+            self.rfile.readline(4096)
+            self.wfile.write(self.server.answer)
+
+
 class Listeners:
-    """One listening socket for each fabric on which others try this node; answers everybody with this node's name."""
+    """One listening socket for each fabric on which others try this node; answers everybody with this node's name.
+
+    ports: fabric -> port number, or why there is none.
+    """
 
     def __init__(self, site: Site, host: str, todo: Iterable[Pair], token: str):
-        self._answer = json.dumps({"node": host, "token": token}).encode() + b"\n"
-        self._sockets: list[socket.socket] = []
-        #: fabric -> port number, or why there is none
+        self._servers: list[_Server] = []
         self.ports: dict[str, int | str] = {}
+        answer = json.dumps({"node": host, "token": token}).encode() + b"\n"
         for fabric in dict.fromkeys(pair.fabric for pair in todo if pair.two == host):
-            address = site.node_by_name[host].port(fabric).address
-            if not address:
-                continue
-            try:
-                made = socket.create_server((address, 0), family=_family(address), backlog=1024)
-            except OSError as error:
-                self.ports[fabric] = f"cannot listen on its own address {address}: {error.strerror}"
-                continue
-            self._sockets.append(made)
-            self.ports[fabric] = made.getsockname()[1]
-            threading.Thread(target=self._serve, args=(made,), name="holmes-preflight", daemon=True).start()
+            if address := site.node_by_name[host].port(fabric).address:
+                try:
+                    self._servers.append(_Server(address, answer))
+                    self.ports[fabric] = self._servers[-1].server_address[1]
+                except OSError as error:
+                    self.ports[fabric] = f"cannot listen on its own address {address}: {error.strerror}"
 
     def close(self) -> None:
-        for made in self._sockets:
-            try:
-                made.shutdown(socket.SHUT_RDWR)  # wakes accept()
-            except OSError:
-                pass
-            made.close()
-
-    def _serve(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._reply, args=(connection,), daemon=True).start()
-
-    def _reply(self, connection: socket.socket) -> None:
-        with connection:
-            try:
-                connection.settimeout(ANSWER_S)
-                _read_line(connection)
-                connection.sendall(self._answer)
-            except OSError:
-                return
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
 
 
-def _family(address: str) -> int:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def _read_line(connection: socket.socket) -> bytes:
-    data = b""
-    while not data.endswith(b"\n") and len(data) < 4096:
-        more = connection.recv(4096)
-        if not more:
-            break
-        data += more
-    return data
-
-
-def _try_mine(store: dist.Store, prefix: str, site: Site, host: str, todo: list[Pair]) -> list[list[str]]:
-    """[[fabric, one, two, "" or what went wrong]] of the pairs that begin at `host`, all tried at the same time."""
-    mine = [pair for pair in todo if pair.one == host and _addresses(site, pair)]
+def _try_mine(store: Any, prefix: str, site: Site, host: str, todo: list[Pair]) -> list[Finding]:
+    """Of the pairs that begin at `host`, all tried at the same time."""
     ports: dict[str, dict[str, Any]] = {}
     deadline = time.monotonic() + LISTEN_S
+
+    def attempt(pair: Pair) -> Finding:
+        source, target = addresses(pair)
+        number = ports[pair.two].get(pair.fabric, "the process there has not come to its preflight")
+        told = number if isinstance(number, str) else exchange_hello(source, target, number, host, pair.two, prefix)
+        return pair.fabric, pair.one, pair.two, told
+
+    def addresses(pair: Pair) -> Iterator[str]:
+        return (site.node_by_name[name].port(pair.fabric).address for name in (pair.one, pair.two))
+
+    mine = [pair for pair in todo if pair.one == host and all(addresses(pair))]
     for other in dict.fromkeys(pair.two for pair in mine):
         try:
             store.wait([f"{prefix}/ports/{other}"], timedelta(seconds=max(0.05, deadline - time.monotonic())))
             ports[other] = json.loads(store.get(f"{prefix}/ports/{other}"))
         except (dist.DistError, RuntimeError):
             ports[other] = {}
-
-    def attempt(pair: Pair) -> list[str]:
-        number = ports[pair.two].get(pair.fabric, "the process there has not come to its preflight")
-        problem = number if isinstance(number, str) else exchange_hello(*_addresses(site, pair), number, host, pair.two, prefix)
-        return [pair.fabric, pair.one, pair.two, problem]
-
     if not mine:
         return []
     with ThreadPoolExecutor(min(_THREADS, len(mine))) as pool:
         return list(pool.map(attempt, mine))
 
 
-def _addresses(site: Site, pair: Pair) -> tuple[str, str] | None:
-    found = tuple(site.node_by_name[name].port(pair.fabric).address for name in (pair.one, pair.two))
-    return found if all(found) else None
-
-
 def exchange_hello(source: str, target: str, port: int, me: str, other: str, token: str) -> str:
-    """Send a message from address `source` to `target` and have it answered by node `other` of this job; "" or what went wrong."""
+    """Have a message from address `source` to `target` answered by node `other` of this job; "" or what went wrong."""
     try:
         connection = socket.create_connection((target, port), timeout=CONNECT_S, source_address=(source, 0))
     except TimeoutError:
@@ -222,32 +200,36 @@ def exchange_hello(source: str, target: str, port: int, me: str, other: str, tok
         try:
             connection.settimeout(ANSWER_S)
             connection.sendall(json.dumps({"node": me, "token": token}).encode() + b"\n")
-            answer = json.loads(_read_line(connection))
+            answer = json.loads(connection.makefile("rb").readline(4096))
         except TimeoutError:
             return f"connected, but no answer within {ANSWER_S:g} s"
         except (OSError, ValueError) as error:
             return f"connected, but the answer failed: {getattr(error, 'strerror', None) or 'it is not of this job'}"
-    if answer != {"node": other, "token": token}:
-        return f"the address is answered by node {answer.get('node')!r}, so two nodes have it" if isinstance(answer, dict) else "not of this job"
-    return ""
+    if answer == {"node": other, "token": token}:
+        return ""
+    if isinstance(answer, dict):
+        return f"the address is answered by node {answer.get('node')!r}, so two nodes have it"
+    return "not of this job"
 
 
-def _publish(store: dist.Store, prefix: str, site: Site, plan: Plan, todo: list[Pair], fallback: str, started: float) -> None:
-    """Rank 0: every node's findings -> holmes/.../verdict."""
-    findings: list[list[str]] = []
-    for node in plan.nodes:
-        try:
-            store.wait([f"{prefix}/findings/{node}"], timedelta(seconds=max(0.05, started + FINDINGS_S - time.monotonic())))
-        except (dist.DistError, RuntimeError):
-            # Who has not even said where it listens keeps its neighbours waiting: that one is to be named.
-            node = next((other for other in plan.nodes if not store.check([f"{prefix}/ports/{other}"])), node)
-            first = plan.nodes.index(node) * plan.processes
-            error = f"preflight: node {node} (rank {first}) did not finish it within {FINDINGS_S:g} s; is its process alive? (--holmes-preflight off skips it)"
-            store.set(f"{prefix}/verdict", json.dumps({"error": error}))
-            return
-        findings += json.loads(store.get(f"{prefix}/findings/{node}"))
+def _judge(
+    store: Any, prefix: str, site: Site, plan: Plan, todo: list[Pair], options: Options, started: float
+) -> dict[str, Any]:
+    """Rank 0: every node's findings -> what all go on with."""
+    findings: list[Finding] = []
     try:
-        verdict = decide(site, plan, todo, findings, fallback, time.monotonic() - started)
+        for node in plan.nodes:
+            left = max(0.05, started + FINDINGS_S - time.monotonic())
+            try:
+                store.wait([f"{prefix}/findings/{node}"], timedelta(seconds=left))
+            except (dist.DistError, RuntimeError):
+                # Who has not even said where it listens keeps its neighbours waiting: that one is to be named.
+                node = next((other for other in plan.nodes if not store.check([f"{prefix}/ports/{other}"])), node)
+                raise HolmesError(
+                    f"preflight: node {node} (rank {plan.nodes.index(node) * plan.processes}) did not finish it within"
+                    f" {FINDINGS_S:g} s; is its process alive? (--holmes-preflight off skips it)"
+                ) from None
+            findings += map(tuple, json.loads(store.get(f"{prefix}/findings/{node}")))
+        return decide(site, plan, todo, findings, options)
     except HolmesError as error:
-        verdict = {"error": str(error)}
-    store.set(f"{prefix}/verdict", json.dumps(verdict))
+        return {"error": str(error)}

@@ -1,4 +1,4 @@
-"""What the launcher's rank 0 makes of the preflight's findings: nothing, ports that are left out, or the end of the job."""
+"""What the launcher's rank 0 makes of the preflight's findings: nothing, ports to leave out, or the end of the job."""
 
 from __future__ import annotations
 
@@ -7,39 +7,43 @@ from typing import Any
 
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.layout import KINDS, groups
+from holmes_ext.options import Options
+from holmes_ext.plan.decide import settle
 from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.traffic import CARRIERS
+from holmes_ext.words import some_of
 
-#: [fabric, one node, the other, "" or what went wrong]
-Finding = Sequence[str]
+#: (fabric, one node, the other, "" or what went wrong)
+Finding = tuple[str, str, str, str]
 
 
-def decide(site: Site, plan: Plan, todo: Sequence[Any], findings: Sequence[Finding], fallback: str, seconds: float) -> dict[str, Any]:
-    """{"faults": [[node, fabric, what]], "lines": [text]}; HolmesError where nothing is left to go over, or `fallback` is "fail"."""
+def decide(
+    site: Site, plan: Plan, todo: Sequence[Any], findings: Sequence[Finding], options: Options
+) -> dict[str, Any]:
+    """{"faults": [[node, fabric, what]], "lines": [text]}; HolmesError where that is to end the job."""
     first = {(pair.fabric, pair.one, pair.two): pair for pair in todo}
-    bad = [finding for finding in findings if finding[3]]
     lines = _not_tried(site, todo)
+    bad = {finding: _tell(site, plan, first[finding[:3]], finding[3]) for finding in findings if finding[3]}
     if not bad:
         return {"faults": [], "lines": lines}
-    told = {tuple(finding): _tell(site, plan, first[tuple(finding[:3])], finding[3]) for finding in bad}
-    ethernet = [told[tuple(finding)] for finding in bad if finding[0] == ETHERNET]
-    if ethernet:
-        way_out = "every node must reach the others over Ethernet: mend its cable, VLAN, addresses or firewall, or name the right interface in cluster.toml"
-        raise HolmesError(f"preflight: {_some(ethernet)}; {way_out}")
-    if fallback == "fail":
-        raise HolmesError(f"preflight: {_some(list(told.values()))}; mend that, or let --holmes-fallback ethernet go round it")
+    if ethernet := [told for finding, told in bad.items() if finding[0] == ETHERNET]:
+        way_out = "mend its cable, VLAN, addresses or firewall, or name the right interface in cluster.toml"
+        needed = f"every node must reach the others over Ethernet: {way_out}"
+        raise HolmesError(f"preflight: {some_of(ethernet, 3, '; ')}; {needed}")
+    told = f"preflight: {some_of(bad.values(), 3, '; ')}"
+    if options.fallback == "fail":
+        raise HolmesError(f"{told}; mend that, or let --holmes-fallback ethernet go round it")
     faults = lost(findings)
-    after = site.without({(node, fabric): "x" for node, fabric in faults})
-    moved = _moved(site, after, plan)
-    therefore = f"therefore {_some(moved)}" if moved else "no planned group needs it"
-    lines = [f"preflight: {_some(list(told.values()))}; {therefore} (--holmes-fallback fail would end the job)", *lines]
-    return {"faults": [[node, fabric, f"found by the preflight: {why}"] for (node, fabric), why in faults.items()], "lines": lines}
+    moved = _moved(plan, settle(plan, site.without(faults), options))
+    therefore = f"therefore {some_of(moved, 3, '; ')}" if moved else "no planned group needs it"
+    lines = [f"{told}; {therefore} (--holmes-fallback fail would end the job)", *lines]
+    return {"faults": [[*end, f"found by the preflight: {why}"] for end, why in faults.items()], "lines": lines}
 
 
 def lost(findings: Sequence[Finding]) -> dict[tuple[str, str], str]:
     """{(node, fabric): why} of the ports to leave out.
 
-    A node none of whose neighbours answers on a fabric has lost it; where it is not clear which end is to blame, both have.
+    A node none of whose neighbours answers on a fabric has lost it; where it is not clear which end has, both have.
     """
     tried: dict[tuple[str, str], list[str]] = {}
     for fabric, one, two, problem in findings:
@@ -62,52 +66,37 @@ def _tell(site: Site, plan: Plan, pair: Any, problem: str) -> str:
     ends = []
     for name in (pair.one, pair.two):
         port = site.node_by_name[name].port(pair.fabric)
-        ends.append(f"node {name} (rank {_ranks_on(plan, name, pair.ranks)}, {port.name}, {port.address})")
-    ranks = ", ".join(map(str, pair.ranks[:8])) + (", ..." if len(pair.ranks) > 8 else "")
-    return f"{ends[0]} does not reach {ends[1]} over {pair.fabric}, for the {pair.kind} group of ranks {ranks}: {problem}"
+        here = [rank for rank in pair.ranks if plan.node_of(rank) == name]
+        ranks = str(here[0]) if len(here) == 1 else f"{here[0]} to {here[-1]}"
+        ends.append(f"node {name} (rank {ranks}, {port.name}, {port.address})")
+    group = f"for the {pair.kind} group of ranks {some_of(pair.ranks)}"
+    return f"{ends[0]} does not reach {ends[1]} over {pair.fabric}, {group}: {problem}"
 
 
-def _ranks_on(plan: Plan, node: str, ranks: Sequence[int]) -> str:
-    here = [str(rank) for rank in ranks if plan.node_of(rank) == node]
-    return here[0] if len(here) == 1 else f"{here[0]} to {here[-1]}"
-
-
-def _some(texts: list[str], most: int = 3) -> str:
-    rest = len(texts) - most
-    return "; ".join(texts[:most]) + (f"; and {rest} more" if rest > 0 else "")
-
-
-def _all_groups(plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
-    found = [("world", tuple(range(plan.world_size)))]
-    if plan.sizes is not None:
-        kinds = [kind for kind in KINDS if kind != "expert" or plan.sizes.expert > 1]
-        found = [(kind, ranks) for kind in kinds for ranks in groups(plan.sizes, kind) if len(ranks) > 1] + found
-    return found
-
-
-def _moved(before: Site, after: Site, plan: Plan) -> list[str]:
+def _moved(before: Plan, after: Plan) -> list[str]:
     """The planned groups that travel on another fabric now."""
     told = []
-    for kind, ranks in _all_groups(plan):
-        names = {plan.node_of(rank) for rank in ranks}
-        if len(names) > 1 and before.shared_fabric(names) != after.shared_fabric(names):
-            members = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-            told.append(f"the {kind} group of ranks {members} goes over {after.shared_fabric(names).name} on all its ranks")
-    if not told and plan.sizes is None:  # the script makes its groups as it likes
+    for kind, ranks in before.groups():
+        networks = [(before.fabric_of(ranks, carrier), after.fabric_of(ranks, carrier)) for carrier in CARRIERS]
+        if now := [new.name for old, new in networks if old and new and old.name != new.name]:
+            told.append(f"the {kind} group of ranks {some_of(ranks)} goes over {now[0]} on all its ranks")
+    if not told and before.sizes is None:  # the script makes its groups as it likes
         told = ["every group that needs it goes over the next fastest fabric that its ranks share, on all of them"]
     return told
 
 
-
-
 def _not_tried(site: Site, todo: Sequence[Any]) -> list[str]:
     """Fabrics on which sockets could not be tried, with an example."""
+    without: dict[str, dict[str, str]] = {}  # fabric -> node -> its port
+    for pair in todo:
+        for node in (pair.one, pair.two):
+            port = site.node_by_name[node].port(pair.fabric)
+            if not port.address and pair.fabric != ETHERNET:
+                without.setdefault(pair.fabric, {})[node] = port.name
     lines = []
-    for fabric in dict.fromkeys(pair.fabric for pair in todo):
-        without = [node for pair in todo if pair.fabric == fabric for node in (pair.one, pair.two) if not site.node_by_name[node].port(fabric).address]
-        if without and fabric != ETHERNET:
-            nodes = list(dict.fromkeys(without))
-            more = f", and {len(nodes) - 1} more {'nodes have' if len(nodes) > 2 else 'node has'} none" if len(nodes) > 1 else ""
-            named = f"{nodes[0]} ({site.node_by_name[nodes[0]].port(fabric).name})"
-            lines.append(f"preflight: not tried on {fabric}: {named} has no IP address there{more}; the ports are up, no more is known")
+    for fabric, nodes in without.items():
+        (node, name), more = next(iter(nodes.items())), len(nodes) - 1
+        others = f", and {more} more {'nodes have' if more > 1 else 'node has'} none" if more else ""
+        text = f"{node} ({name}) has no IP address there{others}; the ports are up, no more is known"
+        lines.append(f"preflight: not tried on {fabric}: {text}")
     return lines

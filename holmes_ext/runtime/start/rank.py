@@ -9,202 +9,193 @@ import hashlib
 import os
 import platform
 from collections.abc import MutableMapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from holmes_ext import __version__
 from holmes_ext.cluster.node_report import NodeReport, node_identity, node_name, report_node, short_name
-from holmes_ext.cluster.resolve import resolve_site
-from holmes_ext.cluster.site import Node, Site
+from holmes_ext.cluster.resolve import resolve_site, slower_than_declared
+from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model, load_model, on_clusters
-from holmes_ext.plan.plan import Plan, check_plan, load_plan, parse_plan
+from holmes_ext.plan.decide import settle, workload_of
+from holmes_ext.plan.plan import NOMINAL, Plan, check_plan, load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.grid import say
 from holmes_ext.runtime.groups.transport import node_environment
-from holmes_ext.runtime.start import hostfile, launcher
+from holmes_ext.runtime.start import hostfile, launcher, preflight
 from holmes_ext.runtime.start.deadline import within
 from holmes_ext.runtime.start.exchange import exchange
+from holmes_ext.runtime.start.store import open_store
 
 #: How long a rank that has only an error to report waits for somebody to report it to, in seconds.
 _ERROR_SECONDS = 30.0
-#: How much longer than its own limit a wait for the store may take until the store is taken for one that does not answer.
+#: How much longer than its own limit a wait for the store may take until the store is taken for a silent one.
 _SILENT_SECONDS = 10.0
-#: Kept alive: the store's server lives in this object on the launcher's rank 0.
-_stores: list[Any] = []
+
+
+@dataclass
+class Request:
+    """What this rank was asked for, before the others are heard. sizes, model: None where neither command line nor file
+    tells them; overlap: whether reductions are under the last backward, for predictions; digests: of the files."""
+
+    options: Options
+    sizes: Sizes | None = None
+    model: Model | None = None
+    overlap: bool = False
+    spec: SiteSpec | None = None
+    plan: Plan | None = None
+    digests: dict[str, str] = field(default_factory=dict)
+
+    def read_files(self) -> None:
+        """What the options name; HolmesError when a file cannot be used."""
+        given = self.options
+        if given.cluster:
+            self.spec = load_spec(given.cluster)
+        if given.plan:
+            self.plan = load_plan(given.plan)
+        if given.model:
+            self.model = load_model(given.model)
+        if self.model is not None and self.spec is not None:
+            self.model = on_clusters(self.model, self.spec)
+        for key, path in (("cluster", given.cluster), ("plan", given.plan), ("model", given.model)):
+            content = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if path else ""
+            self.digests[f"content of {key} file"] = content
+
+    def planned(self, nodes: list[NodeReport]) -> tuple[Site, Plan]:
+        """On the nodes that reported: the given plan with the ports that they have, or one made for them."""
+        options, model = self.options, self.model
+        site = resolve_site(nodes, self.spec, options.fallback == "ethernet")
+        links = Links.of_spec(self.spec) if self.spec is not None else Links()
+        sizes = self.sizes.complete(site.world_size) if self.sizes is not None else None
+        if self.plan is not None:
+            plan = check_plan(self.plan, site)
+            self._compare(plan, sizes)
+            workload = workload_of(model, plan.sizes)
+            return site, settle(plan, site, options, links, workload, model.source if model and workload else NOMINAL)
+        if options.model or options.needs_model:
+            shape: dict[str, Any] = {"partition": options.partition, "model": model, "overlap": self.overlap}
+        else:  # a model that the command line tells is good for decisions; whether it fits is the program's to say
+            workload = workload_of(model, sizes)
+            shape = {"workload": workload, "basis": model.source if model and workload else NOMINAL}
+        if options.stage_layers:
+            shape |= {"partition": "uniform", "stage_layers": options.stage_layers}
+        return site, build_plan(site, sizes, links=links, options=options, **shape)
+
+    def _compare(self, plan: Plan, sizes: Sizes | None) -> None:
+        """HolmesError when the plan was made for something else than the command line asks for."""
+        options = self.options
+        if sizes is not None and plan.sizes is not None and sizes != plan.sizes:
+            raise HolmesError(f"{plan.source}: key 'sizes' is {say(plan.sizes)}, but the job runs {say(sizes)}")
+        wanted = "explicit" if options.stage_layers else options.partition
+        other = wanted != plan.partition or options.stage_layers not in ((), plan.stage_layers)
+        if "partition" in options.given and other:
+            wanted = f"but --holmes-partition asks for {options.partition!r}"
+            raise HolmesError(f"{plan.source}: key 'partition' is {plan.partition!r}, {wanted}")
 
 
 def start(
-    options: Options,
+    request: Request,
     process: launcher.Process,
-    sizes: Sizes | None,
     agreed: dict[str, Any],
     failure: HolmesError | None = None,
     environ: MutableMapping[str, str] = os.environ,
-    model: Model | None = None,
-    overlap: bool = False,
 ) -> tuple[session.Session, list[str]]:
-    """Agree with all ranks, renumber this one in `environ`, and make the session active; returns it and lines for the user.
+    """Agree with all ranks, renumber this one in `environ`, and make the session active; returns it and lines for the
+    user.
 
-    agreed: what, besides flags and files, must be the same on all ranks. failure: what went wrong on this rank so far; it ends the
-    job for all. model: of the job, where no file gives it. overlap: gradients are reduced under the last backward. Raises HolmesError (RemoteError where rank 0 tells).
+    agreed: what, besides flags and files, must be the same on all ranks. failure: what went wrong on this rank so far;
+    it ends the job for all. Raises HolmesError (RemoteError where rank 0 tells).
     """
-    report, files = _own_report(options, process, agreed, failure, environ)
-    files = {**files, "model": files.get("model") or model, "overlap": overlap}
-    if process.world_size == 1:
-        verdict = _single(report, options, files, sizes)
-    else:
-        from holmes_ext.runtime.start import store as store_module
+    options, store = request.options, None
+    report = _own_report(request, process, agreed, failure, environ)
 
+    def decide(reports: list[dict[str, Any]], nodes: list[NodeReport]) -> dict[str, Any]:
+        site, plan = request.planned(nodes)
+        return {"site": site.to_dict(), "plan": plan.to_json(), "source": plan.source, "lines": _down(nodes, site)}
+
+    if process.world_size == 1:
+        verdict = {"round": "holmes/1", **decide([report], [NodeReport.from_dict(report["nics_of_node"], 1)])}
+    else:
+        silent, patience = _silent(process, report), _ERROR_SECONDS if "error" in report else options.timeout_s
         try:
-            patience = options.timeout_s if "error" not in report else _ERROR_SECONDS
-            _stores.append(within(2 * patience + _SILENT_SECONDS, _silent(process, report), store_module.open_store, process, patience))
+            store = within(2 * patience + _SILENT_SECONDS, silent, open_store, process, patience)
         except HolmesError:
             if "error" in report:  # nobody to tell it to
                 raise HolmesError(report["error"]) from None
             raise
-
-        def decide(reports: list[dict[str, Any]], nodes: list[NodeReport]) -> dict[str, Any]:
-            site, plan = _plan(nodes, options, files, sizes)
-            return {"site": site.to_dict(), "plan": plan.to_json(), "source": plan.source, "lines": _down(nodes, site)}
-
-        silent, limit = _silent(process, report), options.timeout_s + 15 + _SILENT_SECONDS
-        verdict = within(limit, silent, exchange, _stores[-1], process, report, decide, options.timeout_s)
-    site, lines = Site.from_dict(verdict["site"]), verdict["lines"]
+        limit = options.timeout_s + 15 + _SILENT_SECONDS
+        verdict = within(limit, silent, exchange, store, process, report, decide, options.timeout_s)
+    site, lines, prefix = Site.from_dict(verdict["site"]), verdict["lines"], verdict["round"]
     plan = parse_plan(verdict["plan"], verdict["source"])
-    here = _here(site, report["identity_name"])
-    if process.world_size > 1 and options.preflight == "on":
-        from holmes_ext.runtime.start import preflight
-
-        arguments = (_stores[-1], verdict["round"], process, here.name, site, plan, options.fallback)
-        site, plan, found = within(preflight.FINDINGS_S + 10 + _SILENT_SECONDS, silent, preflight.run, *arguments)
+    here = next(node.name for node in site.nodes if short_name(node.name) == short_name(report["node"]))
+    if store is not None and options.preflight == "on":
+        limit = preflight.FINDINGS_S + 10 + _SILENT_SECONDS
+        arguments = store, prefix, process, here, site, plan, options
+        site, plan, found = within(limit, silent, preflight.run, *arguments)
         lines = [*lines, *found]
-    current, more = _follow(options, process, site, plan, here.name, environ)
-    current.round = verdict["round"]
-    return current, [*lines, *more]
+    rank = plan.nodes.index(here) * plan.processes + process.local_rank
+    if process.launcher != launcher.NONE:
+        environ.update(launcher.exported(process, rank, site.processes))
+    environ.update({name: str(rank) for name in launcher.RANK_VARIABLES if name in environ})
+    current = session.Session(options, process, site, plan, rank, round=prefix, store=store, model=request.model)
+    session.set_active(current)
+    return current, [*lines, *node_environment(current.node, environ)]
 
 
 def _own_report(
-    options: Options,
+    request: Request,
     process: launcher.Process,
     agreed: dict[str, Any],
     failure: HolmesError | None,
     environ: MutableMapping[str, str],
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What this rank tells the others, and the files that it read; an error on the way is the report."""
-    name = node_name(environ)
-    base = {"node": name, "identity": node_identity(), "local_rank": process.local_rank, "identity_name": name}
+) -> dict[str, Any]:
+    """What this rank tells the others; an error on the way is the report."""
+    base = {"node": node_name(environ), "identity": node_identity(), "local_rank": process.local_rank}
     try:
         if failure is not None:
             raise failure
-        files = _read_files(options)
-        if files["spec"] is not None:
-            hostfile.check_hosts(hostfile.launched_hosts(), files["spec"])
-        given = {f"{key} (flag --holmes-{key})": value for key, value in options.agreed().items()}
-        digests = {f"content of {key} file": files[f"{key}_digest"] for key in ("cluster", "plan", "model")}
+        request.read_files()
+        if request.spec is not None:
+            hostfile.check_hosts(hostfile.launched_hosts(), request.spec)
+        given = {f"{key} (flag --holmes-{key})": value for key, value in request.options.agreed().items()}
         versions = {"holmes_ext version": __version__, "Python version": platform.python_version()}
-        report = {**base, "agreed": {**given, **digests, **versions, **agreed, "world size": process.world_size}}
+        alike = {**given, **request.digests, **versions, **agreed, "world size": process.world_size}
+        report = {**base, "agreed": alike}
         if process.local_rank == 0:
             report["nics_of_node"] = report_node(environ, process.master_addr).to_dict()
-        return report, files
+        return report
     except HolmesError as error:
         if process.world_size == 1:
             raise
-        return {**base, "error": str(error)}, {}
-
-
-def _read_files(options: Options) -> dict[str, Any]:
-    files: dict[str, Any] = {"spec": None, "plan": None, "model": None, "cluster_digest": "", "plan_digest": "", "model_digest": ""}
-    if options.cluster:
-        files["spec"] = load_spec(options.cluster)
-        files["cluster_digest"] = hashlib.sha256(Path(options.cluster).read_bytes()).hexdigest()[:16]
-    if options.plan:
-        files["plan"] = load_plan(options.plan)
-        files["plan_digest"] = files["plan"].digest[:16]
-    if options.model:
-        files["model"] = load_model(options.model)
-        files["model_digest"] = hashlib.sha256(Path(options.model).read_bytes()).hexdigest()[:16]
-    return files
-
-
-def _plan(
-    nodes: list[NodeReport], options: Options, files: dict[str, Any], sizes: Sizes | None
-) -> tuple[Site, Plan]:
-    spec: SiteSpec | None = files["spec"]
-    site = resolve_site(nodes, spec, options.fallback == "ethernet")
-    if files["plan"] is not None:
-        plan: Plan = check_plan(files["plan"], site)
-        if sizes is not None and plan.sizes is not None and sizes.complete(site.world_size) != plan.sizes:
-            raise HolmesError(f"{plan.source}: key 'sizes' is {_say(plan.sizes)}, but the job runs {_say(sizes)}")
-        wanted = "explicit" if options.stage_layers else options.partition
-        if "partition" in options.given and (wanted != plan.partition or options.stage_layers not in ((), plan.stage_layers)):
-            raise HolmesError(f"{plan.source}: key 'partition' is {plan.partition!r}, but --holmes-partition asks for {options.partition!r}")
-        return site, plan
-    links = Links.of_spec(spec) if spec is not None else Links()
-    if options.stage_layers:
-        return site, build_plan(site, sizes, stage_layers=options.stage_layers, links=links)
-    model: Model | None = files["model"]
-    if model is not None and spec is not None:
-        model = on_clusters(model, spec)
-    return site, build_plan(site, sizes, partition=options.partition, model=model, overlap=files["overlap"], links=links)
-
-
-def _say(sizes: Sizes) -> str:
-    named = ("pipeline", "tensor", "context", "expert", "data")
-    return ", ".join(f"{name} {getattr(sizes, name)}" for name in named if getattr(sizes, name) > 1) or "all 1"
-
-
-def _single(report: dict, options: Options, files: dict, sizes: Sizes | None) -> dict[str, Any]:
-    node = NodeReport.from_dict(report["nics_of_node"], 1)
-    site, plan = _plan([node], options, files, sizes)
-    return {"site": site.to_dict(), "plan": plan.to_json(), "source": plan.source, "lines": _down([node], site), "round": "holmes/1"}
+        return {**base, "error": str(error)}
 
 
 def _down(reports: list[NodeReport], site: Site) -> list[str]:
-    """A line for every fast NIC that the plan does without because it is down."""
-    lines = []
+    """A line for every fast NIC that the plan does without because it is down, and for those slower than declared."""
+    slow = slower_than_declared(site, reports)
+    lines = [f"node {name}: {text}; the plan counts on what the file says" for name, text in slow]
     for node in site.nodes:
         for port in node.ports:
             if port.fault:
                 effect = "works with what is left" if port.usable else "uses Ethernet instead"
-                lines.append(f"node {node.name}: {port.fault}; on fabric {port.fabric} it {effect} (--holmes-fallback fail would end the job)")
+                text = f"node {node.name}: {port.fault}; on fabric {port.fabric} it {effect}"
+                lines.append(f"{text} (--holmes-fallback fail would end the job)")
     if site.source == Site.source:  # worked out from the NICs that are up
         for report in reports:
             fast = [nic for nic in report.nics if nic.kind != "ethernet" and not nic.skipped]
             if fast and not any(nic.up for nic in fast):
-                lines.append(f"node {report.name}: {fast[0].name} ({fast[0].kind}) is {fast[0].state_text}, so it uses Ethernet alone")
+                nic = f"{fast[0].name} ({fast[0].kind}) is {fast[0].state_text}"
+                lines.append(f"node {report.name}: {nic}, so it uses Ethernet alone")
     return lines
 
 
 def _silent(process: launcher.Process, report: dict[str, Any]) -> str:
-    address = f"{process.master_addr}:{process.master_port}"
-    return f"rank {process.rank} on {report['node']}: the job's store at {address} takes connections and does not answer; is rank 0 stopped, or another program on that port?"
-
-
-def _here(site: Site, host: str) -> Node:
-    return next(node for node in site.nodes if short_name(host) == short_name(node.name))
-
-
-def _follow(
-    options: Options,
-    process: launcher.Process,
-    site: Site,
-    plan: Plan,
-    host: str,
-    environ: MutableMapping[str, str],
-) -> tuple[session.Session, list[str]]:
-    here = site.node_by_name[host]
-    rank = plan.nodes.index(here.name) * plan.processes + process.local_rank
-    if process.launcher != launcher.NONE:
-        environ.update(launcher.exported(process, rank, site.processes))
-    for name in launcher.RANK_VARIABLES:
-        if name in environ:
-            environ[name] = str(rank)
-    lines = node_environment(site, here, environ)
-    current = session.Session(options, process, site, plan, rank)
-    session.set_active(current)
-    return current, lines
+    where = f"the job's store at {process.master_addr}:{process.master_port} takes connections and does not answer"
+    return f"rank {process.rank} on {report['node']}: {where}; is rank 0 stopped, or another program on that port?"

@@ -13,10 +13,8 @@ import sys
 import time
 from datetime import timedelta
 
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.runtime import session
-from holmes_ext.runtime.start import rank as start
-from holmes_ext.runtime.start.exchange import RemoteError
 
 #: How long ranks wait for each other, in seconds: some have perhaps nothing to refuse.
 _WAIT = 10.0
@@ -25,18 +23,18 @@ _WAIT = 10.0
 def told_once(error: HolmesError, topic: str = "") -> HolmesError:
     """What this rank is to raise instead of `error`: a RemoteError, since one rank has told the message by then.
 
-    topic: what the refusal is about, where ranks word it differently (each names a tensor of its own); one of them is told. Without a store (one process, or its host is gone) the error itself: told twice rather than never.
+    topic: what the refusal is about, where ranks word it differently (each names a tensor of its own); one of them is
+    told. Without a store (one process, or its host is gone) the error itself: told twice rather than never.
     """
     current = session.active()
-    if current is None or not start._stores:
+    if current is None or current.store is None:
         return error
-    process, store = current.process, start._stores[-1]
-    key = f"holmes/{process.restart}/refusal/{hashlib.sha256((topic or str(error)).encode()).hexdigest()[:16]}"
+    process, store = current.process, current.store
+    key = f"{current.round}/refusal/{hashlib.sha256((topic or str(error)).encode()).hexdigest()[:16]}"
     mine = str(process.rank)
     try:
         if store.compare_set(key, "", mine).decode() == mine:
-            sys.__stderr__.write(f"holmes: {error}\n")  # not sys.stderr: see switch._one_line
-            sys.__stderr__.flush()
+            print(f"holmes: {error}", file=sys.__stderr__, flush=True)  # not sys.stderr: see job._one_line
             store.set(f"{key}/told", "yes")
         store.wait([f"{key}/told"], timedelta(seconds=_WAIT))
         seen = store.add(f"{key}/seen", 1)

@@ -3,7 +3,7 @@
     launcher's rank 0 hosts the store (torchrun's agent already does) | every rank connects to MASTER_ADDR:MASTER_PORT
 
 The host stays where the launcher put it, whatever ranks the processes get afterwards: the later env:// rendezvous finds
-this same server (torch.distributed.rendezvous._create_c10d_store; patches.torch_distributed sees to the hosting).
+this same server (torch.distributed.rendezvous._create_c10d_store; patches/torch/groups.py sees to the hosting).
 """
 
 from __future__ import annotations
@@ -11,35 +11,39 @@ from __future__ import annotations
 import socket
 import time
 from datetime import timedelta
-
-import torch.distributed as dist
+from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.start.launcher import Process
 
+#: Kept alive as long as the process: the store's server lives in this object on the launcher's rank 0.
+_opened: list[Any] = []
 
-def open_store(process: Process, timeout_s: float) -> dist.TCPStore:
-    """The store of `process`'s job, connected; HolmesError within `timeout_s` seconds when it cannot be."""
+
+def open_store(process: Process, timeout_s: float) -> Any:
+    """The store of `process`'s job, hosted or connected; HolmesError within `timeout_s` seconds when it cannot be."""
     hosts = process.rank == 0 and not process.agent_store
     if not hosts:
         _await_listener(process, timeout_s)
     try:
-        return dist.TCPStore(
-            process.master_addr,
-            process.master_port,
-            process.world_size,
-            is_master=hosts,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except (dist.DistError, RuntimeError, ValueError) as error:
+        _opened.append(connect(process, timeout_s, hosts))
+    except (RuntimeError, ValueError) as error:  # torch.distributed.DistError is a RuntimeError
         reason = str(error).splitlines()[0]
         role = "host" if hosts else "reach"
         raise HolmesError(
             f"rank {process.rank} on {socket.gethostname()} cannot {role} the job's store at"
             f" {process.master_addr}:{process.master_port} ({reason}); check MASTER_ADDR and MASTER_PORT"
         ) from None
+    return _opened[-1]
+
+
+def connect(process: Process, timeout_s: float, hosts: bool = False) -> Any:
+    """A TCPStore of its own, for a thread that waits: one that waits keeps others from it. Raises what torch does."""
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=timeout_s)
+    where = process.master_addr, process.master_port, process.world_size
+    return dist.TCPStore(*where, is_master=hosts, timeout=limit, wait_for_workers=False, multi_tenant=True)
 
 
 def _await_listener(process: Process, timeout_s: float) -> None:

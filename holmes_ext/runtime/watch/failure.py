@@ -1,8 +1,10 @@
-"""Says what a failed communication means: which rank, bucket and fabric, which node the others lost, which NIC is to blame.
+"""Says what a failed communication means: which rank, bucket and fabric, which node the others lost, which NIC is to
+blame.
 
-When a rank dies its neighbours in the ring see the connection close; then they end, and theirs see that. Only the first sight is
-of use, so it is left in the job's store, and whoever comes later repeats it. The NIC is found by asking the kernel (runtime/watch/nics.py): this
-node's links and error counters, and whether the neighbours still answer. All of it is over in seconds, whatever is broken.
+When a rank dies its neighbours in the ring see the connection close; then they end, and theirs see that. Only the first
+sight is of use, so it is left in the job's store, and whoever comes later repeats it. The NIC is found by asking the
+kernel (nics.py): this node's links and error counters, and whether the neighbours still answer. All of it is over in
+seconds, whatever is broken.
 """
 
 from __future__ import annotations
@@ -16,51 +18,47 @@ import torch.distributed as dist
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.carrier import carrier
+from holmes_ext.runtime.groups.backend import backend_of
 from holmes_ext.runtime.watch import nics
+from holmes_ext.words import some_of
 
 _KEY = "first_failure"
 _STORE_S = 5.0  # its host may be what was lost
 #: What an error of a collective says, whoever raised it (gloo, NCCL, torch's store).
 _OF_COMMUNICATION = re.compile(
-    r"gloo|NCCL|Connection (closed|reset|refused)|Timed out waiting|timed out|Broken pipe|Socket(Timeout| )|[Nn]o route to host|unreachable|ProcessGroup"
+    r"gloo|NCCL|Connection (closed|reset|refused)|Timed out waiting|timed out|Broken pipe|Socket(Timeout| )"
+    r"|[Nn]o route to host|unreachable|ProcessGroup"
 )
-#: How torch.save ends when nothing more can be written (the second while it closes the file after the first); it drops the kernel's reason.
+#: How torch.save ends when nothing more can be written (the second while it closes the file after the first); it drops
+#: the kernel's reason.
 _WRITE_FAILED = re.compile(r"PytorchStreamWriter failed writing file|inline_container.* unexpected pos")
-#: Counters at the start of the job, to tell what has grown since.
-_counters: dict[str, dict[str, int]] = {}
 _ADDRESS = re.compile(r"\[?([0-9]+(?:\.[0-9]+){3}|[0-9a-fA-F]*(?::[0-9a-fA-F]*){2,})\]?:[0-9]+")
 
 
 def describe_failure(what: str, ranks: Sequence[int], fabric: Fabric | None, error: str) -> str:
     """One line: who sees it, `what` failed, over which fabric, what the transport says, and which node that means."""
-    where = f"fabric {fabric.name}" if fabric else f"backend {carrier()}"
-    mine = (
+    where = f"fabric {fabric.name}" if fabric else f"backend {backend_of()}"
+    return with_first(
         f"rank {dist.get_rank()}: the reduction of {what} failed over {where} in the group of ranks"
-        f" {', '.join(map(str, ranks))}{_lost_node(error, ranks)}: {_last_line(error)}{_blamed(error)}"
+        f" {some_of(ranks)}{_lost_node(error, ranks)}: {_last_line(error)}{_blamed()}"
     )
-    return with_first(mine)
-
-
-def remember_counters() -> None:
-    """Call at the start of the job: what the counters show from now on belongs to it."""
-    if (current := session.active()) is not None:
-        _counters.update(nics.counters([port for port in current.node.ports if port.usable]))
 
 
 def explain(error: BaseException) -> str | None:
-    """One line on an error that a framework's own communication ended with, or a full disk; else None, but the others will say what it was."""
+    """One line on an error that a framework's own communication ended with, or a full disk; else None, but the others
+    will say what it was."""
     current, text = session.active(), str(error)
     if current is None:
         return None
     me = f"rank {current.rank} on node {current.node.name}"
-    if not isinstance(error, dist.DistError) and not (isinstance(error, RuntimeError) and _OF_COMMUNICATION.search(text)):
-        mine = f"{me}: {type(error).__name__}: {_last_line(text)}"
-        _first(mine)
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) or _WRITE_FAILED.search(text) is not None
-        return f"{mine}; is the disk full?" if full else None
-    everybody = range(current.plan.world_size)
-    return with_first(f"{me}: communication failed{_lost_node(text, everybody)}: {_last_line(text)}{_blamed(text)}")
+    of_torch = isinstance(error, RuntimeError) and _OF_COMMUNICATION.search(text)
+    if of_torch or isinstance(error, dist.DistError):
+        lost = _lost_node(text, range(current.plan.world_size))
+        return with_first(f"{me}: communication failed{lost}: {_last_line(text)}{_blamed()}")
+    mine = f"{me}: {type(error).__name__}: {_last_line(text)}"
+    _first(mine)
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) or _WRITE_FAILED.search(text)
+    return f"{mine}; is the disk full?" if full else None
 
 
 def with_first(mine: str) -> str:
@@ -69,37 +67,35 @@ def with_first(mine: str) -> str:
     return mine if first == mine else f"{mine}; first seen as: {first}"
 
 
-def _blamed(error: str) -> str:
-    """"; NIC roce0 (mlx5_0:1, fabric b, 10.0.0.1) of this node has no link; ..." - what the kernel says of this node's NICs and neighbours."""
+def _blamed() -> str:
+    """"; NIC roce0 (mlx5_0:1) of node b1 (fabric b, 10.0.0.1) has no link; ..." - what the kernel says of this node's
+    NICs and of its neighbours."""
     current = session.active()
     if current is None or not current.groups:
         return ""
     ports = nics.in_use(current)
-    now, told = nics.counters(ports), []
-    for port in ports:
-        problem, grew = nics.trouble(port), nics.grown(_counters, now, port)
+    now, problems = nics.counters(ports), {port: nics.trouble(port) for port in ports}
+    told = []
+    for port, problem in problems.items():
+        grew = nics.grown(now, port)
         if problem or grew:
-            told.append(f"{say(port)} {problem or 'has a link'}{f' ({grew} since the start)' if grew else ''}")
-    if not any(map(nics.trouble, ports)):
+            since = f" ({grew} since the start)" if grew else ""
+            told.append(f"{nics.say(current.node, port)} {problem or 'has a link'}{since}")
+    if not any(problems.values()):
         told += nics.unreachable(current)
     return "".join(f"; {text}" for text in told)
 
 
-def say(port) -> str:
-    """ "NIC roce0 (mlx5_0:1) of node b1 (fabric b, 10.101.0.4)"."""
-    return f"NIC {port.name} of node {session.require().node.name} (fabric {port.fabric}{f', {port.address}' if port.address else ''})"
-
-
 def _lost_node(error: str, ranks: Sequence[int]) -> str:
-    """ "; node b1 (rank 3) is lost at its roce0 (mlx5_0:1)" where the transport's message names an address that a node of the plan has."""
+    """ "; node b1 (rank 3) is lost at its roce0 (mlx5_0:1)" where the message names an address of one."""
     current, match = session.active(), _ADDRESS.search(error)
     if current is None or match is None:
         return ""
     for node in current.site.nodes:
         port = next((port for port in node.ports if port.address.partition("/")[0] == match[1]), None)
         if port is not None:
-            there = [str(rank) for rank in ranks if current.plan.node_of(rank) == node.name]
-            return f"; node {node.name} (rank {' or '.join(there)}) is lost at its {port.name}"
+            there = [rank for rank in ranks if current.plan.node_of(rank) == node.name]
+            return f"; node {node.name} (rank {some_of(there, separator=' or ')}) is lost at its {port.name}"
     return ""
 
 
@@ -109,7 +105,8 @@ def _last_line(error: str) -> str:
 
 
 def _first(mine: str) -> str:
-    """What the first rank that saw the failure said; `mine` when this is the first one, or the store went with its host."""
+    """What the first rank that saw the failure said; `mine` when this is the first one, or the store went with its
+    host."""
     found = [mine]
 
     def ask() -> None:
@@ -119,7 +116,7 @@ def _first(mine: str) -> str:
         except (RuntimeError, ValueError):  # no store any more, or there never was one
             pass
 
-    thread = threading.Thread(target=ask, name="holmes-first-failure", daemon=True)
+    thread = threading.Thread(target=ask, name="holmes first failure", daemon=True)
     thread.start()
     thread.join(_STORE_S)
     return found[0]

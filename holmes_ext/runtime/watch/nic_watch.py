@@ -1,8 +1,10 @@
-"""A thread that looks at this node's NICs every second and ends the process when one that its groups need stays without link.
+"""A thread that looks at this node's NICs every second and ends the process when one that its groups need stays without
+link.
 
-A collective over a dead link does not fail by itself: TCP goes on trying for a quarter of an hour, and the process group's timeout is half an
-hour by default. A link that comes back in time only costs a line. The process ends with status 2, as after every error that holmes tells; what
-comes then is the launcher's business (torchrun --max-restarts starts the job again, without that NIC).
+A collective over a dead link does not fail by itself: TCP goes on trying for a quarter of an hour, and the process
+group's timeout is half an hour by default. A link that comes back in time only costs a line. The process ends with
+status 2, as after every error that holmes tells; what comes then is the launcher's business (torchrun --max-restarts
+starts the job again, without that NIC).
 """
 
 from __future__ import annotations
@@ -16,36 +18,25 @@ from collections.abc import Callable
 from holmes_ext.cluster.site import Port
 from holmes_ext.runtime import session
 from holmes_ext.runtime.watch import nics
-from holmes_ext.runtime.watch.failure import say, with_first
+from holmes_ext.runtime.watch.failure import with_first
 
 INTERVAL_S = 1.0
-_watch: NicWatch | None = None
-
-
-def start(patience_s: float) -> None:
-    """Watch from now on; `patience_s` 0: tell of a dead link, but never end the process."""
-    global _watch
-    stop()
-    _watch = NicWatch(patience_s)
-    _watch.look(time.monotonic())
-    threading.Thread(target=_watch.run, name="holmes-nics", daemon=True).start()
-
-
-def stop() -> None:
-    global _watch
-    if _watch is not None:
-        _watch.ended.set()
-        _watch = None
 
 
 class NicWatch:
-    """trouble and clock (seconds): as the tests want them; end(line) ends the process."""
+    """patience_s 0: tell of a dead link, but never end the process. trouble(port), end(line): as tests want them."""
 
-    def __init__(self, patience_s: float, trouble: Callable[[Port], str] = nics.trouble, end: Callable[[str], None] | None = None):
+    def __init__(
+        self, patience_s: float, trouble: Callable[[Port], str] = nics.trouble, end: Callable[[str], None] | None = None
+    ):
         self.patience_s, self._trouble, self._end = patience_s, trouble, end or _end_process
         self.ended = threading.Event()
         self._since: dict[str, float] = {}
         self._ignored: set[str] | None = None
+
+    def start(self) -> None:
+        self.look(time.monotonic())
+        threading.Thread(target=self.run, name="holmes NICs", daemon=True).start()
 
     def run(self) -> None:
         while not self.ended.wait(INTERVAL_S):
@@ -61,31 +52,29 @@ class NicWatch:
         if current is None:
             return
         troubled = {port.name: (port, problem) for port in nics.in_use(current) if (problem := self._trouble(port))}
-        if self._ignored is None:  # as the job starts: not what happens to it (a sysfs tree of another machine, a virtual device)
+        if self._ignored is None:  # was so as the job started (another machine's sysfs, a virtual device)
             self._ignored = set(troubled)
-        for name in list(self._since):
-            if name not in troubled:
-                away = now - self._since.pop(name)
-                self._local(f"NIC {name} of node {current.node.name} is back after {away:.0f} s")
+        for name in [name for name in self._since if name not in troubled]:
+            away = now - self._since.pop(name)
+            self._tell_once(current, f"NIC {name} of node {current.node.name} is back after {away:.0f} s")
         for name, (port, problem) in troubled.items():
+            told = f"{nics.say(current.node, port)} {problem}"
+            away = now - self._since.get(name, now)
             if name in self._ignored:
                 continue
             if name not in self._since:
                 self._since[name] = now
-                then = f"; the job ends in {self.patience_s:g} s unless it comes back (--holmes-patience)" if self.patience_s else ""
-                self._local(f"{say(port)} {problem}{then}")
-            elif self.patience_s and now - self._since[name] >= self.patience_s and self._needed(port):
+                then = f"; the job ends in {self.patience_s:g} s unless it comes back (--holmes-patience)"
+                self._tell_once(current, told + (then if self.patience_s else ""))
+            elif 0 < self.patience_s <= away and any(r.transport.fabric == port.fabric for r in current.groups):
                 self.ended.set()
                 where = f"rank {current.rank} on node {current.node.name}"
-                self._end(f"{where}: {say(port)} {problem} for {now - self._since[name]:.0f} s, and groups of this rank need it; the job ends here")
+                self._end(f"{where}: {told} for {away:.0f} s, and groups of this rank need it; the job ends here")
                 return
 
-    def _needed(self, port: Port) -> bool:
-        return any(record.transport.fabric == port.fabric for record in session.require().groups)
-
-    def _local(self, line: str) -> None:
-        """Once for each node."""
-        if session.require().process.local_rank == 0:
+    def _tell_once(self, current: session.Session, line: str) -> None:
+        """For each node."""
+        if current.process.local_rank == 0:
             _tell(line)
 
 

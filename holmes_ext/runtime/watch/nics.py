@@ -1,7 +1,7 @@
 """This node's NICs while the job runs: have they a link, what do their counters say, does a neighbour still answer?
 
-The kernel is asked, not the framework: the flags of the net device (of this process's network namespace), the state of the HCA port, and
-whether the other end answers a connection attempt (a refusal is an answer).
+The kernel is asked, not the framework: the flags of the net device (of this process's network namespace), the state of
+the HCA port, and whether the other end answers a connection attempt (a refusal is an answer).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from holmes_ext.cluster.site import ETHERNET, Port
+from holmes_ext.cluster.site import ETHERNET, Node, Port
 from holmes_ext.runtime.session import Session
 
 _SIOCGIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8913, 0x1, 0x40
@@ -23,8 +23,11 @@ _MOST_PROBES = 8
 #: What tells of a bad link, where it grows: under class/net/DEVICE and under class/infiniband/HCA/ports/N.
 _NET_COUNTERS = ("carrier_down_count", "statistics/rx_errors", "statistics/tx_errors", "statistics/tx_carrier_errors",
                  "statistics/rx_dropped", "statistics/tx_dropped")  # fmt: skip
-_HCA_COUNTERS = ("counters/link_downed", "counters/link_error_recovery", "counters/symbol_error", "counters/port_rcv_errors",
-                 "counters/port_xmit_discards", "hw_counters/local_ack_timeout_err", "hw_counters/packet_seq_err")  # fmt: skip
+_HCA_COUNTERS = ("counters/link_downed", "counters/link_error_recovery", "counters/symbol_error",
+                 "counters/port_rcv_errors", "counters/port_xmit_discards", "hw_counters/local_ack_timeout_err",
+                 "hw_counters/packet_seq_err")  # fmt: skip
+#: Of each port by its name, as the job started: what they show beyond that belongs to it.
+_at_start: dict[str, dict[str, int]] = {}
 
 
 def in_use(current: Session) -> list[Port]:
@@ -35,12 +38,14 @@ def in_use(current: Session) -> list[Port]:
 
 
 def trouble(port: Port) -> str:
-    """Why the port carries nothing now ("no link"), or ""."""
-    if port.interface:
-        problem = _interface_trouble(port.interface)
-        if problem:
-            return problem
-    return next(filter(None, map(_hca_trouble, port.hcas)), "")
+    """Why the port carries nothing now ("has no link"), or ""."""
+    if port.interface and (problem := _interface_trouble(port.interface)):
+        return problem
+    for hca in port.hcas:
+        state = _read(_folder(hca) / "state")
+        if state is not None and "ACTIVE" not in state:
+            return f"has its port {hca} in state {state}"
+    return ""
 
 
 def _interface_trouble(name: str) -> str:
@@ -53,14 +58,9 @@ def _interface_trouble(name: str) -> str:
     return "is set down" if not flags & _IFF_UP else "has no link" if not flags & _IFF_RUNNING else ""
 
 
-def _hca_trouble(name: str) -> str:
-    device, _, number = name.partition(":")
-    text = _read(_sysfs() / "class/infiniband" / device / "ports" / (number or "1") / "state")
-    return "" if text is None or "ACTIVE" in text else f"has its port {name} in state {text}"
-
-
-def _sysfs() -> Path:
-    return Path(os.environ.get("HOLMES_SYSFS") or "/sys")
+def _folder(hca: str) -> Path:
+    device, _, number = hca.partition(":")
+    return Path(os.environ.get("HOLMES_SYSFS") or "/sys") / "class/infiniband" / device / "ports" / (number or "1")
 
 
 def _read(path: Path) -> str | None:
@@ -76,8 +76,7 @@ def counters(ports: list[Port]) -> dict[str, dict[str, int]]:
     for port in ports:
         values = found.setdefault(port.name, {})
         places = [(Path("/sys/class/net") / port.interface, _NET_COUNTERS)] if port.interface else []
-        places += [(_sysfs() / "class/infiniband" / hca.split(":")[0] / "ports" / (hca.partition(":")[2] or "1"), _HCA_COUNTERS) for hca in port.hcas]
-        for place, names in places:
+        for place, names in [*places, *((_folder(hca), _HCA_COUNTERS) for hca in port.hcas)]:
             for name in names:
                 text = _read(place / name)
                 if text is not None and text.isdecimal():
@@ -86,44 +85,71 @@ def counters(ports: list[Port]) -> dict[str, dict[str, int]]:
     return found
 
 
-def grown(before: dict[str, dict[str, int]], now: dict[str, dict[str, int]], port: Port) -> str:
-    """ "carrier_down_count +1, tx_errors +3" of a port, or ""."""
-    old = before.get(port.name, {})
+def remember_counters(current: Session) -> None:
+    """Call as the job starts."""
+    _at_start.update(counters([port for port in current.node.ports if port.usable]))
+
+
+def grown(now: dict[str, dict[str, int]], port: Port) -> str:
+    """ "carrier_down_count +1, tx_errors +3" of a port since the start, or ""."""
+    old = _at_start.get(port.name, {})
     grew = {key: value - old.get(key, value) for key, value in now.get(port.name, {}).items()}
     return ", ".join(f"{key} +{value}" for key, value in grew.items() if value > 0)
 
 
+def bytes_carried(node: Node) -> dict[str, int]:
+    """Interface of this node -> bytes received and sent; an RDMA port's are its HCAs' (which sockets do not count)."""
+    carried: dict[str, int] = {}
+    for line in (_read(Path("/proc/self/net/dev")) or "").splitlines()[2:]:
+        name, _, rest = line.partition(":")
+        fields = rest.split()
+        carried[name.strip()] = int(fields[0]) + int(fields[8])
+    for port in node.ports:
+        for hca in port.hcas if port.interface in carried else ():
+            for counter in ("port_xmit_data", "port_rcv_data"):  # in units of four bytes
+                carried[port.interface] += 4 * int(_read(_folder(hca) / "counters" / counter) or 0)
+    return carried
+
+
+def say(node: Node, port: Port) -> str:
+    """ "NIC roce0 (mlx5_0:1) of node b1 (fabric b, 10.101.0.4)"."""
+    return f"NIC {port.name} of node {node.name} (fabric {port.fabric}{f', {port.address}' if port.address else ''})"
+
+
 def unreachable(current: Session) -> list[str]:
-    """Neighbours in this rank's groups that do not answer over the NIC of the group, each as half a sentence; in about PROBE_S seconds."""
-    todo: dict[tuple[str, str], Port] = {}
+    """Neighbours in this rank's groups that do not answer over the NIC of the group, each as half a sentence; in about
+    PROBE_S seconds."""
+    todo: dict[tuple[str, str], Port] = {}  # (node, fabric) -> its port
     for record in current.groups:
         if record.transport.fabric not in current.node.fabrics or current.rank not in record.ranks:
             continue
         place = record.ranks.index(current.rank)
         for rank in (record.ranks[place - 1], record.ranks[(place + 1) % len(record.ranks)]):
             name = current.plan.node_of(rank)
-            if name != current.node.name:
-                for fabric in (record.transport.fabric, ETHERNET):
-                    todo.setdefault((name, fabric), current.site.node_by_name[name].port(fabric))
+            for fabric in (record.transport.fabric, ETHERNET) if name != current.node.name else ():
+                todo.setdefault((name, fabric), current.site.node_by_name[name].port(fabric))
     todo = dict(list(todo.items())[:_MOST_PROBES])
     if not todo:
         return []
+    sources = [current.node.port(fabric).address for _, fabric in todo]
     with ThreadPoolExecutor(len(todo)) as pool:
-        answers = dict(zip(todo, pool.map(lambda key: answers_at(current.node.port(key[1]).address, todo[key].address), todo)))
+        answers = dict(zip(todo, pool.map(answers_at, sources, [port.address for port in todo.values()])))
     told = []
     for name in dict.fromkeys(name for name, _ in todo):
         silent = [fabric for node, fabric in todo if node == name and not answers[node, fabric]]
         alive = [fabric for node, fabric in todo if node == name and answers[node, fabric]]
         if silent:
-            dead = " and ".join(f"{todo[name, f].name} {todo[name, f].address}" for f in silent)
-            rest = f"but does over {' and '.join(todo[name, fabric].name for fabric in alive)}" if alive else "over no NIC: the node is lost"
+            dead = " and ".join(f"{todo[name, fabric].name} {todo[name, fabric].address}" for fabric in silent)
+            over = " and ".join(todo[name, fabric].name for fabric in alive)
+            rest = f"but does over {over}" if alive else "over no NIC: the node is lost"
             mine = current.node.port(silent[0])
-            told.append(f"node {name} does not answer on {dead} (from {mine.name} {mine.address}) within {PROBE_S:g} s, {rest}")
+            source = f"(from {mine.name} {mine.address}) within {PROBE_S:g} s"
+            told.append(f"node {name} does not answer on {dead} {source}, {rest}")
     return told
 
 
 def answers_at(source: str, target: str, port: int = _PROBED_PORT, seconds: float = PROBE_S) -> bool:
-    """Whether the kernel at `target` answers a connection attempt from address `source`; True where one of them has no address."""
+    """Whether the kernel at `target` answers a connection attempt from address `source`; True where one has none."""
     if not source or not target:
         return True
     try:

@@ -1,11 +1,12 @@
-"""What Megatron-DeepSpeed (2025-07) itself needs to start with current packages on a machine without GPUs; holmes has no part in it.
+"""What Megatron-DeepSpeed (2025-07) itself needs to start with current packages on a machine without GPUs; holmes has
+no part in it.
 
     PYTHONPATH=<this folder>    Python imports sitecustomize at start-up
 
-Modules that a GPT run imports and never uses are served empty when they are not installed; four places are mended when they are
-imported: CoreAttention views strided tensors (micro-batches above 1), DeepSpeed's shared-memory op leaves its buffers in /dev/shm,
-without flash attention --ds-sequence-parallel-size passes the mask where DistributedAttention has come to expect a dimension, and its loss
-gathers in shapes that NCCL takes and gloo does not.
+Modules that a GPT run imports and never uses are served empty when they are not installed; four places are mended when
+they are imported: CoreAttention views strided tensors (micro-batches above 1), DeepSpeed's shared-memory op leaves its
+buffers in /dev/shm, without flash attention --ds-sequence-parallel-size passes the mask where DistributedAttention has
+come to expect a dimension, and its loss gathers in shapes that NCCL takes and gloo does not.
 """
 
 import importlib.abc
@@ -58,12 +59,14 @@ def _contiguous(wrapped, instance, args, kwargs):
 
 
 def _ulysses(wrapped, instance, args, kwargs):
-    """DistributedAttention.forward(q, k, v, mask) as it once was; heads stay apart, [s, b, heads, head] (CoreAttention joins them)."""
+    """DistributedAttention.forward(q, k, v, mask) as it once was; heads stay apart, [s, b, heads, head] (CoreAttention
+    joins them)."""
     query, key, value, mask, *rest = args
     if isinstance(mask, int):
         return wrapped(*args, **kwargs)
     if not instance.local_attn._forward_hooks:
-        instance.local_attn.register_forward_hook(lambda core, _, out: out.view(*out.shape[:2], core.num_attention_heads_per_partition, -1))
+        instance.local_attn.register_forward_hook(
+            lambda core, _, out: out.view(*out.shape[:2], core.num_attention_heads_per_partition, -1))
     return wrapped(query, key, value, 1, None, mask, *rest, **kwargs).flatten(2)
 
 

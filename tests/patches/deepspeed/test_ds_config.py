@@ -36,9 +36,24 @@ def test_what_agrees_passes():
     "content, plan, overlap, parts",
     [
         ({"pipeline": {"stages": 4}}, PLAN, None, "ds.json: key 'pipeline.stages' is 4, but the plan has 2"),
-        ({"pipeline": {"partition": "uniform"}}, replace(PLAN, stage_layers=(3, 1)), None, "key 'pipeline.partition' is 'uniform', but the plan splits the layers 3\\+1"),
-        ({"zero_optimization": {"overlap_comm": True}}, PLAN, "off", "overlap_comm' is true, but --holmes-overlap is off"),
-        ({"zero_optimization": {"overlap_comm": False}}, PLAN, "on", "overlap_comm' is false, but --holmes-overlap is on"),
+        (
+            {"pipeline": {"partition": "uniform"}},
+            replace(PLAN, stage_layers=(3, 1)),
+            None,
+            "key 'pipeline.partition' is 'uniform', but the plan splits the layers 3\\+1",
+        ),
+        (
+            {"zero_optimization": {"overlap_comm": True}},
+            PLAN,
+            "off",
+            "overlap_comm' is true, but --holmes-overlap is off",
+        ),
+        (
+            {"zero_optimization": {"overlap_comm": False}},
+            PLAN,
+            "on",
+            "overlap_comm' is false, but --holmes-overlap is on",
+        ),
     ],
 )
 def test_contradictions(content, plan, overlap, parts):

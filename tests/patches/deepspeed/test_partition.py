@@ -22,7 +22,10 @@ def test_of_two_classes_that_repeat_alike_the_plan_tells():
     assert borders_of(["E", "B", "B", "H", "H", "H", "N"], (2, 1), "p") == [0, 5, 7]
 
 
-@pytest.mark.parametrize("names, message", [(GPT, "2.1 = 3 layers, but the model has 4 layers of class Block"), ([None], "no layer class that repeats")])
+@pytest.mark.parametrize(
+    "names, message",
+    [(GPT, "2.1 = 3 layers, but the model has 4 layers of class Block"), ([None], "no layer class that repeats")],
+)
 def test_another_model(names, message):
     with pytest.raises(HolmesError, match=message):
         borders_of(names, (2, 1), "plan.json")
@@ -34,7 +37,13 @@ def test_the_users_borders():
 
 @pytest.mark.parametrize(
     "borders, message",
-    [([0, 11], "2 borders for 2 stages; give 3"), ([0, 4, 10], "rise from 0 to 11"), ([0, 0, 11], "rise"), ([1, 4, 11], "rise"), ([0, 4.5, 11], "whole")],
+    [
+        ([0, 11], "2 borders for 2 stages; give 3"),
+        ([0, 4, 10], "rise from 0 to 11"),
+        ([0, 0, 11], "rise"),
+        ([1, 4, 11], "rise"),
+        ([0, 4.5, 11], "whole"),
+    ],
 )
 def test_bad_borders(borders, message):
     with pytest.raises(HolmesError, match=message):
@@ -59,7 +68,7 @@ def test_module_takes_a_list_and_a_text(monkeypatch, capsys):
         pipe.PipelineModule._partition_layers.__get__(module, holder)(method)
         return module.parts, module.set
 
-    registry.enable("deepspeed-partition", required=True)
+    registry.enable(["deepspeed-partition"], required=True)
     try:
         assert parts([0, 2, 6]) == parts("0,2,6") == ([0, 2, 6], (2, 6))
         assert parts("uniform") == ([0, 3, 6], (3, 6))

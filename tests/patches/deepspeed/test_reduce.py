@@ -9,6 +9,7 @@ from holmes_ext.options import Options
 from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.traffic import Reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start.launcher import Process
 
@@ -24,17 +25,23 @@ class Engine(SimpleNamespace):
         data = 4 // stages // tensor
         grid = SimpleNamespace(get_slice_parallel_world_size=lambda: tensor, get_data_parallel_world_size=lambda: data)
         config = SimpleNamespace(_param_dict={"zero_optimization": zero} if zero else {})
-        super().__init__(num_stages=stages, stage_id=0, is_data_parallel=data > 1, global_rank=0, grid=grid, _config=config)
+        super().__init__(
+            num_stages=stages, stage_id=0, is_data_parallel=data > 1, global_rank=0, grid=grid, _config=config
+        )
 
 
 @pytest.fixture
 def overlapped(monkeypatch):
     monkeypatch.setattr(deepspeed_reduce, "unsupported", lambda engine: None)
+    monkeypatch.setattr(deepspeed_reduce, "backend_of", lambda: "gloo")
     monkeypatch.setattr(deepspeed_reduce, "_Overlap", lambda engine: object())
 
     def ask(engine, option, sizes=None):
-        plan = build_plan(SITE, sizes)
-        monkeypatch.setattr(session, "_active", session.Session(Options(overlap=option), Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0))
+        options = Options(overlap=option)
+        plan = build_plan(SITE, sizes, options=options)
+        monkeypatch.setattr(
+            session, "_active", session.Session(options, Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0)
+        )
         return deepspeed_reduce.overlap_of(engine) is not None
 
     return ask
@@ -47,10 +54,12 @@ def test_a_reduction_that_would_be_waited_for_is_overlapped_by_default(overlappe
 
 
 def test_the_plan_decides_for_each_stage(overlapped, monkeypatch):
-    monkeypatch.setattr(session.Session, "overlapped_stages", lambda current, sizes: (False, True))
+    monkeypatch.setattr(
+        session.Session, "stages", lambda current, sizes, backend: (Reduction(False, 1), Reduction(True, 1))
+    )
     last = Engine()
     last.stage_id = 1
-    assert not overlapped(Engine(), "auto") and overlapped(last, "auto") and overlapped(Engine(), "on")
+    assert not overlapped(Engine(), "auto") and overlapped(last, "auto")
 
 
 @pytest.mark.parametrize("option", ["auto", "on"])

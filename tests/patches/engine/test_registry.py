@@ -11,7 +11,8 @@ import threading
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches import Patch, Registry, disabled_features
+from holmes_ext.options import Options
+from holmes_ext.patches import Feature, Patch, Registry, disabled_features
 from holmes_ext.patches.engine.source import source_misfit
 
 COMM = '''
@@ -72,11 +73,11 @@ def tag(label):
     return wrapper
 
 
-def patch_of(fw, target="comm:send", feature="f", **fields):
-    fields.setdefault("versions", f"{fw}>=1,<2")
+def patch_of(fw, target="comm:send", feature="f", versions="", version_of=None, option="", idle=(), **fields):
     if "replace" not in fields:
         fields.setdefault("wrap", tag(feature))
-    return Patch(feature=feature, target=f"{fw}.{target}", reason="a test", **fields)
+    its = Feature(feature, versions or f"{fw}>=1,<2", version_of=version_of, option=option, idle=idle)
+    return Patch(its, f"{fw}.{target}", "a test", **fields)
 
 
 def load(fw, name):
@@ -84,17 +85,17 @@ def load(fw, name):
 
 
 def states(registry):
-    return [status.state for status in registry.report()]
+    return [status.state for status in registry.statuses()]
 
 
 def test_patch_waits_for_its_module_and_reaches_from_imports(fw):
     registry = Registry([patch_of(fw, parameters=("tensor", "group"))])
-    registry.enable("f")
+    registry.enable(["f"])
     assert f"{fw}.comm" not in sys.modules and states(registry) == ["waiting"]
     comm, pipe = load(fw, "comm"), load(fw, "pipe")
     assert comm.send("x", 1) == ("f", sent("x"))
     assert pipe.forward("y") == ("f", sent("y"))
-    assert states(registry) == ["applied"] and registry.report()[0].version == "1.5"
+    assert states(registry) == ["applied"] and registry.statuses()[0].version == "1.5"
 
 
 def test_copies_made_before_are_rebound_and_everything_is_undone_exactly(fw):
@@ -102,8 +103,17 @@ def test_copies_made_before_are_rebound_and_everything_is_undone_exactly(fw):
     before = {module: dict(vars(module)) for module in (comm, pipe)}
     classes = {cls: dict(vars(cls)) for cls in (comm.Engine, comm.Base)}
     table = dict(comm.Engine.TABLE)
-    registry = Registry([patch_of(fw), patch_of(fw, "comm:Engine.pick"), patch_of(fw, "comm:Engine.make"),
-                         patch_of(fw, "comm:Engine.step"), patch_of(fw, "comm:Engine.reduce", rebind=(f"{fw}.comm:Engine.TABLE[*]",))])
+    registry = Registry(
+        [
+            patch_of(fw),
+            patch_of(fw, "comm:Engine.pick"),
+            patch_of(fw, "comm:Engine.make"),
+            patch_of(fw, "comm:Engine.step"),
+            patch_of(
+                fw, "comm:Engine.reduce", rebind=tuple(f"{fw}.comm:Engine.TABLE[{key}]" for key in ("reduce", "Base"))
+            ),
+        ]
+    )
     registry.enable(["f"])
     assert pipe.transmit is pipe.send is comm.send is comm.alias is not before[comm]["send"]
     assert comm.Engine.pick(1, b=2) == ("f", ("pick", 1, 2)) == comm.Engine().pick(1, 2)
@@ -123,11 +133,11 @@ def test_copies_made_before_are_rebound_and_everything_is_undone_exactly(fw):
     assert late.send is before[comm]["send"]
     assert states(registry) == ["off"] * 5
 
-    registry.enable("f")
+    registry.enable(["f"])
     assert comm.send("x", 1) == ("f", sent("x"))
 
 
-@pytest.mark.parametrize("key, hit", [("reduce", ["reduce"]), ("Base", ["Base"]), ("*", ["reduce", "Base"])])
+@pytest.mark.parametrize("key, hit", [("reduce", ["reduce"]), ("Base", ["Base"])])
 def test_dict_entries_are_rebound_with_the_instance(fw, key, hit):
     comm = load(fw, "comm")
     seen = []
@@ -137,7 +147,7 @@ def test_dict_entries_are_rebound_with_the_instance(fw, key, hit):
         return "wrapped", wrapped(*args, **kwargs)
 
     registry = Registry([patch_of(fw, "comm:Engine.reduce", wrap=wrapper, rebind=(f"{fw}.comm:Engine.TABLE[{key}]",))])
-    registry.enable("f")
+    registry.enable(["f"])
     engine = comm.Engine.make("e")
     assert engine.reduce(scale=2) == ("wrapped", ("reduce", "e", 2))
     for name, function in {"reduce": comm.Engine.TABLE["reduce"], "Base": comm.Engine.TABLE[comm.Base]}.items():
@@ -150,71 +160,84 @@ def test_dict_entries_are_rebound_with_the_instance(fw, key, hit):
 def test_a_rebind_place_that_holds_something_else_is_a_misfit(fw):
     load(fw, "comm")
     registry = Registry([patch_of(fw, "comm:Engine.reduce", rebind=(f"{fw}.comm:Engine.TABLE[other]",))])
-    registry.enable("f")
-    assert "TABLE[other] does not hold" in registry.report()[0].reason
+    registry.enable(["f"])
+    assert "TABLE[other] does not hold" in registry.statuses()[0].reason
 
 
 def test_replace_also_constants_without_touching_equal_ones(fw):
     comm = load(fw, "comm")
     registry = Registry([patch_of(fw, "comm:DEBUG", replace=lambda original: "on")])
-    registry.enable("f")
+    registry.enable(["f"])
     assert (comm.DEBUG, comm.OTHER) == ("on", None)
     registry.undo()
     assert comm.DEBUG is None
 
 
-@pytest.mark.parametrize("fields, reason", [
-    ({"versions": "{fw}>=2"}, "{fw} 1.5 is not supported (needs >=2)"),
-    ({"versions": "no-such-framework"}, "no-such-framework is not installed"),
-    ({"target": "comm:gone"}, "{fw}.comm has no gone"),
-    ({"target": "comm:Engine.gone"}, "{fw}.comm has no Engine.gone"),
-    ({"parameters": ("tensor", "tag")}, "{fw}.comm:send has no parameter tag"),
-    ({"version_of": lambda: "3.0"}, "{fw} 3.0 is not supported (needs <2,>=1)"),
-    ({"version_of": lambda: "unknown"}, "{fw} calls its version 'unknown', which cannot be compared with the supported <2,>=1"),
-    ({"replace": lambda original: 1 / 0}, "ZeroDivisionError: division by zero"),
-])
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"versions": "{fw}>=2"}, "{fw} 1.5 is not supported (needs >=2)"),
+        ({"versions": "no-such-framework"}, "no-such-framework is not installed"),
+        ({"target": "comm:gone"}, "{fw}.comm has no gone"),
+        ({"target": "comm:Engine.gone"}, "{fw}.comm has no Engine.gone"),
+        ({"parameters": ("tensor", "tag")}, "{fw}.comm:send has no parameter tag"),
+        ({"version_of": lambda: "3.0"}, "{fw} 3.0 is not supported (needs <2,>=1)"),
+        (
+            {"version_of": lambda: "unknown"},
+            "{fw} calls its version 'unknown', which cannot be compared with the supported <2,>=1",
+        ),
+        ({"replace": lambda original: 1 / 0}, "ZeroDivisionError: division by zero"),
+    ],
+)
 @pytest.mark.parametrize("imported_before", [False, True])
 def test_a_misfit_switches_the_whole_feature_off(fw, fields, reason, imported_before, caplog):
     fields = {**fields, "versions": fields.get("versions", "{fw}>=1,<2").format(fw=fw)}
     if imported_before:
         load(fw, "comm")
-    registry = Registry([patch_of(fw, "comm:recv"), patch_of(fw, **fields), patch_of(fw, "comm:recv", feature="good")])
+    others = {key: value for key, value in fields.items() if key in ("versions", "version_of")}
+    registry = Registry(
+        [patch_of(fw, "comm:recv", **others), patch_of(fw, **fields), patch_of(fw, "comm:recv", "good")]
+    )
     registry.enable(["f", "good"])
     comm = load(fw, "comm")
     assert comm.recv("x", 1) == ("good", ("recv", "x", 1)) and comm.send("x", 1) == sent("x")
     assert states(registry) == ["off", "off", "applied"]
-    assert registry.report()[0].reason == reason.format(fw=fw)
+    assert registry.statuses()[0].reason == reason.format(fw=fw)
     assert f"feature f is off: {reason.format(fw=fw)}" in caplog.text
 
 
 @pytest.mark.parametrize("imported_before", [False, True])
 def test_a_module_of_another_framework_switches_the_feature_off_without_a_warning(fw, imported_before, caplog):
-    """A patch of a third module, which the other framework lacks, must not be judged before it is known to be another one."""
+    """A patch of a third module, which the other framework lacks, must not be judged before it is known to be another
+    one."""
     if imported_before:
         load(fw, "comm")
-    registry = Registry([patch_of(fw, "nowhere:x"), patch_of(fw, version_of=lambda: None)])
+    other = lambda: None  # noqa: E731
+    registry = Registry([patch_of(fw, "nowhere:x", version_of=other), patch_of(fw, version_of=other)])
     with caplog.at_level("INFO"):
-        registry.enable("f")
+        registry.enable(["f"])
         load(fw, "comm")
     assert states(registry) == ["off", "off"] and not caplog.text
-    assert registry.report()[0].reason == f"what is loaded is not {fw}"
+    assert registry.statuses()[0].reason == f"what is loaded is not {fw}"
     required = Registry([patch_of(fw, version_of=lambda: None)])
     with pytest.raises(HolmesError, match=f"feature f cannot be used: what is loaded is not {fw}"):
-        required.enable("f", required=True)
+        required.enable(["f"], required=True)
 
 
 @pytest.mark.parametrize("target, parameters", [("pipe:gone", ()), ("pipe:forward", ("y",)), ("nowhere:x", ())])
 def test_a_feature_whose_other_module_cannot_fit_is_not_begun(fw, target, parameters):
     registry = Registry([patch_of(fw), patch_of(fw, target, parameters=parameters)])
-    registry.enable("f")
+    registry.enable(["f"])
     comm = load(fw, "comm")
     assert states(registry) == ["off", "off"] and comm.send("x", 1) == sent("x")
     assert f"{fw}.pipe" not in sys.modules
 
 
 def test_a_misfit_that_shows_late_undoes_what_was_applied(fw):
-    registry = Registry([patch_of(fw), patch_of(fw, "pipe:transmit", parameters=("no such",))])  # an alias: source says nothing
-    registry.enable("f")
+    registry = Registry(
+        [patch_of(fw), patch_of(fw, "pipe:transmit", parameters=("no such",))]
+    )  # an alias: source says nothing
+    registry.enable(["f"])
     comm = load(fw, "comm")
     original = comm.send.__wrapped__
     assert states(registry) == ["applied", "waiting"]
@@ -224,10 +247,12 @@ def test_a_misfit_that_shows_late_undoes_what_was_applied(fw):
 
 
 def test_required_features_stop_with_one_line(fw):
-    registry = Registry([patch_of(fw, parameters=("nope",)), patch_of(fw, "comm:recv", feature="old", versions=f"{fw}>=2")])
+    registry = Registry(
+        [patch_of(fw, parameters=("nope",)), patch_of(fw, "comm:recv", feature="old", versions=f"{fw}>=2")]
+    )
     with pytest.raises(HolmesError, match="feature old cannot be used: .* is not supported"):
-        registry.enable("old", required=True)
-    registry.enable("f", required=True)
+        registry.enable(["old"], required=True)
+    registry.enable(["f"], required=True)
     with pytest.raises(HolmesError, match="feature f cannot be used: .* has no parameter nope"):
         load(fw, "comm")
 
@@ -250,7 +275,7 @@ def test_two_features_on_one_function_come_off_in_any_order(fw):
 def test_somebody_elses_change_on_top_is_left_alone(fw, caplog):
     comm = load(fw, "comm")
     registry = Registry([patch_of(fw)])
-    registry.enable("f")
+    registry.enable(["f"])
     ours = comm.send
     comm.send = theirs = lambda *args: ("theirs", ours(*args))
     registry.undo()
@@ -264,35 +289,39 @@ def test_disable(fw, monkeypatch):
     registry.enable(["transport", "overlap"], required=True)
     load(fw, "comm")
     assert states(registry) == ["applied", "off"]
-    assert registry.report()[1].reason == "switched off by HOLMES_DISABLE"
+    assert registry.statuses()[1].reason == "switched off by HOLMES_DISABLE"
     monkeypatch.setenv("HOLMES_DISABLE", "overlpa")
     with pytest.raises(HolmesError, match="HOLMES_DISABLE: there is no feature 'overlpa'; did you mean 'overlap'"):
-        registry.enable("transport")
+        registry.enable(["transport"])
     with pytest.raises(HolmesError, match="there is no feature 'transprot'; did you mean 'transport'"):
-        registry.enable("transprot", disabled=frozenset())
+        registry.enable(["transprot"], disabled=frozenset())
     assert disabled_features({"HOLMES_DISABLE": "all"}, ["a", "b"]) == {"a", "b"}
     assert disabled_features({}, ["a"]) == frozenset()
 
 
-def test_digest_tells_ranks_apart_that_are_patched_differently(fw):
-    def digest(*enabled, imports=True, **fields):
+def test_states_tell_ranks_apart_that_are_patched_differently(fw):
+    def states_of(*enabled, imports=True, **fields):
         registry = Registry([patch_of(fw, **fields), patch_of(fw, "comm:recv", feature="g")])
         registry.enable(enabled)
         if imports:
             load(fw, "comm")
-        result = registry.digest()
+        result = tuple(sorted(registry.states().items()))
         registry.undo()
         return result
 
-    assert digest("f", imports=False) == digest("f") == digest("f", parameters=("dst",))
-    assert len({digest("f"), digest("g"), digest("f", "g"), digest(), digest("f", version_of=lambda: "1.9")}) == 5
-    assert digest("f", parameters=("nope",)) == digest()
-    assert len(bytes.fromhex(digest())) == 32
+    assert states_of("f", imports=False) == states_of("f") == states_of("f", parameters=("dst",))
+    assert (
+        len(
+            {states_of("f"), states_of("g"), states_of("f", "g"), states_of(), states_of("f", version_of=lambda: "1.9")}
+        )
+        == 5
+    )
+    assert states_of("f", parameters=("nope",)) == states_of()
 
 
 def test_wrapped_functions_and_methods_pickle_and_copy(fw):
     comm = load(fw, "comm")
-    Registry([patch_of(fw), patch_of(fw, "comm:Engine.reduce"), patch_of(fw, "comm:Engine.pick")]).enable("f")
+    Registry([patch_of(fw), patch_of(fw, "comm:Engine.reduce"), patch_of(fw, "comm:Engine.pick")]).enable(["f"])
     assert pickle.loads(pickle.dumps(comm.send)) is comm.send
     assert pickle.loads(pickle.dumps(comm.Engine.pick))(1, 2) == ("f", ("pick", 1, 2))
     method = pickle.loads(pickle.dumps(comm.Engine.make("e").reduce))
@@ -305,7 +334,7 @@ def test_imports_in_many_threads(fw, tmp_path):
     for n in range(count):
         (tmp_path / fw / f"m{n}.py").write_text("import time; time.sleep(0.01)\ndef f(): return 0\n")
     registry = Registry([patch_of(fw, f"m{n}:f") for n in range(count)])
-    registry.enable("f")
+    registry.enable(["f"])
     threads = [threading.Thread(target=load, args=(fw, f"m{n}")) for n in range(count)]
     for thread in threads:
         thread.start()
@@ -319,12 +348,12 @@ def test_a_module_in_the_middle_of_its_import_is_not_patched(fw, tmp_path):
     (tmp_path / fw / "self.py").write_text("import builtins\ndef f(): pass\nbuiltins.enable_now()\n")
     registry = Registry([patch_of(fw, "self:f")])
     import builtins
-    builtins.enable_now = lambda: registry.enable("f")
+    builtins.enable_now = lambda: registry.enable(["f"])
     try:
         load(fw, "self")
     finally:
         del builtins.enable_now
-    assert registry.report()[0].reason == f"{fw}.self is just being imported: enable holmes before"
+    assert registry.statuses()[0].reason == f"{fw}.self is just being imported: enable holmes before"
 
 
 @pytest.mark.parametrize("target, parameters, reason", [
@@ -343,13 +372,42 @@ def test_source_is_judged_without_importing(fw, target, parameters, reason):
     assert fw not in sys.modules
 
 
-@pytest.mark.parametrize("fields", [{"target": "no colon"}, {"wrap": None}, {"replace": len, "wrap": len}, {"rebind": ("a.b[c]",)},
-                                    {"versions": ">=1"}])
+@pytest.mark.parametrize("fields", [{"target": "no colon"}, {"wrap": None}, {"replace": len, "wrap": len},
+                                    {"rebind": ("a.b[c]",)}])
 def test_malformed_patches_are_refused(fields):
-    good = {"feature": "f", "target": "a:b", "versions": "a>=1", "reason": "r", "wrap": tag("f")}
+    good = {"feature": Feature("f", "a>=1"), "target": "a:b", "reason": "r", "wrap": tag("f")}
     Patch(**good)
     with pytest.raises(ValueError):
         Patch(**{**good, **fields})
+    with pytest.raises(ValueError):
+        Feature("f", ">=1")
+    for twice in (Patch(**good), Patch(**{**good, "feature": Feature("f", "a>=2"), "target": "a:c"})):
+        with pytest.raises(ValueError, match="twice"):
+            Registry([Patch(**good), twice])
+
+
+def test_an_option_asks_for_a_feature(fw):
+    """One that nobody asked for is neither on nor told as missing; requiring it without asking is an error."""
+    comm = load(fw, "comm")
+    registry = Registry([patch_of(fw, option="overlap", idle=("off", "auto")), patch_of(fw, "comm:recv", "always"),
+                         patch_of(fw, "comm:Engine.step", "old", versions=f"{fw}>=2"),
+                         patch_of(fw, "comm:Engine.make", "late", version_of=lambda: "1.9")])
+    registry.enable_asked_for(Options())
+    assert comm.send("x", 1) == sent("x")
+    assert registry.summary() == (["always", "late"], {"old": f"{fw} 1.5 is not supported (needs >=2)"})
+    registry.undo()
+    registry.enable_asked_for(Options(overlap="on"))
+    assert comm.send("x", 1) == ("f", sent("x"))
+    registry.undo()
+    with pytest.raises(HolmesError, match="--holmes-require f: it is used with --holmes-overlap on"):
+        registry.enable_asked_for(Options(require="f"))
+
+
+def test_versions_that_a_feature_was_run_with_are_in_its_range():
+    from holmes_ext.patches import all_patches
+
+    for feature in {patch.feature for patch in all_patches()}:
+        assert feature.tried and not list(filter(None, map(feature.version_misfit, feature.tried))), feature
 
 
 def test_holmes_patches_prints_the_table(fw, monkeypatch, capsys):

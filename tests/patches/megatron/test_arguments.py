@@ -6,7 +6,8 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.megatron.arguments import model_from_arguments, overlaps, sizes_from_arguments
 from holmes_ext.plan.sizes import Sizes
 
-GPT = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size=16 --bf16".split()
+GPT = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2".split()
+GPT += ["--global-batch-size=16", "--bf16"]
 
 
 @pytest.mark.parametrize(
@@ -26,10 +27,16 @@ def test_megatrons_flags(line, sizes):
     assert sizes_from_arguments(line.split()) == sizes
 
 
-
 def test_gpt():
     model = model_from_arguments(GPT)
-    assert (model.layers, model.hidden, model.heads, model.sequence, model.micro_batch, model.global_batch) == (4, 64, 4, 32, 2, 16)
+    assert (model.layers, model.hidden, model.heads, model.sequence, model.micro_batch, model.global_batch) == (
+        4,
+        64,
+        4,
+        32,
+        2,
+        16,
+    )
     assert model.tied and model.positions == "learned" and model.recompute == "none" and model.vocabulary == 50304
     assert (model.activation_width, model.state_bytes, model.sharded_bytes) == (2, 18, 0)
 
@@ -42,11 +49,18 @@ def test_megatron_deepspeeds_own_names():
 
 
 def test_llama():
-    more = "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope --num-query-groups 2"
+    more = "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope"
+    more += " --num-query-groups 2"
     more += " --ffn-hidden-size 172 --use-distributed-optimizer --recompute-activations --vocab-size 1000"
     model = model_from_arguments(GPT + more.split())
     assert model.gated and not model.bias and not model.tied and model.positions == "none" and model.groups == 2
-    assert (model.ffn, model.vocabulary, model.recompute, model.state_bytes, model.sharded_bytes) == (172, 1000, "selective", 6, 12)
+    assert (model.ffn, model.vocabulary, model.recompute, model.state_bytes, model.sharded_bytes) == (
+        172,
+        1000,
+        "selective",
+        6,
+        12,
+    )
 
 
 def test_no_model():
@@ -60,7 +74,13 @@ def test_half_a_model():
 
 @pytest.mark.parametrize(
     "option, text, expected",
-    [("on", "", True), ("off", "--num-layers 4", False), ("auto", "--num-layers 4", True), ("auto", "--num-layers=4 --deepspeed", True), ("auto", "--deepspeed --no-pipeline-parallel", False)],
+    [
+        ("on", "", True),
+        ("off", "--num-layers 4", False),
+        ("auto", "--num-layers 4", True),
+        ("auto", "--num-layers=4 --deepspeed", True),
+        ("auto", "--deepspeed --no-pipeline-parallel", False),
+    ],
 )
 def test_whether_gradients_are_reduced_under_the_last_backward(option, text, expected):
     assert overlaps(option, text.split()) is expected

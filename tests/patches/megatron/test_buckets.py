@@ -19,7 +19,18 @@ class Parameter:
 
 def layers(hidden, count):
     """Elements of a GPT's parameters in the order of the backward pass."""
-    one = [4 * hidden * hidden, hidden, 4 * hidden * hidden, 4 * hidden, hidden, hidden, 3 * hidden * hidden, 3 * hidden, hidden * hidden, hidden]
+    one = [
+        4 * hidden * hidden,
+        hidden,
+        4 * hidden * hidden,
+        4 * hidden,
+        hidden,
+        hidden,
+        3 * hidden * hidden,
+        3 * hidden,
+        hidden * hidden,
+        hidden,
+    ]
     return [(elements, False) for elements in one * count]
 
 
@@ -33,7 +44,9 @@ def test_sizes_without_padding():
     assert unpadded(layers(128, 4), 100_000, 128) in range(50_000, 400_001)
     assert unpadded(layers(128, 4), 10_000_000, 128) is None  # one bucket
     assert unpadded([(100, False)] * 50, 500, 128) is None
-    assert unpadded([*layers(128, 2), (32, False), (128, True)], 100_000, 128) is None  # megatron-core's own cut is padded
+    assert (
+        unpadded([*layers(128, 2), (32, False), (128, True)], 100_000, 128) is None
+    )  # megatron-core's own cut is padded
 
 
 def test_no_bucket_but_the_last_is_padded():

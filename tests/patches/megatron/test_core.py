@@ -1,4 +1,4 @@
-"""patches/megatron_core: what is checked and decided, without any megatron; and against the installed one in a process of its own."""
+"""megatron/core: what is checked and decided, without any megatron; and against the installed one, in a new process."""
 
 import json
 import subprocess
@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from holmes_ext.cluster.site import Site, site_from_spec
+from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.megatron import core as megatron_core
 from holmes_ext.patches.megatron import reduction as megatron_reduction
-from holmes_ext.patches.megatron.arguments import sizes_from_arguments
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.session import Session
@@ -24,17 +23,16 @@ from holmes_ext.runtime.start.launcher import Process
 
 ROOT = Path(__file__).parents[3]
 SITE = site_from_spec(load_spec(ROOT / "examples" / "clusters" / "two_clusters_4.toml"))
-IN_TURN = ("a0", "b0", "a1", "b1")
 DEFAULTS = {
-    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None, "context_parallel_size": 1,
-    "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None, "num_distributed_optimizer_instances": 1, "order": "tp-cp-ep-dp-pp",
+    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
+    "context_parallel_size": 1, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None,
+    "num_distributed_optimizer_instances": 1, "order": "tp-cp-ep-dp-pp",
 }  # fmt: skip
 
 
-def session(sizes=None, given=(), nodes=None, **changes):
-    plan = build_plan(SITE, sizes)
-    plan = replace(plan, **changes, **({"nodes": nodes} if nodes else {}))
-    return Session(Options(given=frozenset(given)), Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0)
+def session(sizes=None, **changes):
+    plan = replace(build_plan(SITE, sizes), **changes)
+    return Session(Options(), Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0)
 
 
 def asked(**changes):
@@ -42,7 +40,9 @@ def asked(**changes):
 
 
 def test_sizes_of_a_call():
-    sizes = megatron_core.sizes_of(asked(pipeline_model_parallel_size=2, tensor_model_parallel_size=4, order="TP-CP-EP-PP-DP"), 64)
+    sizes = megatron_core.sizes_of(
+        asked(pipeline_model_parallel_size=2, tensor_model_parallel_size=4, order="TP-CP-EP-PP-DP"), 64
+    )
     assert sizes == Sizes(pipeline=2, tensor=4, data=8, order="tp-cp-ep-pp-dp")
 
 
@@ -56,46 +56,19 @@ def test_sizes_of_a_call():
         ({"virtual_pipeline_model_parallel_size": 2}, "needs pipeline_model_parallel_size 2 or more"),
         ({"num_distributed_optimizer_instances": 5}, "instances is 5, which does not divide data 64"),
         ({"expert_model_parallel_size": 7}, "expert size 7 does not divide"),
-        ({"tensor_model_parallel_size": 4, "expert_model_parallel_size": 32}, "32 x expert_tensor_parallel_size 4 does not divide the 64 ranks"),
-        ({"order": "tp-cp-ep-pp-dp", "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 4}, "does not end in pp"),
+        (
+            {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 32},
+            "32 x expert_tensor_parallel_size 4 does not divide the 64 ranks",
+        ),
+        (
+            {"order": "tp-cp-ep-pp-dp", "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 4},
+            "does not end in pp",
+        ),
     ],
 )
 def test_sizes_that_cannot_be_made_are_told_before_any_group_is(changes, message):
     with pytest.raises(HolmesError, match=message):
         megatron_core.sizes_of(asked(**changes), 64)
-
-
-def test_sizes_given_on_purpose_must_be_the_programs():
-    planned = session(Sizes(pipeline=2), given={"sizes"})
-    megatron_core.refuse_other_sizes(planned, Sizes(pipeline=2, data=2))
-    with pytest.raises(HolmesError, match="--holmes-sizes says pipeline=2, but the program initializes tensor=2"):
-        megatron_core.refuse_other_sizes(planned, Sizes(tensor=2, data=2))
-    megatron_core.refuse_other_sizes(session(Sizes(pipeline=2)), Sizes(tensor=2, data=2))  # read off the command line: a guess
-
-
-def test_crossing_counts_groups_that_leave_a_better_fabric():
-    current, sizes = session(), Sizes(pipeline=2, data=2)
-    assert megatron_core.crossing(current, ("a0", "a1", "b0", "b1"), sizes) == {}
-    assert megatron_core.crossing(current, IN_TURN, sizes) == {"data": 2}
-
-
-def test_an_instance_is_to_be_a_cluster():
-    """Data 4 crosses in any order; its two slices need not."""
-    current, sizes = session(), Sizes(data=4)
-    assert megatron_core.crossing(current, ("a0", "a1", "b0", "b1"), sizes, instances=2) == {}
-    assert megatron_core.crossing(current, IN_TURN, sizes, instances=2) == {"data": 2}
-    launched_in_turn = Site(tuple(SITE.node_by_name[name] for name in IN_TURN), SITE.fabrics)
-    advice = megatron_core.advice(replace(session(sizes, nodes=IN_TURN), site=launched_in_turn), sizes, 2)
-    assert advice == "2 data groups cross clusters and need not: start without --holmes-sizes"
-    assert sizes_from_arguments("--tensor-model-parallel-size 2 --num-distributed-optimizer-instances 2".split()) is None
-    assert sizes_from_arguments("--tensor-model-parallel-size 2 --num-distributed-optimizer-instances 1".split()) == Sizes(tensor=2)
-
-
-def test_advice_names_the_way_out_and_is_silent_when_there_is_none():
-    pipelined = Sizes(pipeline=2, data=2)
-    assert megatron_core.advice(session(nodes=IN_TURN), pipelined, 1).endswith("start with --holmes-sizes pipeline=2")
-    assert megatron_core.advice(session(nodes=IN_TURN), Sizes(data=4), 1) == ""
-    assert megatron_core.advice(session(pipelined), pipelined, 1) == ""
 
 
 def test_layout_notation():
@@ -112,7 +85,10 @@ def test_the_users_own_layout_wins_and_is_told(capsys):
     assert megatron_core.planned_layout(session(Sizes(pipeline=2)), 2, 1, 4, 0, "") is None
 
 
-@pytest.mark.parametrize("virtual, layers, message", [(2, 4, "has 2 entries, but the job runs pipeline 2 x virtual pipeline 2"), (1, 5, "adds up to 4")])
+@pytest.mark.parametrize(
+    "virtual, layers, message",
+    [(2, 4, "has 2 entries, but the job runs pipeline 2 x virtual pipeline 2"), (1, 5, "adds up to 4")],
+)
 def test_a_plan_for_another_model_is_refused(virtual, layers, message):
     with pytest.raises(HolmesError, match=message):
         megatron_core.planned_layout(session(Sizes(pipeline=2), stage_layers=(3, 1)), 2, virtual, layers, 0, "")
@@ -123,16 +99,18 @@ def test_recomputation_in_units_that_a_stage_would_cut():
     whole = SimpleNamespace(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
     megatron_core.refuse_cut_units(plan, whole, cuts=False)
     megatron_core.refuse_cut_units(replace(plan, stage_layers=(3, 1)), whole, cuts=True)
-    for field, value in (("recompute_granularity", "selective"), ("recompute_method", "block"), ("recompute_num_layers", 1)):
+    for field, value in (
+        ("recompute_granularity", "selective"),
+        ("recompute_method", "block"),
+        ("recompute_num_layers", 1),
+    ):
         other = SimpleNamespace(**{**vars(whole), field: value})
         megatron_core.refuse_cut_units(replace(plan, stage_layers=(3, 1)), other, cuts=False)
-    with pytest.raises(HolmesError, match="stages of 3.1 layers are not whole units of the 2 layers that are recomputed together; .* recompute_num_layers 1"):
+    with pytest.raises(
+        HolmesError,
+        match="stages of 3.1 layers are not whole units of the 2 layers that .* recompute_num_layers 1",
+    ):
         megatron_core.refuse_cut_units(replace(plan, stage_layers=(3, 1)), whole, cuts=False)
-
-
-def test_overlap_is_wanted_where_a_reduction_is_exposed():
-    assert session(Sizes(pipeline=2)).overlapped_stages(Sizes(pipeline=2, data=2)) == (True, True)
-    assert session().overlapped_stages(None) == ()
 
 
 def test_no_sync_functions_for_one_chunk_and_for_several():
@@ -155,7 +133,8 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 import holmes_ext
 from holmes_ext.patches import registry
 from holmes_ext.patches.megatron import core as megatron_core
-same = inspect.signature(holmes_ext.initialize_model_parallel) == inspect.signature(parallel_state.initialize_model_parallel)
+original = parallel_state.initialize_model_parallel
+same = inspect.signature(holmes_ext.initialize_model_parallel) == inspect.signature(original)
 draw, wrong = random.Random(1), []
 for trial in range(300):
     pipeline, virtual = draw.randint(2, 6), draw.randint(1, 3)
@@ -165,13 +144,14 @@ for trial in range(300):
     built = [layout.layout[index % pipeline][index // pipeline] for index in range(len(layers))]
     if tuple(sum(kind.name == "decoder" for kind in entry) for entry in built) != layers:
         wrong.append(layers)
-original = parallel_state.initialize_model_parallel
-names = ["megatron-groups", "megatron-layers", "megatron-reduction", "megatron-p2p"]
+names = ["megatron-groups", "megatron-layers", "megatron-reduction", "megatron-gather", "megatron-p2p"]
 registry().enable(names)
-import megatron.core.distributed, megatron.core.optimizer, megatron.core.pipeline_parallel.p2p_communication, megatron.core.transformer.transformer_config
-states = {{status.target: status.state for status in registry().report() if status.feature in names}}
+import megatron.core.distributed, megatron.core.optimizer, megatron.core.transformer.transformer_config
+import megatron.core.pipeline_parallel.p2p_communication
+states = {{status.target: status.state for status in registry().statuses() if status.feature in names}}
 registry().undo()
-print(json.dumps({{"same": same, "wrong": wrong, "states": states, "undone": parallel_state.initialize_model_parallel is original}}))
+undone = parallel_state.initialize_model_parallel is original
+print(json.dumps({{"same": same, "wrong": wrong, "states": states, "undone": undone}}))
 """
 
 
@@ -184,5 +164,3 @@ def test_the_installed_megatron_core_fits():
     report = json.loads(done.stdout.strip().splitlines()[-1])
     assert report["same"] and not report["wrong"] and report["undone"]
     assert len(report["states"]) == 7 and set(report["states"].values()) == {"applied"}, report["states"]
-
-

@@ -9,7 +9,9 @@ from holmes_ext.patches.megatron import gather as megatron_gather
 
 
 def config(**changes):
-    return SimpleNamespace(**{"use_distributed_optimizer": True, "overlap_param_gather": False, "fp8_param_gather": False, **changes})
+    return SimpleNamespace(
+        **{"use_distributed_optimizer": True, "overlap_param_gather": False, "fp8_param_gather": False, **changes}
+    )
 
 
 class Group:
@@ -17,7 +19,11 @@ class Group:
 
     def __init__(self, name, log):
         self.name, self.log, self.buckets = name, log, [object()]
-        self.param_gather_handle, self.param_gather_dispatched, self.next_param_gather_bucket_group = None, False, "another"
+        self.param_gather_handle, self.param_gather_dispatched, self.next_param_gather_bucket_group = (
+            None,
+            False,
+            "another",
+        )
 
     def start_param_sync(self):
         assert not self.param_gather_dispatched
@@ -28,6 +34,13 @@ class Group:
         assert skip_next_bucket_dispatch
         self.param_gather_handle = None
         self.log.append(f"wait {self.name}")
+
+
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch):
+    monkeypatch.setattr(
+        megatron_gather, "registry", lambda: SimpleNamespace(is_on=lambda name: name == "megatron-gather")
+    )
 
 
 @pytest.fixture
@@ -44,12 +57,18 @@ def parts():
     return ddp, SimpleNamespace(ddp_config=made, buffers=buffers, model_chunks=[ddp]), log
 
 
-def test_turned_on_once_for_all_chunks_and_not_where_it_does_not_suit():
+def test_turned_on_once_for_all_chunks_and_not_where_it_does_not_suit(monkeypatch):
     made = config()
     assert megatron_gather.turn_on(made) and made.overlap_param_gather and megatron_gather.turn_on(made)
-    for other in (config(overlap_param_gather=True), config(use_distributed_optimizer=False), config(fp8_param_gather=True)):
+    for other in (
+        config(overlap_param_gather=True),
+        config(use_distributed_optimizer=False),
+        config(fp8_param_gather=True),
+    ):
         before = other.overlap_param_gather
         assert not megatron_gather.turn_on(other) and other.overlap_param_gather == before
+    monkeypatch.setattr(megatron_gather, "registry", lambda: SimpleNamespace(is_on=lambda name: False))
+    assert not megatron_gather.turn_on(other := config()) and not other.overlap_param_gather
 
 
 def test_a_step_starts_its_own_gathers_first_layers_first(parts):
@@ -61,10 +80,15 @@ def test_a_step_starts_its_own_gathers_first_layers_first(parts):
     assert len(log) == 2  # the program's own overlap is left to megatron-core
 
 
+def vars_of(module):
+    """state_dict() without its hooks."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
 @pytest.mark.parametrize("read", [
     lambda module: module.state_dict(),
-    lambda module: module[1][0].state_dict(prefix="", keep_vars=True),  # as sharded_state_dict() does it, layer by layer
-    lambda module: module.load_state_dict(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2))).state_dict()),
+    lambda module: module[1][0].state_dict(prefix="", keep_vars=True),  # as sharded_state_dict() does it
+    lambda module: module.load_state_dict({name: tensor + 1 for name, tensor in vars_of(module).items()}),
 ], ids=["whole", "layer", "load"])  # fmt: skip
 def test_reading_weights_waits_for_every_gather(parts, read):
     ddp, optimizer, log = parts

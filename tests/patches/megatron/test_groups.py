@@ -1,4 +1,4 @@
-"""Every process group of 16,384 ranks: planned, made by megatron-core's own RankGenerator, and compared, in one process."""
+"""Every process group of 16,384 ranks: planned, made by megatron-core's own RankGenerator, and compared."""
 
 import json
 import subprocess
@@ -24,10 +24,13 @@ sizes = Sizes(**json.loads(sys.argv[2])).complete(site.world_size)
 plan = build_plan(site, sizes)
 grid = dict(tp=sizes.tensor, pp=sizes.pipeline, order=sizes.order)
 dense = RankGenerator(ep=1, dp=sizes.data, cp=sizes.context, **grid)
-expert = RankGenerator(ep=sizes.expert, dp=site.world_size // (sizes.tensor * sizes.expert * sizes.pipeline), cp=1, **grid)
-made = {"data": dense.get_ranks("dp-cp"), "dp": dense.get_ranks("dp"), "tensor": dense.get_ranks("tp"), "context": dense.get_ranks("cp"),
-        "pipeline": dense.get_ranks("pp"), "model": dense.get_ranks("tp-pp"), "tensor and data": dense.get_ranks("tp-dp"),
-        "expert": expert.get_ranks("ep"), "expert data": expert.get_ranks("dp"), "expert tensor": expert.get_ranks("tp")}
+model = sizes.tensor * sizes.expert * sizes.pipeline
+expert = RankGenerator(ep=sizes.expert, dp=site.world_size // model, cp=1, **grid)
+axes = {"data": "dp-cp", "dp": "dp", "tensor": "tp", "context": "cp", "pipeline": "pp", "model": "tp-pp",
+        "tensor and data": "tp-dp"}
+made = {name: dense.get_ranks(axis) for name, axis in axes.items()}
+made |= {name: expert.get_ranks(axis) for name, axis in
+         {"expert": "ep", "expert data": "dp", "expert tensor": "tp"}.items()}
 differ = [kind for kind in ("data", "tensor", "context", "pipeline", "expert")
           if sorted(map(tuple, made[kind])) != sorted(groups(sizes, kind))]
 cluster_of = [site.node_by_name[plan.node_of(rank)].cluster for rank in range(site.world_size)]
@@ -50,7 +53,12 @@ JOBS = {
 def test_all_groups_of_16384_ranks_in_10_seconds(job):
     sizes, unavoidable = JOBS[job]
     cluster = ROOT / "examples" / "clusters" / "eight_clusters_16384.toml"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE, str(cluster), json.dumps(sizes)], capture_output=True, text=True, cwd=ROOT / "tests")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CODE, str(cluster), json.dumps(sizes)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT / "tests",
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.strip().splitlines()[-1])
     assert report["world"] == 16384 and not report["differ"], report
@@ -58,7 +66,9 @@ def test_all_groups_of_16384_ranks_in_10_seconds(job):
     for kind in ("data", "tensor", "context", "expert"):
         assert report["crossing"][kind] == report["straddling"].get(kind, 0), (kind, report)
     if not unavoidable:
-        assert not any(report["crossing"][kind] for kind in ("dp", "tensor and data", "expert data", "expert tensor")), report
+        assert not any(
+            report["crossing"][kind] for kind in ("dp", "tensor and data", "expert data", "expert tensor")
+        ), report
     assert report["seconds"] < 10, report
 
 
@@ -71,12 +81,14 @@ from holmes_ext.plan.sizes import Sizes
 
 differ, compared, taken = [], 0, []
 for axes in itertools.permutations(("tp", "cp", "ep", "dp", "pp")):
-    for asked in (dict(tensor=2, context=2, pipeline=2), dict(pipeline=3, expert=2), dict(tensor=2, pipeline=2, expert=3), dict(context=3, expert=6)):
+    for asked in (dict(tensor=2, context=2, pipeline=2), dict(pipeline=3, expert=2),
+                  dict(tensor=2, pipeline=2, expert=3), dict(context=3, expert=6)):
         order, world = "-".join(axes), 24
         sizes = Sizes(**asked, order=order).complete(world)
         grid = dict(tp=sizes.tensor, pp=sizes.pipeline, order=order)
         dense = RankGenerator(ep=1, dp=sizes.data, cp=sizes.context, **grid)
-        expert = RankGenerator(ep=sizes.expert, dp=world // (sizes.tensor * sizes.expert * sizes.pipeline), cp=1, **grid)
+        model = sizes.tensor * sizes.expert * sizes.pipeline
+        expert = RankGenerator(ep=sizes.expert, dp=world // model, cp=1, **grid)
         if axes[-1] != "pp" and dense.get_ranks("pp") != expert.get_ranks("pp"):
             continue  # megatron-core refuses it
         made = {"data": dense.get_ranks("dp-cp"), "tensor": dense.get_ranks("tp"), "context": dense.get_ranks("cp"),
@@ -89,7 +101,8 @@ for axes in itertools.permutations(("tp", "cp", "ep", "dp", "pp")):
 for order in ("dp-pp", "tp-dp", "pp-tp-dp", "TP-CP-EP-DP-PP", "dp-dp", "tp-dp-xx", "", "tp_dp", "tp-pp"):
     sizes = dict(tensor=2, pipeline=2 if "pp" in order.lower() else 1)
     answers = []
-    for make in (lambda: RankGenerator(tp=2, ep=1, dp=8 // 2 // sizes["pipeline"], pp=sizes["pipeline"], cp=1, order=order).get_ranks("dp"),
+    grid = dict(tp=2, ep=1, dp=8 // 2 // sizes["pipeline"], pp=sizes["pipeline"], cp=1, order=order)
+    for make in (lambda: RankGenerator(**grid).get_ranks("dp"),
                  lambda: Sizes(**sizes, order=order.lower()).complete(8)):
         try:
             make()
@@ -104,8 +117,13 @@ json.dump({"differ": differ, "compared": compared, "taken": taken}, sys.stdout)
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_every_order_gives_rank_generators_groups():
     """All 120 orders of the axes, with context and expert sizes; and orders that leave axes out or cannot be read."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ORDERS], capture_output=True, text=True, cwd=ROOT / "tests", timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ORDERS], capture_output=True, text=True, cwd=ROOT / "tests", timeout=240
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.strip().splitlines()[-1])
     assert not report["differ"] and report["compared"] > 1000, report
-    assert all(theirs == ours for _, theirs, ours in report["taken"]) and {ours for _, _, ours in report["taken"]} == {True, False}, report["taken"]
+    assert all(theirs == ours for _, theirs, ours in report["taken"]) and {ours for _, _, ours in report["taken"]} == {
+        True,
+        False,
+    }, report["taken"]

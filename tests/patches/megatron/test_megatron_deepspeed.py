@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from holmes_ext.options import Options
-from holmes_ext.patches.megatron import megatron_deepspeed
-from holmes_ext.patches.megatron import version as megatron_version
+from holmes_ext.patches.megatron import features, megatron_deepspeed
+from holmes_ext.patches.megatron.flags import add_flags
 from holmes_ext.plan.plan import Plan
 
 SESSION = SimpleNamespace(options=Options(cluster="c.toml"), plan=Plan("digest", ("a0", "b0"), 1))
@@ -15,7 +15,7 @@ SESSION = SimpleNamespace(options=Options(cluster="c.toml"), plan=Plan("digest",
 def parser():
     made = argparse.ArgumentParser(allow_abbrev=False)
     made.add_argument("--rotary-percent", default=1.0, help="default 100%")
-    return megatron_deepspeed.add_flags(made, SESSION)
+    return megatron_deepspeed.tell_near_misses(add_flags(made, SESSION))
 
 
 def test_help_names_the_flags_though_a_text_has_a_bare_percent():
@@ -32,7 +32,9 @@ def test_the_usage_error_names_the_near_miss(capsys):
     with pytest.raises(SystemExit) as end:
         parser().parse_args(["--holms-plan", "x"])
     assert end.value.code == 2
-    assert "unrecognized arguments: --holms-plan x; --holms-plan: did you mean --holmes-plan?" in capsys.readouterr().err
+    assert (
+        "unrecognized arguments: --holms-plan x; --holms-plan: did you mean --holmes-plan?" in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         parser().parse_args(["--rotary"])
     assert "did you mean" not in capsys.readouterr().err
@@ -48,6 +50,6 @@ def test_the_vendored_megatron_core_is_not_taken_for_the_installed_one(tmp_path,
     (tmp_path / "megatron" / "__init__.py").touch()
     (core / "__init__.py").touch()
     (core / "package_info.py").write_text("__version__ = '0.2.0'\n")
-    assert megatron_version.loaded_version() == "0.2.0"  # the real one of that version: told to be too old
+    assert features.loaded_version() == "0.2.0"  # the real one of that version: told to be too old
     (tmp_path / "megatron" / "arguments.py").write_text("parser = deepspeed.add_config_arguments(parser)\n")
-    assert megatron_version.loaded_version() is None
+    assert features.loaded_version() is None

@@ -11,12 +11,12 @@ from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.patches.megatron import core as megatron_core
 from holmes_ext.patches.megatron import megatron_lm
 from holmes_ext.patches.megatron import reduction as megatron_reduction
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups import grid
 from holmes_ext.runtime.start.launcher import Process
 
 SITE = site_from_spec(load_spec(Path(__file__).parents[3] / "examples" / "clusters" / "two_clusters_4.toml"))
@@ -27,13 +27,14 @@ def active(monkeypatch):
     """A function that makes a session with this plan the active one."""
 
     def activate(overlap="auto", **changes):
-        plan = replace(build_plan(SITE, Sizes(pipeline=2)), **changes)
-        current = session.Session(Options(cluster="two.toml", overlap=overlap), Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0)
+        options = Options(cluster="two.toml", overlap=overlap)
+        plan = replace(build_plan(SITE, Sizes(pipeline=2), options=options), **changes)
+        current = session.Session(options, Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0)
         session.set_active(current)
         return current
 
     monkeypatch.setattr(megatron_reduction, "checkpoints_allow_buckets", False)
-    monkeypatch.setattr(megatron_core, "_told", set())
+    monkeypatch.setattr(grid, "_told", set())
     yield activate
     session.set_active(None)
 
@@ -42,8 +43,10 @@ def arguments(**changes):
     """What Megatron-LM's validate_args is called with, as far as it matters here."""
     return SimpleNamespace(**{
         "hybrid_layer_pattern": None, "num_layers": 4, "pipeline_model_parallel_size": 2, "mtp_num_layers": None,
-        "pipeline_model_parallel_layout": None, "num_virtual_stages_per_pipeline_rank": None, "num_layers_per_virtual_pipeline_stage": None,
-        "use_megatron_fsdp": False, "use_torch_fsdp2": False, "use_distributed_optimizer": False, "load": None, "save": None, "overlap_grad_reduce": False,
+        "pipeline_model_parallel_layout": None, "num_virtual_stages_per_pipeline_rank": None,
+        "num_layers_per_virtual_pipeline_stage": None, "distributed_backend": "gloo", "use_megatron_fsdp": False,
+        "use_torch_fsdp2": False, "use_distributed_optimizer": False, "load": None, "save": None,
+        "overlap_grad_reduce": False,
         "overlap_param_gather": False, "overlap_param_gather_with_optimizer_step": False, "align_grad_reduce": True,
         "dist_ckpt_optim_fully_reshardable": False, **changes,
     })  # fmt: skip
@@ -93,25 +96,43 @@ def test_the_users_own_split_and_other_model_classes_are_left_alone(active):
 def test_buckets_stay_where_a_checkpoint_depends_on_them(active, capsys, place):
     active()
     args = validated(use_distributed_optimizer=True, **{place: "somewhere"})
-    assert not args.overlap_grad_reduce and not args.overlap_param_gather and not megatron_reduction.checkpoints_allow_buckets
+    assert (
+        not args.overlap_grad_reduce
+        and not args.overlap_param_gather
+        and not megatron_reduction.checkpoints_allow_buckets
+    )
     told = capsys.readouterr().err
-    assert told.count("buckets stay as they are") == told.count("\n") == 1 and "--dist-ckpt-optim-fully-reshardable, or" in told
+    assert (
+        told.count("buckets stay as they are") == told.count("\n") == 1
+        and "--dist-ckpt-optim-fully-reshardable, or" in told
+    )
 
 
 @pytest.mark.parametrize("overlap, reshardable", [("auto", True), ("on", False)])
 def test_buckets_are_planned_where_none_does_or_the_user_says_so(active, overlap, reshardable):
     active(overlap)
-    args = validated(use_distributed_optimizer=True, save="there", load="there", dist_ckpt_optim_fully_reshardable=reshardable)
-    assert args.overlap_grad_reduce and args.overlap_param_gather and megatron_reduction.checkpoints_allow_buckets == reshardable
+    args = validated(
+        use_distributed_optimizer=True, save="there", load="there", dist_ckpt_optim_fully_reshardable=reshardable
+    )
+    assert (
+        args.overlap_grad_reduce
+        and args.overlap_param_gather
+        and megatron_reduction.checkpoints_allow_buckets == reshardable
+    )
 
 
 @pytest.mark.parametrize("digest, lines", [(None, 0), ("own", 0), ("0123456789", 1)])
 def test_another_plans_checkpoint_is_told(active, capsys, digest, lines):
     current = active(stage_layers=(3, 1))
-    saved = SimpleNamespace(holmes_plan_digest=current.plan.digest if digest == "own" else digest, holmes_stage_layers=[2, 2])
+    saved = SimpleNamespace(
+        holmes_plan_digest=current.plan.digest if digest == "own" else digest, holmes_stage_layers=[2, 2]
+    )
     megatron_lm._compare_plans(lambda checkpoint_args: None, None, (), {"checkpoint_args": saved})
     told = capsys.readouterr().err
-    assert told.count("was saved under another plan (01234567, layers for each stage: 2+2; here") == lines and told.count("\n") == lines
+    assert (
+        told.count("was saved under another plan (01234567, layers for each stage: 2+2; here") == lines
+        and told.count("\n") == lines
+    )
 
 
 def test_another_models_checkpoint_is_refused_in_one_line(active):
@@ -119,7 +140,9 @@ def test_another_models_checkpoint_is_refused_in_one_line(active):
         raise AssertionError("num_layers value from checkpoint (4) is not equal to the input argument value (8).")
 
     active()
-    with pytest.raises(HolmesError, match=r"--load: the checkpoint is another model's: num_layers value from checkpoint \(4\)"):
+    with pytest.raises(
+        HolmesError, match=r"--load: the checkpoint is another model's: num_layers value from checkpoint \(4\)"
+    ):
         megatron_lm._compare_plans(check_checkpoint_args, None, (SimpleNamespace(),), {})
 
 
@@ -127,7 +150,13 @@ class NoException(BaseException):
     """As torch.distributed.checkpoint's CheckpointException is."""
 
 
-@pytest.mark.parametrize("text", ["Global shape mismatch for loaded (torch.Size([64])) and expected ((128,)) tensor for key a.b", "CheckpointException ranks:dict_keys([1])\nKeyError: a.c from model not in state dict: ['a.b']"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Global shape mismatch for loaded (torch.Size([64])) and expected ((128,)) tensor for key a.b",
+        "CheckpointException ranks:dict_keys([1])\nKeyError: a.c from model not in state dict: ['a.b']",
+    ],
+)
 def test_a_checkpoint_with_other_tensors_is_refused_in_one_line(active, text):
     def load_checkpoint(*args, **kwargs):
         raise NoException(text)

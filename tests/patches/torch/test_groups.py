@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches import registry
 from holmes_ext.patches.torch import groups as torch_distributed
 from holmes_ext.runtime import session
-from holmes_ext.runtime.start.exchange import RemoteError
 
 
 @pytest.fixture
@@ -22,7 +21,8 @@ def process(monkeypatch):
 
 def session_of(rank, world=2, plan="same"):
     return SimpleNamespace(
-        process=SimpleNamespace(rank=rank, agent_store=False), node=SimpleNamespace(name="a0"), rank=rank, round="holmes/1",
+        process=SimpleNamespace(rank=rank, agent_store=False), node=SimpleNamespace(name="a0"), rank=rank,
+        round="holmes/1",
         plan=SimpleNamespace(digest=plan, world_size=world), site=SimpleNamespace(nodes=(), digest="d"),
         options=SimpleNamespace(timeout_s=20.0, timeout="20"),
     )  # fmt: skip
@@ -32,8 +32,10 @@ def session_of(rank, world=2, plan="same"):
 def test_the_store_stays_where_the_launcher_put_it(process, launched, asked, hosting):
     process.rank = launched
     got = []
-    torch_distributed._host_store_where_launched(lambda *a, **k: got.append((a, k)), None, ("host", 1, asked, 4, None), {})
-    (arguments, _), = got
+    torch_distributed._host_store_where_launched(
+        lambda *a, **k: got.append((a, k)), None, ("host", 1, asked, 4, None), {}
+    )
+    ((arguments, _),) = got
     assert (arguments[2] == 0) is hosting and arguments[:2] == ("host", 1)
     torch_distributed._host_store_where_launched(
         lambda *a, **k: got.append((a, k)), None, (), dict(hostname="host", port=1, rank=asked, world_size=4)
@@ -72,9 +74,15 @@ def test_ranks_that_are_patched_differently_are_told(monkeypatch):
 
 
 def test_one_rank_tells_of_another_plan_and_all_end(monkeypatch):
-    assert agree(dist.HashStore(), [session_of(rank, 3) for rank in range(3)], monkeypatch) == {0: None, 1: None, 2: None}
+    assert agree(dist.HashStore(), [session_of(rank, 3) for rank in range(3)], monkeypatch) == {
+        0: None,
+        1: None,
+        2: None,
+    }
     outcome = agree(dist.HashStore(), [session_of(0, 3), session_of(1, 3, "other"), session_of(2, 3)], monkeypatch)
-    assert all("differ in plan's digest" in str(error) and "'other'" in str(error) for error in outcome.values()), outcome
+    assert all("differ in plan's digest" in str(error) and "'other'" in str(error) for error in outcome.values()), (
+        outcome
+    )
     assert sum(not isinstance(error, RemoteError) for error in outcome.values()) == 1
 
 

@@ -1,10 +1,11 @@
-"""plan/cost/memory.py against bytes that torch really holds: a Megatron-like GPT in bf16 and fp32, its saved tensors counted at their fullest.
+"""plan/cost/memory.py against bytes that torch really holds: a Megatron-like GPT in bf16 and fp32, its saved tensors
+counted at their fullest.
 
-The block is Megatron's: fused qkv, scores through softmax and dropout, GeLU, dropout before both residual additions (Korthikanti et al. 2022,
-figure 3). Saved tensors are counted by storage, from when autograd packs them to when it frees them. torch's CPU dropout keeps its mask in the
-tensor's own type where a GPU (and the formula) has one byte for two of 16 bits: that is added to the formula here. Stated: what is kept within 1 %;
-at the peak of a backward that recomputes the formula is 0 to 45 % too much, since part of the block is freed by then.
-"""
+The block is Megatron's: fused qkv, scores through softmax and dropout, GeLU, dropout before both residual additions
+(Korthikanti et al. 2022, figure 3). Saved tensors are counted by storage, from when autograd packs them to when it
+frees them. torch's CPU dropout keeps its mask in the tensor's own type where a GPU (and the formula) has one byte for
+two of 16 bits: that is added to the formula here. Stated: what is kept within 1 %; at the peak of a backward that
+recomputes the formula is 0 to 45 % too much, since part of the block is freed by then. """
 
 import weakref
 from dataclasses import replace
@@ -45,7 +46,8 @@ class Block(nn.Module):
         super().__init__()
         h, self.heads, self.recompute = model.hidden, model.heads, recompute
         self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
-        self.qkv, self.proj, self.up, self.down = nn.Linear(h, 3 * h), nn.Linear(h, h), nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+        self.qkv, self.proj, self.up, self.down = nn.Linear(h, 3 * h), nn.Linear(h, h), nn.Linear(h, 4 * h), nn.Linear(
+            4 * h, h)
 
     def core(self, q, k, v):
         scores = torch.bmm(q, k.transpose(1, 2)) * (q.shape[-1] ** -0.5)
@@ -53,8 +55,10 @@ class Block(nn.Module):
 
     def whole(self, x):
         b, s, h = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4).reshape(3, b * self.heads, s, -1)
-        attended = checkpoint(self.core, q, k, v, use_reentrant=True) if self.recompute == "selective" else self.core(q, k, v)
+        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4).reshape(
+            3, b * self.heads, s, -1)
+        attended = checkpoint(self.core, q, k, v, use_reentrant=True) if self.recompute == "selective" else self.core(
+            q, k, v)
         x = x + F.dropout(self.proj(attended.view(b, self.heads, s, -1).transpose(1, 2).reshape(b, s, h)), 0.1)
         return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1)
 
@@ -80,7 +84,8 @@ class Stage(nn.Module):
             x = block(x)
         if self.head is None:
             return x.float().sum()
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), torch.zeros(x.shape[0] * x.shape[1], dtype=torch.long))
+        return F.cross_entropy(
+            self.head(self.norm(x)).flatten(0, 1).float(), torch.zeros(x.shape[0] * x.shape[1], dtype=torch.long))
 
 
 class Counter:
@@ -109,7 +114,8 @@ class Counter:
             self.bytes -= size
 
     def hooks(self):
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, lambda held: held.tensor if isinstance(held, _Held) else held)
+        return torch.autograd.graph.saved_tensors_hooks(
+            self.pack, lambda held: held.tensor if isinstance(held, _Held) else held)
 
 
 class _Held:
@@ -125,7 +131,8 @@ def measured(model, micro_batches=1, first=False, last=False, dtype=torch.bfloat
     with counter.hooks():
         for _ in range(micro_batches):
             shape = (model.micro_batch, model.sequence)
-            x = torch.zeros(shape, dtype=torch.long) if first else torch.randn(*shape, model.hidden, dtype=dtype, requires_grad=True)
+            x = torch.zeros(shape, dtype=torch.long) if first else torch.randn(
+                *shape, model.hidden, dtype=dtype, requires_grad=True)
             losses.append(stage(x))
         kept = counter.bytes
         losses[0].backward()
@@ -160,14 +167,16 @@ def test_recomputing_never_takes_more_than_the_formula(recompute):
     model = replace(MODEL, recompute=recompute, heads=8, sequence=128)
     _, peak = measured(model)
     none = replace(model, recompute="none")
-    working = working_bytes(model) + (expected(none) - expected(model)) / model.layers - (none.costs()[1].kept_bytes - model.costs()[1].kept_bytes)
+    working = working_bytes(model) + (expected(none) - expected(model)) / model.layers - (
+        none.costs()[1].kept_bytes - model.costs()[1].kept_bytes)
     found = expected(model) + working
     assert 0.55 * found <= peak <= found * 1.01
 
 
 @pytest.mark.parametrize("zero, shards", [(0, 1), (1, 4)])
 def test_states(zero, shards):
-    """fp32 Adam: weights, gradients and two moments as torch allocates them; ZeRO-1 leaves a rank its share of the moments."""
+    """fp32 Adam: weights, gradients and two moments as torch allocates them; ZeRO-1 leaves a rank its share of the
+    moments."""
     model = replace(MODEL, activation_width=4, gradient_width=4, state_bytes=16)
     stage = Stage(model, True, True)
     optimizer = torch.optim.Adam(stage.parameters())
@@ -185,7 +194,8 @@ def test_states(zero, shards):
 
 
 def test_under_way():
-    """1F1B: p - s. Interleaved: the first stage keeps (1 + (p - 1) / (p v)) p micro-batches, as in arXiv 2104.04473, section 2.2 and 2205.05198."""
+    """1F1B: p - s. Interleaved: the first stage keeps (1 + (p - 1) / (p v)) p micro-batches, as in arXiv 2104.04473,
+    section 2.2 and 2205.05198."""
     assert [under_way(stage, 4, 1, 8) for stage in range(4)] == [4, 3, 2, 1] and under_way(0, 4, 1, 2) == 2
     assert under_way(0, 4, 2, 100) == pytest.approx(4 * (1 + 3 / (4 * 2)))
     assert under_way(0, 4, 2, 3) == 3

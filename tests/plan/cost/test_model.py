@@ -19,17 +19,18 @@ def total(model, name):
 
 def test_parameters_are_narayanans_and_the_final_norm():
     model = load_model(EXAMPLES / "gpt_7.5b.toml")
-    l, h, v, s = 36, 4096, 51200, 2048
-    formula = 12 * l * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * l * h))  # arXiv 2104.04473, equation 2
+    layers, h, v, s = 36, 4096, 51200, 2048
+    formula = 12 * layers * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * layers * h))  # arXiv 2104.04473, equation 2
     assert model.parameters == round(formula) + 2 * h
     assert model.parameters == pytest.approx(7.5e9, rel=0.01)
 
 
 def test_flops_are_narayanans():
-    """arXiv 2104.04473, equation 3: 96 B s l h^2 (1 + s/6h + V/16lh) with every block recomputed; the look-up is left out there."""
+    """arXiv 2104.04473, equation 3: 96 B s l h^2 (1 + s/6h + V/16lh) with every block recomputed; the look-up is left
+    out there."""
     model = replace(load_model(EXAMPLES / "gpt_7.5b.toml"), recompute="full", micro_batch=4)
-    b, l, h, v, s = 4, 36, 4096, 51200, 2048
-    formula = 96 * b * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))
+    b, layers, h, v, s = 4, 36, 4096, 51200, 2048
+    formula = 96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
     assert total(model, "forward_flops") + total(model, "backward_flops") == pytest.approx(formula, rel=1e-5)
 
 
@@ -146,7 +147,7 @@ def test_every_example_is_read():
         ("micro_batches = 2", "micro_batches = 2\nbatch = 2", "key 'training.batch' is not known"),
         ("flops = 1e12", "flops = nan", "key 'gpu.flops'"),
         ("flops = 5e11", "flops = -1.0", "key 'gpu.cluster.b': gpu: flops is -1.0"),
-        ("[gpu]", "[gpu", "not a readable model TOML"),
+        ("[gpu]", "[gpu", "not valid TOML"),
     ],
 )
 def test_bad_file(tmp_path, old, new, message):
@@ -157,5 +158,5 @@ def test_bad_file(tmp_path, old, new, message):
 
 
 def test_missing_file():
-    with pytest.raises(HolmesError, match="/nonexistent.toml: not a readable model TOML"):
+    with pytest.raises(HolmesError, match="/nonexistent.toml: cannot be read"):
         load_model("/nonexistent.toml")

@@ -6,11 +6,13 @@ from itertools import combinations
 from math import inf, nan
 
 import pytest
+from one_forward_one_backward import simulate
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.stage_costs import StageCosts, estimate, predict
-from holmes_ext.plan.search.partition import METHODS, balanced, by_speed, partition, speeds, uniform
-from tests.plan.cost.test_step import simulate
+from holmes_ext.plan.cost.pipeline import uniform
+from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
+from holmes_ext.plan.search.balanced import balanced
+from holmes_ext.plan.search.partition import METHODS, by_speed, partition, speeds
 
 
 def splits(blocks, stages):
@@ -24,7 +26,8 @@ def scaled(row, factor):
 
 
 def random_costs(rng, stages, blocks, alike=False, limits=True):
-    """Layers of any cost (or alike blocks), stages of up to 3 kinds of GPU and NIC, with and without overlap, limits, tied embeddings."""
+    """Layers of any cost (or alike blocks), stages of up to 3 kinds of GPU and NIC, with and without overlap, limits,
+    tied embeddings."""
     before, after = rng.randint(0, 2), rng.randint(0, 2)
     layers = before + blocks + after
 
@@ -88,13 +91,14 @@ def test_balanced_is_the_best_of_all_splits():
 
 
 def milp_step(costs):
-    """The least step by scipy's MILP solver: a path of segments (stage, start, stop), P and the end as in plan/search/partition.py."""
+    """The least step by scipy's MILP solver: a path of segments (stage, start, stop), P and the end as in
+    plan/search/partition.py."""
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     stages, blocks, last = costs.stages, costs.blocks, costs.stages - 1
     segments = [(s, i, j) for s in range(stages) for i in range(blocks) for j in range(i + 1, blocks + 1)
-                if (i == 0) == (s == 0) and (j == blocks) == (s == last)]  # fmt: skip
+                if (i == 0) == (s == 0) and (j == blocks) == (s == last)]
     pace, end = len(segments), len(segments) + 1
     rows, lower = [], []
 
@@ -109,7 +113,8 @@ def milp_step(costs):
     for column, (s, i, j) in enumerate(segments):
         low, high = costs.bounds(i, j)
         x = costs.transfer_s[s][high - 1] if s < last else 0.0
-        cost[column] = sum(costs.forward_s[s][low:high]), sum(costs.backward_s[s][low:high]), x, costs.exposed_s(s, low, high)
+        cost[column] = sum(costs.forward_s[s][low:high]), sum(costs.backward_s[s][low:high]), x, costs.exposed_s(
+            s, low, high)
     of = [[c for c, segment in enumerate(segments) if segment[0] == s] for s in range(stages)]
     for s in range(stages):
         row([(c, 1) for c in of[s]], 1)
@@ -127,14 +132,15 @@ def milp_step(costs):
         ahead = [(c, -(cost[c][0] + cost[c][2])) for t in range(s) for c in of[t]]
         row([(end, 1), *ahead, *tail, *((c, -cost[c][3]) for c in of[s])], 0)
     whole = [(c, -(cost[c][0] + cost[c][1] + 2 * cost[c][2])) for c in cost]
-    if tied := costs.tied_wait_s():
+    if tied := costs.tied_wait_s:
         for s in (0, last):
             row([(end, 1), *whole, *((c, -cost[c][3]) for c in of[s])], tied)
     goal = np.zeros(end + 1)
     goal[pace], goal[end] = costs.micro_batches - 1, 1
     upper = np.array([1.0] * len(segments) + [np.inf] * 2)
-    found = milp(goal, constraints=LinearConstraint(np.array(rows), lower, np.inf), integrality=[1] * len(segments) + [0, 0],
-                 bounds=Bounds(0, upper), options={"mip_rel_gap": 1e-9})  # fmt: skip
+    found = milp(goal, constraints=LinearConstraint(np.array(rows), lower, np.inf),
+                 integrality=[1] * len(segments) + [0, 0],
+                 bounds=Bounds(0, upper), options={"mip_rel_gap": 1e-9})
     assert found.success, found.message
     return found.fun
 
@@ -164,16 +170,19 @@ def test_128_layers_on_64_stages():
 
 
 def test_balanced_pass_by_pass():
-    """Where the search's formula is too long for unequal stages: never slower than the other two, nearly always the best of all splits."""
+    """Where the search's formula is too long for unequal stages: never slower than the other two, nearly always the
+    best of all splits."""
     rng, gained, missed = random.Random(5), 0, 0
     for _ in range(150):
         costs = random_costs(rng, rng.randint(1, 4), rng.randint(6, 9), alike=True)
-        fitting = [one.step_s for one in (predict(costs, split) for split in splits(costs.blocks, costs.stages)) if all(one.fits)]
+        fitting = [one.step_s for one in (predict(costs, split) for split in splits(costs.blocks, costs.stages))
+                   if all(one.fits)]
         if not fitting:
             continue
         found = predict(costs, partition("balanced", costs))
         others = [predict(costs, partition(method, costs)) for method in ("uniform", "speed")]
-        assert all(found.fits) and found.step_s <= min((one.step_s for one in others if all(one.fits)), default=found.step_s)
+        assert all(found.fits) and found.step_s <= min((one.step_s for one in others if all(one.fits)),
+                                                       default=found.step_s)
         assert found.step_s < 1.1 * min(fitting)
         missed += found.step_s > min(fitting) * (1 + 1e-6)
         gained += predict(costs, balanced(costs)).step_s > found.step_s * (1 + 1e-6)
@@ -208,7 +217,8 @@ def test_tied_embeddings_make_the_last_stage_wait():
 
 
 def test_memory_moves_layers():
-    room = two_kinds(state_bytes=(1.0,) * 8, kept_bytes=(0.5,) * 8)  # stage 0 keeps two micro-batches: 2 bytes a layer, stage 1: 1.5
+    room = two_kinds(
+        state_bytes=(1.0,) * 8, kept_bytes=(0.5,) * 8)  # stage 0 keeps two micro-batches: 2 bytes a layer, stage 1: 1.5
     assert balanced(room) == (4, 4)
     assert balanced(replace(room, limit_bytes=(6.0, inf))) == (3, 5)
     assert estimate(room, (4, 4)).memory_bytes == (8.0, 6.0)
@@ -246,12 +256,14 @@ def test_uniform():
 def simulated(costs, split):
     """Seconds until the first stage's last backward, operation by operation."""
     ranges = [costs.bounds(sum(split[:s]), sum(split[: s + 1])) for s in range(costs.stages)]
-    f, b = ([sum(rows[s][low:high]) for s, (low, high) in enumerate(ranges)] for rows in (costs.forward_s, costs.backward_s))
+    f, b = ([sum(rows[s][low:high]) for s, (low, high) in enumerate(ranges)]
+            for rows in (costs.forward_s, costs.backward_s))
     return simulate(f, b, estimate(costs, split).transfer_s, costs.micro_batches)[0]
 
 
 def test_estimate_against_a_simulation_of_1f1b():
-    """GPUs that differ 1.5 : 1, the splits that are used: never more than 1 % too short, at most 20 % too long; balanced ones within 5 %.
+    """GPUs that differ 1.5 : 1, the splits that are used: never more than 1 % too short, at most 20 % too long;
+    balanced ones within 5 %.
 
     The formula lets no bubble of a fast stage hide behind a slow one, so it is worst where stages are least equal."""
     rng, errors = random.Random(0), {method: [] for method in METHODS}
@@ -259,8 +271,9 @@ def test_estimate_against_a_simulation_of_1f1b():
         stages, blocks = rng.randint(2, 6), rng.randint(12, 40)
         gpus = [rng.choice((1.0, 1.5)) for _ in range(stages)]
         rows = tuple((0.1, *(gpu,) * blocks, 0.7 * gpu) for gpu in gpus)
-        costs = StageCosts(rows, tuple(scaled(row, 2.0) for row in rows), ((0.5,) * (blocks + 2),) * stages, ((0.05,) * (blocks + 2),) * stages,
-                           rng.randint(4, 32))  # fmt: skip
+        costs = StageCosts(rows, tuple(scaled(row, 2.0) for row in rows), ((0.5,) * (blocks + 2),) * stages,
+                           ((0.05,) * (blocks + 2),) * stages,
+                           rng.randint(4, 32))
         for method in METHODS:
             split = balanced(costs) if method == "balanced" else partition(method, costs)
             outcome = estimate(costs, split)
@@ -293,7 +306,8 @@ def test_bad_input():
     with pytest.raises(HolmesError, match="memory limit of nan"):
         two_kinds(limit_bytes=(1.0, nan))
     heavy = two_kinds(state_bytes=(1e9,) * 8)
-    with pytest.raises(HolmesError, match="^stage 1: one layer needs 1 GB and its GPUs have 0.5 GB"):
+    with pytest.raises(HolmesError, match="^stage 1: one layer needs 1 GB and its GPUs have 500 MB"):
         balanced(replace(heavy, limit_bytes=(inf, 5e8)))
-    with pytest.raises(HolmesError, match="no split of 8 layers fits the GPUs' memory: the stages hold at most 3.2 layers"):
+    with pytest.raises(
+        HolmesError, match="no split of 8 layers fits the GPUs' memory: the stages hold at most 3.2 layers"):
         balanced(replace(heavy, limit_bytes=(3e9, 2e9)))

@@ -32,9 +32,11 @@ def test_data_and_context_together_are_data():
 @pytest.mark.parametrize(
     "description, kind",
     [
-        ("DATA_PARALLEL_GROUP_WITH_CP", "data"), ("EXPERT_MODEL_PARALLEL_GROUP", "expert"), ("EXPERT_DATA_PARALLEL_GROUP_GLOO", "data"),
-        ("POSITION_EMBEDDING_GROUP", "embedding"), ("EMBEDDING_GROUP", "embedding"), ("PIPELINE_MODEL_PARALLEL_GROUP", "pipeline"),
-        ("TENSOR_MODEL_PARALLEL_GROUP", "tensor"), ("TENSOR_AND_DATA_PARALLEL_GROUP", "other"), ("two-level across", "data"),
+        ("DATA_PARALLEL_GROUP_WITH_CP", "data"), ("EXPERT_MODEL_PARALLEL_GROUP", "expert"),
+        ("EXPERT_DATA_PARALLEL_GROUP_GLOO", "data"), ("POSITION_EMBEDDING_GROUP", "embedding"),
+        ("EMBEDDING_GROUP", "embedding"), ("PIPELINE_MODEL_PARALLEL_GROUP", "pipeline"),
+        ("TENSOR_MODEL_PARALLEL_GROUP", "tensor"), ("TENSOR_AND_DATA_PARALLEL_GROUP", "other"),
+        ("two-level across", "data"),
         ("pipeline pair", "pipeline"), ("CONTEXT_PARALLEL_GROUP", "context"), ("default_pg", "world"),
         ("mesh_dp_shard_cp", "data"), ("mesh_replicate", "data"), ("mesh_tp", "tensor"), ("mesh_pp", "pipeline"),
     ],

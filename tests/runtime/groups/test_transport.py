@@ -3,7 +3,12 @@ from types import SimpleNamespace
 import pytest
 
 from holmes_ext.cluster.site import Fabric, Node, Port, Site
-from holmes_ext.runtime.groups.transport import choose, gloo_interface, nccl_options, node_environment
+from holmes_ext.options import Options
+from holmes_ext.plan.decide import settle
+from holmes_ext.plan.plan import Plan
+from holmes_ext.runtime.groups.transport import Transport, gloo_interface, nccl_options, node_environment
+from holmes_ext.runtime.session import Session
+from holmes_ext.runtime.start.launcher import Process
 
 IB = Port("a", "ib0", "10.1.0.1", ("mlx5_0:1",), None, 200)
 IB_NO_IP = Port("a", "", "", ("mlx5_0:1",), None, 200)
@@ -17,41 +22,47 @@ def site(**ports):
     return Site(nodes, FABRICS)
 
 
+def transport(of, node, *ranks, backend="nccl"):
+    """Of a group of `ranks`, as the rank on `node` sees it."""
+    plan = settle(Plan(of.digest, tuple(n.name for n in of.nodes), 1), of)
+    rank = plan.nodes.index(node)
+    return Session(Options(), Process(rank, plan.world_size, 0, 1, "", 0, "test"), of, plan, rank).transport(
+        ranks, backend
+    )
+
+
 def test_a_group_takes_the_fastest_fabric_that_all_share():
     s = site(a0=[IB], a1=[IB], b0=[ROCE], m0=[IB, ROCE])
-    here = s.node_by_name["m0"]
-    assert choose(s, ["a0", "m0"], here, "nccl").fabric == "a"
-    assert choose(s, ["b0", "m0"], here, "nccl").fabric == "b"
-    assert choose(s, ["a0", "b0", "m0"], here, "nccl").fabric == "ethernet"
-    assert choose(s, ["a0", "b0", "m0"], here, "gloo").interface == "eth0"
-    assert choose(s, ["m0"], here, "gloo").interface == "lo"
-
-
-def test_net_names():
-    s = site(a0=[IB], a1=[IB], b0=[ROCE], b1=[ROCE])
-    assert choose(s, ["a0", "a1"], s.nodes[0], "nccl").net_name == "IB"
-    assert choose(s, ["b0", "b1"], s.nodes[2], "nccl").net_name == "IB"
-    assert choose(s, ["a0", "b0"], s.nodes[0], "nccl").net_name == "Socket"
-    assert choose(s, ["a0"], s.nodes[0], "nccl").net_name == ""
+    assert transport(s, "m0", 0, 3) == Transport("a", "ib", "ib0", "IB")
+    assert transport(s, "m0", 2, 3) == Transport("b", "roce", "roce0", "IB")
+    assert transport(s, "m0", 0, 2, 3) == Transport("ethernet", "ethernet", "eth0", "Socket")
+    assert transport(s, "m0", 3) == Transport("local", "local", "lo", "")
 
 
 def test_gloo_needs_an_address_on_every_member():
     s = site(a0=[IB], a1=[IB_NO_IP])
-    for node in s.nodes:  # both ends come to the same
-        assert choose(s, ["a0", "a1"], node, "gloo").fabric == "ethernet"
-        assert choose(s, ["a0", "a1"], node, "nccl").fabric == "a"
+    for node in ("a0", "a1"):  # both ends come to the same
+        assert transport(s, node, 0, 1, backend="gloo").fabric == "ethernet"
+        assert transport(s, node, 0, 1).fabric == "a"
+
+
+@pytest.mark.parametrize("backend", ["ucc", "mpi"])
+def test_other_backends_choose_for_themselves(backend):
+    assert transport(site(a0=[IB], a1=[IB]), "a0", 0, 1, backend=backend) == Transport(
+        f"chosen by {backend}", "", "", ""
+    )
 
 
 def test_gloo_interface_is_set_inside_only_and_the_users_wins():
     s = site(a0=[IB], a1=[IB])
-    transport = choose(s, ["a0", "a1"], s.nodes[0], "gloo")
+    over = transport(s, "a0", 0, 1, backend="gloo")
     environ = {}
-    with pytest.raises(KeyError), gloo_interface(transport, environ):
+    with pytest.raises(KeyError), gloo_interface(over, environ):
         assert environ == {"GLOO_SOCKET_IFNAME": "ib0"}
         raise KeyError
     assert environ == {}
     environ = {"GLOO_SOCKET_IFNAME": "mine"}
-    with gloo_interface(transport, environ):
+    with gloo_interface(over, environ):
         assert environ == {"GLOO_SOCKET_IFNAME": "mine"}
     assert environ == {"GLOO_SOCKET_IFNAME": "mine"}
 
@@ -66,29 +77,29 @@ class FakeOptions:
 
 def test_nccl_options_are_fresh_and_keep_settings():
     s = site(a0=[IB], a1=[IB])
-    transport = choose(s, ["a0", "a1"], s.nodes[0], "nccl")
+    over = transport(s, "a0", 0, 1)
     given = FakeOptions()
     given.config.max_ctas, given.is_high_priority_stream = 7, True
-    first, second = (nccl_options(transport, given, FakeOptions) for _ in range(2))
+    first, second = (nccl_options(over, given, FakeOptions) for _ in range(2))
     assert first is not second and first is not given and first.config is not given.config
     assert (first.config.net_name, first.config.max_ctas, first.is_high_priority_stream) == ("IB", 7, True)
     assert given.config.net_name is None
-    assert nccl_options(transport, None, FakeOptions).config.net_name == "IB"
+    assert nccl_options(over, None, FakeOptions).config.net_name == "IB"
 
 
 def test_a_users_net_name_stays():
     s = site(a0=[IB], a1=[IB])
     given = FakeOptions()
     given.config.net_name = "Socket"
-    assert nccl_options(choose(s, ["a0", "a1"], s.nodes[0], "nccl"), given, FakeOptions) is given
+    assert nccl_options(transport(s, "a0", 0, 1), given, FakeOptions) is given
 
 
 def test_node_environment():
     s = site(b0=[ROCE])
     environ = {"NCCL_NET": "IB", "NCCL_IB_HCA": "mine"}
-    lines = node_environment(s, s.nodes[0], environ)
+    lines = node_environment(s.nodes[0], environ)
     assert environ == {"NCCL_IB_HCA": "mine", "NCCL_SOCKET_IFNAME": "=eth0", "NCCL_IB_GID_INDEX": "3"}
     assert len(lines) == 2 and "NCCL_IB_HCA=mine was set by you" in lines[0] and "NCCL_NET=IB is unset" in lines[1]
     environ = {}
-    assert node_environment(s, s.nodes[0], environ) == []
+    assert node_environment(s.nodes[0], environ) == []
     assert environ["NCCL_IB_HCA"] == "=mlx5_2:1,mlx5_3:1"

@@ -27,7 +27,10 @@ def clock():
 def fake_session(rank, world):
     """As much of a session as groups need: every group on one fabric."""
     return SimpleNamespace(
-        rank=rank, groups=[], plan=SimpleNamespace(world_size=world), transport=lambda ranks, backend: Transport("ib", "ib", "ib0", "")
+        rank=rank,
+        groups=[],
+        plan=SimpleNamespace(world_size=world),
+        transport=lambda ranks, backend: Transport("ib", "ib", "ib0", ""),
     )
 
 
@@ -110,17 +113,24 @@ def _operations(rank, keeps):
         telemetry.set_recorder(None)
         registry().undo()
         session.set_active(None)
-    ops = [(op.name, op.payload, op.sent, op.number, op.peer, op.end >= op.start > 0, op.waited > 0) for op in steps[0][4]] if keeps else []
+    ops = (
+        [
+            (op.name, op.payload, op.sent, op.number, op.peer, op.end >= op.start > 0, op.waited > 0)
+            for op in steps[0][4]
+        ]
+        if keeps
+        else []
+    )
     left = type(vars(dist.ProcessGroup)["allreduce"]).__name__
     dist.all_reduce(torch.ones(4))  # as before
-    return ops, open_, group.count, dict(group.sends), dict(group.receives), left
+    return ops, open_, group.collectives, group.messages, left
 
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_what_torch_does_is_seen(keeps):
-    for rank, (ops, open_, count, sends, receives, left) in enumerate(run_ranks(_operations, 2, keeps)):
+    for rank, (ops, open_, count, messages, left) in enumerate(run_ranks(_operations, 2, keeps)):
         assert open_ == [] and left == "instancemethod"
-        assert (sends, receives) == (({1: 1}, {}) if rank == 0 else ({}, {0: 1}))
+        assert messages == ({("send", 1): 1} if rank == 0 else {("receive", 0): 1})
         if not keeps:
             continue
         assert count == len(ops) - 1  # all but the message
@@ -171,7 +181,7 @@ def test_nccls_operations_are_under_way_until_the_gpu_is_done(clock, keeps):
     op, work = telemetry.Op(group, "all_reduce", 8, 8, None, 0, clock.now), NcclWork()
     recorder.open[id(op)] = op
     recorder.launched(op, work, None)
-    recorder.waited(work, op, clock.now)  # the stream waits, not the program
+    recorder.waited(op, clock.now)  # the stream waits, not the program
     recorder.step_done("program")
     assert list(recorder.open.values()) == [op]
     work.ended = True

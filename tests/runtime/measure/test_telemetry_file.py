@@ -5,7 +5,7 @@ import pytest
 
 from holmes_ext.report.files import read
 from holmes_ext.runtime.measure import telemetry_file
-from holmes_ext.runtime.measure.telemetry import Op
+from holmes_ext.runtime.measure.telemetry import Op, Recorder
 from holmes_ext.runtime.measure.telemetry_file import Writer
 
 HEAD = {"run": "r", "rank": 0, "world": 2, "node": "a0", "cluster": "a", "fabrics": {"ib": ["ib", 1000]}}
@@ -21,21 +21,41 @@ def operation(start, end, kind="data", peer=None, ranks=(0, 1), sent=100.0):
 
 
 def writer(path, **more):
-    made = Writer(path / "run" / "rank0.jsonl", HEAD, lambda ranks: set(ranks) == {0, 1}, 0, **more)
-    made.recorder = SimpleNamespace(sizes=None)
-    return made
+    return Writer(path / "run" / "rank0.jsonl", HEAD, Recorder(0, None), lambda ranks: set(ranks) == {0, 1}, **more)
 
 
 def test_a_step_is_one_line(tmp_path):
     made = writer(tmp_path)
-    made.on_step(2, 10.0, 12.0, 64, [operation(10.0, 11.0), operation(10.5, 11.5), operation(11, 11.25, "pipeline", peer=0)], [("forward", 10, 11)], None)
+    made.on_step(
+        2,
+        10.0,
+        12.0,
+        64,
+        [operation(10.0, 11.0), operation(10.5, 11.5), operation(11, 11.25, "pipeline", peer=0)],
+        [("forward", 10, 11)],
+        None,
+    )
     made.put({"clock": [1.5, 0.1]})
     made.close()
     one = read(tmp_path / "run" / "rank0.jsonl")
     assert one.closed and not one.cut and one.clock == (1.5, 0.1)
     step = one.steps[2]
-    assert step["groups"] == [["data", "ib", "across", 2, 400, 200, 1.5, 0.5], ["pipeline", "ib", "inside", 1, 200, 100, 0.25, 0.25]]
-    assert step["spans"] == [["forward", 10, 11]] and step["ops"][0] == ["data", "ib", "all_reduce", "7", 3, None, 10.0, 11.0, 0.25, 100]
+    assert step["groups"] == [
+        ["data", "ib", "across", 2, 400, 200, 1.5, 0.5],
+        ["pipeline", "ib", "inside", 1, 200, 100, 0.25, 0.25],
+    ]
+    assert step["spans"] == [["forward", 10, 11]] and step["ops"][0] == [
+        "data",
+        "ib",
+        "all_reduce",
+        "7",
+        3,
+        None,
+        10.0,
+        11.0,
+        0.25,
+        100,
+    ]
     assert "ops" in step and not telemetry_file.traced(3)
 
 
@@ -48,7 +68,9 @@ def test_the_file_is_bounded(tmp_path, capsys):
     assert 3500 < path.stat().st_size <= 4000
     assert len(read(path).steps) > 10  # whole lines
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "telemetry of rank 0 ends here (the file has reached 0 MiB); training goes on" in err
+    assert (
+        err.count("\n") == 1 and "telemetry of rank 0 ends here (the file has reached 0 MiB); training goes on" in err
+    )
 
 
 def test_a_full_disk_ends_telemetry_not_training(tmp_path, capsys, monkeypatch):
@@ -71,12 +93,17 @@ def test_a_file_is_never_written_over(tmp_path):
 
 
 def test_tensorboard_gets_the_totals(tmp_path):
-    written, made = [], writer(tmp_path)
-    board = SimpleNamespace(add_scalar=lambda name, value, step: written.append((name, value, step)), close=lambda: written.append("closed"))
-    made.add_scalars(lambda: board)
+    written = []
+    add = lambda name, value, step: written.append((name, value, step))  # noqa: E731
+    board = SimpleNamespace(add_scalar=add, close=lambda: written.append("closed"))
+    made = writer(tmp_path, make_board=lambda: board)
     made.on_step(4, 0.0, 2.0, 0, [operation(0, 1)], [], None)
     made.close()
-    assert ("holmes/step_s", 2.0, 4) in written and ("holmes/data across (ib)/exposed_s", 0.25, 4) in written and written[-1] == "closed"
+    assert (
+        ("holmes/step_s", 2.0, 4) in written
+        and ("holmes/data across (ib)/exposed_s", 0.25, 4) in written
+        and written[-1] == "closed"
+    )
     assert ("holmes/data across (ib)/Gbps", 100 * 8 / 1e9, 4) in written
 
 

@@ -7,12 +7,14 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
+from holmes_ext.plan.cost.network import two_level_seconds
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce import straddling
-from holmes_ext.runtime.reduce.compress import BLOCK, Bf16, Int8, Residuals, codec, residual_of
-from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce, predict
+from holmes_ext.runtime.reduce.compress import BLOCK, PLAIN, Bf16, Int8, Residuals, codec, residual_of
+from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
 
@@ -69,20 +71,21 @@ def test_residuals_live_as_long_as_their_tensor():
 
 
 def test_codecs_by_name():
-    assert codec("off") is None and isinstance(codec("bf16"), Bf16) and isinstance(codec("int8"), Int8)
+    assert codec("off") is PLAIN and isinstance(codec("bf16"), Bf16) and isinstance(codec("int8"), Int8)
     for wrong in (lambda: codec("int4"), lambda: Options(compress="int4")):
         with pytest.raises(HolmesError, match="'int4' is not one of off, bf16, int8"):
             wrong()
 
 
 def test_prediction_counts_fewer_bytes_across():
-    fast, slow = (2e9, 20e-6), (250e6, 50e-6)
-    whole, compressed = (predict(10**7, [4, 4], fast, slow, share=share)[1] for share in (1.0, Int8().share))
+    fast, slow = Fabric("a", "ib", 2 * 10**9, 20e-6), Fabric("ethernet", "ethernet", 250 * 10**6, 50e-6)
+    whole, compressed = (two_level_seconds(10**7, [4, 4], fast, slow, share=share)[1] for share in (1.0, Int8().share))
     assert compressed < 0.7 * whole  # then the fabric is the busier network
 
 
 def sums(rank, kind, clusters, compress, steps=3, numel=5001):
-    """(largest error relative to the largest sum, same on all ranks, the mean's error over the steps, bytes this rank sent across)"""
+    """(largest error relative to the largest sum, same on all ranks, the mean's error over the steps, bytes this rank
+    sent across)"""
     all_reduce = kind(clusters, chunk_bytes=4096, compress=compress)
     x = randoms(numel, 100 + rank)
     wanted = x.clone()
@@ -97,7 +100,12 @@ def sums(rank, kind, clusters, compress, steps=3, numel=5001):
         dist.all_gather(everywhere, flat)
         same &= all(torch.equal(flat, other) for other in everywhere)
     all_reduce.close()
-    return worst, same, ((mean - wanted).abs().max() / wanted.abs().max()).item(), getattr(all_reduce, "bytes_across", 0) / steps
+    return (
+        worst,
+        same,
+        ((mean - wanted).abs().max() / wanted.abs().max()).item(),
+        getattr(all_reduce, "bytes_across", 0) / steps,
+    )
 
 
 @pytest.mark.parametrize("clusters", [[[0, 1], [2, 3]], [[0, 1], [2, 3, 4]], [[0, 2], [1], [4, 3]]], ids=str)
@@ -111,7 +119,8 @@ def test_compressed_sums_are_close_and_the_same_bits_everywhere(clusters):
 
 
 def test_the_bytes_that_cross():
-    """Two clusters: each rank sends half its quarter to scatter and half to gather, 4, 2, or 1 + 4/256 bytes an element."""
+    """Two clusters: each rank sends half its quarter to scatter and half to gather, 4, 2, or 1 + 4/256 bytes an
+    element."""
     numel = 1024 * 8
     for compress, of_element in (("off", 4.0), ("bf16", 2.0), ("int8", 1 + 4 / BLOCK)):
         for *_, sent in run_ranks(sums, 4, TwoLevelAllReduce, [[0, 1], [2, 3]], compress, 2, numel):
@@ -121,26 +130,30 @@ def test_the_bytes_that_cross():
 @pytest.mark.parametrize("clusters", [[[0, 1], [2, 3]], [[0], [1], [2]]], ids=str)
 def test_collectives_of_nccl_s_kind_compress_alike(clusters):
     for compress, tolerance in (("bf16", 0.02), ("int8", 0.03)):
-        for worst, same, mean, _ in run_ranks(sums, sum(map(len, clusters)), TwoLevelCollectives, clusters, compress, 8):
+        for worst, same, mean, _ in run_ranks(
+            sums, sum(map(len, clusters)), TwoLevelCollectives, clusters, compress, 8
+        ):
             assert same and 0 < worst < tolerance
             assert compress == "bf16" or mean < worst / 3
 
 
 def chosen(rank):
-    """What a group that straddles clusters gets: by option, and by argument."""
-    straddling.planned = lambda ranks, size, compress: [[0], [1]]
-    session.set_active(SimpleNamespace(options=Options(compress="bf16")))
-    reduces = [straddling.two_level_for(dist.group.WORLD, 1000, compress) for compress in (None, "off", "int8")]
+    """What a group that straddles clusters gets, as the plan says."""
+    plan = SimpleNamespace(by_cluster=lambda ranks: {"a": [0], "b": [1]})
+    session.set_active(SimpleNamespace(plan=plan))
+    ways = [SimpleNamespace(clusters=("a", "b"), two_level_from=0, compress=kind) for kind in ("bf16", "off", "int8")]
+    reduces = [straddling.two_level_for(dist.group.WORLD, 1000, way) for way in ways]
     session.set_active(None)
-    return [type(reduce._across._codec).__name__ for reduce in reduces]
+    return [type(reduce._across.codec).__name__ for reduce in reduces]
 
 
-def test_the_option_reaches_the_two_level_all_reduce():
-    assert run_ranks(chosen, 2) == [["Bf16", "NoneType", "Int8"]] * 2
+def test_what_the_plan_compresses_reaches_the_two_level_all_reduce():
+    assert run_ranks(chosen, 2) == [["Bf16", "Codec", "Int8"]] * 2
 
 
 def trained(codecs):
-    """The loss of a least-squares problem whose columns differ by 30 in scale, after 200 steps of SGD on two workers' gradients."""
+    """The loss of a least-squares problem whose columns differ by 30 in scale, after 200 steps of SGD on two workers'
+    gradients."""
     scale = torch.logspace(0, -1.5, 64)
     inputs, wanted = randoms(512 * 64).view(512, 64) * scale, randoms(64, 1)
     weights = torch.zeros(64)

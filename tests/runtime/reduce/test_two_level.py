@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.network import two_level_seconds
 from holmes_ext.runtime.reduce.reducer import GradientReducer
-from holmes_ext.runtime.reduce.two_level import Piece, TwoLevelAllReduce, pieces, predict
+from holmes_ext.runtime.reduce.two_level import Piece, TwoLevelAllReduce, pieces
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
 
@@ -37,12 +39,12 @@ def test_pieces_cover_a_chunk_once_and_name_one_owner_of_each_cluster(clusters, 
 
 
 def test_prediction_prefers_two_levels_where_the_link_is_slow_and_clusters_are_large():
-    fast, slow = (2e9, 20e-6), (250e6, 50e-6)
-    flat, two_level = predict(10**7, [4, 4], fast, slow)
+    fast, slow = Fabric("a", "ib", 2 * 10**9, 20e-6), Fabric("ethernet", "ethernet", 250 * 10**6, 50e-6)
+    flat, two_level = two_level_seconds(10**7, [4, 4], fast, slow)
     assert flat / two_level > 2.5
-    flat, two_level = predict(10**7, [1, 1], fast, slow)
+    flat, two_level = two_level_seconds(10**7, [1, 1], fast, slow)
     assert abs(flat / two_level - 1) < 0.1  # the bytes that cross are the same
-    flat, two_level = predict(10**7, [8, 8], slow, slow, processes=4)  # four ranks' exchange through one slow NIC
+    flat, two_level = two_level_seconds(10**7, [8, 8], slow, slow, here=4)  # four ranks' exchange through one slow NIC
     assert flat < two_level
 
 
@@ -65,7 +67,9 @@ def against_flat(rank, clusters, numels, chunk_bytes, dtype):
 
 
 @pytest.mark.parametrize(
-    "clusters", [[[0, 1], [2, 3]], [[0, 2], [3, 1]], [[0], [1, 2]], [[0, 1], [2, 3, 4]], [[0, 1], [2], [3, 4, 5]]], ids=str
+    "clusters",
+    [[[0, 1], [2, 3]], [[0, 2], [3, 1]], [[0], [1, 2]], [[0, 1], [2, 3, 4]], [[0, 1], [2], [3, 4, 5]]],
+    ids=str,
 )
 def test_sum_is_the_flat_sum_and_the_same_bits_everywhere(clusters):
     count = sum(map(len, clusters))
@@ -130,7 +134,7 @@ def test_a_reducer_can_use_it():
 def dies(rank):
     all_reduce = TwoLevelAllReduce([[0, 1], [2, 3]], chunk_bytes=1024)
     model = torch.nn.Linear(32, 32)
-    reducer = GradientReducer(model.named_parameters(), all_reduce=all_reduce)
+    reducer = GradientReducer(model.named_parameters(), all_reduce=all_reduce, bucket_bytes=1024)
     ranks.all_are_here(rank, 4)
     if rank == 3:
         os._exit(0)
@@ -138,14 +142,14 @@ def dies(rank):
     try:
         reducer.finish()
     except HolmesError as error:
-        ranks.say(f"rank {rank} says: {error}")
+        ranks.say(error)
         os._exit(0)
 
 
-def test_a_rank_that_dies_is_an_error_on_all_others(capfd):
-    with pytest.raises(RuntimeError, match="gave no answer"):
+def test_a_rank_that_dies_is_an_error_on_all_others():
+    with pytest.raises(ranks.RankError, match="gave no answer") as error:
         run_ranks(dies, 4)
-    lines = [line for line in capfd.readouterr().out.splitlines() if "says" in line]
+    lines = error.value.said
     assert len(lines) == 3 and all("the reduction of bucket 0 of 2" in line for line in lines)
 
 

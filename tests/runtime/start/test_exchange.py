@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.start.exchange import RemoteError, exchange
+from holmes_ext.errors import HolmesError, RemoteError
+from holmes_ext.runtime.start.exchange import exchange
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.store import open_store
 
@@ -94,7 +94,9 @@ def test_a_job_that_starts_again_does_not_take_the_last_verdict(monkeypatch):
     store, base, outcome, made = dist.HashStore(), Process(0, 2, 0, 0, "host", 1, "test"), {}, reports(2)
 
     def one(rank, start):
-        outcome[rank] = exchange(store, replace(base, rank=rank), made[rank], lambda reports, nodes: {"start": start}, 30.0)
+        outcome[rank] = exchange(
+            store, replace(base, rank=rank), made[rank], lambda reports, nodes: {"start": start}, 30.0
+        )
 
     for start in (1, 2):
         threads = [threading.Thread(target=one, args=(rank, start)) for rank in (1, 0)]

@@ -19,19 +19,26 @@ def spec():
 
 
 def world_info(hosts):
-    return base64.urlsafe_b64encode(json.dumps({host: list(range(count)) for host, count in hosts.items()}).encode()).decode()
+    return base64.urlsafe_b64encode(
+        json.dumps({host: list(range(count)) for host, count in hosts.items()}).encode()
+    ).decode()
 
 
-@pytest.mark.parametrize("arguments, hosts", [
-    ([f"--world_info={world_info(HOSTS)}"], HOSTS),
-    (["--world_info", world_info({"a0": 8})], {"a0": 8}),
-    (["--world_info=W10="], {}),  # [] in base64: not the launcher's
-    (["--world_info=?"], {}),
-    ([], {}),
-])
+@pytest.mark.parametrize(
+    "arguments, hosts",
+    [
+        ([f"--world_info={world_info(HOSTS)}"], HOSTS),
+        (["--world_info", world_info({"a0": 8})], {"a0": 8}),
+        (["--world_info=W10="], {}),  # [] in base64: not the launcher's
+        (["--world_info=?"], {}),
+        ([], {}),
+    ],
+)
 def test_the_hosts_stand_in_the_launchers_command_line(arguments, hosts):
     code = "print('up', flush=True); input()"
-    child = subprocess.Popen([sys.executable, "-I", "-S", "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
         assert child.stdout.readline() == b"up\n"  # while exec runs, the kernel shows an empty command line
         assert launched_hosts(child.pid) == hosts and list(launched_hosts(child.pid)) == list(hosts)
@@ -48,14 +55,22 @@ def test_the_same_nodes_pass(spec):
     check_hosts(HOSTS, spec)
     check_hosts({}, spec)
     check_hosts({"a0.site.org": 1, "b0": 1, "a1": 1, "b1": 1}, spec)
-    check_hosts({"10.0.0.1": 1, "10.0.0.2": 1, "10.0.0.3": 1, "gateway": 1}, spec)  # addresses: what the nodes report decides
+    check_hosts(
+        {"10.0.0.1": 1, "10.0.0.2": 1, "10.0.0.3": 1, "gateway": 1}, spec
+    )  # addresses: what the nodes report decides
 
 
-@pytest.mark.parametrize("change, text", [
-    ({"b1": None}, "has 3 hosts, .*two_clusters_4.toml 4 nodes: node 'b1' of cluster 'b' is not in the hostfile; add it there"),
-    ({"c0": 1}, "has 5 hosts, .*two_clusters_4.toml 4 nodes: host 'c0' is in no cluster; add it"),
-    ({"b0": 2}, "starts 2 processes on 'b0', but in .*two_clusters_4.toml key 'cluster.b.processes' is 1"),
-])
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (
+            {"b1": None},
+            "has 3 hosts, .*two_clusters_4.toml 4 nodes: node 'b1' of cluster 'b' is not in the hostfile; add it there",
+        ),
+        ({"c0": 1}, "has 5 hosts, .*two_clusters_4.toml 4 nodes: host 'c0' is in no cluster; add it"),
+        ({"b0": 2}, "starts 2 processes on 'b0', but in .*two_clusters_4.toml key 'cluster.b.processes' is 1"),
+    ],
+)
 def test_other_nodes_are_named(spec, change, text):
     hosts = {host: count for host, count in {**HOSTS, **change}.items() if count}
     with pytest.raises(HolmesError, match=text):

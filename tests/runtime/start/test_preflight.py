@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
+from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.start import preflight
-from holmes_ext.runtime.start.exchange import RemoteError
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.preflight_verdict import lost
 
@@ -27,7 +27,14 @@ NETS = {ETHERNET: 1, "ib": 2, "roce": 3}
 
 def node(name, fabric, number, processes=1, **changed):
     def port(on):
-        return Port(on, f"{on}0", changed.get(on, f"127.{NETS[on]}.0.{number}"), () if on == ETHERNET else ("mlx5_0:1",), None, 10**9)
+        return Port(
+            on,
+            f"{on}0",
+            changed.get(on, f"127.{NETS[on]}.0.{number}"),
+            () if on == ETHERNET else ("mlx5_0:1",),
+            None,
+            10**9,
+        )
 
     return Node(name, fabric, processes, (port(fabric), port(ETHERNET)))
 
@@ -47,7 +54,7 @@ def fly(site, plan, monkeypatch, fallback="ethernet", absent=(), seconds=(1.0, 5
         process = Process(rank, plan.world_size, rank % plan.processes, plan.processes, "host", 1, "test")
         host = site.nodes[rank // plan.processes].name
         try:
-            outcome[rank] = preflight.run(store, "holmes/1", process, host, site, plan, fallback)
+            outcome[rank] = preflight.run(store, "holmes/1", process, host, site, plan, Options(fallback=fallback))
         except HolmesError as error:
             outcome[rank] = error
 
@@ -61,17 +68,19 @@ def fly(site, plan, monkeypatch, fallback="ethernet", absent=(), seconds=(1.0, 5
 
 def test_each_pair_of_nodes_once_for_each_fabric():
     site = site_of(processes=2)
-    todo = preflight.pairs(site, build_plan(site, Sizes(pipeline=2)))
+    todo = preflight.pairs(build_plan(site, Sizes(pipeline=2)))
     keys = [(pair.fabric, frozenset((pair.one, pair.two))) for pair in todo]
     assert len(keys) == len(set(keys))
     assert {frozenset(("a0", "a1")), frozenset(("b0", "b1"))} == {names for fabric, names in keys if fabric != ETHERNET}
-    assert {names for fabric, names in keys if fabric != ETHERNET} <= {names for fabric, names in keys if fabric == ETHERNET}
+    assert {names for fabric, names in keys if fabric != ETHERNET} <= {
+        names for fabric, names in keys if fabric == ETHERNET
+    }
     assert {pair.kind for pair in todo if pair.fabric == "ib"} == {"data"}
 
 
 def test_without_sizes_the_clusters_are_tried():
     site = site_of()
-    todo = preflight.pairs(site, build_plan(site))
+    todo = preflight.pairs(build_plan(site))
     assert {(p.fabric, p.kind) for p in todo} >= {("ib", "cluster"), ("roce", "cluster"), (ETHERNET, "world")}
 
 
@@ -79,7 +88,7 @@ def test_64_ranks_need_few_connections():
     nodes = tuple(node(f"n{i}", "ib" if i < 4 else "roce", i + 1, 8) for i in range(8))
     site = Site(nodes, FABRICS)
     for sizes in (Sizes(pipeline=2), Sizes(pipeline=4, tensor=4), Sizes(tensor=8)):
-        assert len(preflight.pairs(site, build_plan(site, sizes))) <= 24
+        assert len(preflight.pairs(build_plan(site, sizes))) <= 24
 
 
 def test_all_is_well(monkeypatch):
@@ -98,7 +107,16 @@ def test_a_fast_nic_that_does_not_answer_is_left_out_on_all_ranks(monkeypatch, s
     after, new, (line,) = outcome[0]
     assert after.shared_fabric(["b0", "b1"]).name == ETHERNET and after.shared_fabric(["a0", "a1"]).name == "ib"
     assert new.nodes == plan.nodes and after.digest == site.digest
-    for part in ("node b0", "node b1", "rank 2", "rank 3", "roce0 (mlx5_0:1)", "127.3.0.3", "192.0.2.1", "cannot listen on its own address"):
+    for part in (
+        "node b0",
+        "node b1",
+        "rank 2",
+        "rank 3",
+        "roce0 (mlx5_0:1)",
+        "127.3.0.3",
+        "192.0.2.1",
+        "cannot listen on its own address",
+    ):
         assert part in line, line
     if sizes:
         assert new.transports["data"] == ("ib", ETHERNET)
@@ -108,14 +126,19 @@ def test_a_fast_nic_that_does_not_answer_is_left_out_on_all_ranks(monkeypatch, s
 def test_fail_ends_all_ranks(monkeypatch):
     site = site_of(b1={"roce": "192.0.2.1"})
     outcome = fly(site, build_plan(site, Sizes(pipeline=2)), monkeypatch, fallback="fail")
-    assert all("node b1 (rank 3" in str(error) and "--holmes-fallback ethernet" in str(error) for error in outcome.values()), outcome
+    assert all(
+        "node b1 (rank 3" in str(error) and "--holmes-fallback ethernet" in str(error) for error in outcome.values()
+    ), outcome
     assert [isinstance(outcome[rank], RemoteError) for rank in range(4)] == [False, True, True, True]
 
 
 def test_bad_ethernet_ends_all_ranks(monkeypatch):
     site = site_of(b0={ETHERNET: "192.0.2.1"})
     outcome = fly(site, build_plan(site, Sizes(pipeline=2)), monkeypatch)
-    assert all("b0 (rank 2, ethernet0, 192.0.2.1)" in str(error) and "mend its cable" in str(error) for error in outcome.values()), outcome
+    assert all(
+        "b0 (rank 2, ethernet0, 192.0.2.1)" in str(error) and "mend its cable" in str(error)
+        for error in outcome.values()
+    ), outcome
 
 
 def test_an_address_that_another_node_answers():
@@ -123,8 +146,13 @@ def test_an_address_that_another_node_answers():
     listeners = preflight.Listeners(site, "b0", [preflight.Pair("roce", "b1", "b0", "data", (2, 3))], "t")
     try:
         hello = "127.3.0.3", "127.3.0.3", listeners.ports["roce"], "a0"
-        assert preflight.exchange_hello(*hello, "b1", "t") == "the address is answered by node 'b0', so two nodes have it"
-        assert preflight.exchange_hello(*hello, "b0", "t") == "" and preflight.exchange_hello(*hello, "b0", "another job") != ""
+        assert (
+            preflight.exchange_hello(*hello, "b1", "t") == "the address is answered by node 'b0', so two nodes have it"
+        )
+        assert (
+            preflight.exchange_hello(*hello, "b0", "t") == ""
+            and preflight.exchange_hello(*hello, "b0", "another job") != ""
+        )
     finally:
         listeners.close()
 
@@ -132,7 +160,9 @@ def test_an_address_that_another_node_answers():
 def test_a_node_that_stays_away_is_named(monkeypatch):
     site = site_of()
     outcome = fly(site, build_plan(site, Sizes(pipeline=2)), monkeypatch, absent={3}, seconds=(0.5, 0.5, 0.5, 2.0))
-    assert len(outcome) == 3 and all("node b1 (rank 3) did not finish it within 2 s" in str(error) for error in outcome.values()), outcome
+    assert len(outcome) == 3 and all(
+        "node b1 (rank 3) did not finish it within 2 s" in str(error) for error in outcome.values()
+    ), outcome
 
 
 def test_nobody_answers_although_the_port_is_open():
@@ -165,7 +195,10 @@ def test_garbage_is_no_answer():
         ([("f", "a", "b", "x")], {"a", "b"}),
         ([("f", "a", "b", "x"), ("f", "b", "c", ""), ("f", "c", "d", ""), ("f", "d", "a", "")], {"a", "b"}),
         ([("f", "a", "b", ""), ("g", "a", "b", "")], set()),
-        ([("f", "a", "b", "x"), ("f", "b", "c", "x"), ("f", "c", "d", "x"), ("f", "d", "a", "x")], {"a", "b", "c", "d"}),
+        (
+            [("f", "a", "b", "x"), ("f", "b", "c", "x"), ("f", "c", "d", "x"), ("f", "d", "a", "x")],
+            {"a", "b", "c", "d"},
+        ),
     ],
 )
 def test_who_is_to_blame(findings, expected):

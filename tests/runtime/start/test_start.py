@@ -2,6 +2,7 @@ import json
 import os
 import threading
 
+import clusters
 import pytest
 import torch.distributed as dist
 from sysfs_builder import SCENES
@@ -46,13 +47,12 @@ flops = 150e9
 def no_session():
     yield
     session.set_active(None)
-    start._stores.clear()
 
 
-def start_all(monkeypatch, world, options, sizes=None, failures={}):
+def start_all(monkeypatch, world, options, sizes=None, failures=None):
     """start() of `world` ranks on a node each, in threads; what each returned or raised, and its environment."""
     store = dist.HashStore()
-    monkeypatch.setattr("holmes_ext.runtime.start.store.open_store", lambda process, timeout_s: store)
+    monkeypatch.setattr(start, "open_store", lambda process, timeout_s: store)
     monkeypatch.setattr(start, "node_identity", lambda: threading.current_thread().name)
     monkeypatch.setattr(report_module, "node_identity", lambda: threading.current_thread().name)
     outcome = {}
@@ -61,7 +61,7 @@ def start_all(monkeypatch, world, options, sizes=None, failures={}):
         environ = {"HOLMES_NODE": f"n{rank}", "RANK": str(rank), "SLURM_PROCID": str(rank)}
         process = Process(rank, world, 0, 1, "127.0.0.1", 29500, "test")
         try:
-            current, _ = start.start(options, process, sizes, {}, failures.get(rank), environ)
+            current, _ = start.start(start.Request(options, sizes), process, {}, (failures or {}).get(rank), environ)
             outcome[rank] = (current, environ)
         except HolmesError as error:
             outcome[rank] = (error, environ)
@@ -99,7 +99,9 @@ def test_a_partition_knows_the_gpus_of_the_cluster_file(monkeypatch, tmp_path, n
 
 def test_a_failure_of_one_rank_ends_all_with_its_words(monkeypatch, tmp_path, no_session):
     (tmp_path / "c.toml").write_text(FILE)
-    outcome = start_all(monkeypatch, 4, Options(cluster=str(tmp_path / "c.toml")), failures={2: HolmesError("no such thing")})
+    outcome = start_all(
+        monkeypatch, 4, Options(cluster=str(tmp_path / "c.toml")), failures={2: HolmesError("no such thing")}
+    )
     assert all(str(error) == "rank 2 on n2: no such thing" for error, _ in outcome.values())
     assert all(environ["RANK"] == str(rank) for rank, (_, environ) in outcome.items())
 
@@ -113,12 +115,14 @@ def test_a_plan_of_other_sizes_than_the_jobs(monkeypatch, tmp_path, no_session):
     build_plan(site_from_spec(load_spec(tmp_path / "c.toml")), Sizes(pipeline=4)).save(tmp_path / "p.json")
     options = Options(cluster=str(tmp_path / "c.toml"), plan=str(tmp_path / "p.json"))
     outcome = start_all(monkeypatch, 4, options, Sizes(pipeline=2))
-    assert "p.json: key 'sizes' is pipeline 4, but the job runs pipeline 2" in str(outcome[0][0])
+    assert "p.json: key 'sizes' is pipeline=4, but the job runs pipeline=2" in str(outcome[0][0])
 
 
 def test_one_process_without_a_launcher_keeps_its_environment(no_session):
     environ = {}
-    current, _ = start.start(Options(), Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher"), None, {}, None, environ)
+    current, _ = start.start(
+        start.Request(Options()), Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher"), {}, None, environ
+    )
     assert current.rank == 0 and "RANK" not in environ and session.active() is current
 
 
@@ -128,3 +132,14 @@ def test_a_report_travels_as_json(tmp_path):
     again = report_module.NodeReport.from_dict(json.loads(json.dumps(report.to_dict())), processes=8)
     assert (again.name, again.nics, again.processes) == ("x", report.nics, 8) and len(report.nics) > 8
     assert report.identity.endswith(str(os.stat("/proc/self/ns/net").st_ino))
+
+
+def test_nics_slower_than_the_file_says_are_told(tmp_path, no_session):
+    SCENES["dgx_a100"](tmp_path / "sys")
+    text = clusters.toml("a ib 3200Gb/s x", ethernet="1Gb/s") + 'include = ["mlx5_0"]\n'
+    (tmp_path / "c.toml").write_text(text)
+    environ = {"HOLMES_SYSFS": str(tmp_path / "sys"), "HOLMES_NODE": "x"}
+    alone = Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher")
+    _, lines = start.start(start.Request(Options(cluster=str(tmp_path / "c.toml"))), alone, {}, None, environ)
+    said = f"but the rate of fabric 'a' is 3.2 Tb/s in {tmp_path}/c.toml"
+    assert lines == [f"node x: mlx5_0:1 runs at 200 Gb/s, {said}; the plan counts on what the file says"]

@@ -1,16 +1,12 @@
-"""The line that a failed reduction ends with, and when two levels are planned; both read the session's site."""
-
-from dataclasses import replace
+"""The line that a failed reduction ends with."""
 
 import pytest
-import torch.distributed as dist
 from ranks import run_ranks
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.options import Options
 from holmes_ext.plan.plan import Plan
 from holmes_ext.runtime import session
-from holmes_ext.runtime.reduce.two_level import planned
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.watch.failure import describe_failure
 
@@ -26,47 +22,41 @@ def node(number, fabric):
     return Node(f"n{number}", fabric, 1, ports)
 
 
-@pytest.fixture
-def current():
-    """Nodes n1, n2 with InfiniBand and n3, n4 with RoCE; the plan puts n3 first."""
+def activate():
+    """A session on nodes n1, n2 with InfiniBand and n3, n4 with RoCE; the plan puts n3 first."""
     site = Site(tuple(node(number, "ib" if number < 3 else "roce") for number in (1, 2, 3, 4)), FABRICS)
     plan = Plan(site.digest, ("n3", "n1", "n4", "n2"), 1)
     session.set_active(session.Session(Options(), Process(0, 4, 0, 1, "127.0.0.1", 29500, "torchrun"), site, plan, 0))
+
+
+@pytest.fixture
+def current():
+    activate()
     yield session.active()
     session.set_active(None)
 
 
 def one_line(rank, error):
+    activate()
     return describe_failure("bucket 1 of 3", (0, 1), FABRICS[2], error)
 
 
-def test_names_the_node_behind_the_address(current):
+def test_names_the_node_behind_the_address():
     for address in ("10.1.0.4", "10.0.0.4"):
         error = f"[pair.cc:553] Connection closed by peer [{address}]:4711. This is typically caused by\nx"
         first, second = run_ranks(one_line, 2, error)
-        assert first.startswith("rank 0: the reduction of bucket 1 of 3 failed over fabric ethernet in the group of ranks 0, 1")
+        assert first.startswith(
+            "rank 0: the reduction of bucket 1 of 3 failed over fabric ethernet in the group of ranks 0, 1"
+        )
         assert "Connection closed by peer" in first and "typically" not in first and "\n" not in first
 
 
-def test_the_first_sight_is_repeated(current):
+def test_the_first_sight_is_repeated():
     lines = run_ranks(one_line, 2, "Connection closed by peer [10.1.0.1]:4711")
     assert sum("first seen as: rank" in line for line in lines) == 1
     assert all("node n1 (rank 1) is lost" in line for line in lines)
 
 
-def test_an_unknown_address_names_nobody(current):
+def test_an_unknown_address_names_nobody():
     lines = run_ranks(one_line, 2, "Connection closed by peer [192.168.0.1]:4711")
     assert not any("is lost" in line for line in lines)
-
-
-def test_two_levels_are_planned_where_a_group_straddles_and_the_link_is_slow(current):
-    assert planned((0, 1, 2, 3), 10**7) == [[0, 2], [1, 3]]
-    assert planned((0, 2), 10**7) is None  # one cluster
-    assert planned((0, 1), 10**7) is None  # one node of each: the bytes that cross are the same
-    current.site = replace(current.site, fabrics=(*FABRICS[:2], replace(FABRICS[2], rate_bps=200 * 10**9)))
-    assert planned((0, 1, 2, 3), 10**7) is None  # the network between is the faster one
-
-
-def test_without_a_session_nothing_is_planned():
-    assert session.active() is None and planned((0, 1), 10**7) is None
-    assert not dist.is_initialized()

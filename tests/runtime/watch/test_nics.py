@@ -21,17 +21,24 @@ FABRICS = (Fabric("roce", "roce", 10**9, 4e-6), Fabric(ETHERNET, "ethernet", 10*
 
 
 def node(name, number):
-    return Node(name, "b", 1, (Port("roce", "lo", f"127.3.0.{number}", ("mlx5_0:1",)), Port(ETHERNET, "lo", f"127.1.0.{number}")))
+    return Node(
+        name,
+        "b",
+        1,
+        (Port("roce", "lo", f"127.3.0.{number}", ("mlx5_0:1",)), Port(ETHERNET, "lo", f"127.1.0.{number}")),
+    )
 
 
 @pytest.fixture
 def current(monkeypatch):
     """Rank 1 on b1, in a data group with rank 0 on b0 over RoCE; both are this machine's loopback."""
     site = Site((node("b0", 1), node("b1", 2)), FABRICS)
-    made = session.Session(Options(), Process(1, 2, 0, 1, "127.0.0.1", 29500, "test"), site, Plan(site.digest, ("b0", "b1"), 1), 1)
+    made = session.Session(
+        Options(), Process(1, 2, 0, 1, "127.0.0.1", 29500, "test"), site, Plan(site.digest, ("b0", "b1"), 1), 1
+    )
     made.groups.append(GroupRecord("dp", (0, 1), "gloo", Transport("roce", "roce", "lo", "IB")))
     monkeypatch.setattr(session, "_active", made)
-    monkeypatch.setattr(failure, "_counters", {})
+    monkeypatch.setattr(nics, "_at_start", {})
     return made
 
 
@@ -41,7 +48,7 @@ class Watched(nic_watch.NicWatch):
     def __init__(self, patience_s):
         self.problem, self.lines = "", []
         super().__init__(patience_s, lambda port: self.problem if port.fabric == "roce" else "", self.lines.append)
-        self._local = self.lines.append
+        self._tell_once = lambda current, line: self.lines.append(line)
 
 
 def test_a_link_that_stays_away_ends_the_job_and_is_named(current):
@@ -53,7 +60,8 @@ def test_a_link_that_stays_away_ends_the_job_and_is_named(current):
     assert len(watch.lines) == 1 and "has no link; the job ends in 20 s" in watch.lines[0]
     watch.look(21)
     assert watch.lines[1] == (
-        "rank 1 on node b1: NIC lo (mlx5_0:1) of node b1 (fabric roce, 127.3.0.2) has no link for 20 s, and groups of this rank need it; the job ends here"
+        "rank 1 on node b1: NIC lo (mlx5_0:1) of node b1 (fabric roce, 127.3.0.2) has no link for 20 s, and groups of"
+        " this rank need it; the job ends here"
     )
     assert watch.ended.is_set()
 
@@ -66,7 +74,11 @@ def test_a_link_that_comes_back_costs_a_line(current):
     watch.problem = ""
     watch.look(9)
     watch.look(60)
-    assert len(watch.lines) == 2 and watch.lines[1] == "NIC lo (mlx5_0:1) of node b1 is back after 8 s" and not watch.ended.is_set()
+    assert (
+        len(watch.lines) == 2
+        and watch.lines[1] == "NIC lo (mlx5_0:1) of node b1 is back after 8 s"
+        and not watch.ended.is_set()
+    )
 
 
 def test_what_was_so_from_the_start_and_what_no_group_needs_end_nothing(current):
@@ -102,11 +114,23 @@ def test_the_kernel_says_what_a_net_device_is(tmp_path, monkeypatch):
     monkeypatch.setenv("HOLMES_SYSFS", str(tmp_path))
     ib = Port("ib", "", hcas=("mlx5_0:1",))
     before = nics.counters([ib])
-    assert nics.trouble(ib) == "" and before == {"mlx5_0:1": {"link_downed": 3}} and nics.grown(before, before, ib) == ""
+    monkeypatch.setattr(nics, "_at_start", before)
+    assert nics.trouble(ib) == "" and before == {"mlx5_0:1": {"link_downed": 3}} and nics.grown(before, ib) == ""
     (port / "state").write_text("1: DOWN\n")
     (port / "counters/link_downed").write_text("4\n")
     assert nics.trouble(ib) == "has its port mlx5_0:1 in state 1: DOWN"
-    assert nics.grown(before, nics.counters([ib]), ib) == "link_downed +1"
+    assert nics.grown(nics.counters([ib]), ib) == "link_downed +1"
+
+
+def test_what_the_nics_carry(tmp_path, monkeypatch):
+    """An interface's own bytes, and those of the HCA behind it, which sockets do not count."""
+    monkeypatch.setenv("HOLMES_SYSFS", str(tmp_path))
+    own = nics.bytes_carried(node("b0", 1))["lo"]
+    counters = tmp_path / "class/infiniband/mlx5_0/ports/1/counters"
+    counters.mkdir(parents=True)
+    for name in ("port_xmit_data", "port_rcv_data"):
+        (counters / name).write_text(f"{10**12}\n")
+    assert 0 < own < 8 * 10**12 <= nics.bytes_carried(node("b0", 1))["lo"]
 
 
 def test_a_refusal_is_an_answer():
@@ -120,9 +144,13 @@ def test_a_refusal_is_an_answer():
 def test_an_error_of_communication_names_the_silent_nic(current, monkeypatch):
     monkeypatch.setattr(nics, "answers_at", lambda source, target: not target.startswith("127.3."))
     monkeypatch.setattr(nics, "trouble", lambda port: "")
-    line = failure.explain(RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/x.cc:1] Timed out waiting 6000ms for recv\nmore"))
+    line = failure.explain(
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/x.cc:1] Timed out waiting 6000ms for recv\nmore")
+    )
     assert line.startswith("rank 1 on node b1: communication failed: [/pytorch") and "\n" not in line
-    assert line.endswith("node b0 does not answer on lo (mlx5_0:1) 127.3.0.1 (from lo (mlx5_0:1) 127.3.0.2) within 3 s, but does over lo")
+    assert line.endswith(
+        "node b0 does not answer on lo (mlx5_0:1) 127.3.0.1 (from lo (mlx5_0:1) 127.3.0.2) within 3 s, but does over lo"
+    )
     monkeypatch.setattr(nics, "answers_at", lambda source, target: False)
     assert failure.explain(dist.DistError("x")).endswith("over no NIC: the node is lost")
 
@@ -130,20 +158,29 @@ def test_an_error_of_communication_names_the_silent_nic(current, monkeypatch):
 def test_an_error_of_communication_names_the_own_dead_nic_and_the_lost_node(current, monkeypatch):
     monkeypatch.setattr(nics, "trouble", lambda port: "has no link" if port.fabric == "roce" else "")
     monkeypatch.setattr(nics, "counters", lambda ports: {"lo (mlx5_0:1)": {"carrier_down_count": 2}})
-    failure._counters["lo (mlx5_0:1)"] = {"carrier_down_count": 1}
+    nics._at_start["lo (mlx5_0:1)"] = {"carrier_down_count": 1}
     line = failure.explain(RuntimeError("gloo: Connection closed by peer [127.3.0.1]:4711"))
     assert "communication failed; node b0 (rank 0) is lost at its lo (mlx5_0:1): " in line
-    assert "; NIC lo (mlx5_0:1) of node b1 (fabric roce, 127.3.0.2) has no link (carrier_down_count +1 since the start)" in line
+    assert (
+        "; NIC lo (mlx5_0:1) of node b1 (fabric roce, 127.3.0.2) has no link (carrier_down_count +1 since the start)"
+        in line
+    )
 
 
 def test_a_full_disk_is_named_and_every_error_is_there_for_the_others(current, monkeypatch):
     published = []
     monkeypatch.setattr(failure, "_first", lambda mine: published.append(mine) or mine)
-    torchs = RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file data/0: file write failed")
+    torchs = RuntimeError(
+        "[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file data/0: file write failed"
+    )
     closing = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2816 vs 2708")
     for error in (OSError(errno.ENOSPC, "No space left on device", "/x"), torchs, closing):
-        assert failure.explain(error).startswith(f"rank 1 on node b1: {type(error).__name__}: [") and failure.explain(error).endswith("; is the disk full?")
-    assert failure.explain(OSError(errno.EIO, "x")) is None and failure.explain(ValueError("shapes do not match")) is None
+        assert failure.explain(error).startswith(f"rank 1 on node b1: {type(error).__name__}: [") and failure.explain(
+            error
+        ).endswith("; is the disk full?")
+    assert (
+        failure.explain(OSError(errno.EIO, "x")) is None and failure.explain(ValueError("shapes do not match")) is None
+    )
     assert published[-1] == "rank 1 on node b1: ValueError: shapes do not match"
 
 

@@ -29,7 +29,11 @@ def said(states, rank=0):
 
 def test_a_rank_that_does_not_answer():
     line = said([state(0, waiting([0, 1]), reached=[[0, 1]])])
-    assert line == "the data group of ranks 0, 1 (all_reduce on ib over ib0) waits for rank 1 on a1, which does not answer: stopped, dead, or cut off from the job's store"
+    assert (
+        line
+        == "the data group of ranks 0, 1 (all_reduce on ib over ib0) waits for rank 1 on a1, which does not answer:"
+        " stopped, dead, or cut off from the job's store"
+    )
 
 
 def test_a_rank_that_works():
@@ -41,7 +45,9 @@ def test_the_chain_is_followed():
     """0 waits for 1 in their data group, 1 for a message from 3, and 3 is silent."""
     pipe = waiting([1, 3], peer=3, operation="receive", kind="pipeline", fabric="ethernet", interface="eth0")
     line = said([state(0, waiting([0, 1]), reached=[[0, 1]]), state(1, pipe, messages={"receive g[1, 3] 3": 6})])
-    assert line.startswith("the pipeline group of ranks 1, 3 (receive on ethernet over eth0) waits for rank 3 on b1, which does not answer")
+    assert line.startswith(
+        "the pipeline group of ranks 1, 3 (receive on ethernet over eth0) waits for rank 3 on b1, which does not answer"
+    )
 
 
 def test_the_silent_one_of_several_is_named():
@@ -50,9 +56,12 @@ def test_the_silent_one_of_several_is_named():
 
 
 def test_a_slow_network_is_told_with_what_it_carries():
-    line = said([state(0, waiting([0, 1]), reached=[[0, 1]], ib0=19e6), state(1, waiting([0, 1]), reached=[[0, 1]], ib0=20e6)])
+    line = said(
+        [state(0, waiting([0, 1]), reached=[[0, 1]], ib0=19e6), state(1, waiting([0, 1]), reached=[[0, 1]], ib0=20e6)]
+    )
     assert line == (
-        "the data group of ranks 0, 1 (all_reduce on ib over ib0): all have arrived, the network is slow: rank 0 on a0 moves 19 Mb/s over ib0,"
+        "the data group of ranks 0, 1 (all_reduce on ib over ib0): all have arrived, the network is slow:"
+        " rank 0 on a0 moves 19 Mb/s over ib0,"
         " rank 1 on a1 moves 20 Mb/s over ib0 of 2 Gb/s"
     )
 
@@ -60,7 +69,9 @@ def test_a_slow_network_is_told_with_what_it_carries():
 def test_a_message_of_which_both_ends_are_there_is_slow():
     send = waiting([0, 2], peer=2, operation="send", kind="pipeline", fabric="ethernet", interface="eth0")
     receive = replace(send, peer=0, operation="receive")
-    line = said([state(0, send, messages={"send g[0, 2] 2": 6}), state(2, receive, messages={"receive g[0, 2] 0": 6}, eth0=1e6)])
+    line = said(
+        [state(0, send, messages={"send g[0, 2] 2": 6}), state(2, receive, messages={"receive g[0, 2] 0": 6}, eth0=1e6)]
+    )
     assert "all have arrived, the network is slow: rank 2 on b0 moves 1 Mb/s over eth0 of 250 Mb/s" in line
 
 
@@ -89,8 +100,9 @@ class Job:
 
     def _dog(self, rank, count):
         recorder = Recorder(rank, Sizes().complete(count), clock=lambda: self.now)
-        return Watchdog(recorder, 5, 10, self._connect, "w", NODES.__getitem__, RATES, lambda: {"ib0": int(self.now * 1e6)},
-                        None, self.lines.append, lambda: self.now, self._sleep)  # fmt: skip
+        carried, now = lambda: {"ib0": int(self.now * 1e6)}, lambda: self.now
+        return Watchdog(recorder, 5, 10, self._connect, "w", NODES.__getitem__, RATES, carried, None, self.lines.append,
+                        now, self._sleep)  # fmt: skip
 
     def _connect(self):
         self.connected += 1
@@ -100,7 +112,7 @@ class Job:
         """While one sleeps the others look."""
         self.now += seconds
         for dog in [dog for dog in self.dogs if dog.recorder.rank in self.answering]:
-            dog._tell(dog.state())
+            dog.tell(dog.state())
 
     def steps(self, count, seconds=2.0):
         for _ in range(count):
@@ -117,7 +129,7 @@ class Job:
         members = members or tuple(range(len(self.dogs)))
         for rank in ranks:
             group = self.dogs[rank].recorder.groups.setdefault(7, group_of(members))
-            group.count += 1
+            group.collectives += 1
             self.dogs[rank].recorder.open[rank] = operation(group, self.now)
 
     def look(self):
@@ -128,7 +140,12 @@ class Job:
 
 def group_of(ranks):
     return SimpleNamespace(
-        name="3", ranks=ranks, kind=lambda *_: "data", transport=Transport("ib", "ib", "ib0", ""), count=0, sends={}, receives={}, world_size=len(ranks)
+        name="3",
+        ranks=ranks,
+        kind=lambda *_: "data",
+        transport=Transport("ib", "ib", "ib0", ""),
+        collectives=0,
+        messages={},
     )
 
 
@@ -153,7 +170,11 @@ def test_one_line_while_a_rank_is_stopped():
     job.look()
     job.look()
     (line,) = job.lines
-    assert line.startswith("step 5 takes 2") and "the median is 2.00 s: the data group of ranks 0, 1, 2 (all_reduce on ib over ib0) waits for rank 1 on a1," in line
+    assert (
+        line.startswith("step 5 takes 2")
+        and "the median is 2.00 s: the data group of ranks 0, 1, 2 (all_reduce on ib over ib0) waits for rank 1 on a1,"
+        in line
+    )
     assert "which does not answer" in line and line.endswith("(seen by rank 0)")
 
 
@@ -208,8 +229,8 @@ def test_a_store_that_does_not_answer():
     job.now += 20
     for dog in job.dogs:
         dog.host = 0
-        dog._say_alone()
-        dog._say_alone()
+        dog.say_alone()
+        dog.say_alone()
     (line,) = job.lines
     assert "is stuck, and the job's store does not answer; it is kept by rank 0 on a0 (seen by rank 1)" in line
 

@@ -1,4 +1,4 @@
-"""Python imports this at start-up where the lab's emulated accelerator is on; it chains to the sitecustomize it hides."""
+"""Imported by Python at start-up where the emulated accelerator is on; it chains to the sitecustomize it hides."""
 
 import importlib.machinery
 import importlib.util
@@ -6,34 +6,23 @@ import os
 import sys
 
 _here = os.path.dirname(os.path.abspath(__file__))
-_root = os.path.dirname(os.path.dirname(os.path.dirname(_here)))
 
-
-def _chain() -> None:
-    """Run the sitecustomize that would have been found without us."""
-    path = [entry for entry in sys.path if os.path.abspath(entry) != _here]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)
-    if spec is not None and spec.loader is not None:
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["sitecustomize"] = module
-        spec.loader.exec_module(module)
-
-
-def _install() -> None:
-    saved = list(sys.path)
-    sys.path.append(_root)
+if "HOLMES_LAB_ACCELERATOR" in os.environ:
+    _path = list(sys.path)
+    sys.path.append(os.path.abspath(os.path.join(_here, *[os.pardir] * 4)))
     try:
-        from holmes_ext.lab.emulate.accelerator import install_when_imported
-        from holmes_ext.lab.emulate.trace import install as install_trace
+        from holmes_ext.lab.emulate import accelerator, trace
     except ImportError as error:
         sys.exit(f"holmes lab: the emulated accelerator cannot be installed in {sys.executable}: {error}")
     finally:
-        sys.path[:] = saved
-    install_when_imported(os.environ["HOLMES_LAB_ACCELERATOR"])
+        sys.path[:] = _path
+    accelerator.install_when_imported(os.environ["HOLMES_LAB_ACCELERATOR"])
     if "HOLMES_LAB_TRACE" in os.environ:
-        install_trace(os.environ["HOLMES_LAB_TRACE"])
+        trace.install(os.environ["HOLMES_LAB_TRACE"])
 
-
-if "HOLMES_LAB_ACCELERATOR" in os.environ:
-    _install()
-_chain()
+# Run the sitecustomize that would have been found without us.
+_spec = importlib.machinery.PathFinder.find_spec(
+    "sitecustomize", [entry for entry in sys.path if os.path.abspath(entry) != _here])
+if _spec is not None and _spec.loader is not None:
+    sys.modules["sitecustomize"] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["sitecustomize"])

@@ -1,0 +1,75 @@
+"""What a job says when it starts: clusters, ranks, networks, reductions and patches in one line, and what else."""
+
+from __future__ import annotations
+
+import sys
+
+from holmes_ext.patches import registry
+from holmes_ext.plan.plan import NOMINAL
+from holmes_ext.plan.traffic import SOCKETS, VERBS
+from holmes_ext.runtime.session import Session
+
+
+def show(current: Session, lines: list[str]) -> None:
+    """On rank 0."""
+    if current.rank == 0:
+        for line in (describe(current), *lines):
+            print(f"holmes: {line}", file=sys.stderr, flush=True)
+
+
+def describe(current: Session) -> str:
+    """One line: clusters, order of the nodes, stages and layers, which groups use which NIC, what is patched or not."""
+    return "; ".join(filter(None, (_ranks(current), _networks(current), _reductions(current), _patches())))
+
+
+def _ranks(current: Session) -> str:
+    site, plan = current.site, current.plan
+    clusters = []
+    for name, nodes in plan.clusters.items():
+        fabric = site.fabric_by_name[site.node_by_name[nodes[0]].ports[0].fabric]
+        clusters.append(f"{name} ({len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}, {fabric.kind})")
+    moved = "order kept" if plan.nodes == tuple(node.name for node in site.nodes) else "ranks renumbered"
+    count = f"{len(clusters)} cluster{'s' * (len(clusters) > 1)}"
+    text = f"{count}: {' -> '.join(clusters)}; world size {site.world_size}, {moved}"
+    if plan.stage_layers:
+        text += f"; {plan.partition} stages of {'+'.join(map(str, plan.stage_layers))} layers"
+    for straddle in plan.straddling:
+        text += f"; {straddle.groups} {straddle.kind} groups straddle clusters (on {straddle.fabric})"
+    return text
+
+
+def _networks(current: Session) -> str:
+    """ "pipeline 2 x data 2, layers as the framework splits them; data groups on ib and roce, pipeline on ethernet"."""
+    plan, sizes = current.plan, current.plan.sizes
+    if sizes is None:
+        return ""
+    axes = ("pipeline", "tensor", "context", "data")
+    text = " x ".join(f"{axis} {size}" for axis in axes if (size := getattr(sizes, axis)) > 1) or "one process"
+    if sizes.pipeline > 1 and not plan.stage_layers:
+        text += ", layers as the framework splits them"
+    verbs, sockets = _used(current, VERBS), _used(current, SOCKETS)
+    return "; ".join(filter(None, (text, verbs, f"with gloo {sockets}" if sockets != verbs else "")))
+
+
+def _used(current: Session, carrier: str) -> str:
+    kinds: dict[str, list[str]] = {}
+    known = current.site.fabric_by_name
+    for kind, fabrics in current.plan.traffic_of(carrier).transports.items():
+        if getattr(current.plan.sizes, kind, 2) > 1:  # "world" has no size of its own
+            names = dict.fromkeys(known[name].kind if name in known else "memory" for name in fabrics)
+            kinds.setdefault(" and ".join(names), []).append(kind)
+    return ", ".join(f"{', '.join(kind)} groups on {where}" for where, kind in kinds.items())
+
+
+def _reductions(current: Session) -> str:
+    """Of whose model the plan thinks when it overlaps reductions, where nobody told it one."""
+    plan = current.plan
+    decided = current.options.overlap == "auto" and plan.sizes is not None and plan.sizes.data * plan.sizes.context > 1
+    return "reductions planned for a nominal model" if decided and plan.basis == NOMINAL else ""
+
+
+def _patches() -> str:
+    """Features that are on, and those that are off though their framework is there."""
+    on, off = registry().summary()
+    text = f"patched: {', '.join(on) or 'nothing'}"
+    return text + (f"; not patched: {', '.join(f'{name} ({reason})' for name, reason in off.items())}" if off else "")

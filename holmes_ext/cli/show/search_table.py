@@ -1,0 +1,188 @@
+"""What `holmes plan` says about a search: the ranked table, where the best plan's time goes, how to start it; as JSON.
+
+The step that leads is the simulated one (plan/search/ranking.py) wherever there is one, and what explains it adds up to
+it; the closed form, which chose what was simulated, stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import inf
+from typing import Any
+
+from holmes_ext.cli.show.table import Column, Screen
+from holmes_ext.patches.launch_flags import launches
+from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.search.arrangement import Ground
+from holmes_ext.plan.search.explanation import CAUSES, best_stock, causes, stock_like
+from holmes_ext.plan.search.result import Candidate, Certificate, Outcome
+from holmes_ext.plan.search.space import Shape
+from holmes_ext.units import format_bytes
+
+#: Those that a narrow screen does not get have a number: the greatest goes first.
+COLUMNS = (
+    Column("", right=True), Column("sizes"), Column("batch", right=True), Column("recompute"),
+    Column("ZeRO", right=True), Column("clusters", wrap=12), Column("reduce", drop=3), Column("step s", right=True),
+    Column("closed form", right=True, drop=5), Column("token/s", right=True, drop=1),
+    Column("TFLOP/s", right=True, drop=4), Column("memory", right=True, drop=2),
+)  # fmt: skip
+LEGEND = (
+    "T tensor, P pipeline, C context, E expert, V chunks a stage, D data; batch: sequences x micro-batches; of each"
+    " shape the best arrangement; step: simulated, ~ in closed form only"
+)
+
+
+def distinct(outcome: Outcome) -> list[Candidate]:
+    """Of every shape the best candidate, the fastest first."""
+    found: dict[Shape, Candidate] = {}
+    for one in outcome.candidates:
+        found.setdefault(one.shape, one)
+    return list(found.values())
+
+
+def sizes_text(shape: Shape) -> str:
+    """ "T2 P2 V3 D16": only what is above 1, data always."""
+    letters = {"T": shape.tensor, "P": shape.pipeline, "C": shape.context, "E": shape.expert, "V": shape.virtual}
+    return " ".join([f"{letter}{size}" for letter, size in letters.items() if size > 1] + [f"D{shape.data}"])
+
+
+def split_text(split: Sequence[int]) -> str:
+    """ "9 9 8 8", or "8 x 4" when all are the same."""
+    return f"{split[0]} x {len(split)}" if len(set(split)) == 1 else " ".join(map(str, split))
+
+
+def show(outcome: Outcome, plan: Plan, args: argparse.Namespace) -> None:
+    """Print all of it."""
+    screen, ground, best = Screen(), outcome.ground, outcome.best
+    rows = [_cells(index, one, outcome) for index, one in enumerate(distinct(outcome)[: args.rows], 1)]
+    title = f"{outcome.model.name}: {ground.world} GPUs, {len(ground.ranks)} clusters"
+    screen.table(COLUMNS, rows, f"{title}, global batch {outcome.global_batch}")
+    screen.line(LEGEND, "dim")
+    if outcome.interrupted:
+        screen.line("interrupted: the best so far", "yellow")
+    if outcome.simulated:
+        screen.line(f"simulated: best {outcome.simulated.step_s:.4g} s, {outcome.simulated}", "bold")
+    style = "" if outcome.simulated else "bold"
+    screen.line(f"closed form: best {outcome.formula.step_s:.4g} s, {outcome.formula}", style)
+    counts = f"{outcome.shapes} shapes, {len(outcome.candidates)} plans worked out, {outcome.pruned} left out by their"
+    screen.line(f"{counts} bound, {outcome.misfits} too large, {outcome.seconds:.1f} s")
+    if ground.links.measured:
+        screen.line(f"networks as holmes probe measured them: {', '.join(ground.links.measured)}")
+    screen.line(f"best plan: {best.arrangement.describe(ground)}; layers of the stages: {split_text(best.split)}")
+    _show_why(screen, outcome)
+    for name, launch in _launches(outcome, args).items():
+        screen.line(f"{name}:", "bold")
+        if launch.lacks:
+            screen.line(f"  cannot do this plan: {'; '.join(launch.lacks)}; or search with --for {name}")
+            continue
+        screen.line("  " + shlex.join(launch.flags))
+        if launch.config:
+            screen.line(f"  ds_config.json: {json.dumps(launch.config)}")
+    if not args.output:
+        screen.line("plan.json: add --output plan.json")
+
+
+def _cells(index: int, one: Candidate, outcome: Outcome) -> tuple[str, ...]:
+    """A row of the table."""
+    shape, where = one.shape, one.arrangement.describe(outcome.ground)
+    batch, reductions = f"{shape.micro_batch}x{shape.micro_batches}", ", ".join(dict.fromkeys(one.reductions))
+    of_shape = (str(index), sizes_text(shape), batch, shape.recompute, str(shape.zero))
+    step = f"{one.step_s:.4g}" if one.simulated_s else f"~{one.step_s:.4g}"
+    rates = f"{outcome.tokens_per_s(one):.0f}", f"{outcome.flops_per_gpu(one) / 1e12:.3g}"
+    return (*of_shape, where, reductions, step, f"{one.formula_s:.4g}", *rates, format_bytes(one.peak_bytes))
+
+
+def reasons(outcome: Outcome) -> dict[str, dict[str, float]]:
+    """Seconds by cause, of the best plan and of stock with the same sizes."""
+    return {"holmes": causes(outcome, outcome.best), "stock": causes(*stock_like(outcome, outcome.best))}
+
+
+def _show_why(screen: Screen, outcome: Outcome) -> None:
+    best, why = outcome.best, reasons(outcome)
+    parts = {text: [why[who][part] for who in ("holmes", "stock")] for part, text in CAUSES.items()}
+    parts["step"] = [sum(each) for each in zip(*parts.values())]
+    rows = [(text, *(f"{s:.4g}" for s in both)) for text, both in parts.items() if max(both) > 1e-4 * best.step_s]
+    how = "simulated, mean of all ranks" if best.simulated_s else "closed form, mean of the stages"
+    columns = (Column(""), Column("this plan", right=True), Column("stock, same sizes", right=True))
+    screen.table(columns, rows, f"where a step's seconds go ({how})", ["", *[""] * (len(rows) - 2), "bold"])
+    total, before = parts["step"]
+    stock = "the launcher's order, all traffic on the network that all nodes share, layers even"
+    screen.line(f"{before / total:.2f} x stock ({stock})")
+    if least := best_stock(outcome):
+        ratio, sizes = least.step_s / total, sizes_text(least.shape)
+        screen.line(f"{ratio:.2f} x stock with the sizes that suit it best ({sizes}: {least.step_s:.4g} s)")
+    stage = _fullest(best)
+    limit = best.limit_bytes[stage]
+    of = "" if limit == inf else f" of {format_bytes(limit)}"
+    terms = ", ".join(f"{name} {format_bytes(value)}" for name, value in memory_terms(outcome).items() if value)
+    screen.line(f"memory of the fullest stage: {format_bytes(best.memory_bytes[stage])}{of} ({terms})")
+
+
+def _fullest(best: Candidate) -> int:
+    shares = [used / (limit if limit < inf else 1.0) for used, limit in zip(best.memory_bytes, best.limit_bytes)]
+    return shares.index(max(shares))
+
+
+def memory_terms(outcome: Outcome) -> dict[str, float]:
+    """Bytes of the best plan's fullest stage, by term."""
+    stage = _fullest(outcome.best)
+    return outcome.pricing(outcome.best.shape).memory(stage, outcome.best.split[stage]).terms
+
+
+def _launches(outcome: Outcome, args: argparse.Namespace) -> Any:
+    batch, plan = outcome.global_batch, args.output or "plan.json"
+    return launches(outcome.best, outcome.model, batch, outcome.overlap, args.cluster, plan)
+
+
+def document(outcome: Outcome, plan: Plan, args: argparse.Namespace) -> str:
+    """Everything that was found, as JSON; a memory limit of null means none. step_seconds is the simulated step where
+    there is one, closed_form_seconds the other; certificate is the former's, closed_form the latter's."""
+    found = {
+        "gpus": outcome.ground.world,
+        "clusters": list(outcome.ground.site.clusters),
+        "global_batch": outcome.global_batch,
+        "certificate": _certificate(outcome.certificate),
+        "closed_form": _certificate(outcome.formula),
+        "simulated": _certificate(outcome.simulated) if outcome.simulated else None,
+        "interrupted": outcome.interrupted,
+        "seconds": outcome.seconds,
+        "counts": {
+            "shapes": outcome.shapes,
+            "plans": len(outcome.candidates),
+            "pruned": outcome.pruned,
+            "too_large": outcome.misfits,
+        },
+        "candidates": [_row(one, outcome, outcome.ground) for one in outcome.candidates],
+        "not_expanded": [{"bound_seconds": bound, **asdict(shape)} for bound, shape in outcome.unseen],
+        "where": reasons(outcome),
+        "memory_bytes": memory_terms(outcome),
+        "launch": {name: asdict(launch) for name, launch in _launches(outcome, args).items()},
+        "plan": json.loads(plan.to_json()),
+    }
+    return json.dumps(found)
+
+
+def _certificate(one: Certificate) -> dict[str, Any]:
+    return {"proven": one.proven, "gap": one.gap, "step_seconds": one.step_s, "bound_seconds": one.bound_s}
+
+
+def _row(one: Candidate, outcome: Outcome, ground: Ground) -> dict[str, Any]:
+    return {
+        **asdict(one.shape),
+        "clusters": one.arrangement.describe(ground),
+        "order": one.arrangement.order,
+        "stage_layers": list(one.split),
+        "reductions": list(one.reductions),
+        "step_seconds": one.step_s,
+        "closed_form_seconds": one.formula_s,
+        "bound_seconds": one.bound_s,
+        "simulated_seconds": one.simulated_s or None,
+        "tokens_per_second": outcome.tokens_per_s(one),
+        "flops_per_gpu": outcome.flops_per_gpu(one),
+        "memory_bytes": list(one.memory_bytes),
+        "limit_bytes": [None if limit == inf else limit for limit in one.limit_bytes],
+    }

@@ -1,0 +1,245 @@
+"""The step under any order of nodes, rank by rank: what placement compares orders with, and the costs of a job's stages
+on them.
+
+Every group gets the fastest fabric that all its nodes share, groups that share a node's NIC share its rate, the slowest
+group of a stage counts. It compares orders of nodes; it does not promise milliseconds: traffic inside a node counts as
+free, collectives do not overlap with computing, the optimizer and what it gathers are left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+
+from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.network import FREE, Price, all_reduce, message
+from holmes_ext.plan.cost.pipeline import Estimate, formula_ends, step_of
+from holmes_ext.plan.cost.stages import Portion, StageCosts, StagePrice, costs_of
+from holmes_ext.plan.cost.workload import Workload
+from holmes_ext.plan.layout import INSIDE, Layout, Tie
+from holmes_ext.plan.sizes import Sizes
+
+Part = tuple[int, ...]  # the node class in each slot of a component
+
+
+def fast_fabrics(site: Site) -> tuple[frozenset[str], ...]:
+    """For each node, in the launcher's order, the fabrics that are better than Ethernet. Equal nodes are
+    interchangeable."""
+    ethernet = site.fabric_by_name[ETHERNET]
+    fast = {fabric.name for fabric in site.fabrics if fabric.preference > ethernet.preference}
+    return tuple(frozenset(node.fabrics) & fast for node in site.nodes)
+
+
+def stock_fabric(site: Site) -> Fabric:
+    """Where a job without holmes runs all its traffic: the one fabric that every node is on, else Ethernet."""
+    return site.shared_fabric(node.name for node in site.nodes)
+
+
+@dataclass(frozen=True)
+class Component:
+    """Prices by stage of a component, of each kind of group, and of the edges between its stages. reduction: seconds of
+    a step's, collectives: of a micro-batch's. straddling: of each kind, the groups that only Ethernet holds though a
+    member has better: (count, slots)."""
+
+    prices: dict[str, tuple[Price, ...]]
+    edges: tuple[Price, ...]
+    reduction: tuple[float, ...]
+    collectives: tuple[float, ...]
+    straddling: dict[str, tuple[tuple[int, tuple[int, ...]], ...]]
+
+
+class Predictor:
+    """Predicts steps of one job for many orders of nodes. An order is a tuple of node classes by slot (an index of
+    `classes`; nodes with equal fast fabrics are of one class), cut into components. inside: kinds of groups to treat as
+    if each were on the slowest of its members' own best fabrics; only: the fabric of all traffic, whatever the nodes
+    have (stock behaviour). like() makes another that shares the layout."""
+
+    def __init__(
+        self, site: Site, layout: Layout, workload: Workload, inside: frozenset[str] = frozenset(),
+        only: Fabric | None = None,
+    ):
+        self.site, self.layout, self.workload, self.inside, self.only = site, layout, workload, inside, only
+        fabrics = fast_fabrics(site)
+        self.classes = tuple(dict.fromkeys(fabrics))
+        self.class_of = {node.name: self.classes.index(own) for node, own in zip(site.nodes, fabrics)}
+        self._name = {index: name for name, index in reversed(self.class_of.items())}
+        self._fabrics: dict[tuple[bool, frozenset[int]], Fabric] = {}
+        self._components: dict[Part, Component] = {}
+        self._onward: dict[tuple[Part, Part], Price] = {}
+
+    def like(self, inside: frozenset[str]) -> Predictor:
+        return Predictor(self.site, self.layout, self.workload, inside)
+
+    def cut(self, order: Sequence[int]) -> tuple[Part, ...]:
+        """Classes by slot -> classes of each component's slots."""
+        return tuple(tuple(order[slot] for slot in component) for component in self.layout.components)
+
+    def parts(self, names: Sequence[str]) -> tuple[Part, ...]:
+        """The same for nodes' names."""
+        return self.cut([self.class_of[name] for name in names])
+
+    def join(self, parts: Iterable[Part]) -> tuple[int, ...]:
+        """The inverse of cut."""
+        order = [0] * self.layout.slots
+        for component, part in zip(self.layout.components, parts):
+            for slot, index in zip(component, part):
+                order[slot] = index
+        return tuple(order)
+
+    def breakdown(self, parts: Sequence[Part]) -> Estimate:
+        """The predicted step of an order that was cut."""
+        work, components = self.workload, [self.component(part) for part in parts]
+        reduction = [seconds for one in components for seconds in one.reduction]
+        halves = [seconds / 2 for one in components for seconds in one.collectives]
+        forward, backward = [work.forward_s + half for half in halves], [work.backward_s + half for half in halves]
+        transfer = [edge.seconds(work.activation_bytes) for edge in self.edges(parts)]
+        return step_of(formula_ends, forward, backward, transfer, work.micro_batches, reduction, reduction)
+
+    def edges(self, parts: Sequence[Part]) -> list[Price]:
+        """Of an activation, from each stage to the next."""
+        found: list[Price] = []
+        for part, following in zip(parts, (*parts[1:], None)):
+            found += self.component(part).edges
+            if following is not None:
+                if (part, following) not in self._onward:
+                    self._onward[part, following] = self._edge(self.layout.onward, part, following)
+                found.append(self._onward[part, following])
+        return found
+
+    def straddles(self, parts: Sequence[Part]) -> bool:
+        return any(self.component(part).straddling for part in parts)
+
+    def component(self, part: Part) -> Component:
+        if part not in self._components:
+            self._components[part] = self._price(part)
+        return self._components[part]
+
+    def fabric(self, members: Iterable[int], inside: bool = False) -> Fabric:
+        """The fastest fabric that the classes `members` share; with `inside`, the slowest of their own best ones."""
+        if self.only is not None:
+            return self.only
+        key = (inside, frozenset(members))
+        if key not in self._fabrics:
+            own = [self.site.shared_fabric([self._name[index]]) for index in key[1]]
+            shared = self.site.shared_fabric(self._name[index] for index in key[1])
+            self._fabrics[key] = min(own, key=lambda fabric: fabric.preference) if inside else shared
+        return self._fabrics[key]
+
+    def _price(self, part: Part) -> Component:
+        work, stages = self.workload, self.layout.stages
+        sizes = dict(zip(INSIDE, (work.gradient_bytes, work.tensor_bytes, work.context_bytes, work.expert_bytes)))
+        prices = {kind: [FREE] * stages for kind in INSIDE}
+        straddling: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
+        for kind, ties in self.layout.ties.items():
+            members = [{part[slot] for slot in tie.slots} for tie in ties]
+            fabrics = [self.fabric(classes, kind in self.inside) for classes in members]
+            load: Counter[tuple[int, str]] = Counter()  # groups on each node's way to a fabric, of all its stages
+            for tie, fabric in zip(ties, fabrics):
+                for slot in tie.slots:
+                    load[slot, fabric.name] += tie.count
+            for tie, fabric, classes in zip(ties, fabrics, members):
+                price = _collective(kind, tie, fabric, max(load[slot, fabric.name] for slot in tie.slots))
+                if price.seconds(sizes[kind] or 1.0) > prices[kind][tie.stage].seconds(sizes[kind] or 1.0):
+                    prices[kind][tie.stage] = price
+                if len(classes) > 1 and fabric.name == ETHERNET:  # two classes: one at least has better
+                    straddling.setdefault(kind, []).append((tie.count, tie.slots))
+        seconds = {kind: [price.seconds(sizes[kind]) for price in own] for kind, own in prices.items()}
+        return Component(
+            {kind: tuple(own) for kind, own in prices.items()},
+            tuple(self._edge(pairs, part, part) for pairs in self.layout.inner), tuple(seconds["data"]),
+            tuple(map(sum, zip(*(seconds[kind] for kind in INSIDE if kind != "data")))),
+            {kind: tuple(found) for kind, found in straddling.items()},
+        )
+
+    def _edge(self, pairs: dict[tuple[int, int], int], sender: Part, receiver: Part) -> Price:
+        """Until the slowest pair of ranks has its activation across; free inside a node."""
+        fabrics = {pair: self.fabric((sender[pair[0]], receiver[pair[1]])) for pair in pairs}
+        load: Counter[tuple[str, int, str]] = Counter()
+        for (one, two), count in pairs.items():
+            load["out", one, fabrics[one, two].name] += count
+            load["in", two, fabrics[one, two].name] += count
+        prices = [
+            message(fabric, max(load["out", one, fabric.name], load["in", two, fabric.name]))
+            for (one, two), fabric in fabrics.items()
+        ]
+        return max(prices, key=lambda price: price.seconds(self.workload.activation_bytes or 1.0), default=FREE)
+
+
+def _collective(kind: str, tie: Tie, fabric: Fabric, sharers: int) -> Price:
+    if kind in ("data", "tensor"):
+        return all_reduce(tie.members, fabric, sharers)
+    if kind == "expert":  # in an all-to-all every rank sends off its node
+        sharers *= ceil(tie.members / len(tie.slots))
+    return message(fabric, sharers, tie.members - 1)
+
+
+def step_seconds(
+    site: Site, order: Sequence[str], sizes: Sizes, workload: Workload | None = None, only: Fabric | None = None
+) -> Estimate:
+    """The predicted step with the nodes in `order` (names; rank r runs on order[r // processes]); only: see Predictor.
+    """
+    layout = Layout(sizes.complete(site.world_size), site.processes)
+    predictor = Predictor(site, layout, workload or Workload(), only=only)
+    return predictor.breakdown(predictor.parts(order))
+
+
+def exposed_stages(
+    site: Site, nodes: Sequence[str], sizes: Sizes, workload: Workload | None = None
+) -> tuple[bool, ...]:
+    """For each stage, whether reducing in one piece after its last backward would end after the first stage's last
+    backward. (Frameworks bucket and overlap on the first stage only, which is right on one uniform network.) nodes: in
+    the order of ranks. workload: nominal by default, whose proportions hold for any model size."""
+    step = step_seconds(site, nodes, sizes, workload)
+    first = step.end_s[0] - step.exposed_s[0]
+    return tuple(bool(reduction) and end > first for end, reduction in zip(step.end_s, step.reduction_s))
+
+
+def costs_on_site(
+    site: Site, order: Sequence[str], sizes: Sizes, model: Model, overlap: bool = False, only: Fabric | None = None
+) -> StageCosts:
+    """The layers of `model` on the stages of a job of `sizes` whose rank r runs on order[r // processes]. A stage
+    computes as fast as its slowest GPU and holds what its smallest one does (model.gpu, model.gpus). only: the fabric
+    of all traffic. HolmesError: fewer layers than stages."""
+    sizes = sizes.complete(site.world_size)
+    if model.layers < sizes.pipeline:
+        what = f"{model.layers} layers are too few for {sizes.pipeline} pipeline stages"
+        raise HolmesError(f"{model.source}: {what}; every stage needs one")
+    portion, layout = Portion(model, sizes), Layout(sizes, site.processes)
+    predictor = Predictor(site, layout, model.workload(sizes), only=only)
+    parts = predictor.parts(order)
+    of = {kind: [p for part in parts for p in predictor.component(part).prices[kind]] for kind in INSIDE}
+    block = portion.block
+    sent = {"tensor": block.tensor_bytes, "context": block.context_bytes, "expert": block.expert_bytes}
+    places = clusters_of_stages(site, order, sizes)
+    prices = []
+    for stage, clusters in enumerate(places):
+        gpus = [model.gpu_of(name) for name in clusters]
+        collective_s = sum(of[kind][stage].seconds(size) for kind, size in sent.items())
+        flops, limit = min(gpu.flops for gpu in gpus), min((gpu.memory_bytes or inf) for gpu in gpus)
+        prices.append(StagePrice(flops, collective_s, of["data"][stage], limit_bytes=limit))
+    edges = [edge.seconds(block.activation_bytes) for edge in predictor.edges(parts)]
+    tied_s = _tied_s(site, order, sizes, only, model.tied_bytes(sizes))
+    return costs_of(portion, prices, edges, tied_s, [", ".join(names) for names in places], overlap)
+
+
+def _tied_s(site: Site, order: Sequence[str], sizes: Sizes, only: Fabric | None, size: float) -> float:
+    """All-reduce of `size` bytes between a rank of the first stage and its twin of the last; the slowest pair."""
+    stride, processes = sizes.strides()["pp"], site.processes
+    last = (sizes.pipeline - 1) * stride
+    firsts = (rank for rank in range(site.world_size) if rank // stride % sizes.pipeline == 0)
+    pairs = {(order[rank // processes], order[(rank + last) // processes]) for rank in firsts}
+    fabrics = {only or site.shared_fabric(pair) for pair in pairs if pair[0] != pair[1]}
+    return max((all_reduce(2, fabric, min(processes, stride)).seconds(size) for fabric in fabrics), default=0.0)
+
+
+def clusters_of_stages(site: Site, order: Sequence[str], sizes: Sizes) -> list[list[str]]:
+    """The names of the clusters that each stage lies on."""
+    stride = sizes.strides()["pp"]
+    found: list[dict[str, None]] = [{} for _ in range(sizes.pipeline)]
+    for rank in range(site.world_size):
+        found[rank // stride % sizes.pipeline][site.node_by_name[order[rank // site.processes]].cluster] = None
+    return [list(names) for names in found]

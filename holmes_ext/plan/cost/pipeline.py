@@ -1,0 +1,163 @@
+"""A pipeline's step: in which order a stage does its passes, when it has ended its last backward, and what is waited
+for after that.
+
+    stage 0  F F F F    B   B   B   B [reduce]   each stage reduces its gradients right after its own last backward,
+    stage 1    F F F B F B ...  B [reduce]       as DeepSpeed's and Megatron's 1F1B do; the later the stage, the earlier
+                step ends with the last of them -^
+
+    1F1B         F F B F B F B B                 Narayanan et al. 2019 (PipeDream-flush); bubble (p - 1) / m of the work
+    interleaved  the same, v chunks a stage      Narayanan et al. 2021 (arXiv 2104.04473, section 2.2); (p - 1) / (v m)
+
+All in seconds, tuples by stage; transfer: of one activation over each edge between stages, as long as its gradient's
+way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from holmes_ext.errors import HolmesError
+
+#: (kind "F" or "B", micro-batch, chunk)
+Pass = tuple[str, int, int]
+Seconds = Sequence[float]
+
+
+def uniform(layers: int, parts: int) -> tuple[int, ...]:
+    """The same number for each part, the first ones one more (DeepSpeed's and Megatron's rule)."""
+    if layers < parts:
+        raise HolmesError(f"{layers} layers are too few for {parts} pipeline stages; every stage needs one")
+    return tuple(layers // parts + (part < layers % parts) for part in range(parts))
+
+
+def passes(stage: int, stages: int, micro_batches: int, virtual: int = 1) -> list[Pass]:
+    """Of one stage, in order: 1F1B, interleaved with `virtual` chunks a stage."""
+    if virtual == 1:
+        total, ahead = micro_batches, min(stages - stage - 1, micro_batches)
+    elif micro_batches % stages:
+        raise HolmesError(f"interleaved: {micro_batches} micro-batches are not divisible by {stages} pipeline stages")
+    else:
+        total = micro_batches * virtual
+        ahead = min(total, (stages - stage - 1) * 2 + (virtual - 1) * stages) if micro_batches > stages else total
+
+    def unit(kind: str, index: int) -> Pass:
+        if virtual == 1:
+            return kind, index, 0
+        chunk = index % (stages * virtual) // stages
+        micro_batch = index // (stages * virtual) * stages + index % stages
+        return kind, micro_batch, chunk if kind == "F" else virtual - 1 - chunk
+
+    order = [unit("F", index) for index in range(ahead)]
+    for index in range(total):
+        order += [unit("F", index + ahead)] if index + ahead < total else []
+        order += [unit("B", index)]
+    return order
+
+
+def pace(busy: Seconds, transfer: Seconds) -> float:
+    """From one micro-batch to the next under 1F1B; busy: forward and backward of each stage. It is that of the slowest
+    run of neighbouring stages s..t: F goes down from s to t, there its B follows at once, goes back up, and then s may
+    begin the micro-batch t - s + 1 later: (sum of busy[s..t] + 2 x transfers between them) / (t - s + 1). The largest
+    such average is found by Dinkelbach's method: find the run that exceeds the pace so far most, take its average."""
+    best = top = max(busy)
+    while True:
+        total, count = busy[-1], 1
+        for stage in reversed(range(len(busy) - 1)):
+            hop = 2 * transfer[stage]
+            onward = total + hop > best * count  # the run from the next stage on is slower than the pace, with its edge
+            total, count = (total + hop + busy[stage], count + 1) if onward else (busy[stage], 1)
+            top = max(top, total / count)
+        if top <= best * (1 + 1e-13):
+            return best
+        best = top
+
+
+def formula_ends(
+    forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int, virtual: int = 1, load_s: float = 0.0
+) -> list[float]:
+    """When each stage ends its last backward, in closed form; virtual, load_s: as in StageCosts. The first micro-batch
+    goes down and comes back, all others follow at the pace. Then the last backward runs up to stage 0. Exact for equal
+    stages and free edges: (m + p - 1)(f + b); else up to 20 % too long (tests/plan/search/test_partition.py)."""
+    busy = [f + b for f, b in zip(forward, backward)]
+    hops = 2 * sum(transfer)
+    if virtual == 1:
+        ends = [sum(busy) + hops + (micro_batches - 1) * pace(busy, transfer)]
+    else:
+        ends = [sum(busy) / virtual + hops + (micro_batches - 1 / virtual) * max(*busy, load_s)]
+    for stage, edge in enumerate(transfer):
+        ends.append(ends[-1] - backward[stage] / virtual - edge)
+    return ends
+
+
+def walked_ends(forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int) -> list[float]:
+    """What formula_ends has a formula for (one chunk a stage), pass by pass: each after the one before it on its stage,
+    and what it needs of its neighbour. The formula is too long where the first stage computes more than the others: it
+    fills its wait for the first gradient with a forward pass. A microsecond or two for each pass."""
+    last = len(forward) - 1
+    orders = [passes(stage, last + 1, micro_batches) for stage in range(last + 1)]
+    ended: dict[str, list[list[float]]] = {kind: [[] for _ in orders] for kind in "FB"}  # of each stage, by micro-batch
+    clock, place = [0.0] * len(orders), [0] * len(orders)
+    while place[0] < len(orders[0]):
+        for stage, order in enumerate(orders):
+            while place[stage] < len(order):
+                kind, micro_batch, _ = order[place[stage]]
+                seconds, ready = (forward if kind == "F" else backward)[stage], 0.0
+                neighbour = stage - 1 if kind == "F" else stage + 1
+                if 0 <= neighbour <= last:
+                    if len(ended[kind][neighbour]) <= micro_batch:
+                        break
+                    ready = ended[kind][neighbour][micro_batch] + transfer[min(stage, neighbour)]
+                clock[stage] = max(clock[stage], ready) + seconds
+                ended[kind][stage].append(clock[stage])
+                place[stage] += 1
+    return clock
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One step; tuples by stage. compute_s: all micro-batches. transfer_s: one activation to the next stage, by edge.
+    reduction_s: all of it; exposed_s: what is left after the stage's last backward, with a tied embedding's all-reduce.
+    end_s: when the stage has ended all. stage_layers, memory_bytes, fits: where layers were given to stages
+    (plan/cost/stages.py)."""
+
+    compute_s: tuple[float, ...]
+    transfer_s: tuple[float, ...]
+    reduction_s: tuple[float, ...]
+    exposed_s: tuple[float, ...]
+    end_s: tuple[float, ...]
+    stage_layers: tuple[int, ...] = ()
+    memory_bytes: tuple[float, ...] = ()
+    fits: tuple[bool, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        return max(self.end_s)
+
+    @property
+    def idle_s(self) -> tuple[float, ...]:
+        """Neither computing nor reducing after its backward: the bubble, transfers, and waiting for the slowest stage.
+        """
+        return tuple(self.step_s - compute - exposed for compute, exposed in zip(self.compute_s, self.exposed_s))
+
+    @property
+    def waited_s(self) -> float:
+        """What reductions add after the first stage's last backward."""
+        return self.step_s - (self.end_s[0] - self.exposed_s[0])
+
+
+def step_of(
+    ends: Callable[..., list[float]], forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int,
+    reduction: Seconds, exposed: Seconds, tied_s: float = 0.0, chunks: tuple[int, float] = (1, 0.0),
+) -> Estimate:
+    """The step, its last backwards by `ends` (formula_ends or walked_ends); chunks: virtual and load_s of formula_ends.
+    tied_s: all-reduce of a tied embedding's gradient between the first and the last stage when both have ended; then
+    they reduce their own (the order of DeepSpeed's PipelineEngine: ReduceTiedGrads, ReduceGrads)."""
+    end = ends(forward, backward, transfer, micro_batches, *(chunks if chunks[0] > 1 else ()))
+    exposed = list(exposed)
+    if tied_s and len(end) > 1:
+        end[-1] = end[0]  # the last stage waits for the first one
+        exposed[0], exposed[-1] = exposed[0] + tied_s, exposed[-1] + tied_s
+    compute = tuple((f + b) * micro_batches for f, b in zip(forward, backward))
+    ended = tuple(at + left for at, left in zip(end, exposed))
+    return Estimate(compute, tuple(transfer), tuple(reduction), tuple(exposed), ended)

@@ -1,0 +1,253 @@
+"""What every layer costs on every stage, and the step that a partition of the layers makes.
+
+    Portion (model, sizes) + StagePrices  -- costs_of -->  StageCosts  -- estimate(stage_layers) -->  Estimate
+
+With overlap a layer's gradients travel while the layers below it still run backward in the last micro-batch (they are
+final only then), so of layers i..j-1 max over l of (reduction(i..l) - backward(i..l-1)) is exposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from math import inf
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.memory import state_bytes, under_way, working_bytes
+from holmes_ext.plan.cost.model import Layer, Model
+from holmes_ext.plan.cost.network import FREE, Price
+from holmes_ext.plan.cost.pipeline import Estimate, formula_ends, step_of, walked_ends
+from holmes_ext.plan.sizes import Sizes
+
+Row = tuple[float, ...]
+Rows = tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class StagePrice:
+    """What a stage's slowest GPU (FLOP/s) and networks take. collective_s: tensor, context and expert groups of a block
+    and micro-batch, forward and backward. By bytes of gradients: reduction, once a step; gather and scatter, of every
+    micro-batch, before a layer's passes (ZeRO 3) and after its backward (ZeRO 2 and 3). limit_bytes: of its smallest
+    GPU. way: how its data-parallel groups reduce ("none", "local", "flat", "two-level")."""
+
+    flops: float
+    collective_s: float = 0.0
+    reduction: Price = FREE
+    gather: Price = FREE
+    scatter: Price = FREE
+    limit_bytes: float = inf
+    way: str = "flat"
+
+    def seconds(self, layer: Layer, reduced_bytes: float, sharded: bool = True) -> tuple[float, float, float]:
+        """(forward, backward, reduction but its latency) of a layer; sharded: with what ZeRO 2 and 3 send."""
+        half = self.collective_s / 2 if layer.kind == "block" else 0.0
+        gather = self.gather.seconds(reduced_bytes) if sharded else 0.0
+        scatter = self.scatter.seconds(reduced_bytes) if sharded else 0.0
+        forward, backward = layer.forward_flops / self.flops + half, layer.backward_flops / self.flops + half
+        return forward + gather, backward + gather + scatter, reduced_bytes * self.reduction.byte_s
+
+
+Kinds = tuple[tuple[Layer, Layer, Layer], float]
+
+
+def layer_kinds(model: Model, sizes: Sizes) -> Kinds:
+    """(embedding, a block, output) as a rank of complete `sizes` has them, and what recomputation works on."""
+    every, expert = model.layers_of(sizes), sizes.expert if model.experts else 1
+    return (every[0], every[1], every[-1]), working_bytes(model, sizes.tensor, sizes.context, expert)
+
+
+class Portion:
+    """What one rank has of `model` under complete `sizes`. layers: embedding, a block (of which `blocks` follow each
+    other), output; reduced_bytes, state_bytes: of each. kinds: layer_kinds, where it is known."""
+
+    def __init__(self, model: Model, sizes: Sizes, kinds: Kinds | None = None):
+        self.layers, self.working_bytes = kinds or layer_kinds(model, sizes)
+        self.model, self.sizes, self.blocks, self.block = model, sizes, model.layers, self.layers[1]
+        self.shards = sizes.data * sizes.context
+        self.expert_shards = max(1, self.shards // sizes.expert)
+        self.reduced_bytes = [model.gradient_width * sum(x.reduced(self.shards, sizes.expert)) for x in self.layers]
+        self.state_bytes = [state_bytes(model, x, self.shards, self.expert_shards) for x in self.layers]
+        self.micro_batches = model.micro_batches_of(sizes.data)
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds and bytes, by stage and kind of layer, with those `before` the first block and `after` the last. repeats:
+    layers of each kind that follow each other, () for one of each. [stage][kind]: forward_s, backward_s of a
+    micro-batch, reduction_s of the gradients, transfer_s of the layer's output to the next stage. [stage]: latency_s of
+    the reduction, limit_bytes (inf without limit), places: its clusters. [kind]: state_bytes, kept_bytes of each
+    micro-batch under way. working_bytes: on every stage. tied_s: all-reduce of a tied embedding. virtual: chunks of a
+    stage; load_s: in which a stage's NIC sends one micro-batch of all chunks. HolmesError names stage, layer, number.
+    """
+
+    forward_s: Rows
+    backward_s: Rows
+    reduction_s: Rows
+    transfer_s: Rows
+    micro_batches: int
+    latency_s: Row = ()
+    state_bytes: Row = ()
+    kept_bytes: Row = ()
+    limit_bytes: Row = ()
+    before: int = 1
+    after: int = 1
+    tied_s: float = 0.0
+    overlap: bool = False
+    repeats: tuple[int, ...] = ()
+    working_bytes: float = 0.0
+    virtual: int = 1
+    load_s: float = 0.0
+    places: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        stages, kinds = len(self.forward_s), len(self.forward_s[0])
+        none, empty = (0.0,) * stages, (0.0,) * kinds
+        defaults = {"latency_s": none, "state_bytes": empty, "kept_bytes": empty, "limit_bytes": (inf,) * stages}
+        for name, default in ({**defaults, "repeats": (1,) * kinds}).items():
+            object.__setattr__(self, name, getattr(self, name) or default)
+        for name in ("forward_s", "backward_s", "reduction_s", "transfer_s"):
+            rows = getattr(self, name)
+            assert len(rows) == stages and all(len(row) == kinds for row in rows), name
+            for row in dict.fromkeys(rows):
+                for kind, value in enumerate(row):
+                    if not 0 <= value < 1e30:
+                        what = f"stage {rows.index(row)}, layer {kind}: {name} is {value}"
+                        raise HolmesError(f"{what}; a time must be 0 or more, and finite")
+        for stage, limit in enumerate(self.limit_bytes):
+            if not limit > 0:
+                raise HolmesError(f"{self.names[stage]}: a memory limit of {limit} bytes; it must be above 0")
+        if self.micro_batches < 1:
+            raise HolmesError(f"micro_batches is {self.micro_batches}; it must be 1 or more")
+        if self.blocks < stages:
+            raise HolmesError(f"{self.blocks} layers are too few for {stages} pipeline stages; every stage needs one")
+
+    @property
+    def stages(self) -> int:
+        return len(self.forward_s)
+
+    @cached_property
+    def layers(self) -> int:
+        return sum(self.repeats)
+
+    @cached_property
+    def blocks(self) -> int:
+        """Layers that the partition is about."""
+        return self.layers - self.before - self.after
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the stages, for messages."""
+        places = [f" (cluster {place})" for place in self.places] or [""] * self.stages
+        return tuple(f"stage {stage}{place}" for stage, place in enumerate(places))
+
+    def ranges(self, stage_layers: Sequence[int]) -> list[tuple[int, int]]:
+        """Layers [low, high) of every stage (or chunk) that has so many blocks."""
+        borders = list(accumulate(stage_layers, initial=0))
+        return [self.bounds(start, stop) for start, stop in zip(borders, borders[1:])]
+
+    def bounds(self, start: int, stop: int) -> tuple[int, int]:
+        """Blocks start..stop-1 of a stage as a range of layers: with what comes before the first and after the last."""
+        return start + self.before if start else 0, stop + self.before if stop < self.blocks else self.layers
+
+    @cached_property
+    def memory(self) -> Rows:
+        """Bytes at a stage's fullest, [stage][kind]."""
+        both, stages = list(zip(self.state_bytes, self.kept_bytes)), range(self.stages)
+        keeps = (under_way(stage, self.stages, self.virtual, self.micro_batches) for stage in stages)
+        return tuple(tuple(state + keep * kept for state, kept in both) for keep in keeps)
+
+    @cached_property
+    def room_bytes(self) -> Row:
+        """For layers, [stage]."""
+        return tuple(limit - self.working_bytes for limit in self.limit_bytes)
+
+    @cached_property
+    def sums(self) -> dict[str, list[list[float]]]:
+        """name -> stage -> running sums over layers, from 0. Stages with one row share one list."""
+        known: dict[Row, list[float]] = {}
+
+        def running(row: Row) -> list[float]:
+            if row not in known:
+                known[row] = list(accumulate(self.by_layer(row), initial=0.0))
+            return known[row]
+
+        names = ("forward_s", "backward_s", "reduction_s", "memory")
+        return {name: [running(row) for row in getattr(self, name)] for name in names}
+
+    def by_layer(self, row: Row) -> Iterator[float]:
+        """`row`, by layer instead of kind."""
+        return (value for value, count in zip(row, self.repeats) for _ in range(count))
+
+    @cached_property
+    def transfer(self) -> list[Row]:
+        """transfer_s, [stage][layer]. Stages with one row share one."""
+        known = {row: tuple(self.by_layer(row)) for row in dict.fromkeys(self.transfer_s)}
+        return [known[row] for row in self.transfer_s]
+
+    @cached_property
+    def _corners(self) -> list[int]:
+        """Layers that are the first or the last of their kind: between them all is linear."""
+        ends = zip(accumulate(self.repeats), self.repeats)
+        return sorted({corner for end, count in ends for corner in (end - 1, end - count)})
+
+    def exposed_s(self, stage: int, low: int, high: int) -> float:
+        """Reduction of layers low..high-1 that is left when the stage's last backward ends."""
+        reduction = self.sums["reduction_s"][stage]
+        if not self.overlap:
+            return reduction[high] - reduction[low] + self.latency_s[stage]
+        backward = self.sums["backward_s"][stage]
+        corners = (layer for layer in (low, high - 1, *self._corners) if low <= layer < high)
+        worst = max(reduction[layer + 1] - backward[layer] for layer in corners)
+        return worst - (reduction[low] - backward[low]) + self.latency_s[stage]
+
+    @property
+    def tied_wait_s(self) -> float:
+        """The tied all-reduce where it takes place: not inside one stage."""
+        return self.tied_s if self.stages > 1 else 0.0
+
+
+def predict(costs: StageCosts, stage_layers: Sequence[int]) -> Estimate:
+    """estimate() without its formula's error: the schedule pass by pass (one chunk a stage)."""
+    return estimate(costs, stage_layers, walked_ends)
+
+
+def estimate(
+    costs: StageCosts, stage_layers: Sequence[int], ends: Callable[..., list[float]] = formula_ends
+) -> Estimate:
+    """The predicted step with stage_layers[s] blocks on stage s (all of them, each stage at least one)."""
+    assert len(stage_layers) == costs.stages and sum(stage_layers) == costs.blocks and min(stage_layers) > 0
+    ranges = costs.ranges(stage_layers)
+
+    def total(name: str) -> list[float]:
+        return [sums[high] - sums[low] for sums, (low, high) in zip(costs.sums[name], ranges)]
+
+    transfer = [row[high - 1] for row, (_, high) in zip(costs.transfer, ranges[:-1])]
+    reduction = [part + latency for part, latency in zip(total("reduction_s"), costs.latency_s)]
+    exposed = [costs.exposed_s(stage, *layers) for stage, layers in enumerate(ranges)]
+    times, chunks = (total("forward_s"), total("backward_s"), transfer), (costs.virtual, costs.load_s)
+    one = step_of(ends, *times, costs.micro_batches, reduction, exposed, costs.tied_wait_s, chunks)
+    memory = tuple(held + costs.working_bytes for held in total("memory"))
+    fits = tuple(held <= limit for held, limit in zip(memory, costs.limit_bytes))
+    return replace(one, stage_layers=tuple(stage_layers), memory_bytes=memory, fits=fits)
+
+
+def costs_of(
+    portion: Portion, prices: Sequence[StagePrice], edges: Sequence[float], tied_s: float, places: Sequence[str],
+    overlap: bool, virtual: int = 1, load_s: float = 0.0, sharded: bool = True,
+) -> StageCosts:
+    """The layers of a model on stages of these prices; edges: seconds of an activation; sharded: see StagePrice."""
+    known = {}
+    for price in dict.fromkeys(prices):
+        layers = zip(portion.layers, portion.reduced_bytes)
+        known[price] = tuple(zip(*(price.seconds(layer, size, sharded) for layer, size in layers)))
+    forward, backward, reduction = (tuple(known[price][way] for price in prices) for way in range(3))
+    transfer = tuple((edge, edge, 0.0) for edge in (*edges, 0.0))
+    return StageCosts(
+        forward, backward, reduction, transfer, portion.micro_batches,
+        latency_s=tuple(price.reduction.latency_s for price in prices), state_bytes=tuple(portion.state_bytes),
+        kept_bytes=tuple(layer.kept_bytes for layer in portion.layers), working_bytes=portion.working_bytes,
+        limit_bytes=tuple(price.limit_bytes for price in prices), tied_s=tied_s, overlap=overlap,
+        repeats=(1, portion.blocks, 1), virtual=virtual, load_s=load_s, places=tuple(places),
+    )

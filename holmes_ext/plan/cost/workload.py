@@ -1,0 +1,40 @@
+"""What one rank of a job computes and sends, in a few numbers: what orders of nodes are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from holmes_ext.errors import HolmesError
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Seconds and bytes of one micro-batch on one stage, unless said otherwise.
+
+    forward_s, backward_s: computing. micro_batches: in a step. gradient_bytes: reduced by one rank in a step.
+    activation_bytes: sent by one rank to the next stage (as much comes back). tensor_bytes: all-reduced in tensor
+    groups, forward and backward together. context_bytes: passed around the context ring. expert_bytes: sent in
+    all-to-alls.
+
+    The defaults are nominal, for when the model is unknown: 10^9 parameters in each rank (5 layers of hidden size
+    4096), one sequence of 2048 tokens, 150 TFLOP/s (2 FLOPs a parameter and token forward, 4 backward), 16-bit
+    activations, 32-bit gradients, four tensor all-reduces a layer (Shoeybi et al. 2019), K and V and their gradients
+    around the ring, four all-to-alls a layer.
+    """
+
+    forward_s: float = 0.027
+    backward_s: float = 0.055
+    micro_batches: int = 8
+    gradient_bytes: float = 4e9
+    activation_bytes: float = 2048 * 4096 * 2
+    tensor_bytes: float = 5 * 4 * 2048 * 4096 * 2
+    context_bytes: float = 5 * 4 * 2048 * 4096 * 2
+    expert_bytes: float = 5 * 4 * 2048 * 4096 * 2
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not 0 <= value < 1e30:
+                raise HolmesError(f"workload: {item.name} is {value}; it must be 0 or more, and finite")
+        if self.micro_batches < 1:
+            raise HolmesError(f"workload: micro_batches is {self.micro_batches}; it must be 1 or more")

@@ -1,0 +1,238 @@
+"""What follows from a Plan's order, sizes and networks: where a group's network and a reduction's way are decided.
+
+    settle(plan, site)    the plan with the ports that there are: by `holmes plan`, at a job's start, when a port fails
+    reduction_of(...)     for groups that are not planned: the same rules, with the plan's own rates
+    straddling(...)       groups that an order of the nodes leaves to Ethernet
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
+from holmes_ext.errors import HolmesError
+from holmes_ext.options import Options
+from holmes_ext.plan.cost.buckets import FEWEST, SMALLEST_BYTES, bucket_bytes
+from holmes_ext.plan.cost.links import Links
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES, two_level_seconds
+from holmes_ext.plan.cost.nodes import Predictor, exposed_stages
+from holmes_ext.plan.cost.workload import Workload
+from holmes_ext.plan.layout import INSIDE, Layout, groups
+from holmes_ext.plan.placement import straddling_groups
+from holmes_ext.plan.plan import NOMINAL, Plan
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.traffic import CARRIERS, LOCAL, SOCKETS, VERBS, Edge, PlannedFabric, Reduction, Traffic, same
+
+#: Bytes on the wire for each byte of gradients that crosses (runtime/reduce/compress.py).
+SHARES = {"off": 1.0, "bf16": 0.5, "int8": (1 + 4 / 256) / 4}
+#: A bucket of a group in one node, where no network says how large: torch DistributedDataParallel's bucket_cap_mb.
+INSIDE_BYTES = 25 * 2**20
+#: Sums for which two levels are compared with a flat ring: 1 KiB to 1 GiB.
+_SUMS = tuple(2**power for power in range(10, 31))
+
+
+def settle(
+    plan: Plan,
+    site: Site,
+    options: Options = Options(),
+    links: Links = Links(),
+    workload: Workload | None = None,
+    basis: str = NOMINAL,
+) -> Plan:
+    """`plan` with what the ports of `site` can carry, and the decisions that follow from it under the user's `options`.
+
+    links, workload, basis: for a plan that has no rates and no model of its own yet (a new one, or one of version 1).
+    """
+    known, here = {fabric.name: fabric for fabric in plan.fabrics}, [site.node_by_name[name] for name in plan.nodes]
+
+    def able(fabric: Fabric, carrier: str) -> tuple[str, ...]:
+        return tuple(n.name for n in here for p in n.ports if p.fabric == fabric.name and _carries(p, carrier))
+
+    rates = [known.get(fabric.name, fabric) for fabric in links.site(site).fabrics]
+    fabrics = tuple(
+        PlannedFabric(f.name, f.kind, f.rate_bps, f.latency_s, able(f, VERBS), able(f, SOCKETS))
+        for f in sorted(rates, key=lambda f: f.preference, reverse=True)
+    )
+    names = dict.fromkeys(node.cluster for node in here)
+    clusters = {name: tuple(node.name for node in here if node.cluster == name) for name in names}
+    settled = replace(plan, fabrics=fabrics, clusters=clusters)
+    if not plan.fabrics:
+        settled = replace(settled, workload=workload or Workload(), basis=basis)
+    elif fabrics != plan.fabrics and plan.sizes is not None:  # what straddles, on the ports that are left
+        predictor = Predictor(site_of(settled), Layout(plan.sizes, plan.processes), plan.workload)
+        settled = replace(settled, straddling=straddling_groups(predictor, plan.nodes))
+    return with_traffic(settled, options)
+
+
+def _carries(port: Port, carrier: str) -> bool:
+    """Whether groups may use `port`; taken for granted where its NIC is not known yet (a plan before the job)."""
+    known = port.interface or port.address or port.hcas
+    needed = port.hcas if carrier == VERBS else port.address
+    return port.usable and (port.fabric == ETHERNET or not known or bool(needed))
+
+
+def with_traffic(plan: Plan, options: Options) -> Plan:
+    """The decisions for both carriers, one entry where they are the same."""
+    verbs = _traffic(plan, VERBS, options)
+    if all(fabric.verbs == fabric.sockets for fabric in plan.fabrics):
+        sockets = replace(verbs, carriers=(SOCKETS,), reductions=_reductions(plan, SOCKETS, options))
+    else:
+        sockets = _traffic(plan, SOCKETS, options)
+    alike = verbs == replace(sockets, carriers=verbs.carriers)
+    return replace(plan, traffic=(replace(verbs, carriers=CARRIERS),) if alike else (verbs, sockets))
+
+
+def resized(plan: Plan, sizes: Sizes, options: Options, model: Model | None = None) -> Plan:
+    """What the plan decides for other sizes than its own, which a framework tells when it starts; the order stays."""
+    workload = workload_of(model, sizes) or plan.workload
+    changed = replace(plan, sizes=sizes, workload=workload, stage_layers=(), straddling=(), predicted={})
+    return with_traffic(changed, options)
+
+
+def workload_of(model: Model | None, sizes: Sizes | None) -> Workload | None:
+    """None where model or (complete) sizes are not known, or the batch does not divide: the framework refuses that."""
+    try:
+        return model.workload(sizes) if model is not None and sizes is not None else None
+    except HolmesError:
+        return None
+
+
+def site_of(plan: Plan, carrier: str = VERBS) -> Site:
+    """The plan's own networks as a Site, nodes in its order."""
+    cluster_of = {node: name for name, nodes in plan.clusters.items() for node in nodes}
+    fast = [fabric.name for fabric in plan.fabrics if fabric.name != ETHERNET]  # the fastest first
+
+    def node(name: str) -> Node:
+        ports = (Port(fabric) for fabric in fast if fabric in plan.reach[carrier][name])
+        return Node(name, cluster_of[name], plan.processes, (*ports, Port(ETHERNET)))
+
+    return Site(tuple(map(node, plan.nodes)), plan.fabrics)
+
+
+def _traffic(plan: Plan, carrier: str, options: Options) -> Traffic:
+    transports: dict[str, list[str]] = {}
+    for kind, ranks in plan.groups():
+        transports.setdefault(kind, []).append(_name(plan.fabric_of(ranks, carrier)))
+    listed = {kind: same(tuple(names)) for kind, names in transports.items()}
+    return Traffic((carrier,), listed, _reductions(plan, carrier, options), _edges(plan, carrier))
+
+
+def _name(fabric: Fabric | None) -> str:
+    return LOCAL if fabric is None else fabric.name
+
+
+# --------------------------------------------------------------------------- edges
+
+
+def own_pair(plan: Plan, pair: Sequence[int], over: Sequence[int], carrier: str) -> bool:
+    """Whether two ranks that would send over the group `over` get a group of their own: what they share is faster."""
+    return _name(plan.fabric_of(pair, carrier)) != _name(plan.fabric_of(over, carrier))
+
+
+def _edges(plan: Plan, carrier: str) -> tuple[Edge, ...]:
+    """Of each stage to the next, and of the last to the first where that is another pair (interleaved schedules)."""
+    sizes, found = plan.sizes, []
+    world = _name(plan.fabric_of(range(plan.world_size), carrier))
+    whole = {ranks: _name(plan.fabric_of(ranks, carrier)) for ranks in (groups(sizes, "pipeline") if sizes else ())}
+    stages = sizes.pipeline if sizes else 1
+    for stage in range(stages if stages > 2 else stages - 1):
+        pairs = [(ranks[stage], ranks[(stage + 1) % stages]) for ranks in whole]
+        fabrics = [_name(plan.fabric_of(pair, carrier)) for pair in pairs]
+        own = ["pipeline" if f != over else "world" if f != world else "" for f, over in zip(fabrics, whole.values())]
+        found.append(Edge((stage, (stage + 1) % stages), same(tuple(fabrics)), same(tuple(own))))
+    return tuple(found)
+
+
+# --------------------------------------------------------------------------- reductions
+
+
+def reduction_of(
+    plan: Plan, ranks: Sequence[int], carrier: str, options: Options, total_bytes: float = inf
+) -> Reduction:
+    """How the group of `ranks` sums total_bytes in a step: as its stage does. By the same rules, for itself, where the
+    plan has no such group, it is to compress otherwise, or has too little for buckets that suit a network."""
+    planned, stage = plan.traffic_of(carrier).reductions, plan.stage_of(ranks)
+    if stage is not None and planned[stage].compress == options.compress and total_bytes >= FEWEST * SMALLEST_BYTES:
+        return planned[stage]
+    overlap = options.overlap != "off" if stage is None else planned[stage].overlap
+    return _reduction(plan, [tuple(ranks)], carrier, options, overlap, total_bytes)
+
+
+def _reductions(plan: Plan, carrier: str, options: Options) -> tuple[Reduction, ...]:
+    sizes = plan.sizes or Sizes().complete(plan.world_size)
+    reduces = sizes.data * sizes.context > 1
+    if options.overlap == "auto" and reduces:
+        wanted = exposed_stages(site_of(plan, carrier), plan.nodes, sizes, plan.workload)
+    else:
+        wanted = (options.overlap == "on" and reduces,) * sizes.pipeline
+    of_stage: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in range(sizes.pipeline)}
+    for ranks in groups(sizes, "data"):
+        of_stage[sizes.stage(ranks[0])].append(ranks)
+    total = plan.workload.gradient_bytes
+    return tuple(_reduction(plan, found, carrier, options, wanted[stage], total) for stage, found in of_stage.items())
+
+
+def _reduction(
+    plan: Plan, found: Sequence[Sequence[int]], carrier: str, options: Options, overlap: bool, total_bytes: float
+) -> Reduction:
+    """Of groups that do the same at once: in two levels where that is faster for each that lies on several clusters."""
+    clusters, least, chunk = _two_levels(plan, found, carrier, options.compress)
+    fabrics = [fabric for ranks in found if (fabric := plan.fabric_of(ranks, carrier)) is not None]
+    slowest = min(fabrics, key=lambda fabric: fabric.preference, default=None)
+    size = bucket_bytes(slowest, len(found[0]), total_bytes) if slowest is not None else INSIDE_BYTES
+    given = options.bucket_bytes
+    return Reduction(overlap, given or size, clusters, least, (given or chunk) if clusters else 0, options.compress)
+
+
+def _two_levels(
+    plan: Plan, found: Sequence[Sequence[int]], carrier: str, compress: str
+) -> tuple[tuple[str, ...], int, int]:
+    """(names of clusters, bytes of the least sum, bytes of a chunk); no names where one ring is faster for large sums.
+
+    A cluster that is on the network between the clusters only sends as much as in the ring. NCCL's collectives
+    (runtime/reduce/two_level_nccl.py) need clusters of equal size.
+    """
+    names: dict[str, None] = {}
+    least, chunks = 0, []
+    for ranks in found:
+        parts, across = plan.by_cluster(ranks), plan.fabric_of(ranks, carrier)
+        if len(parts) < 2 or across is None:
+            continue
+        inside = [fabric for part in parts.values() if (fabric := plan.fabric_of(part, carrier)) is not None]
+        clusters = [len(part) for part in parts.values()]
+        if across in inside or not inside or carrier == VERBS and len(set(clusters)) > 1:
+            return (), 0, 0
+        here = max(Counter(map(plan.node_of, ranks)).values())
+        network = min(inside, key=lambda fabric: fabric.rate_bps), across, here, max(1, plan.processes // here)
+        direct, share = carrier == SOCKETS, SHARES[compress]
+        times = {size: two_level_seconds(size, clusters, *network, share=share, direct=direct) for size in _SUMS}
+        slower = [size for size, (flat, two_level) in times.items() if two_level >= flat]
+        if _SUMS[-1] in slower:
+            return (), 0, 0
+        names.update(dict.fromkeys(parts))
+        least = max(least, 2 * slower[-1] if slower else 0)
+        chunks.append(CHUNK_SHARE_BYTES * min(clusters))
+    return tuple(names), least, min(chunks, default=0)
+
+
+# --------------------------------------------------------------------------- other orders
+
+
+def straddling(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
+    """How many groups of each kind straddle in a job of complete `sizes` in the plan's order (Plan.straddles).
+
+    instances > 1: of a data-parallel group its slices are looked at, within which megatron-core reduces first.
+    """
+    found = {}
+    for kind in INSIDE:
+        members = groups(sizes, kind)
+        if kind == "data" and instances > 1:
+            size = len(members[0]) // instances
+            members = [group[start : start + size] for group in members for start in range(0, len(group), size)]
+        if count := sum(map(plan.straddles, members)):
+            found[kind] = count
+    return found

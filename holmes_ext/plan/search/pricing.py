@@ -1,0 +1,235 @@
+"""Prices of every stage of a shape under an arrangement, from numbers of clusters instead of numbers of ranks.
+
+The prices are plan/cost/network.py's and the sharing of NICs plan/cost/nodes.py's, so a dense model gives the same
+figures as costs_on_site where traffic inside a node is free (tests/plan/search/test_pricing.py compares them); here
+stages with the same content are priced once, which is what a search of 16,384 GPUs needs. Besides: NVLink where the
+GPUs' rate is known, ZeRO, experts, and for a data-parallel group that straddles clusters the choice between a flat ring
+and two levels (not under ZeRO 2 and 3, which no engine reduces so). What ZeRO 2 and 3 send counts in full: nothing of
+it is hidden under computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from holmes_ext.cluster.site import Fabric
+from holmes_ext.plan.cost.memory import Memory, stage_memory, under_way
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.network import FREE, Price, all_reduce, message, ring, two_levels
+from holmes_ext.plan.cost.stages import Portion, StageCosts, StagePrice, costs_of, layer_kinds
+from holmes_ext.plan.search.arrangement import PIPELINES_FIRST, Arrangement, Content, Ground
+from holmes_ext.plan.search.space import REDUCTIONS, Shape
+
+
+class Pricing:
+    """Prices of one shape; content by content, edge by edge."""
+
+    def __init__(
+        self, ground: Ground, model: Model, shape: Shape, reductions: Sequence[str] = REDUCTIONS,
+        memory_bytes: float = 0.0,
+    ):
+        self.ground, self.shape, self.reductions, self.memory_bytes = ground, shape, reductions, memory_bytes
+        self.original, self.sizes, self.processes = model, shape.sizes(), ground.processes
+        key = (id(model), shape.micro_batch, shape.recompute)
+        self.model = ground.remember((*key, shape.micro_batches, shape.zero), lambda: shape.model(model))
+        of_layers = (*key, shape.tensor, shape.context, shape.expert, shape.pipeline == 1)
+        kinds = ground.remember(of_layers, lambda: layer_kinds(self.model, self.sizes))
+        self.portion = Portion(self.model, self.sizes, kinds)
+        self.block, self.shards = self.portion.block, self.portion.shards
+        self.stage_ranks = ground.world // shape.pipeline
+        self._stages: dict[tuple[Content, str], StagePrice] = {}
+        self._edges: dict[tuple[Content, Content, bool, str], float] = {}
+
+    def stage(self, content: Content, order: str) -> StagePrice:
+        if (content, order) not in self._stages:
+            self._stages[content, order] = self._price(content, order)
+        return self._stages[content, order]
+
+    def costs(self, arrangement: Arrangement, overlap: bool, sharded: bool = True) -> StageCosts:
+        """What a partition of the layers under `arrangement` costs; sharded: with what ZeRO 2 and 3 send."""
+        prices = [self.stage(content, arrangement.order) for content in arrangement.contents]
+        edges, places = self.edges(arrangement), [self.ground.place(content) for content in arrangement.contents]
+        chunks = self.shape.virtual, self._load_s(arrangement, edges) if self.shape.virtual > 1 else 0.0
+        return costs_of(self.portion, prices, edges, self.tied_s(arrangement), places, overlap, *chunks, sharded)
+
+    def memory(self, stage: int, blocks: int) -> Memory:
+        """Of a rank of a stage with so many blocks, term by term."""
+        shape, portion, layers = self.shape, self.portion, [self.block] * blocks
+        layers += [portion.layers[0]] if stage == 0 else []
+        layers += [portion.layers[2]] if stage == shape.pipeline - 1 else []
+        keep = under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
+        shards = self.shards, portion.expert_shards
+        return stage_memory(self.original, layers, shape.zero, *shards, keep, portion.working_bytes)
+
+    def edges(self, arrangement: Arrangement) -> list[float]:
+        """Seconds of one activation from each stage to the next."""
+        step, found = self._step(arrangement.order), []
+        for stage, (one, other) in enumerate(zip(arrangement.contents, arrangement.contents[1:])):
+            key = (one, other, (stage + 1) * step % self.processes != 0, arrangement.order)
+            if key not in self._edges:
+                self._edges[key] = self._edge(*key)
+            found.append(self._edges[key])
+        return found
+
+    def least_edge_s(self) -> float:
+        """Seconds that no activation to the next stage beats, whatever the arrangement; 0 where neighbouring stages may
+        share a node."""
+        ground, shape = self.ground, self.shape
+        replica, uneven = shape.pipeline * shape.tensor * shape.context, self.stage_ranks % self.processes
+        pipelines_first = all(ranks % replica == 0 for ranks in ground.ranks)
+        pipelines_first &= any(ranks // shape.pipeline % self.processes for ranks in ground.ranks)
+        if shape.pipeline == 1 or pipelines_first or uneven:
+            return 0.0
+        every, size = range(len(ground.ranks)), self.block.activation_bytes
+
+        def least() -> float:
+            fabrics = {ground.fabric((one, other)) for one in every for other in every}
+            return min(message(fabric, self.processes).seconds(size) for fabric in fabrics)
+
+        return ground.remember(("edge", size), least)
+
+    def tied_s(self, arrangement: Arrangement) -> float:
+        """All-reduce of the tied embedding's gradient between the first and the last stage."""
+        size, step = self.model.tied_bytes(self.sizes), self._step(arrangement.order)
+        if not size:
+            return 0.0
+        first, last = arrangement.contents[0], arrangement.contents[-1]
+        if step * self.shape.pipeline <= self.processes:
+            return self._inside(2, [index for index, _ in first]).seconds(size)
+        fabrics = [self.ground.fabric(pair) for pair in _pairs(first, last)]
+        return max(all_reduce(2, fabric, min(self.processes, step)).seconds(size) for fabric in fabrics)
+
+    def _load_s(self, arrangement: Arrangement, edges: Sequence[float]) -> float:
+        """Seconds that a stage's NIC sends for one micro-batch of all chunks: v activations down, v gradients up, and
+        at the ends v - 1 around; what goes to another cluster and what stays in one are different NICs."""
+        v, contents = self.shape.virtual, arrangement.contents
+        clusters = [{index for index, _ in content} for content in contents]
+        loads = [{True: 0.0, False: 0.0} for _ in clusters]
+        for stage, edge in enumerate(edges):
+            across = len(clusters[stage] | clusters[stage + 1]) > 1
+            loads[stage][across] += v * edge
+            loads[stage + 1][across] += v * edge
+        local = self._step(arrangement.order) * self.shape.pipeline <= self.processes
+        around = self._edge(contents[-1], contents[0], local, arrangement.order)
+        for load in (loads[0], loads[-1]):
+            load[len(clusters[0] | clusters[-1]) > 1] += (v - 1) * around
+        return max(max(load.values()) for load in loads)
+
+    def _step(self, order: str) -> int:
+        """Ranks from one stage to the next."""
+        return self.shape.tensor * self.shape.context if order == PIPELINES_FIRST else self.stage_ranks
+
+    def _price(self, content: Content, order: str) -> StagePrice:
+        zero, model = self.shape.zero, self.model
+        gpus = [self.ground.gpus[index] for index, _ in content]
+        way, whole = self._reduction(content, order)
+        weights = model.activation_width / model.gradient_width  # of gradients' bytes
+        scatter = whole.scaled(0.5)  # a reduce-scatter or an all-gather is half an all-reduce
+        gather = Price(weights * scatter.byte_s, scatter.latency_s)
+        both = Price(scatter.byte_s + gather.byte_s, whole.latency_s)
+        return StagePrice(
+            flops=min(gpu.flops for gpu in gpus), collective_s=self._collectives(content, order),
+            reduction=(whole, both, gather, FREE)[zero], gather=gather if zero == 3 else FREE,
+            scatter=scatter if zero >= 2 else FREE,
+            limit_bytes=min(min((gpu.memory_bytes or inf) for gpu in gpus), self.memory_bytes or inf), way=way,
+        )
+
+    def _members_on_node(self, order: str) -> int:
+        """Ranks of one data-parallel group on a node."""
+        processes, tensor, context = self.processes, self.shape.tensor, self.shape.context
+        whole = tensor * context * self.shape.pipeline
+        if order == PIPELINES_FIRST:
+            here = context * (processes // whole) if processes >= whole else min(context, processes // tensor)
+        else:
+            here = min(processes, self.stage_ranks) // tensor
+        return max(1, here)
+
+    def _reduction(self, content: Content, order: str) -> tuple[str, Price]:
+        """An all-reduce of gradients by the faster way that is allowed."""
+        count, here = self.shards, self._members_on_node(order)
+        clusters = [index for index, _ in content]
+        if count == 1:
+            return "none", FREE
+        if count <= here:
+            return "local", self._inside(count, clusters)
+        fabric = self.ground.fabric(clusters)
+        flat = all_reduce(count, fabric, self.processes // here)
+        possible = self.ground.only is None and "two-level" in self.reductions and self.shape.zero < 2
+        two = self._two_level(content, here, fabric) if possible else None
+        typical = sum(self.portion.reduced_bytes) + (self.portion.blocks - 1) * self.portion.reduced_bytes[1]
+        typical /= self.shape.pipeline
+        if two and ("flat" not in self.reductions or two.seconds(typical) < flat.seconds(typical)):
+            return "two-level", two
+        return "flat", flat
+
+    def _two_level(self, content: Content, here: int, across: Fabric) -> Price | None:
+        """Inside each cluster on its own fabric, across only the sums; None where no cluster's own fabric is faster."""
+        inner = {index: self.ground.fabric([index]) for index, _ in content}
+        if len(inner) < 2 or all(fabric.preference <= across.preference for fabric in inner.values()):
+            return None
+        if any(ranks % self.shape.tensor or ranks // self.shape.tensor < here for _, ranks in content):
+            return None
+        members = [ranks // self.shape.tensor for _, ranks in content]
+        inside = [
+            all_reduce(count, inner[index], self.processes // here) if count > here else self._inside(count, [index])
+            for (index, _), count in zip(content, members)
+        ]
+        return two_levels(max(inside, key=lambda price: price.byte_s), across, members, self.processes).pipelined
+
+    def _inside(self, count: int, clusters: Sequence[int]) -> Price:
+        """All-reduce among `count` GPUs of one node; free where their link is not known."""
+        rate = min(self.ground.gpus[index].link_bps for index in clusters)
+        return Price(ring(count)[1] * 8 / rate) if rate and count > 1 else FREE
+
+    def _fabric_of(self, content: Content, span: int) -> Fabric:
+        """Of groups of `span` neighbouring ranks: the slowest of the clusters' own where each lies in one, else what
+        all share."""
+        if all(ranks % span == 0 for _, ranks in content):
+            return min((self.ground.fabric([index]) for index, _ in content), key=lambda fabric: fabric.preference)
+        return self.ground.fabric([index for index, _ in content])
+
+    def _collectives(self, content: Content, order: str) -> float:
+        """Seconds of a block's tensor, context and expert groups in one micro-batch, forward and backward."""
+        shape, block, processes = self.shape, self.block, self.processes
+        clusters = [index for index, _ in content]
+        rate = min(self.ground.gpus[index].link_bps for index in clusters)
+        local = Price(8 / rate) if rate else FREE
+        pipelines_first, seconds = order == PIPELINES_FIRST, 0.0
+        if shape.tensor > 1:
+            price = self._inside(shape.tensor, clusters)
+            if shape.tensor > processes:
+                price = all_reduce(shape.tensor, self._fabric_of(content, shape.tensor))
+            seconds += price.seconds(block.tensor_bytes)
+        if (size := shape.context) > 1:
+            span, sharers = shape.tensor * size, min(shape.tensor, processes)
+            price = local if span <= processes else message(self._fabric_of(content, span), sharers, size - 1)
+            seconds += price.seconds(block.context_bytes)
+        if self.model.experts and (size := shape.expert) > 1:
+            span = shape.tensor * size
+            wide = self.ground.fabric(clusters) if pipelines_first else self._fabric_of(content, span)
+            price = local if span <= processes and not pipelines_first else message(wide, processes, size - 1)
+            seconds += price.seconds(block.expert_bytes)
+        return seconds
+
+    def _edge(self, one: Content, other: Content, local: bool, order: str) -> float:
+        size = self.block.activation_bytes
+        if local:
+            rate = min(self.ground.gpus[index].link_bps for index, _ in (*one, *other))
+            return size * 8 / rate if rate else 0.0
+        fabrics = {self.ground.fabric(pair) for pair in _pairs(one, other)}
+        sharers = min(self.processes, self._step(order))
+        return max(message(fabric, sharers).seconds(size) for fabric in fabrics)
+
+
+def _pairs(one: Content, other: Content) -> set[tuple[int, int]]:
+    """Clusters that face each other when two stages' ranks are laid side by side."""
+    pairs, left, right = set(), list(one), list(other)
+    while left and right:
+        taken = min(left[0][1], right[0][1])
+        pairs.add((left[0][0], right[0][0]))
+        for side in (left, right):
+            index, ranks = side.pop(0)
+            if ranks > taken:
+                side.insert(0, (index, ranks - taken))
+    return pairs

@@ -1,0 +1,61 @@
+"""How a simulated job runs: whose schedule and order of operations, what overlaps, what software takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from holmes_ext.errors import HolmesError
+
+ENGINES = ("deepspeed", "megatron", "async")
+OVERLAPS = ("off", "first", "on")
+TWO_LEVELS = ("off", "rings", "direct")
+
+
+@dataclass(frozen=True)
+class Execution:
+    """virtual: chunks of a stage; above 1 the schedule is interleaved, else 1F1B. engine: whose sends, receives,
+    buckets and order of reductions. stage_layers: blocks of each stage (interleaved: of each virtual stage, chunk by
+    chunk), () for as even as can be.
+
+    overlap: of reductions with the last backward: "off", "first" (megatron's: the first stage in buckets, the others in
+    one piece) or "on". bucket_bytes: 0 for plan/cost/buckets.py's rule. two_level: of groups that straddle clusters:
+    "off", or how the steps inside clusters are made: "rings" (NCCL) or "direct" (gloo). zero: 0 to 3; 2 and 3 without a
+    pipeline, where every micro-batch's gradients are scattered layer by layer, and (3) weights gathered before each
+    layer's forward and backward, while nothing is computed. gather_overlap: ZeRO-1's weights travel under the next
+    forward.
+
+    block_s, message_s, step_s: seconds that software adds to a block's forward or backward, a message, a step.
+    parameter_s: optimizer's seconds of one parameter. cores: CPU cores that all ranks share for block_s, parameter_s,
+    step_s and what links say of bytes sent, as in a lab on one machine; 0: every rank has its own.
+    """
+
+    engine: str = "megatron"
+    virtual: int = 1
+    stage_layers: tuple[int, ...] = ()
+    overlap: str = "off"
+    bucket_bytes: int = 0
+    two_level: str = "off"
+    zero: int = 0
+    gather_overlap: bool = False
+    block_s: float = 0.0
+    message_s: float = 0.0
+    step_s: float = 0.0
+    parameter_s: float = 2e-11
+    cores: int = 0
+
+    def __post_init__(self) -> None:
+        for name, known in (("engine", ENGINES), ("overlap", OVERLAPS), ("two_level", TWO_LEVELS)):
+            if getattr(self, name) not in known:
+                raise HolmesError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
+        if self.zero not in (0, 1, 2, 3):
+            raise HolmesError(f"zero is {self.zero}; ZeRO's stages are 0, 1, 2 and 3")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, float) and not 0 <= value < 1e9:
+                raise HolmesError(f"{item.name} is {value}; it must be 0 or more, and finite")
+        if self.virtual < 1 or self.cores < 0:
+            raise HolmesError("virtual must be 1 or more and cores 0 or more")
+
+    def buckets_on(self, stage: int) -> bool:
+        """Whether a stage's gradients leave in buckets under its last backward."""
+        return self.zero < 2 and (self.overlap == "on" or (self.overlap == "first" and stage == 0))

@@ -1,0 +1,56 @@
+"""Which backend a group's tensors travel by, and what of a node's ports that backend can use.
+
+torch's get_backend() says "undefined" or "cpu:gloo,cuda:nccl" where a job names none, or several:
+
+    init_process_group()                       with a GPU NCCL, else gloo
+    init_process_group("gloo")                 gloo, for tensors on either
+    init_process_group("cpu:gloo,cuda:nccl")   by the device of the tensor
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holmes_ext.plan.traffic import SOCKETS, VERBS
+
+
+def backend_of(group: Any = None, device_type: str = "") -> str:
+    """The backend's name ("nccl", "gloo", ...) for tensors on `device_type` ("cpu", "cuda"; "": the GPU if any).
+
+    group: None for all ranks.
+    """
+    import torch.distributed as dist
+
+    return backend_named(dist.get_backend(group), device_type)  # get_backend_config() knows no groups of split_group
+
+
+def group_ranks(group: Any) -> list[int]:
+    """Its members, as the job numbers them."""
+    import torch.distributed as dist
+
+    return dist.get_process_group_ranks(group)
+
+
+def backend_named(text: str, device_type: str = "") -> str:
+    """The same for what a program gives, or torch tells, as a group's backend."""
+    import torch
+
+    by_device = backends(text)
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    return by_device[device_type] if device_type in by_device else next(iter(by_device.values()))
+
+
+def backends(text: str) -> dict[str, str]:
+    """Device -> backend, as torch reads it."""
+    from torch.distributed.distributed_c10d import Backend, BackendConfig
+
+    return {device: str(name) for device, name in BackendConfig(Backend(text)).device_backend_map.items()}
+
+
+def carrier_of(backend: str) -> str:
+    """What of a node's ports the backend can use, "verbs" or "sockets"; "" where it finds its networks by itself.
+
+    UCC does by UCX_NET_DEVICES, MPI by its own parameters, for all groups of a process alike. torch's "fake" backend,
+    which sends nothing, stands for NCCL.
+    """
+    return {"nccl": VERBS, "fake": VERBS, "gloo": SOCKETS}.get(backend, "")

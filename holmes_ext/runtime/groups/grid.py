@@ -1,0 +1,71 @@
+"""The grid of ranks that a framework makes, against the one that was planned: known only when the framework starts.
+
+    other sizes than the user planned for    ends the job, on all ranks, with one line
+    groups that straddle clusters            told once, with the way to fewer of them if there is one
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.decide import straddling
+from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
+from holmes_ext.runtime.session import Session
+from holmes_ext.runtime.start.refusal import told_once
+
+_told: set[str] = set()
+
+
+def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
+    """For complete `sizes`; all ranks must call it. instances: see plan/decide.py, straddling()."""
+    try:
+        refuse_other_sizes(current, sizes)
+    except HolmesError as error:
+        raise told_once(error) from None
+    if current.rank == 0:
+        tell(current, advice(current, sizes, instances))
+
+
+def refuse_other_sizes(current: Session, sizes: Sizes) -> None:
+    """HolmesError when the plan was made for others that the user gave on purpose (--holmes-plan, --holmes-sizes)."""
+    plan = current.plan
+    if plan.sizes is not None and plan.sizes != sizes and {"plan", "sizes"} & current.options.given:
+        where = f"{plan.source}: key 'sizes'" if "plan" in current.options.given else "--holmes-sizes"
+        raise HolmesError(f"{where} says {say(plan.sizes)}, but the program initializes {say(sizes)}; make them agree")
+
+
+def advice(current: Session, sizes: Sizes, instances: int = 1) -> str:
+    """A line on groups that straddle in the plan's order, unless the start line has told them; "" where none does."""
+    here = straddling(current.plan, sizes, instances)
+    if not here or (current.plan.sizes == sizes and instances == 1):
+        return ""
+    site = replace(current.site, fabrics=current.plan.fabrics)
+    ways = {f"with --holmes-sizes {say(sizes).replace(' ', '')}": sizes, "without --holmes-sizes": None}
+    found = {way: straddling(build_plan(site, given), sizes, instances) for way, given in ways.items()}
+    way = min(found, key=lambda way: sum(found[way].values()))
+    avoidable = {kind: less for kind, count in here.items() if (less := count - found[way].get(kind, 0)) > 0}
+    which = " and" if avoidable == here else f", {_counts(avoidable)}"
+    way_out = f"{which} need not: start {way}" if avoidable else ""
+    return f"{_counts(here)} straddle clusters (on ethernet){way_out}"
+
+
+def _counts(groups: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind} groups" for kind, count in groups.items())
+
+
+def say(sizes: Sizes) -> str:
+    """ "pipeline=2, tensor=4": as --holmes-sizes takes it."""
+    axes = ("pipeline", "tensor", "context", "expert")
+    named = [f"{name}={size}" for name in axes if (size := getattr(sizes, name)) > 1]
+    named += [f"order={sizes.order}"] if sizes.order != DEFAULT_ORDER else []
+    return ", ".join(named) or "pipeline=1"
+
+
+def tell(current: Session, text: str, once: str = "") -> None:
+    """On rank 0; a text about `once` only the first time in this process."""
+    if text and current.rank == 0 and once not in _told:
+        print(f"holmes: {text}", file=sys.stderr, flush=True)
+        _told.update(filter(None, [once]))

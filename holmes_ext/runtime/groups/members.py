@@ -1,0 +1,49 @@
+"""A process group at whose making only its members take part.
+
+torch.distributed.new_group(use_local_synchronization=True) is meant for that, but names the group after its ranks and
+the number of groups that the process is in (_hash_ranks_to_str). Ranks of different stages are in different numbers of
+groups (only some have embeddings): they look for each other under different names and wait for ever. So the name is
+given here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+#: How often this process has made a group of these ranks and purpose: a name must not come back, its keys are still in
+#: the store.
+_count: Counter[tuple[Any, ...]] = Counter()
+
+
+def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
+    """A new group of `ranks`, this one among them; options: new_group's.
+
+    All members must make their groups of the same ranks and purpose in the same order. purpose: also the group's
+    description.
+    """
+    import torch.distributed as dist
+
+    ranks = sorted(ranks)
+    key = (*ranks, purpose)
+    _count[key] += 1
+    members = "-".join(map(str, ranks)) if len(ranks) <= 8 else hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
+    with _as_members_make_it(f"holmes {purpose} {members} {_count[key]}"):
+        return dist.new_group(ranks, use_local_synchronization=True, group_desc=purpose, **options)
+
+
+@contextmanager
+def _as_members_make_it(name: str) -> Iterator[None]:
+    """What torch would do with all ranks at hand is set aside: here the name."""
+    from torch.distributed import distributed_c10d
+
+    c10d: Any = distributed_c10d
+    own = c10d._process_group_name
+    c10d._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        yield
+    finally:
+        c10d._process_group_name = own

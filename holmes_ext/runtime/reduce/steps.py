@@ -1,0 +1,114 @@
+"""Threads for gloo's calls, which block (and release the GIL): parts pass through steps, each of which has a thread of
+its own.
+
+    part 1   [step 1][step 2][step 3]
+    part 2           [step 1][step 2][step 3]          as micro-batches pass through a pipeline
+
+A thread inside gloo's calls aborts the interpreter that ends under it (status 134 in place of 0 or 1). So at exit
+everything on
+its way is waited for: it arrives, or fails because the other end is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+#: Seconds at exit, for everything together: an end that neither answers nor goes away must not hold this one up for
+#: ever.
+SETTLE_S = 20.0
+
+
+class Work:
+    """Parts under way: wait() returns when all are through, and raises what went wrong."""
+
+    def __init__(self, parts: int):
+        self.left = parts
+        self.error: Exception | None = None
+        self._future: torch.futures.Future = torch.futures.Future()
+        self.out = threading.Event()  # all parts have come out of the threads, done or not
+        _under_way.add(self)
+
+    def wait(self) -> None:
+        self._future.wait()
+
+    def get_future(self) -> torch.futures.Future:
+        return self._future
+
+    def fail(self, error: Exception) -> None:
+        if self.error is None:
+            self.error = error
+            self._future.set_exception(error)
+
+    def part_done(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            if self.error is None:
+                self._future.set_result(None)
+            self.out.set()
+
+
+class Steps:
+    """work = steps(parts) sends every part through the steps, functions of a part. After an error of a step nothing
+    more passes it.
+
+    `name` and a number are the threads' names. close() ends them; what is under way is finished first.
+    """
+
+    def __init__(self, name: str, *steps: Callable[[Any], None]):
+        self._inboxes: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in steps]
+        self._threads = [
+            threading.Thread(target=_serve, args=(step, inbox, outbox), name=f"holmes {name} {number}", daemon=True)
+            for number, (step, inbox, outbox) in enumerate(zip(steps, self._inboxes, [*self._inboxes[1:], None]), 1)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __call__(self, parts: Sequence[Any]) -> Work:
+        work = Work(len(parts))
+        for part in parts:
+            self._inboxes[0].put((work, part))
+        return work
+
+    def close(self) -> None:
+        self._inboxes[0].put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+def _serve(step: Callable[[Any], None], inbox: queue.SimpleQueue, outbox: queue.SimpleQueue | None) -> None:
+    """One step's thread. After an error the parts of a work pass through untouched."""
+    broken: Exception | None = None
+    while (task := inbox.get()) is not None:
+        work, part = task
+        if broken is not None:
+            work.fail(broken)
+        elif work.error is None:
+            try:
+                step(part)
+            except Exception as error:  # noqa: BLE001 - handed to whoever waits
+                broken = error
+                work.fail(error)
+        if outbox is not None:
+            outbox.put(task)
+        else:
+            work.part_done()
+    if outbox is not None:
+        outbox.put(None)
+
+
+_under_way: weakref.WeakSet[Work] = weakref.WeakSet()
+
+
+@atexit.register
+def _settle() -> None:
+    end = time.monotonic() + SETTLE_S
+    for work in list(_under_way):
+        work.out.wait(max(0.0, end - time.monotonic()))

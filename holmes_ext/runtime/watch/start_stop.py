@@ -1,0 +1,151 @@
+"""Starts and stops what looks on while the job runs: telemetry, the watchdog, and the watch over this node's NICs."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import uuid
+from typing import Any
+
+from holmes_ext.runtime.measure import clock, telemetry
+from holmes_ext.runtime.measure.telemetry_file import Writer, open_writer
+from holmes_ext.runtime.session import Session
+from holmes_ext.runtime.start.store import connect
+from holmes_ext.runtime.watch import nics
+from holmes_ext.runtime.watch.nic_watch import NicWatch
+from holmes_ext.runtime.watch.watchdog import Watchdog
+from holmes_ext.words import why
+
+#: How long telemetry waits for the others at the start, in seconds.
+_START_S = 60.0
+#: How long stop() waits for operations under way, in seconds.
+_SETTLE_S = 0.5
+
+
+class _Running:
+    """What is on in this process."""
+
+    writer: Writer | None = None
+    watchdog: Watchdog | None = None
+    nics: NicWatch | None = None
+    hooks: list[Any] = []
+
+
+def start(current: Session) -> list[str]:
+    """Switch on what the options ask for; returns lines for the user. Who is alone waits for nobody."""
+    several = current.process.world_size > 1
+    limits = current.options.watchdog_limits if several else None
+    lines: list[str] = []
+    if current.options.telemetry or limits is not None:
+        recorder = telemetry.Recorder(current.rank, current.plan.sizes)
+        if current.options.telemetry:
+            lines = _start_telemetry(current, recorder)
+        telemetry.set_recorder(recorder)
+        hook_optimizers(recorder)
+        atexit.register(stop)  # a thread that comes to Python while the interpreter ends aborts it
+        if limits is not None:
+            _Running.watchdog = _watchdog(current, recorder, *limits)
+            _Running.watchdog.start()
+    if several:
+        nics.remember_counters(current)
+        watch_nics(current.options.patience_s)
+    return lines
+
+
+def stop() -> None:
+    """Switch off; what is recorded gets written. Waits a moment for the backend's threads to tell what has ended."""
+    atexit.unregister(stop)
+    unwatch_nics()
+    recorder = telemetry.recorder
+    telemetry.set_recorder(None)
+    if recorder is not None:
+        recorder.settle(_SETTLE_S)
+    unhook_optimizers()
+    if _Running.watchdog is not None:
+        _Running.watchdog.stop()
+    if _Running.writer is not None:
+        _Running.writer.close()
+    _Running.writer = _Running.watchdog = None
+
+
+def watch_nics(patience_s: float) -> None:
+    unwatch_nics()
+    _Running.nics = NicWatch(patience_s)
+    _Running.nics.start()
+
+
+def unwatch_nics() -> None:
+    if _Running.nics is not None:
+        _Running.nics.ended.set()
+    _Running.nics = None
+
+
+def hook_optimizers(recorder: telemetry.Recorder) -> None:
+    """torch's own hooks around every optimizer's step: the end of a step where nobody else tells."""
+    from torch.optim import optimizer
+
+    begun: list[Any] = []
+
+    def before(*_: Any) -> None:
+        begun.append(telemetry.span("optimizer"))
+        begun[-1].__enter__()
+
+    def after(*_: Any) -> None:
+        if begun:
+            begun.pop().__exit__(None, None, None)
+        recorder.step_done("optimizer")
+
+    register = optimizer.register_optimizer_step_pre_hook, optimizer.register_optimizer_step_post_hook
+    _Running.hooks += [add(hook) for add, hook in zip(register, (before, after))]
+
+
+def unhook_optimizers() -> None:
+    while _Running.hooks:
+        _Running.hooks.pop().remove()
+
+
+def _watchdog(current: Session, recorder: telemetry.Recorder, factor: float, floor_s: float) -> Watchdog:
+    process, plan = current.process, current.plan
+    first = plan.nodes.index(current.site.nodes[0].name) * plan.processes  # the rank that the launcher's rank 0 has now
+    return Watchdog(
+        recorder, factor, floor_s, connect=lambda: connect(process, 10.0), prefix=f"{current.round}/watchdog",
+        node_of=plan.node_of, rates={fabric.name: fabric.rate_bps for fabric in current.site.fabrics},
+        carried=lambda: nics.bytes_carried(current.node), host=None if process.agent_store else first,
+    )  # fmt: skip
+
+
+def _start_telemetry(current: Session, recorder: telemetry.Recorder) -> list[str]:
+    """Open this rank's file; the clocks are compared meanwhile, in a thread."""
+    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
+    process, directory = current.process, current.options.telemetry
+    prefix, store = f"{current.round}/telemetry", None
+    run = time.strftime("%Y%m%d-%H%M%S-") + uuid.uuid4().hex[:6]
+    try:
+        if process.world_size > 1:
+            store = connect(process, _START_S)
+            run = store.compare_set(f"{prefix}/run", "", run).decode()
+        _Running.writer = writer = open_writer(current, run, recorder)
+    except (OSError, RuntimeError) as error:  # of this rank alone, so rank 0 does not tell it
+        told = f"rank {current.rank} trains without telemetry ({why(error).splitlines()[0]})"
+        print(f"holmes: --holmes-telemetry {directory}: {told}", file=sys.stderr, flush=True)
+        return []
+    if store is not None and process.local_rank == 0:
+        arguments = (current, store, prefix, writer)
+        threading.Thread(target=_compare_clocks, args=arguments, name="holmes clock", daemon=True).start()
+    return [f"telemetry: {writer.path.parent} (holmes report {directory})"]
+
+
+def _compare_clocks(current: Session, store: Any, prefix: str, writer: Writer) -> None:
+    nodes = current.plan.nodes
+    mine, offset = nodes.index(current.node.name), (0.0, 0.0)
+    try:
+        if mine == 0:  # rank 0's node
+            clock.answer(store, prefix, range(1, len(nodes)), _START_S)
+        else:
+            offset = clock.ask(store, prefix, mine, _START_S * 2)
+        writer.put({"clock": offset})
+    except RuntimeError:  # no answer: the report says that this node's times are not aligned
+        pass

@@ -1,0 +1,30 @@
+"""Words that many messages share: the known name that was probably meant, and a few of many items."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The name of `known` that `name` is probably a misspelling of; "" when none is near."""
+    return next(iter(difflib.get_close_matches(name, list(known), 1, cutoff)), "")
+
+
+def did_you_mean(name: str, known: Iterable[str], show: Callable[[str], str] | None = None) -> str:
+    """ "did you mean 'cluster'?", else "known: a, b, c"; `show` writes a name (default: the near one in quotes)."""
+    known = list(known)
+    near = nearest(name, known)
+    return f"did you mean {(show or repr)(near)}?" if near else f"known: {', '.join(map(show or str, known)) or 'none'}"
+
+
+def some_of(items: Iterable[object], most: int = 8, separator: str = ", ") -> str:
+    """ "0, 1, 2, and 5 more": the first `most` of many items; all of them where there are no more."""
+    texts = [str(item) for item in items]
+    left = len(texts) - most
+    return separator.join([*texts[:most], f"and {left} more"] if left > 0 else texts)
+
+
+def why(error: Exception) -> str:
+    """What an error says, without its class and number: "No such file or directory"."""
+    return str(getattr(error, "strerror", None) or error)

@@ -1,0 +1,124 @@
+"""What the integration tests start on emulated clusters, and what it printed, logged and sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from holmes_ext.lab import Lab, interleave
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "integration_tests" / "scripts"
+CLUSTER = ROOT / "examples" / "clusters" / "two_clusters_4.toml"
+FULL = os.environ.get("HOLMES_TEST_FULL") == "1"
+#: Of a test or a case that costs more than it adds to each CI run.
+full = pytest.mark.skipif(not FULL, reason="HOLMES_TEST_FULL=1")
+
+
+def some(cases, *chosen):
+    """All cases; without HOLMES_TEST_FULL=1 only the chosen ones run."""
+    assert set(chosen) <= set(cases), set(chosen) - set(cases)
+    return [case if case in chosen else pytest.param(case, marks=full) for case in cases]
+
+
+class LabOf:
+    """A lab of one cluster file, nodes launched in turn (a0, b0, a1, b1): what a scheduler that knows nothing does."""
+
+    def __init__(self, file: Path, lab: Lab):
+        self.file, self.lab, self.spec = file, lab, lab.spec
+        self.order = interleave(lab.spec)
+        #: The flags with which a script runs under holmes.
+        self.holmes = ("--holmes", "--holmes-cluster", str(file))
+
+    def run(self, *command: str, timeout: float = 240, preload=("torch",), env=None, **more):
+        """Run a command (a script's path and arguments, unless it starts with "sh") on every node."""
+        argv = list(command) if command[0] == "sh" else [sys.executable, *command]
+        preload = () if command[0] == "sh" else preload
+        # pytest's variable would give every test an environment, and so a preloaded Python, of its own
+        env = {"PYTEST_CURRENT_TEST": "", **(env or {})}
+        return self.lab.run(argv, order=self.order, timeout=timeout, preload=preload, env=env, **more)
+
+    def json(self, result) -> list[dict]:
+        """The JSON line that each rank printed last, in rank order as the script saw it."""
+        assert result.returncode == 0, result.outputs
+        lines = [json.loads(result.stdout[rank].strip().splitlines()[-1]) for rank in result.stdout]
+        return sorted(lines, key=lambda line: line["rank"])
+
+    def sent(self, before) -> dict[str, dict[str, float]]:
+        """MB that every NIC sent since the counters `before`."""
+        after = self.lab.counters()
+        return {node: {nic: (after[node][nic][1] - before[node][nic][1]) / 1e6 for nic in nics}
+                for node, nics in after.items()}
+
+
+def fast(nics) -> float:
+    """Of the MB of a node's NICs those of its fast one."""
+    return max(mb for nic, mb in nics.items() if nic != "eth0")
+
+
+def said(result) -> list[str]:
+    """The lines that holmes printed, on any rank."""
+    return [line for output in result.outputs.values() for line in output.splitlines() if "holmes:" in line]
+
+
+#: examples/deepspeed_pipeline, small.
+TRAIN = str(ROOT / "examples" / "deepspeed_pipeline" / "train.py")
+STEPS = 6
+SIZE = f"--layers 4 --hidden 128 --heads 4 --sequence 16 --micro-batch 2 --micro-batches 4 --steps {STEPS}".split()
+PRELOAD = ("torch", "deepspeed")
+
+
+def launch(clusters: LabOf, *command, env=None, **more):
+    """A script that uses DeepSpeed; the lab's result."""
+    return clusters.run(*command, preload=PRELOAD, env={"DS_ACCELERATOR": "cpu", **(env or {})}, **more)
+
+
+def train(clusters: LabOf, log: Path, *flags, size=SIZE, expect: int = 0, **more) -> str:
+    """Run the DeepSpeed example, which must end with status `expect`; what all its ranks printed."""
+    result = launch(clusters, TRAIN, *size, "--log", str(log), *flags, **more)
+    text = "".join(result.outputs.values())
+    assert result.returncode == expect, text
+    return text
+
+
+def losses(log: Path) -> list[float]:
+    """Of every step."""
+    return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
+
+
+def same(some_losses, others, tolerance: float = 1e-6) -> bool:
+    """Whether two runs' losses agree at every step."""
+    return max(abs(a - b) for a, b in zip(some_losses, others, strict=True)) <= tolerance
+
+
+def stages_of(text: str) -> tuple[int, ...]:
+    """Layers (specs) of each stage as the DeepSpeed example prints them."""
+    found = re.search(r"data \d+, stages of ([0-9+]+) layers", text)
+    assert found, text
+    return tuple(map(int, found[1].split("+")))
+
+
+#: A launch costs most of the time, so one launch of megatron-core trains several splits.
+MATRIX = str(SCRIPTS / "megatron_matrix.py")
+MEGATRON = "--layers 4 --hidden 32 --sequence 32 --micro-batch 2".split()
+PRELOAD_MEGATRON = ("megatron_cpu_shim", *(f"megatron.core.{name}" for name in (
+    "models.gpt", "optimizer", "distributed", "pipeline_parallel")))
+
+
+def train_megatron(clusters: LabOf, directory: Path, splits, *flags, model=MEGATRON, returncode: int = 0, **env):
+    """Train each split ({name: "flags"}): results by split, MB that every NIC sent, and what all ranks printed."""
+    commands = {name: [*model, *text.split()] for name, text in splits.items()}
+    (directory / "splits.json").write_text(json.dumps(commands))
+    before, results = clusters.lab.counters(), directory / "results.json"
+    path = os.pathsep.join(filter(None, [str(ROOT / "integration_tests"), os.environ.get("PYTHONPATH", "")]))
+    result = clusters.run(MATRIX, str(directory / "splits.json"), str(results), *flags, preload=PRELOAD_MEGATRON,
+                          timeout=600, env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env})
+    told = "\n".join(f"{rank}: {text[-3000:]}" for rank, text in result.outputs.items())
+    assert result.returncode == returncode, told
+    done = json.loads(results.read_text()) if results.exists() else {}
+    return done, clusters.sent(before), "\n".join(result.outputs.values())

@@ -1,0 +1,71 @@
+"""Where the steps of DeepSpeed's engines begin and end, and what its groups are for: telemetry and the watchdog look
+on."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from holmes_ext.patches.deepspeed.features import TELEMETRY
+from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import inside
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.runtime.measure import telemetry
+
+
+def _train_batch(wrapped, instance, args, kwargs):
+    """PipelineEngine.train_batch is one step."""
+    recorder = telemetry.recorder
+    if recorder is None:
+        return wrapped(*args, **kwargs)
+    recorder.step_begins()
+    result = wrapped(*args, **kwargs)
+    recorder.step_done("engine", _tokens(instance))
+    return result
+
+
+def _tokens(engine: Any) -> int:
+    """Tokens of a batch on all ranks, where the first stage's input is whole numbers [batch, sequence]; else 0."""
+    try:
+        first = engine.pipe_buffers["inputs"][0]
+        tensor = first[0] if isinstance(first, (tuple, list)) else first
+        whole = tensor.dim() == 2 and not tensor.is_floating_point()
+        return engine.train_batch_size() * tensor.shape[1] if whole and engine.is_first_stage() else 0
+    except (AttributeError, KeyError, IndexError, TypeError):  # nothing of a trainer's business
+        return 0
+
+
+def _engine_step(wrapped, instance, args, kwargs):
+    """DeepSpeedEngine.step outside the pipeline: a step when gradients were accumulated long enough."""
+    recorder = telemetry.recorder
+    boundary = recorder is not None and instance.is_gradient_accumulation_boundary()
+    result = wrapped(*args, **kwargs)
+    if recorder is not None and boundary:
+        recorder.step_done("engine")
+    return result
+
+
+def _learn_grid(wrapped, instance, args, kwargs):
+    """DeepSpeed's sizes, where its grid is made."""
+    wrapped(*args, **kwargs)
+    pipeline, tensor = instance.pipe_parallel_size, instance.model_parallel_size
+    telemetry.learn_sizes(Sizes(pipeline=pipeline, tensor=tensor, data=instance.data_parallel_size))
+
+
+_PIPE = "deepspeed.runtime.pipe.engine:PipelineEngine"
+
+PATCHES = (
+    Patch(TELEMETRY, f"{_PIPE}.train_batch", "a step of the pipeline engine", _train_batch),
+    Patch(TELEMETRY, "deepspeed.runtime.engine:DeepSpeedEngine.step", "a step of the plain engine", _engine_step),
+    *(
+        Patch(
+            TELEMETRY, f"{_PIPE}._exec_{kind}_pass", "spans of the trace", inside(partial(telemetry.span, kind)),
+            rebind=(f"{_PIPE}._INSTRUCTION_MAP[{kind.capitalize()}Pass]",),
+        )
+        for kind in ("forward", "backward")
+    ),
+    Patch(
+        TELEMETRY, "deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
+        "the pipeline's size tells what each group is for", _learn_grid, parameters=("topology",),
+    ),
+)  # fmt: skip

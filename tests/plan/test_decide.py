@@ -1,0 +1,235 @@
+"""decide: the network of every group, reductions and edges, from a plan and the ports that there are."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import random_sites
+
+from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site, site_from_spec
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.options import Options
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.cost.links import Link, Links
+from holmes_ext.plan.cost.model import load_model
+from holmes_ext.plan.cost.workload import Workload
+from holmes_ext.plan.decide import SHARES, own_pair, reduction_of, resized, settle, straddling
+from holmes_ext.plan.layout import groups
+from holmes_ext.plan.plan import Plan, parse_plan
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.traffic import CARRIERS, SOCKETS, VERBS
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BACKENDS = {"gloo": SOCKETS, "nccl": VERBS}
+GB = 10**9
+
+
+def sample(name):
+    return site_from_spec(load_spec(EXAMPLES / "clusters" / f"{name}.toml"))
+
+
+def real(*nodes, ethernet=25 * GB, **fabrics):
+    """A site with NICs: (name, cluster, (fabric, address, hcas), ...) of each node; fabrics by name: (kind, rate)."""
+    made = []
+    for name, cluster, *ports in nodes:
+        fast = [Port(fabric, fabric, address, ("mlx5_0:1",) if hcas else ()) for fabric, address, hcas in ports]
+        made.append(Node(name, cluster, 1, (*fast, Port(ETHERNET, "eth0", "10.0.0.1"))))
+    found = [Fabric(name, kind, rate, 2e-6) for name, (kind, rate) in fabrics.items()]
+    return Site(tuple(made), (Fabric(ETHERNET, "ethernet", ethernet, 3e-5), *found))
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_every_group_of_a_random_job_goes_where_all_its_nodes_can(seed):
+    """What is written is what is looked up, and what the plain rule says, for planned groups and for any others."""
+    rng = random.Random(seed)
+    site = random_sites.site(rng)
+    made = build_plan(site, random_sites.sizes(rng, site.world_size))
+    plan = parse_plan(made.to_json(), made.source)
+    assert plan == made
+    for backend, carrier in BACKENDS.items():
+        listed = {}
+        for kind, ranks in plan.groups():
+            fabric = plan.fabric_of(ranks, carrier)
+            wanted = random_sites.network(site, {plan.node_of(rank) for rank in ranks}, backend)
+            assert (fabric.name if fabric else "local") == wanted
+            listed.setdefault(kind, []).append(wanted)
+        for kind, names in plan.traffic_of(carrier).transports.items():
+            assert list(names) in (listed[kind], listed[kind][:1]) and set(names) == set(listed[kind])
+        for _ in range(10):
+            ranks = rng.sample(range(plan.world_size), rng.randint(1, plan.world_size))
+            fabric = plan.fabric_of(ranks, carrier)
+            wanted = random_sites.network(site, {plan.node_of(rank) for rank in ranks}, backend)
+            assert (fabric.name if fabric else "local") == wanted
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_edges_and_reductions_of_a_random_job_are_what_is_looked_up(seed):
+    rng = random.Random(seed)
+    site = random_sites.site(rng)
+    options = Options(overlap=rng.choice(("auto", "on", "off")), compress=rng.choice(("off", "bf16")))
+    plan = build_plan(site, random_sites.sizes(rng, site.world_size), options=options)
+    for carrier in CARRIERS:
+        traffic = plan.traffic_of(carrier)
+        for ranks in groups(plan.sizes, "data") if plan.sizes else ():
+            way = reduction_of(plan, ranks, carrier, options)
+            assert way is traffic.reductions[plan.sizes.stage(ranks[0])] and way.compress == options.compress
+            if len(plan.by_cluster(ranks)) > 1 and way.clusters:
+                assert set(plan.by_cluster(ranks)) <= set(way.clusters) and way.chunk_bytes
+        pipelines = groups(plan.sizes, "pipeline") if plan.sizes else []
+        for edge in traffic.edges:
+            for place, ranks in enumerate(pipelines):
+                pair = [ranks[stage] for stage in edge.stages]
+                fabric, own = (names[place if len(names) > 1 else 0] for names in (edge.fabrics, edge.own))
+                used = plan.fabric_of(pair, carrier)
+                assert fabric == (used.name if used else "local")
+                assert own_pair(plan, pair, ranks, carrier) == (own == "pipeline")
+                assert own_pair(plan, pair, range(plan.world_size), carrier) == (own != "")
+
+
+def test_at_equal_rates_rdma_goes_before_ethernet():
+    """Site.shared_fabric said so, transport.choose took the last name of the alphabet."""
+    both = [("z", "10.1.0.1", True)], [("a", "10.1.0.1", True)]
+    for (port,), name in zip(both, ("z", "a")):
+        site = real(("n0", "c", port), ("n1", "c", port), ethernet=100 * GB, **{name: ("roce", 100 * GB)})
+        plan = build_plan(site)
+        assert (
+            {plan.fabric_of((0, 1), carrier).name for carrier in CARRIERS}
+            == {name}
+            == {site.shared_fabric(plan.nodes).name}
+        )
+
+
+def test_gloo_needs_an_address_and_nccl_an_hca_on_every_member():
+    ports = ("ib", "10.1.0.1", True), ("ib", "", True)
+    plan = build_plan(real(("n0", "a", ports[0]), ("n1", "a", ports[1]), ib=("ib", 200 * GB)), Sizes(2))
+    assert plan.traffic_of(VERBS).transports["pipeline"] == ("ib",) == plan.transports["world"]
+    assert plan.traffic_of(SOCKETS).transports["pipeline"] == ("ethernet",)
+    assert len(plan.traffic) == 2 and parse_plan(plan.to_json(), plan.source) == plan
+    without = build_plan(
+        real(("n0", "a", ("r", "10.1.0.1", False)), ("n1", "a", ("r", "10.1.0.2", True)), r=("roce", 200 * GB))
+    )
+    assert without.fabric_of((0, 1), SOCKETS).name == "r" and without.fabric_of((0, 1), VERBS).name == "ethernet"
+
+
+def test_a_plan_made_before_the_job_is_settled_for_the_ports_that_there_are():
+    """plan.json of cluster.toml alone, on nodes one of which has no IPoIB, and whose NIC fails later."""
+    site = real(
+        ("n0", "a", ("a", "10.1.0.1", True)), ("n1", "a", ("a", "", True)),
+        ("n2", "b", ("b", "10.2.0.1", True)), ("n3", "b", ("b", "10.2.0.2", True)),
+        a=("ib", 200 * GB), b=("roce", 100 * GB),
+    )
+    bare = replace(site, nodes=tuple(replace(n, ports=tuple(Port(p.fabric) for p in n.ports)) for n in site.nodes))
+    planned = build_plan(bare, Sizes(2))
+    assert len(planned.traffic) == 1 and planned.transports["data"] == ("a", "b")
+    job = settle(parse_plan(planned.to_json(), "p.json"), site)
+    assert job.traffic_of(VERBS).transports["data"] == ("a", "b") and job.traffic_of(SOCKETS).transports["data"] == (
+        "ethernet",
+        "b",
+    )
+    assert settle(job, site) == job and job.workload == planned.workload
+    later = settle(job, site.without({("n3", "b"): "no link"}))
+    assert later.transports["data"] == ("a", "ethernet") and later.nodes == job.nodes
+    assert [(s.kind, s.groups) for s in later.straddling] == [("data", 1)] and not job.straddling
+
+
+def test_a_plan_of_version_1_gets_what_it_lacks():
+    site = sample("two_clusters_4")
+    bare = Plan(site.digest, ("a0", "a1", "b0", "b1"), 1, Sizes(2).complete(4))
+    assert bare.transports == {} and settle(bare, site).transports["data"] == ("a", "b")
+    work = Workload(gradient_bytes=1.0)
+    assert settle(bare, site, workload=work, basis="m.toml").workload == work
+
+
+def test_networks_are_as_measured():
+    site = sample("two_clusters_4")
+    crawling = Links({"a": Link.of(replace(site.fabric_by_name["a"], rate_bps=10**6))})
+    plan = build_plan(site, Sizes(2), links=crawling)
+    assert plan.fabrics[-1].name == "a" and set(plan.transports["data"]) == {"ethernet", "b"}
+
+
+# --------------------------------------------------------------------------- reductions
+
+
+def test_whose_reduction_is_waited_for_depends_on_the_model():
+    site, sizes = sample("two_clusters_4"), Sizes(2).complete(4)
+    quick = Workload(forward_s=1.0, backward_s=2.0, gradient_bytes=1e8)
+    plan = build_plan(site, sizes, quick)
+    assert [way.overlap for way in plan.traffic_of().reductions] == [True, False]
+    assert [way.overlap for way in build_plan(site, sizes).traffic_of().reductions] == [True, True]
+    for option, wanted in (("on", [True, True]), ("off", [False, False])):
+        settled = settle(plan, site, Options(overlap=option))
+        assert [way.overlap for way in settled.traffic_of().reductions] == wanted
+    assert not any(
+        way.overlap for way in build_plan(site, Sizes(4), options=Options(overlap="on")).traffic_of().reductions
+    )
+
+
+def test_other_sizes_are_decided_with_the_plans_own_numbers():
+    site, quick = sample("two_clusters_4"), Workload(forward_s=1.0, backward_s=2.0, gradient_bytes=1e8)
+    plan = build_plan(site, None, quick, basis="mine")
+    other = resized(plan, Sizes(2).complete(4), Options())
+    assert [way.overlap for way in other.traffic_of().reductions] == [True, False]
+    assert other.nodes == plan.nodes and other.transports["data"] == ("a", "b")
+    model = replace(load_model(EXAMPLES / "models" / "deepspeed_demo.toml"), source="model")
+    known = resized(plan, Sizes(2).complete(4), Options(), model)
+    assert known.workload == model.workload(Sizes(2).complete(4))
+
+
+def test_large_sums_over_unequal_clusters_go_in_two_levels_over_sockets_only():
+    plan = build_plan(sample("two_clusters_3_5"))
+    everyone = tuple(range(8))
+    assert (
+        reduction_of(plan, everyone, SOCKETS, Options()).clusters
+        and not reduction_of(plan, everyone, VERBS, Options()).clusters
+    )
+    even = build_plan(sample("two_clusters_8"))
+    assert reduction_of(even, everyone, VERBS, Options()).clusters == ("a", "b")
+    assert reduction_of(even, (0, 1, 2), SOCKETS, Options()).clusters == ()
+
+
+def test_two_levels_where_a_group_straddles_and_the_link_is_slow():
+    nodes = [(f"n{i}", cluster, (cluster, "10.1.0.1", True)) for i, cluster in enumerate(("r", "i", "r", "i"))]
+    for ethernet, clusters in ((GB // 4, ("r", "i")), (200 * GB, ())):
+        site = real(*nodes, ethernet=ethernet, i=("ib", 2 * GB), r=("roce", 2 * GB))
+        plan = settle(Plan(site.digest, ("n0", "n1", "n2", "n3"), 1), site)
+        assert reduction_of(plan, (0, 1, 2, 3), SOCKETS, Options()).clusters == clusters
+        assert list(plan.by_cluster((0, 1, 2, 3)).values()) == [[0, 2], [1, 3]]
+        assert reduction_of(plan, (0, 2), SOCKETS, Options()).clusters == ()  # one cluster
+        assert reduction_of(plan, (0, 1), SOCKETS, Options()).clusters == ()  # one node of each: as many bytes cross
+
+
+def test_a_group_that_is_not_planned_follows_the_same_rules():
+    plan = build_plan(sample("two_clusters_8"), Sizes(2))
+    inside, across = (
+        reduction_of(plan, (0, 1), SOCKETS, Options()),
+        reduction_of(plan, (0, 1, 4, 5), SOCKETS, Options()),
+    )
+    assert inside.clusters == () and across.clusters == ("a", "b") and across.chunk_bytes == 2 * 512 * 2**10
+
+
+def test_a_bucket_is_the_networks_the_users_or_an_eighth_of_little():
+    plan = build_plan(sample("two_clusters_4"), Sizes(2))
+    assert reduction_of(plan, (0, 1), SOCKETS, Options()).bucket_bytes == 2**20
+    assert reduction_of(plan, (0, 1), SOCKETS, Options(), total_bytes=80_000).bucket_bytes == 10_000
+    given = build_plan(sample("two_clusters_4"), Sizes(2), options=Options(bucket="2"))
+    assert given.traffic_of().reductions[0].bucket_bytes == 2_000_000
+
+
+def test_what_compression_leaves_is_what_the_codecs_say():
+    compress = pytest.importorskip("holmes_ext.runtime.reduce.compress")
+    for kind, share in SHARES.items():
+        codec = compress.codec(kind)
+        assert share == (codec.share if codec is not None else 1.0)
+
+
+def test_straddling_groups_are_those_whose_members_have_better():
+    site = sample("two_clusters_4")
+    good, turn = (
+        settle(Plan(site.digest, nodes, 1), site) for nodes in (("a0", "a1", "b0", "b1"), ("a0", "b0", "a1", "b1"))
+    )
+    sizes = Sizes(2).complete(4)
+    assert straddling(good, sizes) == {} and straddling(turn, sizes) == {"data": 2}
+    assert straddling(good, Sizes(data=4)) == {"data": 1} and straddling(good, Sizes(data=4), instances=2) == {}
+    ethernet = real(("n0", "a"), ("n1", "b"))
+    assert straddling(build_plan(ethernet), Sizes(data=2)) == {}

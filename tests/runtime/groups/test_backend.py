@@ -1,0 +1,72 @@
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.lab.samples import examples
+from holmes_ext.options import Options
+from holmes_ext.plan.build import build_plan
+from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends, carrier_of
+from holmes_ext.runtime.reduce import straddling
+from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
+from holmes_ext.runtime.start.launcher import Process
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpu", "cpu_tensors", "default"),
+    [
+        ("nccl", True, "nccl", "nccl"),
+        ("gloo", True, "gloo", "gloo"),
+        ("cpu:gloo,cuda:nccl", True, "gloo", "nccl"),
+        ("cuda:nccl,cpu:gloo", True, "gloo", "nccl"),
+        ("cpu:gloo,cuda:nccl", False, "gloo", "gloo"),
+    ],
+)
+def test_the_device_decides_where_a_group_has_two_backends(backend, gpu, cpu_tensors, default, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert (backend_named(backend, "cpu"), backend_named(backend)) == (cpu_tensors, default)
+
+
+@pytest.mark.parametrize(
+    "text, names",
+    [
+        ("gloo", {"gloo"}),
+        ("nccl", {"nccl"}),
+        ("cpu:gloo,cuda:nccl", {"gloo", "nccl"}),
+        ("mpi", {"mpi"}),
+        ("fake", {"fake"}),
+    ],
+)
+def test_backends(text, names):
+    assert set(backends(text).values()) == names
+
+
+def test_undefined_is_gloo_here():
+    assert "gloo" in backends("undefined").values()
+
+
+@pytest.mark.parametrize(
+    "backend, carrier", [("nccl", "verbs"), ("fake", "verbs"), ("gloo", "sockets"), ("ucc", ""), ("mpi", "")]
+)
+def test_what_of_a_nodes_ports_a_backend_can_use(backend, carrier):
+    assert carrier_of(backend) == carrier
+
+
+def unnamed(rank):
+    """A job whose init_process_group names no backend."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    dist.init_process_group(store=dist.PrefixStore("unnamed", store), rank=rank, world_size=4)
+    site = site_from_spec(load_spec(examples() / "clusters" / "two_clusters_4.toml"))
+    session.set_active(session.Session(Options(), Process(rank, 4, 0, 1, "", 0, "test"), site, build_plan(site), rank))
+    way = straddling.planned(dist.group.WORLD)
+    made = straddling.two_level_for(dist.group.WORLD, 2**20, way)
+    session.set_active(None)
+    return str(dist.get_backend()), backend_of(), backend_of(dist.new_group([0, 1, 2, 3])), type(made).__name__
+
+
+def test_a_job_that_names_no_backend_gets_gloo_s_two_levels():
+    assert run_ranks(unnamed, 4) == [("undefined", "gloo", "gloo", TwoLevelAllReduce.__name__)] * 4

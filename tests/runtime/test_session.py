@@ -1,0 +1,114 @@
+"""A running job's groups get what plan.json says: torch's fake process group under the patches, for random sites."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import random_sites
+
+from holmes_ext.options import Options
+from holmes_ext.patches.torch import groups as torch_groups
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.plan import parse_plan
+from holmes_ext.runtime import session
+from holmes_ext.runtime.start.launcher import Process
+
+RUNNING = """
+import json, random, sys
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import random_sites
+from holmes_ext.options import Options
+from holmes_ext.patches import registry
+from holmes_ext.plan.build import build_plan
+from holmes_ext.runtime import session
+from holmes_ext.runtime.start.launcher import Process
+
+
+class Store(FakeStore):
+    def compare_set(self, key, expected, desired):
+        return desired.encode()
+
+
+registry().enable(["nics"])
+jobs = []
+for seed in map(int, sys.argv[1:]):
+    rng = random.Random(seed)
+    site = random_sites.site(rng)
+    plan = build_plan(site, random_sites.sizes(rng, site.world_size))
+    rank = rng.randrange(plan.world_size)
+    current = session.Session(Options(), Process(rank, plan.world_size, 0, 1, "", 0, "test"), site, plan, rank)
+    session.set_active(current)
+    dist.init_process_group("fake", store=Store(), rank=rank, world_size=plan.world_size)
+    for kind, ranks in plan.groups():
+        if kind != "world":
+            dist.new_group(ranks, group_desc=kind)
+    dist.new_subgroups(plan.processes)
+    for _ in range(5):  # as a script likes
+        dist.new_group(rng.sample(range(plan.world_size), rng.randint(1, plan.world_size)))
+    dist.destroy_process_group()
+    used = [[record.name, record.ranks, record.transport.fabric] for record in current.groups]
+    jobs.append({"plan": plan.to_json(), "rank": rank, "groups": used})
+print(json.dumps(jobs))
+"""
+
+
+def test_every_group_is_made_on_the_network_that_the_plan_has_for_it():
+    command = [sys.executable, "-W", "ignore", "-c", RUNNING, *map(str, range(40))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    jobs = json.loads(done.stdout.splitlines()[-1])
+    for job in jobs:
+        plan = parse_plan(job["plan"], "p.json")
+        planned = {(kind, ranks) for kind, ranks in plan.groups() if job["rank"] in ranks and kind != "world"}
+        made = {(name, tuple(sorted(ranks))): fabric for name, ranks, fabric in job["groups"]}
+        assert planned <= set(made)
+        for name, ranks, fabric in job["groups"]:
+            used = plan.fabric_of(ranks)
+            assert fabric == (used.name if used else "local"), (name, ranks)
+        for kind, listed in plan.transports.items():
+            groups = [ranks for other, ranks in plan.groups() if other == kind]
+            for ranks, fabric in zip(groups, listed if len(listed) > 1 else listed * len(groups)):
+                assert made.get((kind, ranks), fabric) == fabric
+    assert {fabric for job in jobs for *_, fabric in job["groups"]} >= {"local", "ethernet", "f0", "f1", "f2"}
+
+
+class NcclOptions:
+    """The shape of ProcessGroupNCCL.Options."""
+
+    def __init__(self):
+        self.config = SimpleNamespace(net_name=None)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed, monkeypatch):
+    """On every rank, as torch would see it at the moment the group is made."""
+    rng = random.Random(seed)
+    site = random_sites.site(rng)
+    made = build_plan(site, random_sites.sizes(rng, site.world_size))
+    plan = parse_plan(made.to_json(), made.source)
+    monkeypatch.setattr(torch_groups, "_options", lambda over, given: over.net_name)
+    monkeypatch.setattr(torch_groups, "agree_on_patches", lambda *_, **__: None)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    seen = []
+
+    def torchs_own(size, place, ranks, backend, store, name, options=None):
+        import os
+
+        seen.append((os.environ.get("GLOO_SOCKET_IFNAME"), options))
+
+    for kind, ranks in plan.groups():
+        for rank in rng.sample(ranks, min(3, len(ranks))):
+            process = Process(rank, plan.world_size, 0, 1, "", 0, "test")
+            monkeypatch.setattr(session, "_active", session.Session(Options(), process, site, plan, rank))
+            arguments = len(ranks), 0, list(ranks), "cpu:gloo,cuda:nccl", None, kind, None
+            torch_groups._give_group_its_nic(torchs_own, None, arguments, {})
+            (interface, net_name), node = seen.pop(), site.node_by_name[plan.node_of(rank)]
+            names = {plan.node_of(other) for other in ranks}
+            sockets, verbs = (random_sites.network(site, names, backend) for backend in ("gloo", "nccl"))
+            assert interface == ("lo" if sockets == "local" else node.port(sockets).interface)
+            assert net_name == {"local": "", "ethernet": "Socket"}.get(verbs, "IB")

@@ -1,0 +1,26 @@
+from holmes_ext.words import did_you_mean, nearest, some_of, why
+
+
+def test_nearest():
+    assert nearest("clustr", ["cluster", "plan"]) == "cluster"
+    assert nearest("xyz", ["cluster", "plan"]) == nearest("a", []) == ""
+    assert nearest("clu", ["cluster"], cutoff=0.9) == ""
+
+
+def test_did_you_mean():
+    assert did_you_mean("clustr", ("cluster", "plan")) == "did you mean 'cluster'?"
+    assert did_you_mean("clustr", ("cluster",), lambda name: f"--{name}") == "did you mean --cluster?"
+    assert did_you_mean("xyz", iter(("cluster", "plan"))) == "known: cluster, plan"
+    assert did_you_mean("xyz", ()) == "known: none"
+
+
+def test_some_of():
+    assert some_of(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
+    assert some_of(range(9)) == "0, 1, 2, 3, 4, 5, 6, 7, and 1 more"
+    assert some_of(["a", "b", "c"], 1, "; ") == "a; and 2 more"
+    assert some_of([]) == ""
+
+
+def test_why():
+    assert why(FileNotFoundError(2, "No such file or directory", "f")) == "No such file or directory"
+    assert why(ValueError("embedded null byte")) == "embedded null byte"
