@@ -1,9 +1,11 @@
-"""Jobs that join, simulated in one process: evaluation losses of each way to join beside one synchronous job and one job alone.
+"""Jobs that join, simulated in one process: evaluation losses of each way to join beside one synchronous job and one
+job alone.
 
     python benchmarks/joined_losses.py --json FILE [--steps 1500] [--seeds 2] [--jobs 2] [--ways NAME,...]
 
-No network: K copies of a byte-level GPT (0.7 M parameters) train on real text, each with AdamW, a cosine schedule and clipping, and the outer steps,
-aggregates and codecs are holmes's own. So what an algorithm costs in loss is seen apart from what a network does.
+No network: K copies of a byte-level GPT (0.7 M parameters) train on real text, each with AdamW, a cosine schedule and
+clipping, and the outer steps, aggregates and codecs are holmes's own. So what an algorithm costs in loss is seen
+apart from what a network does.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class Copy:
             p.data = self.flat[place : place + p.numel()].view_as(p)
             place += p.numel()
         self.inner = torch.optim.AdamW(self.model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.inner, lambda k: min(1, (k + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * min(k, steps) / steps)))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.inner, lambda k: min(1, (k + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * min(k, steps) / steps))
+        )
 
     def step(self, tokens: torch.Tensor) -> None:
         F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
@@ -74,7 +78,9 @@ class Joined:
         self.ranges = [slice(*pair) for pair in zip(cuts, cuts[1:])]
         self.anchors = [copies[0].flat[part].clone() for part in self.ranges]
         kind = torch.bfloat16 if settings.compress == "int8" else torch.float32
-        self.momenta = [torch.zeros(len(anchor), dtype=kind) if keeps_momentum(settings) else None for anchor in self.anchors]
+        self.momenta = [
+            torch.zeros(len(anchor), dtype=kind) if keeps_momentum(settings) else None for anchor in self.anchors
+        ]
         self.codec = codec(settings.compress)
         self.residuals = [[torch.zeros(len(anchor), dtype=kind) for anchor in self.anchors] for _ in copies]
         self.flying: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
@@ -99,7 +105,9 @@ class Joined:
 
     def send(self, fragment: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         sent = [copy.flat[self.ranges[fragment]].clone() for copy in self.copies]
-        gradients = [self.cross(self.anchors[fragment] - one, self.residuals[k][fragment]) for k, one in enumerate(sent)]
+        gradients = [
+            self.cross(self.anchors[fragment] - one, self.residuals[k][fragment]) for k, one in enumerate(sent)
+        ]
         return torch.stack(gradients).mean(0), sent
 
     def cross(self, gradient: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -112,7 +120,11 @@ class Joined:
 
     def apply(self, fragment: int, gradient: torch.Tensor, sent: list[torch.Tensor]) -> None:
         momentum, anchor = self.momenta[fragment], self.anchors[fragment]
-        gap = staleness_gap(self.settings, float(momentum.square().sum()), float(gradient.square().sum())) if self.settings.stale else 1.0
+        gap = (
+            staleness_gap(self.settings, float(momentum.square().sum()), float(gradient.square().sum()))
+            if self.settings.stale
+            else 1.0
+        )
         outer_step(self.settings, anchor, momentum, gradient, gap)
         for k, copy in enumerate(self.copies):
             local = copy.flat[self.ranges[fragment]]
@@ -154,7 +166,9 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=1500)
     arguments.add_argument("--seeds", type=int, default=2)
     arguments.add_argument("--jobs", type=int, default=2)
-    arguments.add_argument("--ways", default="", metavar="NAME;...", help="only these; or --holmes-outer texts of your own")
+    arguments.add_argument(
+        "--ways", default="", metavar="NAME;...", help="only these; or --holmes-outer texts of your own"
+    )
     args = arguments.parse_args()
     torch.set_num_threads(1)
     text = torch.frombuffer(bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"), dtype=torch.uint8)
@@ -167,7 +181,16 @@ def main() -> int:
         for seed in range(args.seeds):
             losses.append(train(way, seed, args.jobs, args.steps, training, held_out))
             tell(f"joined_losses: {way}, seed {seed}: {losses[-1]:.4f}")
-        rows.append(Row.of("simulated", f"evaluation loss, {way}", statistics.fmean(losses), "nats", (min(losses), max(losses)), False))
+        rows.append(
+            Row.of(
+                "simulated",
+                f"evaluation loss, {way}",
+                statistics.fmean(losses),
+                "nats",
+                (min(losses), max(losses)),
+                False,
+            )
+        )
     return finish(rows, args.json, f"{args.jobs} joined jobs of batch {ROWS}, {args.steps} steps, {args.seeds} seeds")
 
 

@@ -1,18 +1,24 @@
 """What the jobs' pseudo-gradients of a fragment become together.
 
     mean       sum of w_j d_j, w by tokens (or equal)
-    median     of each element; trimmed: the mean of each element without the `trim` least and largest (Yin et al., arXiv 1803.01498)
-    geometric  the point with the least sum of distances, by Weiszfeld's steps (RFA, Pillutla et al., arXiv 1912.13445, algorithm 2):
+    median     of each element; trimmed: the mean of each element without the `trim` least and largest (Yin et al.,
+    arXiv 1803.01498)
+    geometric  the point with the least sum of distances, by Weiszfeld's steps (RFA, Pillutla et al., arXiv
+    1912.13445, algorithm 2):
                    z <- sum of w_j d_j / max(nu, |d_j - z|), divided by the sum of the factors
     clipping   centered clipping (Karimireddy et al., arXiv 2012.10333, algorithm 2), from v = 0:
                    v <- v + sum of w_j (d_j - v) min(1, radius / |d_j - v|)         radius: the median of the distances
-    flag       Flag Aggregator (Almasi et al., arXiv 2302.05865, its data term): the subspace Y, m = ceil((J + 1) / 2) dimensions, that
-               minimizes the sum of sqrt(1 - |Y' d_j|^2 / |d_j|^2), by iteratively reweighted least squares; then the mean, projected on Y.
-               Directions alone choose Y, so a long vector may lie in it: in the mean none counts as longer than the median length
+    flag       Flag Aggregator (Almasi et al., arXiv 2302.05865, its data term): the subspace Y, m = ceil((J + 1) / 2)
+    dimensions, that
+               minimizes the sum of sqrt(1 - |Y' d_j|^2 / |d_j|^2), by iteratively reweighted least squares; then the
+               mean, projected on Y.
+               Directions alone choose Y, so a long vector may lie in it: in the mean none counts as longer than the
+               median length
 
-The last three depend on the vectors through their products d_i . d_j alone, and what comes out is a sum of c_j d_j. So each rank multiplies
-the elements that it exchanges, the products are summed over a job's ranks, and shards do not change the result; only J numbers c_j are
-needed to combine. (byzfl's take whole vectors and no products: they serve as reference in the tests.)
+The last three depend on the vectors through their products d_i . d_j alone, and what comes out is a sum of c_j d_j.
+So each rank multiplies the elements that it exchanges, the products are summed over a job's ranks, and shards do not
+change the result; only J numbers c_j are needed to combine. (byzfl's take whole vectors and no products: they serve
+as reference in the tests.)
 """
 
 from __future__ import annotations
@@ -60,7 +66,8 @@ def coefficients(settings: OuterSettings, gram: torch.Tensor, shares: Sequence[f
 
 
 def combine(settings: OuterSettings, gradients: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
-    """The aggregate of this rank's elements; factors: coefficients(), in the order of `gradients`. Added up in that order: the same bits in every job."""
+    """The aggregate of this rank's elements; factors: coefficients(), in the order of `gradients`. Added up in that
+    order: the same bits in every job."""
     count = len(gradients)
     if settings.aggregate in ("median", "trimmed") and count > 2:
         cut = (count - 1) // 2 if settings.aggregate == "median" else min(settings.trim, (count - 1) // 2)
@@ -90,7 +97,9 @@ def geometric_median(gram: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return c
 
 
-def centered_clipping(gram: torch.Tensor, w: torch.Tensor, radius: float | None = None, steps: int = _CLIPPING_STEPS) -> torch.Tensor:
+def centered_clipping(
+    gram: torch.Tensor, w: torch.Tensor, radius: float | None = None, steps: int = _CLIPPING_STEPS
+) -> torch.Tensor:
     """radius: None takes the median of the distances in every step."""
     c = torch.zeros_like(w)
     for _ in range(steps):
@@ -102,8 +111,9 @@ def centered_clipping(gram: torch.Tensor, w: torch.Tensor, radius: float | None 
 
 
 def flag_aggregate(gram: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """With A = D S (D: the vectors as columns, S: 1 / length and the square roots of the weights), Y are A's first m left singular vectors:
-    A V / s of the eigenvectors V and eigenvalues s^2 of A'A = S gram S. Y Y' x = D S V s^-2 V' S D' x needs gram alone."""
+    """With A = D S (D: the vectors as columns, S: 1 / length and the square roots of the weights), Y are A's first m
+    left singular vectors: A V / s of the eigenvectors V and eigenvalues s^2 of A'A = S gram S. Y Y' x = D S V s^-2 V'
+    S D' x needs gram alone."""
     lengths = gram.diagonal().sqrt()
     if float(lengths.min()) == 0:
         return w

@@ -1,4 +1,5 @@
-"""Making a joined job's parts, on all ranks at once: groups inside, maps of who exchanges what, the rank's port, the way to the meeting point."""
+"""Making a joined job's parts, on all ranks at once: groups inside, maps of who exchanges what, the rank's port, the
+way to the meeting point."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.outer.cross.links import PeerLinks
+from holmes_ext.runtime.outer.cross.take import give
 from holmes_ext.runtime.outer.elements import fragment_cuts, owners
 from holmes_ext.runtime.outer.inside import Inside, Replicas
 from holmes_ext.runtime.outer.joined import Joined, Record
-from holmes_ext.runtime.outer.links import Links
 from holmes_ext.runtime.outer.meeting.client import MeetingPoint
 from holmes_ext.runtime.outer.rounds import Rounds
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.state import OuterState
-from holmes_ext.runtime.outer.take import give
 from holmes_ext.runtime.outer.weights import Weights
 
 #: Where `holmes join serve` listens when nothing else is said.
@@ -41,13 +42,21 @@ def parse_place(text: str) -> Place:
     """HolmesError when it is not NAME@HOST or NAME@HOST:PORT."""
     job, at, where = text.partition("@")
     host, colon, port = where.rpartition(":") if ":" in where else (where, "", str(PORT))
-    if not at or not host or not job or not all(c.isalnum() or c in "-_." for c in job) or not port.isdecimal() or not 0 < int(port) < 65536:
+    if (
+        not at
+        or not host
+        or not job
+        or not all(c.isalnum() or c in "-_." for c in job)
+        or not port.isdecimal()
+        or not 0 < int(port) < 65536
+    ):
         raise HolmesError(f"--holmes-join: {text!r} is not NAME@HOST:PORT, such as east@10.0.0.1:{PORT}")
     return Place(job, host, int(port))
 
 
 def token_from(environ: Mapping[str, str]) -> str:
-    """HOLMES_JOIN_TOKEN, or the content of the file that HOLMES_JOIN_TOKEN_FILE names; HolmesError when there is neither."""
+    """HOLMES_JOIN_TOKEN, or the content of the file that HOLMES_JOIN_TOKEN_FILE names; HolmesError when there is
+    neither."""
     if token := environ.get("HOLMES_JOIN_TOKEN", "").strip():
         return token
     if path := environ.get("HOLMES_JOIN_TOKEN_FILE"):
@@ -56,7 +65,10 @@ def token_from(environ: Mapping[str, str]) -> str:
                 return file.read().strip()
         except OSError as error:
             raise HolmesError(f"HOLMES_JOIN_TOKEN_FILE: {path} cannot be read ({error.strerror})") from None
-    raise HolmesError("a joined job needs the run's token: set HOLMES_JOIN_TOKEN to the one that `holmes join serve` was given or printed")
+    raise HolmesError(
+        "a joined job needs the run's token: set HOLMES_JOIN_TOKEN to the one that `holmes join serve` was"
+        " given or printed"
+    )
 
 
 def own_host(host: str, port: int) -> str:
@@ -67,16 +79,28 @@ def own_host(host: str, port: int) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise HolmesError(f"--holmes-join: there is no way to {host} ({error.strerror or error}); is the name right?") from None
+        raise HolmesError(
+            f"--holmes-join: there is no way to {host} ({error.strerror or error}); is the name right?"
+        ) from None
 
 
-def join(place: Place, token: str, settings: OuterSettings, weights: Weights, agreed: Mapping[str, Any], device: torch.device,
-         told: Callable[[Record], None] = lambda record: None, written: Callable[[], None] = lambda: None,
-         status: Callable[[], dict[str, Any]] = dict) -> Joined:  # fmt: skip
-    """A Joined that has not begun: load outer state into it where there is some, then begin(). Collective over the job's ranks.
+def join(
+    place: Place,
+    token: str,
+    settings: OuterSettings,
+    weights: Weights,
+    agreed: Mapping[str, Any],
+    device: torch.device,
+    told: Callable[[Record], None] = lambda record: None,
+    written: Callable[[], None] = lambda: None,
+    status: Callable[[], dict[str, Any]] = dict,
+) -> Joined:
+    """A Joined that has not begun: load outer state into it where there is some, then begin(). Collective over the
+    job's ranks.
 
-    agreed: what else must be the same in all jobs, in words (sizes); device: of the weights' fragments on their way; status: for pulses.
-    Makes a gloo group of all ranks, and where weights.replicas has several ranks a group of each such set, with the default backend.
+    agreed: what else must be the same in all jobs, in words (sizes); device: of the weights' fragments on their way;
+    status: for pulses. Makes a gloo group of all ranks, and where weights.replicas has several ranks a group of each
+    such set, with the default backend.
     """
     many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     patience = timedelta(seconds=4 * settings.timeout + 300)
@@ -95,8 +119,15 @@ def join(place: Place, token: str, settings: OuterSettings, weights: Weights, ag
     host = own_host(place.host, place.port)
     port = int(os.environ.get("HOLMES_JOIN_PORT", "0"))
     identity = inside.from_first(os.urandom(8).hex())
-    links = Links(place.job, identity, inside.rank, token, host, port and port + int(os.environ.get("LOCAL_RANK", "0")),
-                  serve=lambda line, purpose: give(state, line))  # fmt: skip
+    links = PeerLinks(
+        place.job,
+        identity,
+        inside.rank,
+        token,
+        host,
+        port and port + int(os.environ.get("LOCAL_RANK", "0")),
+        serve=lambda line, purpose: give(state, line),
+    )
     addresses = inside.from_all(links.address)
     point = None
     if inside.rank == 0:
@@ -104,11 +135,15 @@ def join(place: Place, token: str, settings: OuterSettings, weights: Weights, ag
         fixed = {
             "agreed": {"outer": settings.agreed(), "tensors": tensors, **agreed},
             "maps": {position: [[one.start, one.stop, one.rank] for one in owned] for position, owned in maps.items()},
-            "addresses": addresses, "min": settings.min, "timeout": settings.timeout,
-        }  # fmt: skip
+            "addresses": addresses,
+            "min": settings.min,
+            "timeout": settings.timeout,
+        }
         point = MeetingPoint(place.job, place.host, place.port, token, lambda: {**fixed, **rounds.hello()}, identity)
     rounds = Rounds(settings, state, owned, inside, links, point, place.job, token)
-    joined = Joined(settings, weights, state, rounds, Replicas(weights, owned, inside.rank, group, device), told, written)
+    joined = Joined(
+        settings, weights, state, rounds, Replicas(weights, owned, inside.rank, group, device), told, written
+    )
     if point is not None:
         point.pulse(lambda: {"round": rounds.number, "step": joined.steps, **status()})
     return joined

@@ -1,7 +1,8 @@
 """What the ranks of one job say to each other about its rounds, and how they gather a fragment that all of them hold.
 
-Two groups: `control`, of all ranks, for small messages from the thread that runs the rounds (gloo; nothing else may use it, so that the order of
-its collectives is the same on all ranks); `replicas`, of those that hold the same parts, used by the training thread alone, on the fast fabric.
+Two groups: `control`, of all ranks, for small messages from the thread that runs the rounds (gloo; nothing else may
+use it, so that the order of its collectives is the same on all ranks); `replicas`, of those that hold the same parts,
+used by the training thread alone, on the fast fabric.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ class Inside:
         data = json.dumps(document).encode() if self.rank == 0 else b""
         length = torch.tensor([len(data)])
         dist.broadcast(length, group=self._control, group_src=0)
-        text = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
+        text = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if self.rank == 0
+            else torch.empty(int(length), dtype=torch.uint8)
+        )
         dist.broadcast(text, group=self._control, group_src=0)
         return json.loads(bytes(text.numpy()))
 
@@ -71,17 +76,21 @@ class Inside:
 
 
 class Replicas:
-    """whole = gather(fragment, own): what this rank holds of a fragment, from the parts that its replicas exchange each.
+    """whole = gather(fragment, own): what this rank holds of a fragment, from the parts that its replicas exchange
+    each.
 
-    owned: who of the position exchanges what; group: of weights.replicas, None where this rank alone holds its parts. `device` is where the
-    group's backend moves tensors.
+    owned: who of the position exchanges what; group: of weights.replicas, None where this rank alone holds its parts.
+    `device` is where the group's backend moves tensors.
     """
 
-    def __init__(self, weights: Weights, owned: Sequence[Owned], rank: int, group: dist.ProcessGroup | None, device: torch.device):
+    def __init__(
+        self, weights: Weights, owned: Sequence[Owned], rank: int, group: dist.ProcessGroup | None, device: torch.device
+    ):
         self._weights, self._owned, self._rank, self._group, self._device = weights, list(owned), rank, group, device
 
     def gather(self, fragment: Fragment, own: torch.Tensor) -> list[Part]:
-        """own: values of the ranges that this rank exchanges (float32, host). Parts that cover all that it holds of the fragment."""
+        """own: values of the ranges that this rank exchanges (float32, host). Parts that cover all that it holds of
+        the fragment."""
         start, stop = fragment.start, fragment.stop
         if self._group is None:
             return _parts(fragment.ranges, own)
@@ -92,7 +101,9 @@ class Replicas:
         everything = torch.empty(len(ranges) * max(lengths), dtype=torch.float32, device=self._device)
         dist.all_gather_into_tensor(everything, sent, group=self._group)
         rows = everything.view(len(ranges), -1)
-        return sorted((part for one, row in zip(ranges, rows) for part in _parts(one, row)), key=lambda part: part.start)
+        return sorted(
+            (part for one, row in zip(ranges, rows) for part in _parts(one, row)), key=lambda part: part.start
+        )
 
 
 def _parts(ranges: Sequence[tuple[int, int]], values: torch.Tensor) -> list[Part]:

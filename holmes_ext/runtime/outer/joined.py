@@ -4,8 +4,9 @@
               train          take the fragment's      train, the sum     wait for the sum, step the anchor,
                              pseudo-gradient, send    is under way       write the weights
 
-P = every / fragments steps, d = delay. With co2 both happen at P, and what is applied there is what was sent one whole `every` before.
-All ranks of a job count alike, so they act in the same step; the end of a round is the same on all of them (rounds.py).
+P = every / fragments steps, d = delay. With co2 both happen at P, and what is applied there is what was sent one
+whole `every` before. All ranks of a job count alike, so they act in the same step; the end of a round is the same on
+all of them (rounds.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer.algorithms import mixed
 from holmes_ext.runtime.outer.inside import Replicas
-from holmes_ext.runtime.outer.rounds import Flight, Outcome, Rounds
+from holmes_ext.runtime.outer.rounds import Flight, RoundEnd, Rounds
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.state import OuterState
 from holmes_ext.runtime.outer.weights import Part, Weights
@@ -37,23 +38,32 @@ class Record:
     fragment: int
     step: int
     exposed_s: float
-    outcome: Outcome
+    outcome: RoundEnd
 
 
 @dataclass
 class _Sent:
-    """A flight, and the local weights that it was taken from (host); None where what was gained since then does not count."""
+    """A flight, and the local weights that it was taken from (host); None where what was gained since then does not
+    count."""
 
     flight: Flight
     parts: list[Part] | None = None
 
 
 class Joined:
-    """after_step() after each real step of the inner optimizer. told: called with each round's Record; written: called when weights have
-    been changed, for what a framework derives from them."""
+    """after_step() after each real step of the inner optimizer. told: called with each round's Record; written:
+    called when weights have been changed, for what a framework derives from them."""
 
-    def __init__(self, settings: OuterSettings, weights: Weights, state: OuterState, rounds: Rounds, replicas: Replicas,
-                 told: Callable[[Record], None] = lambda record: None, written: Callable[[], None] = lambda: None):  # fmt: skip
+    def __init__(
+        self,
+        settings: OuterSettings,
+        weights: Weights,
+        state: OuterState,
+        rounds: Rounds,
+        replicas: Replicas,
+        told: Callable[[Record], None] = lambda record: None,
+        written: Callable[[], None] = lambda: None,
+    ):
         self.settings, self.weights, self.state, self.rounds, self.replicas = settings, weights, state, rounds, replicas
         self._told, self._written = told, written
         self.number = 0  # of the last round that this job began, or heard of
@@ -66,7 +76,8 @@ class Joined:
         self._begun = time.monotonic()
 
     def after_step(self, tokens: float = 1.0) -> None:
-        """tokens: that this rank has read for this step (or any measure that all jobs share). HolmesError when the job cannot stay in the run."""
+        """tokens: that this rank has read for this step (or any measure that all jobs share). HolmesError when the
+        job cannot stay in the run."""
         self.steps += 1
         self._in_period += 1
         self._tokens += tokens
@@ -101,8 +112,22 @@ class Joined:
         if index in self._carried:
             gradient += self._carried.pop(index)
         keep = self.settings.mix == "keep" and self.settings.delay and not self.settings.stale
-        parts = [Part(one.start, one.values.to("cpu", torch.float32, copy=True)) for one in self.weights.held(fragment.start, fragment.stop)] if keep else None
-        flight = Flight(self.number, index, gradient, fragment.promised if self.settings.stale else fragment.version, self._tokens, self.steps)
+        parts = (
+            [
+                Part(one.start, one.values.to("cpu", torch.float32, copy=True))
+                for one in self.weights.held(fragment.start, fragment.stop)
+            ]
+            if keep
+            else None
+        )
+        flight = Flight(
+            self.number,
+            index,
+            gradient,
+            fragment.promised if self.settings.stale else fragment.version,
+            self._tokens,
+            self.steps,
+        )
         flight.period = self._wanted_period()
         self._tokens = 0.0
         return _Sent(flight, parts)
@@ -122,7 +147,9 @@ class Joined:
                 self._carried.pop(index, None)
         elif outcome.verdict == "commit" and fragment.pending is not None and fragment.pending.number == flight.number:
             self.state.apply(fragment)
-            follow = self.settings.stale or outcome.members.get(self.rounds.job, 0) == 0  # left out: its own steps count for nothing
+            follow = (
+                self.settings.stale or outcome.members.get(self.rounds.job, 0) == 0
+            )  # left out: its own steps count for nothing
             self._write(flight.fragment, None if follow else sent.parts, follow)
         elif outcome.verdict == "void" and self.settings.stale:
             self._write(flight.fragment, None)
@@ -154,15 +181,33 @@ class Joined:
     # Checkpoints, beginning and end
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers, texts, lists and dicts. What is under way is waited for, not applied: it comes with the rest."""
+        """Tensors, numbers, texts, lists and dicts. What is under way is waited for, not applied: it comes with the
+        rest."""
         flying = []
         for sent in self._flying.values():
             flight, outcome = sent.flight, sent.flight.end.result(timeout=10 * self.settings.timeout + 600)
-            flying.append({"number": flight.number, "fragment": flight.fragment, "gradient": flight.gradient, "base": flight.base, "step": flight.step,
-                           "outcome": asdict(outcome),
-                           "parts": None if sent.parts is None else [[one.start, one.values] for one in sent.parts]})  # fmt: skip
-        return {"version": 1, "number": self.number, "steps": self.steps, "period": self.period, "in_period": self._in_period, "tokens": self._tokens,
-                "carried": {str(index): one for index, one in self._carried.items()}, "flying": flying, "state": self.state.to_dict()}  # fmt: skip
+            flying.append(
+                {
+                    "number": flight.number,
+                    "fragment": flight.fragment,
+                    "gradient": flight.gradient,
+                    "base": flight.base,
+                    "step": flight.step,
+                    "outcome": asdict(outcome),
+                    "parts": None if sent.parts is None else [[one.start, one.values] for one in sent.parts],
+                }
+            )
+        return {
+            "version": 1,
+            "number": self.number,
+            "steps": self.steps,
+            "period": self.period,
+            "in_period": self._in_period,
+            "tokens": self._tokens,
+            "carried": {str(index): one for index, one in self._carried.items()},
+            "flying": flying,
+            "state": self.state.to_dict(),
+        }
 
     def load_state_dict(self, saved: dict[str, Any], source: str = "checkpoint") -> None:
         """Before begin(); HolmesError when it does not fit."""
@@ -174,22 +219,30 @@ class Joined:
         self._flying = {}
         for one in saved["flying"]:
             flight = Flight(one["number"], one["fragment"], one["gradient"], one["base"], 0.0, one["step"])
-            flight.end.set_result(Outcome(**one["outcome"]))
+            flight.end.set_result(RoundEnd(**one["outcome"]))
             parts = None if one["parts"] is None else [Part(start, values) for start, values in one["parts"]]
             self._flying[flight.fragment] = _Sent(flight, parts)
 
     def begin(self) -> str:
-        """Enter the run; collective. Returns a line for the banner; HolmesError when the meeting point or the jobs there refuse."""
+        """Enter the run; collective. Returns a line for the banner; HolmesError when the meeting point or the jobs
+        there refuse."""
         numbers = self.rounds.inside.from_all([self.number, self.steps])
         if any(one != numbers[0] for one in numbers):
-            raise HolmesError(f"the ranks of job {self.rounds.job} loaded outer state of different rounds ({sorted(map(tuple, numbers))}); load one checkpoint")
+            raise HolmesError(
+                f"the ranks of job {self.rounds.job} loaded outer state of different rounds"
+                f" ({sorted(map(tuple, numbers))}); load one checkpoint"
+            )
         outcome = self.rounds.enter(self.number)
         self.number = max(self.number, outcome.round)
         for index in outcome.fragments:
             self._write(index, None)
         self.rounds.start()
         self._begun = time.monotonic()
-        return f"the weights of job {outcome.source}, round {self.number}" if outcome.verdict == "taken" else f"round {self.number}"
+        return (
+            f"the weights of job {outcome.source}, round {self.number}"
+            if outcome.verdict == "taken"
+            else f"round {self.number}"
+        )
 
     def end(self, why: str = "training is over") -> None:
         """Leave the run: what is under way is waited for, at most as long as a late job."""

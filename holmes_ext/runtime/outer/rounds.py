@@ -1,11 +1,13 @@
-"""The rounds of one rank, in a thread beside training: from a pseudo-gradient on the host to an aggregate that may be applied.
+"""The rounds of one rank, in a thread beside training: from a pseudo-gradient on the host to an aggregate that may be
+applied.
 
     all ranks   norm of the pseudo-gradient, summed over the job
     rank 0      "ready" -> the meeting point's verdict -> all ranks
     all ranks   exchange with their counterparts (exchange.py), or take fragments (take.py)
     rank 0      "done" -> commit, another attempt, or void -> all ranks
 
-So all ranks of a job come to the same end, and every wait has one: the meeting point's timeout, a link's patience, the control group's timeout.
+So all ranks of a job come to the same end, and every wait has one: the meeting point's timeout, a link's patience,
+the control group's timeout.
 """
 
 from __future__ import annotations
@@ -14,8 +16,6 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,14 +23,15 @@ import torch
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer.aggregate import BY_PRODUCTS, coefficients, combine, products
 from holmes_ext.runtime.outer.algorithms import staleness_gap
+from holmes_ext.runtime.outer.cross.exchange import Attempt
+from holmes_ext.runtime.outer.cross.links import Peer, PeerLinks, PeersFailed
+from holmes_ext.runtime.outer.cross.take import take
 from holmes_ext.runtime.outer.elements import Owned, pieces
-from holmes_ext.runtime.outer.exchange import Attempt
+from holmes_ext.runtime.outer.flight import Counterpart, Flight, RoundEnd
 from holmes_ext.runtime.outer.inside import Inside
-from holmes_ext.runtime.outer.links import Links, Peer, PeersFailed
 from holmes_ext.runtime.outer.meeting.client import MeetingPoint
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.state import OuterState, Pending
-from holmes_ext.runtime.outer.take import take
 from holmes_ext.runtime.reduce.compress import codec
 
 #: Seconds for a meeting point that did not answer the last time.
@@ -38,61 +39,29 @@ _AWAY_S = 2.0
 Verdict = dict[str, Any]
 
 
-@dataclass
-class Flight:
-    """A fragment's pseudo-gradient on its way: from the step at which it was taken to the step at which its sum is applied.
-
-    gradient: of this rank's elements. base: the version of the anchor that it was taken from. tokens: what this rank has read for it.
-    period: steps until the next fragment that this rank would take (0: fixed).
-    """
-
-    number: int
-    fragment: int
-    gradient: torch.Tensor
-    base: int
-    tokens: float
-    step: int
-    period: int = 0
-    end: Future[Outcome] = field(default_factory=Future)
-
-
-@dataclass
-class Outcome:
-    """How a round ended, the same on all ranks of the job. verdict: "commit", "taken" (`fragments` from job `source`) or "void".
-
-    round: the last that the run has seen. period: rank 0's. bytes: that this rank sent; seconds: from start to end; drift: length of the difference between this job's
-    pseudo-gradient and the aggregate, in lengths of the aggregate.
-    """
-
-    verdict: str
-    round: int
-    why: str = ""
-    source: str = ""
-    fragments: list[int] = field(default_factory=list)
-    members: dict[str, float] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    period: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    norm: float = 0.0
-    drift: float | None = None
-
-
-@dataclass(frozen=True)
-class Counterpart:
-    """What this rank knows of another job, in one of its lives: who exchanges what at this position, and where they listen."""
-
-    owned: list[Owned]
-    peers: dict[int, Peer]
-
-
 class Rounds:
-    """submit(flight) and wait for flight.end. owned: of this job at this rank's position; rank: in the job; checksums(): of the fragments' anchors,
-    collective. Construction starts the thread; close() ends it."""
+    """submit(flight) and wait for flight.end. owned: of this job at this rank's position; rank: in the job;
+    checksums(): of the fragments' anchors, collective. Construction starts the thread; close() ends it."""
 
-    def __init__(self, settings: OuterSettings, state: OuterState, owned: list[Owned], inside: Inside, links: Links, point: MeetingPoint | None,
-                 job: str, token: str):  # fmt: skip
-        self.settings, self.state, self.owned, self.inside, self.links, self.point = settings, state, owned, inside, links, point
+    def __init__(
+        self,
+        settings: OuterSettings,
+        state: OuterState,
+        owned: list[Owned],
+        inside: Inside,
+        links: PeerLinks,
+        point: MeetingPoint | None,
+        job: str,
+        token: str,
+    ):
+        self.settings, self.state, self.owned, self.inside, self.links, self.point = (
+            settings,
+            state,
+            owned,
+            inside,
+            links,
+            point,
+        )
         self.job, self.token, self.codec = job, token, codec(settings.compress)
         self.known: dict[tuple[str, str], Counterpart] = {}
         self.away = self.entered = False
@@ -120,11 +89,20 @@ class Rounds:
         return [[f.promised, None] for f in self.state.fragments]
 
     def fragments(self) -> list[list[int | None]]:
-        """Version and checksum of each fragment, as the meeting point wants them; collective. What is pending is promised, without a checksum."""
+        """Version and checksum of each fragment, as the meeting point wants them; collective. What is pending is
+        promised, without a checksum."""
         stale = [k for k, f in enumerate(self.state.fragments) if self._sums.get(k, (-1, 0))[0] != f.version]
-        for k, total in zip(stale, self.inside.sum_modulo([self.state.fragments[k].checksum(self.state.weights.position) for k in stale]) if stale else ()):
+        for k, total in zip(
+            stale,
+            self.inside.sum_modulo([self.state.fragments[k].checksum(self.state.weights.position) for k in stale])
+            if stale
+            else (),
+        ):
             self._sums[k] = (self.state.fragments[k].version, total)
-        return [[f.promised, None if f.pending is not None else self._sums[k][1]] for k, f in enumerate(self.state.fragments)]
+        return [
+            [f.promised, None if f.pending is not None else self._sums[k][1]]
+            for k, f in enumerate(self.state.fragments)
+        ]
 
     def forget_checksum(self, fragment: int) -> None:
         """The anchor is another one, though its version is not."""
@@ -139,14 +117,20 @@ class Rounds:
             except BaseException as error:  # noqa: BLE001 - raised where the training thread waits for it
                 flight.end.set_exception(error)
 
-    def _round(self, flight: Flight) -> Outcome:
+    def _round(self, flight: Flight) -> RoundEnd:
         begin, sent = time.monotonic(), self.links.sent
         fragment = self.state.fragments[flight.fragment]
         momentum = _square(fragment.momentum.float()) if self.settings.stale and fragment.momentum is not None else 0.0
         square, momentum, tokens = self.inside.sums([_square(flight.gradient), momentum, flight.tokens])
         norm = square**0.5 if square == square and square != float("inf") else None
         self.told = self.fragments()
-        report = {"round": flight.number, "fragment": flight.fragment, "fragments": self.told, "norm": norm, "tokens": tokens}
+        report = {
+            "round": flight.number,
+            "fragment": flight.fragment,
+            "fragments": self.told,
+            "norm": norm,
+            "tokens": tokens,
+        }
         if flight.base != fragment.version:
             report |= {"norm": None, "why": "it has just taken these weights from another job"}
         verdict = self._ask("ready", report)
@@ -158,19 +142,23 @@ class Rounds:
             elif verdict["verdict"] == "behind":
                 outcome = self.take(verdict)
             else:
-                outcome = Outcome("void", int(verdict.get("round", flight.number)), str(verdict.get("why", "the round was over already")))
+                outcome = RoundEnd(
+                    "void",
+                    int(verdict.get("round", flight.number)),
+                    str(verdict.get("why", "the round was over already")),
+                )
         outcome.bytes, outcome.seconds, outcome.norm = self.links.sent - sent, time.monotonic() - begin, norm or 0.0
         outcome.period = int(self.inside.from_first(flight.period)) if self.settings.seconds else 0
         self.number = max(self.number, outcome.round)
         return outcome
 
-    def enter(self, number: int) -> Outcome:
+    def enter(self, number: int) -> RoundEnd:
         """The first word with the meeting point; collective. HolmesError when the job may not join."""
         self.number, self.told = number, self.fragments()
         verdict = self._ask("enter", {})
         if verdict["verdict"] == "void":
             raise HolmesError(f"job {self.job} cannot join: {verdict['why']}")
-        outcome = self.take(verdict) if verdict["verdict"] == "behind" else Outcome("in", int(verdict["round"]))
+        outcome = self.take(verdict) if verdict["verdict"] == "behind" else RoundEnd("in", int(verdict["round"]))
         if outcome.verdict == "void":
             raise HolmesError(f"job {self.job} cannot join: {outcome.why}")
         self.number, self.entered = max(number, outcome.round), True
@@ -195,7 +183,9 @@ class Rounds:
         gradients: list[torch.Tensor] = []
         if not failed:
             try:
-                gradients = attempt.run(self.links, flight.number, int(verdict["attempt"]), fragment, flight.gradient, self.settings.timeout)
+                gradients = attempt.run(
+                    self.links, flight.number, int(verdict["attempt"]), fragment, flight.gradient, self.settings.timeout
+                )
             except PeersFailed as error:
                 failed = error.jobs
         count = len(attempt.contributors)
@@ -210,17 +200,28 @@ class Rounds:
             factors = coefficients(self.settings, gram, shares)
             c = torch.tensor(factors, dtype=torch.float64)
             gap = staleness_gap(self.settings, momentum_square, float(c @ gram @ c)) if self.settings.stale else 1.0
-        report = {"round": flight.number, "attempt": verdict["attempt"], "ok": not accused, "accused": accused, "factors": [*factors, gap]}
+        report = {
+            "round": flight.number,
+            "attempt": verdict["attempt"],
+            "ok": not accused,
+            "accused": accused,
+            "factors": [*factors, gap],
+        }
         answer = self._ask("done", report)
         if answer["verdict"] != "commit":
             return answer
         *factors, gap = answer["factors"]
         total = combine(self.settings, gradients, factors)
-        length, away = self.inside.sums([_square(total), _square(flight.gradient - total) if self.job in attempt.contributors else 0.0])
+        length, away = self.inside.sums(
+            [_square(total), _square(flight.gradient - total) if self.job in attempt.contributors else 0.0]
+        )
         with self.state.lock:
             fragment.pending = Pending(flight.number, total, gap, attempt.residual)
         drift = (away / length) ** 0.5 if length > 0 and count > 1 and self.job in attempt.contributors else None
-        return {"verdict": "commit", "outcome": Outcome("commit", flight.number, members=members, left_out=verdict["left_out"], drift=drift)}
+        return {
+            "verdict": "commit",
+            "outcome": RoundEnd("commit", flight.number, members=members, left_out=verdict["left_out"], drift=drift),
+        }
 
     # With the meeting point: rank 0 asks, all hear
 
@@ -236,7 +237,9 @@ class Rounds:
     def _answer(self, op: str, document: Mapping[str, Any]) -> Verdict:
         assert self.point is not None
         try:
-            answer = self.point.ask(op, document, time.monotonic() + (_AWAY_S if self.away else 2 * self.settings.timeout + 10))
+            answer = self.point.ask(
+                op, document, time.monotonic() + (_AWAY_S if self.away else 2 * self.settings.timeout + 10)
+            )
             self.away = False
             return answer
         except HolmesError as error:
@@ -246,7 +249,8 @@ class Rounds:
             return {"verdict": "void", "round": int(document.get("round", 0)), "why": str(error)}
 
     def learn(self, lives: Mapping[str, str]) -> frozenset[str]:
-        """Maps and addresses of jobs that are not known yet; those of whom nothing can be learnt (they are gone again). Collective."""
+        """Maps and addresses of jobs that are not known yet; those of whom nothing can be learnt (they are gone
+        again). Collective."""
         failed = set()
         for name, life in lives.items():
             if (name, life) not in self.known:
@@ -258,18 +262,28 @@ class Rounds:
                 self.known[name, life] = counterpart(name, told, self.state.weights.position)
         return frozenset(failed)
 
-    def take(self, verdict: Verdict) -> Outcome:
+    def take(self, verdict: Verdict) -> RoundEnd:
         """Fragments from another job, as the verdict says; collective."""
         donor, life, numbers = str(verdict["from"]), str(verdict["life"]), [int(one) for one in verdict["fragments"]]
         if self.learn({donor: life}):
-            return Outcome("void", int(verdict["round"]), f"job {donor}, which has newer weights, is gone again")
+            return RoundEnd("void", int(verdict["round"]), f"job {donor}, which has newer weights, is gone again")
         known = self.known[donor, life]
-        why = take(self.state, numbers, self.owned, known.owned, self.inside.rank, known.peers, self.inside, self.token, self.settings.timeout)
+        why = take(
+            self.state,
+            numbers,
+            self.owned,
+            known.owned,
+            self.inside.rank,
+            known.peers,
+            self.inside,
+            self.token,
+            self.settings.timeout,
+        )
         for number in numbers:
             self.forget_checksum(number)
         if why:
-            return Outcome("void", int(verdict["round"]), f"the weights of job {donor} could not be taken: {why}")
-        return Outcome("taken", int(verdict["round"]), source=donor, fragments=numbers)
+            return RoundEnd("void", int(verdict["round"]), f"the weights of job {donor} could not be taken: {why}")
+        return RoundEnd("taken", int(verdict["round"]), source=donor, fragments=numbers)
 
 
 def counterpart(name: str, told: Mapping[str, Any], position: str) -> Counterpart:
@@ -283,5 +297,3 @@ def counterpart(name: str, told: Mapping[str, Any], position: str) -> Counterpar
 
 def _square(values: torch.Tensor) -> float:
     return float(sum(torch.dot(one, one).double() for one in values.split(2**20)))
-
-

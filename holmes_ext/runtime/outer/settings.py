@@ -2,8 +2,8 @@
 
     every=32,fragments=4,delay=5,lr=0.7,momentum=0.9,compress=bf16,aggregate=mean,...
 
-The weights are cut into `fragments`; every `every` steps (or seconds: every=60s) each of them is exchanged once, one after the other. A
-fragment's pseudo-gradient leaves `delay` steps before its sum is applied.
+The weights are cut into `fragments`; every `every` steps (or seconds: every=60s) each of them is exchanged once, one
+after the other. A fragment's pseudo-gradient leaves `delay` steps before its sum is applied.
 """
 
 from __future__ import annotations
@@ -26,9 +26,16 @@ _CHOICES = {
 }
 #: Least, most (None: open) of each number.
 _BOUNDS: dict[str, tuple[float, float | None]] = {
-    "fragments": (1, 1024), "delay": (0, None), "lr": (1e-6, 100), "momentum": (0, 0.9999), "clip": (0, None), "min": (1, 64),
-    "timeout": (1, 86400), "limit": (0, None), "trim": (1, 31),
-}  # fmt: skip
+    "fragments": (1, 1024),
+    "delay": (0, None),
+    "lr": (1e-6, 100),
+    "momentum": (0, 0.9999),
+    "clip": (0, None),
+    "min": (1, 64),
+    "timeout": (1, 86400),
+    "limit": (0, None),
+    "trim": (1, 31),
+}
 #: What an algorithm takes where the user did not say otherwise.
 _DEFAULTS = {
     "diloco": {"lr": 0.7, "momentum": 0.9},
@@ -41,10 +48,11 @@ OWN = ("min", "timeout")
 
 @dataclass(frozen=True)
 class OuterSettings:
-    """every: steps (above 0), or 0 where `seconds` are given. delay: steps. mix: "keep", or the share of local weights (0 to 1) that
-    a fragment keeps when the sum is applied. clip: bound on each element of CO2's outer momentum (0: none). limit: a pseudo-gradient so many times
-    longer than usual is left out (0: never). trim: jobs left out at each end by aggregate=trimmed. min: jobs that a round needs.
-    timeout: seconds that a late job, or a silent link, is waited for. Raises HolmesError for what does not fit.
+    """every: steps (above 0), or 0 where `seconds` are given. delay: steps. mix: "keep", or the share of local
+    weights (0 to 1) that a fragment keeps when the sum is applied. clip: bound on each element of CO2's outer
+    momentum (0: none). limit: a pseudo-gradient so many times longer than usual is left out (0: never). trim: jobs
+    left out at each end by aggregate=trimmed. min: jobs that a round needs. timeout: seconds that a late job, or a
+    silent link, is waited for. Raises HolmesError for what does not fit.
     """
 
     algorithm: str = "diloco"
@@ -74,13 +82,22 @@ class OuterSettings:
                 upto = f" to {most:g}" if most is not None else " or more"
                 raise HolmesError(f"--holmes-outer: {name}={value:g} is not {least:g}{upto}")
         if (self.every > 0) == (self.seconds > 0):
-            raise HolmesError(f"--holmes-outer: every={self.every or self.seconds:g} is not above 0; write steps (every=32) or seconds (every=60s)")
+            raise HolmesError(
+                f"--holmes-outer: every={self.every or self.seconds:g} is not above 0; write steps (every=32)"
+                " or seconds (every=60s)"
+            )
         if self.every % self.fragments:
-            raise HolmesError(f"--holmes-outer: every={self.every} is not divisible by fragments={self.fragments}: each fragment is exchanged"
-                              f" once in that many steps; {self._nearest()}")  # fmt: skip
+            raise HolmesError(
+                f"--holmes-outer: every={self.every} is not divisible by fragments={self.fragments}: each"
+                " fragment is exchanged"
+                f" once in that many steps; {self._nearest()}"
+            )
         if self.every and not self.stale and self.delay >= self.period:
-            raise HolmesError(f"--holmes-outer: delay={self.delay} must be less than every / fragments = {self.period} steps: a fragment's"
-                              " sum is applied before the next one leaves")  # fmt: skip
+            raise HolmesError(
+                f"--holmes-outer: delay={self.delay} must be less than every / fragments = {self.period} steps:"
+                " a fragment's"
+                " sum is applied before the next one leaves"
+            )
         if self.mix != "keep":
             try:
                 fits = 0 <= float(self.mix) <= 1
@@ -120,7 +137,10 @@ def parse_outer(text: str) -> OuterSettings:
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            raise HolmesError(f"--holmes-outer: {name!r} is not known; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"))
+            raise HolmesError(
+                f"--holmes-outer: {name!r} is not known; "
+                + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}")
+            )
         if not equals or not value:
             raise HolmesError(f"--holmes-outer: {name} needs a value, such as {name}={getattr(OuterSettings(), name)}")
         if name in given:
@@ -153,5 +173,3 @@ def differing(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     """ "every (32 here, 64 there)" of two agreed() documents; "" when they are the same."""
     names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
     return ", ".join(f"{name} ({ours.get(name)} here, {theirs.get(name)} there)" for name in names)
-
-

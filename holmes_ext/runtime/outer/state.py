@@ -25,7 +25,8 @@ from holmes_ext.runtime.outer.weights import Weights, checksum
 
 @dataclass
 class Pending:
-    """A round that is committed, and whose outer step is still to be taken: by this job when its delay is over. gradient: the aggregate."""
+    """A round that is committed, and whose outer step is still to be taken: by this job when its delay is over.
+    gradient: the aggregate."""
 
     number: int
     gradient: torch.Tensor
@@ -35,7 +36,8 @@ class Pending:
 
 @dataclass
 class Fragment:
-    """Elements [start, stop) of the row; ranges: what this rank exchanges of them. version: the round of its last outer step."""
+    """Elements [start, stop) of the row; ranges: what this rank exchanges of them. version: the round of its last
+    outer step."""
 
     start: int
     stop: int
@@ -74,11 +76,17 @@ class OuterState:
     def __init__(self, settings: OuterSettings, weights: Weights, owned: Sequence[Owned], rank: int):
         self.settings, self.weights, self.lock = settings, weights, threading.Lock()
         cuts = fragment_cuts(weights.total, settings.fragments)
-        self.fragments = [self._fragment(start, stop, owned_ranges(owned, rank, start, stop)) for start, stop in zip(cuts, cuts[1:])]
+        self.fragments = [
+            self._fragment(start, stop, owned_ranges(owned, rank, start, stop)) for start, stop in zip(cuts, cuts[1:])
+        ]
 
     def _fragment(self, start: int, stop: int, ranges: list[Range]) -> Fragment:
         count, int8 = sum(b - a for a, b in ranges), self.settings.compress == "int8"
-        momentum = torch.zeros(count, dtype=torch.bfloat16 if int8 else torch.float32) if keeps_momentum(self.settings) else None
+        momentum = (
+            torch.zeros(count, dtype=torch.bfloat16 if int8 else torch.float32)
+            if keeps_momentum(self.settings)
+            else None
+        )
         residual = torch.zeros(count, dtype=torch.bfloat16) if int8 else None
         return Fragment(start, stop, ranges, self.weights.read(ranges, torch.empty(count)), momentum, residual)
 
@@ -122,21 +130,37 @@ class OuterState:
         """For a checkpoint: tensors, numbers and lists only."""
         fragments = []
         for f in self.fragments:
-            one: dict[str, Any] = {"ranges": [list(pair) for pair in f.ranges], "version": f.version, "anchor": f.anchor.clone()}
-            one |= {name: value.clone() for name, value in (("momentum", f.momentum), ("residual", f.residual)) if value is not None}
+            one: dict[str, Any] = {
+                "ranges": [list(pair) for pair in f.ranges],
+                "version": f.version,
+                "anchor": f.anchor.clone(),
+            }
+            one |= {
+                name: value.clone()
+                for name, value in (("momentum", f.momentum), ("residual", f.residual))
+                if value is not None
+            }
             fragments.append(one)
         return {"position": self.weights.position, "digest": self.weights.digest, "fragments": fragments}
 
     def load(self, saved: dict[str, Any], source: str) -> None:
         """HolmesError when it is another model's, or was saved with other shards or settings."""
         if saved["digest"] != self.weights.digest or saved["position"] != self.weights.position:
-            raise HolmesError(f"{source}: the outer state is that of another model or place ({saved['position']}); load the checkpoint it came with")
+            raise HolmesError(
+                f"{source}: the outer state is that of another model or place ({saved['position']}); load the"
+                " checkpoint it came with"
+            )
         if len(saved["fragments"]) != len(self.fragments):
-            raise HolmesError(f"{source}: the outer state has {len(saved['fragments'])} fragments, --holmes-outer says {len(self.fragments)}")
+            raise HolmesError(
+                f"{source}: the outer state has {len(saved['fragments'])} fragments, --holmes-outer says"
+                f" {len(self.fragments)}"
+            )
         for mine, theirs in zip(self.fragments, saved["fragments"]):
             if [list(pair) for pair in mine.ranges] != theirs["ranges"]:
-                raise HolmesError(f"{source}: the outer state was saved with other data-parallel sizes; resume with those, or"
-                                  " leave the outer state away to take it from another job")  # fmt: skip
+                raise HolmesError(
+                    f"{source}: the outer state was saved with other data-parallel sizes; resume with those, or"
+                    " leave the outer state away to take it from another job"
+                )
             for name in ("anchor", "momentum", "residual"):
                 if getattr(mine, name) is not None and name in theirs:
                     getattr(mine, name).copy_(theirs[name])

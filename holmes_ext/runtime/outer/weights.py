@@ -1,7 +1,7 @@
 """The weights that one rank holds, as ranges of its position's row of elements (elements.py): read, written, compared.
 
-A framework's patch makes the parts: views of the tensors that its optimizer steps (main weights in float32 where there are some). A part is
-contiguous; reading and writing goes through host memory, one fragment at a time.
+A framework's patch makes the parts: views of the tensors that its optimizer steps (main weights in float32 where
+there are some). A part is contiguous; reading and writing goes through host memory, one fragment at a time.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ class Part:
 
 
 class Weights:
-    """position: where in the model-parallel grid, such as "pipeline 0, tensor 1"; tensors: its row in order; parts: what this rank holds.
+    """position: where in the model-parallel grid, such as "pipeline 0, tensor 1"; tensors: its row in order; parts:
+    what this rank holds.
 
-    replicas: ranks of the job (global) that hold the same parts, this one among them, sorted; one alone where states are sharded.
+    replicas: ranks of the job (global) that hold the same parts, this one among them, sorted; one alone where states
+    are sharded.
     """
 
     def __init__(self, position: str, tensors: Sequence[Tensor], parts: Iterable[Part], replicas: Sequence[int]):
@@ -106,14 +108,17 @@ def row_of(tensors: Iterable[Tensor]) -> dict[str, int]:
     starts, place = {}, 0
     for tensor in tensors:
         if tensor.name in starts:
-            raise HolmesError(f"two tensors of the model are named {tensor.name!r}; jobs can only join when names are different")
+            raise HolmesError(
+                f"two tensors of the model are named {tensor.name!r}; jobs can only join when names are different"
+            )
         starts[tensor.name] = place
         place += tensor.numel
     return starts
 
 
 def checksum(values: torch.Tensor, start: int, position: str) -> int:
-    """Of the bits of float32 elements and where they stand: a sum modulo 2^64, so that those of parts add up to the whole's."""
+    """Of the bits of float32 elements and where they stand: a sum modulo 2^64, so that those of parts add up to the
+    whole's."""
     total, salt = 0, zlib.crc32(position.encode())
     for place in range(0, values.numel(), _CHUNK):
         bits = values[place : place + _CHUNK].view(torch.int32).to(torch.int64)

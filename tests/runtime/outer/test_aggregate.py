@@ -29,7 +29,9 @@ def vectors(count: int, length: int = 4000, seed: int = 0, outlier: float = 0.0)
     return made
 
 
-def aggregate(name: str, gradients: list[torch.Tensor], shares: list[float] | None = None, parts: int = 1) -> torch.Tensor:
+def aggregate(
+    name: str, gradients: list[torch.Tensor], shares: list[float] | None = None, parts: int = 1
+) -> torch.Tensor:
     """As `parts` ranks of a job do it: each its elements, the products summed."""
     settings = parse_outer(f"aggregate={name}")
     shares = shares or [1 / len(gradients)] * len(gradients)
@@ -73,14 +75,18 @@ def test_the_geometric_median_has_the_least_sum_of_distances():
 
     generator = torch.Generator().manual_seed(3)
     for _ in range(20):
-        assert cost(found) < cost(found + 0.05 * torch.randn(len(found), generator=generator, dtype=torch.float64)) + 1e-9
+        assert (
+            cost(found) < cost(found + 0.05 * torch.randn(len(found), generator=generator, dtype=torch.float64)) + 1e-9
+        )
 
 
 def test_centered_clipping_is_the_papers_step_on_whole_vectors():
     made, radius, steps = vectors(4, outlier=30.0), 40.0, 3
     v = torch.zeros(len(made[0]), dtype=torch.float64)
     for _ in range(steps):
-        v = v + sum((one.double() - v) * min(1.0, radius / float((one.double() - v).norm())) for one in made) / len(made)
+        v = v + sum((one.double() - v) * min(1.0, radius / float((one.double() - v).norm())) for one in made) / len(
+            made
+        )
     c = centered_clipping(products(made), torch.full((4,), 0.25, dtype=torch.float64), radius, steps)
     torch.testing.assert_close(torch.stack(made).T.double() @ c, v, rtol=1e-9, atol=1e-9)
 
@@ -120,6 +126,13 @@ def test_byzfl_gives_the_same(monkeypatch):
     torch.testing.assert_close(aggregate("median", made), aggregators.Median()(made))
     torch.testing.assert_close(aggregate("trimmed", made), aggregators.TrMean(f=1)(made))
     c = geometric_median(products(made), torch.full((5,), 0.2, dtype=torch.float64))
-    torch.testing.assert_close(torch.stack(made).T.double() @ c, aggregators.GeometricMedian(T=100)(made).double(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        torch.stack(made).T.double() @ c, aggregators.GeometricMedian(T=100)(made).double(), rtol=1e-3, atol=1e-3
+    )
     c = centered_clipping(products(made), torch.full((5,), 0.2, dtype=torch.float64), radius=50.0, steps=2)
-    torch.testing.assert_close(torch.stack(made).T.double() @ c, aggregators.CenteredClipping(L=2, tau=50.0)(made).double(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.stack(made).T.double() @ c,
+        aggregators.CenteredClipping(L=2, tau=50.0)(made).double(),
+        rtol=1e-4,
+        atol=1e-5,
+    )

@@ -34,7 +34,11 @@ def test_every_element_crosses_once_between_two_ranks_that_hold_it(seed):
             assert any(start <= one.start and one.stop <= stop for start, stop in joined_up(holdings[name][one.rank]))
     for start, stop in zip(cuts, cuts[1:]):
         found = pieces(maps, start, stop) if start < stop else []
-        assert [piece.start for piece in found] == [start, *(piece.stop for piece in found)][:-1] if found else start == stop
+        assert (
+            [piece.start for piece in found] == [start, *(piece.stop for piece in found)][:-1]
+            if found
+            else start == stop
+        )
         for name, owned in maps.items():  # the pieces of a rank are what it owns, no more and no less
             for rank in holdings[name]:
                 mine = joined_up((piece.start, piece.stop) for piece in found if piece.owners[name] == rank)

@@ -1,18 +1,28 @@
-"""Joined jobs of one rank each, as threads: what they compute, round by round, against the papers' equations written out for whole models."""
+"""Joined jobs of one rank each, as threads: what they compute, round by round, against the papers' equations written
+out for whole models."""
 
 import threading
 
 import pytest
 import torch
-from jobs import in_threads, joined_of, meeting_point
+from joined_jobs import in_threads, joined_of, meeting_point
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer.settings import parse_outer
 
+_SEEDING = threading.Lock()  # torch's generator is the process's
+
 
 def model_of(seed=0):
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(7, 40), torch.nn.Tanh(), torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3))
+    with _SEEDING:
+        torch.manual_seed(seed)
+        return _model()
+
+
+def _model():
+    return torch.nn.Sequential(
+        torch.nn.Linear(7, 40), torch.nn.Tanh(), torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3)
+    )
 
 
 def flat(model):
@@ -50,11 +60,17 @@ def train(number, name, port, settings, steps, seed=0, records=None, **more):
 def run(text, steps, jobs=("east", "west"), **more):
     settings = parse_outer(f"min={len(jobs)},{text}")
     with meeting_point() as server:
-        return in_threads({name: lambda k=k, name=name: train(k, name, server.port, settings, steps, **more) for k, name in enumerate(jobs)})
+        return in_threads(
+            {
+                name: lambda k=k, name=name: train(k, name, server.port, settings, steps, **more)
+                for k, name in enumerate(jobs)
+            }
+        )
 
 
 def expected(text, steps, jobs=2, alpha=None):
-    """DiLoCo and Streaming DiLoCo for whole models, after algorithms 1 and 2 of the papers; alpha None: local progress is kept."""
+    """DiLoCo and Streaming DiLoCo for whole models, after algorithms 1 and 2 of the papers; alpha None: local
+    progress is kept."""
     settings = parse_outer(text)
     models = [model_of() for _ in range(jobs)]
     optimizers = [optimizer_of(model) for model in models]
@@ -77,7 +93,11 @@ def expected(text, steps, jobs=2, alpha=None):
             anchor[part] -= settings.lr * (average + settings.momentum * momentum[part])
             for k, model in enumerate(models):
                 now = flat(model)
-                now[part] = anchor[part] + (now[part] - sent[k]) if alpha is None else alpha * now[part] + (1 - alpha) * anchor[part]
+                now[part] = (
+                    anchor[part] + (now[part] - sent[k])
+                    if alpha is None
+                    else alpha * now[part] + (1 - alpha) * anchor[part]
+                )
                 torch.nn.utils.vector_to_parameters(now, model.parameters())
             number += 1
         for history, model in zip(histories, models):
@@ -158,7 +178,12 @@ def test_int8_is_close_to_float32():
 def test_a_job_that_begins_with_other_weights_takes_the_first_ones():
     settings = parse_outer("min=2,every=3,fragments=1,delay=0,compress=off")
     with meeting_point() as server:
-        found = in_threads({name: lambda k=k, name=name: train(k, name, server.port, settings, 3, seed=k) for k, name in enumerate(("east", "west"))})
+        found = in_threads(
+            {
+                name: lambda k=k, name=name: train(k, name, server.port, settings, 3, seed=k)
+                for k, name in enumerate(("east", "west"))
+            }
+        )
     assert torch.equal(found["east"][-1], found["west"][-1])
 
 
@@ -176,7 +201,9 @@ def test_the_tokens_of_the_jobs_weigh_them():
         return flat(model)
 
     with meeting_point() as server:
-        found = in_threads({"east": lambda: job(0, "east", server.port, 300), "west": lambda: job(1, "west", server.port, 100)})
+        found = in_threads(
+            {"east": lambda: job(0, "east", server.port, 300), "west": lambda: job(1, "west", server.port, 100)}
+        )
     torch.testing.assert_close(found["east"], 0.75 * train_alone(0, 2) + 0.25 * train_alone(1, 2), rtol=1e-5, atol=1e-6)
 
 
@@ -205,7 +232,9 @@ def test_a_not_finite_pseudo_gradient_is_left_out_and_its_job_brought_back():
         return flat(model), records
 
     with meeting_point() as server:
-        found = in_threads({name: lambda k=k, name=name: job(k, name, server.port) for k, name in enumerate(("east", "west"))})
+        found = in_threads(
+            {name: lambda k=k, name=name: job(k, name, server.port) for k, name in enumerate(("east", "west"))}
+        )
     settings_alone = parse_outer("every=3,fragments=1,delay=0,compress=off")
     with meeting_point() as server:
         alone = train(0, "east", server.port, settings_alone, 3)
@@ -219,7 +248,9 @@ def test_jobs_with_other_settings_or_models_are_refused():
         first = joined_of(model_of(), "east", server.port, parse_outer("every=6,fragments=2,delay=0"))
         first.begin()
         second = joined_of(model_of(), "west", server.port, parse_outer("every=6,fragments=2,delay=0,lr=0.5"))
-        with pytest.raises(HolmesError, match=r"'west' cannot join: it differs from job 'east' in outer lr \(0.5 here, 0.7 in east\)"):
+        with pytest.raises(
+            HolmesError, match=r"'west' cannot join: it differs from job 'east' in outer lr \(0.5 here, 0.7 in east\)"
+        ):
             second.begin()
         third = joined_of(torch.nn.Linear(3, 3), "south", server.port, parse_outer("every=6,fragments=2,delay=0"))
         with pytest.raises(HolmesError, match="it differs from job 'east' in tensors all"):

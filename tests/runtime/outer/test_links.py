@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from holmes_ext.runtime.outer.links import Links, Peer, PeersFailed, reach
+from holmes_ext.runtime.outer.cross.links import Peer, PeerLinks, PeersFailed, reach
 
 
 class Rank:
     """One rank of a job, with its peers by job."""
 
     def __init__(self, job, token="secret", serve=None):
-        self.links = Links(job, f"life of {job}", 0, token, "127.0.0.1", serve=serve)
+        self.links = PeerLinks(job, f"life of {job}", 0, token, "127.0.0.1", serve=serve)
         self.peer = Peer(job, f"life of {job}", 0, self.links.address)
 
 
@@ -30,8 +30,13 @@ def swap(rank, others, data, number=1, attempt=1, patience=10.0, expect=None):
     """Send `data` to all others; what they sent, by job (or the failure)."""
     into = {other.peer: bytearray(len(data) if expect is None else expect) for other in others}
     try:
-        rank.links.swap(number, attempt, {other.peer: [memoryview(data)] for other in others},
-                        {peer: [memoryview(one)] for peer, one in into.items()}, patience)  # fmt: skip
+        rank.links.swap(
+            number,
+            attempt,
+            {other.peer: [memoryview(data)] for other in others},
+            {peer: [memoryview(one)] for peer, one in into.items()},
+            patience,
+        )
     except PeersFailed as failed:
         return failed
     return {peer.job: bytes(one) for peer, one in into.items()}
@@ -54,7 +59,7 @@ def together(*calls):
 def test_all_get_what_the_others_sent(ranks):
     data = [os.urandom(3_000_000) for _ in ranks]
     for number in (1, 2):  # the second time over the same connections
-        found = together(*(lambda k=k: swap(ranks[k], ranks[:k] + ranks[k + 1 :], data[k], number) for k in range(3)))
+        found = together(*(lambda k=k, n=number: swap(ranks[k], ranks[:k] + ranks[k + 1 :], data[k], n) for k in range(3)))
         for k, one in enumerate(found):
             assert one == {other.peer.job: data[j] for j, other in enumerate(ranks) if j != k}
 
@@ -62,8 +67,12 @@ def test_all_get_what_the_others_sent(ranks):
 def test_bytes_may_go_one_way_only(ranks):
     east, _, west = ranks
     into = bytearray(500)
-    together(lambda: east.links.swap(1, 1, {west.peer: [memoryview(b"x" * 200), memoryview(b"y" * 300)]}, {west.peer: []}, 10.0),
-             lambda: west.links.swap(1, 1, {east.peer: []}, {east.peer: [memoryview(into)]}, 10.0))  # fmt: skip
+    together(
+        lambda: east.links.swap(
+            1, 1, {west.peer: [memoryview(b"x" * 200), memoryview(b"y" * 300)]}, {west.peer: []}, 10.0
+        ),
+        lambda: west.links.swap(1, 1, {east.peer: []}, {east.peer: [memoryview(into)]}, 10.0),
+    )
     assert bytes(into) == b"x" * 200 + b"y" * 300
 
 
@@ -80,7 +89,10 @@ def test_a_killed_peer_is_named_at_once_and_the_others_are_served(ranks):
     first, second, _ = together(lambda: swap(east, [south, west], data), lambda: swap(west, [east, south], data), dies)
     assert first.jobs == {"south"} and second.jobs == {"south"}
     assert time.monotonic() - started < 9
-    assert together(lambda: swap(east, [west], data, attempt=2), lambda: swap(west, [east], data, attempt=2)) == [{"west": data}, {"east": data}]
+    assert together(lambda: swap(east, [west], data, attempt=2), lambda: swap(west, [east], data, attempt=2)) == [
+        {"west": data},
+        {"east": data},
+    ]
 
 
 def test_a_silent_peer_is_given_up_after_the_patience(ranks):
@@ -88,13 +100,18 @@ def test_a_silent_peer_is_given_up_after_the_patience(ranks):
     with pytest.raises(PeersFailed, match="could not|cannot be reached"):
         west.links.swap(1, 1, {east.peer: []}, {}, 0.5)  # east never calls
     west.links._connect([], 0)
-    found = together(lambda: swap(east, [west], bytes(10), patience=1.0), lambda: west.links._connect([east.peer], 5.0))[0]
+    found = together(
+        lambda: swap(east, [west], bytes(10), patience=1.0), lambda: west.links._connect([east.peer], 5.0)
+    )[0]
     assert found.jobs == {"west"} and "silent for 1 s" in str(found)
 
 
 def test_another_round_is_not_taken_for_this_one(ranks):
     east, _, west = ranks
-    found = together(lambda: swap(east, [west], bytes(10), number=3, patience=3.0), lambda: swap(west, [east], bytes(10), number=4, patience=3.0))
+    found = together(
+        lambda: swap(east, [west], bytes(10), number=3, patience=3.0),
+        lambda: swap(west, [east], bytes(10), number=4, patience=3.0),
+    )
     assert all(isinstance(one, PeersFailed) for one in found)
     again = together(lambda: swap(east, [west], bytes(10), number=5), lambda: swap(west, [east], bytes(10), number=5))
     assert again == [{"west": bytes(10)}, {"east": bytes(10)}]
@@ -130,4 +147,4 @@ def test_a_port_in_use_is_named():
         from holmes_ext.errors import HolmesError
 
         with pytest.raises(HolmesError, match="HOLMES_JOIN_PORT"):
-            Links("east", "1", 0, "secret", "127.0.0.1", taken.getsockname()[1])
+            PeerLinks("east", "1", 0, "secret", "127.0.0.1", taken.getsockname()[1])

@@ -1,4 +1,5 @@
-"""A job's side of the meeting point: asked by its rank 0. Needs no torch. The meeting point may go and come back: questions are asked again."""
+"""A job's side of the meeting point: asked by its rank 0. Needs no torch. The meeting point may go and come back:
+questions are asked again."""
 
 from __future__ import annotations
 
@@ -20,9 +21,12 @@ _PATIENCE_S = 15.0
 
 
 class MeetingPoint:
-    """hello: makes the document of the job's hello whenever it has to be said (again). Not for several threads at a time."""
+    """hello: makes the document of the job's hello whenever it has to be said (again). Not for several threads at a
+    time."""
 
-    def __init__(self, job: str, host: str, port: int, token: str, hello: Callable[[], Mapping[str, Any]], life: str = ""):
+    def __init__(
+        self, job: str, host: str, port: int, token: str, hello: Callable[[], Mapping[str, Any]], life: str = ""
+    ):
         self.job, self.life = job, life or secrets.token_hex(8)
         self._where, self._token, self._hello = (host, port), token, hello
         self._line: Line | None = None
@@ -30,7 +34,8 @@ class MeetingPoint:
         self._pulse: _Pulse | None = None
 
     def ask(self, op: str, document: Mapping[str, Any], deadline: float) -> dict[str, Any]:
-        """The answer to a question. HolmesError when it is an error, TimeoutError when `deadline` (time.monotonic()) passes without one."""
+        """The answer to a question. HolmesError when it is an error, TimeoutError when `deadline` (time.monotonic())
+        passes without one."""
         while True:
             try:
                 if self._line is None:
@@ -53,7 +58,9 @@ class MeetingPoint:
                 self._drop()
                 time.sleep(_RETRY_S)
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the meeting point at {self._where[0]}:{self._where[1]} did not answer {op!r} in time")
+                raise TimeoutError(
+                    f"the meeting point at {self._where[0]}:{self._where[1]} did not answer {op!r} in time"
+                )
 
     def pulse(self, told: Callable[[], dict[str, Any]]) -> None:
         """From now on: a pulse every PULSE_S seconds, with what `told` says."""
@@ -105,7 +112,12 @@ class _Pulse:
         while not self._ended.is_set():
             try:
                 if line is None:
-                    line = call(*self._owner._where, self._owner._token, {"purpose": "pulse", "job": self._owner.job, "life": self._owner.life}, 5.0)
+                    line = call(
+                        *self._owner._where,
+                        self._owner._token,
+                        {"purpose": "pulse", "job": self._owner.job, "life": self._owner.life},
+                        5.0,
+                    )
                 line.send(self._told())
             except (OSError, HolmesError):
                 if line is not None:
@@ -128,7 +140,9 @@ def ask_status(host: str, port: int, token: str, timeout_s: float = 10.0) -> dic
     except Refused:
         raise
     except OSError as error:
-        raise HolmesError(f"no meeting point answers at {host}:{port} ({error}); is `holmes join serve` running there?") from None
+        raise HolmesError(
+            f"no meeting point answers at {host}:{port} ({error}); is `holmes join serve` running there?"
+        ) from None
     try:
         return line.receive(timeout_s)
     except OSError as error:

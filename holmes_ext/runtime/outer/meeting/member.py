@@ -16,10 +16,11 @@ State = tuple[int, int | None]
 
 @dataclass
 class Member:
-    """One job. life: this start of it. agreed: what must be the same in all jobs. maps: by position, who exchanges what. fragments: of its anchors.
+    """One job. life: this start of it. agreed: what must be the same in all jobs. maps: by position, who exchanges
+    what. fragments: of its anchors.
 
-    state: "waiting" (for others, at its start), "in", "late" (not waited for until it is heard again), "gone". expected_from: the first
-    round in which it is waited for.
+    state: "waiting" (for others, at its start), "in", "late" (not waited for until it is heard again), "gone".
+    expected_from: the first round in which it is waited for.
     """
 
     name: str
@@ -49,12 +50,23 @@ def member_from(document: Mapping[str, Any], order: int, now: float) -> Member:
     """Of a hello; HolmesError when something is missing."""
     try:
         return Member(
-            name=str(document["job"]), life=str(document["life"]), agreed=dict(document["agreed"]), maps=dict(document["maps"]),
-            addresses=[str(one) for one in document["addresses"]], fragments=states(document["fragments"]),
-            least=int(document["min"]), timeout_s=float(document["timeout"]), order=order, since=now, heard=now,
-        )  # fmt: skip
+            name=str(document["job"]),
+            life=str(document["life"]),
+            agreed=dict(document["agreed"]),
+            maps=dict(document["maps"]),
+            addresses=[str(one) for one in document["addresses"]],
+            fragments=states(document["fragments"]),
+            least=int(document["min"]),
+            timeout_s=float(document["timeout"]),
+            order=order,
+            since=now,
+            heard=now,
+        )
     except (KeyError, TypeError, ValueError) as error:
-        raise HolmesError(f"the hello of a job cannot be read ({type(error).__name__}: {error}); is it the same version of holmes_ext?") from None
+        raise HolmesError(
+            f"the hello of a job cannot be read ({type(error).__name__}: {error}); is it the same version of"
+            " holmes_ext?"
+        ) from None
 
 
 def states(told: Any) -> list[State]:
@@ -63,7 +75,8 @@ def states(told: Any) -> list[State]:
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> str:
-    """What a new job has otherwise than job `name`, in words; "" when nothing. Documents of one depth more are named key by key."""
+    """What a new job has otherwise than job `name`, in words; "" when nothing. Documents of one depth more are named
+    key by key."""
     found = []
     for key in sorted({*ours, *theirs}):
         here, there = ours.get(key), theirs.get(key)
@@ -71,7 +84,9 @@ def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str) ->
             continue
         if isinstance(here, Mapping) and isinstance(there, Mapping):
             parts = [part for part in sorted({*here, *there}) if here.get(part) != there.get(part)]
-            found += [f"{key} {part} ({here.get(part, 'none')} here, {there.get(part, 'none')} in {name})" for part in parts]
+            found += [
+                f"{key} {part} ({here.get(part, 'none')} here, {there.get(part, 'none')} in {name})" for part in parts
+            ]
         else:
             found.append(f"{key} ({here!r:.80} here, {there!r:.80} in {name})")
     more = f" and {len(found) - 4} more" if len(found) > 4 else ""

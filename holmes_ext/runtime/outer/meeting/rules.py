@@ -1,32 +1,30 @@
 """What the meeting point decides: who is in, who is waited for, what becomes of a round. Pure: no clock, no network.
 
-    hello   -> accepted, or an error                          (models, shards and settings must agree; a name is taken once)
-    enter   -> first or behind, when `min` jobs are there
-    ready   -> go: members and their shares, or behind (take these fragments from that job), skip (the round is over), void
+    hello   -> accepted, or an error          (models, shards and settings must agree; a name is taken once)
+    enter   -> in or behind, when `min` jobs are there
+    ready   -> go: members and their shares, or behind (take these fragments from that job), skip (it is over), void
     done    -> commit, go again without those who failed, or void
 
-A round is one exchange of one fragment. What counts is the version of a fragment: the round in which it was last stepped. The highest version
-that a job here has is the truth; a job that has less, whatever the reason (late, new, an older checkpoint, a message lost), takes the fragment
-from one that has it. So the meeting point keeps nothing that its jobs do not know, and may be restarted.
+A round is one exchange of one fragment. What counts is the version of a fragment: the round in which it was last
+stepped. The highest version that a job here has is the truth; a job that has less, whatever the reason (late, new, an
+older checkpoint, a message lost), takes the fragment from one that has it. So the meeting point keeps nothing that
+its jobs do not know, and may be restarted.
 
-A round is committed when every member has all its sums; then, and only then, they step. One that cannot be completed changes nothing: the
-pseudo-gradients stay, and count in the fragment's next round.
+A round is committed when every member has all its sums; then, and only then, they step. One that cannot be completed
+changes nothing: the pseudo-gradients stay, and count in the fragment's next round.
 
 Methods return None while nothing is decided yet: ask again when something has happened or `now` has passed `due`.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.meeting.member import PULSE_S, Member, difference, member_from, states
+from holmes_ext.runtime.outer.meeting.member import PULSE_S, Member, State, difference, member_from, states
+from holmes_ext.runtime.outer.meeting.round import Round, counted
 
-#: Norms of so many rounds of a fragment say what is usual.
-_USUAL_ROUNDS = 16
 Reply = dict[str, Any]
 
 
@@ -34,22 +32,9 @@ class NotHere(Exception):
     """The job has to say hello (again)."""
 
 
-@dataclass
-class Round:
-    """ready, done: reports by job; of `done` those of the attempt under way."""
-
-    number: int
-    opened: float
-    ready: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    attempt: int = 0
-    members: dict[str, float] = field(default_factory=dict)
-    behind: set[str] = field(default_factory=set)
-    left_out: dict[str, str] = field(default_factory=dict)
-    done: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    last_done: float = 0.0
-    outcome: str = ""
-    why: str = ""
-    factors: Any = None
+def _differ(one: State, other: State) -> bool:
+    """Whether two jobs have different anchors; a checksum that is not told yet says nothing."""
+    return one[0] != other[0] or (None not in (one[1], other[1]) and one[1] != other[1])
 
 
 class Meeting:
@@ -59,7 +44,9 @@ class Meeting:
         self.members: dict[str, Member] = {}
         self.rounds: dict[int, Round] = {}
         self.number = 0
-        self.awaited: dict[str, float] = {}  # after a restart: jobs that others know of, and until when they are waited for
+        self.awaited: dict[
+            str, float
+        ] = {}  # after a restart: jobs that others know of, and until when they are waited for
         self.usual: dict[int, list[float]] = {}
         self.events: list[str] = []
         self.started = now
@@ -74,10 +61,17 @@ class Meeting:
         old = self.members.get(new.name)
         if old is not None and old.state != "gone" and old.life != new.life:
             if now - old.heard < 3 * PULSE_S:
-                raise HolmesError(f"there is a job named {new.name!r} in this run already, heard {now - old.heard:.0f} s ago; join by another name")
+                raise HolmesError(
+                    f"there is a job named {new.name!r} in this run already, heard {now - old.heard:.0f} s ago;"
+                    " join by another name"
+                )
             return None
         for other in self.members.values():
-            if other.name != new.name and other.state != "gone" and (text := difference(new.agreed, other.agreed, other.name)):
+            if (
+                other.name != new.name
+                and other.state != "gone"
+                and (text := difference(new.agreed, other.agreed, other.name))
+            ):
                 raise HolmesError(f"job {new.name!r} cannot join: it differs from job {other.name!r} in {text}")
         if document.get("entered"):  # it lost the connection, or the meeting point was restarted
             new.state = "in"
@@ -93,14 +87,18 @@ class Meeting:
         return {"round": self.number, "state": new.state}
 
     def enter(self, name: str, now: float) -> Reply | None:
-        """Whether the job may begin, and with whose weights. HolmesError when fewer than its `min` jobs came in time."""
+        """Whether the job may begin, and with whose weights. HolmesError when fewer than its `min` jobs came in
+        time."""
         member = self._member(name)
         others = [other for other in self.members.values() if other.state != "gone"]
         if len(others) < member.least:
             if now - member.since > member.timeout_s:
                 have = ", ".join(other.name for other in others)
-                raise HolmesError(f"job {name!r} has waited {member.timeout_s:.0f} s for min={member.least} jobs, but there"
-                                  f" {'is' if len(others) == 1 else 'are'} only {have}; start the others, or give --holmes-outer min={len(others)}")  # fmt: skip
+                raise HolmesError(
+                    f"job {name!r} has waited {member.timeout_s:.0f} s for min={member.least} jobs, but there"
+                    f" {'is' if len(others) == 1 else 'are'} only {have}; start the others, or give"
+                    f" --holmes-outer min={len(others)}"
+                )
             return None
         for other in others:  # all that wait begin together, whoever asks first
             if other.state == "waiting":
@@ -130,7 +128,8 @@ class Meeting:
     # Rounds
 
     def ready(self, name: str, report: Mapping[str, Any], now: float) -> Reply | None:
-        """report: round, fragment, fragments (the versions and checksums of all), norm (of the pseudo-gradient; None: not finite), tokens."""
+        """report: round, fragment, fragments (the versions and checksums of all), norm (of the pseudo-gradient; None:
+        not finite), tokens."""
         member, number = self._member(name), int(report["round"])
         member.fragments = states(report["fragments"])
         if member.state == "late":
@@ -168,7 +167,11 @@ class Meeting:
         if not known.outcome and int(report["attempt"]) == known.attempt:
             self._conclude(known, now)
         if known.outcome == "commit":
-            return {"verdict": "commit", "round": known.number, "factors": known.factors} if name in known.members else self._lost(known)
+            return (
+                {"verdict": "commit", "round": known.number, "factors": known.factors}
+                if name in known.members
+                else self._lost(known)
+            )
         if known.outcome or name not in known.members:
             return self._lost(known)
         return self._verdict(known, name) if int(report["attempt"]) != known.attempt else None
@@ -190,36 +193,23 @@ class Meeting:
         here = [self.members[name] for name in known.ready if self.members[name].state == "in"]
         here.sort(key=lambda member: member.order)
         fragment = int(known.ready[here[0].name]["fragment"]) if here else 0
-        known.behind = {m.name for m in here if m.fragments[fragment] != here[0].fragments[fragment]}
+        truth = max(here, key=lambda m: (m.fragments[fragment][0], -m.order), default=None)
+        if truth is not None:
+            known.reference = truth.name
+            known.behind = {m.name for m in here if _differ(m.fragments[fragment], truth.fragments[fragment])}
         able = [m for m in here if m.name not in known.behind]
-        counted = self._counted(known, able)
+        able_settings = able[0].agreed.get("outer", {}) if able else {}
+        counts = counted(known, [m.name for m in able], able_settings, self.usual.setdefault(fragment, []))
         least = max((m.least for m in here), default=1)
-        if len(counted) < least or not counted:
+        if len(counts) < least or not counts:
             kept_out = "".join(f"; {name} is left out: {why}" for name, why in known.left_out.items())
-            self._end(known, "void", f"{len(counted)} of min={least} jobs" + kept_out)
+            self._end(known, "void", f"{len(counts)} of min={least} jobs" + kept_out)
             return
-        total = sum(counted.values())
-        known.members = {m.name: counted.get(m.name, 0.0) / total for m in able}
+        total = sum(counts.values())
+        known.members = {m.name: counts.get(m.name, 0.0) / total for m in able}
         known.attempt, known.last_done = 1, now
         for name, why in known.left_out.items():
             self.events.append(f"round {known.number}: job {name} is left out: {why}")
-
-    def _counted(self, known: Round, able: list[Member]) -> dict[str, float]:
-        """Tokens (or 1) of the jobs whose pseudo-gradients count: finite, and not `limit` times longer than usual."""
-        norms = {m.name: known.ready[m.name]["norm"] for m in able}
-        finite = {name: norm for name, norm in norms.items() if norm is not None}
-        known.left_out = {name: "its pseudo-gradient is not finite" for name in norms if name not in finite}
-        fragment, settings = int(known.ready[able[0].name]["fragment"]) if able else 0, able[0].agreed.get("outer", {}) if able else {}
-        limit, usual = float(settings.get("limit", 0)), self.usual.setdefault(fragment, [])
-        typical = [*usual] or [norm for norm in finite.values() if len(finite) > 2]
-        middle = statistics.median(typical) if typical else 0.0
-        far = [name for name, norm in finite.items() if limit and middle and norm > limit * middle]
-        for name in far if len(far) < len(finite) else ():  # all of them: it is the training, not a job
-            known.left_out[name] = f"its pseudo-gradient is {finite.pop(name) / middle:.3g} times as long as usual (limit={limit:g})"
-        usual += finite.values()
-        del usual[:-_USUAL_ROUNDS]
-        equal = settings.get("weight") == "equal"
-        return {name: 1.0 if equal else float(known.ready[name]["tokens"]) or 1.0 for name in finite}
 
     def _conclude(self, known: Round, now: float) -> None:
         """Commit, the next attempt, or void: when all members here have told, or those who have not are given up."""
@@ -266,14 +256,20 @@ class Meeting:
         if known.outcome == "void":
             return {"verdict": "void", "round": known.number, "why": known.why}
         if name in known.behind:
-            return self._take(self._reference(), [int(known.ready[name]["fragment"])])
+            return self._take(self.members[known.reference], [int(known.ready[name]["fragment"])])
         if known.attempt and name not in known.members:
             return {"verdict": "skip", "round": known.number}
         if not known.attempt:
             return None
         lives = {member: self.members[member].life for member in known.members}
-        return {"verdict": "go", "round": known.number, "attempt": known.attempt, "members": known.members, "lives": lives,
-                "left_out": known.left_out}  # fmt: skip
+        return {
+            "verdict": "go",
+            "round": known.number,
+            "attempt": known.attempt,
+            "members": known.members,
+            "lives": lives,
+            "left_out": known.left_out,
+        }
 
     # Versions
 
@@ -283,7 +279,11 @@ class Meeting:
         if not others:
             return None
         donor = max(others, key=lambda m: (sum(version for version, _ in m.fragments), -m.order))
-        stale = [number for number, (mine, theirs) in enumerate(zip(member.fragments, donor.fragments)) if self._older(mine, theirs, member, donor)]
+        stale = [
+            number
+            for number, (mine, theirs) in enumerate(zip(member.fragments, donor.fragments))
+            if self._older(mine, theirs, member, donor)
+        ]
         return self._take(donor, stale) if stale else None
 
     @staticmethod
@@ -292,11 +292,14 @@ class Meeting:
             return mine[0] < theirs[0]
         return None not in (mine[1], theirs[1]) and mine[1] != theirs[1] and donor.order < member.order
 
-    def _reference(self) -> Member:
-        return min((m for m in self.members.values() if m.here), key=lambda m: m.order)
-
     def _take(self, donor: Member, fragments: list[int]) -> Reply:
-        return {"verdict": "behind", "round": self.number, "from": donor.name, "life": donor.life, "fragments": fragments}
+        return {
+            "verdict": "behind",
+            "round": self.number,
+            "from": donor.name,
+            "life": donor.life,
+            "fragments": fragments,
+        }
 
     def _member(self, name: str) -> Member:
         member = self.members.get(name)

@@ -1,7 +1,9 @@
-"""`holmes join serve`: the meeting point as a process. Needs no torch; a thread for each connection, two connections for each job.
+"""`holmes join serve`: the meeting point as a process. Needs no torch; a thread for each connection, two connections
+for each job.
 
     pulse line    a pulse every PULSE_S seconds: what `holmes join status` shows. When it closes, the job is gone
-    job line      {"op": "hello" | "enter" | "ready" | "done" | "maps", ...} -> an answer, or {"verdict": "wait"} after POLL_S: ask again
+    job line      {"op": "hello" | "enter" | "ready" | "done" | "maps", ...} -> an answer, or {"verdict": "wait"}
+    after POLL_S: ask again
     status line   -> one document
 
 All decisions are rules.Meeting's.
@@ -113,8 +115,11 @@ class Server:
                 reply = {"error": str(error)}
             except NotHere:
                 reply = {"verdict": "hello"}
-            except (KeyError, TypeError, ValueError) as error:
-                reply = {"error": f"the meeting point cannot read this {question.get('op')} ({type(error).__name__}: {error})"}
+            except (KeyError, TypeError, ValueError):
+                reply = {
+                    "error": f"the meeting point cannot read this {question.get('op')}"
+                    " ({type(error).__name__}: {error})"
+                }
             line.send(reply)
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,14 +174,29 @@ class Server:
 
 
 def status(meeting: Meeting, now: float) -> dict[str, Any]:
-    """round: the last one that was opened; of each job its state, what it told in its last pulse (step, tokens_per_second,
-    bits_per_second, round), its lag (seconds after the first in its last round), rounds it was counted in and missed."""
+    """round: the last one that was opened; of each job its state, what it told in its last pulse (step,
+    tokens_per_second, bits_per_second, round), its lag (seconds after the first in its last round), rounds it was
+    counted in and missed."""
     jobs = [
-        {"job": m.name, "state": m.state, "ranks": len(m.addresses), "heard_s": round(now - m.heard, 1), "lag_s": round(m.lag_s, 3),
-         "rounds": m.rounds, "missed": m.missed, **{key: m.told.get(key) for key in TOLD}}
+        {
+            "job": m.name,
+            "state": m.state,
+            "ranks": len(m.addresses),
+            "heard_s": round(now - m.heard, 1),
+            "lag_s": round(m.lag_s, 3),
+            "rounds": m.rounds,
+            "missed": m.missed,
+            **{key: m.told.get(key) for key in TOLD},
+        }
         for m in sorted(meeting.members.values(), key=lambda m: m.order)
-    ]  # fmt: skip
-    return {"version": 1, "round": meeting.number, "up_s": round(now - meeting.started, 1), "jobs": jobs, "events": meeting.events[-20:]}
+    ]
+    return {
+        "version": 1,
+        "round": meeting.number,
+        "up_s": round(now - meeting.started, 1),
+        "jobs": jobs,
+        "events": meeting.events[-20:],
+    }
 
 
 #: Of a pulse.
@@ -188,4 +208,7 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, reuse_port=False)
     except OSError as error:
-        raise HolmesError(f"holmes join serve: {host}:{port} cannot be listened on ({error.strerror or error}); give another --host or --port") from None
+        raise HolmesError(
+            f"holmes join serve: {host}:{port} cannot be listened on ({error.strerror or error}); give another"
+            " --host or --port"
+        ) from None

@@ -4,8 +4,8 @@
     caller     {"challenge": C, "proof": HMAC(token, "caller S C"), "purpose": ...}
     listener   {"proof": HMAC(token, "listener S C")}      or {"error": one line}
 
-The token itself never travels, and both ends know that the other has it (HMAC-SHA256, RFC 2104). What follows is neither encrypted nor signed:
-a network that others can write to needs WireGuard or IPsec.
+The token itself never travels, and both ends know that the other has it (HMAC-SHA256, RFC 2104). What follows is
+neither encrypted nor signed: a network that others can write to needs WireGuard or IPsec.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def proves(document: dict[str, Any], token: str, role: str, listener: str, calle
 
 
 class Line:
-    """A connection that sends and receives documents, blocking. Raises OSError when it breaks (TimeoutError when nothing comes)."""
+    """A connection that sends and receives documents, blocking. Raises OSError when it breaks (TimeoutError when
+    nothing comes)."""
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
@@ -70,7 +71,8 @@ class Line:
         self.socket.settimeout(timeout_s)
         line = bytearray()
         while not line.endswith(b"\n"):
-            waiting = self.socket.recv(_PEEK, socket.MSG_PEEK)  # what comes after the line stays for whoever reads bytes
+            # What comes after the line stays for whoever reads bytes.
+            waiting = self.socket.recv(_PEEK, socket.MSG_PEEK)
             if not waiting or len(line) > LONGEST:
                 raise ConnectionResetError("the other end closed the connection")
             line += self.socket.recv(waiting.find(b"\n") + 1 or len(waiting))
@@ -94,7 +96,10 @@ def call(host: str, port: int, token: str, purpose: dict[str, Any], timeout_s: f
     try:
         hello = line.receive(timeout_s)
         if hello.get("holmes") != VERSION:
-            raise Refused(f"{host}:{port} speaks version {hello.get('holmes')} of holmes's meeting point, this is {VERSION}; install the same holmes_ext")
+            raise Refused(
+                f"{host}:{port} speaks version {hello.get('holmes')} of holmes's meeting point, this is"
+                f" {VERSION}; install the same holmes_ext"
+            )
         theirs, ours = str(hello.get("challenge")), challenge()
         line.send({"challenge": ours, "proof": proof(token, "caller", theirs, ours), **purpose})
         answer = line.receive(timeout_s)
@@ -109,7 +114,8 @@ def call(host: str, port: int, token: str, purpose: dict[str, Any], timeout_s: f
 
 
 def answer(line: Line, token: str, timeout_s: float = HANDSHAKE_S) -> dict[str, Any] | None:
-    """The listener's side of call(): the caller's purpose; None when it does not know the token (it has been told). OSError when it broke."""
+    """The listener's side of call(): the caller's purpose; None when it does not know the token (it has been told).
+    OSError when it broke."""
     ours = challenge()
     line.send({"holmes": VERSION, "challenge": ours})
     document = line.receive(timeout_s)
@@ -121,4 +127,7 @@ def answer(line: Line, token: str, timeout_s: float = HANDSHAKE_S) -> dict[str, 
     return document
 
 
-WRONG_TOKEN = "the token is not the meeting point's; set HOLMES_JOIN_TOKEN to the one that `holmes join serve` was given or printed"
+WRONG_TOKEN = (
+    "the token is not the meeting point's; set HOLMES_JOIN_TOKEN to the one that `holmes join serve` was given or"
+    " printed"
+)

@@ -24,8 +24,17 @@ class Run:
     def hello(self, job, life="1", agreed=None, fragments=((0, 7), (0, 7)), **more):
         self.fragments.setdefault(job, [list(one) for one in fragments])
         agreed = agreed or {"outer": self.outer, "model": "abc"}
-        document = {"job": job, "life": life, "agreed": agreed, "maps": {}, "addresses": ["a:1"], "fragments": self.fragments[job], "min": self.least,
-                    "timeout": TIMEOUT, **more}  # fmt: skip
+        document = {
+            "job": job,
+            "life": life,
+            "agreed": agreed,
+            "maps": {},
+            "addresses": ["a:1"],
+            "fragments": self.fragments[job],
+            "min": self.least,
+            "timeout": TIMEOUT,
+            **more,
+        }
         return self.meeting.hello(document, self.now)
 
     def enter(self, job):
@@ -33,11 +42,19 @@ class Run:
 
     def ready(self, job, number, norm=1.0, tokens=100):
         fragment = (number - 1) % 2
-        report = {"round": number, "fragment": fragment, "fragments": self.fragments[job], "norm": norm, "tokens": tokens}
+        report = {
+            "round": number,
+            "fragment": fragment,
+            "fragments": self.fragments[job],
+            "norm": norm,
+            "tokens": tokens,
+        }
         return self.meeting.ready(job, report, self.now)
 
     def done(self, job, number, attempt=1, ok=True, accused=()):
-        reply = self.meeting.done(job, {"round": number, "attempt": attempt, "ok": ok, "accused": list(accused), "factors": job}, self.now)
+        reply = self.meeting.done(
+            job, {"round": number, "attempt": attempt, "ok": ok, "accused": list(accused), "factors": job}, self.now
+        )
         if reply and reply["verdict"] == "commit":
             self.fragments[job][(number - 1) % 2] = [number, 1000 + number]
         return reply
@@ -130,7 +147,11 @@ def test_of_three_the_one_that_the_others_cannot_reach_is_left():
         run.ready(job, 1)
     run.done("east", 1, ok=False, accused=["south"])
     run.done("west", 1, ok=False, accused=["south"])
-    assert run.done("south", 1, ok=False, accused=["east", "west"]) == {"verdict": "void", "round": 1, "why": "the round went on without this job"}
+    assert run.done("south", 1, ok=False, accused=["east", "west"]) == {
+        "verdict": "void",
+        "round": 1,
+        "why": "the round went on without this job",
+    }
     assert set(run.done("east", 1)["members"]) == {"east", "west"}
 
 
@@ -198,7 +219,9 @@ def test_two_jobs_with_one_name():
 
 def test_jobs_that_differ_are_told_in_what():
     run = Run("east")
-    with pytest.raises(HolmesError, match="'west' cannot join: it differs from job 'east' in model .'xyz' here, 'abc' in east"):
+    with pytest.raises(
+        HolmesError, match="'west' cannot join: it differs from job 'east' in model .'xyz' here, 'abc' in east"
+    ):
         run.hello("west", agreed={"outer": run.outer, "model": "xyz"})
     with pytest.raises(HolmesError, match=r"outer limit \(3 here, 10.0 in east\)"):
         run.hello("west", agreed={"outer": {**run.outer, "limit": 3}, "model": "abc"})

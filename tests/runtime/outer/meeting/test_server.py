@@ -29,8 +29,14 @@ def serving(port=0, token="secret"):
 
 
 def job(name, port, token="secret", least=1, timeout=20.0):
-    document = {"agreed": {"model": "abc"}, "maps": {"0": [[0, 8, 0]]}, "addresses": ["10.0.0.1:5"], "fragments": [[0, 7]], "min": least,
-                "timeout": timeout}  # fmt: skip
+    document = {
+        "agreed": {"model": "abc"},
+        "maps": {"0": [[0, 8, 0]]},
+        "addresses": ["10.0.0.1:5"],
+        "fragments": [[0, 7]],
+        "min": least,
+        "timeout": timeout,
+    }
     return MeetingPoint(name, "127.0.0.1", port, token, lambda: document)
 
 
@@ -49,7 +55,9 @@ def test_two_jobs_go_through_a_round():
         def run(one):
             entered = one.ask("enter", {}, soon())
             go = one.ask("ready", READY, soon())
-            commit = one.ask("done", {"round": 1, "attempt": 1, "ok": True, "accused": [], "factors": [0.5, 0.5]}, soon())
+            commit = one.ask(
+                "done", {"round": 1, "attempt": 1, "ok": True, "accused": [], "factors": [0.5, 0.5]}, soon()
+            )
             answers[one.job] = (entered["verdict"], go["members"], commit["verdict"], commit["factors"])
 
         threads = [threading.Thread(target=run, args=(one,)) for one in jobs]
@@ -92,7 +100,11 @@ def test_a_meeting_point_that_does_not_know_the_token_is_not_believed():
 
 def test_the_token_does_not_travel_and_answers_cannot_be_used_again():
     assert "secret" not in proof("secret", "caller", "a", "b")
-    assert proof("secret", "caller", "a", "b") != proof("secret", "listener", "a", "b") != proof("secret", "listener", "a", "c")
+    assert (
+        proof("secret", "caller", "a", "b")
+        != proof("secret", "listener", "a", "b")
+        != proof("secret", "listener", "a", "c")
+    )
 
 
 def test_a_job_that_ends_is_gone_at_once(monkeypatch):

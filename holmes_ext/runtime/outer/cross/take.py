@@ -1,10 +1,11 @@
-"""A job that is new, late or older takes fragments from another one: each rank from those that exchange the same elements there.
+"""A job that is new, late or older takes fragments from another one: each rank from those that exchange the same
+elements there.
 
     taker   {"fragment": 2, "start": a, "stop": b}            on a line of its own to the donor's rank (links.reach)
     donor   {"version": 57, "anchor": bytes, "momentum": bytes}, then these bytes
 
-The donor trains on meanwhile: it answers from a thread, from its host memory. Should it step the fragment in between, the ranks
-of the taker see different versions, and ask again.
+The donor trains on meanwhile: it answers from a thread, from its host memory. Should it step the fragment in between,
+the ranks of the taker see different versions, and ask again.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 import torch
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.outer.cross.links import Peer, reach
 from holmes_ext.runtime.outer.elements import Owned, pieces
 from holmes_ext.runtime.outer.inside import Inside
-from holmes_ext.runtime.outer.links import Peer, reach
 from holmes_ext.runtime.outer.meeting.wire import Line
 from holmes_ext.runtime.outer.state import Fragment, OuterState
 
@@ -40,9 +41,19 @@ def give(state: OuterState, line: Line) -> None:
             line.socket.sendall(one)
 
 
-def take(state: OuterState, numbers: Sequence[int], mine: Sequence[Owned], theirs: Sequence[Owned], rank: int, peers: Mapping[int, Peer],
-         inside: Inside, token: str, patience_s: float) -> str:  # fmt: skip
-    """Fragments `numbers` from the ranks of the donor, on all ranks of this job. "" when all is well, else why not: nothing has changed then.
+def take(
+    state: OuterState,
+    numbers: Sequence[int],
+    mine: Sequence[Owned],
+    theirs: Sequence[Owned],
+    rank: int,
+    peers: Mapping[int, Peer],
+    inside: Inside,
+    token: str,
+    patience_s: float,
+) -> str:
+    """Fragments `numbers` from the ranks of the donor, on all ranks of this job. "" when all is well, else why not:
+    nothing has changed then.
 
     mine, theirs: owners of this position in both jobs; peers: the donor's ranks.
     """
@@ -52,7 +63,9 @@ def take(state: OuterState, numbers: Sequence[int], mine: Sequence[Owned], their
             anchor, told = torch.empty_like(fragment.anchor), dict[str, Any]()
             momentum = None if fragment.momentum is None else torch.empty_like(fragment.momentum)
             try:
-                told["versions"] = sorted(_fetch(fragment, number, anchor, momentum, mine, theirs, rank, peers, token, patience_s))
+                told["versions"] = sorted(
+                    _fetch(fragment, number, anchor, momentum, mine, theirs, rank, peers, token, patience_s)
+                )
             except (OSError, HolmesError) as error:
                 told["why"] = str(error) or type(error).__name__
             everyone = inside.from_all(told)
@@ -67,9 +80,20 @@ def take(state: OuterState, numbers: Sequence[int], mine: Sequence[Owned], their
     return ""
 
 
-def _fetch(fragment: Fragment, number: int, anchor: torch.Tensor, momentum: torch.Tensor | None, mine: Sequence[Owned], theirs: Sequence[Owned],
-           rank: int, peers: Mapping[int, Peer], token: str, patience_s: float) -> set[int]:  # fmt: skip
-    """The versions of what was read into `anchor` and `momentum`: one, unless the donor stepped in between; none for a rank without elements."""
+def _fetch(
+    fragment: Fragment,
+    number: int,
+    anchor: torch.Tensor,
+    momentum: torch.Tensor | None,
+    mine: Sequence[Owned],
+    theirs: Sequence[Owned],
+    rank: int,
+    peers: Mapping[int, Peer],
+    token: str,
+    patience_s: float,
+) -> set[int]:
+    """The versions of what was read into `anchor` and `momentum`: one, unless the donor stepped in between; none for
+    a rank without elements."""
     cut = pieces({"mine": mine, "theirs": theirs}, fragment.start, fragment.stop)
     by_donor: dict[int, list] = {}
     for piece in cut:
@@ -86,7 +110,12 @@ def _fetch(fragment: Fragment, number: int, anchor: torch.Tensor, momentum: torc
                 told = line.receive(patience_s)
                 versions.add(int(told["version"]))
                 _read(line, _bytes(anchor[place]), told["anchor"], patience_s)
-                _read(line, _bytes(momentum[place]) if momentum is not None else memoryview(b""), told["momentum"], patience_s)
+                _read(
+                    line,
+                    _bytes(momentum[place]) if momentum is not None else memoryview(b""),
+                    told["momentum"],
+                    patience_s,
+                )
         finally:
             line.close()
     return versions

@@ -1,9 +1,11 @@
-"""TCP connections between ranks of joined jobs: made when they are needed, given up when they fail, made anew in the next attempt.
+"""TCP connections between ranks of joined jobs: made when they are needed, given up when they fail, made anew in the
+next attempt.
 
-Why not gloo: measured with torch 2.13, ProcessGroupGloo.abort() does not end an operation under way (its whole timeout passes), that timeout counts
-from the operation's start instead of from the last byte, a group needs a TCPStore that somebody holds, and any number of ports; and
-nothing tells who is at the other end. Here a link is given up when no byte has come or gone for `patience` seconds, at once when its peer is
-killed, or by cut(); each rank listens on one port, and both ends show the run's token (meeting/wire.py).
+Why not gloo: measured with torch 2.13, ProcessGroupGloo.abort() does not end an operation under way (its whole
+timeout passes), that timeout counts from the operation's start instead of from the last byte, a group needs a
+TCPStore that somebody holds, and any number of ports; and nothing tells who is at the other end. Here a link is given
+up when no byte has come or gone for `patience` seconds, at once when its peer is killed, or by cut(); each rank
+listens on one port, and both ends show the run's token (meeting/wire.py).
 
     the job whose name sorts first calls, the other one is called; one connection for both directions
     frame: "HLM1", round, attempt, bytes of the payload; then the payload
@@ -53,16 +55,28 @@ class PeersFailed(Exception):
         self.jobs = frozenset(jobs)
 
 
-class Links:
+class PeerLinks:
     """Of one rank. serve(line, question) answers what another rank asks on a line of its own (see fetch)."""
 
-    def __init__(self, job: str, life: str, rank: int, token: str, host: str, port: int = 0, serve: Callable[[Line, dict], None] | None = None):
+    def __init__(
+        self,
+        job: str,
+        life: str,
+        rank: int,
+        token: str,
+        host: str,
+        port: int = 0,
+        serve: Callable[[Line, dict], None] | None = None,
+    ):
         self.job, self.life, self.rank, self._token, self._serve = job, life, rank, token, serve
         try:
             self._listener = socket.create_server((host, port))
         except OSError as error:
-            raise HolmesError(f"rank {rank} cannot listen on {host}:{port} for other jobs ({error.strerror or error}); free the port, or give"
-                              " another with HOLMES_JOIN_PORT") from None  # fmt: skip
+            raise HolmesError(
+                f"rank {rank} cannot listen on {host}:{port} for other jobs ({error.strerror or error}); free"
+                " the port, or give"
+                " another with HOLMES_JOIN_PORT"
+            ) from None
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._open: dict[tuple[str, str, int], socket.socket] = {}
         self._came = threading.Condition()
@@ -84,13 +98,16 @@ class Links:
                 _cut(self._open.pop(key))
 
     def swap(self, number: int, attempt: int, outgoing: Exchange, incoming: Exchange, patience_s: float) -> None:
-        """Send and receive all at once; returns when everything is there. What cannot be had from one job does not keep it from the
-        others: PeersFailed names those that failed, at the end, and their connections are closed.
+        """Send and receive all at once; returns when everything is there. What cannot be had from one job does not
+        keep it from the others: PeersFailed names those that failed, at the end, and their connections are closed.
 
         patience_s: how long a peer may be silent. Both sides must know how many bytes come.
         """
         found, failed = self._connect({*outgoing, *incoming}, patience_s / 2)
-        traffic = [_Traffic(peer, one, number, attempt, outgoing.get(peer, []), incoming.get(peer, [])) for peer, one in found.items()]
+        traffic = [
+            _Traffic(peer, one, number, attempt, outgoing.get(peer, []), incoming.get(peer, []))
+            for peer, one in found.items()
+        ]
         failed |= _run(traffic, patience_s)
         self.sent += sum(one.sent for one in traffic)
         self.received += sum(one.received for one in traffic)
@@ -176,7 +193,15 @@ def reach(address: str, token: str, purpose: dict, timeout_s: float) -> Line:
 class _Traffic:
     """What still goes to and comes from one peer."""
 
-    def __init__(self, peer: Peer, connection: socket.socket, number: int, attempt: int, out: list[memoryview], into: list[memoryview]):
+    def __init__(
+        self,
+        peer: Peer,
+        connection: socket.socket,
+        number: int,
+        attempt: int,
+        out: list[memoryview],
+        into: list[memoryview],
+    ):
         self.peer, self.connection, self.sent, self.received = peer, connection, 0, 0
         self._header = _HEADER.pack(_MAGIC, number, attempt, sum(len(one) for one in into))
         head = memoryview(_HEADER.pack(_MAGIC, number, attempt, sum(len(one) for one in out)))
@@ -231,7 +256,9 @@ def _run(traffic: Iterable[_Traffic], patience_s: float) -> dict[str, str]:
                     selector.unregister(one.connection)
                 elif one.events != before:
                     selector.modify(one.connection, one.events, one)
-            for one in [key.data for key in selector.get_map().values() if time.monotonic() - key.data.heard > patience_s]:
+            for one in [
+                key.data for key in selector.get_map().values() if time.monotonic() - key.data.heard > patience_s
+            ]:
                 failed[one.peer.job] = f"rank {one.peer.rank} of job {one.peer.job}: silent for {patience_s:.0f} s"
                 selector.unregister(one.connection)
     return failed

@@ -1,4 +1,5 @@
-"""Joined jobs for tests: each a thread with one rank, or processes that form a gloo world; a meeting point in this process."""
+"""Joined jobs for tests: each a thread with one rank, or processes that form a gloo world; a meeting point in this
+process."""
 
 from __future__ import annotations
 
@@ -41,10 +42,26 @@ def weights_of(model: torch.nn.Module, replicas: list[int] | None = None) -> Wei
     return Weights("all", tensors, [Part(starts[name], value.view(-1)) for name, value in named], replicas or [0])
 
 
-def joined_of(model: torch.nn.Module, job: str, port: int, settings: OuterSettings, records: list[Record] | None = None, **more: Any) -> Joined:
+def joined_of(
+    model: torch.nn.Module,
+    job: str,
+    port: int,
+    settings: OuterSettings,
+    records: list[Record] | None = None,
+    **more: Any,
+) -> Joined:
     place = Place(job, "127.0.0.1", port)
     told = records.append if records is not None else (lambda record: None)
-    return join(place, TOKEN, settings, weights_of(model, more.pop("replicas", None)), {}, torch.device("cpu"), told=told, **more)
+    return join(
+        place,
+        TOKEN,
+        settings,
+        weights_of(model, more.pop("replicas", None)),
+        {},
+        torch.device("cpu"),
+        told=told,
+        **more,
+    )
 
 
 def in_threads(calls: dict[str, Callable[[], Any]], seconds: float = 120.0) -> dict[str, Any]:
