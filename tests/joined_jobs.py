@@ -83,4 +83,4 @@ def in_threads(calls: dict[str, Callable[[], Any]], seconds: float = 120.0) -> d
     for error in errors.values():
         raise error
     assert not any(thread.is_alive() for thread in threads), "a job hangs"
-    return results
+    return {name: results[name] for name in calls}

@@ -85,10 +85,10 @@ class Joined:
             if self._in_period >= self.period:
                 sent = self._take_off()
                 before = self._flying.pop(sent.flight.fragment, None)
-                if before is not None:
-                    self._arrive(before)
-                else:
+                if before is None:
                     self._write(sent.flight.fragment, None)
+                elif self._arrive(before).verdict != "taken":
+                    sent.flight.base = self.state.fragments[sent.flight.fragment].version
                 self._flying[sent.flight.fragment] = sent
                 self.rounds.submit(sent.flight)  # only now: its thread reads the momentum
                 self._new_period()
@@ -112,28 +112,15 @@ class Joined:
         if index in self._carried:
             gradient += self._carried.pop(index)
         keep = self.settings.mix == "keep" and self.settings.delay and not self.settings.stale
-        parts = (
-            [
-                Part(one.start, one.values.to("cpu", torch.float32, copy=True))
-                for one in self.weights.held(fragment.start, fragment.stop)
-            ]
-            if keep
-            else None
-        )
-        flight = Flight(
-            self.number,
-            index,
-            gradient,
-            fragment.promised if self.settings.stale else fragment.version,
-            self._tokens,
-            self.steps,
-        )
+        held = self.weights.held(fragment.start, fragment.stop) if keep else []
+        parts = [Part(one.start, one.values.to("cpu", torch.float32, copy=True)) for one in held] if keep else None
+        flight = Flight(self.number, index, gradient, fragment.version, self._tokens, self.steps)
         flight.period = self._wanted_period()
         self._tokens = 0.0
         return _Sent(flight, parts)
 
     @torch.no_grad()
-    def _arrive(self, sent: _Sent) -> None:
+    def _arrive(self, sent: _Sent) -> RoundEnd:
         """Wait for the end of a round and apply it."""
         flight, begin = sent.flight, time.monotonic()
         outcome = flight.end.result(timeout=10 * self.settings.timeout + 600)
@@ -147,14 +134,16 @@ class Joined:
                 self._carried.pop(index, None)
         elif outcome.verdict == "commit" and fragment.pending is not None and fragment.pending.number == flight.number:
             self.state.apply(fragment)
-            follow = (
-                self.settings.stale or outcome.members.get(self.rounds.job, 0) == 0
-            )  # left out: its own steps count for nothing
+            left_out = outcome.members.get(self.rounds.job, 0) == 0  # its own steps count for nothing
+            follow = self.settings.stale or left_out
             self._write(flight.fragment, None if follow else sent.parts, follow)
+        elif outcome.verdict == "void" and self.rounds.job in outcome.left_out:
+            self._write(flight.fragment, None)
         elif outcome.verdict == "void" and self.settings.stale:
             self._write(flight.fragment, None)
             self._carried[flight.fragment] = flight.gradient
         self._told(Record(flight.number, flight.fragment, flight.step, exposed, outcome))
+        return outcome
 
     def _write(self, index: int, sent: list[Part] | None, follow: bool = True) -> None:
         """The local weights of a fragment from its anchor; follow: whatever they were."""

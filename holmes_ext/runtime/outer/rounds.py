@@ -92,12 +92,8 @@ class Rounds:
         """Version and checksum of each fragment, as the meeting point wants them; collective. What is pending is
         promised, without a checksum."""
         stale = [k for k, f in enumerate(self.state.fragments) if self._sums.get(k, (-1, 0))[0] != f.version]
-        for k, total in zip(
-            stale,
-            self.inside.sum_modulo([self.state.fragments[k].checksum(self.state.weights.position) for k in stale])
-            if stale
-            else (),
-        ):
+        mine = [self.state.fragments[k].checksum(self.state.weights.position) for k in stale]
+        for k, total in zip(stale, self.inside.sum_modulo(mine) if stale else ()):
             self._sums[k] = (self.state.fragments[k].version, total)
         return [
             [f.promised, None if f.pending is not None else self._sums[k][1]]
@@ -142,11 +138,9 @@ class Rounds:
             elif verdict["verdict"] == "behind":
                 outcome = self.take(verdict)
             else:
-                outcome = RoundEnd(
-                    "void",
-                    int(verdict.get("round", flight.number)),
-                    str(verdict.get("why", "the round was over already")),
-                )
+                why = str(verdict.get("why", "the round was over already"))
+                outcome = RoundEnd("void", int(verdict.get("round", flight.number)), why)
+                outcome.left_out = verdict.get("left_out", {})
         outcome.bytes, outcome.seconds, outcome.norm = self.links.sent - sent, time.monotonic() - begin, norm or 0.0
         outcome.period = int(self.inside.from_first(flight.period)) if self.settings.seconds else 0
         self.number = max(self.number, outcome.round)

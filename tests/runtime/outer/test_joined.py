@@ -216,12 +216,13 @@ def test_outer_state_is_twice_the_weights_at_most():
 
 
 def test_a_not_finite_pseudo_gradient_is_left_out_and_its_job_brought_back():
-    settings = parse_outer("min=2,every=3,fragments=1,delay=0,compress=off")
+    settings, all_in = parse_outer("every=3,fragments=1,delay=0,compress=off"), threading.Barrier(2)
 
     def job(k, name, port):
         model, records = model_of(), []
         optimizer, joined = optimizer_of(model), joined_of(model, name, port, settings, records)
         joined.begin()
+        all_in.wait()
         for step in range(3):
             inner_step(model, optimizer, k, step)
             if name == "west" and step == 2:
@@ -239,7 +240,7 @@ def test_a_not_finite_pseudo_gradient_is_left_out_and_its_job_brought_back():
     with meeting_point() as server:
         alone = train(0, "east", server.port, settings_alone, 3)
     for weights, records in found.values():
-        assert torch.equal(weights, alone[-1])
+        assert torch.equal(weights, alone[-1])  # east's own steps are all that counts
         assert records[0].outcome.left_out == {"west": "its pseudo-gradient is not finite"}
 
 

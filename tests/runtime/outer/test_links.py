@@ -59,7 +59,8 @@ def together(*calls):
 def test_all_get_what_the_others_sent(ranks):
     data = [os.urandom(3_000_000) for _ in ranks]
     for number in (1, 2):  # the second time over the same connections
-        found = together(*(lambda k=k, n=number: swap(ranks[k], ranks[:k] + ranks[k + 1 :], data[k], n) for k in range(3)))
+        sends = (lambda k=k, n=number: swap(ranks[k], ranks[:k] + ranks[k + 1 :], data[k], n) for k in range(3))
+        found = together(*sends)
         for k, one in enumerate(found):
             assert one == {other.peer.job: data[j] for j, other in enumerate(ranks) if j != k}
 

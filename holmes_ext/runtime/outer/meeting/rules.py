@@ -254,7 +254,7 @@ class Meeting:
 
     def _verdict(self, known: Round, name: str) -> Reply | None:
         if known.outcome == "void":
-            return {"verdict": "void", "round": known.number, "why": known.why}
+            return {"verdict": "void", "round": known.number, "why": known.why, "left_out": known.left_out}
         if name in known.behind:
             return self._take(self.members[known.reference], [int(known.ready[name]["fragment"])])
         if known.attempt and name not in known.members:

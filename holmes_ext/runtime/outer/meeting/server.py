@@ -23,6 +23,8 @@ from holmes_ext.runtime.outer.meeting.wire import HANDSHAKE_S, WRONG_TOKEN, Line
 
 #: Seconds after which a question without an answer yet is told to be asked again.
 POLL_S = 1.0
+#: Lines of the log that `holmes join status` can show.
+_EVENTS = 100
 #: Connections at a time that have not shown the token yet.
 _STRANGERS = 64
 #: Seconds without a word on a line until it is closed: jobs ask, or pulse, far more often.
@@ -115,20 +117,19 @@ class Server:
                 reply = {"error": str(error)}
             except NotHere:
                 reply = {"verdict": "hello"}
-            except (KeyError, TypeError, ValueError):
-                reply = {
-                    "error": f"the meeting point cannot read this {question.get('op')}"
-                    " ({type(error).__name__}: {error})"
-                }
+            except (KeyError, TypeError, ValueError) as error:
+                why = f"{type(error).__name__}: {error}"
+                reply = {"error": f"the meeting point cannot read this {question.get('op')} ({why})"}
             line.send(reply)
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        deadline = time.monotonic() + POLL_S
+        deadline, first = time.monotonic() + POLL_S, True
         with self._changed:
             while True:
                 now = time.monotonic()
                 reply = self._reply(question, now)
-                self._after()
+                self._after(wake=first)  # what one reports may be what others wait for
+                first = False
                 if reply is not None:
                     return reply
                 if now >= deadline:
@@ -152,13 +153,16 @@ class Server:
             return {"verdict": "maps", "life": member.life, "maps": member.maps, "addresses": member.addresses}
         raise HolmesError(f"the meeting point does not know {op!r}; install the same holmes_ext everywhere")
 
-    def _after(self) -> None:
+    def _after(self, wake: bool = False) -> None:
         """Tell what was decided, and wake those who wait for it. Holds the lock."""
-        new, self._told = self._meeting.events[self._told :], len(self._meeting.events)
+        events = self._meeting.events
+        new = events[self._told :]
         for event in new:
             self._tell(event)
-        if new:
+        if new or wake:
             self._changed.notify_all()
+        del events[:-_EVENTS]
+        self._told = len(events)
 
     def _look(self) -> None:
         while self._open:
