@@ -16,7 +16,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "torch": ("groups", "telemetry"),
+    "torch": ("groups", "joined", "telemetry"),
     "deepspeed": (
         "p2p", "reduce", "two_level", "partition", "checkpoints", "profile", "telemetry",
     ),

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from holmes_ext.runtime.outer.enter import Place, join
+from holmes_ext.runtime.outer.enter import join
 from holmes_ext.runtime.outer.joined import Joined, Record
 from holmes_ext.runtime.outer.meeting.server import Server
+from holmes_ext.runtime.outer.place import Place
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.weights import Part, Tensor, Weights, row_of
 
@@ -34,12 +35,12 @@ def meeting_point(port: int = 0) -> Iterator[Server]:
         thread.join(5)
 
 
-def weights_of(model: torch.nn.Module, replicas: list[int] | None = None) -> Weights:
+def weights_of(model: torch.nn.Module) -> Weights:
     """All of a model's parameters."""
     named = [(name, p.data) for name, p in model.named_parameters()]
     tensors = [Tensor(name, tuple(value.shape), str(value.dtype)) for name, value in named]
     starts = row_of(tensors)
-    return Weights("all", tensors, [Part(starts[name], value.view(-1)) for name, value in named], replicas or [0])
+    return Weights("all", tensors, [Part(starts[name], value.view(-1)) for name, value in named])
 
 
 def joined_of(
@@ -56,7 +57,7 @@ def joined_of(
         place,
         TOKEN,
         settings,
-        weights_of(model, more.pop("replicas", None)),
+        lambda: weights_of(model),
         {},
         torch.device("cpu"),
         told=told,

@@ -37,6 +37,7 @@ class Feature:
                 or run from a source tree. Called once a target's module is imported, and instead of
                 the installed distribution's metadata. None: another framework's module of that name; the feature
                 is off without a warning.
+    binding     asked for, it must fit: where it does not, the job ends instead of training on without it.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Feature:
     option: str = ""
     idle: tuple[str, ...] = ()
     version_of: Callable[[], str | None] | None = None
+    binding: bool = False
 
     def __post_init__(self):
         Requirement(self.versions)  # InvalidRequirement is a ValueError

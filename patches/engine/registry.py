@@ -129,6 +129,8 @@ class Registry:
         """enable() for every feature that the options ask for and whose framework is installed; those in
         options.required_features must fit, installed or not."""
         required = set(options.required_features)
+        required |= {name for name, one in self._features.items() if one.feature.binding
+                     and one.feature.asked_for(options) and (one.feature.version_of or one.feature.installed())}
         self.enable(required, required=True)
         for name in sorted(required):
             if not (feature := self._features[name].feature).asked_for(options):
@@ -205,6 +207,7 @@ class Registry:
                 location.add(patch)
                 self._locations[patch.target] = progress.applied[patch] = location
         except _NotLoaded as other:
+            progress.required &= not progress.feature.binding
             self._switch_off(progress, str(other), level=logging.DEBUG)
         except Misfit as misfit:
             self._switch_off(progress, str(misfit))

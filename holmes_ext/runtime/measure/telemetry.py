@@ -90,6 +90,7 @@ class Recorder:
         clock: Callable[[], float] = time.monotonic,
     ):  # fmt: skip
         self.rank, self.sizes, self.on_step, self.clock = rank, sizes, on_step, clock
+        self.on_round: Callable[[dict[str, Any]], None] | None = None  # told of rounds with other jobs
         self.groups: dict[int, GroupTraffic] = {}
         self.open: dict[int, Op] = {}  # by id(op)
         self.by_work: dict[int, Op] = {}  # by id(work)
@@ -287,6 +288,12 @@ def reduction_done(times: Any) -> None:
             "buckets": times.buckets,
         }  # fmt: skip
         recorder.step_done("reducer")
+
+
+def outer_round(told: dict[str, Any]) -> None:
+    """Of a round with other jobs (runtime/outer)."""
+    if recorder is not None and recorder.on_round is not None:
+        recorder.on_round({"outer": told})
 
 
 def step_done(tokens: int = 0) -> None:

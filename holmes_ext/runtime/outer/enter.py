@@ -3,72 +3,31 @@ way to the meeting point."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.runtime.outer.cross.links import PeerLinks
 from holmes_ext.runtime.outer.cross.take import give
-from holmes_ext.runtime.outer.elements import fragment_cuts, owners
+from holmes_ext.runtime.outer.elements import Owned, fragment_cuts, owners
 from holmes_ext.runtime.outer.inside import Inside, Replicas
 from holmes_ext.runtime.outer.joined import Joined, Record
 from holmes_ext.runtime.outer.meeting.client import MeetingPoint
+from holmes_ext.runtime.outer.place import Place
 from holmes_ext.runtime.outer.rounds import Rounds
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.state import OuterState
 from holmes_ext.runtime.outer.weights import Weights
+from holmes_ext.words import some_of
 
-#: Where `holmes join serve` listens when nothing else is said.
-PORT = 29600
-
-
-@dataclass(frozen=True)
-class Place:
-    """NAME@HOST:PORT: this job's name in the run, and where the meeting point is."""
-
-    job: str
-    host: str
-    port: int
-
-
-def parse_place(text: str) -> Place:
-    """HolmesError when it is not NAME@HOST or NAME@HOST:PORT."""
-    job, at, where = text.partition("@")
-    host, colon, port = where.rpartition(":") if ":" in where else (where, "", str(PORT))
-    if (
-        not at
-        or not host
-        or not job
-        or not all(c.isalnum() or c in "-_." for c in job)
-        or not port.isdecimal()
-        or not 0 < int(port) < 65536
-    ):
-        raise HolmesError(f"--holmes-join: {text!r} is not NAME@HOST:PORT, such as east@10.0.0.1:{PORT}")
-    return Place(job, host, int(port))
-
-
-def token_from(environ: Mapping[str, str]) -> str:
-    """HOLMES_JOIN_TOKEN, or the content of the file that HOLMES_JOIN_TOKEN_FILE names; HolmesError when there is
-    neither."""
-    if token := environ.get("HOLMES_JOIN_TOKEN", "").strip():
-        return token
-    if path := environ.get("HOLMES_JOIN_TOKEN_FILE"):
-        try:
-            with open(path, encoding="utf-8") as file:
-                return file.read().strip()
-        except OSError as error:
-            raise HolmesError(f"HOLMES_JOIN_TOKEN_FILE: {path} cannot be read ({error.strerror})") from None
-    raise HolmesError(
-        "a joined job needs the run's token: set HOLMES_JOIN_TOKEN to the one that `holmes join serve` was"
-        " given or printed"
-    )
+PARALLEL = "jobs can join whose weights are replicated, or sharded, over whole data-parallel groups"
 
 
 def own_host(host: str, port: int) -> str:
@@ -88,7 +47,7 @@ def join(
     place: Place,
     token: str,
     settings: OuterSettings,
-    weights: Weights,
+    weights: Callable[[], Weights],
     agreed: Mapping[str, Any],
     device: torch.device,
     told: Callable[[Record], None] = lambda record: None,
@@ -96,44 +55,53 @@ def join(
     status: Callable[[], dict[str, Any]] = dict,
 ) -> Joined:
     """A Joined that has not begun: load outer state into it where there is some, then begin(). Collective over the
-    job's ranks.
+    job's ranks; what goes wrong on one of them is raised on all.
 
     agreed: what else must be the same in all jobs, in words (sizes); device: of the weights' fragments on their way;
-    status: for pulses. Makes a gloo group of all ranks, and where weights.replicas has several ranks a group of each
-    such set, with the default backend.
+    status: for pulses. Makes a gloo group of all ranks, and one with the default backend of each set of ranks that
+    hold the same parts.
     """
     many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     patience = timedelta(seconds=4 * settings.timeout + 300)
     inside = Inside(dist.new_group(backend="gloo", timeout=patience) if many else None)
-    row = {"position": weights.position, "digest": weights.digest, "total": weights.total}
-    everyone = inside.from_all({**row, "holdings": weights.holdings, "replicas": list(weights.replicas)})
+    here: Weights = inside.together(weights)
+    row = {"position": here.position, "digest": here.digest, "total": here.total, "holdings": here.holdings}
+    everyone = inside.from_all(row)
     maps = {}
     for position in dict.fromkeys(one["position"] for one in everyone):
         there = {rank: one for rank, one in enumerate(everyone) if one["position"] == position}
+        if len({one["digest"] for one in there.values()}) > 1:
+            raise HolmesError(f"the ranks of job {place.job} at {position} hold weights of different names or shapes;"
+                              f" {PARALLEL}")  # fmt: skip
         holdings = {rank: [(a, b) for a, b in one["holdings"]] for rank, one in there.items()}
         total = next(iter(there.values()))["total"]
         maps[position] = owners(total, fragment_cuts(total, settings.fragments), holdings)
-    owned = maps[weights.position]
-    group = _replica_group(everyone, inside.rank) if many else None
-    state = OuterState(settings, weights, owned, inside.rank)
-    host = own_host(place.host, place.port)
-    port = int(os.environ.get("HOLMES_JOIN_PORT", "0"))
+    owned = maps[here.position]
+    replicas, group = _replicas(everyone, inside.rank)
+    _check_shards(place.job, everyone, maps)
+    sums = inside.from_all(here.checksum() if len(replicas) > 1 else 0)
+    if any(sums[rank] != sums[inside.rank] for rank in replicas):
+        wrong = RemoteError if inside.rank else HolmesError
+        who = f"ranks {some_of(replicas)} of job {place.job}"
+        raise wrong(f"{who} should hold the same weights, but do not; {PARALLEL}")
+    state = OuterState(settings, here, owned, inside.rank)
     identity = inside.from_first(os.urandom(8).hex())
-    links = PeerLinks(
-        place.job,
-        identity,
-        inside.rank,
-        token,
-        host,
-        port and port + int(os.environ.get("LOCAL_RANK", "0")),
-        serve=lambda line, purpose: give(state, line),
-    )
+    port = int(os.environ.get("HOLMES_JOIN_PORT", "0"))
+
+    def listen() -> PeerLinks:
+        at = port and port + int(os.environ.get("LOCAL_RANK", "0"))
+        host = own_host(place.host, place.port)
+        return PeerLinks(place.job, identity, inside.rank, token, host, at, serve=lambda line, _: give(state, line))
+
+    links = inside.together(listen)
     addresses = inside.from_all(links.address)
+    names = inside.from_all(here.named())
     point = None
     if inside.rank == 0:
-        tensors = {one["position"]: one["digest"] for one in everyone}
+        first = {one["position"]: rank for rank, one in reversed(list(enumerate(everyone)))}
+        rows = {f"weights at {position}": names[rank] for position, rank in first.items()}
         fixed = {
-            "agreed": {"outer": settings.agreed(), "tensors": tensors, **agreed},
+            "agreed": {"outer": settings.agreed(), **rows, **agreed},
             "maps": {position: [[one.start, one.stop, one.rank] for one in owned] for position, owned in maps.items()},
             "addresses": addresses,
             "min": settings.min,
@@ -141,19 +109,31 @@ def join(
         }
         point = MeetingPoint(place.job, place.host, place.port, token, lambda: {**fixed, **rounds.hello()}, identity)
     rounds = Rounds(settings, state, owned, inside, links, point, place.job, token)
-    joined = Joined(
-        settings, weights, state, rounds, Replicas(weights, owned, inside.rank, group, device), told, written
-    )
+    joined = Joined(settings, here, state, rounds, Replicas(owned, replicas, group, device), told, written)
     if point is not None:
         point.pulse(lambda: {"round": rounds.number, "step": joined.steps, **status()})
     return joined
 
 
-def _replica_group(everyone: list[dict[str, Any]], rank: int) -> dist.ProcessGroup | None:
-    """The group of this rank's replicas; all ranks make all groups, in the same order."""
-    mine = None
-    for ranks in sorted({tuple(one["replicas"]) for one in everyone if len(one["replicas"]) > 1}):
-        group = dist.new_group(list(ranks))
+def _check_shards(job: str, everyone: list[dict[str, Any]], maps: Mapping[str, list[Owned]]) -> None:
+    """HolmesError where a rank holds elements that only ranks with other holdings exchange."""
+    for rank, one in enumerate(everyone):
+        alike = (one["position"], one["holdings"])
+        same = {other for other, its in enumerate(everyone) if (its["position"], its["holdings"]) == alike}
+        others = [part for part in maps[one["position"]] if part.rank not in same]
+        if any(part.start < b and a < part.stop for part in others for a, b in one["holdings"]):
+            raise HolmesError(f"rank {rank} of job {job} shares some of its weights, but not all, with other ranks;"
+                              f" {PARALLEL}")  # fmt: skip
+
+
+def _replicas(everyone: list[dict[str, Any]], rank: int) -> tuple[list[int], dist.ProcessGroup | None]:
+    """The ranks that hold what this one holds, and their group; all ranks make all groups, in the same order."""
+    sets: dict[str, list[int]] = {}
+    for one, its in enumerate(everyone):
+        sets.setdefault(json.dumps([its["position"], its["holdings"]]), []).append(one)
+    mine, group = [rank], None
+    for ranks in sets.values():
+        made = dist.new_group(ranks) if len(ranks) > 1 else None
         if rank in ranks:
-            mine = group
-    return mine
+            mine, group = ranks, made
+    return mine, group

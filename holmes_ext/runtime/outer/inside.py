@@ -8,15 +8,16 @@ used by the training thread alone, on the fast fabric.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.runtime.outer.elements import Owned, owned_ranges
 from holmes_ext.runtime.outer.state import Fragment
-from holmes_ext.runtime.outer.weights import Part, Weights
+from holmes_ext.runtime.outer.weights import Part
 
 _MASK = 2**64 - 1
 
@@ -69,6 +70,18 @@ class Inside:
         dist.all_gather(texts, text, group=self._control)
         return [json.loads(bytes(one.numpy())) for one in texts]
 
+    def together(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns, once no rank's has raised a HolmesError; else that of the first rank, on all."""
+        result, trouble = None, None
+        try:
+            result = call()
+        except HolmesError as error:
+            trouble = error
+        told = [one for one in self.from_all(None if trouble is None else str(trouble)) if one is not None]
+        if told:
+            raise trouble if trouble is not None and str(trouble) == told[0] else RemoteError(told[0])
+        return result
+
     def _reduced(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
         if self._control is not None:
             dist.all_reduce(tensor, operation, group=self._control)
@@ -76,17 +89,16 @@ class Inside:
 
 
 class Replicas:
-    """whole = gather(fragment, own): what this rank holds of a fragment, from the parts that its replicas exchange
-    each.
+    """whole = gather(fragment, own): what this rank holds of a fragment, from what its replicas exchange each.
 
-    owned: who of the position exchanges what; group: of weights.replicas, None where this rank alone holds its parts.
-    `device` is where the group's backend moves tensors.
+    owned: who of the position exchanges what; replicas: ranks that hold the same parts, this one among them, sorted;
+    group: theirs, None where this rank alone holds its parts. device: where the group's backend moves tensors.
     """
 
     def __init__(
-        self, weights: Weights, owned: Sequence[Owned], rank: int, group: dist.ProcessGroup | None, device: torch.device
+        self, owned: Sequence[Owned], replicas: Sequence[int], group: dist.ProcessGroup | None, device: torch.device
     ):
-        self._weights, self._owned, self._rank, self._group, self._device = weights, list(owned), rank, group, device
+        self._owned, self._replicas, self._group, self._device = list(owned), list(replicas), group, device
 
     def gather(self, fragment: Fragment, own: torch.Tensor) -> list[Part]:
         """own: values of the ranges that this rank exchanges (float32, host). Parts that cover all that it holds of
@@ -94,7 +106,7 @@ class Replicas:
         start, stop = fragment.start, fragment.stop
         if self._group is None:
             return _parts(fragment.ranges, own)
-        ranges = [owned_ranges(self._owned, rank, start, stop) for rank in self._weights.replicas]
+        ranges = [owned_ranges(self._owned, rank, start, stop) for rank in self._replicas]
         lengths = [sum(b - a for a, b in one) for one in ranges]
         sent = torch.zeros(max(lengths), dtype=torch.float32, device=self._device)
         sent[: own.numel()].copy_(own)

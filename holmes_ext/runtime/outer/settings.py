@@ -43,7 +43,7 @@ _DEFAULTS = {
     "co2": {"lr": 1.0, "momentum": 0.5},
 }
 #: Each job's own business; everything else must be the same in all jobs.
-OWN = ("min", "timeout")
+OWN = ("min", "timeout", "part")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class OuterSettings:
     weights (0 to 1) that a fragment keeps when the sum is applied. clip: bound on each element of CO2's outer
     momentum (0: none). limit: a pseudo-gradient so many times longer than usual is left out (0: never). trim: jobs
     left out at each end by aggregate=trimmed. min: jobs that a round needs. timeout: seconds that a late job, or a
-    silent link, is waited for. Raises HolmesError for what does not fit.
+    silent link, is waited for. part: "k/K", this job reads the k-th (from 0) of K parts
+    of the data. Raises HolmesError for what does not fit.
     """
 
     algorithm: str = "diloco"
@@ -71,6 +72,7 @@ class OuterSettings:
     limit: float = 10.0
     min: int = 1
     timeout: float = 60.0
+    part: str = "0/1"
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -105,6 +107,16 @@ class OuterSettings:
                 fits = False
             if not fits:
                 raise HolmesError(f"--holmes-outer: mix={self.mix!r} is neither keep nor a share from 0 to 1")
+
+        k, slash, parts = self.part.partition("/")
+        if not (slash and k.isdecimal() and parts.isdecimal() and int(k) < int(parts) <= 64):
+            raise HolmesError(f"--holmes-outer: part={self.part!r} is not k/K with k from 0 to K - 1, such as part=0/2")
+
+    @property
+    def data_part(self) -> tuple[int, int]:
+        """(k, K)."""
+        k, _, parts = self.part.partition("/")
+        return int(k), int(parts)
 
     def _nearest(self) -> str:
         down = self.every // self.fragments * self.fragments

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,6 +21,8 @@ from holmes_ext.runtime.outer.elements import Range
 #: Elements whose checksum is taken at a time.
 _CHUNK = 2**18
 _MASK = 2**64 - 1
+#: Tensors of a row that are named to the other jobs one by one.
+_NAMED = 2000
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,17 @@ class Part:
 
 class Weights:
     """position: where in the model-parallel grid, such as "pipeline 0, tensor 1"; tensors: its row in order; parts:
-    what this rank holds.
-
-    replicas: ranks of the job (global) that hold the same parts, this one among them, sorted; one alone where states
-    are sharded.
+    what this rank holds; moved: whether the framework has put other memory in their place.
     """
 
-    def __init__(self, position: str, tensors: Sequence[Tensor], parts: Iterable[Part], replicas: Sequence[int]):
-        self.position, self.tensors, self.replicas = position, tuple(tensors), tuple(replicas)
+    def __init__(
+        self,
+        position: str,
+        tensors: Sequence[Tensor],
+        parts: Iterable[Part],
+        moved: Callable[[], bool] = lambda: False,
+    ):
+        self.position, self.tensors, self.moved = position, tuple(tensors), moved
         self.parts = sorted(parts, key=lambda part: part.start)
         self.total = sum(tensor.numel for tensor in self.tensors)
         for before, after in zip(self.parts, self.parts[1:]):
@@ -83,6 +89,12 @@ class Weights:
         text = json.dumps([[tensor.name, tensor.shape, tensor.dtype] for tensor in self.tensors])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def named(self) -> Any:
+        """The row for people: {name: shape and type}, or a count and the digest where that would be long."""
+        if len(self.tensors) > _NAMED:
+            return f"{len(self.tensors)} tensors of {self.total} elements, digest {self.digest}"
+        return {tensor.name: f"{list(tensor.shape)} {tensor.dtype}" for tensor in self.tensors}
+
     def held(self, start: int, stop: int) -> list[Part]:
         """What this rank holds of [start, stop), as parts: views."""
         found = []
@@ -91,6 +103,12 @@ class Weights:
             if a < b:
                 found.append(Part(a, part.values[a - part.start : b - part.start]))
         return found
+
+    def checksum(self) -> int:
+        """Of all that this rank holds."""
+        sums = (checksum(one.to("cpu", torch.float32), part.start + k * _CHUNK, self.position)
+                for part in self.parts for k, one in enumerate(part.values.split(_CHUNK)))  # fmt: skip
+        return sum(sums) & _MASK
 
     def read(self, ranges: Sequence[Range], out: torch.Tensor) -> torch.Tensor:
         """The elements of `ranges`, one after the other, into `out` (float32, host)."""
