@@ -25,9 +25,10 @@ _EPILOG = """\
 Nothing is encrypted: between sites, use WireGuard or IPsec. See docs/joined.md.
 """
 COLUMNS = (
-    Column("job"), Column("state"), Column("ranks", right=True), Column("step", right=True), Column("round", right=True),
+    Column("job"), Column("state"), Column("ranks", right=True), Column("step", right=True),
+    Column("round", right=True),
     Column("counted", right=True), Column("missed", right=True), Column("lag, s", right=True),
-    Column("tokens/s", right=True, drop=2), Column("sends", right=True, drop=3), Column("drift", right=True, drop=4),
+    Column("steps/s", right=True, drop=2), Column("sends", right=True, drop=3), Column("drift", right=True, drop=4),
     Column("heard, s ago", right=True, drop=1),
 )  # fmt: skip
 
@@ -41,7 +42,8 @@ def add_parser(subparsers: Any) -> None:
     serve.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
     serve.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; 0: any, and say which")
     status = actions.add_parser("status", help="who is in, which round, how fast, how late")
-    status.add_argument("where", metavar="HOST:PORT", nargs="?", default=f"127.0.0.1:{PORT}", help="of the meeting point")
+    here = f"127.0.0.1:{PORT}"
+    status.add_argument("where", metavar="HOST:PORT", nargs="?", default=here, help="of the meeting point")
     status.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -56,7 +58,8 @@ def _serve(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 65536:
         raise HolmesError(f"holmes join serve: --port {args.port} is not a port from 0 to 65535")
     server = Server(args.host, args.port, token, _tell)
-    print(f"holmes: jobs meet at port {server.port} of this host" + ("" if given else f"; HOLMES_JOIN_TOKEN={token}"), flush=True)
+    secret = "" if given else f"; HOLMES_JOIN_TOKEN={token}"
+    print(f"holmes: jobs meet at port {server.port} of this host{secret}", flush=True)
     try:
         server.serve()
     except KeyboardInterrupt:
@@ -92,9 +95,9 @@ def _status(args: argparse.Namespace) -> int:
 
 def _row(job: dict[str, Any]) -> list[str]:
     """Of COLUMNS."""
-    rate, bits, drift = job.get("tokens_per_second"), job.get("bits_per_second"), job.get("drift")
+    rate, bits, drift = job.get("steps_per_second"), job.get("bits_per_second"), job.get("drift")
     return [
-        job["job"], job["state"], str(job["ranks"]), str(job.get("step") or 0), str(job.get("round") or 0), str(job["rounds"]),
-        str(job["missed"]), f"{job['lag_s']:.1f}", "" if rate is None else f"{rate:.0f}",
+        job["job"], job["state"], str(job["ranks"]), str(job.get("step") or 0), str(job.get("round") or 0),
+        str(job["rounds"]), str(job["missed"]), f"{job['lag_s']:.1f}", "" if rate is None else f"{rate:.2f}",
         "" if bits is None else format_rate(bits), "" if drift is None else f"{drift:.2f}", f"{job['heard_s']:.0f}",
     ]  # fmt: skip

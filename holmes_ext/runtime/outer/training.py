@@ -74,7 +74,7 @@ class _Job:
     joined: Joined | None = None
     saved: tuple[dict[str, Any], str] | None = None
     began: float = 0.0
-    tokens: float = 0.0
+    first_step: int = 0
 
 
 _job: _Job | None = None
@@ -125,7 +125,6 @@ def claim(owner: object, stack: Callable[[], Stack]) -> bool:
 def stepped(tokens: float = 1.0) -> None:
     """A real step of the inner optimizer is done, on all ranks. tokens: that this rank has read for it, or samples."""
     if _job is not None and _job.joined is not None:
-        _job.tokens += tokens
         _job.joined.after_step(tokens)
 
 
@@ -173,7 +172,7 @@ def _begin(job: _Job, stack: Stack) -> None:
     if job.saved is not None:
         joined.load_state_dict(*job.saved)
         job.saved = None
-    job.began = time.monotonic()
+    job.began, job.first_step = time.monotonic(), joined.steps
     begun = joined.begin()
     job.joined = joined
     _say(joined, f"job {job.place.job} is in the run: {begun}; {joined.state.host_bytes / 1e6:.1f} MB of outer state on"
@@ -184,7 +183,8 @@ def _status(job: _Job) -> dict[str, Any]:
     seconds = max(time.monotonic() - job.began, 1e-9)
     links = job.joined.rounds.links if job.joined is not None else None
     sent = 8 * links.sent / seconds if links is not None else 0.0
-    return {"tokens_per_second": job.tokens / seconds, "bits_per_second": sent, "drift": _last.get("drift")}
+    steps = job.joined.steps - job.first_step if job.joined is not None else 0
+    return {"steps_per_second": steps / seconds, "bits_per_second": sent, "drift": _last.get("drift")}
 
 
 _last: dict[str, Any] = {}

@@ -179,7 +179,7 @@ class Server:
 
 def status(meeting: Meeting, now: float) -> dict[str, Any]:
     """round: the last one that was opened; of each job its state, what it told in its last pulse (step,
-    tokens_per_second, bits_per_second, round), its lag (seconds after the first in its last round), rounds it was
+    steps_per_second, bits_per_second, round), its lag (seconds after the first in its last round), rounds it was
     counted in and missed."""
     jobs = [
         {
@@ -204,7 +204,7 @@ def status(meeting: Meeting, now: float) -> dict[str, Any]:
 
 
 #: Of a pulse.
-TOLD = ("round", "step", "tokens_per_second", "bits_per_second", "drift")
+TOLD = ("round", "step", "steps_per_second", "bits_per_second", "drift")
 
 
 def _listen(host: str, port: int) -> socket.socket:

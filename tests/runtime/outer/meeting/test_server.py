@@ -112,7 +112,7 @@ def test_a_job_that_ends_is_gone_at_once(monkeypatch):
     with serving() as (server, _):
         one = job("east", server.port)
         one.ask("enter", {}, soon())
-        one.pulse(lambda: {"step": 5, "round": 2, "tokens_per_second": 10.0, "bits_per_second": 8e6})
+        one.pulse(lambda: {"step": 5, "round": 2, "steps_per_second": 10.0, "bits_per_second": 8e6})
         until(lambda: ask_status("127.0.0.1", server.port, "secret")["jobs"][0]["step"] == 5)
         one.close("training is over")
         until(lambda: ask_status("127.0.0.1", server.port, "secret")["jobs"][0]["state"] == "gone")
