@@ -18,7 +18,7 @@ __all__ = [
 _MODULES = {
     "torch": ("groups", "joined", "telemetry"),
     "deepspeed": (
-        "p2p", "reduce", "two_level", "partition", "checkpoints", "profile", "telemetry",
+        "p2p", "reduce", "two_level", "partition", "checkpoints", "joined", "profile", "telemetry",
     ),
     "megatron": ("megatron_deepspeed", "core", "reduction", "gather", "p2p", "profile", "megatron_lm", "telemetry"),
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """The joined job of this process: what --holmes-join asks for, what a framework's patch tells, what a user is told.
 
     job.py                  request(options)      what was asked for; nothing happens yet
-    patches/*/joined.py     claim(stack)          before the first step: whose weights, whose steps
+    patches/*/joined.py     claim(owner, stack)          before the first step: whose weights, whose steps
                             stepped(tokens)       after each real step of the inner optimizer: a round may begin or end
                             state(), load()       with the framework's checkpoint
     job.py                  end()                 when the program ends
@@ -112,14 +112,20 @@ def part() -> tuple[int, int]:
     return _job.settings.data_part if _job is not None else (0, 1)
 
 
+def reserve(owner: object) -> None:
+    """A framework that has optimizers inside its own says so before they step."""
+    if _job is not None and _job.owner is None:
+        _job.owner = owner
+
+
 def claim(owner: object, stack: Callable[[], Stack]) -> bool:
     """Before a step of `owner`: whether its steps are the job's. The first one joins; collective then."""
-    if _job is None:
+    reserve(owner)
+    if _job is None or _job.owner is not owner:
         return False
-    if _job.owner is None:
-        _job.owner = owner
+    if _job.joined is None:
         _begin(_job, stack())
-    return _job.owner is owner
+    return True
 
 
 def stepped(tokens: float = 1.0) -> None:
