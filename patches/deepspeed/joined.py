@@ -187,7 +187,7 @@ def _written(engine: Any) -> None:
 def _save(wrapped, instance, args, kwargs):
     """DeepSpeedEngine.save_checkpoint."""
     result = wrapped(*args, **kwargs)
-    if (state := training.state()) is not None:
+    if (state := training.joined_state_dict()) is not None:
         import torch
 
         directory, tag = _place(*args, **kwargs)
@@ -208,7 +208,7 @@ def _load(wrapped, instance, args, kwargs):
     if os.path.exists(file):
         import torch
 
-        training.load(torch.load(file, map_location="cpu", weights_only=True), file)
+        training.load_joined_state_dict(torch.load(file, map_location="cpu", weights_only=True), file)
     elif instance.global_rank == 0:
         told = "holds no outer state: the job joins like a new one"
         print(f"holmes: {os.path.join(directory, tag)} {told}", file=sys.stderr, flush=True)

@@ -3,7 +3,7 @@
     job.py                  request(options)      what was asked for; nothing happens yet
     patches/*/joined.py     claim(owner, stack)          before the first step: whose weights, whose steps
                             stepped(tokens)       after each real step of the inner optimizer: a round may begin or end
-                            state(), load()       with the framework's checkpoint
+                            joined_state_dict()   with the framework's checkpoint
     job.py                  end()                 when the program ends
 
 Where a framework has an optimizer inside its own, the outermost claims: what claims later is not listened to.
@@ -134,13 +134,13 @@ def stepped(tokens: float = 1.0) -> None:
         _job.joined.after_step(tokens)
 
 
-def state() -> dict[str, Any] | None:
+def joined_state_dict() -> dict[str, Any] | None:
     """The outer state of this rank, for a checkpoint of all ranks at the same step; None where there is none."""
     return _job.joined.state_dict() if _job is not None and _job.joined is not None else None
 
 
-def load(saved: dict[str, Any], source: str) -> None:
-    """What state() gave, before the first step. HolmesError when the job has begun already."""
+def load_joined_state_dict(saved: dict[str, Any], source: str = "outer state") -> None:
+    """What joined_state_dict() gave, before the first step. HolmesError when the job has begun already."""
     if _job is None:
         return
     if _job.joined is not None:
