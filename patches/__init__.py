@@ -20,7 +20,9 @@ _MODULES = {
     "deepspeed": (
         "p2p", "reduce", "two_level", "partition", "checkpoints", "joined", "profile", "telemetry",
     ),
-    "megatron": ("megatron_deepspeed", "core", "reduction", "gather", "p2p", "joined", "profile", "megatron_lm", "telemetry"),
+    "megatron": (
+        "megatron_deepspeed", "core", "reduction", "gather", "p2p", "joined", "profile", "megatron_lm", "telemetry",
+    ),
 }  # fmt: skip
 
 

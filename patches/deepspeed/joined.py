@@ -57,8 +57,8 @@ def refusal(engine: Any, settings: OuterSettings) -> str | None:
         return "experts are not supported"
     if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
         return "offloaded optimizer states are not supported"
-    if engine.mics_shard_size() > 0 or engine.zero_hpz_partition_size() > 1:
-        return "MiCS and hpZ are not supported"
+    if engine.zero_hpz_partition_size() > 1:
+        return "hpZ (zero_hpz_partition_size) is not supported"
     if not hasattr(optimizer, "param_groups") or not _is_plain(optimizer) and kind not in _KINDS:
         return f"its optimizer {kind} is not supported"
     tied = bool(getattr(engine.module, "tied_comms", None))

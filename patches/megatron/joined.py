@@ -153,6 +153,7 @@ def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
 
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer:"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _COPY = "_copy_main_params_to_model_params"
 PATCHES = (
     Patch(JOINED, "megatron.core.optimizer:get_megatron_optimizer", "names and order of the weights", _remember,
@@ -161,7 +162,6 @@ PATCHES = (
       for name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")),
     Patch(JOINED, f"{_OPTIMIZER}MixedPrecisionOptimizer.step_with_ready_grads", "only in a real step", _mixed_step),
     Patch(JOINED, f"{_OPTIMIZER}Float16OptimizerWithFloat16Params.{_COPY}", "main weights are new here", _before_copy),
-    Patch(JOINED, f"megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.{_COPY}", "main weights are new here",
-          _before_copy),
+    Patch(JOINED, f"{_DISTRIBUTED}.{_COPY}", "main weights are new here", _before_copy),
     Patch(JOINED, f"{_OPTIMIZER}FP32Optimizer.step_with_ready_grads", "the weights are new here", _fp32_step),
 )  # fmt: skip
