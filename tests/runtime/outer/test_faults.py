@@ -114,7 +114,7 @@ def test_the_meeting_point_is_restarted():
 
 def test_without_a_meeting_point_training_goes_on():
     with meeting_point() as server:
-        east = Job("east", server.port, f"{SETTINGS},timeout=1")
+        east = Job("east", server.port)
         east.step(2)
     begin = time.monotonic()
     east.step(4)
