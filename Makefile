@@ -1,6 +1,8 @@
 # make demo   stock against holmes on two emulated clusters, from a fresh clone, with one command
 # make test   everything that is tested; make unit: what needs no emulated network
+# make stacks Hugging Face's Trainer, Accelerate and Lightning: installs them into .venv (300 MB) and runs their tests
 # make check  lint and types
+# make matrix the versions of the frameworks, each in an environment of its own (benchmarks/matrix.py)
 # make .venv  the environment that all use (Python 3.10 to 3.13; PYTHON=... chooses the interpreter)
 #
 # Where pip would take a torch with gigabytes of CUDA libraries: make demo TORCH_ARGS="--index-url <an index of CPU builds>"
@@ -11,7 +13,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-inp
 STAMP := .venv/installed
 TESTS := $(wildcard tests integration_tests)
 
-.PHONY: demo test unit check .venv tools clean
+.PHONY: demo test unit check matrix stacks .venv tools clean
 
 demo: tools .venv
 	$(BIN)/holmes demo
@@ -22,9 +24,17 @@ test: tools .venv
 unit: tools .venv
 	$(BIN)/python -m pytest --timeout=900 tests $(PYTEST_ARGS)
 
+stacks: tools .venv
+	@$(PIP) -c requirements/constraints.txt -r requirements/torch.txt -r requirements/stacks.txt $(TORCH_ARGS)
+	$(BIN)/python -m pytest --timeout=900 integration_tests/stacks $(PYTEST_ARGS)
+
 check: .venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Every version of the frameworks that holmes supports: an hour or more, not part of `make test`.
+matrix: tools .venv
+	$(BIN)/python benchmarks/matrix.py --json benchmarks/results/matrix.json
 
 .venv: $(STAMP)
 

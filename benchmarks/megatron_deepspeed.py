@@ -50,6 +50,20 @@ def byte_vocabulary(source: Path, folder: Path) -> tuple[Path, Path]:
     return vocabulary, merges
 
 
+def command_of(checkout: Checkout, micro_batches: int, ranks: int, steps: int) -> list[str]:
+    batch = micro_batches * ranks // 2
+    config = checkout.config(train_batch_size=batch, train_micro_batch_size_per_gpu=1)
+    return checkout.arguments(
+        steps, "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1", "--global-batch-size", str(batch),
+        "--make-vocab-size-divisible-by", "8", config=config, shape=MODEL,
+    )
+
+
+def prepared(source: Path, folder: Path) -> Checkout:
+    """A copy of the checkout `source` in `folder`, with its corpus in the vocabulary of bytes."""
+    return Checkout(source, folder, byte_vocabulary(source, folder))
+
+
 def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[Row]:
     file, micro_batches, flops, ratio, bound = SCENES[name]
     path = examples() / "clusters" / file
@@ -62,12 +76,7 @@ def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[R
         Variant("holmes, overlap off", spec, interleave(spec), (*flags, "--holmes-overlap", "off")),
         Variant("stock again", spec, interleave(spec)),
     ]
-    batch = micro_batches * len(variants[0].order) // 2
-    config = checkout.config(train_batch_size=batch, train_micro_batch_size_per_gpu=1)
-    command = checkout.arguments(
-        steps, "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1", "--global-batch-size", str(batch),
-        "--make-vocab-size-divisible-by", "8", config=config, shape=MODEL,
-    )
+    command = command_of(checkout, micro_batches, len(variants[0].order), steps)
     series = {variant.name: Series(variant.name) for variant in variants}
     with ExitStack() as stack:
         labs = {variant.spec.digest: variant.spec for variant in variants}
@@ -85,7 +94,8 @@ def measure(lab: Lab, variant: Variant, checkout: Checkout, command: list[str], 
     """One run; its step times, losses and bytes go into `series`."""
     before = lab.counters()
     result = lab.run(
-        [sys.executable, *command, *variant.flags], order=variant.order, env={**checkout.env, **variant.env},
+        [sys.executable, *command, *variant.flags], order=variant.order,
+        env={**checkout.env, **checkout.stand_ins(variant.flags), **variant.env},
         cwd=checkout.folder, preload=("torch", "deepspeed"), timeout=280,
         accelerator={"flops": flops, "classes": ["ParallelTransformerLayer"], "layout": "sbh"},
     )
@@ -131,7 +141,7 @@ def main() -> int:
              " (and pip install regex pybind11)")
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        checkout = Checkout(source, Path(folder), byte_vocabulary(source, Path(folder)))
+        checkout = prepared(source, Path(folder))
         rows = [row for name in wanted for row in scene(name, checkout, args.repetitions, args.steps)]
     return finish(rows, args.json,
                   "Megatron-DeepSpeed: stock, holmes and the all-RDMA bound (step times on the emulated accelerator)")

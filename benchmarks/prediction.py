@@ -218,9 +218,8 @@ def measure(scene: Scene) -> list[float]:
     if scene.way == "rdma":
         variant = replace(all_rdma(spec), name=scene.name)
     elif scene.way == "holmes":
-        variant = replace(
-            variant, flags=("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}")
-        )
+        flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}")
+        variant = replace(variant, flags=(*flags, "--holmes-inflight", "off"))  # benchmarks/edges.py predicts the rest
     elif scene.engine == "plain":
         variant = replace(variant, env={"GLOO_SOCKET_IFNAME": "eth0"})
     accelerator = (

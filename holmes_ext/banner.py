@@ -19,7 +19,8 @@ def show(current: Session, lines: list[str]) -> None:
 
 def describe(current: Session) -> str:
     """One line: clusters, order of the nodes, stages and layers, which groups use which NIC, what is patched or not."""
-    return "; ".join(filter(None, (_ranks(current), _networks(current), _reductions(current), _patches())))
+    parts = _ranks(current), _networks(current), _edges(current), _reductions(current), _patches()
+    return "; ".join(filter(None, parts))
 
 
 def _ranks(current: Session) -> str:
@@ -61,6 +62,15 @@ def _used(current: Session, carrier: str) -> str:
     return ", ".join(f"{', '.join(kind)} groups on {where}" for where, kind in kinds.items())
 
 
+def _edges(current: Session) -> str:
+    """Where a DeepSpeed pipeline keeps more micro-batches in flight than 1F1B, which costs their activations."""
+    own = range(current.plan.sizes.pipeline, 0, -1) if current.plan.sizes is not None else ()
+    held = current.plan.traffic_of(SOCKETS).in_flight
+    if "deepspeed-edges" not in registry().summary()[0] or all(one <= other for one, other in zip(held, own)):
+        return ""
+    return f"{'+'.join(map(str, held))} micro-batches in flight, that edges are not waited for"
+
+
 def _reductions(current: Session) -> str:
     """Of whose model the plan thinks when it overlaps reductions, where nobody told it one."""
     plan = current.plan
@@ -72,4 +82,6 @@ def _patches() -> str:
     """Features that are on, and those that are off though their framework is there."""
     on, off = registry().summary()
     text = f"patched: {', '.join(on) or 'nothing'}"
+    if untried := registry().untried():
+        text += f"; tried at your own risk: {', '.join(untried)}"
     return text + (f"; not patched: {', '.join(f'{name} ({reason})' for name, reason in off.items())}" if off else "")

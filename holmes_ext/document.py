@@ -55,10 +55,11 @@ class Table:
         near = nearest(key, set(self.values) - self.read)
         return HolmesError(f"{self.at(key)} is missing" + (f"; is {near!r} a misspelling of it?" if near else ""))
 
-    def version(self, known: int) -> None:
-        """Refuse another version of the document than `known`."""
-        if (version := self.take("version", int)) != known:
-            raise HolmesError(f"{self.at('version')} is {version}; this holmes_ext reads version {known}")
+    def version(self, *known: int) -> None:
+        """Refuse other versions of the document than `known`."""
+        if (version := self.take("version", int)) not in known:
+            these = f"version{'s' * (len(known) > 1)} {' and '.join(map(str, known))}"
+            raise HolmesError(f"{self.at('version')} is {version}; this holmes_ext reads {these}")
 
     def take(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
         """The value of `key`, of type `kind` (float takes whole numbers too, and is finite)."""

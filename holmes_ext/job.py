@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -13,7 +14,7 @@ from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options, options_from, parse_flags
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.megatron import arguments, core
-from holmes_ext.patches.torch import joined
+from holmes_ext.patches.torch import fsdp, joined
 from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.outer import training
@@ -24,7 +25,8 @@ from holmes_ext.runtime.watch import failure, start_stop
 #: Environment variables before activation, to be put back by disable().
 _before: dict[str, str | None] = {}
 _TOUCHED = (
-    *launcher.RANK_VARIABLES, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    *launcher.RANK_VARIABLES, *launcher.NODE_VARIABLES, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+    "MASTER_PORT",
     "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_NET",
 )  # fmt: skip
 
@@ -142,4 +144,6 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
     except BaseException:
         registry.undo()
         raise
+    if options.fsdp == "hybrid":
+        atexit.register(fsdp.tell_unused, current)
     banner.show(current, lines + start_stop.start(current))

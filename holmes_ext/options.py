@@ -32,6 +32,9 @@ class Options:
     require: str = _option(
         "", "feature,...: these must be usable (see `holmes patches`), or the job ends; others are left off with a"
         " reason")
+    try_: str = _option(
+        "", "feature,...: use these under a version that was not tried, at your own risk, if all that they patch is"
+        " there")
     overlap: str = _option(
         "auto", "auto (default): DeepSpeed's pipeline engine and megatron-core reduce gradients while the last backward"
         " pass runs, on the stages whose reduction would be waited for, where no checkpoint depends on it; on: on every"
@@ -39,9 +42,15 @@ class Options:
         " off: as the framework does it", ("auto", "on", "off"))
     bucket: str = _option(
         "", "megabytes of gradients that travel together (default: from the fabric's latency and rate)")
+    inflight: str = _option(
+        "auto", "auto (default): DeepSpeed's pipeline stages start as many forward passes before their first backward"
+        " as hide the edges between them; N: so many more than 1F1B; off: the engine's own schedule, sends that block")
     compress: str = _option(
         "off", "off (default), bf16, or int8 (with error feedback): gradients on the slow network only, where they are"
         " reduced in two levels", ("off", "bf16", "int8"))
+    fsdp: str = _option(
+        "stock", "stock (default): FSDP shards over the ranks that the program says; hybrid: inside each cluster, and"
+        " gradients are summed across (more memory, told beforehand)", ("stock", "hybrid"))
     partition: str = _option(
         "uniform", "uniform (the framework decides), speed (the Holmes paper's formula), balanced (least predicted"
         " step), or layers of each stage: 5,3")
@@ -86,6 +95,8 @@ class Options:
             "partition": self.partition not in PARTITIONS and not self.stage_layers
             and f"is not one of {', '.join(PARTITIONS)}, nor layers of each stage such as 5,3",
             "timeout": not 0 < timeout < 1e6 and "is not a number of seconds above 0",
+            "inflight": self.inflight not in ("auto", "off") and not self.inflight[:4].isdecimal()
+            and "is none of auto, off and a number of micro-batches",
             "patience": not 0 <= patience < 1e6 and "is not a number of seconds (0: no limit)",
             "bucket": not 0.001 <= bucket <= 10_000 and "is not a number of megabytes from 0.001 to 10000",
             "watchdog": self.watchdog != "off" and not self.watchdog_limits
@@ -165,7 +176,16 @@ def _decimal(text: str) -> float:
 
 
 def flag(name: str) -> str:
-    return f"{PREFIX}-{name}"
+    """Of an option; an underscore at the end only keeps its name from being a word of Python."""
+    return f"{PREFIX}-{name.rstrip('_')}"
+
+
+def variable(name: str) -> str:
+    """Its twin in the environment."""
+    return f"HOLMES_{name.rstrip('_').upper()}"
+
+
+_BY_FLAG = {flag(name): name for name in NAMES}
 
 
 def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, list[str]]:
@@ -174,7 +194,7 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
     Both "--holmes-plan FILE" and "--holmes-plan=FILE" are read; what stands after a lone "--" is the script's.
     HolmesError for an unknown flag (with the near miss), one without its value, or one that stands twice.
     """
-    values = {name: environ[f"HOLMES_{name.upper()}"] for name in NAMES if environ.get(f"HOLMES_{name.upper()}")}
+    values = {name: environ[variable(name)] for name in NAMES if environ.get(variable(name))}
     seen: set[str] = set()
     rest: list[str] = []
     items = iter(argv)
@@ -193,9 +213,10 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
             if equals:
                 raise HolmesError(f"{PREFIX} takes no value, so {item!r} cannot be read; write {PREFIX} alone")
             continue
-        key = name.removeprefix(f"{PREFIX}-")
-        if key not in NAMES:
-            raise HolmesError(f"{name} is not a flag of holmes; {did_you_mean(key, NAMES, flag)}")
+        key = _BY_FLAG.get(name, "")
+        if not key:
+            near = did_you_mean(name.removeprefix(f"{PREFIX}-"), NAMES, flag)
+            raise HolmesError(f"{name} is not a flag of holmes; {near}")
         if not equals:
             value = next(items, "--")
             if value.startswith("--"):

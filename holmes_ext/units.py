@@ -45,6 +45,12 @@ def format_bytes(count: float, digits: int = 3) -> str:
     return _with_prefix(count, "B", digits)
 
 
+def format_seconds(seconds: float, digits: int = 3) -> str:
+    """ "20 ms" from 0.02, to `digits` significant digits."""
+    unit = next((unit for unit in ("s", "ms", "us") if seconds >= _SCALE[unit]), "us" if seconds else "s")
+    return f"{seconds / _SCALE[unit]:.{digits}g} {unit}"
+
+
 def _with_prefix(value: float, unit: str, digits: int) -> str:
     prefix = next((prefix for prefix in "TGMk" if value >= _SCALE[prefix]), "")
     return f"{value / _SCALE[prefix]:.{digits}g} {prefix}{unit}"

@@ -16,12 +16,13 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "torch": ("groups", "joined", "telemetry"),
+    "torch": ("groups", "ddp", "fsdp", "joined", "telemetry"),
     "deepspeed": (
-        "p2p", "reduce", "two_level", "partition", "checkpoints", "joined", "profile", "telemetry",
+        "p2p", "edges", "reduce", "two_level", "partition", "checkpoints", "joined", "profile", "telemetry",
     ),
     "megatron": (
-        "megatron_deepspeed", "core", "reduction", "gather", "p2p", "joined", "profile", "megatron_lm", "telemetry",
+        "megatron_deepspeed", "unused", "core", "reduction", "gather", "p2p", "joined", "profile", "megatron_lm",
+        "telemetry",
     ),
 }  # fmt: skip
 

@@ -15,7 +15,13 @@ from holmes_ext.plan.search.result import Candidate
 _DEEPSPEED: dict[str, tuple] = {
     "virtual": (1,), "context": (1,), "expert": (1,), "reduction": ("flat",), "recompute": ("none", "full"),
 }  # fmt: skip
-LIMITS = {"megatron-lm": {"zero": (0, 1)}, "deepspeed": _DEEPSPEED, "megatron-deepspeed": _DEEPSPEED}
+_DATA_ONLY: dict[str, tuple] = {
+    **dict.fromkeys(("pipeline", "tensor", "context", "expert", "virtual"), (1,)), "recompute": ("none", "full"),
+}  # fmt: skip
+LIMITS = {
+    "megatron-lm": {"zero": (0, 1)}, "deepspeed": _DEEPSPEED, "megatron-deepspeed": _DEEPSPEED,
+    "ddp": {**_DATA_ONLY, "zero": (0,)}, "fsdp2": {**_DATA_ONLY, "zero": (3,)},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ def launches(
         "megatron-lm": Launch((*lm_flags, *holmes), lacks=tuple(lm_lacks)),
         "deepspeed": Launch(tuple(ds_flags), {**config, **own}, lacks),
         "megatron-deepspeed": Launch(tuple(both), config, lacks),
+        **{name: Launch(tuple(holmes), lacks=_data_only_lacks(candidate, name)) for name in ("ddp", "fsdp2")},
     }
 
 
@@ -117,6 +124,15 @@ def _deepspeed_lacks(candidate: Candidate) -> tuple[str, ...]:
     if candidate.arrangement.order == PIPELINES_FIRST:
         lacks.append("pipelines one after the other (limit clusters=pipeline)")
     return tuple(lacks)
+
+
+def _data_only_lacks(candidate: Candidate, name: str) -> tuple[str, ...]:
+    """What DistributedDataParallel ("ddp": Hugging Face's Trainer, Lightning) or "fsdp2" cannot do of the plan."""
+    shape, limits = candidate.shape, LIMITS[name]
+    return tuple(
+        f"{axis} {value} (limit {axis}={','.join(map(str, limits[axis]))})"
+        for axis in limits if (value := getattr(shape, axis)) not in limits[axis]
+    )  # fmt: skip
 
 
 def _megatron_deepspeed(candidate: Candidate, model: Model, global_batch: int) -> list[str]:

@@ -16,6 +16,7 @@ def step(rank, number, offset, exposed, traced=False):
         ["data", "ethernet", "across", 1, 2_000_000, 2_000_000, 0.5 - late, exposed],
         ["pipeline", "ethernet", "across", 1, 1000, 1000 * (rank == 0), 0.1, 0.1],
     ]
+    line["between"] = [["a", "b", 2_001_000, exposed]] if rank == 0 else [["b", "a", 2_000_000, exposed]]
     if traced:
         line["spans"] = [["forward", begin, begin + 0.2], ["backward", begin + 0.2, begin + 0.4]]
         line["ops"] = [

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from holmes_ext.cli.main import COMMANDS
-from holmes_ext.options import NAMES
+from holmes_ext.options import NAMES, flag
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("docs", "benchmarks", "examples", "integration_tests")
@@ -48,5 +48,5 @@ def test_every_page_is_linked_from_the_readme():
 
 def test_every_flag_and_every_command_is_listed():
     text = (ROOT / "docs" / "flags.md").read_text()
-    assert not [name for name in NAMES if f"| `--holmes-{name}" not in text]
+    assert not [name for name in NAMES if f"| `{flag(name)}" not in text]
     assert not [name for name in COMMANDS if f"| `holmes {name}" not in text]

@@ -100,7 +100,7 @@ def deepspeed_config(args) -> dict:
         "optimizer": {
             "type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.0, "torch_adam": True}},
         "gradient_clipping": 0.0,
-        "steps_per_print": None,  # the progress bar shows the loss
+        "steps_per_print": 10**9,  # the progress bar shows the loss (None is for DeepSpeed 0.16 and newer)
     }
     if args.zero:  # the default buckets are 5e8 elements, allocated whatever the model's size
         config["zero_optimization"] = {"stage": 1, "reduce_bucket_size": 5_000_000, "allgather_bucket_size": 5_000_000}

@@ -6,6 +6,7 @@ Here a weight's values come from its name in a checkpoint, its layer and the see
 
 import hashlib
 import importlib.util
+import inspect
 import re
 
 import torch
@@ -40,7 +41,7 @@ def transformer_config(args) -> TransformerConfig:
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",
         add_bias_linear=not args.experts,
-        pipeline_model_parallel_layout=args.layout,
+        **({"pipeline_model_parallel_layout": args.layout} if args.layout else {}),  # megatron-core 0.13 and newer
         recompute_granularity="full" if whole else args.recompute,
         recompute_method=args.recompute if whole else None,
         recompute_num_layers=args.recompute_layers if whole else None,
@@ -68,7 +69,10 @@ def build_chunk(config: TransformerConfig, args, vp_stage: int | None) -> GPTMod
     make = (gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec if HAVE_TE
             else gpt_layer_specs.get_gpt_layer_local_spec)
     spec = make(num_experts=args.experts or None, moe_grouped_gemm=False)
-    where = {"ignore_virtual": False, "vp_stage": vp_stage}
+    # From 0.13 on the chunk is named; before, megatron-core asks which one is being built.
+    parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
+    chunk = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(GPTModel.__init__).parameters else {}
+    where = {"ignore_virtual": False, **chunk}
     model = GPTModel(
         config,
         spec,
@@ -77,7 +81,7 @@ def build_chunk(config: TransformerConfig, args, vp_stage: int | None) -> GPTMod
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=args.tied,
-        vp_stage=vp_stage,
+        **chunk,
     )
     initialize(model, args.seed, args.layers)
     return model

@@ -79,11 +79,12 @@ def build(args):
         from megatron.core.transformer.module import Float16Module
 
         modules = [Float16Module(config, module) for module in modules]
+    gathers = args.overlap and args.distributed_optimizer
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=args.overlap,
         bucket_size=args.bucket_size,
-        overlap_param_gather=args.overlap and args.distributed_optimizer,
+        overlap_param_gather=gathers,
         use_distributed_optimizer=args.distributed_optimizer,
         num_distributed_optimizer_instances=args.instances,
     )
@@ -99,7 +100,7 @@ def build(args):
             bf16=args.dtype == "bf16",
             params_dtype=config.params_dtype,
             use_distributed_optimizer=args.distributed_optimizer,
-            overlap_param_gather=args.overlap and args.distributed_optimizer,
+            **({"overlap_param_gather": True} if gathers and hasattr(OptimizerConfig, "overlap_param_gather") else {}),
         ),
         models,
     )

@@ -100,7 +100,7 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # frameworks print when imported
         findings += frameworks.check_patches(frameworks.fit_of(patch, args.check) for patch in all_patches())
         findings += frameworks.check_replaced(all_patches()) if args.check else []
-    findings += frameworks.check_others()
+    findings += [*frameworks.check_stock_versions(), *frameworks.check_others()]
     findings += check_command(words, spec, os.environ) if words else []
     versions = {"Python": platform.python_version(), "holmes_ext": __version__, **installed_versions()}
     node = NodeReport(node_name(os.environ), node_identity(), "", nics)

@@ -15,9 +15,9 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import state
 from holmes_ext.lab.lab import Lab
-from holmes_ext.lab.measure import LinkRow, measure
+from holmes_ext.lab.measure import CrossingRow, LinkRow, measure
 from holmes_ext.lab.process.ranks import interleave
-from holmes_ext.units import format_rate
+from holmes_ext.units import format_rate, format_seconds
 
 QUIET_TAIL = 20  # lines that --quiet shows of a rank that failed
 
@@ -35,6 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     start.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable in every process")
     start.add_argument("--preload", metavar="M,N", help="import these modules once and fork every rank (python)")
     start.add_argument("--accelerator", metavar="JSON", help='emulate a GPU: {"flops": 5e9, "classes": ["Block"]}')
+    start.add_argument("--sysctl", action="append", default=[], metavar="K=V", help="set in every node's network")
     start.add_argument("--realtime", action="store_true", help="run the ranks under SCHED_RR where permitted")
     start.add_argument("--logs", type=Path, metavar="DIR", help="write each rank's output to DIR/rankN.log")
     start.add_argument("--timeout", type=float, metavar="SECONDS", help="end the job after this time (status 124)")
@@ -68,7 +69,8 @@ def _run(args: argparse.Namespace) -> int:
     env = dict(_key_value(text) for text in args.env)
     order = interleave(spec) if args.interleave else args.order.split(",") if args.order else None
     preload = args.preload.split(",") if args.preload else ()
-    with Lab(spec, args.scale, realtime=args.realtime) as lab:
+    sysctl = dict(_key_value(text, "--sysctl") for text in args.sysctl)
+    with Lab(spec, args.scale, realtime=args.realtime, sysctl=sysctl) as lab:
         printer = _Printer(args.quiet, _labels(lab, spec, order, args.processes))
         result = lab.run(command, order=order, processes=args.processes, env=env, preload=preload, logs=args.logs,
                          accelerator=_configuration(args.accelerator), timeout=args.timeout, on_line=printer)
@@ -107,10 +109,10 @@ class _Printer:
         print(f"holmes lab: rank {rank} ({self.labels[rank]}) failed first, with status {status}", file=sys.stderr)
 
 
-def _key_value(text: str) -> tuple[str, str]:
+def _key_value(text: str, flag: str = "--env") -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise HolmesError(f"--env: {text!r} is not K=V")
+        raise HolmesError(f"{flag}: {text!r} is not K=V")
     return name, value
 
 
@@ -122,16 +124,27 @@ def _configuration(text: str | None) -> dict[str, Any] | None:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    rows = measure(load_spec(args.cluster), args.scale)
+    rows, crossings = measure(load_spec(args.cluster), args.scale)
     if args.json:
-        lines = [dataclasses.asdict(row) for row in rows]
-        print(json.dumps({"cluster": args.cluster, "scale": args.scale, "rows": lines}))
+        lines, between = ([dataclasses.asdict(row) for row in each] for each in (rows, crossings))
+        print(json.dumps({"cluster": args.cluster, "scale": args.scale, "rows": lines, "between": between}))
     else:
         columns = [Column(name, right=name not in ("link", "nodes", ""))
                    for name in ("link", "nodes", "message", "configured", "achieved", "ratio", "")]
         title = f"{args.cluster}, scale {args.scale:g}: achieved against configured bandwidth"
         Screen().table(columns, [_cells(row) for row in rows], title)
-    return 0 if all(row.within for row in rows if row.counts) else 1
+        if crossings:
+            columns = [Column(name, right=name in ("configured", "achieved"))
+                       for name in ("between", "what", "configured", "achieved", "")]
+            Screen().table(columns, [_crossing_cells(row) for row in crossings], "between the clusters")
+    good = all(row.within for row in rows if row.counts) and all(row.within for row in crossings)
+    return 0 if good else 1
+
+
+def _crossing_cells(row: CrossingRow) -> list[str]:
+    show = format_seconds if row.what == "round trip" else format_rate
+    verdict = "ok" if row.within else "off by more than 1 ms and 5 %" if show is format_seconds else "off by > 10 %"
+    return ["-".join(row.clusters), row.what, show(row.configured), show(row.achieved), verdict]
 
 
 def _cells(row: LinkRow) -> list[str]:

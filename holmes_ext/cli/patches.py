@@ -45,5 +45,6 @@ def run(args: argparse.Namespace) -> int:
 def _document(fit: Fit) -> dict[str, Any]:
     patch, feature = fit.patch, fit.patch.feature
     return {"feature": feature.name, "asked_by": feature.asked_by, "target": patch.target, "versions": feature.versions,
-            "tried": list(feature.tried), "installed": fit.installed, "state": fit.state,
+            "tried": list(feature.tried),
+            "read": list(feature.read), "only": patch.only, "installed": fit.installed, "state": fit.state,
             "parameters": list(patch.parameters), "purpose": patch.reason, "reason": fit.reason}

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from holmes_ext.cli.show import explain, search
+from holmes_ext.cli.show.matrix import show_wan
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
@@ -106,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         elif plan.sizes is not None:
             step = step_seconds(measured, plan.nodes, plan.sizes, workload)
         _show(measured, plan, step, nominal=workload is None and known is None)
+        show_wan(measured, spec.notes)
         if costs and args.explain:
             explain.show(costs, found)
         for path in filter(None, (args.picture, args.output)):

@@ -16,12 +16,15 @@ from holmes_ext.report import pictures
 from holmes_ext.report.figures import Summary, summarize
 from holmes_ext.report.files import Run, load
 from holmes_ext.report.trace import chosen_step, pictured, trace
-from holmes_ext.units import format_rate
+from holmes_ext.units import format_rate, format_seconds
 
 GROUPS = (
     Column("groups"), Column("where"), Column("ranks", right=True, drop=3), Column("operations", right=True, drop=4),
     Column("MB sent", right=True), Column("under way, s", right=True, drop=1), Column("exposed, s", right=True),
     Column("of the step", right=True, drop=2), Column("achieved", right=True), Column("of", right=True))
+PAIRS = (
+    Column("from"), Column("to"), Column("MB", right=True), Column("exposed, s", right=True),
+    Column("achieved", right=True), Column("of", right=True), Column("round trip", right=True))
 RANKS = (Column("rank"), Column("node"), Column("cluster"),
          *(Column(name, right=True) for name in ("step, s", "exposed, s", "its own, s")))
 #: Ranks that are listed.
@@ -62,9 +65,10 @@ def run(args: argparse.Namespace) -> int:
     for note in job.notes:
         screen.line(f"note: {note}")
     screen.line(_headline(summary))
-    for columns, rows in ((GROUPS, _cells(summary)), (RANKS, _rank_cells(summary))):
-        screen.line()
-        screen.table(columns, rows)
+    for columns, rows in ((GROUPS, _cells(summary)), (PAIRS, _pair_cells(summary)), (RANKS, _rank_cells(summary))):
+        if rows:
+            screen.line()
+            screen.table(columns, rows)
     screen.line("\n" + _verdict(summary))
     for option, name in (("trace", args.trace), ("picture", args.html)):
         if name:
@@ -93,6 +97,17 @@ def _cells(summary: Summary) -> list[list[str]]:
     return rows
 
 
+def _pair_cells(summary: Summary) -> list[list[str]]:
+    """One row for each way from a cluster to another."""
+    return [
+        [row.one, row.two, f"{row.sent / 1e6:.3f}", f"{row.exposed_s:.4f}",
+         format_rate(row.achieved_bps) if row.achieved_bps else "-",
+         format_rate(row.configured_bps) if 0 < row.configured_bps < 1e18 else "NICs",
+         format_seconds(row.round_trip_s) if row.round_trip_s else "-"]
+        for row in summary.pairs
+    ]
+
+
 def _rank_cells(summary: Summary) -> list[list[str]]:
     """The ranks with the most work of their own first."""
     ordered = sorted(summary.ranks, key=lambda one: (-one.own_s, one.rank))[:LISTED]
@@ -119,5 +134,6 @@ def _document(job: Run, summary: Summary, step: int) -> str:
         "holmes report", f"<h1>{html.escape(_headline(summary))}</h1>",
         *(f"<p>note: {html.escape(note)}</p>" for note in job.notes),
         table([column.name for column in GROUPS], _cells(summary)),
+        *([table([column.name for column in PAIRS], _pair_cells(summary))] if summary.pairs else []),
         table([column.name for column in RANKS], _rank_cells(summary)), f"<p>{html.escape(_verdict(summary))}</p>",
         pictures.inline(pictures.png(figure), "timeline of one step"))

@@ -1,4 +1,5 @@
-"""[link.FABRIC] of cluster.toml: what `holmes probe` measured, and writing it there without touching the rest.
+"""[link.FABRIC] and [[measured]] of cluster.toml: what `holmes probe` measured, and writing it there without touching
+the rest.
 
     [link.ethernet]
     send = [[1024, 0.00021], [65536, 0.0024]]   # bytes of a message, seconds from node to node
@@ -6,21 +7,29 @@
 
 Both optional, at least two sizes each, both numbers growing. Left out: rate and latency say what a message takes
 (plan/cost/links.py).
+
+    [[measured]]                   # a pair of clusters: in predictions it takes the place of their [[between]]
+    clusters = ["a", "b"]
+    rate = "9.4Gb/s"               # of several nodes at once, each way
+    stream = "1.2Gb/s"             # of one stream; optional
+    latency = "20.3ms"             # half a round trip, node to node
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from holmes_ext.cluster.wan import Between, cluster_pair, latency_of
 from holmes_ext.document import Table, parse_toml, read_text, write_whole
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import why
 
 Points = tuple[tuple[float, float], ...]
 _HEADER = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?")
+_OURS = ("link", "measured")
 NOTE = "# measured by `holmes probe`; it replaces these tables, and only these"
 
 
@@ -30,6 +39,27 @@ class MeasuredLink:
 
     send: Points = ()
     ring: Points = ()
+
+
+@dataclass(frozen=True)
+class MeasuredPair(Between):
+    """One `[[measured]]`. rate_bps: bits/s of several nodes at once; stream_bps: of one stream, 0 where not measured;
+    latency_s: seconds one way."""
+
+    stream_bps: int = 0
+
+
+def parse_pairs(top: Table, clusters: Sequence[str]) -> tuple[MeasuredPair, ...]:
+    """The `[[measured]]` tables; HolmesError names the key."""
+    found: dict[frozenset[str], MeasuredPair] = {}
+    for table in top.tables("measured"):
+        names = cluster_pair(table, clusters)
+        table.take("latency", str)
+        pair = MeasuredPair(names, table.rate("rate"), latency_of(table, 0.0), table.rate("stream", required=False))
+        table.done()
+        if found.setdefault(frozenset(names), pair) is not pair:
+            raise HolmesError(f"{table.at('clusters')}: the pair {' and '.join(names)} stands twice; probe again")
+    return tuple(found.values())
 
 
 def parse_links(table: Table, fabrics: set[str]) -> dict[str, MeasuredLink]:
@@ -61,7 +91,7 @@ def _points(table: Table, key: str) -> Points:
     return tuple(points)
 
 
-def render(links: Mapping[str, MeasuredLink]) -> str:
+def render(links: Mapping[str, MeasuredLink], pairs: Sequence[MeasuredPair] = ()) -> str:
     """As TOML."""
     parts = [NOTE]
     for name, link in links.items():
@@ -71,34 +101,41 @@ def render(links: Mapping[str, MeasuredLink]) -> str:
             if points := getattr(link, key):
                 listed = ", ".join(f"[{size:.0f}, {seconds:.4g}]" for size, seconds in points)
                 parts.append(f"{key} = [{listed}]")
+    for pair in pairs:
+        one, two = pair.clusters
+        parts += ["[[measured]]", f'clusters = ["{one}", "{two}"]', f'rate = "{pair.rate_bps / 1e6:.6g}Mb/s"']
+        parts += [f'stream = "{pair.stream_bps / 1e6:.6g}Mb/s"'] if pair.stream_bps else []
+        parts.append(f'latency = "{pair.latency_s * 1e3:.4g}ms"')
     return "\n".join(parts) + "\n"
 
 
-def merge(text: str, links: Mapping[str, MeasuredLink], source: str) -> str:
-    """`text` of a cluster.toml with its [link] tables replaced; the rest stays byte for byte. HolmesError when that
-    cannot be done."""
+def merge(text: str, links: Mapping[str, MeasuredLink], source: str, pairs: Sequence[MeasuredPair] = ()) -> str:
+    """`text` of a cluster.toml with its [link] and [[measured]] tables replaced; the rest stays byte for byte.
+    HolmesError when that cannot be done."""
     before = parse_toml(text, source).values
     kept, dropping = [], False
     for line in text.splitlines(keepends=True):
         if header := _HEADER.fullmatch(line.rstrip("\r\n")):
-            dropping = re.split(r"[.\s]", header[1])[0].strip("\"'") == "link"
+            dropping = re.split(r"[.\s]", header[1])[0].strip("\"'") in _OURS
         if not dropping and line.strip() != NOTE:
             kept.append(line)
-    merged = "".join(kept).rstrip("\r\n") + "\n\n" + render(links)
+    merged = "".join(kept).rstrip("\r\n") + "\n\n" + render(links, pairs)
     try:
         after = parse_toml(merged, source).values
     except HolmesError:
         after = {}
-    before.pop("link", None)
-    if after.pop("link", None) is None or after != before:
+    written = [after.pop(key, None) for key in _OURS]
+    for key in _OURS:
+        before.pop(key, None)
+    if not any(written) or after != before:
         advice = "put them in tables of their own at the end, or use --dry-run"
-        raise HolmesError(f"{source}: its [link] tables cannot be replaced safely; {advice}")
+        raise HolmesError(f"{source}: its [link] and [[measured]] tables cannot be replaced safely; {advice}")
     return merged
 
 
-def store(path: str | Path, links: Mapping[str, MeasuredLink]) -> None:
-    """Put the measured links into the cluster.toml `path`: a new file takes its place, with its permissions."""
-    merged = merge(read_text(path, "name a cluster.toml"), links, str(path))
+def store(path: str | Path, links: Mapping[str, MeasuredLink], pairs: Sequence[MeasuredPair] = ()) -> None:
+    """Put what was measured into the cluster.toml `path`: a new file takes its place, with its permissions."""
+    merged = merge(read_text(path, "name a cluster.toml"), links, str(path), pairs)
     try:
         write_whole(path, merged)
     except OSError as error:

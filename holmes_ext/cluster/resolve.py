@@ -47,7 +47,7 @@ def resolve_site(reports: Iterable[NodeReport], spec: SiteSpec | None, fallback:
     if spec is None:
         return _site_from_reports(reports)
     nodes = tuple(_node_by_spec(report, spec, fallback) for report in _match_names(reports, spec))
-    return Site(nodes, fabrics_of_spec(spec), spec.source)
+    return Site(nodes, fabrics_of_spec(spec), spec.source, spec.wan)
 
 
 def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[tuple[str, str]]:

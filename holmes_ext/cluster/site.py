@@ -4,7 +4,7 @@ A Site is either planned from cluster.toml alone (no NIC names yet) or what the 
 
     site.clusters:   a ------- fabric "a" (ib)        b ------- fabric "b" (roce)
     site.nodes:      a0 a1                            b0 b1
-    all nodes:       fabric "ethernet"
+    all nodes:       fabric "ethernet"                between clusters: site.wan (cluster/wan.py)
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.cluster.wan import Hop, Wan
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 
@@ -85,11 +86,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Site:
-    """All nodes, in the order in which the launcher numbered them, and the fabrics."""
+    """All nodes, in the order in which the launcher numbered them, the fabrics, and what lies between the clusters."""
 
     nodes: tuple[Node, ...]
     fabrics: tuple[Fabric, ...]
     source: str = "the nodes' own reports"
+    wan: Wan = Wan()
 
     def __post_init__(self) -> None:
         counts = sorted({node.processes for node in self.nodes})
@@ -126,12 +128,24 @@ class Site:
         shared = set(nodes[0].fabrics).intersection(*(node.fabrics for node in nodes[1:]))
         return max((self.fabric_by_name[name] for name in shared), key=lambda fabric: fabric.preference)
 
+    def path(self, one: str, two: str) -> tuple[Hop, ...]:
+        """What traffic from node `one` to `two` passes, in order, on the best fabric that both are on; () in one node.
+        The latencies add up to the way's."""
+        if one == two:
+            return ()
+        fabric, pair = self.shared_fabric((one, two)), (self.node_by_name[one].cluster, self.node_by_name[two].cluster)
+        middle = self.wan.hops(*pair) if fabric.name == ETHERNET else ()
+        before_s = 0.0 if any(hop.latency_s for hop in middle) else fabric.latency_s
+        out = Hop(("out", one, fabric.name), fabric.rate_bps, before_s)
+        return (out, *middle, Hop(("in", two, fabric.name), fabric.rate_bps))
+
     @cached_property
     def digest(self) -> str:
-        """sha256 (hex) of nodes, clusters and fabrics; the launcher's order, NIC names and faults do not count."""
+        """sha256 (hex) of nodes, clusters and networks; the launcher's order, NIC names and faults do not count."""
         fabrics = {node.name: tuple(port.fabric for port in node.ports) for node in self.nodes}
         nodes = sorted((node.name, node.cluster, node.processes, fabrics[node.name]) for node in self.nodes)
         content = [nodes, sorted((fabric.name, fabric.kind, fabric.rate_bps) for fabric in self.fabrics)]
+        content += [asdict(self.wan)] if self.wan else []
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def without(self, faults: Mapping[tuple[str, str], str]) -> Site:
@@ -172,4 +186,4 @@ def site_from_spec(spec: SiteSpec) -> Site:
         ethernet = Port(ETHERNET, rate_bps=spec.ethernet_rate_bps)
         fast = () if cluster.fabric == ETHERNET else (Port(cluster.fabric, rate_bps=cluster.rate_bps),)
         nodes += [Node(name, cluster.name, cluster.processes, (*fast, ethernet)) for name in cluster.nodes]
-    return Site(tuple(nodes), fabrics_of_spec(spec), spec.source)
+    return Site(tuple(nodes), fabrics_of_spec(spec), spec.source, spec.wan)

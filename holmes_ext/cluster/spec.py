@@ -1,6 +1,6 @@
 """cluster.toml: what the user says about the clusters.
 
-    version = 1
+    version = 2
 
     [ethernet]                     # the network that reaches every node
     rate = "25Gb/s"                # of one node, each way
@@ -15,7 +15,8 @@
 Optional: `name`, `[ethernet] latency` and `interface`; for each cluster `fabric` (clusters that name the same fabric
 can talk over it; default: the cluster's own), `latency`, `gpu`, `gpu_flops`, `gpu_memory_bytes`, `nvlink`
 (cluster/gpu.py), `include`, `exclude` (NIC patterns); `[node.HOST]` with `include`, `exclude`, `ethernet` (interface)
-for a host that differs from its cluster; `[link.FABRIC]`, which `holmes probe` measures (cluster/measured.py).
+for a host that differs from its cluster; `uplink` of a cluster and `[[between]]` (cluster/wan.py); `[link.FABRIC]` and
+`[[measured]]`, which `holmes probe` measures (cluster/measured.py). Version 1 had no uplinks and no [[between]].
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from holmes_ext.cluster.gpu import Accelerator
-from holmes_ext.cluster.measured import MeasuredLink, parse_links
+from holmes_ext.cluster.measured import MeasuredLink, MeasuredPair, parse_links, parse_pairs
 from holmes_ext.cluster.nic import KINDS
+from holmes_ext.cluster.wan import Wan, latency_of, notes, parse_wan
 from holmes_ext.document import Table, parse_toml, read_text
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import nearest
 
-VERSION = 1
+VERSIONS = (1, 2)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _RANGE = re.compile(r"(.*)\[([0-9]{1,18})-([0-9]{1,18})\](.*)")
 #: Seconds that one message waits on the wire and in the stack when cluster.toml says nothing.
@@ -44,7 +46,7 @@ MAX_NODES = 100_000
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """One `[[cluster]]`. Rates in bits/s for each node, latency in seconds."""
+    """One `[[cluster]]`. Rates in bits/s for each node (uplink_bps: of all of them, 0 without), latency in seconds."""
 
     name: str
     kind: str
@@ -57,6 +59,7 @@ class ClusterSpec:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     accelerator: Accelerator = Accelerator()
+    uplink_bps: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,14 +83,24 @@ class SiteSpec:
     overrides: dict[str, NodeOverride] = field(default_factory=dict)
     source: str = "cluster.toml"
     links: dict[str, MeasuredLink] = field(default_factory=dict)
+    wan: Wan = Wan()
+    pairs: tuple[MeasuredPair, ...] = ()
 
     @property
     def digest(self) -> str:
         """sha256 (hex) of what the file says; the file's name, its comments and what was measured do not count."""
         content: list[object] = [self.ethernet_rate_bps, self.ethernet_latency_s, self.ethernet_interface]
-        content += [{key: value for key, value in vars(c).items() if key != "accelerator"} for c in self.clusters]
+        beside = ("accelerator", "uplink_bps")
+        content += [{key: value for key, value in vars(c).items() if key not in beside} for c in self.clusters]
         content += [[node, vars(override)] for node, override in sorted(self.overrides.items())]
+        content += [asdict(self.wan)] if self.wan else []
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def notes(self) -> list[str]:
+        """What is possible and looks unmeant, a line each."""
+        found = notes(self.wan, {cluster.name: self.ethernet_rate_bps for cluster in self.clusters})
+        return [f"{self.source}: {note}" for note in found]
 
     def cluster_of(self, node: str) -> ClusterSpec:
         """The cluster that holds `node`; HolmesError when none does."""
@@ -107,7 +120,7 @@ def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
     if not text.strip():
         raise HolmesError(f"{source}: the file is empty; examples/clusters/ has samples to start from")
     top = parse_toml(text, source)
-    top.version(VERSION)
+    top.version(*VERSIONS)
     name = top.take("name", str, Path(source).stem)
     ethernet = top.table("ethernet")
     clusters = [_cluster(table) for table in top.tables("cluster")]
@@ -117,11 +130,13 @@ def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
     known = _check_clusters(clusters, source)
     overrides = {host: _override(node_table.table(host), host, known, source) for host in list(node_table.values)}
     links = parse_links(top.table("link", default={}), {"ethernet", *(cluster.fabric for cluster in clusters)})
+    rate, latency = ethernet.rate("rate"), latency_of(ethernet, DEFAULT_LATENCY["ethernet"])
+    uplinks = {cluster.name: cluster.uplink_bps for cluster in clusters}
+    wan, pairs = parse_wan(top, uplinks, latency), parse_pairs(top, list(uplinks))
     top.done()
-    rate, latency = ethernet.rate("rate"), ethernet.seconds("latency", DEFAULT_LATENCY["ethernet"])
     interface = ethernet.take("interface", str, "")
     ethernet.done()
-    return SiteSpec(name, rate, latency, interface, tuple(clusters), overrides, source, links)
+    return SiteSpec(name, rate, latency, interface, tuple(clusters), overrides, source, links, wan, pairs)
 
 
 def expand_hosts(pattern: str, where: str) -> Iterator[str]:
@@ -159,7 +174,7 @@ def _cluster(table: Table) -> ClusterSpec:
     cluster = table.into(
         ClusterSpec, name=name, kind=kind, nodes=nodes, fabric=fabric,
         rate_bps=table.rate("rate", required=fabric != "ethernet"),
-        latency_s=table.seconds("latency", DEFAULT_LATENCY[kind]),
+        latency_s=latency_of(table, DEFAULT_LATENCY[kind]), uplink_bps=table.rate("uplink", required=False),
         accelerator=Accelerator(flops, memory, table.rate("nvlink", required=False)))
     if not 1 <= cluster.processes <= 1024:
         raise HolmesError(f"{table.at('processes')}: {cluster.processes} processes for each node; it must be 1 to 1024")

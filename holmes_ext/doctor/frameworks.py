@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holmes_ext.doctor.finding import Finding, note, problem
+from holmes_ext.patches.conflicts import conflicts
 from holmes_ext.patches.engine import location
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.source import find_module, source_misfit
+from holmes_ext.patches.megatron.unused import UNUSED
 
 #: Distributions that change torch, DeepSpeed or Megatron when they are imported: name -> what they do.
 PATCHING = {
@@ -24,24 +26,21 @@ PATCHING = {
     "ddtrace": "wraps libraries at start-up through sitecustomize",
     "intel_extension_for_deepspeed": "adds an accelerator to DeepSpeed",
 }
+_IMPORTING = " while importing "
 #: Import lines of .pth files that touch no framework.
 _HARMLESS = (
     "holmes_ext", "_distutils_hack", "_virtualenv", "__editable__", "coverage", "a1_coverage", "pywin32_bootstrap",
     "zzz_",
 )
-#: What Megatron-DeepSpeed imports, and how to get it.
-_MEGATRON_DEEPSPEED_NEEDS = {
-    "deepspeed.compression.compress":
-        "deepspeed 0.19.7 and newer no longer have it: pip install 'deepspeed<0.19.7', or serve an empty module",
-    "regex": "pip install regex",
-    "pybind11": "pip install pybind11",
-}
+#: What Megatron-DeepSpeed imports and uses.
+_MEGATRON_DEEPSPEED_NEEDS = ("regex", "pybind11", "six", "transformers")
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a patch fits what is installed. state: "fits", "off" or "unknown" (without importing the framework);
-    installed: its version, None where it is not; reason: why the state is not "fits"."""
+    """Whether a patch fits what is installed. state: "fits", "off", "unknown" (without importing the framework) or
+    "other version" (which the patch is for); installed: its version, None where it is not; reason: why the state is not
+    "fits"."""
 
     patch: Patch
     installed: str | None
@@ -53,21 +52,23 @@ def fit_of(patch: Patch, check: bool) -> Fit:
     """check: import the target's module and look at the target itself, not at its source."""
     feature = patch.feature
     version = feature.installed()
+    if not (check and feature.version_of) and not patch.belongs_to(version):
+        return Fit(patch, version, "other version", f"for {feature.requirement.name} {patch.only}")
     reason = None if feature.version_of else feature.version_misfit(version)
     if feature.version_of and find_module(patch.module) is None:
         reason = f"there is no module {patch.module}"
     elif not reason and check:
         try:
             importlib.import_module(patch.module)
-            if feature.version_of:
-                version = feature.version_of()
+            if feature.version_of and not patch.belongs_to(version := feature.version_of()):
+                return Fit(patch, version, "other version", f"for {feature.requirement.name} {patch.only}")
             reason = feature.version_misfit(version)
             if not reason:
                 location.Location(patch).check(patch)
         except location.Misfit as misfit:
             reason = str(misfit)
         except Exception as error:  # whatever a framework raises while it is imported
-            reason = f"{type(error).__name__} while importing {patch.module}: {error}"
+            reason = f"{type(error).__name__}{_IMPORTING}{patch.module}: {error}"
     elif not reason:
         reason = source_misfit(patch)
         if not reason and feature.version_of:
@@ -82,10 +83,17 @@ def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
         name = fit.patch.feature.name
         if fit.state == "off" and fit.installed and name not in told and not _is_vendored(fit.patch):
             told.add(name)
+            if _IMPORTING in (fit.reason or ""):
+                if fit.installed not in told:
+                    told.add(fit.installed)
+                    which = f"{fit.patch.feature.requirement.name} {fit.installed}"
+                    yield problem(which, f"{fit.reason}", "the script ends with it too, with or without holmes",
+                                  "install versions that work together, and try `python -c 'import ...'`")
+                continue
             yield problem(f"feature {name}", f"{fit.patch.target}: {fit.reason}",
                           "holmes leaves the feature off; `--holmes-require` would stop the job",
                           "install a version in the range (`holmes patches`), or train without the feature: it is left"
-                          " off as a whole")
+                          f" off as a whole (HOLMES_TRY={name} tries a version outside the range, at your own risk)")
 
 
 def _is_vendored(patch: Patch) -> bool:
@@ -159,7 +167,18 @@ def check_megatron_deepspeed(folder: Path) -> Iterator[Finding]:
     """What a Megatron-DeepSpeed checkout itself needs to start with the installed packages."""
     if not all((folder / "megatron" / name).exists() for name in ("arguments.py", "model/gpt_model.py")):
         return
-    for module, need in _MEGATRON_DEEPSPEED_NEEDS.items():
-        if find_module(module.partition(".")[0]) is None or find_module(module) is None:
+    for module in _MEGATRON_DEEPSPEED_NEEDS:
+        if find_module(module) is None:
             yield problem(str(folder), f"Megatron-DeepSpeed imports {module}, which is not installed",
-                          "it ends with ModuleNotFoundError, with or without holmes", need)
+                          "it ends with ModuleNotFoundError, with or without holmes", f"pip install {module}")
+    for module, need in UNUSED.items():
+        if find_module(module) is None:
+            yield note(str(folder), f"Megatron-DeepSpeed imports {module}, which is not installed",
+                       "without --holmes it ends with ModuleNotFoundError; holmes serves it empty, and a GPT does not"
+                       " use it", need)
+
+
+def check_stock_versions() -> Iterator[Finding]:
+    """Findings on versions of two packages that do not work together, whether or not holmes is there."""
+    for which, what, mend in conflicts():
+        yield problem(which, what, "the two do not work together, with or without holmes", mend)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.options import NAMES
+from holmes_ext.options import variable as twin
 from holmes_ext.words import nearest
 
 #: What must be alike on all nodes of a job, where it is set at all.
@@ -106,7 +107,7 @@ def _switches(environ: Mapping[str, str], rdma: Sequence[str]) -> Iterator[Findi
 
 
 def _misspelt(environ: Mapping[str, str]) -> Iterator[Finding]:
-    known = sorted({f"HOLMES_{name.upper()}" for name in NAMES} | set(_OWN))
+    known = sorted({twin(name) for name in NAMES} | set(_OWN))
     for name in sorted(environ):
         if name.startswith("HOLMES_") and name not in known and not name.startswith(("HOLMES_TEST", "HOLMES_LAB")):
             near = nearest(name, known)

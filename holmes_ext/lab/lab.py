@@ -11,14 +11,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import state
 from holmes_ext.lab.emulate.accelerator import VARIABLE as ACCELERATOR
+from holmes_ext.lab.network import crossing, sysfs_tree
 from holmes_ext.lab.network import shaping as network
-from holmes_ext.lab.network import sysfs_tree
 from holmes_ext.lab.process import ranks, wire, zygote
 from holmes_ext.lab.process.job import Job, OnLine, RunResult
 
@@ -37,17 +38,20 @@ class Lab:
     """A context manager: the nodes exist inside the `with` block.
 
     spec: the site; scale: factor on every rate; realtime: ranks run under SCHED_RR where that is permitted (RunResult
-    says whether it was). HolmesError when the machine lacks a right or a tool, naming it.
+    says whether it was); sysctl: of every node's network namespace, {"net.ipv4.tcp_wmem": "4096 16384 67108864"}; what
+    is left out is as on this machine. HolmesError when the machine lacks a right or a tool, naming it.
     """
 
-    def __init__(self, spec: SiteSpec, scale: float = 1.0, realtime: bool = False):
-        self.spec, self.scale, self.realtime = spec, scale, realtime
+    def __init__(self, spec: SiteSpec, scale: float = 1.0, realtime: bool = False,
+                 sysctl: Mapping[str, str] = MappingProxyType({})):
+        self.spec, self.scale, self.realtime, self.sysctl = spec, scale, realtime, sysctl
         self.nodes = network.lay_out(spec, scale)
         self._by_name = {node.name: node for node in self.nodes}
         self._tools = {name: _tool(name) for name in ("ip", "tc")}
         self._ports = itertools.count(_FIRST_PORT)
         self._zygotes: dict[Any, socket.socket] = {}
         self._pids: dict[str, tuple[int, int]] = {}
+        self.delay_line: int | None = None  # pid of what carries between clusters, if the file says what lies there
 
     def __enter__(self) -> Lab:
         self.directory = state.new_directory()
@@ -206,7 +210,8 @@ class Lab:
         hosts.write_text(network.hosts_file(self.nodes))
         nsswitch.write_text("passwd: files\ngroup: files\nhosts: files\n")  # no name server can be reached from a node
         for node in self.nodes:
-            answer = self._ask("node", name=node.name, hosts=str(hosts), nsswitch=str(nsswitch))
+            answer = self._ask("node", name=node.name, hosts=str(hosts), nsswitch=str(nsswitch),
+                               sysctl=dict(self.sysctl))
             self._pids[node.name] = tuple(answer["pids"])
             sysfs_tree.write_tree(self.sysfs(node.name), node)
         batches = {_SWITCH: network.switch_batches(self.nodes, {name: pids[1] for name, pids in self._pids.items()})}
@@ -214,6 +219,11 @@ class Lab:
         for place, (ip, tc) in batches.items():
             self._tool(place, "ip", ip)
             self._tool(place, "tc", tc)
+        if self.spec.wan:
+            where = [(node.address, node.site, node.nics[0].mac) for node in self.nodes]
+            told = crossing.delay_line(self.spec, self.scale, where, network.WIRE)
+            self.delay_line = self._ask("wan", **told)["pids"][0]
+            self._tool(_SWITCH, "ip", "".join(f"{line}\n" for line in crossing.tap_lines(len(told["clusters"]))))
 
     def _tool(self, place: str, tool: str, batch: str) -> None:
         answer = self._ask("tool", name=place, argv=[self._tools[tool], "-batch", "-"], text=batch)

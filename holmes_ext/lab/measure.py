@@ -1,4 +1,5 @@
-"""Achieved against configured bandwidth of every kind of link, by plain TCP between two nodes (lab/network/stream.py).
+"""Achieved against configured bandwidth of every kind of link, by plain TCP between two nodes (lab/network/stream.py);
+between clusters also the round trip, and what several pairs of nodes get at once (lab/network/crossing_stream.py).
 
 On a fast link the acknowledgement's way back is much of the time of a message of 64 KiB: rows count (and must be within
 10 %) from 128 KiB on. Both processes run under SCHED_RR where permitted: a busy machine is not what is measured.
@@ -12,16 +13,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.lab import Lab
+from holmes_ext.lab.network import crossing
+from holmes_ext.lab.network.crossing import TUNED
 from holmes_ext.lab.network.shaping import LabNode
 
 SIZES = (64 << 10, 128 << 10, 512 << 10, 4 << 20)
 COUNTS_FROM = 128 << 10
 TOLERANCE = 0.10
-_STREAM = str(Path(__file__).with_name("network") / "stream.py")
+MOST_PAIRS = 4
+LONGEST_S = 1.0  # messages between clusters that take longer tell nothing new
+_STREAM, _CROSSING = (str(Path(__file__).with_name("network") / name) for name in ("stream.py", "crossing_stream.py"))
 
 
 @dataclass(frozen=True)
@@ -39,13 +45,65 @@ class LinkRow:
     counts: bool
 
 
-def measure(spec: SiteSpec, scale: float = 1.0) -> list[LinkRow]:
-    """Bring a lab up and measure one pair of nodes of each fabric and one across clusters on Ethernet."""
-    with Lab(spec, scale, realtime=True) as lab:
+@dataclass(frozen=True)
+class CrossingRow:
+    """Between two clusters. what: "round trip" (seconds), "512 KiB" (a message, one pair of nodes) or "4 pairs at once"
+    (bits/s of application data, all of them together)."""
+
+    clusters: tuple[str, str]
+    what: str
+    configured: float
+    achieved: float
+    within: bool
+
+
+def measure(spec: SiteSpec, scale: float = 1.0) -> tuple[list[LinkRow], list[CrossingRow]]:
+    """Bring a lab up and measure one pair of nodes of each fabric and one on Ethernet, across clusters on a flat
+    network; and, where the file says what lies between the clusters, every pair of them."""
+    with Lab(spec, scale, realtime=True, sysctl=TUNED if spec.wan else {}) as lab:
         pairs = _pairs(lab.nodes)
-        if not pairs:
+        if len(lab.nodes) < 2:
             raise HolmesError(f"{spec.source}: one node has no link to measure; name at least two")
-        return [row for link, pair in pairs.items() for row in _measure_link(lab, link, *pair)]
+        links = [row for link, pair in pairs.items() for row in _measure_link(lab, link, *pair)]
+        crossings = itertools.combinations(range(len(spec.clusters)), 2) if spec.wan else []
+        return links, [row for one, two in crossings for row in measure_crossing(lab, one, two)]
+
+
+def measure_crossing(lab: Lab, one: int, two: int) -> list[CrossingRow]:
+    """Clusters number `one` and `two`: round trip, messages, and up to MOST_PAIRS pairs of nodes at once."""
+    spec, sides = lab.spec, [[node for node in lab.nodes if node.site == number] for number in (one, two)]
+    names = spec.clusters[one].name, spec.clusters[two].name
+    wan = spec.wan.scaled(lab.scale)
+    link, nic = crossing.link_of(wan, *names), sides[0][0].nics[0].rate_bps
+    shared = [rate for rate in (link.rate_bps, *(wan.uplink_of.get(name, 0) for name in names)) if rate]
+    alone = min([nic, *shared])
+    sizes = [size for size in SIZES if size >= COUNTS_FROM and size * 8 / alone < LONGEST_S] or [COUNTS_FROM]
+    (single,) = _flood(lab, sides, 1, sizes)
+    trip = 2 * link.latency_s
+    error = abs(single["round_trip"] - trip)
+    rows = [CrossingRow(names, "round trip", trip, single["round_trip"], error <= max(1e-3, 0.05 * trip))]
+
+    def rate(what: str, configured: float, achieved: float) -> None:
+        rows.append(CrossingRow(names, what, configured, achieved, abs(achieved / configured - 1) <= TOLERANCE))
+
+    for size, achieved in zip(sizes, single["sizes"]):
+        rate(f"{size >> 10} KiB", alone, achieved)
+    rate("1 pair", alone, single["flood"])
+    if (count := min(MOST_PAIRS, *map(len, sides))) > 1:
+        together = sum(each["flood"] for each in _flood(lab, sides, count, sizes))
+        rate(f"{count} pairs at once", min([count * nic, *shared]), together)
+    return rows
+
+
+def _flood(lab: Lab, sides: Sequence[Sequence[LabNode]], count: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """What each of `count` senders found."""
+    near, far = (list(side[:count]) for side in sides)
+    command = [sys.executable, "-I", "-S", _CROSSING, ",".join(node.address for node in far), *map(str, sizes)]
+    result = lab.run(command, order=[node.name for node in near + far], processes=1, timeout=600)
+    if result.returncode != 0:
+        said = " ".join(result.outputs[result.first_failed or 0].split())
+        raise HolmesError(f"lab: measuring {near[0].cluster} to {far[0].cluster} failed: {said}")
+    return [json.loads(result.stdout[rank]) for rank in range(count)]
 
 
 def _measure_link(lab: Lab, link: str, one: LabNode, two: LabNode) -> list[LinkRow]:
@@ -65,12 +123,14 @@ def _measure_link(lab: Lab, link: str, one: LabNode, two: LabNode) -> list[LinkR
 
 
 def _pairs(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabNode]]:
-    """fabric -> the two nodes to measure; on Ethernet the first two of different clusters if there are such."""
+    """fabric -> the two nodes to measure; on Ethernet the first two of different clusters, or of one cluster where each
+    has an Ethernet of its own, if there are such."""
     pairs: dict[str, tuple[LabNode, LabNode]] = {}
     for one, two in itertools.combinations(nodes, 2):
         for fabric in {nic.fabric for nic in one.nics[1:]} & {nic.fabric for nic in two.nics[1:]}:
             pairs.setdefault(fabric, (one, two))
-    crossing = [pair for pair in itertools.combinations(nodes, 2) if pair[0].cluster != pair[1].cluster]
-    if len(nodes) > 1:
-        pairs["ethernet"] = crossing[0] if crossing else (nodes[0], nodes[1])
+    own = nodes[0].site is not None
+    best = [pair for pair in itertools.combinations(nodes, 2) if (pair[0].cluster == pair[1].cluster) == own]
+    if best or len(nodes) > 1 and not own:
+        pairs["ethernet"] = best[0] if best else (nodes[0], nodes[1])
     return pairs

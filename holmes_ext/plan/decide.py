@@ -15,11 +15,14 @@ from math import inf
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
+from holmes_ext.plan.cost.across import Across, neighbours
 from holmes_ext.plan.cost.buckets import FEWEST, SMALLEST_BYTES, bucket_bytes
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES, two_level_seconds
+from holmes_ext.plan.cost.network import all_reduce, slowest_inside, summed_across
+from holmes_ext.plan.cost.network import crossing as crossing_ways
 from holmes_ext.plan.cost.nodes import Predictor, exposed_stages
+from holmes_ext.plan.cost.pipeline import in_flight
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.layout import INSIDE, Layout, groups
 from holmes_ext.plan.placement import straddling_groups
@@ -59,7 +62,8 @@ def settle(
     )
     names = dict.fromkeys(node.cluster for node in here)
     clusters = {name: tuple(node.name for node in here if node.cluster == name) for name in names}
-    settled = replace(plan, fabrics=fabrics, clusters=clusters)
+    wan = plan.wan if plan.fabrics else links.site(site).wan
+    settled = replace(plan, fabrics=fabrics, clusters=clusters, wan=wan)
     if not plan.fabrics:
         settled = replace(settled, workload=workload or Workload(), basis=basis)
     elif fabrics != plan.fabrics and plan.sizes is not None:  # what straddles, on the ports that are left
@@ -110,7 +114,7 @@ def site_of(plan: Plan, carrier: str = VERBS) -> Site:
         ports = (Port(fabric) for fabric in fast if fabric in plan.reach[carrier][name])
         return Node(name, cluster_of[name], plan.processes, (*ports, Port(ETHERNET)))
 
-    return Site(tuple(map(node, plan.nodes)), plan.fabrics)
+    return Site(tuple(map(node, plan.nodes)), plan.fabrics, wan=plan.wan)
 
 
 def _traffic(plan: Plan, carrier: str, options: Options) -> Traffic:
@@ -118,7 +122,8 @@ def _traffic(plan: Plan, carrier: str, options: Options) -> Traffic:
     for kind, ranks in plan.groups():
         transports.setdefault(kind, []).append(_name(plan.fabric_of(ranks, carrier)))
     listed = {kind: same(tuple(names)) for kind, names in transports.items()}
-    return Traffic((carrier,), listed, _reductions(plan, carrier, options), _edges(plan, carrier))
+    edges, held = _edges(plan, carrier), _in_flight(plan, carrier, options)
+    return Traffic((carrier,), listed, _reductions(plan, carrier, options), edges, held)
 
 
 def _name(fabric: Fabric | None) -> str:
@@ -145,6 +150,21 @@ def _edges(plan: Plan, carrier: str) -> tuple[Edge, ...]:
         own = ["pipeline" if f != over else "world" if f != world else "" for f, over in zip(fabrics, whole.values())]
         found.append(Edge((stage, (stage + 1) % stages), same(tuple(fabrics)), same(tuple(own))))
     return tuple(found)
+
+
+def _in_flight(plan: Plan, carrier: str, options: Options) -> tuple[int, ...]:
+    """Where nobody told the model, whose activations fill memory, as many as 1F1B has."""
+    sizes = plan.sizes
+    if sizes is None or sizes.pipeline == 1 or options.inflight == "off":
+        return ()
+    work, own = plan.workload, range(sizes.pipeline, 0, -1)
+    if options.inflight != "auto":
+        return tuple(min(one + int(options.inflight) * (one > 1), work.micro_batches) for one in own)
+    if plan.basis == NOMINAL:
+        return tuple(own)
+    predictor = Predictor(site_of(plan, carrier), Layout(sizes, plan.processes), work)
+    edges = [price.seconds(work.activation_bytes) for price in predictor.edges(predictor.parts(plan.nodes))]
+    return in_flight([work.forward_s + work.backward_s] * sizes.pipeline, edges, work.micro_batches)
 
 
 # --------------------------------------------------------------------------- reductions
@@ -180,43 +200,55 @@ def _reduction(
     plan: Plan, found: Sequence[Sequence[int]], carrier: str, options: Options, overlap: bool, total_bytes: float
 ) -> Reduction:
     """Of groups that do the same at once: in two levels where that is faster for each that lies on several clusters."""
-    clusters, least, chunk = _two_levels(plan, found, carrier, options.compress)
+    clusters, least, chunk, across = _two_levels(plan, found, carrier, options.compress, total_bytes)
     fabrics = [fabric for ranks in found if (fabric := plan.fabric_of(ranks, carrier)) is not None]
     slowest = min(fabrics, key=lambda fabric: fabric.preference, default=None)
     size = bucket_bytes(slowest, len(found[0]), total_bytes) if slowest is not None else INSIDE_BYTES
     given = options.bucket_bytes
-    return Reduction(overlap, given or size, clusters, least, (given or chunk) if clusters else 0, options.compress)
+    chunk = (given or chunk) if clusters else 0
+    return Reduction(overlap, given or size, clusters, least, chunk, options.compress, across)
 
 
 def _two_levels(
-    plan: Plan, found: Sequence[Sequence[int]], carrier: str, compress: str
-) -> tuple[tuple[str, ...], int, int]:
-    """(names of clusters, bytes of the least sum, bytes of a chunk); no names where one ring is faster for large sums.
+    plan: Plan, found: Sequence[Sequence[int]], carrier: str, compress: str, total_bytes: float
+) -> tuple[tuple[str, ...], int, int, Across | None]:
+    """(names of clusters, bytes of the least sum, bytes of a chunk, way across); no names where one ring is faster for
+    large sums; no way where it is direct.
 
     A cluster that is on the network between the clusters only sends as much as in the ring. NCCL's collectives
     (runtime/reduce/two_level_nccl.py) need clusters of equal size.
     """
     names: dict[str, None] = {}
-    least, chunks = 0, []
-    for ranks in found:
+    least, chunks, ways = 0, [], {}
+    crossing = [ranks for ranks in found if len(plan.by_cluster(ranks)) > 1]
+    for ranks in crossing:
         parts, across = plan.by_cluster(ranks), plan.fabric_of(ranks, carrier)
-        if len(parts) < 2 or across is None:
+        if across is None:
             continue
         inside = [fabric for part in parts.values() if (fabric := plan.fabric_of(part, carrier)) is not None]
-        clusters = [len(part) for part in parts.values()]
-        if across in inside or not inside or carrier == VERBS and len(set(clusters)) > 1:
-            return (), 0, 0
+        clusters = {name: len(part) for name, part in parts.items()}
+        nothing_inside = across in inside and not plan.wan
+        if nothing_inside or not inside or carrier == VERBS and len(set(clusters.values())) > 1:
+            return (), 0, 0, None
         here = max(Counter(map(plan.node_of, ranks)).values())
-        network = min(inside, key=lambda fabric: fabric.rate_bps), across, here, max(1, plan.processes // here)
-        direct, share = carrier == SOCKETS, SHARES[compress]
-        times = {size: two_level_seconds(size, clusters, *network, share=share, direct=direct) for size in _SUMS}
-        slower = [size for size, (flat, two_level) in times.items() if two_level >= flat]
+        sharers, direct = max(1, plan.processes // here), carrier == SOCKETS
+        price = slowest_inside(min(inside, key=lambda f: f.rate_bps), max(clusters.values()), here, sharers, direct)
+        order = list(map(plan.cluster_of_rank, ranks))
+        flat = all_reduce(len(ranks), across, sharers, crossing_ways(plan.wan, neighbours(order), len(crossing)))
+        total = min(total_bytes, _SUMS[-1])
+        way, best = summed_across(
+            total, price, across, clusters, here * sharers, SHARES[compress], direct, plan.wan, len(crossing)
+        )
+        slower = [size for size in _SUMS if best.seconds(size) >= flat.seconds(size)]
         if _SUMS[-1] in slower:
-            return (), 0, 0
+            return (), 0, 0, None
         names.update(dict.fromkeys(parts))
+        ways[frozenset(parts)] = way
         least = max(least, 2 * slower[-1] if slower else 0)
-        chunks.append(CHUNK_SHARE_BYTES * min(clusters))
-    return tuple(names), least, min(chunks, default=0)
+        chunks.append(int(best.chunk_bytes))
+    same_way = next(iter(ways.values())) if len(ways) == 1 and carrier == SOCKETS else None
+    across_way = same_way if same_way is not None and same_way.way != "direct" else None
+    return tuple(names), least, min(chunks, default=0), across_way
 
 
 # --------------------------------------------------------------------------- other orders

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from holmes_ext.cluster.site import ETHERNET, Site
+from holmes_ext.plan.cost.across import best_order
 from holmes_ext.plan.cost.nodes import Part, Predictor, fast_fabrics
 from holmes_ext.plan.cost.pipeline import Estimate
 from holmes_ext.plan.cost.workload import Workload
@@ -41,6 +42,8 @@ SLOT_BUDGET = 300_000
 STAGE_BUDGET = 100_000
 #: Steps of pack().
 PACK_BUDGET = 150_000
+#: Different components whose chains over slow links are worked out.
+MOST_CHAINED = 64
 #: A swap that gains less than this fraction of a step is not worth a less orderly placement.
 SWAP_GAIN = 1e-3
 
@@ -97,7 +100,39 @@ def _fastest_first(site: Site) -> tuple[str, ...]:
     for node, own in zip(site.nodes, fast_fabrics(site)):
         blocks.setdefault(own, []).append(node.name)
     ordered = sorted(blocks.values(), key=lambda names: -best[names[0]].rate_bps)
+    if site.wan:
+        clusters = dict.fromkeys(site.node_by_name[name].cluster for names in ordered for name in names)
+        chain = _slow_links_apart(site, list(clusters))
+        return tuple(node.name for cluster in chain for node in site.nodes if node.cluster == cluster)
     return tuple(name for names in ordered for name in names)
+
+
+def _line_up(counts: Mapping[int, int], size: int, best: _Best, limit: int) -> None:
+    """Where clusters do not fill whole components: offer `best` all nodes of one cluster after the other, those with a
+    good link next to each other, then clusters swapped."""
+    predictor = best.predictor
+    index_of: dict[str, list[int]] = {}
+    for index in counts:
+        index_of.setdefault(predictor.cluster(index), []).append(index)
+
+    def parts(clusters: Sequence[str]) -> tuple[Part, ...]:
+        line = [index for name in clusters for index in index_of[name] for _ in range(counts[index])]
+        return tuple(tuple(line[at : at + size]) for at in range(0, len(line), size))
+
+    chain = _slow_links_apart(predictor.site, list(index_of))
+    best.offer(parts(chain))
+    _swap(chain, lambda clusters: best.offer_swapped(parts(clusters)), limit)
+
+
+def _slow_links_apart(site: Site, clusters: Sequence[str]) -> tuple[str, ...]:
+    """The chain of clusters whose worst link is the best, begun at the end that stood nearer to the front."""
+
+    def cost(pair: tuple[str, str]) -> tuple[float, float]:
+        hops = site.wan.hops(*pair)
+        return max((1 / hop.rate_bps for hop in hops), default=0.0), sum(hop.latency_s for hop in hops)
+
+    order = best_order(clusters, cost)
+    return order if clusters.index(order[0]) < clusters.index(order[-1]) else order[::-1]
 
 
 class _Best:
@@ -141,6 +176,8 @@ def _search(predictor: Predictor, budget: int | None) -> tuple[Part, ...]:
             best.offer(predictor.cut(order))
     elif packed is not None:
         _arrange(packed, best, known)
+    elif predictor.site.wan:
+        _line_up(counts, size, best, fresh)
     else:
         mixtures = list(itertools.islice(_with_leftovers(counts, size), min(24, max(2, fresh // 2))))
         for parts in mixtures:
@@ -215,7 +252,7 @@ def _arrange(parts: list[Part], best: _Best, limit: int) -> None:
     def line(runs: Sequence[Part]) -> tuple[Part, ...]:
         return tuple(part for part in runs for _ in range(counts[part]))
 
-    runs = list(counts)
+    runs, activation = list(counts), best.predictor.workload.activation_bytes
     if math.factorial(len(runs)) <= limit // 2:
         for order in itertools.permutations(runs):
             best.offer(line(order))
@@ -223,6 +260,14 @@ def _arrange(parts: list[Part], best: _Best, limit: int) -> None:
         best.offer(line(runs))
         runs.sort(key=lambda part: max(best.predictor.component(part).reduction))
         best.offer(line(runs))
+    if best.predictor.site.wan and 2 < len(runs) <= MOST_CHAINED:
+        edges = {(x, y): best.predictor.edge(x, y).seconds(activation) for x, y in itertools.permutations(runs, 2)}
+        for worst in (1.0, 0.0):
+            chain = best_order(runs, lambda pair: (worst * edges[pair], edges[pair]))  # noqa: B023
+            best.offer(line(chain))
+            best.offer(line(chain[::-1]))
+        runs = list(dict.fromkeys(best.parts))
+    if math.factorial(len(runs)) > limit // 2:
         _swap(runs, lambda order: best.offer_swapped(line(order)), limit // 4)
     _swap(best.parts, best.offer_swapped, limit // 4)
 

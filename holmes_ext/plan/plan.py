@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext.cluster.wan import Wan
 from holmes_ext.document import Table, load_json, parse_json, save
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.workload import Workload
@@ -44,10 +45,10 @@ class Straddle:
 class Plan:
     """Node order, networks, reductions and stages of one job on one site.
 
-    fabrics: in the order of preference. clusters: nodes of each. traffic: see plan/traffic.py. workload: of which
-    `basis` ("nominal", or where the model came from) the decisions were made with. stage_layers: layers of each
-    pipeline stage, () when the framework decides. predicted: seconds, by name. A plan of version 1 has no fabrics:
-    plan/decide.py, settle() adds what it lacks.
+    fabrics: in the order of preference. clusters: nodes of each; wan: the network between them. traffic: see
+    plan/traffic.py. workload: of which `basis` ("nominal", or where the model came from) the decisions were made with.
+    stage_layers: layers of each pipeline stage, () when the framework decides. predicted: seconds, by name. A plan of
+    version 1 has no fabrics: plan/decide.py, settle() adds what it lacks.
     """
 
     site_digest: str
@@ -56,6 +57,7 @@ class Plan:
     sizes: Sizes | None = None
     fabrics: tuple[PlannedFabric, ...] = ()
     clusters: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    wan: Wan = Wan()
     traffic: tuple[Traffic, ...] = ()
     workload: Workload = Workload()
     basis: str = NOMINAL
@@ -118,8 +120,11 @@ class Plan:
         """Cluster -> those of `ranks` that run on it, in their order."""
         found: dict[str, list[int]] = {}
         for rank in ranks:
-            found.setdefault(self._cluster_of[self.node_of(rank)], []).append(rank)
+            found.setdefault(self.cluster_of_rank(rank), []).append(rank)
         return found
+
+    def cluster_of_rank(self, rank: int) -> str:
+        return self._cluster_of[self.node_of(rank)]
 
     @cached_property
     def _cluster_of(self) -> dict[str, str]:

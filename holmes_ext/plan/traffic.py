@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holmes_ext.cluster.site import Fabric
+from holmes_ext.plan.cost.across import Across
 
 VERBS, SOCKETS = CARRIERS = ("verbs", "sockets")
 #: The "fabric" of a group that one node holds: memory, NVLink or loopback.
@@ -32,7 +33,7 @@ class Reduction:
 
     overlap: under the last backward pass. bucket_bytes: of gradients that travel together in one ring. clusters: where
     their names stand, a group that lies on several of them sums in two levels what has two_level_from bytes or more, in
-    buckets of chunk_bytes; compress: what crosses then ("off", "bf16", "int8").
+    buckets of chunk_bytes; compress: what crosses then ("off", "bf16", "int8"). across: how, where it is not directly.
     """
 
     overlap: bool
@@ -41,6 +42,7 @@ class Reduction:
     two_level_from: int = 0
     chunk_bytes: int = 0
     compress: str = "off"
+    across: Across | None = None
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,16 @@ class Traffic:
     """The decisions for groups that one of `carriers` carries.
 
     transports: for each kind of group the fabric of every group, in the order of first ranks; one entry where they
-    share one. reductions: by stage, one entry where the sizes are not known. edges: of the pipeline.
+    share one. reductions: by stage, one entry where the sizes are not known. edges: of the pipeline. in_flight:
+    micro-batches that each stage begins before its first backward ends, where sends do not block; () where the
+    framework's own schedule runs.
     """
 
     carriers: tuple[str, ...]
     transports: dict[str, tuple[str, ...]]
     reductions: tuple[Reduction, ...]
     edges: tuple[Edge, ...] = ()
+    in_flight: tuple[int, ...] = ()
 
 
 def same(values: tuple[str, ...]) -> tuple[str, ...]:

@@ -36,6 +36,21 @@ class GroupRow:
 
 
 @dataclass(frozen=True)
+class PairRow:
+    """What goes from one cluster to another in a step: bytes of all ranks together, seconds that a rank which has a
+    part in it is exposed (mean), bits/s while anything was under way (traced steps; 0: not known), bits/s and seconds
+    there and back that the plan reckons with (0: no link of its own)."""
+
+    one: str
+    two: str
+    sent: float
+    exposed_s: float
+    achieved_bps: float
+    configured_bps: float
+    round_trip_s: float
+
+
+@dataclass(frozen=True)
 class RankRow:
     """One rank, medians over the steps, seconds: of a step, of waiting for communication, of the rest, its own work."""
 
@@ -61,6 +76,7 @@ class Summary:
     spread: tuple[float, float]
     tokens_per_second: float
     rows: tuple[GroupRow, ...]
+    pairs: tuple[PairRow, ...]
     ranks: tuple[RankRow, ...]
 
     @property
@@ -78,7 +94,8 @@ def summarize(run: Run) -> Summary:
     rate = statistics.median(tokens) / median if median > 0 else 0.0
     ranks = tuple(_rank_row(one, steps) for one in run.ranks)
     spread = min(seconds), max(seconds)
-    return Summary(run.head["run"], run.head["world"], len(steps), median, spread, rate, _rows(run, steps), ranks)
+    rows, pairs = _rows(run, steps), _pairs(run)
+    return Summary(run.head["run"], run.head["world"], len(steps), median, spread, rate, rows, pairs, ranks)
 
 
 def _seconds(step: dict[str, Any]) -> float:
@@ -118,6 +135,42 @@ def _rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
         means = (operations, sent, busy, exposed)
         rows.append(GroupRow(*key, len(by_rank), *means, rates.get(key, 0.0), configured, most))
     return tuple(sorted(rows, key=lambda row: -row.exposed_s))
+
+
+def _pairs(run: Run) -> tuple[PairRow, ...]:
+    sent: dict[tuple[str, str], float] = defaultdict(float)
+    exposed: dict[tuple[str, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for one in run.ranks:
+        for step in run.steps:
+            for first, second, size, waited in one.steps[step].get("between", ()):
+                sent[first, second] += size / len(run.steps)
+                exposed[first, second][one.rank] += waited / len(run.steps)
+    links = {(one, two): (rate, latency) for one, two, rate, latency in run.head.get("between", ())}
+    rates, rows = _achieved_between(run), []
+    for pair, size in sent.items():
+        rate, latency = links.get(pair, (0.0, 0.0))
+        back = links.get(pair[::-1], (0.0, latency))[1]
+        mean = statistics.mean(exposed[pair].values())
+        rows.append(PairRow(*pair, size, mean, rates.get(pair, 0.0), rate, latency + back))
+    return tuple(sorted(rows, key=lambda row: -row.exposed_s))
+
+
+def _achieved_between(run: Run) -> dict[tuple[str, str], float]:
+    """Bits/s from cluster to cluster while anything that goes there is under way on any rank."""
+    spans: dict[tuple[str, str], dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    sent: dict[tuple[str, str], float] = defaultdict(float)
+    cluster = {one.rank: one.head["cluster"] for one in run.ranks}
+    for step in run.traced():
+        for members in _matched(run, step).values():
+            start, end = max(one[1] for one in members), max(one[2] for one in members)
+            ring = sorted(members)
+            for (rank, _, _, size), (following, *_) in zip(ring, (*ring[1:], ring[0])):
+                pair = cluster[rank], cluster[following]
+                if size and end > start and pair[0] != pair[1]:
+                    spans[pair][step].append((start, end))
+                    sent[pair] += size
+    seconds = {pair: sum(map(union_s, of.values())) for pair, of in spans.items()}
+    return {pair: sent[pair] * 8 / total for pair, total in seconds.items() if total > 0}
 
 
 def achieved(run: Run) -> dict[Key, float]:

@@ -134,13 +134,15 @@ def _head(path: Path, document: dict[str, Any]) -> RankFile:
     for name, about in table.table("fabrics").values.items():
         if not _is_row(about, "sn"):
             raise HolmesError(f"{where}: fabric {name!r} is not [kind, rate]")
+    if not all(_is_row(row, "ssnn") for row in table.list("between", list, ())):
+        raise HolmesError(f"{where}: 'between' are not rows of [from, to, rate, seconds]")
     if not 0 <= document["rank"] < document["world"] <= 1 << 20:
         raise HolmesError(f"{where}: rank {document['rank']} of world {document['world']}")
     return RankFile(path, document)
 
 
 #: What a step's line lists, and of what its rows are made (see _is_row).
-_LISTS = {"groups": "sssnnnnn", "ops": "ssssnpnnnn", "spans": "snn"}
+_LISTS = {"groups": "sssnnnnn", "between": "ssnn", "ops": "ssssnpnnnn", "spans": "snn"}
 
 
 def _take(one: RankFile, document: dict[str, Any], where: str) -> None:

@@ -6,7 +6,6 @@ on the same text; so the exact undo is tested too. Losses, and for one scene the
 
 import contextlib
 import io
-import os
 import sys
 
 import pytest
@@ -28,6 +27,7 @@ from holmes_ext.runtime.start.launcher import Process
 
 torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
+on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
 SITE = site_from_spec(load_spec(examples() / "clusters" / "two_clusters_4.toml"))
 
 STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE = 4, 3, 2, 16
@@ -75,7 +75,7 @@ SCENES = {
     ),
     "bf16 ZeRO 1 bf16 sums": ({"bf16": {"enabled": True}, "zero_optimization": ZERO}, {}, 1e-6),
     "fp16 ZeRO 1, overflows skipped": (
-        {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}, "zero_optimization": ZERO},
+        {"fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}, "zero_optimization": ZERO},
         {},
         1e-6,
     ),
@@ -130,7 +130,7 @@ def engine_for(config, options):
             "gradient_accumulation_steps": MICRO_BATCHES,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
             "gradient_clipping": 0.0,
-            "steps_per_print": None,
+            "steps_per_print": 10**9,
             **config,
         },
     )
@@ -177,12 +177,8 @@ def train(config, options):
 
 
 def compare_scenes(rank, names):
-    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
     sys.path.insert(0, str(examples() / "deepspeed_pipeline"))
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling, and not used
-    deepspeed.init_distributed()
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can; DeepSpeed asks for AMX
-    deepspeed.utils.logger.setLevel(100)
+    on_cpu.prepare()
     reducer.DEFAULT_BYTES = 20_000  # several buckets in this small model
     registry = Registry(deepspeed_reduce.PATCHES)
     results = {}

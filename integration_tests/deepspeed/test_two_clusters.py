@@ -37,7 +37,7 @@ def test_a_pair_of_stages_inside_a_cluster_uses_its_fabric(two_clusters, tmp_pat
     """Pipeline 4: the edges a0-a1 and b0-b1 are inside clusters, a1-b0 crosses; there are no gradients to reduce."""
     flags = ("--stages", "4", *two_clusters.holmes)
     found, sent = measured(two_clusters, tmp_path / "on", *flags)
-    env = {"HOLMES_DISABLE": "deepspeed-p2p"}
+    env = {"HOLMES_DISABLE": "deepspeed-p2p,deepspeed-edges"}
     without, sent_without = measured(two_clusters, tmp_path / "off", *flags, env=env)
     assert same(found, without)
     activations = 4 * 2 * 16 * 128 * 4 / 1e6  # micro-batches x rows x sequence x hidden x 4 bytes, each way
@@ -47,6 +47,15 @@ def test_a_pair_of_stages_inside_a_cluster_uses_its_fabric(two_clusters, tmp_pat
         assert sent[node]["eth0"] < sent_without[node]["eth0"] - 0.9 * activations
     for node in ("a1", "b0"):  # the middle: one neighbour on the fabric, one over Ethernet
         assert fast(sent[node]) > activations and sent[node]["eth0"] > activations
+
+
+def test_more_micro_batches_in_flight_learn_the_same(two_clusters, tmp_path):
+    """Three more than 1F1B's, on four stages, with messages posted in advance from the third step on; and the engine's
+    own."""
+    flags = ("--stages", "4", *two_clusters.holmes)
+    more, _ = measured(two_clusters, tmp_path / "more", *flags, "--holmes-inflight", "3")
+    engines, _ = measured(two_clusters, tmp_path / "off", *flags, "--holmes-inflight", "off")
+    assert same(more, engines)
 
 
 def test_an_order_that_crosses_although_it_need_not_is_told(two_clusters, tmp_path):

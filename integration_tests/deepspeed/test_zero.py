@@ -7,21 +7,23 @@ from the same weights on the same data, first stock, then with the feature "two-
 
 import contextlib
 import io
-import os
 from types import SimpleNamespace
 
 import pytest
+from clusters import TWO, site
 from ranks import run_ranks
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches import Registry
 from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
+from holmes_ext.plan.build import build_plan
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 
 torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
+on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
 STEPS, MICRO_BATCHES, WIDTH = 4, 2, 32
 
 
@@ -70,7 +72,7 @@ def engine_for(config):
             "gradient_accumulation_steps": MICRO_BATCHES,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
             "gradient_clipping": 0.0,
-            "steps_per_print": None,
+            "steps_per_print": 10**9,
             **config,
         },
     )
@@ -97,8 +99,7 @@ def session_with(options):
         clusters = ("a", "b") if len(ranks) == 4 else ()
         return SimpleNamespace(clusters=clusters, two_level_from=65, compress=options.get("compress", "off"))
 
-    plan = SimpleNamespace(by_cluster=lambda ranks: {"a": [0, 1], "b": [2, 3]})
-    rank = torch.distributed.get_rank()
+    plan, rank = build_plan(site()), torch.distributed.get_rank()
     return SimpleNamespace(options=Options(**options), rank=rank, plan=plan, reduction=reduction)
 
 
@@ -128,11 +129,7 @@ def holmes(options):
 
 
 def compare_scenes(rank, names):
-    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling, and not used
-    deepspeed.init_distributed()
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can; DeepSpeed asks for AMX
-    deepspeed.utils.logger.setLevel(100)
+    on_cpu.prepare()
     results = {}
     for name in names:
         config, options, *_ = SCENES[name]
@@ -169,10 +166,32 @@ def test_losses_are_stock_s(results, name):
         assert elements == pytest.approx(parameters * rounds, rel=0.05) if in_two_levels else elements == 0
 
 
-def test_zero_3_says_that_its_collectives_are_stock(results):
+def test_zero_3_says_what_its_collectives_take(results):
+    weights = sum(p.numel() for p in model().parameters()) * 4 / 1e3
     for rank, of_rank in enumerate(results):
-        assert ("ZeRO 3 over several clusters keeps DeepSpeed's own collectives" in of_rank["ZeRO 3"][3]) == (rank == 0)
+        text = of_rank["ZeRO 3"][3]
+        assert (f"ZeRO 3 gathers {weights:.3g} kB of weights across clusters a, b in every" in text) == (rank == 0)
+        assert ("; with zero_hpz_partition_size 2 the backward pass gathers inside clusters" in text) == (rank == 0)
         assert "ZeRO 3" not in of_rank["ZeRO 2"][3]
+
+
+def stage_3_of(size, nodes):
+    here = build_plan(site(*nodes))
+    engine = SimpleNamespace(module=model(), seq_data_parallel_group=None, zero_hpz_partition_size=lambda: size)
+    return deepspeed_two_level._stage_3(SimpleNamespace(plan=here), engine)
+
+
+@pytest.mark.parametrize("size, nodes, ends", [
+    (2, TWO, " s of it (predicted)"),
+    (4, TWO, "crosses in the backward pass too: ranks 0, 1, 2, 3 lie in clusters a, b"),
+    (2, ("a ib 2Gb/s a[0-2]", "b roce 1.6Gb/s b0"), "ranks 2, 3 lie in clusters a, b"),
+    (1, ("a ib 2Gb/s a[0-3]",), ""),
+])
+def test_a_hierarchical_partition_is_judged_by_where_its_groups_lie(monkeypatch, size, nodes, ends):
+    monkeypatch.setattr(deepspeed_two_level, "group_ranks", lambda group: range(4))
+    monkeypatch.setattr(deepspeed_two_level, "backend_of", lambda group: "gloo")
+    said = stage_3_of(size, nodes)
+    assert said.endswith(ends) and bool(said) == bool(ends)
 
 
 def test_int8_is_refused_where_there_is_no_error_feedback(results):

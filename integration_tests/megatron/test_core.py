@@ -16,6 +16,7 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from integration_tests.jobs import FULL, SCRIPTS, fast, full, train_megatron
 
+INSTALLED = Version(version("megatron-core"))
 #: Every split trains the same global batches: 16 samples a step.
 SPLITS = {
     "pipeline 2": "--pipeline 2 --micro-batches 4 --steps 4",
@@ -61,9 +62,9 @@ HEAVY = {
 @pytest.fixture(scope="module")
 def splits():
     wanted = SPLITS | (HEAVY if FULL else {})
-    if Version(version("megatron-core")) < Version("0.15"):  # it has no fully reshardable format
-        return {name: text for name, text in wanted.items() if "--save" not in text and "--load" not in text}
-    return wanted
+    lacks = () if INSTALLED >= Version("0.15") else ("--save", "--load")  # a fully reshardable format
+    lacks += () if INSTALLED >= Version("0.13") else ("--layout",)
+    return {name: text for name, text in wanted.items() if not any(flag in text for flag in lacks)}
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +185,9 @@ def test_layers_of_the_plan_are_built(two_clusters, tmp_path, both):
     the user's own, which wins."""
     flags = plan_of(two_clusters, tmp_path, (3, 1))
     recomputed = [f"--recompute {way}" for way in ("selective", "uniform", "block", "block --recompute-layers 2")]
-    more = {"planned": "", "own": "--layout Et|tttL", **{name: name for name in recomputed}}
+    more = {"planned": "", **{name: name for name in recomputed}}
+    if INSTALLED >= Version("0.13"):
+        more["own"] = "--layout Et|tttL"
     plain = {name: f"--pipeline 2 --micro-batches 4 --steps 2 {text}" for name, text in more.items()}
     done, _, output = train_megatron(two_clusters, tmp_path, plain, *flags)
     for name in ("planned", *recomputed):
@@ -192,12 +195,16 @@ def test_layers_of_the_plan_are_built(two_clusters, tmp_path, both):
         for one, stock in zip(done[name]["entries"], both[0][0]["pipeline 2"]["entries"]):
             assert abs(one["loss"] - stock["loss"]) <= 5e-6, (name, one, stock)
             assert abs(one["grad_norm"] - stock["grad_norm"]) <= 5e-6, (name, one, stock)
+    flags = plan_of(two_clusters, tmp_path, (1, 2, 0, 1))
+    interleaved = {"interleaved": "--pipeline 2 --virtual-pipeline 2 --micro-batches 4 --steps 2"}
+    if INSTALLED < Version("0.13"):  # no layout: the first and the last stage alone can have layers of their own
+        _, _, output = train_megatron(two_clusters, tmp_path, interleaved, *flags, returncode=2)
+        assert output.count("lets only the first and the last stage have layers of their own") == 1, output
+        assert "Traceback" not in output
+        return
     assert done["own"]["layers"] == {"0": [1], "1": [1], "2": [2, 3, 4], "3": [2, 3, 4]}
     assert "your own (Et|tttL) wins over the plan's (3+1)" in output
     assert losses_of(done["planned"]) == pytest.approx(losses_of(done["own"]), abs=1e-6)
-
-    flags = plan_of(two_clusters, tmp_path, (1, 2, 0, 1))
-    interleaved = {"interleaved": "--pipeline 2 --virtual-pipeline 2 --micro-batches 4 --steps 2"}
     done |= train_megatron(two_clusters, tmp_path, interleaved, *flags)[0]
     assert done["interleaved"]["layers"] == {"0": [1], "1": [1], "2": [2, 3, 4], "3": [2, 3, 4]}
     assert losses_of(done["interleaved"]) == pytest.approx(losses_of(done["own"]), abs=1e-6)

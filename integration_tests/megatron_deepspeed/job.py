@@ -28,11 +28,13 @@ TRAINING = (
 
 @dataclass(frozen=True)
 class Log:
-    """Of every iteration in the log: losses, and seconds. lines: all that holmes said."""
+    """Of every iteration in the log: losses, and seconds. lines: all that holmes said, but for `served`: the line about
+    modules that it serves, which there is with some versions only."""
 
     losses: dict[int, float]
     seconds: dict[int, float]
     lines: list[str]
+    served: list[str]
 
 
 class Checkout:
@@ -61,8 +63,8 @@ class Checkout:
         self.check(["make"], cwd=self.folder / "megatron" / "data")
 
     def check(self, command: list[str], cwd: Path | None = None) -> None:
-        done = subprocess.run(command, cwd=cwd or self.folder, env={**os.environ, **self.env}, capture_output=True,
-                              text=True)
+        env = {**os.environ, **self.env, **self.stand_ins(command)}
+        done = subprocess.run(command, cwd=cwd or self.folder, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def _make_corpus(self, folder: Path) -> Path:
@@ -104,11 +106,15 @@ class Checkout:
             "--deepspeed_config", str(config or self.config(zero, dtype)), "--zero-stage", str(zero), *flags,
         ]
 
+    @staticmethod
+    def stand_ins(arguments) -> dict[str, str]:
+        """The variable for modules that stock cannot do without (site/sitecustomize.py)."""
+        return {} if "--holmes" in arguments else {"STAND_INS": "1"}
+
     def run(self, clusters, *arguments: str, env=None, **more):
         """Run it on every node of `clusters` (a LabOf); the lab's RunResult."""
-        return clusters.run(
-            *arguments, preload=("torch", "deepspeed"), env={**self.env, **(env or {})}, cwd=self.folder, **more
-        )
+        env = {**self.env, **self.stand_ins(arguments), **(env or {})}
+        return clusters.run(*arguments, preload=("torch", "deepspeed"), env=env, cwd=self.folder, **more)
 
 
 def read_log(result) -> Log:
@@ -118,4 +124,6 @@ def read_log(result) -> Log:
     found = [match for match in map(LOSS.search, lines) if match]
     losses = {int(match[1]): float(match[3]) for match in found}
     seconds = {int(match[1]): float(match[2]) / 1e3 for match in found}
-    return Log(losses, seconds, [line for line in lines if line.startswith("holmes:")])
+    said = [line for line in lines if line.startswith("holmes:")]
+    served = [line for line in said if "is served empty" in line]
+    return Log(losses, seconds, [line for line in said if line not in served], served)

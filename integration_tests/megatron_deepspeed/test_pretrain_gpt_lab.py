@@ -49,7 +49,8 @@ DEFAULT = ("pipeline 2 x data 2",)
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    pytest.importorskip("regex", reason="Megatron-DeepSpeed's tokenizer needs: pip install regex")
+    for name in ("regex", "six", "transformers"):
+        pytest.importorskip(name, reason="Megatron-DeepSpeed's tokenizers need: pip install regex six transformers")
     pytest.importorskip("pybind11", reason="Megatron-DeepSpeed's dataset index needs: pip install pybind11")
     folder = tmp_path_factory.mktemp("megatron_deepspeed")
     yield Checkout(SOURCE, folder)

@@ -19,6 +19,7 @@ from holmes_ext.document import write_whole
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches.deepspeed.features import CHECKPOINTS
 from holmes_ext.patches.deepspeed.partition import borders_of, class_name, most_frequent
+from holmes_ext.patches.deepspeed.versions import ask
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import with_session
 
@@ -63,7 +64,7 @@ def _save_whole(current, wrapped, instance, args, kwargs):
         document = {"version": 1, "tensor": instance.grid.model_parallel_size, "parts": parts}
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / SPLIT, json.dumps(document) + "\n")
-    if not given.get("save_latest", True) or instance.checkpoint_engine.is_decoupled():
+    if not given.get("save_latest", True) or ask("decoupled_checkpoint", instance):
         return wrapped(**given)
     import deepspeed.comm as dist
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from holmes_ext.patches.deepspeed.versions import ask
+
 
 def gradients_of(engine: Any) -> PlainGradients:
     """Of the engine's optimizer."""
@@ -76,7 +78,7 @@ class Bf16Gradients(PlainGradients):
         return self.optimizer.fp32_groups_gradients[i][j]
 
     def _fold(self, parameter: Any, i: int, j: int) -> None:
-        if id(parameter) not in self.folded and not self.engine._config.bfloat16_config.immediate_grad_update:
+        if id(parameter) not in self.folded and not ask("immediate_grad_update", self.engine):
             self.optimizer._update_hp_grad(parameter, i, j, clear_lp_grads=False)
         self.folded.add(id(parameter))
 
@@ -108,11 +110,8 @@ class ZeroGradients(PlainGradients):
         return self.optimizer.get_gradient_for_reduction(parameter)
 
     def owners(self) -> Callable[[Any], list[tuple[int, int]]] | None:
-        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-
         # Muon's updates of a matrix need all of it on every rank that holds a part
-        muon = isinstance(self.optimizer.optimizer, MuonWithAuxAdam)
-        return self._owners if self.optimizer.reduce_scatter and not muon else None
+        return self._owners if self.optimizer.reduce_scatter and not ask("muon", self.optimizer) else None
 
     def _owners(self, parameter: Any) -> list[tuple[int, int]]:
         """The slices that average_tensor sends to their partitions' ranks."""
@@ -122,7 +121,7 @@ class ZeroGradients(PlainGradients):
         key = optimizer.get_param_id(parameter)
         ranks = get_process_group_ranks(optimizer.real_dp_process_group[i])
         parts, offsets = optimizer.param_to_partition_ids[i][key], optimizer.grad_start_offset[i]
-        starts = sorted((offsets[part][key], ranks[part]) for part in parts)
+        starts = sorted((int(offsets[part][key]), ranks[part]) for part in parts)  # a float at times
         ends = [start for start, _ in starts[1:]] + [parameter.numel()]
         return [(end - start, rank) for (start, rank), end in zip(starts, ends)]
 

@@ -23,6 +23,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.features import OVERLAP
 from holmes_ext.patches.deepspeed.gradients import gradients_of
 from holmes_ext.patches.deepspeed.p2p import grid_sizes
+from holmes_ext.patches.deepspeed.versions import ask
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of
@@ -44,7 +45,6 @@ def unsupported(engine: Any) -> str | None:
     known = (BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer, DeepSpeedZeroOptimizer)
     plain = engine.optimizer is engine.basic_optimizer
     zero = engine.optimizer if kind is DeepSpeedZeroOptimizer else None
-    compact = zero and any(map(zero._use_compact_grad_partition_buffer, range(len(zero.bit16_groups))))
     reasons = {
         f"the engine is a {type(engine).__name__}, whose schedule is its own": type(engine) is not PipelineEngine,
         "the optimizer reduces gradients itself": not engine.pipeline_enable_backward_allreduce,
@@ -54,11 +54,11 @@ def unsupported(engine: Any) -> str | None:
         "expert parallelism": getattr(engine, "_autoep_folding_spec", None) is not None,
         "sparse gradients": any(getattr(module, "sparse", False) for module in engine.module.modules()),
         "sequence parallelism": engine.sequence_parallel_size != 1,
-        "torch_autocast": bool(engine.torch_autocast_enabled()),
+        "torch_autocast": ask("torch_autocast", engine),
         "the optimizer's state is offloaded": bool(engine.zero_use_cpu_optimizer()),
-        "ZenFlow": bool(engine.zenflow),
-        "DeepCompile": bool(engine.is_deepcompile_enabled()),
-        "ZeRO 1 accumulates in float32 beside the gradients": bool(compact),
+        "ZenFlow": ask("zenflow", engine),
+        "DeepCompile": ask("deepcompile", engine),
+        "ZeRO 1 accumulates beside the gradients": zero is not None and ask("accumulates_apart", zero),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -77,7 +77,7 @@ class _Overlap:
 
     def begin(self, schedule: Any) -> None:
         """A new schedule starts: count its backward passes down; zero stands for a schedule that is not ours."""
-        self.backwards_left = self.engine.micro_batches if type(schedule) is self.schedule_type else 0
+        self.backwards_left = self.engine.micro_batches if isinstance(schedule, self.schedule_type) else 0
 
     def backward(self, run: Callable[[], Any]) -> Any:
         self.backwards_left -= 1

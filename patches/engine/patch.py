@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from holmes_ext.options import CHOICES, Options, flag
@@ -32,12 +33,13 @@ class Feature:
 
     versions    distribution and PEP 440 range, as in "deepspeed>=0.19,<0.20".
     tried       the versions of it that the feature was run with: the oldest and the newest, whatever the range allows.
+    read        others, of which only the source was compared: that the targets are there, and what they do.
     option      the field of Options that asks for the feature, "" when every job does; `idle`: its values that do not.
     version_of  version_of() -> version or None, for a module that is not (only) installed as a distribution: vendored,
                 or run from a source tree. Called once a target's module is imported, and instead of
                 the installed distribution's metadata. None: another framework's module of that name; the feature
                 is off without a warning.
-    binding     asked for, it must fit: where it does not, the job ends instead of training on without it.
+    binding     once its framework is imported it must fit: where it does not, the job ends instead of training without.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Feature:
     option: str = ""
     idle: tuple[str, ...] = ()
     version_of: Callable[[], str | None] | None = None
+    read: tuple[str, ...] = ()
     binding: bool = False
 
     def __post_init__(self):
@@ -96,6 +99,8 @@ class Patch:
     rebind      entries of dicts that hold the target too: "module:qualname[KEY]", where KEY is a string key or the
                 __name__ of a key that is a class. Copies made by `from x import f` within the target's top-level
                 package need not be named.
+    only        PEP 440 range of the feature's versions that have this target, "" for all of them: what differs from
+                version to version stands as several patches side by side.
 
     ValueError when a field is malformed (an error of whoever wrote the patch).
     """
@@ -107,8 +112,10 @@ class Patch:
     replace: Callable | None = None
     parameters: tuple[str, ...] = ()
     rebind: tuple[str, ...] = ()
+    only: str = ""
 
     def __post_init__(self):
+        SpecifierSet(self.only)  # InvalidSpecifier is a ValueError
         if not _TARGET.fullmatch(self.target):
             raise ValueError(f"target must be 'module:qualname', not {self.target!r}")
         if (self.wrap is None) == (self.replace is None):
@@ -125,14 +132,19 @@ class Patch:
     def qualname(self) -> str:
         return self.target.partition(":")[2]
 
+    def belongs_to(self, version: str | None) -> bool:
+        """Whether this version of the framework has the target; True while it is not known. A pre-release (a vendor's
+        2.6.0a0) is what it will be."""
+        return not self.only or version is None or SpecifierSet(self.only).contains(Version(version).base_version)
+
     def rebind_places(self) -> list[tuple[str, ...]]:
         """The places in `rebind`, as (module, qualname, key)."""
         return [match.groups() for place in self.rebind if (match := _REBIND.fullmatch(place))]
 
 
 class PatchStatus(NamedTuple):
-    """state: "waiting" (for the target's module to be imported), "applied" or "off"; version: what was found, None when
-    nothing was; reason: why it is off, else the patch's own."""
+    """state: "waiting" (for the target's module to be imported), "applied", "off", or "other version" (which the patch
+    is for); version: what was found, None when nothing was; reason: why it is off, else the patch's own."""
 
     feature: str
     target: str

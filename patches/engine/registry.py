@@ -44,10 +44,14 @@ def disabled_features(environ: Mapping[str, str], known: Iterable[str]) -> froze
 
     HolmesError names an unknown feature and the nearest known one.
     """
+    return _features_named("HOLMES_DISABLE", environ.get("HOLMES_DISABLE", ""), known)
+
+
+def _features_named(source: str, text: str, known: Iterable[str]) -> frozenset[str]:
     known = list(known)
-    names = {name.strip() for name in environ.get("HOLMES_DISABLE", "").split(",")} - {""}
+    names = {name.strip() for name in text.split(",")} - {""}
     for name in sorted(names - {*known, *_FORMER, "all"}):
-        raise HolmesError(f"HOLMES_DISABLE: {_unknown(name, [*known, 'all'])}")
+        raise HolmesError(f"{source}: {_unknown(name, [*known, 'all'])}")
     return frozenset(known if "all" in names else names)
 
 
@@ -66,12 +70,27 @@ class _Progress:
         self.feature = feature
         self.patches: list[Patch] = []
         self.required = self.begun = False
+        self.anyway = False  # used under a version that was not tried, if all of its patches fit
         self.off: str | None = _UNWANTED  # why it is off; None while it is on
         self.applied: dict[Patch, Location] = {}
         self.version: str | None = None
 
     def state(self, patch: Patch) -> str:
-        return "off" if self.off else "applied" if patch in self.applied else "waiting"
+        if self.off:
+            return "off"
+        if not patch.belongs_to(self.version):
+            return "other version"
+        return "applied" if patch in self.applied else "waiting"
+
+    def misfit(self) -> str | None:
+        """Why the version found does not do; None where it does, or the user tries it all the same."""
+        reason = self.feature.version_misfit(self.version)
+        return None if self.anyway and self.version is not None else reason
+
+    @property
+    def untried(self) -> bool:
+        """Whether it is on under a version outside its range."""
+        return self.off is None and self.anyway and self.feature.version_misfit(self.version) is not None
 
 
 class Registry:
@@ -118,7 +137,7 @@ class Registry:
                 reason = f"{half[0]} is just being imported: enable holmes before" if half else None
                 if not reason and not progress.feature.version_of:
                     progress.version = progress.feature.installed()
-                    reason = progress.feature.version_misfit(progress.version)
+                    reason = progress.misfit()
                 if reason:
                     self._switch_off(progress, reason)
                     continue
@@ -127,10 +146,10 @@ class Registry:
 
     def enable_asked_for(self, options: Options) -> None:
         """enable() for every feature that the options ask for and whose framework is installed; those in
-        options.required_features must fit, installed or not."""
+        options.required_features must fit, installed or not; those in options.try_ are used under any version."""
+        for name in _features_named("--holmes-try", options.try_, self._features):
+            self._features[name].anyway = True
         required = set(options.required_features)
-        required |= {name for name, one in self._features.items() if one.feature.binding
-                     and one.feature.asked_for(options) and (one.feature.version_of or one.feature.installed())}
         self.enable(required, required=True)
         for name in sorted(required):
             if not (feature := self._features[name].feature).asked_for(options):
@@ -138,13 +157,16 @@ class Registry:
         wanted = [one.feature for name, one in self._features.items() if name not in required]
         self.enable(feature.name for feature in wanted
                     if feature.asked_for(options) and (feature.version_of or feature.installed()))
+        for one in self._features.values():
+            one.required |= one.feature.binding and one.off is None
 
     def undo(self) -> None:
         """Take every patch off: each attribute and copy holds its original object again, inherited ones are gone."""
         with self._lock:
             for progress in self._features.values():
                 self._remove(progress)
-                progress.off, progress.required = "undone" if progress.off is None else progress.off, False
+                progress.off = "undone" if progress.off is None else progress.off
+                progress.required = progress.anyway = False
 
     def is_on(self, name: str) -> bool:
         """Whether this feature is applied, or will be."""
@@ -163,6 +185,12 @@ class Registry:
             on = [name for name, one in self._features.items()
                   if one.off is None and (one.applied or not one.feature.version_of)]
             return on, {name: one.off for name, one in self._features.items() if one.off and one.off != _UNWANTED}
+
+    def untried(self) -> list[str]:
+        """ "overlap with deepspeed 0.20.0": features that are on outside their range, as the user asked."""
+        with self._lock:
+            return [f"{name} with {one.feature.requirement.name} {one.version}"
+                    for name, one in self._features.items() if one.untried]
 
     def states(self) -> dict[str, str]:
         """ "feature target" -> "off" or "on VERSION": equal on ranks that are patched alike. A patch that waits counts
@@ -191,11 +219,12 @@ class Registry:
 
     def _advance(self, progress, imported):
         """Check all that can be known of the feature now, then apply the patches whose modules are imported."""
-        pending = [patch for patch in progress.patches if patch not in progress.applied]
-        ready = [patch for patch in pending if patch.module == imported or _is_imported(patch.module)]
         try:
-            if ready and progress.feature.version_of:
+            if progress.feature.version_of:
                 self._check_loaded_version(progress)
+            pending = [patch for patch in progress.patches
+                       if patch not in progress.applied and patch.belongs_to(progress.version)]
+            ready = [patch for patch in pending if patch.module == imported or _is_imported(patch.module)]
             locations = {patch: self._locations.get(patch.target) or Location(patch) for patch in ready}
             for patch, location in locations.items():  # first: these know best which framework it is
                 location.check(patch)
@@ -220,7 +249,7 @@ class Registry:
         progress.version = progress.feature.version_of()
         if progress.version is None:
             raise _NotLoaded(f"what is loaded is not {progress.feature.requirement.name}")
-        if reason := progress.feature.version_misfit(progress.version):
+        if reason := progress.misfit():
             raise Misfit(reason)
 
     def _switch_off(self, progress, reason, cause=None, level=logging.WARNING):

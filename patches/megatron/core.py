@@ -1,7 +1,8 @@
 """megatron-core under a plan: sizes that agree with it, layers for each stage, reductions for each stage's fabric.
 
     initialize_model_parallel    the job's sizes, order and instances are checked before any group is made
-    TransformerConfig            the plan's layers, by the public pipeline_model_parallel_layout; a user's split wins
+    TransformerConfig            the plan's layers, by the public pipeline_model_parallel_layout (before 0.13: by
+                                 num_layers_in_first_pipeline_stage and ..._last_...); a user's split wins
 
 patches/megatron/reduction.py does the reductions, patches/megatron/p2p.py the pipeline's sends and receives. Where the
 groups land is settled before: RANK is renumbered, and patches/torch/groups.py gives each group its transport.
@@ -19,7 +20,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.megatron import p2p as megatron_p2p
-from holmes_ext.patches.megatron.features import GROUPS, LAYERS
+from holmes_ext.patches.megatron.features import GROUPS, LAYERS, has
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -70,9 +71,11 @@ def _initialize(current, wrapped, instance, args, kwargs):
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     bound.apply_defaults()
     asked = bound.arguments
-    # Several models in one job, or tensors rematerialized over a further axis: grids that a plan does not describe.
+    # Several models in one job, an encoder with stages of its own (before 0.14), or tensors rematerialized over a
+    # further axis: grids that a plan does not describe.
     whole = not asked.get("rank_offset") and asked.get("local_world_size") is None
     whole = whole and asked.get("gtp_remat_size", 1) == asked.get("expert_gtp_remat_size", 1) == 1
+    whole = whole and not any(asked.get(f"encoder_{name}_model_parallel_size") for name in ("tensor", "pipeline"))
     job.sizes = None
     if whole:
         try:
@@ -151,6 +154,23 @@ def layout_of(layers: tuple[int, ...], mtp_layers: int = 0) -> str:
     return "|".join(entries)
 
 
+def ends_of(current: session.Session, layers: tuple[int, ...], pipeline: int) -> dict[str, int]:
+    """TransformerConfig's fields for `layers` of each stage where it takes no layout: of the first stage and the last.
+
+    HolmesError when the stages between are not alike, or there are several chunks of layers on each stage.
+    """
+    first, *between, last = layers
+    if len(layers) != pipeline or len(set(between)) > 1:
+        split, why = "+".join(map(str, layers)), "lets only the first and the last stage have layers of their own"
+        way_out = "install 0.13 or newer, or plan with equal stages between them and one chunk on each stage"
+        problem = f"{current.plan.source}: key 'stage_layers': {split}, but this megatron-core {why}; {way_out}"
+        raise told_once(HolmesError(problem))
+    ends = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+    if not between:  # it divides what is left among the stages that are left, and must have one
+        del ends["num_layers_in_last_pipeline_stage"]
+    return ends
+
+
 def planned_layout(
     current: session.Session, pipeline: int, virtual: int, layers: int, mtp_layers: int, own: str
 ) -> str | None:
@@ -199,13 +219,15 @@ def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
 def _layers_as_planned(current, wrapped, instance, args, kwargs):
     """TransformerConfig.__post_init__, before which every field is as the program gave it."""
     if not getattr(instance, "is_hybrid_model", False):
-        own = instance.pipeline_model_parallel_layout
+        own = getattr(instance, "pipeline_model_parallel_layout", None)
         own = str(own) if own is not None else ", ".join(name for name in _OWN_SPLITS if getattr(instance, name))
         pipeline, virtual = instance.pipeline_model_parallel_size, instance.virtual_pipeline_model_parallel_size or 1
-        mtp_layers, planned = instance.mtp_num_layers or 0, current.plan.stage_layers
+        mtp_layers, planned = getattr(instance, "mtp_num_layers", None) or 0, current.plan.stage_layers
         layout = planned_layout(current, pipeline, virtual, instance.num_layers, mtp_layers, own)
-        if layout is not None:
+        if layout is not None and has("layout"):
             instance.pipeline_model_parallel_layout = layout
+        elif layout is not None:
+            vars(instance).update(ends_of(current, planned, pipeline))
         if planned and layout_of(planned, mtp_layers) in (layout, own):
             refuse_cut_units(current.plan, instance, find_spec(_CUTS_UNITS) is not None)
     return wrapped(*args, **kwargs)

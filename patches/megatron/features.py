@@ -11,6 +11,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from packaging.version import Version
+
 from holmes_ext.patches.engine.patch import Feature
 
 
@@ -40,8 +42,8 @@ def megatron_deepspeed_version() -> str | None:
     return importlib.import_module("megatron.core.package_info").__version__
 
 
-#: megatron-core of PyPI from 0.14 on, and what Megatron-LM's main branch calls 0.20.
-_RANGE, _TRIED = ">=0.14,<0.21", ("0.14.0", "0.15.0", "0.16.1", "0.20.0")
+#: megatron-core of PyPI from 0.11 on, and what Megatron-LM's main branch calls 0.20.
+_RANGE, _TRIED = ">=0.11,<0.21", ("0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.20.0")
 _core = partial(Feature, versions=f"megatron-core{_RANGE}", tried=_TRIED, version_of=loaded_version)
 #: Megatron-LM is run from its checkout: megatron-core, which is also installed alone, has no megatron.training.
 _lm = partial(Feature, versions=f"megatron-lm{_RANGE}", tried=("0.16.1", "0.20.0"), version_of=loaded_version)
@@ -56,6 +58,26 @@ JOINED = _core("joined-megatron", option="join", idle=("",), binding=True)
 TELEMETRY = _core("telemetry-megatron")
 LM = _lm("megatron-lm")
 LM_CHECKPOINTS = _lm("megatron-lm-checkpoints")
-MEGATRON_DEEPSPEED_FLAGS = Feature(
-    "megatron-deepspeed-flags", "megatron-deepspeed==0.2.*", ("0.2.0",), version_of=megatron_deepspeed_version
+_mds = partial(
+    Feature, versions="megatron-deepspeed==0.2.*", tried=("0.2.0",), version_of=megatron_deepspeed_version
 )
+MEGATRON_DEEPSPEED_FLAGS = _mds("megatron-deepspeed-flags")
+MEGATRON_DEEPSPEED_IMPORTS = _mds("megatron-deepspeed-imports")
+
+# What the versions have or lack. All else that holmes uses is the same from 0.11 to 0.20.
+
+#: what -> the first version that has it.
+_SINCE = {
+    # TransformerConfig.pipeline_model_parallel_layout: before, the first and the last stage alone can have layers of
+    # their own
+    "layout": "0.13.0",
+    # buckets of the distributed optimizer that are padded are saved right (buckets.py)
+    "padded buckets": "0.20.0",
+}
+#: Where sends and receives of a stage are: functions of p2p_communication, then methods of a class in it.
+P2P_FUNCTIONS, P2P_CLASS = "<0.14", ">=0.14"
+
+
+def has(what: str) -> bool:
+    """Whether the megatron-core that the program imported has it."""
+    return Version(str(loaded_version())) >= Version(_SINCE[what])

@@ -18,13 +18,13 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import inside, with_session
-from holmes_ext.patches.megatron.features import PROFILE, loaded_version
+from holmes_ext.patches.megatron.features import P2P_CLASS, P2P_FUNCTIONS, PROFILE, loaded_version
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure.profile_file import publish
 from holmes_ext.runtime.measure.profiler import Profiler, profiler
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_P2P = "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator"
+_P2P = "megatron.core.pipeline_parallel.p2p_communication:"
 
 
 class _State:
@@ -155,9 +155,10 @@ PATCHES = (
     ),
     *(
         Patch(
-            PROFILE, f"{_P2P}.{name}", "--holmes-profile: sends and receives, with waiting",
-            _during("receive" if "recv" in name else "send"),
+            PROFILE, f"{_P2P}{holder}{name}", "--holmes-profile: sends and receives, with waiting",
+            _during("receive" if "recv" in name else "send"), only=only,
         )
+        for holder, only in (("", P2P_FUNCTIONS), ("P2PCommunicator.", P2P_CLASS))
         for name in (
             "recv_forward", "recv_backward", "send_forward", "send_backward",
             "send_forward_recv_backward", "send_backward_recv_forward",

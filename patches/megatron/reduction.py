@@ -20,14 +20,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from packaging.version import Version
-
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.megatron import buckets as megatron_buckets
 from holmes_ext.patches.megatron import gather as megatron_gather
 from holmes_ext.patches.megatron.core import job
-from holmes_ext.patches.megatron.features import REDUCTION, loaded_version
+from holmes_ext.patches.megatron.features import REDUCTION, has
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.grid import tell
@@ -42,8 +40,6 @@ class _Planned:
 
 
 _bucket: ContextVar[_Planned | None] = ContextVar("planned bucket", default=None)
-#: Before, see patches/megatron/buckets.py: the distributed optimizer's buckets must need no padding.
-_BUCKETS_SAVED_RIGHT = Version("0.20.0")
 #: True once megatron_lm.py has found that no checkpoint of this job depends on the distributed optimizer's buckets.
 checkpoints_allow_buckets = False
 
@@ -141,7 +137,7 @@ def _bucket_as_planned(wrapped, instance, args, kwargs):
     given = bound.arguments
     if given["bucket_size"] is None or planned.ours:
         given["bucket_size"], ddp_config = planned.elements, given["ddp_config"]
-        if ddp_config.use_distributed_optimizer and Version(str(loaded_version())) < _BUCKETS_SAVED_RIGHT:
+        if ddp_config.use_distributed_optimizer and not has("padded buckets"):
             ranks = given["data_parallel_group"].size()
             given["bucket_size"] = megatron_buckets.of_buffer(given["params"], ranks, ddp_config, planned.elements)
     return wrapped(*bound.args, **bound.kwargs)

@@ -1,10 +1,16 @@
 """What holmes patches in torch, and the versions that it was run with."""
 
+from functools import partial
+
 from holmes_ext.patches.engine.patch import Feature
 
-_TORCH = "torch>=2.4"
+#: Of each minor release from 2.4 on the Python sources were compared: torch/distributed, _C/_distributed_c10d.pyi.
+_READ = ("2.4.1", "2.5.1", "2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.0")
+_of = partial(Feature, versions="torch>=2.4", tried=("2.13.0",), read=_READ)
 
-RANKS = Feature("ranks", _TORCH, tried=("2.13.0",))
-NICS = Feature("nics", _TORCH, tried=("2.13.0",))
-JOINED = Feature("joined-torch", _TORCH, tried=("2.13.0",), option="join", idle=("",), binding=True)
-TELEMETRY = Feature("telemetry", _TORCH, tried=("2.13.0",))
+RANKS = _of("ranks")
+NICS = _of("nics")
+JOINED = _of("joined-torch", option="join", idle=("",), binding=True)
+TELEMETRY = _of("telemetry")
+DDP = Feature("ddp", "torch>=2.13", tried=("2.13.0",))
+FSDP = Feature("fsdp", "torch>=2.13", tried=("2.13.0",))

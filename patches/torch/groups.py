@@ -12,9 +12,11 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+from packaging.version import Version
+
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches import registry
-from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.patch import Patch, installed_version
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.torch.features import NICS, RANKS
 from holmes_ext.runtime import session
@@ -41,6 +43,10 @@ def _host_store_where_launched(current, wrapped, instance, args, kwargs):
     return call(*args, **kwargs)
 
 
+#: What _new_process_group_helper calls a backend's options.
+_OPTIONS = "backend_options" if Version(installed_version("torch") or "2.13") >= Version("2.6.0.dev0") else "pg_options"
+
+
 @with_session
 def _give_group_its_nic(current, wrapped, instance, args, kwargs):
     """GLOO_SOCKET_IFNAME for gloo and fresh options with net_name for NCCL, while the group is made."""
@@ -53,10 +59,10 @@ def _give_group_its_nic(current, wrapped, instance, args, kwargs):
             return wrapped(group_size, group_rank, global_ranks_in_group, backend, store, *rest, **more)
         if "nccl" in backends(str(backend)).values():
             over = current.transport(ranks, "nccl")
-            if len(rest) > 1:  # group_name, backend_options, ... given by position
+            if len(rest) > 1:  # group_name, the options, ... given by position
                 rest = (rest[0], _options(over, rest[1]), *rest[2:])
             else:
-                more = {**more, "backend_options": _options(over, more.get("backend_options"))}
+                more = {**more, _OPTIONS: _options(over, more.get(_OPTIONS))}
         with gloo_interface(current.transport(ranks, "gloo")):
             made = wrapped(group_size, group_rank, global_ranks_in_group, backend, store, *rest, **more)
         name = more.get("group_desc") or more.get("group_name") or (rest[0] if rest else "")
@@ -156,12 +162,12 @@ PATCHES = (
         NICS, "torch.distributed.distributed_c10d:_new_process_group_helper",
         "torch has no hook for the transport of a group; every group is made here", _give_group_its_nic,
         parameters=(
-            "group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name", "backend_options",
+            "group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name", _OPTIONS,
         ),
     ),
     Patch(
         NICS, "torch.distributed.distributed_c10d:split_group",
         "split_group copies the parent's options, so a split would keep the parent's network",
-        _give_split_group_its_nic, parameters=("parent_pg", "split_ranks", "pg_options"),
+        _give_split_group_its_nic, parameters=("parent_pg", "split_ranks", "pg_options"), only=">=2.5",
     ),
 )  # fmt: skip

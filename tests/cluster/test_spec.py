@@ -78,7 +78,7 @@ def test_digest_is_of_the_content():
     "old,new,message",
     [
         ("version = 1", "", "'version' is missing"),
-        ("version = 1", "version = 2", "'version' is 2"),
+        ("version = 1", "version = 3", "'version' is 3; this holmes_ext reads versions 1 and 2"),
         ("version = 1", "version = true", "'version': True is not a whole number"),
         ("version = 1", "version = " + "9" * 5000, "not valid TOML"),
         ('[ethernet]\nrate = "25Gb/s"', "[ethernet]", "'ethernet.rate' is missing"),

@@ -22,6 +22,12 @@ def test_figures(tmp_path):
     assert (data.busy_s, data.exposed_s, data.configured_bps) == (pytest.approx(0.45), pytest.approx(0.3), 250_000_000)
     assert data.achieved_bps == pytest.approx(2_000_000 * 8 / 0.4)  # from when the late one has come
     assert pipeline.achieved_bps == pytest.approx(1000 * 8 / 0.1) and pipeline.sent == 500
+    ways = {(row.one, row.two): row for row in summary.pairs}
+    assert ways["a", "b"].sent == 2_001_000 and ways["b", "a"].exposed_s == pytest.approx(0.2)
+    assert ways["a", "b"].achieved_bps == pytest.approx(2_001_000 * 8 / 0.5)  # the reduction and the message
+    assert ways["a", "b"].configured_bps == 0 == ways["a", "b"].round_trip_s
+    linked = summarize(load(write(tmp_path / "linked", between=[["a", "b", 1e8, 0.02], ["b", "a", 1e8, 0.02]])))
+    assert (linked.pairs[0].configured_bps, linked.pairs[0].round_trip_s) == (1e8, 0.04)
     assert summary.slowest.rank == 1 and summary.slowest.own_s == pytest.approx(0.7)
     assert summary.ranks[0].exposed_s == pytest.approx(0.5)
 

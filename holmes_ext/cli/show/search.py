@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holmes_ext.cli.show import search_table
+from holmes_ext.cli.show.matrix import show_wan
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         print(search_table.document(outcome, plan, args))
     else:
         search_table.show(outcome, plan, args)
+        show_wan(links.site(outcome.ground.site), spec.notes)
     for path in pictures.draw_search(outcome, Path(args.pictures)) if args.pictures else ():
         print(f"written: {path}", file=sys.stderr if args.json else sys.stdout)
     if args.output and not args.json:

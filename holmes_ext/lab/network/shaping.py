@@ -4,21 +4,24 @@
             [ib0 ]--veth--[f0]  bridge "fab0" (fabric "a")             10.100.0.0/16, the fabric's nodes
 
 Both ends of each veth are shaped with tbf: the node's egress and the switch port's egress (what the node receives).
+Where the file describes the network between clusters, each has an Ethernet of its own (lab/network/crossing.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holmes_ext.cluster.site import ETHERNET
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
+from holmes_ext.lab.network import crossing
 
 MAX_NODES = 128
 MTU = 1500
 TBF_LATENCY_MS = 20  # with less, several senders to one receiver lose packets
 _FRAME_BYTES, _PAYLOAD_BYTES = MTU + 14, MTU - 52  # Ethernet; IPv4 and TCP with timestamps
+WIRE = _FRAME_BYTES / _PAYLOAD_BYTES
 _NAMES = {"ethernet": "eth0", "ib": "ib0", "roce": "roce0"}
 
 
@@ -41,6 +44,7 @@ class LabNic:
     bridge: str
     number: int = 0
     hca: str = "mlx5_0"
+    prefix: int = 16
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class LabNode:
     index: int
     processes: int
     nics: tuple[LabNic, ...]
+    site: int | None = None  # number of its cluster where each has an Ethernet of its own
 
     @property
     def address(self) -> str:
@@ -74,14 +79,17 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
         raise HolmesError(f"--scale: {scale} is not a factor above 0, such as 0.1")
     fabrics = list(dict.fromkeys(cluster.fabric for cluster in spec.clusters if cluster.fabric != ETHERNET))
     nodes: list[LabNode] = []
-    for cluster in spec.clusters:
-        for name in cluster.nodes:
+    for site, cluster in enumerate(spec.clusters):
+        for place, name in enumerate(cluster.nodes):
             index = len(nodes)
             nics = [_nic(index, "ethernet", ETHERNET, 0, spec.ethernet_rate_bps, scale)]
+            if spec.wan:
+                own = crossing.address(site, place)
+                nics[0] = replace(nics[0], address=own, bridge=crossing.bridge(site), prefix=crossing.PREFIX)
             if cluster.fabric != ETHERNET:
                 number = fabrics.index(cluster.fabric)
                 nics.append(_nic(index, cluster.kind, cluster.fabric, number, cluster.rate_bps, scale))
-            nodes.append(LabNode(name, cluster.name, index, cluster.processes, tuple(nics)))
+            nodes.append(LabNode(name, cluster.name, index, cluster.processes, tuple(nics), site if spec.wan else None))
     return tuple(nodes)
 
 
@@ -113,13 +121,13 @@ class Shaping:
 
 def shaping(rate_bps: int) -> Shaping:
     """The shaping with which a TCP stream's data, without headers, gets `rate_bps` bits/s."""
-    wire_bps = round(rate_bps * _FRAME_BYTES / _PAYLOAD_BYTES)
+    wire_bps = round(rate_bps * WIRE)
     if rate_bps <= 300_000_000:
         return Shaping(wire_bps, 10_000, 8_000)
     if rate_bps <= 700_000_000:
         return Shaping(wire_bps, 20_000, 16_000)
     packet = min(65_536, round(rate_bps * 150e-6 / 8))  # fewer packets for each second cost less CPU
-    peak_burst = round(packet * _FRAME_BYTES / _PAYLOAD_BYTES) + 2_000  # tbf cuts packets above it into frames: costly
+    peak_burst = round(packet * WIRE) + 2_000  # tbf cuts packets above it into frames: costly
     return Shaping(wire_bps, max(70_000, round(rate_bps * 1e-3 / 8)), packet, round(wire_bps * 1.06), peak_burst)
 
 
@@ -154,8 +162,10 @@ def node_batches(node: LabNode) -> tuple[str, str]:
     ip, tc = ["link set dev lo up"], []
     for nic in node.nics:
         limit, shape = shape_commands(nic.name, nic.rate_bps)
-        ip += [f"address add {nic.address}/16 dev {nic.name}", f"link set dev {nic.name} up", limit]
+        ip += [f"address add {nic.address}/{nic.prefix} dev {nic.name}", f"link set dev {nic.name} up", limit]
         tc.append(shape)
+    if node.site is not None:
+        ip += crossing.route_lines(node.site)
     return "\n".join(ip) + "\n", "\n".join(tc) + "\n"
 
 

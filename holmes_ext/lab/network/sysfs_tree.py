@@ -31,7 +31,8 @@ def write_tree(root: Path, node: LabNode) -> None:
         _link(pci / "driver", root / "bus/pci/drivers/mlx5_core")
         _write(pci / "net" / nic.name, {**_net_files(nic), "ifindex": str(number), "iflink": str(number)})
         _write(pci / "net" / nic.name, {"uevent": f"INTERFACE={nic.name}\nIFINDEX={number}"})
-        address = {"family": "inet", "local": nic.address, "prefixlen": 16, "scope": "global", "label": nic.name}
+        address = {"family": "inet", "local": nic.address, "prefixlen": nic.prefix, "label": nic.name}
+        address["scope"] = "global"
         addresses.append({"ifindex": number, "ifname": nic.name, "mtu": MTU, "addr_info": [address]})
         _link(pci / "net" / nic.name / "device", pci)
         _link(root / "class/net" / nic.name, pci / "net" / nic.name)

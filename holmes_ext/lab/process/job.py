@@ -147,7 +147,8 @@ class Job:
                         self._read_output(key.fd, key.data)
                 self._act_on_time()
             if self._lost:
-                raise HolmesError("the lab ended while the job ran: its keeper was killed (`holmes lab down --all`?)")
+                who = "its keeper or its delay line"
+                raise HolmesError(f"the lab ended while the job ran: {who} was killed (`holmes lab down --all`?)")
         except BaseException as error:  # raised again in wait()
             self._error = error
         finally:

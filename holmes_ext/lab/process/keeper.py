@@ -14,14 +14,16 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from holmes_ext.lab.network import namespaces
+from holmes_ext.lab.network import delay_line, namespaces
 from holmes_ext.lab.process import launch, wire
 
-SWITCH = ""  # the switch's name among the holders: no host has it
+SWITCH, WAN = "", " wan"  # the switch's and the delay line's names among the holders: no host has them
 
 
 def main(arguments: list[str]) -> None:
@@ -39,8 +41,12 @@ def main(arguments: list[str]) -> None:
     wire.send(control, {"init": keeper.holders[SWITCH][0]})
     try:
         keeper.serve()
+        broken = keeper.gone(WAN)
     finally:
         keeper.end()
+    if broken:  # the caller, which lives, finds the reason in the log and then removes the directory
+        print("the delay line between the clusters has ended", file=sys.stderr)
+    else:
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -65,9 +71,14 @@ def _furnish_switch() -> None:
         _write(f"/proc/sys/net/bridge/bridge-nf-call-{table}", "0")
 
 
-def _furnish_node(name: str, hosts: str, nsswitch: str) -> None:
+def _furnish_node(name: str, hosts: str, nsswitch: str, sysctl: dict[str, str]) -> None:
     namespaces.unshare(namespaces.CLONE_NEWNET | namespaces.CLONE_NEWUTS | namespaces.CLONE_NEWNS)
     _write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1")
+    for key, value in sysctl.items():
+        try:
+            Path("/proc/sys", key.replace(".", "/")).write_text(value)
+        except OSError as error:
+            raise OSError(f"sysctl {key}={value}: {error.strerror}") from None
     namespaces.furnish_node(name, hosts, nsswitch)
 
 
@@ -78,8 +89,9 @@ class Keeper:
         self.control, self.caller = control, caller
         self.holders: dict[str, tuple[int, int]] = {}
 
-    def hold(self, name: str, furnish: Callable[[], None]) -> None:
-        """Fork a process that makes its namespaces with `furnish` and keeps them until it is killed."""
+    def hold(self, name: str, furnish: Callable[[], Callable[[], None] | None]) -> None:
+        """Fork a process that makes its namespaces with `furnish` and keeps them until it is killed; meanwhile it runs
+        what furnish returns."""
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -90,15 +102,17 @@ class Keeper:
             answer = pipe.read()
         if not answer.isdigit():
             os.waitpid(pid, 0)
-            raise OSError(f"{name or 'switch'}: {answer}")
+            raise OSError(f"{name.strip() or 'switch'}: {answer}")
         self.holders[name] = (pid, int(answer))
 
     def serve(self) -> None:
-        """Answer the caller until it, or the init of the lab's PID namespace, is gone."""
-        init = os.pidfd_open(self.holders[SWITCH][0])
+        """Answer the caller until it, the init of the lab's PID namespace, or the delay line, is gone."""
+        needed = [self.caller, os.pidfd_open(self.holders[SWITCH][0])]
         while True:
-            ready, _, _ = select.select([self.control.fileno(), self.caller, init], [], [])
-            if self.caller in ready or init in ready:
+            if WAN in self.holders and len(needed) == 2:
+                needed.append(os.pidfd_open(self.holders[WAN][0]))
+            ready, _, _ = select.select([self.control.fileno(), *needed], [], [])
+            if any(descriptor in ready for descriptor in needed):
                 return
             message, descriptors = wire.receive(self.control)
             if message is None:
@@ -112,9 +126,13 @@ class Keeper:
                 os.close(descriptor)
             wire.send(self.control, answer)
 
-    def do_node(self, name: str, hosts: str, nsswitch: str) -> dict[str, Any]:
+    def gone(self, name: str) -> bool:
+        """Whether a holder has ended."""
+        return name in self.holders and os.waitpid(self.holders[name][0], os.WNOHANG) != (0, 0)
+
+    def do_node(self, name: str, hosts: str, nsswitch: str, sysctl: dict[str, str]) -> dict[str, Any]:
         """Make the namespaces of node `name`, with these files as its /etc/hosts and /etc/nsswitch.conf."""
-        self.hold(name, lambda: _furnish_node(name, hosts, nsswitch))
+        self.hold(name, lambda: _furnish_node(name, hosts, nsswitch, sysctl))
         return {"pids": self.holders[name]}
 
     def do_tool(self, name: str, argv: list[str], text: str) -> dict[str, Any]:
@@ -123,6 +141,23 @@ class Keeper:
         done = subprocess.run(argv, input=text, text=True, capture_output=True,
                               preexec_fn=lambda: namespaces.enter(pid, ("net",)))
         return {"status": done.returncode, "out": done.stdout, "error": done.stderr}
+
+    def do_wan(self, clusters: list[dict[str, Any]], **network: Any) -> dict[str, Any]:
+        """Fork the delay line (lab/network/delay_line.py), its TAPs in the switch's network namespace."""
+        pid = self.holders[SWITCH][0]
+
+        def furnish() -> Callable[[], None]:
+            namespaces.enter(pid, ("net",))
+            try:
+                taps = [delay_line.open_tap(cluster["tap"]) for cluster in clusters]
+            except OSError as error:
+                raise OSError(f"uplinks and [[between]] need TUN/TAP: {delay_line.TUN_DEVICE}: {error.strerror}"
+                              " (modprobe tun; in a container: --device /dev/net/tun)") from None
+            launch.go_realtime(priority=2)  # above the ranks
+            return lambda: delay_line.run(delay_line.Router(clusters, **network), taps)
+
+        self.hold(WAN, furnish)
+        return {"pids": self.holders[WAN]}
 
     def do_job(self, job: int) -> dict[str, Any]:
         """Fork a launcher that serves one job over the socket `job`."""
@@ -166,19 +201,25 @@ class Keeper:
             os.waitpid(ended.si_pid, 0)
 
 
-def _hold_namespaces(furnish: Callable[[], None], ready: int) -> NoReturn:
-    """In a forked child: furnish, say so (the pid, or why not), then sleep for ever; orphans of the lab are reaped."""
+def _hold_namespaces(furnish: Callable[[], Callable[[], None] | None], ready: int) -> NoReturn:
+    """In a forked child: furnish, say so (the pid, or why not), then do what it returned or sleep for ever; orphans of
+    the lab are reaped."""
     try:
         namespaces.die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        work = None
         try:
-            furnish()
+            work = furnish()
             answer = str(os.getpid())
         except OSError as error:
             answer = str(error)
         os.write(ready, answer.encode())
         os.close(ready)
+        if work:
+            work()
         while answer.isdigit():
             signal.pause()
+    except Exception:
+        traceback.print_exc()  # into the keeper's log
     finally:
         os._exit(1)

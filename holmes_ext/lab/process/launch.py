@@ -119,7 +119,7 @@ def _become_rank(job: socket.socket, message: dict[str, Any], output: list[int])
         for target, descriptor in enumerate(output, start=1):
             os.dup2(descriptor, target)
             os.close(descriptor)
-        realtime = message["realtime"] and _go_realtime()
+        realtime = message["realtime"] and go_realtime()
         _tell(job, {"rank": message["rank"], "pid": int(os.readlink("/proc/self")), "realtime": realtime})
         job.close()
         namespaces.enter(message["holder"])
@@ -141,10 +141,10 @@ def _give_up(argv: list[str], error: OSError) -> NoReturn:
     os._exit(127)
 
 
-def _go_realtime() -> bool:
+def go_realtime(priority: int = 1) -> bool:
     """SCHED_RR, so that other work on the machine does not disturb what is measured; False when it is not permitted."""
     try:
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(priority))
     except PermissionError:
         return False
     return True

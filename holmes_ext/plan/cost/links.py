@@ -20,6 +20,7 @@ from math import ceil
 
 from holmes_ext.cluster.site import Fabric, Site, fabrics_of_spec
 from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.cluster.wan import Between
 from holmes_ext.errors import HolmesError
 
 #: What the cores that all nodes of a lab share are called among the NICs.
@@ -122,9 +123,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """Measured links by fabric name; a fabric that is not here has its rate and latency from cluster.toml."""
+    """Measured links by fabric name; a fabric that is not here has its rate and latency from cluster.toml. pairs: of
+    clusters, in place of their [[between]]."""
 
     measured: Mapping[str, Link] = field(default_factory=dict)
+    pairs: tuple[Between, ...] = ()
 
     def of(self, fabric: Fabric) -> Link:
         return self.measured.get(fabric.name) or Link.of(fabric)
@@ -139,7 +142,7 @@ class Links:
 
     def site(self, site: Site) -> Site:
         """`site` for predictions in closed form: line() in place of what cluster.toml states."""
-        return replace(site, fabrics=tuple(map(self.line, site.fabrics)))
+        return replace(site, fabrics=tuple(map(self.line, site.fabrics)), wan=site.wan.measured(self.pairs))
 
     def on_cores(self, fabric: Fabric, senders: float) -> tuple[tuple[str, float], ...]:
         """What a flow that `senders` nodes send at once uses of shared cores: (CORES, cores for each bit/s), if
@@ -155,7 +158,7 @@ class Links:
     def scaled(self, name: str, factor: float) -> Links:
         """What-if: the link `name` with `factor` times its measured rate."""
         changed = {key: link.scaled(factor) if key == name else link for key, link in self.measured.items()}
-        return Links(changed)
+        return replace(self, measured=changed)
 
     @classmethod
     def of_spec(cls, spec: SiteSpec) -> Links:
@@ -167,4 +170,4 @@ class Links:
                 where = f"{spec.source}: key 'link.{fabric.name}'"
                 send, ring = (fit(points, where) for points in (own.send or own.ring, own.ring or own.send))
                 measured[fabric.name] = Link(fabric.name, send, ring)
-        return cls(measured)
+        return cls(measured, spec.pairs)

@@ -15,8 +15,9 @@ from math import ceil, inf
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.across import hop_loads
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.network import FREE, Price, all_reduce, message
+from holmes_ext.plan.cost.network import FREE, Price, Way, all_reduce, latency_s, message, passes
 from holmes_ext.plan.cost.pipeline import Estimate, formula_ends, step_of
 from holmes_ext.plan.cost.stages import Portion, StageCosts, StagePrice, costs_of
 from holmes_ext.plan.cost.workload import Workload
@@ -27,11 +28,14 @@ Part = tuple[int, ...]  # the node class in each slot of a component
 
 
 def fast_fabrics(site: Site) -> tuple[frozenset[str], ...]:
-    """For each node, in the launcher's order, the fabrics that are better than Ethernet. Equal nodes are
-    interchangeable."""
+    """For each node, in the launcher's order, the fabrics that are better than Ethernet; for one without, where the
+    network between the clusters is not flat, Ethernet inside its own. Equal nodes of a cluster are interchangeable."""
     ethernet = site.fabric_by_name[ETHERNET]
     fast = {fabric.name for fabric in site.fabrics if fabric.preference > ethernet.preference}
-    return tuple(frozenset(node.fabrics) & fast for node in site.nodes)
+    found = [frozenset(node.fabrics) & fast for node in site.nodes]
+    if site.wan:
+        found = [own or frozenset([f"{ETHERNET} of {node.cluster}"]) for own, node in zip(found, site.nodes)]
+    return tuple(found)
 
 
 def stock_fabric(site: Site) -> Fabric:
@@ -54,18 +58,20 @@ class Component:
 
 class Predictor:
     """Predicts steps of one job for many orders of nodes. An order is a tuple of node classes by slot (an index of
-    `classes`; nodes with equal fast fabrics are of one class), cut into components. inside: kinds of groups to treat as
-    if each were on the slowest of its members' own best fabrics; only: the fabric of all traffic, whatever the nodes
-    have (stock behaviour). like() makes another that shares the layout."""
+    `classes`; nodes with equal fast fabrics are of one class; where the network between clusters is not flat, those of
+    one cluster), cut into components. inside: kinds of groups to treat as if each were on the slowest of its members'
+    own best fabrics; only: the fabric of all traffic, whatever the nodes have (stock behaviour). like() makes another
+    that shares the layout."""
 
     def __init__(
         self, site: Site, layout: Layout, workload: Workload, inside: frozenset[str] = frozenset(),
         only: Fabric | None = None,
     ):
         self.site, self.layout, self.workload, self.inside, self.only = site, layout, workload, inside, only
-        fabrics = fast_fabrics(site)
-        self.classes = tuple(dict.fromkeys(fabrics))
-        self.class_of = {node.name: self.classes.index(own) for node, own in zip(site.nodes, fabrics)}
+        looks = [(own, node.cluster if site.wan else "") for own, node in zip(fast_fabrics(site), site.nodes)]
+        kinds = list(dict.fromkeys(looks))
+        self.classes = tuple(own for own, _ in kinds)
+        self.class_of = {node.name: kinds.index(look) for node, look in zip(site.nodes, looks)}
         self._name = {index: name for name, index in reversed(self.class_of.items())}
         self._fabrics: dict[tuple[bool, frozenset[int]], Fabric] = {}
         self._components: dict[Part, Component] = {}
@@ -105,9 +111,7 @@ class Predictor:
         for part, following in zip(parts, (*parts[1:], None)):
             found += self.component(part).edges
             if following is not None:
-                if (part, following) not in self._onward:
-                    self._onward[part, following] = self._edge(self.layout.onward, part, following)
-                found.append(self._onward[part, following])
+                found.append(self.edge(part, following))
         return found
 
     def straddles(self, parts: Sequence[Part]) -> bool:
@@ -129,6 +133,23 @@ class Predictor:
             self._fabrics[key] = min(own, key=lambda fabric: fabric.preference) if inside else shared
         return self._fabrics[key]
 
+    def cluster(self, index: int) -> str:
+        """The cluster of a class's (first) node."""
+        return self.site.node_by_name[self._name[index]].cluster
+
+    def edge(self, part: Part, following: Part) -> Price:
+        """Of an activation from a component to the next."""
+        if (part, following) not in self._onward:
+            self._onward[part, following] = self._edge(self.layout.onward, part, following)
+        return self._onward[part, following]
+
+    def _between(self, fabric: Fabric, pairs: Iterable[tuple[int, int]]) -> list[tuple[str, str]]:
+        """Of these pairs of classes the clusters, where they differ and the way leads between them."""
+        if not self.site.wan or fabric.name != ETHERNET:
+            return []
+        clusters = [(self.cluster(one), self.cluster(two)) for one, two in pairs]
+        return [(one, two) for one, two in clusters if one != two]
+
     def _price(self, part: Part) -> Component:
         work, stages = self.workload, self.layout.stages
         sizes = dict(zip(INSIDE, (work.gradient_bytes, work.tensor_bytes, work.context_bytes, work.expert_bytes)))
@@ -138,11 +159,18 @@ class Predictor:
             members = [{part[slot] for slot in tie.slots} for tie in ties]
             fabrics = [self.fabric(classes, kind in self.inside) for classes in members]
             load: Counter[tuple[int, str]] = Counter()  # groups on each node's way to a fabric, of all its stages
+            crossed: Counter[tuple[str, str]] = Counter()  # groups on each way between clusters, likewise
+            between = []
             for tie, fabric in zip(ties, fabrics):
                 for slot in tie.slots:
                     load[slot, fabric.name] += tie.count
-            for tie, fabric, classes in zip(ties, fabrics, members):
-                price = _collective(kind, tie, fabric, max(load[slot, fabric.name] for slot in tie.slots))
+                order = [part[slot] for slot in tie.slots]
+                between.append(self._between(fabric, zip(order, (*order[1:], order[0]))))
+                crossed.update({pair: tie.count * times for pair, times in Counter(between[-1]).items()})
+            loads = hop_loads(self.site.wan, crossed)
+            for tie, fabric, classes, pairs in zip(ties, fabrics, members, between):
+                ways = [tuple((hop, loads[hop]) for hop in self.site.wan.hops(*pair)) for pair in pairs]
+                price = _collective(kind, tie, fabric, max(load[slot, fabric.name] for slot in tie.slots), ways)
                 if price.seconds(sizes[kind] or 1.0) > prices[kind][tie.stage].seconds(sizes[kind] or 1.0):
                     prices[kind][tie.stage] = price
                 if len(classes) > 1 and fabric.name == ETHERNET:  # two classes: one at least has better
@@ -162,19 +190,27 @@ class Predictor:
         for (one, two), count in pairs.items():
             load["out", one, fabrics[one, two].name] += count
             load["in", two, fabrics[one, two].name] += count
-        prices = [
-            message(fabric, max(load["out", one, fabric.name], load["in", two, fabric.name]))
-            for (one, two), fabric in fabrics.items()
-        ]
+        crossed: Counter[tuple[str, str]] = Counter()
+        ways = {pair: self._between(fabrics[pair], [(sender[pair[0]], receiver[pair[1]])]) for pair in pairs}
+        for pair, count in pairs.items():
+            crossed.update(dict.fromkeys(ways[pair], count))
+        loads = hop_loads(self.site.wan, crossed)
+        prices = []
+        for (one, two), fabric in fabrics.items():
+            way = tuple((hop, loads[hop]) for pair in ways[one, two] for hop in self.site.wan.hops(*pair))
+            sharers = max(load["out", one, fabric.name], load["in", two, fabric.name])
+            prices.append(message(fabric, sharers, way=way))
         return max(prices, key=lambda price: price.seconds(self.workload.activation_bytes or 1.0), default=FREE)
 
 
-def _collective(kind: str, tie: Tie, fabric: Fabric, sharers: int) -> Price:
+def _collective(kind: str, tie: Tie, fabric: Fabric, sharers: int, ways: Sequence[Way] = ()) -> Price:
+    """ways: between neighbouring slots in two clusters."""
     if kind in ("data", "tensor"):
-        return all_reduce(tie.members, fabric, sharers)
+        return all_reduce(tie.members, fabric, sharers, ways)
     if kind == "expert":  # in an all-to-all every rank sends off its node
         sharers *= ceil(tie.members / len(tie.slots))
-    return message(fabric, sharers, tie.members - 1)
+    slowest = max(ways, key=lambda way: (passes(fabric, sharers, [way]), latency_s(fabric, way)), default=())
+    return message(fabric, sharers, tie.members - 1, slowest)
 
 
 def step_seconds(
@@ -231,9 +267,19 @@ def _tied_s(site: Site, order: Sequence[str], sizes: Sizes, only: Fabric | None,
     stride, processes = sizes.strides()["pp"], site.processes
     last = (sizes.pipeline - 1) * stride
     firsts = (rank for rank in range(site.world_size) if rank // stride % sizes.pipeline == 0)
-    pairs = {(order[rank // processes], order[(rank + last) // processes]) for rank in firsts}
-    fabrics = {only or site.shared_fabric(pair) for pair in pairs if pair[0] != pair[1]}
-    return max((all_reduce(2, fabric, min(processes, stride)).seconds(size) for fabric in fabrics), default=0.0)
+    pairs = Counter((order[rank // processes], order[(rank + last) // processes]) for rank in firsts)
+    fabrics = {pair: only or site.shared_fabric(pair) for pair in pairs if pair[0] != pair[1]}
+    crossed: dict[tuple[str, str], list[tuple[str, str]]] = {pair: [] for pair in fabrics}
+    loads: Counter[tuple[str, str]] = Counter()
+    for pair, fabric in fabrics.items() if site.wan else ():
+        one, two = (site.node_by_name[name].cluster for name in pair)
+        if fabric.name == ETHERNET and one != two:
+            crossed[pair] = [(one, two), (two, one)]
+            loads.update(dict.fromkeys(crossed[pair], pairs[pair]))
+    hops = hop_loads(site.wan, loads)
+    ways = {pair: [tuple((hop, hops[hop]) for hop in site.wan.hops(*way)) for way in crossed[pair]] for pair in fabrics}
+    sharers = min(processes, stride)
+    return max((all_reduce(2, fabrics[pair], sharers, ways[pair]).seconds(size) for pair in fabrics), default=0.0)
 
 
 def clusters_of_stages(site: Site, order: Sequence[str], sizes: Sizes) -> list[list[str]]:

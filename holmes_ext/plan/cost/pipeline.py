@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from holmes_ext.errors import HolmesError
 
@@ -31,10 +32,30 @@ def uniform(layers: int, parts: int) -> tuple[int, ...]:
     return tuple(layers // parts + (part < layers % parts) for part in range(parts))
 
 
-def passes(stage: int, stages: int, micro_batches: int, virtual: int = 1) -> list[Pass]:
-    """Of one stage, in order: 1F1B, interleaved with `virtual` chunks a stage."""
+def in_flight(busy: Seconds, transfer: Seconds, micro_batches: int) -> tuple[int, ...]:
+    """Micro-batches that each stage must have begun and not ended, at most, so that no edge is waited for.
+
+    With k[s] of them a stage's backward of m follows its forward of m + k[s] - 1. So a micro-batch goes from stage s to
+    t, there the backward of an earlier one follows, comes back, and s goes on k[s] - k[t] + 1 micro-batches later: that
+    many paces of the slowest stage must be as long as the busy seconds of s..t and the edges between, there and back.
+    Free edges and equal stages: 1F1B's p - s. A fiftieth of a pass more is none.
+    """
+    pace, last = max(busy), len(busy) - 1
+    found = [1] * len(busy)
+    for stage in reversed(range(last)):
+        way = busy[stage]
+        for other in range(stage + 1, last + 1):
+            way += busy[other] + 2 * transfer[other - 1]
+            found[stage] = max(found[stage], found[other] - 1 + ceil(way / pace - 0.02))
+        found[stage] = max(found[stage], len(busy) - stage)
+    return tuple(min(count, micro_batches) for count in found)
+
+
+def passes(stage: int, stages: int, micro_batches: int, virtual: int = 1, held: int = 0) -> list[Pass]:
+    """Of one stage, in order: 1F1B, interleaved with `virtual` chunks a stage. held: micro-batches in flight, where
+    they are not 1F1B's stages - stage."""
     if virtual == 1:
-        total, ahead = micro_batches, min(stages - stage - 1, micro_batches)
+        total, ahead = micro_batches, min((held or stages - stage) - 1, micro_batches)
     elif micro_batches % stages:
         raise HolmesError(f"interleaved: {micro_batches} micro-batches are not divisible by {stages} pipeline stages")
     else:

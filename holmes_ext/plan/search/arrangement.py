@@ -15,12 +15,15 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
-from holmes_ext.cluster.site import Fabric, Site
+from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext.cluster.wan import Wan
+from holmes_ext.plan.cost.across import best_order, neighbours
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Gpu, Model
+from holmes_ext.plan.cost.network import Way, crossing
 from holmes_ext.plan.sizes import DEFAULT_ORDER
 
 T = TypeVar("T")
@@ -100,7 +103,31 @@ class Ground:
             return name if uses[name] > 1 else (fabric.kind, fabric.rate_bps, fabric.latency_s)
 
         keys = list(zip((tuple(map(look, fabrics)) for fabrics in own), self.ranks, self.gpus))
-        return tuple(keys.index(key) for key in keys)
+        every = range(len(keys))
+        return tuple(next(j for j in every if keys[j] == keys[i] and self._between_alike(i, j)) for i in every)
+
+    @cached_property
+    def wan(self) -> Wan:
+        """Between the clusters, as measured where that was."""
+        return self.links.site(self.site).wan
+
+    def _between_alike(self, one: int, two: int) -> bool:
+        """Whether all ways between clusters stay as they are when these two change places."""
+        names, wan = self.site.clusters, self.wan
+        a, b = names[one], names[two]
+
+        def look(pair: tuple[str, str]) -> Hashable:
+            return tuple((hop.key[0], hop.rate_bps, hop.latency_s) for hop in wan.hops(*pair))
+
+        return a == b or not wan or all(look((a, n)) == look((b, n)) for n in names if n not in (a, b))
+
+    def crossing(self, fabric: Fabric, clusters: Sequence[int], flows: float, ring: bool = False) -> tuple[Way, ...]:
+        """What lies between these clusters, one after the other (ring: and round), on `fabric`, with as many flows."""
+        if fabric.name != ETHERNET or not self.wan:
+            return ()
+        names = [self.site.clusters[index] for index in clusters]
+        pairs = neighbours(names) if ring else [(one, two) for one, two in zip(names, names[1:]) if one != two]
+        return crossing(self.wan, pairs, flows)
 
 
 @dataclass(frozen=True)
@@ -136,7 +163,7 @@ def arrangements(
     for together in (size for size in range(1, count + 1) if count % size == 0):
         if pipeline == 1 and together > 1:
             break  # one stage holds all clusters anyhow
-        orders = _orders(ground, together)
+        orders = chain(_chained(ground, together), _orders(ground, together))
         listed = list(islice(orders, 1 if pipeline == 1 else max(8, limit // pipeline)))
         complete = complete and (pipeline == 1 or next(orders, None) is None)
         for groups in listed:
@@ -151,6 +178,20 @@ def launcher(ground: Ground, pipeline: int) -> Arrangement:
     """The order of the file, as without holmes."""
     groups = tuple((index,) for index in range(len(ground.ranks)))
     return Arrangement(groups, _fill(ground, groups, pipeline))
+
+
+def _chained(ground: Ground, together: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Where the network between the clusters is not flat: their chain over the best links, both ways."""
+    names = ground.site.clusters
+    if together > 1 or not ground.wan or len(names) < 3:
+        return
+
+    def cost(pair: tuple[int, int]) -> tuple[float, float]:
+        hops = ground.wan.hops(*(names[index] for index in pair))
+        return max((1 / hop.rate_bps for hop in hops), default=0.0), sum(hop.latency_s for hop in hops)
+
+    best = best_order(range(len(names)), cost)
+    yield from (tuple((index,) for index in order) for order in (best, best[::-1]))
 
 
 def _orders(ground: Ground, together: int) -> Iterator[tuple[tuple[int, ...], ...]]:

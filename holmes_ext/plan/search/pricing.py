@@ -16,7 +16,7 @@ from math import inf
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.plan.cost.memory import Memory, stage_memory, under_way
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.network import FREE, Price, all_reduce, message, ring, two_levels
+from holmes_ext.plan.cost.network import FREE, Price, all_reduce, message, ring, summed_across
 from holmes_ext.plan.cost.stages import Portion, StageCosts, StagePrice, costs_of, layer_kinds
 from holmes_ext.plan.search.arrangement import PIPELINES_FIRST, Arrangement, Content, Ground
 from holmes_ext.plan.search.space import REDUCTIONS, Shape
@@ -97,8 +97,12 @@ class Pricing:
         first, last = arrangement.contents[0], arrangement.contents[-1]
         if step * self.shape.pipeline <= self.processes:
             return self._inside(2, [index for index, _ in first]).seconds(size)
-        fabrics = [self.ground.fabric(pair) for pair in _pairs(first, last)]
-        return max(all_reduce(2, fabric, min(self.processes, step)).seconds(size) for fabric in fabrics)
+        sharers, found = min(self.processes, step), []
+        for pair, flows in _pairs(first, last).items():
+            fabric = self.ground.fabric(pair)
+            ways = self.ground.crossing(fabric, pair, flows, ring=True)
+            found.append(all_reduce(2, fabric, sharers, ways).seconds(size))
+        return max(found)
 
     def _load_s(self, arrangement: Arrangement, edges: Sequence[float]) -> float:
         """Seconds that a stage's NIC sends for one micro-batch of all chunks: v activations down, v gradients up, and
@@ -154,19 +158,22 @@ class Pricing:
         if count <= here:
             return "local", self._inside(count, clusters)
         fabric = self.ground.fabric(clusters)
-        flat = all_reduce(count, fabric, self.processes // here)
+        groups = self.stage_ranks // count
+        ways = self.ground.crossing(fabric, clusters, groups, ring=True)
+        flat = all_reduce(count, fabric, self.processes // here, ways)
         possible = self.ground.only is None and "two-level" in self.reductions and self.shape.zero < 2
-        two = self._two_level(content, here, fabric) if possible else None
         typical = sum(self.portion.reduced_bytes) + (self.portion.blocks - 1) * self.portion.reduced_bytes[1]
         typical /= self.shape.pipeline
+        two = self._two_level(content, here, fabric, typical) if possible else None
         if two and ("flat" not in self.reductions or two.seconds(typical) < flat.seconds(typical)):
             return "two-level", two
         return "flat", flat
 
-    def _two_level(self, content: Content, here: int, across: Fabric) -> Price | None:
+    def _two_level(self, content: Content, here: int, across: Fabric, size: float) -> Price | None:
         """Inside each cluster on its own fabric, across only the sums; None where no cluster's own fabric is faster."""
         inner = {index: self.ground.fabric([index]) for index, _ in content}
-        if len(inner) < 2 or all(fabric.preference <= across.preference for fabric in inner.values()):
+        faster = any(fabric.preference > across.preference for fabric in inner.values()) or self.ground.wan
+        if len(inner) < 2 or not faster:
             return None
         if any(ranks % self.shape.tensor or ranks // self.shape.tensor < here for _, ranks in content):
             return None
@@ -175,7 +182,11 @@ class Pricing:
             all_reduce(count, inner[index], self.processes // here) if count > here else self._inside(count, [index])
             for (index, _), count in zip(content, members)
         ]
-        return two_levels(max(inside, key=lambda price: price.byte_s), across, members, self.processes).pipelined
+        names = [self.ground.site.clusters[index] for index, _ in content]
+        slowest, groups = max(inside, key=lambda price: price.byte_s), self.stage_ranks // self.shards
+        return summed_across(
+            size, slowest, across, dict(zip(names, members)), self.processes, wan=self.ground.wan, groups=groups
+        )[1].pipelined
 
     def _inside(self, count: int, clusters: Sequence[int]) -> Price:
         """All-reduce among `count` GPUs of one node; free where their link is not known."""
@@ -217,17 +228,22 @@ class Pricing:
         if local:
             rate = min(self.ground.gpus[index].link_bps for index, _ in (*one, *other))
             return size * 8 / rate if rate else 0.0
-        fabrics = {self.ground.fabric(pair) for pair in _pairs(one, other)}
-        sharers = min(self.processes, self._step(order))
-        return max(message(fabric, sharers).seconds(size) for fabric in fabrics)
+        sharers, found = min(self.processes, self._step(order)), []
+        for pair, flows in _pairs(one, other).items():
+            fabric = self.ground.fabric(pair)
+            (way,) = self.ground.crossing(fabric, pair, flows) or ((),)
+            found.append(message(fabric, sharers, way=way).seconds(size))
+        return max(found)
 
 
-def _pairs(one: Content, other: Content) -> set[tuple[int, int]]:
-    """Clusters that face each other when two stages' ranks are laid side by side."""
-    pairs, left, right = set(), list(one), list(other)
+def _pairs(one: Content, other: Content) -> dict[tuple[int, int], int]:
+    """Clusters that face each other when two stages' ranks are laid side by side, with how many ranks."""
+    pairs: dict[tuple[int, int], int] = {}
+    left, right = list(one), list(other)
     while left and right:
         taken = min(left[0][1], right[0][1])
-        pairs.add((left[0][0], right[0][0]))
+        pair = left[0][0], right[0][0]
+        pairs[pair] = pairs.get(pair, 0) + taken
         for side in (left, right):
             index, ranks = side.pop(0)
             if ranks > taken:

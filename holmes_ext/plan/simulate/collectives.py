@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from holmes_ext.plan.cost.buckets import bucket_bytes, cut
 from holmes_ext.plan.cost.model import Layer, Model
-from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES
 from holmes_ext.plan.simulate.events import Op, Transfer
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.flows import Flows
@@ -106,14 +105,13 @@ class Reductions:
 
     def _buckets(self, groups: DataGroups, two_level: bool) -> list[Leaving]:
         gradients = self.gradients(groups.stage)
-        total = sum(gradient.size for gradient in gradients)
+        total = self.flows.gradient_bytes[groups.stage] = sum(gradient.size for gradient in gradients)
         if not self.execution.buckets_on(groups.stage):
             return [Leaving((total,), tuple(dict.fromkeys(gradient.place for gradient in gradients)), None)]
         fabric = self.flows.pipelines.fabric(tuple(groups.members))
-        limit = self.execution.bucket_bytes or bucket_bytes(fabric, groups.ranks, total)
+        limit: float = self.execution.bucket_bytes or bucket_bytes(fabric, groups.ranks, total)
         if two_level and not self.execution.bucket_bytes:
-            parts = (sum(groups.members[node] for node in nodes) for nodes in groups.clusters.values())
-            limit = CHUNK_SHARE_BYTES * min(parts)
+            limit = self.flows.summed(groups, self.execution.two_level == "direct")[1].chunk_bytes
         return leaving(gradients, limit, self.execution.engine == "megatron")
 
     def _make(self, groups: DataGroups) -> None:

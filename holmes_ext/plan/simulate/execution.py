@@ -15,7 +15,8 @@ TWO_LEVELS = ("off", "rings", "direct")
 class Execution:
     """virtual: chunks of a stage; above 1 the schedule is interleaved, else 1F1B. engine: whose sends, receives,
     buckets and order of reductions. stage_layers: blocks of each stage (interleaved: of each virtual stage, chunk by
-    chunk), () for as even as can be.
+    chunk), () for as even as can be. in_flight: micro-batches that each stage begins before its first backward ends,
+    where sends do not block (patches/deepspeed/edges.py); () for 1F1B as the engine has it.
 
     overlap: of reductions with the last backward: "off", "first" (megatron's: the first stage in buckets, the others in
     one piece) or "on". bucket_bytes: 0 for plan/cost/buckets.py's rule. two_level: of groups that straddle clusters:
@@ -32,6 +33,7 @@ class Execution:
     engine: str = "megatron"
     virtual: int = 1
     stage_layers: tuple[int, ...] = ()
+    in_flight: tuple[int, ...] = ()
     overlap: str = "off"
     bucket_bytes: int = 0
     two_level: str = "off"
@@ -53,6 +55,8 @@ class Execution:
             value = getattr(self, item.name)
             if isinstance(value, float) and not 0 <= value < 1e9:
                 raise HolmesError(f"{item.name} is {value}; it must be 0 or more, and finite")
+        if self.in_flight and self.virtual > 1:
+            raise HolmesError(f"in_flight is {self.in_flight}, but an interleaved schedule has its own order")
         if self.virtual < 1 or self.cores < 0:
             raise HolmesError("virtual must be 1 or more and cores 0 or more")
 

@@ -1,5 +1,6 @@
 """What a message or a collective puts on the networks: plan/simulate/step.py's transfers, with their seconds and bits,
-and the NICs that they share. The one place that knows the way from node to node.
+and what they share: NICs, and between clusters uplinks and links (cluster/wan.py). The one place that knows the way
+from node to node.
 
 A ring of n ranks passes every node once: 2 (n - 1) / n of the bytes through each NIC, both ways at once, in 2 (n - 1)
 messages (half of both for a reduce-scatter or a gather); among GPUs of one node over their own link, where its rate is
@@ -11,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import inf
 
-from holmes_ext.cluster.site import Fabric
+from holmes_ext.cluster.site import ETHERNET, Fabric
+from holmes_ext.plan.cost.across import Across, Pair, hop_loads
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES, across_clusters, inside_cluster, ring
+from holmes_ext.plan.cost.network import TwoLevels, inside_cluster, ring, slowest_inside, summed_across
 from holmes_ext.plan.simulate.events import Transfer
 from holmes_ext.plan.simulate.pipelines import DataGroups, Pipelines
 
@@ -26,6 +28,9 @@ class Flows:
 
     def __init__(self, pipelines: Pipelines, links: Links, model: Model, message_s: float):
         self.pipelines, self.links, self.model, self.message_s = pipelines, links, model, message_s
+        self.wan = links.site(pipelines.site).wan
+        self.gradient_bytes: dict[int, float] = {}  # of each stage
+        self.hops: dict[Hashable, float] = {}  # bits/s of what lies between clusters, as far as it is used
 
     def capacity(self, fabric: Fabric) -> float:
         """Bits/s of a node's NIC, each way."""
@@ -39,8 +44,9 @@ class Flows:
             return Transfer(2, self.message_s + self._inside((one,), size) if stage != other else 0.0)
         fabric, channel = self.pipelines.fabric((one, two)), (kind, stage, other)
         curve = self.links.of(fabric).send
-        uses = self._uses(fabric, {one: leaving}, {two: reaching}, self.pipelines.count[kind])
-        fixed = curve.fixed_s(size) + self.message_s
+        count, pair = self.pipelines.count[kind], (self.pipelines.cluster(one), self.pipelines.cluster(two))
+        uses = self._uses(fabric, {one: leaving}, {two: reaching}, count, {pair: count})
+        fixed = curve.fixed_s(size) + self.message_s + self._longer_s(fabric, pair)
         return Transfer(2, fixed, 8 * size, curve.rate_bps, uses, channel, across=self._across(one, two))
 
     def tied(self, kind: int, size: float) -> Transfer:
@@ -51,8 +57,9 @@ class Flows:
         fabric, both = self.pipelines.fabric((one, two)), {one: leaving, two: reaching}
         curve = self.links.of(fabric).ring
         messages, share = ring(2)
-        fixed = messages * (curve.fixed_s(size / 2) + self.message_s)
-        uses = self._uses(fabric, both, both, 2 * self.pipelines.count[kind])
+        pair, count = (self.pipelines.cluster(one), self.pipelines.cluster(two)), self.pipelines.count[kind]
+        fixed = messages * (curve.fixed_s(size / 2) + self.message_s + self._longer_s(fabric, pair))
+        uses = self._uses(fabric, both, both, 2 * count, {pair: count, pair[::-1]: count})
         return Transfer(2, fixed, share * 8 * size, curve.rate_bps, uses, across=self._across(one, two))
 
     def ring(self, groups: DataGroups, sizes: Sequence[float], part: float, channel: Hashable) -> Transfer:
@@ -65,7 +72,11 @@ class Flows:
         fabric = self.pipelines.fabric(tuple(groups.members))
         curve = self.links.of(fabric).ring
         fixed = messages * sum(curve.fixed_s(size / groups.ranks) + self.message_s for size in sizes)
-        uses = self._uses(fabric, groups.alike, groups.alike, groups.count * len(groups.members))
+        longer = [self._longer_s(fabric, pair) for pair, times in groups.crossed.items() for _ in range(times)]
+        longer += [0.0] * (groups.ranks - len(longer))
+        fixed += len(sizes) * 2 * part * (sum(longer) - min(longer))
+        crossed = {pair: times * groups.count for pair, times in groups.crossed.items()}
+        uses = self._uses(fabric, groups.alike, groups.alike, groups.count * len(groups.members), crossed)
         across = len(groups.clusters) > 1
         return Transfer(parties, fixed, share * 8 * total, curve.rate_bps, uses, channel, across=across)
 
@@ -74,16 +85,10 @@ class Flows:
     ) -> tuple[dict[Hashable, Transfer], list[Hashable]]:
         """The transfers of an all-reduce of buckets of `sizes` bytes, and those that start it: chunks, each in four
         that follow each other; `tag` itself is the last of the last chunk."""
-        ranks = {name: sum(groups.members[node] for node in nodes) for name, nodes in groups.clusters.items()}
-        chunk_bytes = CHUNK_SHARE_BYTES * min(ranks.values())
-        chunks = min(most, sum(max(1, int(size // chunk_bytes)) for size in sizes))
-        size, share = sum(sizes) / chunks, across_clusters(list(ranks.values()))
-        ethernet = self.pipelines.fabric(tuple(groups.members))
-        crossing = {
-            node: groups.alike[node] * groups.members[node] * share * min(ranks.values()) / ranks[name]
-            for name, nodes in groups.clusters.items()
-            for node in nodes
-        }
+        ranks = groups.ranks_of
+        way, price = self.summed(groups, direct)
+        chunks = min(most, sum(max(1, int(size // price.chunk_bytes)) for size in sizes))
+        size = sum(sizes) / chunks
         fixed = 0.0
         inside: dict[Hashable, float] = {}
         for name, nodes in groups.clusters.items():
@@ -96,8 +101,9 @@ class Flows:
                 link = self.links.of(own)
                 curve = link.send if direct else link.ring
                 fixed = max(fixed, messages * (curve.fixed_s(size / ranks[name]) + self.message_s))
-        piece = self.links.of(ethernet).send.fixed_s(share * size) + self.message_s
-        across = self._uses(ethernet, crossing, crossing, groups.count * (len(ranks) - 1))
+        halves = [self._half(groups, half, size) for half in way.halves]
+        ethernet = self.pipelines.fabric(tuple(groups.members))
+        longer = way.latency_s(lambda pair: self._longer_s(ethernet, pair))
         transfers: dict[Hashable, Transfer] = {}
         starts: list[Hashable] = []
         for chunk in range(chunks):
@@ -106,10 +112,43 @@ class Flows:
             starts.append(phases[0])
             for phase, one in enumerate(phases):
                 parties, then = len(groups.kinds) if phase == 0 else 1, phases[phase + 1] if phase < 3 else None
-                seconds, uses = (piece, across) if phase in (1, 2) else (fixed, tuple(inside.items()))
+                seconds, uses = halves[phase - 1] if phase in (1, 2) else (fixed, tuple(inside.items()))
+                if phase in (1, 2) and (price.stalls or chunk == 0):  # else on its way behind the chunk before it
+                    seconds += longer
                 channel = (tag[:3], phase)
                 transfers[one] = Transfer(parties, seconds, 8 * size, inf, uses, channel, then, across=True)
         return transfers, starts
+
+    def summed(self, groups: DataGroups, direct: bool) -> tuple[Across, TwoLevels]:
+        """How these groups sum in two levels: the way across, and what it takes; as plan/decide.py has it."""
+        clusters = groups.clusters.values()
+        inside = [self.pipelines.fabric(nodes) for nodes in clusters if len(nodes) > 1]
+        here = max(groups.members.values())
+        sharers = max(groups.alike.values())
+        slowest = min(inside, key=lambda fabric: fabric.rate_bps)
+        price = slowest_inside(slowest, max(groups.ranks_of.values()), here, sharers, direct)
+        fabric, total = self.pipelines.fabric(tuple(groups.members)), self.gradient_bytes.get(groups.stage, 0.0)
+        return summed_across(
+            total, price, fabric, groups.ranks_of, here * sharers, direct=direct, wan=self.wan, groups=groups.count
+        )
+
+    def _half(self, groups: DataGroups, volumes: Mapping[Pair, float], size: float) -> tuple[float, Uses]:
+        """Seconds and shares of a chunk's way across, there or back; without the latency of long ways."""
+        leaving: dict[str, float] = {}
+        reaching: dict[str, float] = {}
+        for (one, two), volume in volumes.items():
+            leaving[one] = leaving.get(one, 0.0) + volume
+            reaching[two] = reaching.get(two, 0.0) + volume
+        out, into = (
+            {node: groups.alike[node] * groups.members[node] * of[name] / groups.ranks_of[name]
+             for name, nodes in groups.clusters.items() if name in of for node in nodes}
+            for of in (leaving, reaching)
+        )
+        fabric = self.pipelines.fabric(tuple(groups.members))
+        share = max(volume / groups.ranks_of[one] for one, volume in leaving.items())
+        fixed = self.links.of(fabric).send.fixed_s(share * size) + self.message_s
+        crossed = {pair: groups.count * volume for pair, volume in volumes.items()}
+        return fixed, self._uses(fabric, out, into, groups.count * sum(volumes.values()), crossed)
 
     def _across(self, one: str, two: str) -> bool:
         return self.pipelines.cluster(one) != self.pipelines.cluster(two)
@@ -119,10 +158,20 @@ class Flows:
         rate = min(self.model.gpu_of(self.pipelines.cluster(node)).link_bps for node in nodes)
         return size * 8 / rate if rate else 0.0
 
-    def _uses(self, fabric: Fabric, out: Mapping[str, float], into: Mapping[str, float], senders: float) -> Uses:
+    def _longer_s(self, fabric: Fabric, pair: Pair) -> float:
+        """What the way between two clusters takes longer than `fabric` elsewhere; seconds."""
+        seconds = sum(hop.latency_s for hop in self.wan.hops(*pair)) if fabric.name == ETHERNET else 0.0
+        return max(0.0, seconds - fabric.latency_s)
+
+    def _uses(
+        self, fabric: Fabric, out: Mapping[str, float], into: Mapping[str, float], senders: float,
+        crossed: Mapping[Pair, float] = {},  # noqa: B006
+    ) -> Uses:
         """out, into: how many such flows leave and reach each node; senders: nodes that send at once, as far as they
-        share cores."""
+        share cores; crossed: flows from cluster to cluster."""
         found: dict[Hashable, float] = {}
+        for hop, flows in hop_loads(self.wan, crossed).items() if fabric.name == ETHERNET else ():
+            self.hops[hop.key], found[hop.key] = hop.rate_bps, flows
         for way, nodes in (("out", out), ("in", into)):
             for node, weight in nodes.items():
                 nic = self.pipelines.nic(node, fabric, way)

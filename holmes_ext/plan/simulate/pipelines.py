@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from holmes_ext.cluster.site import Fabric, Site
+from holmes_ext.plan.cost.across import neighbours
 from holmes_ext.plan.sizes import Sizes
 
 K = TypeVar("K", bound=Hashable)
@@ -24,7 +25,7 @@ K = TypeVar("K", bound=Hashable)
 class DataGroups:
     """The data-parallel groups of one stage that are alike. kinds: of the pipelines in it; members: ranks on each of
     its nodes; alike: how many such groups each node has a part in, count: in all; clusters: the nodes' names by
-    cluster."""
+    cluster; crossed: (from, to) -> neighbours in one such ring that lie in these two clusters."""
 
     stage: int
     kinds: tuple[int, ...]
@@ -33,6 +34,12 @@ class DataGroups:
     alike: dict[str, int]
     clusters: dict[str, tuple[str, ...]]
     count: int
+    crossed: dict[tuple[str, str], int]
+
+    @cached_property
+    def ranks_of(self) -> dict[str, int]:
+        """Cluster -> ranks of one such group."""
+        return {name: sum(self.members[node] for node in nodes) for name, nodes in self.clusters.items()}
 
 
 def _numbered(looks: Mapping[K, Hashable]) -> dict[K, int]:
@@ -127,5 +134,8 @@ class Pipelines:
             for node in nodes:
                 clusters[self.cluster(node)] = (*clusters.get(self.cluster(node), ()), node)
             alike = {node: len(parts[node]) for node in nodes}
-            found.append(DataGroups(stage, kinds, sum(nodes.values()), dict(nodes), alike, clusters, len(same)))
+            order = [self.cluster(self._nodes[first][stage]) for first in members[same[0]]]
+            crossed = dict(Counter(neighbours(order)))
+            ranks = sum(nodes.values())
+            found.append(DataGroups(stage, kinds, ranks, dict(nodes), alike, clusters, len(same), crossed))
         return found

@@ -49,7 +49,8 @@ class Timeline:
 @dataclass(frozen=True)
 class Step:
     """step_s: to the end of the last rank. ranks: one Timeline for all that are alike (same stage, same fabrics:
-    pipelines.py). carried: (kind of node, fabric, "out" or "in") -> bytes through one such node's NIC."""
+    pipelines.py). carried: (kind of node, fabric, "out" or "in") -> bytes through one such node's NIC;
+    the key of a hop between clusters (cluster/wan.py) -> bytes through it."""
 
     step_s: float
     ranks: tuple[Timeline, ...]
@@ -98,9 +99,10 @@ def simulate(
         ops = _program(kind, stage, run, costs, ranges, reductions)
         cores = run.cores, pipelines.count[kind], (kind, stage), links.core_bps
         programs.append(list(_software(ops, transfers, *cores)))
-    fabrics = {nic for transfer in transfers.values() for nic, _ in transfer.uses if nic != CORES}
+    shared = {*flows.hops, CORES}
+    fabrics = {nic for transfer in transfers.values() for nic, _ in transfer.uses if nic not in shared}
     capacities = {nic: flows.capacity(only or site.fabric_by_name[nic[1]]) for nic in fabrics}  # type: ignore[index]
-    simulation = Simulation(programs, transfers, {**capacities, CORES: run.cores or inf})
+    simulation = Simulation(programs, transfers, {**capacities, **flows.hops, CORES: run.cores or inf})
     lines = []
     for (kind, stage), spans in zip(actors, simulation.run()):
         node = pipelines.kinds[kind][stage]
@@ -139,7 +141,8 @@ def _program(
     stages, last = costs.stages, costs.micro_batches - 1
     sums = {"F": costs.sums["forward_s"][stage], "B": costs.sums["backward_s"][stage]}
     yield from reductions.before(kind, stage)
-    for op in program(run.engine, stage, stages, costs.micro_batches, run.virtual):
+    held = run.in_flight[stage] if run.in_flight else 0
+    for op in program(run.engine, stage, stages, costs.micro_batches, run.virtual, held):
         if op[0] in ("post", "wait"):
             yield (op[0], (*op[1], kind), "send", op[1][2])
             continue

@@ -6,9 +6,10 @@
                             {"step": 7, "begin", "end", "tokens", "groups": [...], "reduction", "spans", "ops": [...]}
 
 groups: [kind, fabric, "inside" or "across" clusters, operations, payload bytes, bytes sent, seconds with one of them
-under way, exposed seconds]. spans and ops (on traced steps only): [kind, start, end]; [kind, fabric, operation, group,
-number, peer or null, start, end or 0, waited, bytes sent]. Seconds of the node's monotonic clock. A rank that is killed
-leaves whole lines, or one cut at the end.
+under way, exposed seconds]. between, where clusters differ: [from, to, bytes sent, exposed seconds]; the head's: [from,
+to, bits/s that all share (0: no limit), seconds one way]. spans and ops (on traced steps only): [kind, start, end];
+[kind, fabric, operation, group, number, peer or null, start, end or 0, waited, bytes sent]. Seconds of the node's
+monotonic clock. A rank that is killed leaves whole lines, or one cut at the end.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from itertools import permutations
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +49,14 @@ class Writer:
     """Writes one rank's file from a thread of its own, and TensorBoard's copy of the totals where make_board() gives a
     SummaryWriter. What goes wrong is one line on stderr: training goes on.
 
-    head: what the first line says besides the version. crosses(ranks): whether they are in more than one cluster.
+    head: what the first line says besides the version. cluster_of(rank): its cluster's name.
     """
 
     def __init__(
-        self, path: Path, head: dict[str, Any], recorder: Recorder, crosses: Callable[[Sequence[int]], bool],
+        self, path: Path, head: dict[str, Any], recorder: Recorder, cluster_of: Callable[[int], str],
         make_board: Callable[[], Any] = lambda: None, limit: int = LIMIT_BYTES,
     ):  # fmt: skip
-        self.path, self.recorder, self.crosses, self.limit = path, recorder, crosses, limit
+        self.path, self.recorder, self.cluster_of, self.limit = path, recorder, cluster_of, limit
         self.written = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
@@ -109,6 +112,8 @@ class Writer:
         self, step: int, begin: float, end: float, tokens: int, done: list[Op], spans: list, reduction: dict | None
     ) -> dict[str, Any]:
         document = {"step": step, "begin": begin, "end": end, "tokens": tokens, "groups": self.totals(done)}
+        if crossed := self.between(done):
+            document["between"] = crossed
         if reduction:
             document["reduction"] = reduction
         if traced(step) and self.written < self.limit / 2:
@@ -120,13 +125,35 @@ class Writer:
         """The "groups" of a step's line."""
         sums: dict[tuple[str, str, str], list[Op]] = {}
         for op in done:
-            where = "across" if self.crosses(self.recorder.ends(op)) else "inside"
+            where = "across" if len(set(map(self.cluster_of, self.recorder.ends(op)))) > 1 else "inside"
             sums.setdefault((self.recorder.kind(op), op.group.transport.fabric, where), []).append(op)
         return [
             [*place, len(ops), sum(op.payload for op in ops), round(sum(op.sent for op in ops)),
              round(union_s([(op.start, op.end) for op in ops]), 7), round(sum(op.waited for op in ops), 7)]
             for place, ops in sorted(sums.items())
         ]  # fmt: skip
+
+    def between(self, done: list[Op]) -> list[list[Any]]:
+        """The "between" of a step's line. A collective sends to the next rank of its group: only what that leaves the
+        cluster by counts, its exposed seconds with the next other cluster."""
+        sums: dict[tuple[str, str], list[float]] = {}
+        own = self.cluster_of(self.recorder.rank)
+        for op in done:
+            if op.peer is not None and op.peer < 0:
+                continue  # from whoever sends first
+            if op.peer is not None:
+                other, sent = self.cluster_of(op.peer), op.sent
+            else:
+                ranks = op.group.ranks
+                at = ranks.index(self.recorder.rank) + 1
+                following = [self.cluster_of(rank) for rank in (*ranks[at:], *ranks[:at])]
+                other = next((name for name in following if name != own), own)
+                sent = op.sent if following[0] == other else 0.0
+            if other != own:
+                received = op.peer is not None and not op.sent
+                total = sums.setdefault((other, own) if received else (own, other), [0.0, 0.0])
+                total[:] = total[0] + sent, total[1] + op.waited
+        return [[*pair, round(sent), round(waited, 7)] for pair, (sent, waited) in sorted(sums.items())]
 
     def _op(self, op: Op) -> list[Any]:
         times = (round(op.start, 7), round(op.end, 7), round(op.waited, 7))
@@ -143,13 +170,18 @@ def open_writer(current: Session, run: str, recorder: Recorder) -> Writer:
         "cluster": node.cluster, "wall": time.time(),
         "sizes": {axis: getattr(sizes, axis) for axis in _AXES} if sizes else None,
         "fabrics": {fabric.name: [fabric.kind, fabric.rate_bps] for fabric in site.fabrics},
+        "between": [
+            [one, two, min((hop.rate_bps for hop in hops if hop.rate_bps < inf), default=0),
+             sum(hop.latency_s for hop in hops)]
+            for one, two in permutations(site.clusters, 2) if (hops := current.plan.wan.hops(one, two))
+        ],
     }  # fmt: skip
 
-    def crosses(ranks: Sequence[int]) -> bool:
-        return len({site.node_by_name[current.plan.node_of(rank)].cluster for rank in ranks}) > 1
+    def cluster_of(rank: int) -> str:
+        return site.node_by_name[current.plan.node_of(rank)].cluster
 
     make_board = partial(tensorboard_writer, folder / "tensorboard") if current.rank == 0 else lambda: None
-    writer = Writer(folder / f"rank{current.rank}.jsonl", head, recorder, crosses, make_board)
+    writer = Writer(folder / f"rank{current.rank}.jsonl", head, recorder, cluster_of, make_board)
     recorder.on_step, recorder.on_round = writer.on_step, writer.put
     return writer
 

@@ -36,7 +36,7 @@ class Owned:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Segment:
     """Elements [start, stop) that one rank of each job exchanges: `owners`, by job."""
 
     start: int
@@ -96,7 +96,7 @@ def _merged(owned: list[Owned]) -> list[Owned]:
     return result
 
 
-def pieces(maps: Mapping[str, Sequence[Owned]], start: int, stop: int) -> list[Piece]:
+def pieces(maps: Mapping[str, Sequence[Owned]], start: int, stop: int) -> list[Segment]:
     """Elements [start, stop) cut wherever the owner changes in some job. maps: owners() of each job."""
     edges = {name: [one.start for one in owned] for name, owned in maps.items()}
     cuts = {start, stop}
@@ -107,7 +107,7 @@ def pieces(maps: Mapping[str, Sequence[Owned]], start: int, stop: int) -> list[P
                 break
             cuts.add(one.start)
     return [
-        Piece(a, b, {name: owned[bisect_right(edges[name], a) - 1].rank for name, owned in maps.items()})
+        Segment(a, b, {name: owned[bisect_right(edges[name], a) - 1].rank for name, owned in maps.items()})
         for a, b in pairwise(sorted(cuts))
     ]
 

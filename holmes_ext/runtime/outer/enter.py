@@ -24,7 +24,7 @@ from holmes_ext.runtime.outer.place import Place
 from holmes_ext.runtime.outer.rounds import Rounds
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.state import OuterState
-from holmes_ext.runtime.outer.weights import Weights
+from holmes_ext.runtime.outer.weights import Part, Tensor, Weights, row_of
 from holmes_ext.words import some_of
 
 PARALLEL = "jobs can join whose weights are replicated, or sharded, over whole data-parallel groups"
@@ -41,6 +41,14 @@ def own_host(host: str, port: int) -> str:
         raise HolmesError(
             f"--holmes-join: there is no way to {host} ({error.strerror or error}); is the name right?"
         ) from None
+
+
+def weights_of(held: Any) -> Weights:
+    """Of what a patch tells (training.Held)."""
+    tensors = [Tensor(*one) for one in held.tensors]
+    starts = row_of(tensors)
+    parts = [Part(starts[name] + first, values) for name, first, values in held.parts]
+    return Weights(held.position, tensors, parts, held.moved)
 
 
 def join(

@@ -158,22 +158,14 @@ def end(why: str = "training is over") -> None:
 
 
 def _begin(job: _Job, stack: Stack) -> None:
-    # A job that is not joined must not load what joining needs.
-    from holmes_ext.runtime.outer.enter import join
-    from holmes_ext.runtime.outer.weights import Part, Tensor, Weights, row_of
-
-    def weights() -> Weights:
-        held = stack.weights()
-        tensors = [Tensor(*one) for one in held.tensors]
-        starts = row_of(tensors)
-        parts = [Part(starts[name] + first, values) for name, first, values in held.parts]
-        return Weights(held.position, tensors, parts, held.moved)
+    from holmes_ext.runtime.outer.enter import join, weights_of  # a job that is not joined must not load them
 
     if why := stack.refusal(job.settings):
         raise HolmesError(f"--holmes-join: a job of {stack.name} cannot join: {why}")
+    agreed = {"framework": stack.name, **stack.agreed}
     joined = join(
-        job.place, job.token, job.settings, weights, {"framework": stack.name, **stack.agreed}, stack.device(),
-        _tell, stack.written, lambda: _status(job),
+        job.place, job.token, job.settings, lambda: weights_of(stack.weights()), agreed, stack.device(), _tell,
+        stack.written, lambda: _status(job),
     )  # fmt: skip
     if job.saved is not None:
         joined.load_state_dict(*job.saved)

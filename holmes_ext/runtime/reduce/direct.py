@@ -49,11 +49,11 @@ class DirectExchange:
             mine = parts[owners.index(self._rank)]
             received = {owner: self._kept(mine, tag, number, owner) for owner in self._others(owners)}
             for owner, wire in received.items():
-                self._post(works, dist.irecv, wire, owner, tag)
+                self.post(works, dist.irecv, wire, owner, tag)
             copies.append((mine, received, owners))
         for parts, owners in jobs:
             for owner in self._others(owners):
-                self._post(works, dist.isend, self._encode(parts[owners.index(owner)], tag, residuals), owner, tag)
+                self.post(works, dist.isend, self._encode(parts[owners.index(owner)], tag, residuals), owner, tag)
         _wait(works)
         for mine, received, owners in copies:
             codec = self._codec_of(mine)
@@ -70,13 +70,13 @@ class DirectExchange:
                 part = parts[owners.index(owner)]
                 codec = self._codec_of(part)
                 arriving.append((part, part if codec is PLAIN else codec.buffer(part)))
-                self._post(works, dist.irecv, arriving[-1][1], owner, tag)
+                self.post(works, dist.irecv, arriving[-1][1], owner, tag)
         for parts, owners in jobs:
             mine = parts[owners.index(self._rank)]
             wire = self._encode(mine, tag, residuals)
             arriving.append((mine, wire))  # what all others will have
             for owner in self._others(owners):
-                self._post(works, dist.isend, wire, owner, tag)
+                self.post(works, dist.isend, wire, owner, tag)
         _wait(works)
         for part, wire in arriving:
             if wire is not part:
@@ -106,11 +106,12 @@ class DirectExchange:
         k = list(owners).index(self._rank)
         return [owners[(k + distance) % len(owners)] for distance in range(1, len(owners))]
 
-    def _post(self, works: list[Any], start: Any, part: torch.Tensor, peer: int, tag: int) -> None:
+    def post(self, works: list[Any], start: Any, part: torch.Tensor, peer: int, tag: int) -> None:
         """isend or irecv of a part that is not empty, over the group of its direction."""
         if part.numel():
             sends = start is dist.isend
-            self._sent[tag] += part.nbytes if sends else 0
+            if sends:
+                self._sent[tag] += part.nbytes
             group = self._up if sends == (peer > self._rank) else self._down
             works.append((start(part, peer, group=group, tag=tag), part))
 

@@ -34,11 +34,18 @@ def two_level_for(group: dist.ProcessGroup, size: int, way: Reduction | None, de
     if way is None or not way.clusters or size < way.two_level_from:
         return None
     ranks = dist.get_process_group_ranks(group)
-    clusters = list(session.require().plan.by_cluster(ranks).values())
+    parts = session.require().plan.by_cluster(ranks)
+    clusters = list(parts.values())
     if len(clusters) < 2:
         return None
-    sockets = carrier_of(backend_of(group, device_type)) == SOCKETS
-    return (TwoLevelAllReduce if sockets else TwoLevelCollectives)(clusters, compress=way.compress)
+    if carrier_of(backend_of(group, device_type)) != SOCKETS:
+        return TwoLevelCollectives(clusters, compress=way.compress)
+    across = way.across if way.across is not None and set(way.across.order) == set(parts) else None
+    # where the network between the clusters is flat its latency asks for no chunks of their own
+    chunk_bytes = way.chunk_bytes if session.require().plan.wan else None
+    return TwoLevelAllReduce(
+        clusters, chunk_bytes=chunk_bytes, compress=way.compress, across=across, names=list(parts)
+    )
 
 
 def flat_all_reduce(group: dist.ProcessGroup) -> Callable[[Any], Any]:

@@ -22,17 +22,24 @@ bits. Steps 2 and 3 may be compressed (compress.py), the steps inside never are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.across import Across
 from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES
 from holmes_ext.runtime.reduce.compress import Residuals, codec
 from holmes_ext.runtime.reduce.direct import DirectExchange, Parts
+from holmes_ext.runtime.reduce.relay import Relay
 from holmes_ext.runtime.reduce.steps import Steps, Work
+
+#: A part of a tensor, and its residuals or its passage.
+Chunk = tuple[torch.Tensor, Any]
 
 
 @dataclass(frozen=True)
@@ -73,14 +80,17 @@ class TwoLevelAllReduce:
 
     clusters: global ranks of each cluster, the same on every rank (two clusters or more). chunk_bytes: None takes 512
     KiB for each rank of the smallest cluster. compress: of what crosses, "off", "bf16" or "int8" (with error feedback
-    for tensors that
-    are reduced again in later steps: the same tensor objects). Construction is collective: it makes four gloo groups,
-    of this cluster on its fabric and of all clusters on Ethernet (where holmes is active it chooses the NICs; else
+    for tensors that are reduced again in later steps: the same tensor objects). across: another way than directly, for
+    clusters of these names (relay.py; nothing is compressed). Construction is collective: it makes four gloo groups, of
+    this cluster on its fabric and of all clusters on Ethernet (where holmes is active it chooses the NICs; else
     GLOO_SOCKET_IFNAME does). Tensors: contiguous, on the CPU. close() ends the threads; what is under way is finished
     first.
     """
 
-    def __init__(self, clusters: Sequence[Sequence[int]], *, chunk_bytes: int | None = None, compress: str = "off"):
+    def __init__(
+        self, clusters: Sequence[Sequence[int]], *, chunk_bytes: int | None = None, compress: str = "off",
+        across: Across | None = None, names: Sequence[str] = (),
+    ):
         self.clusters = [list(members) for members in clusters]
         everyone = sorted(rank for members in self.clusters for rank in members)
         self.rank = dist.get_rank()
@@ -94,35 +104,45 @@ class TwoLevelAllReduce:
         self._inside = DirectExchange(sorted(self.members))
         self._across = DirectExchange(everyone, codec(compress))
         self._residuals = Residuals()
-        self._steps = Steps(
-            "two-level", self._scatter_inside, self._scatter_across, self._gather_across, self._gather_inside
-        )
+        middle: list[Callable[[Chunk], None]] = [self._scatter_across, self._gather_across]
+        self._relay = None
+        if across is not None:
+            self._relay = Relay(self._across, across, names, names[self.clusters.index(self.members)])
+            middle = [partial(self._relay_on, turn) for turn in range(len(self._relay.rounds))]
+        self._steps = Steps("two-level", self._scatter_inside, *middle, self._gather_inside)
         self.close = self._steps.close
 
     def __call__(self, flat: torch.Tensor) -> Work:
         assert flat.dim() == 1 and flat.is_contiguous() and flat.device.type == "cpu"
         residuals = self._residuals.of(flat) if self._across.codec.feedback else None
         chunks = flat.split(max(1, self.chunk_bytes // flat.element_size()))
-        return self._steps([(chunk, residuals) for chunk in chunks])
+        if self._relay is None:
+            return self._steps([(chunk, residuals) for chunk in chunks])
+        owned = [self._owned(chunk, self._relay.parts) for chunk in chunks]
+        return self._steps([(chunk, self._relay.expect(parts)) for chunk, parts in zip(chunks, owned)])
 
     @property
     def bytes_across(self) -> int:
         """What this rank has sent to other clusters so far, without headers."""
         return self._across.bytes_sent
 
-    def _scatter_inside(self, part: tuple[torch.Tensor, dict | None]) -> None:
+    def _relay_on(self, turn: int, part: Chunk) -> None:
+        assert self._relay is not None
+        self._relay.turn(turn, part[1])
+
+    def _scatter_inside(self, part: Chunk) -> None:
         self._inside.reduce_scatter([(_split(part[0], len(self.members)), self.members)], tag=1)
 
-    def _scatter_across(self, part: tuple[torch.Tensor, dict | None]) -> None:
+    def _scatter_across(self, part: Chunk) -> None:
         self._across.reduce_scatter(self._owned(part[0]), 2, part[1])
 
-    def _gather_across(self, part: tuple[torch.Tensor, dict | None]) -> None:
+    def _gather_across(self, part: Chunk) -> None:
         self._across.all_gather(self._owned(part[0]), 3, part[1])
 
-    def _gather_inside(self, part: tuple[torch.Tensor, dict | None]) -> None:
+    def _gather_inside(self, part: Chunk) -> None:
         self._inside.all_gather([(_split(part[0], len(self.members)), self.members)], tag=4)
 
-    def _owned(self, chunk: torch.Tensor) -> list[Parts]:
-        """The pieces that this rank owns, each cut into one part for each of its owners."""
+    def _owned(self, chunk: torch.Tensor, count: int = 0) -> list[Parts]:
+        """The pieces that this rank owns, each cut into `count` parts, or one for each of its owners."""
         owned = [piece for piece in pieces(chunk.numel(), self.clusters) if self.rank in piece.owners]
-        return [(_split(chunk[piece.start : piece.stop], len(piece.owners)), piece.owners) for piece in owned]
+        return [(_split(chunk[piece.start : piece.stop], count or len(piece.owners)), piece.owners) for piece in owned]

@@ -3,8 +3,8 @@
     rank 0:   holmes/round           + 1: this start of the job
     rank r:   holmes/ROUND/report/r  = who I am, what I was given  (NICs too, from local rank 0)
     rank 0:   waits for all, compares, makes the plan
-    rank 0:   holmes/ROUND/verdict   = {"site": ..., "plan": ...} or {"error": one line}
-    rank r:   waits for the verdict; an error ends it
+    rank 0:   holmes/ROUND/verdict   = {"digest": of {"site": ..., "plan": ...}} or {"error": one line}
+    rank r:   waits for the verdict, takes what it announces (handout.py); an error ends it
 
 A rank that fails before it can report sends its error instead, so that nobody waits for it in vain.
 
@@ -20,11 +20,13 @@ import json
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.errors import HolmesError, RemoteError
+from holmes_ext.runtime.start import handout
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.words import some_of
 
@@ -37,17 +39,30 @@ _ROUND = "holmes/round"
 _LEFTOVER_SECONDS = 10.0
 
 
-def exchange(store: Any, process: Process, report: dict[str, Any], decide: Decide, timeout_s: float) -> dict[str, Any]:
-    """The verdict on all ranks' reports; its key "round" is the prefix for what else this start puts into the store.
+@dataclass(frozen=True)
+class Verdict:
+    """round: the prefix for what else this start puts into the store; packed: what rank 0 decided, for all ranks."""
+
+    round: str
+    packed: bytes
+
+    def content(self) -> dict[str, Any]:
+        return _unpack(self.packed)
+
+
+def exchange(store: Any, process: Process, report: dict[str, Any], decide: Decide, timeout_s: float) -> Verdict:
+    """The verdict on all ranks' reports.
 
     `report` holds at least node, identity, local_rank, `agreed` (a flat dict that must be the same everywhere) and,
     from local rank 0, `nics_of_node`; or only `error`. Raises HolmesError on rank 0 and RemoteError elsewhere.
     """
-    packed = _pack({**report, "rank": process.rank})
+    packed, verdict = _pack({**report, "rank": process.rank}), None
     try:
         if process.rank == 0:
-            return _lead(store, process, packed, decide, timeout_s)
+            return _take(store, process, report, _lead(store, process, packed, decide, timeout_s))
         verdict = _await_verdict(store, process, packed, timeout_s)
+        if verdict is not None and "error" not in verdict:
+            return _take(store, process, report, verdict)
     except RuntimeError:  # the store, or the host of it, is gone; torch.distributed.DistError is one
         verdict = None
     if verdict is None:
@@ -55,16 +70,24 @@ def exchange(store: Any, process: Process, report: dict[str, Any], decide: Decid
             f"rank {process.rank} on {report.get('node', '?')} got no verdict from rank 0 at"
             f" {process.master_addr}:{process.master_port}; was rank 0 started with --holmes, and is it alive?"
         )
-    if "error" in verdict:
-        raise RemoteError(verdict["error"])
-    return verdict
+    raise RemoteError(verdict["error"])
+
+
+def _take(store: Any, process: Process, report: dict[str, Any], verdict: dict[str, Any]) -> Verdict:
+    prefix, node = verdict["round"], _node(report)
+    return Verdict(prefix, handout.take(store, prefix, node, process.local_rank, verdict["digest"]))
+
+
+def _node(report: dict[str, Any]) -> str:
+    return f"{report['node']}/{report['identity']}"
 
 
 def _lead(store: Any, process: Process, packed: bytes, decide: Decide, timeout_s: float) -> dict[str, Any]:
     prefix = f"holmes/{store.add(_ROUND, 1)}"
     store.set(f"{prefix}/report/0", packed)
     try:
-        verdict = {**_decide(_collect(store, prefix, process, timeout_s), decide), "round": prefix}
+        decided = _pack(_decide(_collect(store, prefix, process, timeout_s), decide))
+        verdict = {"digest": handout.give(store, prefix, decided), "round": prefix}
     except HolmesError as error:
         store.set(f"{prefix}/verdict", _pack({"error": str(error)}))
         raise
@@ -156,7 +179,7 @@ def _nodes(reports: list[dict[str, Any]]) -> list[NodeReport]:
     """One NodeReport for each node, in the order of its lowest rank, its processes counted."""
     by_identity: dict[str, list[dict[str, Any]]] = {}
     for report in reports:
-        by_identity.setdefault(f"{report['node']}/{report['identity']}", []).append(report)
+        by_identity.setdefault(_node(report), []).append(report)
     nodes = []
     for members in by_identity.values():
         name, local = members[0]["node"], sorted(member["local_rank"] for member in members)

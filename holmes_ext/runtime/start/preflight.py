@@ -86,7 +86,7 @@ def run(
     happens.
     """
     prefix, started = f"{prefix}/preflight", time.monotonic()
-    todo = pairs(plan)
+    todo = pairs(plan) if process.local_rank == 0 else []
     listeners = None
     try:
         try:

@@ -121,7 +121,7 @@ def start(
         return {"site": site.to_dict(), "plan": plan.to_json(), "source": plan.source, "lines": _down(nodes, site)}
 
     if process.world_size == 1:
-        verdict = {"round": "holmes/1", **decide([report], [NodeReport.from_dict(report["nics_of_node"], 1)])}
+        prefix, verdict = "holmes/1", decide([report], [NodeReport.from_dict(report["nics_of_node"], 1)])
     else:
         silent, patience = _silent(process, report), _ERROR_SECONDS if "error" in report else options.timeout_s
         try:
@@ -131,19 +131,21 @@ def start(
                 raise HolmesError(report["error"]) from None
             raise
         limit = options.timeout_s + 15 + _SILENT_SECONDS
-        verdict = within(limit, silent, exchange, store, process, report, decide, options.timeout_s)
-    site, lines, prefix = Site.from_dict(verdict["site"]), verdict["lines"], verdict["round"]
+        found = within(limit, silent, exchange, store, process, report, decide, options.timeout_s)
+        prefix, verdict = found.round, found.content()
+    site, lines = Site.from_dict(verdict["site"]), verdict["lines"]
     plan = parse_plan(verdict["plan"], verdict["source"])
     here = next(node.name for node in site.nodes if short_name(node.name) == short_name(report["node"]))
     if store is not None and options.preflight == "on":
         limit = preflight.FINDINGS_S + 10 + _SILENT_SECONDS
         arguments = store, prefix, process, here, site, plan, options
-        site, plan, found = within(limit, silent, preflight.run, *arguments)
-        lines = [*lines, *found]
+        site, plan, said = within(limit, silent, preflight.run, *arguments)
+        lines = [*lines, *said]
     rank = plan.nodes.index(here) * plan.processes + process.local_rank
     if process.launcher != launcher.NONE:
         environ.update(launcher.exported(process, rank, site.processes))
     environ.update({name: str(rank) for name in launcher.RANK_VARIABLES if name in environ})
+    environ.update({name: str(rank // plan.processes) for name in launcher.NODE_VARIABLES if name in environ})
     current = session.Session(options, process, site, plan, rank, round=prefix, store=store, model=request.model)
     session.set_active(current)
     return current, [*lines, *node_environment(current.node, environ)]

@@ -2,23 +2,26 @@
 no part in it.
 
     PYTHONPATH=<this folder>    Python imports sitecustomize at start-up
+    STAND_INS=1                 for stock: what a GPT run imports and never uses is served empty when it is not
+                                installed; under --holmes holmes does that (patches/megatron/unused.py)
 
-Modules that a GPT run imports and never uses are served empty when they are not installed; four places are mended when
-they are imported: CoreAttention views strided tensors (micro-batches above 1), DeepSpeed's shared-memory op leaves its
-buffers in /dev/shm, without flash attention --ds-sequence-parallel-size passes the mask where DistributedAttention has
-come to expect a dimension, and its loss gathers in shapes that NCCL takes and gloo does not.
+Four places are mended when they are imported: CoreAttention views strided tensors (micro-batches above 1), DeepSpeed's
+shared-memory op leaves its buffers in /dev/shm, without flash attention --ds-sequence-parallel-size passes the mask
+where DistributedAttention has come to expect a dimension, and its loss gathers in shapes that NCCL takes and gloo does
+not.
 """
 
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import types
 
 import wrapt
 
 #: Imported by Megatron-DeepSpeed, or by what it imports, and never called by pretrain_gpt.py.
-UNUSED = ("deepspeed.compression", "torchvision", "transformers", "nltk", "PIL", "six", "requests")
+UNUSED = ("deepspeed.compression.compress", "torchvision")
 
 
 class _Name:
@@ -42,7 +45,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Last on sys.meta_path: asked only when no real module was found."""
 
     def find_spec(self, name, path=None, target=None):
-        if any(name == unused or name.startswith(unused + ".") for unused in UNUSED):
+        if os.environ.get("STAND_INS") and any(name == unused or name.startswith(unused + ".") for unused in UNUSED):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 

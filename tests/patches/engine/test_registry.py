@@ -403,6 +403,39 @@ def test_an_option_asks_for_a_feature(fw):
         registry.enable_asked_for(Options(require="f"))
 
 
+def test_a_patch_of_another_version_is_left_out(fw):
+    """What differs from version to version stands as patches side by side; the one that is not there is no misfit."""
+    comm, here, there = load(fw, "comm"), patch_of(fw, only="<2"), patch_of(fw, "comm:Sender.send", only=">=2")
+    for version_of in (None, lambda: "1.5"):
+        registry = Registry([patch_of(fw, target, version_of=version_of, only=only)
+                             for target, only in (("comm:send", "<2"), ("comm:Sender.send", ">=2"))])
+        registry.enable(["f"])
+        assert states(registry) == ["applied", "other version"] and comm.send("x", 1) == ("f", sent("x"))
+        registry.undo()
+    assert here.belongs_to("1.5") and here.belongs_to(None) and not there.belongs_to("1.5")
+
+
+@pytest.mark.parametrize("version_of", [None, lambda: "1.5"])
+@pytest.mark.parametrize("named", ["f", "all"])
+def test_a_version_that_was_not_tried_is_tried_when_the_user_says_so(fw, version_of, named):
+    def registry(**fields):
+        return Registry([patch_of(fw, versions=f"{fw}>=1,<1.5", version_of=version_of, **fields)])
+
+    load(fw, "comm")
+    off, on, misfit = registry(), registry(), registry(parameters=("nothing",))
+    off.enable_asked_for(Options())
+    assert states(off) == ["off"] and "is not supported" in off.statuses()[0].reason
+    assert off.untried() == []
+    on.enable_asked_for(Options(try_=named))
+    assert states(on) == ["applied"] and on.untried() == [f"f with {fw} 1.5"]
+    on.undo()
+    misfit.enable_asked_for(Options(try_=named))
+    assert states(misfit) == ["off"] and "has no parameter nothing" in misfit.statuses()[0].reason
+    assert misfit.untried() == []
+    with pytest.raises(HolmesError, match="--holmes-try: there is no feature 'g'"):
+        on.enable_asked_for(Options(try_="g"))
+
+
 def test_versions_that_a_feature_was_run_with_are_in_its_range():
     from holmes_ext.patches import all_patches
 

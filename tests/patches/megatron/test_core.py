@@ -1,6 +1,7 @@
 """megatron/core: what is checked and decided, without any megatron; and against the installed one, in a new process."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -164,3 +165,18 @@ def test_the_installed_megatron_core_fits():
     report = json.loads(done.stdout.strip().splitlines()[-1])
     assert report["same"] and not report["wrong"] and report["undone"]
     assert len(report["states"]) == 7 and set(report["states"].values()) == {"applied"}, report["states"]
+
+
+@pytest.mark.parametrize("layers, pipeline, expected", [
+    ((3, 1), 2, {"first": 3}),
+    ((4, 2, 2, 3), 4, {"first": 4, "last": 3}),
+    ((4, 2, 3, 3), 4, "4+2+3+3, but this megatron-core lets only the first and the last stage"),
+    ((1, 2, 0, 1), 2, "lets only the first and the last stage have layers of their own; install 0.13 or newer"),
+])
+def test_layers_of_each_stage_before_there_are_layouts(layers, pipeline, expected):
+    if isinstance(expected, str):
+        with pytest.raises(HolmesError, match=re.escape(expected)):
+            megatron_core.ends_of(session(), layers, pipeline)
+    else:
+        fields = {f"num_layers_in_{end}_pipeline_stage": count for end, count in expected.items()}
+        assert megatron_core.ends_of(session(), layers, pipeline) == fields

@@ -60,6 +60,21 @@ def test_without_communication_1f1b_has_its_closed_form(stages, micro_batches):
         assert step.causes["bubble"] / step.step_s == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
+@pytest.mark.parametrize("held, least, most", [
+    pytest.param((), 40.0, 52.0, id="the engine waits for every send"),
+    pytest.param((2, 1), 4 * 9.0 + 3, 4 * 9.0 + 3, id="two of nine seconds there and back at once"),
+    pytest.param((3, 1), 27.0 + 3, 27.0 + 3, id="hidden but for the first and the last"),
+])
+def test_micro_batches_in_flight_hide_an_edge(held, least, most):
+    """Two stages of 1 + 2 s, 8 micro-batches, an edge of 1.5 s each way: see plan/cost/pipeline.py's in_flight."""
+    sizes, gpt = Sizes(pipeline=2), model(2, 8)
+    bits = 8 * gpt.layers_of(sizes)[0].activation_bytes
+    site = two_clusters(1, 1, ethernet=f"{round(bits / 1.5)}b/s")
+    options = Execution(engine="deepspeed", in_flight=held, parameter_s=0.0)
+    step_s = simulate(site, ["a0", "b0"], sizes, gpt, options, costs=flat_costs(2, 2, 8)).step_s
+    assert 0.999 * least <= step_s <= 1.001 * most
+
+
 @pytest.mark.parametrize("stages,micro_batches,virtual", [(2, 4, 2), (4, 8, 2), (4, 4, 3), (4, 16, 4), (8, 16, 2)])
 def test_interleaving_divides_the_bubble_by_the_chunks(stages, micro_batches, virtual):
     step = run(stages, micro_batches, virtual=virtual)

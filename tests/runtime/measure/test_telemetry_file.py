@@ -21,7 +21,7 @@ def operation(start, end, kind="data", peer=None, ranks=(0, 1), sent=100.0):
 
 
 def writer(path, **more):
-    return Writer(path / "run" / "rank0.jsonl", HEAD, Recorder(0, None), lambda ranks: set(ranks) == {0, 1}, **more)
+    return Writer(path / "run" / "rank0.jsonl", HEAD, Recorder(0, None), lambda rank: "b" if rank == 1 else "a", **more)
 
 
 def test_a_step_is_one_line(tmp_path):
@@ -44,6 +44,7 @@ def test_a_step_is_one_line(tmp_path):
         ["data", "ib", "across", 2, 400, 200, 1.5, 0.5],
         ["pipeline", "ib", "inside", 1, 200, 100, 0.25, 0.25],
     ]
+    assert step["between"] == [["a", "b", 200, 0.5]]
     assert step["spans"] == [["forward", 10, 11]] and step["ops"][0] == [
         "data",
         "ib",
@@ -57,6 +58,19 @@ def test_a_step_is_one_line(tmp_path):
         100,
     ]
     assert "ops" in step and not telemetry_file.traced(3)
+
+
+def test_what_leaves_the_cluster_counts_by_where_it_goes(tmp_path):
+    cluster_of = dict(enumerate("aabbc")).get
+    made = Writer(tmp_path / "rank1.jsonl", HEAD | {"rank": 1}, Recorder(1, None), cluster_of)
+    received = operation(0, 1, "pipeline", peer=3, sent=0.0)
+    done = [
+        operation(0, 1, ranks=(0, 1, 2, 4)),  # the next rank is in b
+        operation(0, 1, ranks=(1, 0, 4)),  # the next one is in a, then c: only the waiting counts
+        operation(0, 1, ranks=(0, 1)), operation(0, 1, "pipeline", peer=2, sent=30.0), received,
+    ]
+    assert made.between(done) == [["a", "b", 130, 0.5], ["a", "c", 0, 0.25], ["b", "a", 0, 0.25]]
+    made.close()
 
 
 def test_the_file_is_bounded(tmp_path, capsys):

@@ -8,9 +8,11 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from holmes_ext.cluster.site import Fabric
+from holmes_ext.cluster.wan import Wan
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.network import two_level_seconds
+from holmes_ext.plan.traffic import Reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce import straddling
 from holmes_ext.runtime.reduce.compress import BLOCK, PLAIN, Bf16, Int8, Residuals, codec, residual_of
@@ -139,9 +141,9 @@ def test_collectives_of_nccl_s_kind_compress_alike(clusters):
 
 def chosen(rank):
     """What a group that straddles clusters gets, as the plan says."""
-    plan = SimpleNamespace(by_cluster=lambda ranks: {"a": [0], "b": [1]})
+    plan = SimpleNamespace(by_cluster=lambda ranks: {"a": [0], "b": [1]}, wan=Wan())
     session.set_active(SimpleNamespace(plan=plan))
-    ways = [SimpleNamespace(clusters=("a", "b"), two_level_from=0, compress=kind) for kind in ("bf16", "off", "int8")]
+    ways = [Reduction(False, 1, ("a", "b"), compress=kind) for kind in ("bf16", "off", "int8")]
     reduces = [straddling.two_level_for(dist.group.WORLD, 1000, way) for way in ways]
     session.set_active(None)
     return [type(reduce._across.codec).__name__ for reduce in reduces]

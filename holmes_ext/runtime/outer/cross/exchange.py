@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from holmes_ext.runtime.outer.cross.links import Peer, PeerLinks
-from holmes_ext.runtime.outer.elements import Piece
+from holmes_ext.runtime.outer.elements import Segment
 from holmes_ext.runtime.outer.state import Fragment
 from holmes_ext.runtime.reduce.compress import Codec
 
@@ -30,7 +30,7 @@ class Attempt:
         self,
         job: str,
         members: Mapping[str, float],
-        pieces: Sequence[Piece],
+        pieces: Sequence[Segment],
         peers: Mapping[tuple[str, int], Peer],
         codec: Codec | None,
     ):

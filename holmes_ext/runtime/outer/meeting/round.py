@@ -12,7 +12,7 @@ _USUAL_ROUNDS = 16
 
 
 @dataclass
-class Round:
+class MeetingRound:
     """ready, done: reports by job; of `done` those of the attempt under way."""
 
     number: int
@@ -30,7 +30,9 @@ class Round:
     factors: Any = None
 
 
-def counted(known: Round, able: Sequence[str], settings: Mapping[str, Any], usual: list[float]) -> dict[str, float]:
+def counted(
+    known: MeetingRound, able: Sequence[str], settings: Mapping[str, Any], usual: list[float]
+) -> dict[str, float]:
     """Tokens (or 1) of the jobs whose pseudo-gradients count: finite, and not `limit` times longer than usual.
 
     able: jobs that could take part; usual: lengths in the fragment's last rounds, to which these are added. Who is left

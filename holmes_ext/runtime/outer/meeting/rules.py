@@ -23,7 +23,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer.meeting.member import PULSE_S, Member, State, difference, member_from, states
-from holmes_ext.runtime.outer.meeting.round import Round, counted
+from holmes_ext.runtime.outer.meeting.round import MeetingRound, counted
 
 Reply = dict[str, Any]
 
@@ -42,7 +42,7 @@ class Meeting:
 
     def __init__(self, now: float):
         self.members: dict[str, Member] = {}
-        self.rounds: dict[int, Round] = {}
+        self.rounds: dict[int, MeetingRound] = {}
         self.number = 0
         self.awaited: dict[
             str, float
@@ -142,7 +142,7 @@ class Meeting:
                 member.expected_from = self.number + 1
                 return behind or {"verdict": "skip", "round": self.number}
             if known is None:
-                known = self.rounds[number] = Round(number, now)
+                known = self.rounds[number] = MeetingRound(number, now)
                 self.number = number
                 self.rounds.pop(number - 64, None)
             known.ready[name] = dict(report)
@@ -176,10 +176,10 @@ class Meeting:
             return self._lost(known)
         return self._verdict(known, name) if int(report["attempt"]) != known.attempt else None
 
-    def _lost(self, known: Round) -> Reply:
+    def _lost(self, known: MeetingRound) -> Reply:
         return {"verdict": "void", "round": known.number, "why": known.why or "the round went on without this job"}
 
-    def _decide(self, known: Round, now: float) -> None:
+    def _decide(self, known: MeetingRound, now: float) -> None:
         """Members of the round, once all that are waited for have reported."""
         present = [m for m in self.members.values() if m.state == "in" and m.expected_from <= known.number]
         missing = [m for m in present if m.name not in known.ready]
@@ -211,7 +211,7 @@ class Meeting:
         for name, why in known.left_out.items():
             self.events.append(f"round {known.number}: job {name} is left out: {why}")
 
-    def _conclude(self, known: Round, now: float) -> None:
+    def _conclude(self, known: MeetingRound, now: float) -> None:
         """Commit, the next attempt, or void: when all members here have told, or those who have not are given up."""
         members = [self.members[name] for name in known.members]
         silent = [m for m in members if m.name not in known.done and m.state != "gone"]
@@ -247,12 +247,12 @@ class Meeting:
         known.members = {m.name: known.members[m.name] / total for m in rest}
         known.attempt, known.done, known.last_done = known.attempt + 1, {}, now
 
-    def _end(self, known: Round, outcome: str, why: str = "") -> None:
+    def _end(self, known: MeetingRound, outcome: str, why: str = "") -> None:
         known.outcome, known.why = outcome, why
         who = ", ".join(f"{name} {share:.2f}" for name, share in known.members.items())
         self.events.append(f"round {known.number}: {outcome}" + (f" ({who})" if outcome == "commit" else f": {why}"))
 
-    def _verdict(self, known: Round, name: str) -> Reply | None:
+    def _verdict(self, known: MeetingRound, name: str) -> Reply | None:
         if known.outcome == "void":
             return {"verdict": "void", "round": known.number, "why": known.why, "left_out": known.left_out}
         if name in known.behind:

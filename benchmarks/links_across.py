@@ -1,0 +1,131 @@
+"""Scenes of links.py about what crosses: ways to sum over three clusters with unequal links, and placement on DT-FM's
+eight cities. Run through links.py; `python links_across.py --rank WAY CLUSTERS TIMES` is one rank of a scene."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from harness import Row, tell
+
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.lab import Lab
+from holmes_ext.lab.samples import examples
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.cost.across import Across
+from holmes_ext.plan.cost.workload import Workload
+from holmes_ext.plan.placement import place
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.traffic import SOCKETS
+
+BYTES = 10 * 2**20
+TODAY, FLAT, PLANNED = "two levels, directly (no links known)", "flat ring", "as the plan has it"
+
+
+def reduction(repetitions: int) -> list[Row]:
+    """An all-reduce of 10 MiB over 2 + 2 + 2 nodes whose links are 4 : 4 : 1, 20 ms each."""
+    spec = load_spec(examples() / "clusters" / "three_links_6.toml")
+    scene, rows = "reduction", []
+    ways = {FLAT: {}, TODAY: {"clusters": True}, PLANNED: _planned(spec)}
+    with Lab(spec, realtime=True) as lab:
+        seconds = _sums(lab, spec, ways, repetitions)
+    for name, values in seconds.items():
+        rows.append(Row.median(scene, f"10 MiB, {name}", values, "s", True))
+    for name, target in ((TODAY, ">= 1.3"), (FLAT, "")):
+        ratios = [a / b for a, b in zip(seconds[name], seconds[PLANNED])]
+        rows.append(Row.median(scene, f"{name} / {PLANNED}", ratios, "x", True, target))
+    return rows
+
+
+def _planned(spec: SiteSpec) -> dict[str, Any]:
+    """What the plan of a job whose one group has all nodes says of 10 MiB."""
+    plan = build_plan(site_from_spec(spec), Sizes(pipeline=1), Workload(gradient_bytes=BYTES))
+    way = plan.traffic_of(SOCKETS).reductions[0]
+    tell(f"the plan: {way}")
+    across = asdict(way.across) if way.across else None
+    return {"clusters": True, "chunk_bytes": way.chunk_bytes, "across": across}
+
+
+def _sums(lab: Lab, spec: SiteSpec, ways: dict[str, dict[str, Any]], repetitions: int) -> dict[str, list[float]]:
+    order = [node for cluster in spec.clusters for node in cluster.nodes]
+    first, members = 0, {}
+    for cluster in spec.clusters:
+        members[cluster.name] = list(range(first, first := first + len(cluster.nodes)))
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repetitions):
+        for name, way in ways.items():
+            command = [sys.executable, __file__, "--rank", json.dumps(way), json.dumps(members), "4"]
+            result = lab.run(command, order=order, preload=("torch",), timeout=180)
+            if result.returncode:
+                raise SystemExit(result.outputs[result.first_failed])
+            seconds[name].append(float(result.stdout[0].split()[-1]))
+            tell(f"{name}: {seconds[name][-1]:.4g} s")
+    return seconds
+
+
+def placement(repetitions: int) -> list[Row]:
+    """The order of 64 nodes in eight cities."""
+    site, rows = site_from_spec(load_spec(examples() / "clusters" / "eight_cities_64.toml")), []
+    for stages in (4, 8, 16):
+        seconds = []
+        for _ in range(max(3, repetitions)):
+            begin = time.perf_counter()
+            place(site, Sizes(pipeline=stages))
+            seconds.append(time.perf_counter() - begin)
+        rows.append(Row.median("placement", f"eight cities, 64 GPUs, {stages} stages", seconds, "s", False, "<= 1"))
+    return rows
+
+
+def rank(way: dict[str, Any], members: dict[str, list[int]], times: int) -> None:
+    """One rank; rank 0 prints the median seconds of a sum."""
+    import torch
+    import torch.distributed as dist
+
+    from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    dist.init_process_group("gloo")
+    fast = next(nic for nic in os.listdir("/proc/sys/net/ipv4/conf") if nic[-1].isdigit() and not nic.startswith("eth"))
+    original = dist.new_group
+
+    def new_group(ranks: list[int], **options: Any) -> Any:  # the NICs that holmes would choose
+        os.environ["GLOO_SOCKET_IFNAME"] = fast if len(ranks) < dist.get_world_size() else "eth0"
+        return original(ranks, **options)
+
+    all_reduce: Callable[[Any], Any] = lambda flat: dist.all_reduce(flat, async_op=True)  # noqa: E731
+    if way:
+        dist.new_group = new_group
+        chosen = way.get("across")
+        across = Across(chosen["way"], tuple(chosen["order"]), tuple(chosen["parents"])) if chosen else None
+        all_reduce = TwoLevelAllReduce(
+            list(members.values()), chunk_bytes=way.get("chunk_bytes"), across=across, names=list(members)
+        )
+    flat, seconds = torch.ones(BYTES // 4), []
+    for _ in range(times + 1):
+        before = flat.clone()
+        dist.barrier()
+        begin = time.perf_counter()
+        all_reduce(flat).wait()
+        seconds.append(time.perf_counter() - begin)
+        assert flat.eq(dist.get_world_size()).all()
+        flat.copy_(before)
+    if dist.get_rank() == 0:
+        print(statistics.median(seconds[1:]), flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+SCENES = {"reduction": reduction, "placement": placement}
+
+if __name__ == "__main__":
+    assert sys.argv[1:2] == ["--rank"], f"run {Path(__file__).with_name('links.py')}"
+    rank(json.loads(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,137 @@
+"""DistributedDataParallel and FSDP2 scripts that know nothing of holmes, on 4 + 4 emulated nodes, with and without it.
+
+Ethernet (250 Mb/s) has an eighth of the faster fabric's rate. Compute is emulated (lab/emulate/accelerator.py), the
+network is real; all ways of a scene are run in turns. Trainer and Lightning: `make stacks` installs them.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from harness import Row, chosen, finish, parser, tell
+from two_clusters import one_cluster_toml, ratio_row, step_rows
+
+from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.lab import interleave
+from holmes_ext.lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
+from holmes_ext.lab.samples import examples
+
+CLUSTERS = examples() / "clusters" / "two_clusters_8.toml"
+#: 5.5 M parameters: 22 MB of gradients.
+MODEL = "--layers 6 --hidden 272 --heads 4 --sequence 16 --micro-batch 1".split()
+JOB = Path(__file__).with_name("stacks_job.py")
+FSDP2 = examples() / "fsdp2" / "train.py"
+#: FLOP/s of the emulated GPU at which stock's flat reduction takes half of its step.
+DDP_FLOPS, FSDP_FLOPS = 4.3e8, 2e9
+PRELOAD = ("torch", "transformers.trainer", "lightning")
+
+
+def of_clusters() -> tuple[SiteSpec, tuple[str, ...], tuple[str, ...]]:
+    """(spec, nodes in turn as a scheduler that knows nothing gives them, holmes's flags)"""
+    spec = load_spec(CLUSTERS)
+    return spec, interleave(spec), ("--holmes", "--holmes-cluster", str(CLUSTERS))
+
+
+def run(scene: str, variants: list[Variant], script: list[str], classes: str, flops: float, args) -> dict[str, Series]:
+    total, started = args.repetitions * len(variants), iter(range(1, 1000))
+    return compare(
+        variants, script, repetitions=args.repetitions, steps=args.steps, skip=3, preload=args.preload,
+        accelerator={"flops": flops, "classes": [classes]},
+        on_run=lambda name, _: tell(f"{scene}: run {next(started)} of {total}: {name}"))
+
+
+def loss_row(scene: str, series: dict[str, Series], name: str, stock: str = "stock") -> Row:
+    return Row.median(scene, f"{name}: largest loss difference", [max_loss_difference(series[stock], series[name])],
+                      "nats", False, "<= 1e-6")
+
+
+def data_parallel(stack: str, args) -> list[Row]:
+    """`stack` stock and under holmes, and GradientReducer in a plain loop on the same model."""
+    spec, order, flags = of_clusters()
+    with_stack, with_reducer = (["--stack", name] for name in (stack, "reducer"))
+    variants = [
+        Variant("stock", spec, order, tuple(with_stack)), Variant("holmes", spec, order, (*with_stack, *flags)),
+        Variant("GradientReducer", spec, order, (*with_reducer, *flags)),
+    ]
+    series = run(stack, variants, [str(JOB), *MODEL], "GPT2Block", DDP_FLOPS, args)
+    return [
+        ratio_row(stack, "holmes : stock", series["stock"], series["holmes"], ">= 1.35"),
+        ratio_row(stack, "holmes : GradientReducer", series["GradientReducer"], series["holmes"], ">= 0.95"),
+        loss_row(stack, series, "holmes"), *step_rows(stack, series),
+    ]
+
+
+def one_cluster(args) -> list[Row]:
+    """DistributedDataParallel inside one cluster: nothing is touched, so nothing may be lost."""
+    scene, bound = "one cluster", all_rdma(load_spec(CLUSTERS))
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "one.toml")
+        file.write_text(one_cluster_toml(bound.spec))
+        spec, ddp = load_spec(file), ("--stack", "ddp")
+        flags = (*ddp, "--holmes", "--holmes-cluster", str(file))
+        stock, again = (Variant(name, spec, bound.order, ddp, env=bound.env) for name in ("stock", "stock again"))
+        variants = [stock, Variant("holmes", spec, bound.order, flags), again]
+        series = run(scene, variants, [str(JOB), *MODEL], "GPT2Block", DDP_FLOPS, args)
+    cost, noise = (series[name].median / series["stock"].median - 1 for name in ("holmes", "stock again"))
+    return [
+        Row.median(scene, "what holmes adds to a step", [cost], "of a step", True, "<= 0.01"),
+        Row.median(scene, "A/A difference (noise)", [abs(noise)], "of a step", True),
+        loss_row(scene, series, "holmes"), *step_rows(scene, series),
+    ]
+
+
+def sharded(args) -> list[Row]:
+    """FSDP2 on one dimension: stock, and the same under --holmes-fsdp hybrid."""
+    scene = "fsdp2"
+    spec, order, flags = of_clusters()
+    variants = [Variant("stock", spec, order), Variant("hybrid", spec, order, (*flags, "--holmes-fsdp", "hybrid")),
+                Variant("holmes", spec, order, flags)]
+    series = run(scene, variants, [str(FSDP2), *MODEL], "Block", FSDP_FLOPS, args)
+    return [
+        ratio_row(scene, "hybrid : stock", series["stock"], series["hybrid"], ">= 2"),
+        ratio_row(scene, "holmes without hybrid : stock", series["stock"], series["holmes"], ""),
+        loss_row(scene, series, "hybrid"), loss_row(scene, series, "holmes"), *predictions(scene, series),
+        *step_rows(scene, series),
+    ]
+
+
+def predictions(scene: str, series: dict[str, Series]) -> list[Row]:
+    """What FSDP's lines say of the collectives, for reference beside the step times."""
+    told = {"stock": ("holmes", "of weights across"), "hybrid": ("hybrid", "FSDP hybrid")}
+    return [Row.median(scene, f"predicted collectives {name}", [_seconds(series[run], words)], "s", False)
+            for name, (run, words) in told.items()]
+
+
+def _seconds(series: Series, words: str) -> float:
+    line = next(line for line in series.lines if words in line)
+    return float(line.partition(" s of ")[0].rpartition(", ")[2])
+
+
+def placed(args) -> list[Row]:
+    """HSDP, as the script shapes it (2 replicas): nodes as the launcher numbers them, and as the plan does."""
+    scene = "hsdp"
+    spec, order, flags = of_clusters()
+    variants = [Variant("stock", spec, order), Variant("holmes", spec, order, flags)]
+    series = run(scene, variants, [str(FSDP2), *MODEL, "--replicas", "2"], "Block", FSDP_FLOPS, args)
+    return [ratio_row(scene, "holmes : the launcher's order", series["stock"], series["holmes"], ">= 1.5"),
+            loss_row(scene, series, "holmes"), *step_rows(scene, series)]
+
+
+def main() -> int:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--repetitions", type=int, default=3)
+    arguments.add_argument("--steps", type=int, default=11)
+    args = arguments.parse_args()
+    args.preload = PRELOAD
+    makers = {
+        "trainer": lambda: data_parallel("trainer", args), "lightning": lambda: data_parallel("lightning", args),
+        "one cluster": lambda: one_cluster(args), "fsdp2": lambda: sharded(args), "hsdp": lambda: placed(args),
+    }
+    rows = [row for name in chosen(args.scenes, makers) for row in makers[name]()]
+    return finish(rows, args.json, "Scripts that know nothing of holmes (step times on the emulated accelerator)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

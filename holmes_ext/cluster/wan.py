@@ -1,0 +1,168 @@
+"""What lies between the clusters, and is shared by all that crosses: uplinks, and links with latency.
+
+    uplink = "100Gb/s"             # of a [[cluster]]: what all its nodes together get to other clusters, each way
+
+    [[between]]                    # every pair of clusters, or none: then the network between them is flat
+    clusters = ["a", "b"]
+    rate = "10Gb/s"                # what all traffic between the two shares, each way; left out: no limit of its own
+    latency = "20ms"               # one way, from node to node; left out: [ethernet]'s
+
+    a0 --NIC--> (uplink of a) --> (a to b: rate, latency) --> (uplink of b) --NIC--> b0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from typing import NamedTuple
+
+from holmes_ext.document import Table
+from holmes_ext.errors import HolmesError
+from holmes_ext.units import format_rate
+from holmes_ext.words import did_you_mean, some_of
+
+#: Seconds one way; a geostationary satellite takes 0.3.
+LONGEST_LATENCY_S = 10.0
+
+
+class Hop(NamedTuple):
+    """One thing that traffic passes, one way. key: ("out" | "in", node, fabric) of a NIC, ("uplink" | "downlink",
+    cluster), ("between", from, to): the same for all who share it. rate_bps: bits/s that they share; latency_s: what it
+    adds to the way, seconds."""
+
+    key: tuple[str, ...]
+    rate_bps: float
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Uplink:
+    """Bits/s of all nodes of a cluster together, to other clusters, each way."""
+
+    cluster: str
+    rate_bps: int
+
+
+@dataclass(frozen=True)
+class Between:
+    """One `[[between]]`. rate_bps: bits/s, 0 without a limit of its own; latency_s: seconds one way, node to node."""
+
+    clusters: tuple[str, ...]
+    rate_bps: int
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Wan:
+    """The network between the clusters. Empty: flat, limited by the nodes' NICs only."""
+
+    uplinks: tuple[Uplink, ...] = ()
+    between: tuple[Between, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.uplinks or self.between)
+
+    @cached_property
+    def uplink_of(self) -> dict[str, int]:
+        """Cluster -> bits/s, of those that have one."""
+        return {uplink.cluster: uplink.rate_bps for uplink in self.uplinks}
+
+    @cached_property
+    def pair_of(self) -> dict[tuple[str, str], Between]:
+        """(cluster, cluster), either way round -> their link."""
+        ways = [(link.clusters, link) for link in self.between]
+        return {pair: link for (a, b), link in ways for pair in ((a, b), (b, a))}
+
+    def hops(self, one: str, two: str) -> tuple[Hop, ...]:
+        """What lies between the NICs on the way from cluster `one` to `two`; () in one cluster and on a flat network.
+        """
+        found: list[Hop] = []
+        if one == two:
+            return ()
+        if one in self.uplink_of:
+            found.append(Hop(("uplink", one), self.uplink_of[one]))
+        if link := self.pair_of.get((one, two)):
+            found.append(Hop(("between", one, two), link.rate_bps or float("inf"), link.latency_s))
+        if two in self.uplink_of:
+            found.append(Hop(("downlink", two), self.uplink_of[two]))
+        return tuple(found)
+
+    def measured(self, pairs: Sequence[Between]) -> Wan:
+        """With these in place of the links between the same clusters; others come besides."""
+        new = {frozenset(link.clusters): Between(link.clusters, link.rate_bps, link.latency_s) for link in pairs}
+        kept = {frozenset(link.clusters): link for link in self.between}
+        return replace(self, between=tuple((kept | new).values())) if new else self
+
+    def scaled(self, factor: float, latency_factor: float = 1.0) -> Wan:
+        """All rates times `factor`, all latencies times `latency_factor`."""
+        uplinks = tuple(replace(u, rate_bps=max(1, round(u.rate_bps * factor))) for u in self.uplinks)
+        between = tuple(
+            replace(link, rate_bps=link.rate_bps and max(1, round(link.rate_bps * factor)),
+                    latency_s=link.latency_s * latency_factor)
+            for link in self.between
+        )
+        return Wan(uplinks, between)
+
+
+def parse_wan(top: Table, uplinks: Mapping[str, int], ethernet_latency_s: float) -> Wan:
+    """The `[[between]]` tables of a cluster.toml; uplinks: cluster -> bits/s (0: none), of every cluster."""
+    found: dict[frozenset[str], Between] = {}
+    for table in top.tables("between"):
+        link = _between(table, list(uplinks), ethernet_latency_s)
+        if found.setdefault(frozenset(link.clusters), link) is not link:
+            raise HolmesError(f"{table.at('clusters')}: the pair {_names(link.clusters)} stands twice; keep one")
+    pairs = list(combinations(uplinks, 2)) if found else []
+    missing = [_names(pair) for pair in pairs if frozenset(pair) not in found]
+    if missing:
+        way_out = "give every pair of clusters, or no [[between]] at all (a flat network)"
+        raise HolmesError(f"{top.at('between')}: {some_of(missing, 3)} missing; {way_out}")
+    return Wan(tuple(Uplink(name, rate) for name, rate in uplinks.items() if rate), tuple(found.values()))
+
+
+def _between(table: Table, known: Sequence[str], ethernet_latency_s: float) -> Between:
+    clusters = cluster_pair(table, known)
+    rate, latency = table.rate("rate", required=False), latency_of(table, ethernet_latency_s)
+    table.done()
+    return Between(clusters, rate, latency)
+
+
+def cluster_pair(table: Table, known: Sequence[str]) -> tuple[str, ...]:
+    """The key `clusters`: two different names of `known`."""
+    clusters = table.list("clusters", str)
+    for name in clusters:
+        if name not in known:
+            raise HolmesError(f"{table.at('clusters')}: no cluster is called {name!r:.80}; {did_you_mean(name, known)}")
+    if len(clusters) != 2:
+        raise HolmesError(f"{table.at('clusters')}: {len(clusters)} names; a link joins two clusters")
+    if clusters[0] == clusters[1]:
+        raise HolmesError(f"{table.at('clusters')}: a link of {clusters[0]!r} with itself; name two clusters")
+    return clusters
+
+
+def latency_of(table: Table, default: float) -> float:
+    """The key `latency`, in seconds."""
+    seconds = table.seconds("latency", default)
+    if seconds > LONGEST_LATENCY_S:
+        raise HolmesError(f"{table.at('latency')}: {seconds:g} s one way; it must be at most {LONGEST_LATENCY_S:g} s")
+    return seconds
+
+
+def notes(wan: Wan, node_rates: Mapping[str, int]) -> list[str]:
+    """What is possible and looks unmeant, a line each; node_rates: bits/s of one node's Ethernet NIC, by cluster."""
+    found = []
+    for name, rate in wan.uplink_of.items():
+        if rate < node_rates[name]:
+            less = f"less than one node's {format_rate(node_rates[name])}"
+            found.append(f"the uplink of cluster {name!r} is {format_rate(rate)}, {less}")
+    for link in wan.between:
+        for name in link.clusters:
+            if link.rate_bps > (uplink := wan.uplink_of.get(name, link.rate_bps)):
+                more = f"{format_rate(link.rate_bps)}, more than the uplink of {name!r} ({format_rate(uplink)})"
+                found.append(f"the link between {_names(link.clusters)} is {more}")
+    return found
+
+
+def _names(pair: Sequence[str]) -> str:
+    return " and ".join(map(repr, pair))

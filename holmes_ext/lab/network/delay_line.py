@@ -1,0 +1,174 @@
+"""The network between the clusters of a lab: one process that carries every frame from cluster to cluster.
+
+    bridge eth0 (cluster 0) -- TAP wan0 --+              +-- TAP wan1 -- bridge eth1 (cluster 1)
+                                      [uplink 0] -> [link 0-1] -> latency -> [uplink 1]
+
+It reads frames from one TAP, holds each until it has passed what lies on its way, and writes it to the other cluster's.
+The TAPs exchange frames of up to 64 KiB whole (virtio-net headers, checksum and segmentation left to the receiver), so
+few system calls carry much. A link or an uplink is a clock for each direction: it is busy until `free`, and everything
+that passes, of all nodes, waits for it in turn; what would wait longer than its buffer is dropped, as a router does.
+Needs only the standard library (the lab's keeper forks it); the kernel needs TUN/TAP, not netem.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import heapq
+import os
+import select
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+TUN_DEVICE = "/dev/net/tun"
+#: Seconds that it sleeps after each round of work, so that frames come and go in handfuls: half of it early or late.
+QUANTUM_S = 400e-6
+#: A clock's buffer holds so many seconds of its rate at least; else the round trip over its longest way.
+LEAST_BUFFER_S = 0.05
+_IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
+_TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+_OFFLOADS = 0x01 | 0x02 | 0x04  # checksum, TCP over IPv4 and over IPv6 in segments to be cut later
+_VNET, _MACS, _FRAME = struct.Struct("<BBHHHH"), 12, 10 + 14 + (1 << 16)
+_IPV4 = b"\x08\x00"
+_PR_SET_TIMERSLACK = 29
+
+
+class Clock:
+    """One direction of something that has a rate, shared by all that passes. rate_bps on the wire; seconds."""
+
+    def __init__(self, rate_bps: float, buffer_s: float):
+        self.second_per_bit, self.buffer_s, self.free = 1.0 / rate_bps, buffer_s, 0.0
+
+    def passes(self, now: float) -> bool:
+        """Whether the buffer takes what arrives at `now`."""
+        return self.free - now <= self.buffer_s
+
+    def carry(self, begin: float, bits: int) -> float:
+        """When `bits` whose first one comes at `begin` start to leave; it is busy until they all have left."""
+        begin = max(begin, self.free)
+        self.free = begin + bits * self.second_per_bit
+        return begin
+
+
+class Router:
+    """What is on its way. clusters: for each the MAC address of its router and its uplink's wire rate (0: unlimited);
+    links: [cluster, cluster, wire rate (0: unlimited), one-way latency in seconds], both directions alike; nodes: IPv4
+    address -> (cluster, MAC address)."""
+
+    def __init__(self, clusters: Sequence[dict[str, Any]], links: Sequence[Sequence[float]],
+                 nodes: dict[str, tuple[int, str]]):
+        trip = {cluster: max([2 * link[3] for link in links if cluster in link[:2]], default=0.0)
+                for cluster in range(len(clusters))}
+        clock = lambda rate, seconds: Clock(rate, max(LEAST_BUFFER_S, seconds)) if rate else None  # noqa: E731
+        out = [clock(cluster["uplink_bps"], trip[index]) for index, cluster in enumerate(clusters)]
+        self._into = [clock(cluster["uplink_bps"], trip[index]) for index, cluster in enumerate(clusters)]
+        self._ways: dict[tuple[int, int], tuple[list[Clock], float]] = {}
+        for one, two, rate, latency in links:
+            for a, b in ((int(one), int(two)), (int(two), int(one))):
+                shared = clock(rate, 2 * latency)
+                self._ways[a, b] = ([each for each in (out[a], shared) if each is not None], latency)
+        self._nodes = {bytes(map(int, address.split("."))): (cluster, _mac(mac) + _mac(clusters[cluster]["mac"]))
+                       for address, (cluster, mac) in nodes.items()}
+        self._heap: list[tuple[float, int, int, int, bool, tuple]] = []
+        self._count = 0
+        self.dropped = 0
+
+    @property
+    def next_due(self) -> float | None:
+        """When something is due to leave; None while nothing is on its way."""
+        return self._heap[0][0] if self._heap else None
+
+    def take(self, frame: bytes, source: int, now: float) -> None:
+        """A frame that cluster `source` sends (virtio-net header first); what no node elsewhere gets is dropped."""
+        found = self._nodes.get(frame[40:44]) if frame[22:24] == _IPV4 else None
+        if found is None or found[0] == source:
+            return
+        target, macs = found
+        clocks, latency = self._ways[source, target]
+        bits = wire_bits(frame)
+        begin = end = now
+        for clock in clocks:
+            if not clock.passes(begin):
+                self.dropped += 1
+                return
+        for clock in clocks:  # its first bytes are on the next one while the last are still on this one
+            begin = clock.carry(begin, bits)
+            end = max(end, clock.free)
+        self._push(end + latency, target, bits, False, (frame[:10] + macs, memoryview(frame)[10 + _MACS:]))
+
+    def due(self, now: float) -> list[tuple[int, tuple]]:
+        """(cluster, pieces of the frame) of what has arrived by `now`, in order."""
+        arrived = []
+        while self._heap and self._heap[0][0] <= now:
+            when, _, target, bits, last, pieces = heapq.heappop(self._heap)
+            clock = None if last else self._into[target]
+            if clock is None:
+                arrived.append((target, pieces))
+            elif clock.passes(when):
+                clock.carry(when, bits)
+                self._push(clock.free, target, bits, True, pieces)
+            else:
+                self.dropped += 1
+        return arrived
+
+    def _push(self, when: float, target: int, bits: int, last: bool, pieces: tuple) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (when, self._count, target, bits, last, pieces))
+
+
+def wire_bits(frame: bytes) -> int:
+    """Bits on the wire of a frame with its virtio-net header: every segment that it will be cut into has headers."""
+    _, kind, _, segment, transport, _ = _VNET.unpack_from(frame)
+    size = len(frame) - _VNET.size
+    if not kind:
+        return 8 * size
+    header = transport + 4 * (frame[_VNET.size + transport + 12] >> 4)  # up to the end of TCP's, by its data offset
+    return 8 * (size + (-(-(size - header) // segment) - 1) * header)
+
+
+def open_tap(name: str) -> int:
+    """Descriptor of a new TAP device in the caller's network namespace, gone when it is closed. OSError."""
+    descriptor = os.open(TUN_DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
+    fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
+    fcntl.ioctl(descriptor, _TUNSETOFFLOAD, _OFFLOADS)
+    return descriptor
+
+
+def run(router: Router, taps: Sequence[int]) -> None:
+    """Carry frames between `taps` (of the clusters in order) for ever."""
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1_000, 0, 0, 0)  # nanoseconds
+    gc.disable()  # nothing here refers to itself
+    cluster_of = {tap: cluster for cluster, tap in enumerate(taps)}
+    while True:
+        due, before = router.next_due, time.monotonic()
+        ready, _, _ = select.select(taps, [], [], None if due is None else max(0.0, due - QUANTUM_S / 2 - before))
+        now = time.monotonic()
+        came = now if now - before > 50e-6 else before - QUANTUM_S / 2  # while it slept: in the middle, on average
+        for tap in ready:
+            for frame in _frames(tap):
+                router.take(frame, cluster_of[tap], came)
+        for target, pieces in router.due(now + QUANTUM_S / 2):
+            try:
+                os.writev(taps[target], pieces)
+            except OSError:  # the bridge is down, or the receiver's queue is full: the frame is lost
+                router.dropped += 1
+        time.sleep(QUANTUM_S)
+
+
+def _frames(tap: int) -> list[bytes]:
+    """Those that wait, some hundreds at most."""
+    found = []
+    try:
+        for _ in range(500):
+            found.append(os.read(tap, _FRAME))
+    except BlockingIOError:
+        pass
+    return found
+
+
+def _mac(text: str) -> bytes:
+    return bytes.fromhex(text.replace(":", ""))

@@ -1,0 +1,148 @@
+"""How the sums of whole clusters are added up across clusters: which cluster sends how much to which, in what order.
+
+    direct   every cluster sends each other one its part, and gets the sums back          two exchanges
+    ring     parts go round the clusters in an order, twice                               2 (C - 1) rounds
+    tree     sums go up a tree of clusters to its root, the total comes down again        2 x depth rounds
+
+                 slow            a tree with b as its root leaves the slow link alone; direct sends 1/3 of the bytes
+           a ---------- c        over every link, each way, twice
+            \\__ b ____/
+
+Of the bytes that are summed; `halves`: the way to the sum, and the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import permutations
+from typing import TypeVar
+
+from holmes_ext.cluster.wan import Hop, Wan
+
+Pair = tuple[str, str]
+T = TypeVar("T")
+#: Up to so many clusters every order of a ring is looked at.
+ALL_ORDERS = 7
+
+
+@dataclass(frozen=True)
+class Across:
+    """way: "direct", "ring" or "tree". order: cluster names, of a ring in its order, of a tree with parents before
+    their children; parents: of a tree, for each of `order` the one that it sends to, "" for the root."""
+
+    way: str
+    order: tuple[str, ...]
+    parents: tuple[str, ...] = ()
+
+    @property
+    def halves(self) -> tuple[dict[Pair, float], dict[Pair, float]]:
+        """(from, to) -> bytes for each byte that is summed."""
+        count = len(self.order)
+        if self.way == "tree":
+            up = {(child, parent): 1.0 for child, parent in zip(self.order, self.parents) if parent}
+            return up, {(parent, child): share for (child, parent), share in up.items()}
+        if self.way == "ring":
+            round_ = dict.fromkeys(neighbours(self.order), (count - 1) / count)
+            return round_, round_
+        every = {(one, two): 1 / count for one in self.order for two in self.order if one != two}
+        return every, every
+
+    def latency_s(self, of: Callable[[Pair], float]) -> float:
+        """Seconds of a half, for the first bytes; of: seconds from one cluster to another."""
+        if self.way == "direct":
+            return max(map(of, self.halves[0]))
+        if self.way == "ring":
+            hops = [of(pair) for pair in neighbours(self.order)]
+            return sum(hops) - min(hops)
+        depth = {"": 0.0}
+        for child, parent in zip(self.order, self.parents):
+            depth[child] = depth[parent] + (of((child, parent)) if parent else 0.0)
+        return max(depth.values())
+
+    @property
+    def rounds(self) -> int:
+        """Messages that follow each other in a half."""
+        if self.way == "tree":
+            depth = {"": -1}
+            for child, parent in zip(self.order, self.parents):
+                depth[child] = depth[parent] + 1
+            return max(depth.values())
+        return len(self.order) - 1 if self.way == "ring" else 1
+
+
+def neighbours(order: Sequence[T]) -> list[tuple[T, T]]:
+    """(cluster, the next one), round the ring; without those that stay in a cluster."""
+    return [(one, two) for one, two in zip(order, (*order[1:], order[0])) if one != two]
+
+
+def hop_loads(wan: Wan, pairs: Mapping[Pair, float]) -> dict[Hop, float]:
+    """What passes each hop between clusters, in the unit of `pairs`."""
+    loads: dict[Hop, float] = {}
+    for (one, two), amount in pairs.items():
+        for hop in wan.hops(one, two):
+            loads[hop] = loads.get(hop, 0.0) + amount
+    return loads
+
+
+def ways_across(wan: Wan, names: Sequence[str]) -> tuple[Across, ...]:
+    """What is worth comparing for these clusters: direct; on a network that is not flat the best ring, and trees."""
+    return _ways(wan, tuple(names)) if wan and len(names) > 1 else (Across("direct", tuple(names)),)
+
+
+@lru_cache(maxsize=256)
+def _ways(wan: Wan, names: tuple[str, ...]) -> tuple[Across, ...]:
+    def cost(pair: Pair) -> tuple[float, float]:
+        hops = wan.hops(*pair)
+        return max((1 / hop.rate_bps for hop in hops), default=0.0), sum(hop.latency_s for hop in hops)
+
+    ring = best_order(names, cost, closed=True)
+    trees = dict.fromkeys(tree for root in names for tree in _trees(root, names, ring, cost))
+    return (Across("direct", names), Across("ring", ring), *trees)
+
+
+def best_order(
+    names: Sequence[T], cost: Callable[[tuple[T, T]], tuple[float, float]], closed: bool = False
+) -> tuple[T, ...]:
+    """Of a ring (closed) or a chain: the order whose worst link costs least, then the least in all; above ALL_ORDERS
+    names what 2-opt (Croes 1958) makes of the nearest neighbours. cost: numbers of a link, the first counts first."""
+
+    def total(order: Sequence[T]) -> tuple[float, float, float]:
+        pairs = neighbours(order) if closed else list(zip(order, order[1:]))
+        costs = [cost(pair) for pair in pairs]
+        return max(c[0] for c in costs), sum(c[0] for c in costs), sum(c[1] for c in costs)
+
+    first, *others = names
+    if len(names) <= ALL_ORDERS:
+        every = (permutations(others) if closed else permutations(names))
+        return min(((first, *rest) if closed else rest for rest in every), key=total)
+    order = [first]
+    while left := [name for name in names if name not in order]:
+        order.append(min(left, key=lambda name: cost((order[-1], name))))
+    improved = True
+    while improved:  # 2-opt
+        improved = False
+        for low in range(1 if closed else 0, len(order) - 1):
+            for high in range(low + 2, len(order) + 1):
+                turned = order[:low] + order[low:high][::-1] + order[high:]
+                if total(turned) < total(order):
+                    order, improved = turned, True
+    return tuple(order)
+
+
+def _trees(
+    root: str, names: Sequence[str], ring: Sequence[str], cost: Callable[[Pair], tuple[float, float]]
+) -> Iterator[Across]:
+    """The spanning tree of the best links (Prim 1957), the star, and the ring's chain, with this root."""
+    order, parents = [root], [""]
+    while left := [name for name in names if name not in order]:
+        child, parent = min(((c, p) for c in left for p in order), key=lambda pair: (cost(pair), pair))
+        order.append(child)
+        parents.append(parent)
+    yield Across("tree", tuple(order), tuple(parents))
+    rest = [name for name in names if name != root]
+    yield Across("tree", (root, *rest), ("", *[root] * len(rest)))
+    at = ring.index(root)
+    chain = [*ring[at:], *ring[:at]]
+    yield Across("tree", tuple(chain), ("", *chain[:-1]))

@@ -1,0 +1,21 @@
+"""What DeepSpeed needs to train in a test's processes, on CPUs that stand for the GPUs of nodes of their own."""
+
+import os
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero import stage_1_and_2
+
+
+def prepare() -> None:
+    """In each rank, in place of deepspeed.init_distributed()."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling, and not used
+    deepspeed.init_distributed()
+    accelerator = deepspeed.accelerator.get_accelerator()
+    accelerator.is_fp16_supported = lambda: True  # torch can; DeepSpeed asks for AMX
+    if accelerator.Stream is None:  # 0.16: activation checkpointing makes one all the same
+        type(accelerator).Stream = staticmethod(lambda device: None)
+    if not stage_1_and_2.split_half_float_double([torch.zeros(1)]):  # it looks for "torch.cpu.FloatTensor", in vain
+        stage_1_and_2.split_half_float_double = lambda tensors: [tensors]
+    deepspeed.utils.logger.setLevel(100)

@@ -1,0 +1,59 @@
+"""Versions of two packages that do not work together, with or without holmes: what they say themselves, and what was
+found.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterator
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from holmes_ext.patches.engine.patch import installed_version
+
+#: (one, the other, what happens, what mends it), found by trying them.
+_FOUND = (
+    (
+        "deepspeed<0.14.4", "torch>=2.4",
+        "`import deepspeed` ends with ImportError: it needs what torch 2.4 took out of torch.distributed.elastic",
+        "pip install 'deepspeed>=0.14.4'",
+    ),
+)  # fmt: skip
+#: Whose own requirements are looked at: those that holmes patches.
+_STATED_BY = ("deepspeed", "megatron-core")
+
+
+def conflicts(version_of: Callable[[str], str | None] = installed_version) -> Iterator[tuple[str, str, str]]:
+    """(which two, what happens, what mends it) of the installed versions; version_of(distribution) -> version or None.
+    """
+    for one, other, what, mend in _FOUND:
+        names = [Requirement(text) for text in (one, other)]
+        if all(_fits(name, version_of(name.name)) for name in names):
+            yield " with ".join(f"{name.name} {version_of(name.name)}" for name in names), what, mend
+    for name in _STATED_BY:
+        if version_of(name) is None:
+            continue
+        for needed in _stated(name):
+            version = version_of(needed.name)
+            if version is not None and needed.specifier and not _fits(needed, version):
+                which = f"{name} {version_of(name)} with {needed.name} {version}"
+                yield which, f"{name} asks for {needed}", f"pip install '{needed}', or another {name}"
+
+
+def _fits(needed: Requirement, version: str | None) -> bool:
+    return version is not None and needed.specifier.contains(version, prereleases=True)
+
+
+def _stated(name: str) -> Iterator[Requirement]:
+    """Of its metadata, those that hold here, without extras."""
+    try:
+        texts = importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        texts = []
+    for text in texts:
+        try:
+            needed = Requirement(text)
+        except InvalidRequirement:
+            continue
+        if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+            yield needed

@@ -1,0 +1,206 @@
+"""DeepSpeed's pipeline engine without waits for sends, and with as many micro-batches in flight as hide its slow edges.
+
+    stock    TrainSchedule: 1F1B; p2p.send and p2p.recv block, so an edge's time stands between the passes of both ends
+    here     1F1B with the plan's number of forward passes before a stage's first backward; sends go by themselves,
+             receives are posted in advance (runtime/groups/mailbox.py)
+
+             stage 0  F F F B F B F B ...        an edge of half a stage's time, there and back, is hidden with one
+             stage 1      F B F B F B ...        micro-batch more in flight (plan/cost/pipeline.py: in_flight)
+
+The passes of a stage run their micro-batches in the same order as before, so that gradients are summed as before.
+
+Why no rank waits for ever: stage s holds at most k[s] micro-batches, k[s] >= k[s + 1]. Its backward of micro-batch m
+needs that of the next stage, which comes right after that stage's forward of m + k[s + 1] - 1, which needs this stage's
+forward of that micro-batch. This stage's own backward of m comes right after its forward of m + k[s] - 1, so that one
+has been done. The order of all passes has no circle, and messages wait for passes only.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from holmes_ext.patches.deepspeed.features import EDGES
+from holmes_ext.patches.deepspeed.p2p import grid_sizes
+from holmes_ext.patches.deepspeed.versions import ask
+from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.plan.cost.pipeline import passes
+from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.mailbox import Mailbox
+from holmes_ext.runtime.groups.members import members_group
+
+#: The mailbox of this process's pipeline; None where its edges are the engine's own.
+_mailbox: Mailbox | None = None
+#: engine -> micro-batches in flight on each stage; None where its schedule is its own.
+_planned: weakref.WeakKeyDictionary[Any, tuple[int, ...] | None] = weakref.WeakKeyDictionary()
+
+
+def unsupported(engine: Any) -> str | None:
+    """Why this engine's schedule cannot be ours, or None. The same on all ranks: it reads the configuration only."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    reasons = {
+        f"the engine is a {type(engine).__name__}, whose schedule is its own": type(engine) is not PipelineEngine,
+        "shapes change from batch to batch": ask("dynamic_shape", engine),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+@with_session
+def _make_groups(current, wrapped, instance, args, kwargs):
+    """After DeepSpeed's own set-up: for every pair of neighbours one group for activations, one for gradients."""
+    global _mailbox
+    result = wrapped(*args, **kwargs)
+    _mailbox = None
+    grid = args[0] if args else kwargs["grid"]
+    if not carrier_of(backend_of()):
+        return result
+    groups = {}
+    for pair in sorted({tuple(sorted(pair)) for pair in grid.p2p_groups}):
+        if current.rank not in pair or len(set(pair)) < 2:
+            continue
+        first = current.rank == pair[0]
+        forward, backward = (members_group(pair, f"pipeline {way}") for way in ("activations", "gradients"))
+        sends, receives = (forward, backward) if first else (backward, forward)
+        groups[pair[first], "send"], groups[pair[first], "recv"] = sends, receives
+    _mailbox = Mailbox(groups)
+    return result
+
+
+def _through_mailbox(direction: str):
+    """p2p.send and p2p.recv inside a training step; outside (evaluation) as they are."""
+
+    def wrapper(wrapped, instance, args, kwargs):
+        if _mailbox is None or not _mailbox.open:
+            return wrapped(*args, **kwargs)
+        from deepspeed.runtime.pipe import p2p
+
+        def call(tensor, stage, async_op=False):
+            getattr(_mailbox, direction)(tensor, p2p._grid.stage_to_global(stage_id=stage))
+
+        return call(*args, **{"stage" if key.endswith("_stage") else key: value for key, value in kwargs.items()})
+
+    return wrapper
+
+
+@cache
+def _schedule_class() -> type:
+    from deepspeed.runtime.pipe import schedule
+
+    class PlannedSchedule(schedule.TrainSchedule):
+        """TrainSchedule with held[s] micro-batches in flight on stage s."""
+
+        def __init__(self, held: tuple[int, ...], mailbox: Mailbox, **sizes: int):
+            super().__init__(**sizes)
+            self.held, self.mailbox = held, mailbox
+
+        def num_pipe_buffers(self) -> int:
+            return max(2, min(self.held[self.stage_id], self.micro_batches))
+
+        def steps(self) -> Iterator[list[Any]]:
+            mailbox, stage = self.mailbox, self.stage_id
+            order = passes(stage, self.stages, self.micro_batches, held=self.held[stage])
+            for number, (kind, micro_batch, _) in enumerate(order):
+                mailbox.unit = kind, micro_batch
+                commands = self._pass(kind, self._buffer_idx(micro_batch))
+                if number == len(order) - 1:
+                    commands += [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
+                yield commands
+                # a gradient that came says that its activation had come; an activation, that the previous stage had
+                # the gradient without which it could not have begun that forward
+                if kind == "B":
+                    mailbox.arrived("F", micro_batch)
+                elif stage:
+                    mailbox.arrived("B", micro_batch - self.held[stage - 1])
+
+        def _pass(self, kind: str, buffer: int) -> list[Any]:
+            last = self.stages - 1
+            if kind == "B":
+                received = [schedule.RecvGrad(buffer)] if self.stage_id < last else []
+                sent = [schedule.SendGrad(buffer)] if self.stage_id else []
+                return [*received, schedule.BackwardPass(buffer), *sent]
+            received = [schedule.RecvActivation(buffer)] if self.stage_id else []
+            loaded = [schedule.LoadMicroBatch(buffer)] if self.stage_id in (0, last) else []
+            sent = [schedule.SendActivation(buffer)] if self.stage_id < last else []
+            return [*received, *loaded, schedule.ForwardPass(buffer), *sent]
+
+    return PlannedSchedule
+
+
+def _planned_for(engine: Any) -> tuple[int, ...] | None:
+    """Micro-batches in flight on each stage as the plan has it; None where the engine's own schedule runs."""
+    if engine not in _planned:
+        current, reason = session.active(), unsupported(engine)
+        found = None
+        if current is not None and _mailbox is not None and engine.num_stages > 1:
+            sizes = grid_sizes(current, engine.num_stages, engine.grid.get_slice_parallel_world_size())
+            found = current.plan_for(sizes).traffic_of(carrier_of(backend_of())).in_flight or None
+        if found and reason:
+            if engine.global_rank == 0:
+                print(f"holmes: DeepSpeed's own pipeline schedule is used: {reason}", file=sys.stderr)
+            found = None
+        _planned[engine] = found
+    return _planned[engine]
+
+
+def _exec_schedule(wrapped, instance, args, kwargs):
+    """_exec_schedule(pipe_schedule): of training, in our order; messages through the mailbox, all gone at its end."""
+    from deepspeed.runtime.pipe.schedule import TrainSchedule
+
+    trains = type(args[0] if args else kwargs["pipe_schedule"]) is TrainSchedule
+    held, stage = _planned_for(instance) if trains else None, instance.stage_id
+    if _mailbox is None or held is None:
+        return wrapped(*args, **kwargs)
+    import torch
+
+    schedule = _schedule_class()(
+        held, _mailbox, micro_batches=instance.micro_batches, stages=instance.num_stages, stage_id=stage
+    )
+    steps = [one - other for one, other in zip(held, held[1:])]  # how many may be on the way over each edge, and one
+    window = 1 + max(1, *steps[max(0, stage - 1) : stage + 1])
+    _mailbox.begin(window, instance.micro_batches, torch.empty(0, device=instance.device))
+    result = wrapped(schedule)
+    _mailbox.end()
+    return result
+
+
+def _forget(wrapped, instance, args, kwargs):
+    """reset_activation_shape, set_train_batch_size: the messages of the next step are others."""
+    if _mailbox is not None:
+        _mailbox.forget()
+    return wrapped(*args, **kwargs)
+
+
+_P2P = "deepspeed.runtime.pipe.p2p"
+_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
+
+PATCHES = (
+    Patch(
+        EDGES, f"{_P2P}:init_process_groups", "groups are made where the engine sets up its p2p, on all ranks at once",
+        _make_groups, parameters=("grid",),
+    ),
+    Patch(
+        EDGES, f"{_P2P}:send", "p2p.send waits until the other end has the message",
+        _through_mailbox("send"), parameters=("tensor", "dest_stage", "async_op"),
+    ),
+    Patch(
+        EDGES, f"{_P2P}:recv", "p2p.recv is posted when the message is needed, too late for it to travel before",
+        _through_mailbox("recv"), parameters=("tensor", "src_stage", "async_op"),
+    ),
+    Patch(
+        EDGES, f"{_ENGINE}._exec_schedule", "the schedule keeps as few micro-batches in flight as free edges need",
+        _exec_schedule, parameters=("pipe_schedule",),
+    ),
+    Patch(
+        EDGES, f"{_ENGINE}.reset_activation_shape", "shapes of messages change (curriculum learning)", _forget,
+    ),
+    Patch(
+        EDGES, f"{_ENGINE}.set_train_batch_size", "the number of messages changes", _forget,
+        parameters=("train_batch_size",),
+    ),
+)  # fmt: skip

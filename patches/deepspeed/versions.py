@@ -1,0 +1,52 @@
+"""What DeepSpeed's versions call differently: one table, asked by name. All else that holmes uses is alike.
+
+A line stands for the version that it names and every later one, up to the next line of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from packaging.version import Version
+
+from holmes_ext.patches.engine.patch import installed_version
+
+
+def _muon(zero: Any) -> bool:
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    return isinstance(zero.optimizer, MuonWithAuxAdam)
+
+
+def _never(_: Any) -> bool:
+    return False
+
+
+def _compact(zero: Any) -> bool:
+    return any(map(zero._use_compact_grad_partition_buffer, range(len(zero.bit16_groups))))
+
+
+#: name -> ((first version, how an engine or optimizer answers there), ...), the oldest first.
+_TABLE: dict[str, tuple[tuple[str, Callable[[Any], bool]], ...]] = {
+    # of an engine
+    "dynamic_shape": (("0", _never), ("0.15.0", lambda engine: engine.dynamic_shape)),
+    "deepcompile": (("0", _never), ("0.16.6", lambda engine: engine.is_deepcompile_enabled())),
+    "torch_autocast": (("0", _never), ("0.17.2", lambda engine: engine.torch_autocast_enabled())),
+    "zenflow": (("0", _never), ("0.17.5", lambda engine: engine.zenflow)),
+    "immediate_grad_update": (
+        ("0", lambda engine: engine._config.bfloat16_immediate_grad_update),
+        ("0.17.1", lambda engine: engine._config.bfloat16_config.immediate_grad_update),
+    ),
+    "decoupled_checkpoint": (("0", _never), ("0.17.1", lambda engine: engine.checkpoint_engine.is_decoupled())),
+    # of ZeRO's optimizer (stages 1 and 2): whether get_gradient_for_reduction gives a copy, or gradients that lie in
+    # another buffer than the one that is reduced
+    "accumulates_apart": (("0", lambda zero: zero.use_grad_accum_attribute), ("0.19.8", _compact)),
+    "muon": (("0", _never), ("0.17.6", _muon)),
+}
+
+
+def ask(name: str, of: Any) -> bool:
+    """What the installed version answers to `name` of the table, of an engine or an optimizer."""
+    version = Version(installed_version("deepspeed") or "0")
+    return bool(next(how for since, how in reversed(_TABLE[name]) if Version(since) <= version)(of))

@@ -1,0 +1,275 @@
+"""DistributedDataParallel's buckets in two levels, where its group straddles clusters and the plan reduces it so.
+
+    DDP's reducer (C++)   which gradients travel together, when, into which .grad: as it is, so no_sync(), unused
+                          parameters, static_graph and gradient_as_bucket_view are what they were
+    comm hook (public)    only the sum of a bucket takes another way: divided by the ranks before, as stock divides
+
+The hook is in its place from construction on: a rank without inputs under join() never sees a forward pass, and must
+sum its zeros as all others do. The reducer takes one hook only, so ours gives way from inside:
+
+    the program registers                   what reduces
+    nothing, allreduce_hook                 two levels
+    fp16_compress_hook, bf16_compress_hook  two levels, of float16 or bfloat16 (their wrappers of allreduce_hook too)
+    powerSGD_hook                           the exact average inside clusters, PowerSGD across (power_sgd.py)
+    any other hook                          that hook, as if ours were not there; one line says so
+
+Stock, with one line: mixed_precision, whose own hook upcasts what it reduces; delay_all_reduce_named_params; compiled
+autograd's reducer. Inside one cluster, and where one ring is faster, nothing is touched.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import Any
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.torch.features import DDP
+from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks
+from holmes_ext.runtime.groups.grid import tell
+
+_DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
+#: DistributedDataParallel -> its buckets' way.
+_installed: weakref.WeakKeyDictionary[Any, Buckets] = weakref.WeakKeyDictionary()
+
+
+class Buckets:
+    """How the buckets of one DistributedDataParallel are averaged; its comm hook's state.
+
+    all_reduce: what sums a flat tensor; clusters: [] where that is torch's. user: (state, hook) that the program
+    registered, and that reduces instead. power: PowerSGD across. wire: dtype that travels, None: the gradients'. CUDA:
+    the two levels run on streams of their own; a side stream waits for them and completes the future, so that neither
+    the backward pass nor the host does.
+    """
+
+    def __init__(self, ddp: Any, all_reduce: Any, clusters: list[list[int]]):
+        self._ddp, self._group = weakref.ref(ddp), ddp.process_group
+        self.all_reduce, self.clusters = all_reduce, clusters
+        self.user: tuple[Any, Any] | None = None
+        self.power: Any = None
+        self.registered = False  # the program has registered its hook
+        self.wire: Any = None
+        self.joining: Any = None  # the count of ranks that still have inputs, under join()
+        self._sent: dict[int, Any] = {}
+        self._side: Any = None
+
+    def reduce(self, bucket: Any) -> Any:
+        """Start the average of `bucket`; the future of its buffer."""
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        ddp, flat = self._ddp(), bucket.buffer()
+        assert ddp is not None, "its reducer has called"
+        if flat.is_sparse or ddp.process_group is not self._group:  # another group: after _update_process_group()
+            return allreduce_hook(ddp.process_group, bucket)
+        sent = flat if self.wire is None else self._as_wire(bucket.index(), flat)
+        sent.div_(self._divisor(ddp))
+        try:
+            work = self.all_reduce(sent)
+        except RuntimeError as error:
+            raise HolmesError(self._failed(bucket.index(), error)) from error
+        if flat.is_cuda:
+            return self._completed_on_stream(work, sent, flat)
+
+        def store(done: Any) -> Any:
+            try:
+                done.value()
+            except RuntimeError as error:
+                raise HolmesError(self._failed(bucket.index(), error)) from error
+            return flat if sent is flat else flat.copy_(sent)
+
+        return work.get_future().then(store)
+
+    def _completed_on_stream(self, work: Any, sent: Any, flat: Any) -> Any:
+        """A future whose value the stream that asks for it waits for."""
+        import torch
+
+        if self._side is None:
+            self._side = torch.cuda.Stream(flat.device)
+        future: Any = torch.futures.Future(devices=[flat.device])
+        with torch.cuda.stream(self._side):
+            work.wait()
+            future.set_result(flat if sent is flat else flat.copy_(sent))
+        return future
+
+    def _as_wire(self, index: int, flat: Any) -> Any:
+        """`flat` as it travels, in the same buffer at every step (int8's residuals belong to a buffer)."""
+        import torch
+
+        kept = self._sent.get(index)
+        if kept is None or kept.numel() != flat.numel():
+            kept = self._sent[index] = torch.empty_like(flat, dtype=self.wire)
+        return kept.copy_(flat)
+
+    def _divisor(self, ddp: Any) -> int:
+        """The ranks of the group; under join(divide_by_initial_world_size=False) those that still have inputs."""
+        if self.joining is None or ddp._divide_by_initial_world_size:
+            return self._group.size()
+        self.joining.wait()
+        return int(self.joining.result()[0])
+
+    def _failed(self, index: int, error: RuntimeError) -> str:
+        from holmes_ext.runtime.watch.failure import describe_failure  # torch is there by now
+
+        ranks = group_ranks(self._group)
+        fabric = session.require().fabric_of(ranks, backend_of(self._group))
+        return describe_failure(f"DistributedDataParallel's bucket {index}", ranks, fabric, str(error))
+
+
+def two_level_hook(state, bucket):
+    """The comm hook; not annotated, since DDP compares the annotations."""
+    if state.user is not None:
+        user_state, hook = state.user
+        return hook(user_state, bucket)
+    return state.power(bucket) if state.power is not None else state.reduce(bucket)
+
+
+@with_session
+def _construct(current, wrapped, instance, args, kwargs):
+    """DistributedDataParallel(...): buckets as large as the plan has them, and the hook, where two levels reduce."""
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    way, two_level = _reduction(given)
+    reason = _stays_stock(given)
+    if two_level is None or reason:
+        wrapped(*args, **kwargs)
+        if two_level is not None:
+            two_level.close()
+            text = f"DistributedDataParallel reduces as torch does, on one level, because of {reason}"
+            tell(current, text, once=reason)
+        elif current.options.telemetry and not reason:
+            _show(instance)
+        return
+    if not {"bucket_cap_mb", "bucket_cap_mb_list"} & given.keys():
+        kwargs = {**kwargs, "bucket_cap_mb": way.chunk_bytes / 2**20}
+    wrapped(*args, **kwargs)
+    clusters = list(current.plan.by_cluster(group_ranks(instance.process_group)).values())
+    _install(instance, Buckets(instance, two_level, clusters))
+    weakref.finalize(instance, two_level.close).atexit = False
+
+
+def _show(ddp: Any) -> None:
+    """For telemetry: the reducer's own all-reduce, from Python, where it is seen."""
+    from holmes_ext.runtime.reduce.straddling import flat_all_reduce
+
+    if hasattr(ddp, "reducer"):
+        _install(ddp, Buckets(ddp, flat_all_reduce(ddp.process_group), []))
+
+
+def _install(ddp: Any, state: Buckets) -> None:
+    ddp.register_comm_hook(state, two_level_hook)
+    _installed[ddp] = state
+
+
+def _reduction(given: dict[str, Any]) -> tuple[Any, Any]:
+    """The plan's way for the gradients of given["module"], and its two levels: None where torch's one ring is it."""
+    import torch.distributed as dist
+    from torch.nn.parameter import UninitializedParameter
+
+    from holmes_ext.runtime.reduce.straddling import planned, two_level_for  # torch is there by now
+
+    trained = [p for p in given["module"].parameters() if p.requires_grad]
+    if not trained or any(isinstance(p, UninitializedParameter) for p in trained):
+        return None, None  # DDP refuses these
+    mesh, size, device_type = given.get("device_mesh"), sum(p.nbytes for p in trained), trained[0].device.type
+    group: Any = given.get("process_group") or (mesh.get_group(0) if mesh is not None else dist.group.WORLD)
+    way = planned(group, size, device_type=device_type)
+    return way, two_level_for(group, size, way, device_type)
+
+
+def _stays_stock(given: dict[str, Any]) -> str:
+    """The option that a hook does not go with; "" for none."""
+    import torch._dynamo
+
+    own = next((name for name in ("mixed_precision", "delay_all_reduce_named_params") if given.get(name)), "")
+    python = torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer"
+    return own or ("torch._dynamo.config.optimize_ddp = 'python_reducer'" if python else "")
+
+
+def _register(wrapped, instance, args, kwargs):
+    """register_comm_hook(state, hook) of the program, where ours is in place."""
+    state = _installed.get(instance)
+    if state is None or state.registered:  # torch says that one hook is the limit
+        return wrapped(*args, **kwargs)
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    instance._check_comm_hook(given["hook"])
+    _give_way(instance, state, given["state"], given["hook"])
+
+
+def _register_builtin(wrapped, instance, args, kwargs):
+    """_register_builtin_comm_hook(type): the same hooks, written in C++."""
+    state = _installed.get(instance)
+    if state is None or state.registered:
+        return wrapped(*args, **kwargs)
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    (kind,) = inspect.signature(wrapped).bind(*args, **kwargs).arguments.values()
+    hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
+    _give_way(instance, state, instance.process_group, hooks[kind.name])
+
+
+def _give_way(ddp: Any, state: Buckets, user_state: Any, hook: Any) -> None:
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    from holmes_ext.runtime.reduce.power_sgd import PowerSGD  # torch is there by now
+
+    ddp.logger._set_comm_hook_name(hook.__qualname__)
+    found, wire = _wire_of(hook)
+    if found and (user_state or dist.group.WORLD) is ddp.process_group:
+        state.wire, state.registered = wire, True
+        return
+    equal = len(state.clusters) > 1 and len(set(map(len, state.clusters))) == 1
+    if hook is powerSGD_hook.powerSGD_hook and equal:
+        if (user_state.process_group or dist.group.WORLD) is ddp.process_group:
+            state.power, state.registered = PowerSGD(state.clusters, user_state, hook, state.reduce), True
+            weakref.finalize(ddp, state.power.close).atexit = False
+            return
+    state.user, state.registered = (user_state, hook), True
+    text = f"the comm hook {hook.__qualname__} reduces DistributedDataParallel's buckets; holmes's two levels do not"
+    tell(session.require(), text, once=text)
+
+
+def _wire_of(hook: Any) -> tuple[bool, Any]:
+    """(whether it is a plain average, the dtype that travels or None)"""
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        if hook is getattr(default_hooks, f"{name}_compress_hook"):
+            return True, dtype
+        if getattr(hook, "__qualname__", "").startswith(f"{name}_compress_wrapper."):
+            return inspect.getclosurevars(hook).nonlocals["hook"] is default_hooks.allreduce_hook, dtype
+    return hook is default_hooks.allreduce_hook, None
+
+
+def _count_joining(wrapped, instance, args, kwargs):
+    """Join.notify_join_context(joinable): the work that counts the ranks which still have inputs, None outside join().
+    """
+    work = wrapped(*args, **kwargs)
+    (joinable,) = inspect.signature(wrapped).bind(*args, **kwargs).arguments.values()
+    if state := _installed.get(joinable):
+        state.joining = work
+    return work
+
+
+PATCHES = (
+    Patch(
+        DDP, f"{_DDP}.__init__", "the comm hook must be there before the first forward pass; scripts do not know it",
+        _construct, parameters=("module", "process_group", "bucket_cap_mb"),
+    ),
+    Patch(
+        DDP, f"{_DDP}.register_comm_hook", "a reducer takes one hook: the program's own goes before ours", _register,
+        parameters=("state", "hook"),
+    ),
+    Patch(
+        DDP, f"{_DDP}._register_builtin_comm_hook", "the same for hooks written in C++", _register_builtin,
+        parameters=("comm_hook_type",),
+    ),
+    Patch(
+        DDP, "torch.distributed.algorithms.join:Join.notify_join_context",
+        "join(divide_by_initial_world_size=False) divides by a count that only this work holds", _count_joining,
+        parameters=("joinable",),
+    ),
+)  # fmt: skip

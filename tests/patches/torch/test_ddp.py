@@ -1,0 +1,281 @@
+"""DistributedDataParallel over two clusters of two: the same weights as stock's, whatever option the program takes."""
+
+import io
+import os
+import signal
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from clusters import site
+from ranks import RankError, run_ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from holmes_ext.options import Options
+from holmes_ext.patches import registry
+from holmes_ext.patches.torch import ddp as ddp_patches
+from holmes_ext.plan.build import build_plan
+from holmes_ext.runtime import session
+from holmes_ext.runtime.start.launcher import Process
+
+
+class Model(nn.Module):
+    """1.2 MB of gradients; the last layer is used on even ranks only, or by nobody, as `unused` says."""
+
+    def __init__(self, unused="", sparse=False):
+        super().__init__()
+        torch.manual_seed(1)
+        self.unused = unused
+        self.table = nn.Embedding(64, 128, sparse=sparse)
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(16))
+        self.norm = nn.BatchNorm1d(128)  # has buffers
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            skipped = self.unused == "everywhere" or self.unused == "odd" and dist.get_rank() % 2
+            if not (number == 15 and skipped):
+                x = torch.tanh(layer(x))
+        return self.norm(x + self.table(torch.arange(8)).mean(0))
+
+
+def batch(rank, step, part=0):
+    return torch.randn(8, 128, generator=torch.Generator().manual_seed(100 * step + 10 * part + rank))
+
+
+def train(rank, options, model_options, hook=None, accumulate=1, steps=4, join=None):
+    """Weights after some steps, MB that this rank sent across, and the comm hook that DDP says it has."""
+    model = Model(**model_options)
+    wrapped = DistributedDataParallel(model, **options)
+    if hook:
+        hook(wrapped)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    count = steps if join is None else steps - rank % 2  # odd ranks end one step earlier
+    with wrapped.join(**join) if join is not None else nullcontext():
+        for step in range(count):
+            for part in range(accumulate):
+                with wrapped.no_sync() if part < accumulate - 1 else nullcontext():
+                    wrapped(batch(rank, step, part)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    state = ddp_patches._installed.get(wrapped)
+    across = state.all_reduce.bytes_across / 1e6 if state else 0.0
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    return weights, across, wrapped._get_ddp_logging_data().get("comm_hook", "")
+
+
+def start(rank, *clusters, **options):
+    here = site(*clusters)
+    current = session.Session(
+        Options(**options), Process(rank, 4, 0, 1, "", 0, "test"), here, build_plan(here, options=Options(**options)),
+        rank)
+    session.set_active(current)
+    registry().enable(["ddp"], required=True)
+
+
+def both(rank, options, model_options, more):
+    """(largest difference from stock, MB that this rank sent across, the comm hook)"""
+    stock, *_ = train(rank, options, model_options, **more)
+    start(rank)
+    ours, across, hook = train(rank, options, model_options, **more)
+    return max((a - b).abs().max().item() for a, b in zip(stock, ours)), across, hook
+
+
+CASES = {
+    "plain": ({}, {}, {}),
+    "accumulation": ({}, {}, {"accumulate": 3}),
+    "unused on some ranks": ({"find_unused_parameters": True}, {"unused": "odd"}, {}),
+    "unused everywhere": ({"find_unused_parameters": True}, {"unused": "everywhere"}, {}),
+    "static graph": ({"static_graph": True}, {}, {}),
+    "bucket views": ({"gradient_as_bucket_view": True}, {}, {"accumulate": 2}),
+    "own bucket size": ({"bucket_cap_mb": 1}, {}, {}),
+    "sparse": ({}, {"sparse": True}, {}),
+    "join": ({}, {}, {"join": {}}),
+    "join by those left": ({}, {}, {"join": {"divide_by_initial_world_size": False}}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_stock_s(case):
+    for difference, across, hook in run_ranks(both, 4, *CASES[case]):
+        assert difference < 1e-6 and hook == "two_level_hook"
+        assert across > 1.6, "a bucket went another way"
+
+
+def fp16(wrapped):
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+def fp16_in_cpp(wrapped):
+    wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+
+
+def fp16_wrapper(wrapped):
+    wrapped.register_comm_hook(wrapped.process_group, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
+
+
+@pytest.mark.parametrize("hook", [fp16, fp16_in_cpp, fp16_wrapper])
+def test_the_program_s_half_precision_travels_in_two_levels(hook):
+    """Half the bytes; sums of four float16 in another order."""
+    for difference, across, name in run_ranks(both, 4, {}, {}, {"hook": hook}):
+        assert difference < 2e-4 and "fp16" in name and 0.8 < across < 1.5
+
+
+def halved(state, bucket):
+    return state.allreduce(bucket.buffer().div_(2)).get_future().then(lambda done: done.value()[0])
+
+
+def own_hook(wrapped):
+    wrapped.register_comm_hook(wrapped.process_group, halved)
+
+
+def told(rank, function, *args):
+    """What the function returns, and what holmes said meanwhile."""
+    sys.stderr = io.StringIO()
+    try:
+        return function(rank, *args), sys.stderr.getvalue()
+    finally:
+        sys.stderr = sys.__stderr__
+
+
+def test_the_program_s_own_hook_wins():
+    answers = run_ranks(told, 4, both, {}, {}, {"hook": own_hook})
+    for (difference, across, name), _ in answers:
+        assert difference < 1e-6 and across == 0 and name == "halved"
+    assert [text.count("holmes: the comm hook halved reduces") for _, text in answers] == [1, 0, 0, 0]
+
+
+def power_sgd(rank):
+    """(difference of the gradient from the exact mean in the first and the third step, whether all ranks have the same
+    bits, MB across in the third, ranks of the compressing group): gradients of rank 4 in all, 4 columns: exact."""
+    torch.manual_seed(3)
+    model = nn.Linear(256, 256, bias=False)
+    exact = DistributedDataParallel(model)
+    inputs = [batch(rank, step)[:1].repeat(1, 2) for step in range(3)]
+    means = []
+    for row in inputs:
+        exact(row).square().mean().backward()
+        means.append(model.weight.grad.clone())
+        model.zero_grad()
+    start(rank)
+    wrapped = DistributedDataParallel(model)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    errors = []
+    for row, mean in zip(inputs, means):
+        model.zero_grad()
+        wrapped(row).square().mean().backward()
+        errors.append((model.weight.grad - mean).abs().max().item() / mean.abs().max().item())
+    all_ = [torch.empty_like(mean) for _ in range(4)]
+    dist.all_gather(all_, model.weight.grad)
+    same = all(torch.equal(all_[0], other) for other in all_)
+    return errors, same, dist.get_process_group_ranks(state.process_group)
+
+
+def test_power_sgd_compresses_across_clusters_only():
+    for rank, (errors, same, group) in enumerate(run_ranks(power_sgd, 4)):
+        assert errors[0] < 1e-6 and errors[2] < 1e-4 and same
+        assert group == [rank % 2, rank % 2 + 2]
+
+
+def second_hook(rank):
+    start(rank)
+    wrapped = DistributedDataParallel(nn.Linear(512, 512))
+    own_hook(wrapped)
+    with pytest.raises(RuntimeError, match="only be called once"):
+        own_hook(wrapped)
+
+
+def test_a_second_hook_of_the_program_is_refused_as_torch_does():
+    run_ranks(second_hook, 4)
+
+
+def half_in_bucket(rank):
+    """Stock: mixed precision. The hook is torch's own."""
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    start(rank)
+    policy = _MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    wrapped = DistributedDataParallel(Model(), mixed_precision=policy)
+    return wrapped._get_ddp_logging_data()["comm_hook"]
+
+
+def test_mixed_precision_stays_stock_with_one_line():
+    answers = run_ranks(told, 4, half_in_bucket)
+    assert [hook for hook, _ in answers] == ["_reducer_allreduce_and_upcast_hook"] * 4
+    assert [text.count("on one level, because of mixed_precision") for _, text in answers] == [1, 0, 0, 0]
+
+
+def in_one_cluster(rank):
+    start(rank, "a ib 2Gb/s a[0-3]")
+    wrapped = DistributedDataParallel(nn.Linear(512, 512))
+    return wrapped.bucket_bytes_cap, "comm_hook" in wrapped._get_ddp_logging_data(), len(ddp_patches._installed)
+
+
+def test_inside_a_cluster_nothing_is_touched():
+    assert run_ranks(in_one_cluster, 4) == [(25 * 2**20, False, 0)] * 4
+
+
+def seen(rank):
+    """(largest difference from stock, MB of all-reduces that torch.distributed.all_reduce was asked for)"""
+    stock, *_ = train(rank, {}, {})
+    start(rank, "a ib 2Gb/s a[0-3]", telemetry="somewhere")
+    asked, all_reduce = [], dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        asked.append(tensor.nbytes / 1e6)
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    ours, *_ = train(rank, {}, {})
+    return max((a - b).abs().max().item() for a, b in zip(stock, ours)), sum(asked)
+
+
+def test_telemetry_sees_what_the_reducer_sends_inside_a_cluster():
+    gradients = sum(parameter.nbytes for parameter in Model().parameters()) / 1e6
+    for difference, asked in run_ranks(seen, 4):
+        assert difference < 1e-6 and asked == pytest.approx(4 * gradients)
+
+
+def int8(rank, wire):
+    """(largest error of the first step's gradient, of the sum over all steps, buffers that have residuals): the same
+    gradient in 7 steps; buckets are new after the first."""
+    model = nn.Linear(512, 512, bias=False)
+    exact = DistributedDataParallel(model)
+    inputs = torch.randn(4, 512, generator=torch.Generator().manual_seed(rank))
+    exact(inputs).square().mean().backward()
+    true, errors = model.weight.grad.clone(), []
+    start(rank, compress="int8")
+    wrapped = DistributedDataParallel(model)
+    if wire:
+        fp16(wrapped)
+    for _ in range(7):
+        model.zero_grad()
+        wrapped(inputs).square().mean().backward()
+        errors.append(model.weight.grad - true)
+    state = ddp_patches._installed[wrapped]
+    return (errors[1].abs().max().item(), sum(errors[1:]).abs().max().item(), len(state.all_reduce._residuals._of))
+
+
+@pytest.mark.parametrize("wire", [False, True])
+def test_int8_makes_up_for_its_rounding_in_later_steps(wire):
+    for first, total, buffers in run_ranks(int8, 4, wire):
+        assert 0 < total < 3 * first, "six times the same error: nothing was carried on"
+        assert buffers <= 2
+
+
+def dies(rank):
+    start(rank)
+    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(128, 512), nn.Linear(512, 128)))
+    for step in range(3):
+        if (rank, step) == (3, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        wrapped(batch(rank, step)).square().mean().backward()
+
+
+def test_a_rank_that_dies_ends_the_step_with_the_bucket_and_the_fabric():
+    with pytest.raises(RankError, match="the reduction of DistributedDataParallel's bucket [0-9]+ failed over fabric"):
+        run_ranks(dies, 4)

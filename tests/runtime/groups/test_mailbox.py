@@ -1,0 +1,88 @@
+"""Messages between stages over real gloo groups: order, what is posted in advance, what is kept, bad shapes."""
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.groups.mailbox import Mailbox
+
+
+def steps_of(rank, count, micro_batches=4, window=2):
+    """Two stages: activations there, gradients (twice the activation) back; what each rank received in each step."""
+    forward, backward = dist.new_group([0, 1]), dist.new_group([0, 1])
+    sends, receives = (forward, backward) if rank == 0 else (backward, forward)
+    box, seen, posted = Mailbox({(1 - rank, "send"): sends, (1 - rank, "recv"): receives}), [], []
+    for step in range(count):
+        box.begin(window, micro_batches, torch.empty(0))
+        posted.append(len(box._posted[1 - rank]))
+        got = []
+        for index in range(micro_batches):
+            tensor = torch.full((2, 3), float(10 * step + index))
+            if rank == 0:
+                box.unit = "F", index
+                box.send(tensor, 1)
+            else:
+                box.recv(tensor, 0)
+                got.append(tensor.clone())
+                box.unit = "B", index
+                box.send(2 * tensor, 0)
+        for index in range(micro_batches) if rank == 0 else ():
+            tensor = torch.empty(2, 3)
+            box.recv(tensor, 1)
+            box.arrived("F", index)
+            assert len(box._sent["F"]) == micro_batches - 1 - index
+            got.append(tensor.clone())
+        box.end()
+        assert not box._posted[1 - rank] and not any(box._sent.values())
+        seen.append([float(tensor[0, 0]) for tensor in got])
+    return seen, posted
+
+
+def everything(rank):
+    return steps_of(rank, 4)
+
+
+def test_messages_come_in_order_and_are_posted_once_they_are_known():
+    for rank, (seen, posted) in enumerate(run_ranks(everything, 2)):
+        assert seen == [[(2 - rank) * (10 * step + index) for index in range(4)] for step in range(4)]
+        assert posted == [0, 0, 2, 2]  # the first step, one to compare it with, then in advance
+
+
+def other_shape(rank):
+    group = dist.new_group([0, 1])
+    box = Mailbox({(1 - rank, "send"): group, (1 - rank, "recv"): group})
+    said = ""
+    for step in range(3):
+        box.begin(1, 1, torch.empty(0))
+        if rank == 0:
+            box.send(torch.ones(2), 1)
+        else:
+            try:
+                box.recv(torch.empty(2 if step < 2 else 3), 0)
+            except HolmesError as error:
+                said = str(error)
+        if not said:
+            box.end()
+    return said
+
+
+def test_a_message_of_another_shape_is_one_line():
+    assert "message of rank 0 was (2,) torch.float32 in every step and is to be (3,)" in run_ranks(other_shape, 2)[1]
+
+
+def forgetting(rank):
+    group = dist.new_group([0, 1])
+    box = Mailbox({(1 - rank, "send"): group, (1 - rank, "recv"): group})
+    for size in (2, 2, 2, 5):
+        if size == 5:
+            box.forget()
+        box.begin(1, 1, torch.empty(0))
+        tensor = torch.full((size,), float(size))
+        box.send(tensor, 1) if rank == 0 else box.recv(tensor.zero_(), 0)
+        box.end()
+    return tensor.tolist()
+
+
+def test_other_shapes_after_forgetting():
+    assert run_ranks(forgetting, 2)[1] == [5.0] * 5
