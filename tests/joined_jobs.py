@@ -65,7 +65,7 @@ def joined_of(
     )
 
 
-def in_threads(calls: dict[str, Callable[[], Any]], seconds: float = 120.0) -> dict[str, Any]:
+def in_threads(calls: dict[str, Callable[[], Any]], seconds: float = 200.0) -> dict[str, Any]:
     """What each call returned; raises what one of them raised."""
     results: dict[str, Any] = {}
     errors: dict[str, BaseException] = {}

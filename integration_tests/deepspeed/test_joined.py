@@ -85,6 +85,15 @@ def rank_of_with(rank, ranks, stage, bf16, job, name, port, more):
     return rank_of(rank, ranks, stage, bf16, job, name, port, **more)
 
 
+def nothing(rank):
+    """The server of ranks imports DeepSpeed first, which takes its time."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_of_ranks():
+    run_ranks(nothing, 1, timeout_s=300)
+
+
 @pytest.fixture(scope="module")
 def expected():
     return run({"east": (1, "plain", False), "west": (1, "plain", False)})

@@ -9,8 +9,6 @@ after the other. A fragment's pseudo-gradient leaves `delay` steps before its su
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -136,10 +134,6 @@ class OuterSettings:
         """What all jobs must have been given alike."""
         return {name: value for name, value in asdict(self).items() if name not in OWN}
 
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.agreed(), sort_keys=True).encode()).hexdigest()[:16]
-
 
 def parse_outer(text: str) -> OuterSettings:
     """Settings from "every=32,fragments=4,..."; "" gives the defaults. HolmesError names the part that does not fit."""
@@ -164,6 +158,10 @@ def parse_outer(text: str) -> OuterSettings:
     if given.get("every", OuterSettings.every) and "fragments" in given and "every" not in given:
         period = -(-OuterSettings.every // given["fragments"])
         given["every"] = period * given["fragments"]
+    every = given.get("every", OuterSettings.every)
+    if isinstance(every, int) and every > 0:  # what was not given suits what was
+        given.setdefault("fragments", next(count for count in (4, 3, 2, 1) if every % count == 0))
+        given.setdefault("delay", min(OuterSettings.delay, max(0, every // max(given["fragments"], 1) - 1)))
     return OuterSettings(**{**_DEFAULTS.get(algorithm, {}), **given})
 
 
@@ -179,9 +177,3 @@ def _read(name: str, value: str) -> Any:
     if isinstance(number, float) and number != number:
         raise HolmesError(f"--holmes-outer: {name}={value!r} is not a number")
     return number
-
-
-def differing(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """ "every (32 here, 64 there)" of two agreed() documents; "" when they are the same."""
-    names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
-    return ", ".join(f"{name} ({ours.get(name)} here, {theirs.get(name)} there)" for name in names)

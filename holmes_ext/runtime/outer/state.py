@@ -140,6 +140,10 @@ class OuterState:
                 for name, value in (("momentum", f.momentum), ("residual", f.residual))
                 if value is not None
             }
+            if (pending := f.pending) is not None:
+                left = None if pending.residual is None else pending.residual.clone()
+                gradient = pending.gradient.clone()
+                one["pending"] = {"number": pending.number, "gradient": gradient, "gap": pending.gap, "residual": left}
             fragments.append(one)
         return {"position": self.weights.position, "digest": self.weights.digest, "fragments": fragments}
 
@@ -165,3 +169,4 @@ class OuterState:
                 if getattr(mine, name) is not None and name in theirs:
                     getattr(mine, name).copy_(theirs[name])
             mine.version = theirs["version"]
+            mine.pending = Pending(**theirs["pending"]) if "pending" in theirs else None

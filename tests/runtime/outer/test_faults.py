@@ -144,6 +144,33 @@ def test_a_job_resumes_from_its_checkpoint_and_an_older_one_takes_what_the_other
             one.joined.end()
 
 
+@pytest.mark.parametrize("text", [
+    "every=4,fragments=2,delay=1,compress=int8", "algorithm=co2,every=4,fragments=2,compress=bf16",
+])  # fmt: skip
+def test_a_checkpoint_with_a_sum_under_way_goes_on_as_if_there_had_been_none(text):
+    def run(stop):
+        with meeting_point() as server:
+            jobs = [Job(name, server.port, text, speed) for name, speed in (("east", 1.0), ("west", 3.0))]
+            both(*jobs, stop)
+            saved = [job.state() for job in jobs]
+            for job in jobs:
+                job.joined.end()
+        return saved
+
+    def go_on(saved, steps):
+        with meeting_point() as server:
+            jobs = [Job(name, server.port, text, speed, state)
+                    for (name, speed), state in zip((("east", 1.0), ("west", 3.0)), saved)]  # fmt: skip
+            both(*jobs, steps)
+            weights = [job.model[0].detach().clone() for job in jobs]
+            for job in jobs:
+                job.joined.end()
+        return weights
+
+    straight = [one["weights"] for one in run(13)]
+    assert all(map(torch.equal, go_on(run(7), 6), straight))
+
+
 def test_names_are_taken_once_until_their_job_is_gone():
     with meeting_point() as server:
         east = Job("east", server.port)
