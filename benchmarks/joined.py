@@ -10,76 +10,50 @@ levels). Alternating; tokens per second of all nodes together, of the steps afte
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from harness import Row, finish, parser, tell
 
-from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import Lab
-from holmes_ext.lab.samples import examples
+from holmes_ext.lab.joined import CLUSTERS, NODES, TOKENS, join_flags, meeting_point, start
 
-CLUSTERS = """version = 2 [ethernet] rate = "1Gb/s" [[cluster]] name = "a" kind = "ib" rate = "1Gb/s" nodes =
-["a[0-1]"] processes = 1 [[cluster]] name = "b" kind = "roce" rate = "1Gb/s" nodes = ["b[0-1]"] processes = 1
-[[between]] clusters = ["a", "b"] rate = "20Mb/s" latency = "20ms"
-"""
-SIZE = "--layers 4 --hidden 128 --heads 4 --sequence 64 --micro-batch 2 --micro-batches 2".split()
-TOKENS = 2 * 2 * 64  # of a rank in a step
-ACCELERATOR = {"flops": 2e9, "classes": ["Block"]}
-TOKEN, PORT, SKIP = "benchmark", 29600, 16
+SKIP = 16
 OUTER = "min=2,every=16,fragments=4,delay=1,timeout=60"
+SCENE = "2 + 2, 40 ms, 20 Mb/s"
 
 
-def run(lab: Lab, jobs: dict[str, list[str]], flags: dict[str, list[str]], directory: Path, steps: int) -> float:
-    """Tokens per second of all jobs, each on its nodes."""
-    script = str(examples() / "plain_torch" / "train.py")
-    running = []
-    for seed, (name, nodes) in enumerate(jobs.items()):
-        log = directory / f"{name}.jsonl"
-        command = [sys.executable, script, *SIZE, "--steps", str(steps), "--seed", str(seed + 1)]
-        command += ["--log-file", str(log)]
-        running.append((name, len(nodes), log, lab.start(
-            [*command, *flags.get(name, [])], order=nodes, preload=("torch",), timeout=500, accelerator=ACCELERATOR,
-            env={"HOLMES_JOIN_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"})))  # fmt: skip
+def run(lab: Lab, jobs: dict[str, tuple[list[str], list[str]]], directory: Path, steps: int) -> float:
+    """Tokens per second of all jobs together; jobs: {name: (nodes, flags)}."""
+    running = [
+        (len(nodes), start(lab, name, nodes, flags, steps, seed, directory / f"{name}.jsonl"))
+        for seed, (name, (nodes, flags)) in enumerate(jobs.items(), 1)
+    ]
     total = 0.0
-    for name, ranks, log, job in running:
-        result = job.wait()
-        if result.returncode:
-            raise SystemExit(f"{name}: status {result.returncode}\n" + "\n".join(result.outputs.values())[-3000:])
-        seconds = [json.loads(line)["seconds"] for line in log.read_text().splitlines()][SKIP:]
-        total += ranks * TOKENS / statistics.fmean(seconds)
+    for ranks, one in running:
+        one.wait()
+        total += ranks * TOKENS / statistics.fmean(line["seconds"] for line in one.steps()[SKIP:])
     return total
 
 
-def measure(spec: SiteSpec, file: Path, steps: int, repetitions: int) -> dict[str, list[float]]:
+def measure(file: Path, steps: int, repetitions: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"apart": [], "joined": [], "synchronous": []}
-    halves = {"east": ["a0", "a1"], "west": ["b0", "b1"]}
-    with Lab(spec) as lab, tempfile.TemporaryDirectory() as directory:
-        address = next(node.address for node in lab.nodes if node.name == "a0")
-        serve = lab.start(
-            [sys.executable, "-m", "holmes_ext.cli.main", "join", "serve", "--port", str(PORT)], order=["a0"],
-            env={"HOLMES_JOIN_TOKEN": TOKEN})  # fmt: skip
-        try:
-            time.sleep(3)
-            joins = {name: ["--holmes", "--holmes-join", f"{name}@{address}:{PORT}", "--holmes-outer", OUTER,
-                            "--holmes-preflight", "off"] for name in halves}  # fmt: skip
-            ways = {
-                "apart": (halves, {name: ["--holmes", "--holmes-preflight", "off"] for name in halves}),
-                "joined": (halves, joins),
-                "synchronous": ({"all": [*halves["east"], *halves["west"]]},
-                                {"all": ["--holmes", "--holmes-cluster", str(file)]}),
-            }
-            for repetition in range(repetitions):
-                for way, (jobs, flags) in ways.items():
+    alone, together = ["--holmes", "--holmes-preflight", "off"], [*NODES["east"], *NODES["west"]]
+    with Lab(load_spec(file)) as lab, tempfile.TemporaryDirectory() as directory:
+        for repetition in range(repetitions):
+            for way in found:
+                with meeting_point(lab) as (where, _):
+                    jobs = {
+                        "apart": {name: (nodes, alone) for name, nodes in NODES.items()},
+                        "joined": {name: (nodes, join_flags(name, where, OUTER)) for name, nodes in NODES.items()},
+                        "synchronous": {"all": (together, ["--holmes", "--holmes-cluster", str(file)])},
+                    }[way]
                     count = min(steps, SKIP + 14) if way == "synchronous" else steps
-                    found[way].append(run(lab, jobs, flags, Path(directory), count))
-                    tell(f"joined: {way}, repetition {repetition + 1}: {found[way][-1]:.0f} token/s")
-        finally:
-            serve.kill()
+                    found[way].append(run(lab, jobs, Path(directory), count))
+                tell(f"joined: {way}, repetition {repetition + 1}: {found[way][-1]:.0f} token/s")
     return found
 
 
@@ -91,12 +65,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "cluster.toml"
         file.write_text(CLUSTERS)
-        found = measure(load_spec(file), file, args.steps, args.repetitions)
-    rows = [Row.median("2 + 2, 40 ms, 20 Mb/s", f"tokens/s, {way}", values, "token/s", True)
-            for way, values in found.items()]  # fmt: skip
+        found = measure(file, args.steps, args.repetitions)
+    rows = [Row.median(SCENE, f"tokens/s, {way}", values, "token/s", True) for way, values in found.items()]
     for other, target in (("apart", ">= 0.97"), ("synchronous", ">= 5")):
         ratios = [a / b for a, b in zip(found["joined"], found[other])]
-        rows.append(Row.median("2 + 2, 40 ms, 20 Mb/s", f"joined / {other}", ratios, "", True, target))
+        rows.append(Row.median(SCENE, f"joined / {other}", ratios, "", True, target))
     return finish(rows, args.json, f"joined jobs in the lab, {args.repetitions} repetitions")
 
 
