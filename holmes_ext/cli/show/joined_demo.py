@@ -43,7 +43,8 @@ def run(as_json: bool, steps: int) -> int:
 
 
 def _lived(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
-    begin, jobs = time.monotonic(), []
+    begin = time.monotonic()
+    jobs: list[dict[str, Any]] = []
 
     def begin_job(name: str, count: int, number: int) -> LabJob:
         flags = join_flags(name, where, OUTER)
