@@ -8,15 +8,16 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from holmes_ext.errors import HolmesError, RemoteError
+from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer.cross.links import PeerLinks
 from holmes_ext.runtime.outer.cross.take import give
-from holmes_ext.runtime.outer.elements import Owned, fragment_cuts, owners
+from holmes_ext.runtime.outer.elements import fragment_cuts, owners
 from holmes_ext.runtime.outer.inside import Inside, Replicas
 from holmes_ext.runtime.outer.joined import Joined, Record
 from holmes_ext.runtime.outer.meeting.client import MeetingPoint
@@ -79,19 +80,20 @@ def join(
     for position in dict.fromkeys(one["position"] for one in everyone):
         there = {rank: one for rank, one in enumerate(everyone) if one["position"] == position}
         if len({one["digest"] for one in there.values()}) > 1:
-            raise HolmesError(f"the ranks of job {place.job} at {position} hold weights of different names or shapes;"
-                              f" {PARALLEL}")  # fmt: skip
+            inside.refuse(f"the ranks of job {place.job} at {position} hold weights of different names or shapes;"
+                          f" {PARALLEL}")  # fmt: skip
         holdings = {rank: [(a, b) for a, b in one["holdings"]] for rank, one in there.items()}
         total = next(iter(there.values()))["total"]
         maps[position] = owners(total, fragment_cuts(total, settings.fragments), holdings)
     owned = maps[here.position]
     replicas, group = _replicas(everyone, inside.rank)
-    _check_shards(place.job, everyone, maps)
+    if (rank := _shares_some(everyone)) is not None:
+        some = f"rank {rank} of job {place.job} shares some of its weights, but not all, with others"
+        inside.refuse(f"{some}; {PARALLEL}")
     sums = inside.from_all(here.checksum() if len(replicas) > 1 else 0)
     if any(sums[rank] != sums[inside.rank] for rank in replicas):
-        wrong = RemoteError if inside.rank else HolmesError
         who = f"ranks {some_of(replicas)} of job {place.job}"
-        raise wrong(f"{who} should hold the same weights, but do not; {PARALLEL}")
+        inside.refuse(f"{who} should hold the same weights, but do not; {PARALLEL}")
     state = OuterState(settings, here, owned, inside.rank)
     identity = inside.from_first(os.urandom(8).hex())
     port = int(os.environ.get("HOLMES_JOIN_PORT", "0"))
@@ -123,15 +125,20 @@ def join(
     return joined
 
 
-def _check_shards(job: str, everyone: list[dict[str, Any]], maps: Mapping[str, list[Owned]]) -> None:
-    """HolmesError where a rank holds elements that only ranks with other holdings exchange."""
+def _shares_some(everyone: list[dict[str, Any]]) -> int | None:
+    """A rank that holds elements which a rank with other holdings has, too; None: there is none."""
+    seen: set[str] = set()
+    ranges: dict[str, list[tuple[int, int, int]]] = {}
     for rank, one in enumerate(everyone):
-        alike = (one["position"], one["holdings"])
-        same = {other for other, its in enumerate(everyone) if (its["position"], its["holdings"]) == alike}
-        others = [part for part in maps[one["position"]] if part.rank not in same]
-        if any(part.start < b and a < part.stop for part in others for a, b in one["holdings"]):
-            raise HolmesError(f"rank {rank} of job {job} shares some of its weights, but not all, with other ranks;"
-                              f" {PARALLEL}")  # fmt: skip
+        if (key := json.dumps([one["position"], one["holdings"]])) not in seen:
+            seen.add(key)
+            ranges.setdefault(one["position"], []).extend((start, stop, rank) for start, stop in one["holdings"])
+    for found in ranges.values():
+        found.sort()
+        for (_, stop, _), (start, _, rank) in pairwise(found):
+            if start < stop:
+                return rank
+    return None
 
 
 def _replicas(everyone: list[dict[str, Any]], rank: int) -> tuple[list[int], dist.ProcessGroup | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,10 @@ class Inside:
         dist.all_gather(texts, text, group=self._control)
         return [json.loads(bytes(one.numpy())) for one in texts]
 
+    def refuse(self, text: str) -> NoReturn:
+        """What is wrong, known on all ranks: rank 0 tells it."""
+        raise (RemoteError if self.rank else HolmesError)(text)
+
     def together(self, call: Callable[[], Any]) -> Any:
         """What `call` returns, once no rank's has raised a HolmesError; else that of the first rank, on all."""
         result, trouble = None, None
@@ -110,9 +114,8 @@ class Replicas:
         lengths = [sum(b - a for a, b in one) for one in ranges]
         sent = torch.zeros(max(lengths), dtype=torch.float32, device=self._device)
         sent[: own.numel()].copy_(own)
-        everything = torch.empty(len(ranges) * max(lengths), dtype=torch.float32, device=self._device)
-        dist.all_gather_into_tensor(everything, sent, group=self._group)
-        rows = everything.view(len(ranges), -1)
+        rows = torch.empty(len(ranges), max(lengths), dtype=torch.float32, device=self._device)
+        dist.all_gather(list(rows.unbind()), sent, group=self._group)
         return sorted(
             (part for one, row in zip(ranges, rows) for part in _parts(one, row)), key=lambda part: part.start
         )

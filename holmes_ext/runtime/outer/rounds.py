@@ -151,10 +151,10 @@ class Rounds:
         self.number, self.told = number, self.fragments()
         verdict = self._ask("enter", {})
         if verdict["verdict"] == "void":
-            raise HolmesError(f"job {self.job} cannot join: {verdict['why']}")
+            self.inside.refuse(f"job {self.job} cannot join: {verdict['why']}")
         outcome = self.take(verdict) if verdict["verdict"] == "behind" else RoundEnd("in", int(verdict["round"]))
         if outcome.verdict == "void":
-            raise HolmesError(f"job {self.job} cannot join: {outcome.why}")
+            self.inside.refuse(f"job {self.job} cannot join: {outcome.why}")
         self.number, self.entered = max(number, outcome.round), True
         return outcome
 
@@ -225,7 +225,7 @@ class Rounds:
             answer = self._answer(op, document)
         answer = self.inside.from_first(answer)
         if "line" in answer:
-            raise HolmesError(answer["line"])
+            self.inside.refuse(answer["line"])
         return answer
 
     def _answer(self, op: str, document: Mapping[str, Any]) -> Verdict:

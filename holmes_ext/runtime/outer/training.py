@@ -160,11 +160,14 @@ def end(why: str = "training is over") -> None:
 def _begin(job: _Job, stack: Stack) -> None:
     from holmes_ext.runtime.outer.enter import join, weights_of  # a job that is not joined must not load them
 
-    if why := stack.refusal(job.settings):
-        raise HolmesError(f"--holmes-join: a job of {stack.name} cannot join: {why}")
+    def weights() -> Any:
+        if why := stack.refusal(job.settings):
+            raise HolmesError(f"--holmes-join: a job of {stack.name} cannot join: {why}")
+        return weights_of(stack.weights())
+
     agreed = {"framework": stack.name, **stack.agreed}
     joined = join(
-        job.place, job.token, job.settings, lambda: weights_of(stack.weights()), agreed, stack.device(), _tell,
+        job.place, job.token, job.settings, weights, agreed, stack.device(), _tell,
         stack.written, lambda: _status(job),
     )  # fmt: skip
     if job.saved is not None:
