@@ -15,6 +15,7 @@ import hmac
 import json
 import secrets
 import socket
+import time
 from typing import Any
 
 from holmes_ext.errors import HolmesError
@@ -23,6 +24,8 @@ VERSION = 1
 #: Bytes of the longest line: the maps of a job with thousands of ranks.
 LONGEST = 256 * 2**20
 _PEEK = 2**16
+#: Of one of the handshake, from whom nobody knows yet.
+_STRANGERS = 2**16
 #: Seconds that a handshake may take.
 HANDSHAKE_S = 10.0
 
@@ -67,13 +70,15 @@ class Line:
     def send(self, document: dict[str, Any]) -> None:
         self.socket.sendall(pack(document))
 
-    def receive(self, timeout_s: float) -> dict[str, Any]:
-        self.socket.settimeout(timeout_s)
+    def receive(self, timeout_s: float, longest: int = LONGEST) -> dict[str, Any]:
+        """The next document, whole within timeout_s seconds; longest: its bytes at most."""
+        end = time.monotonic() + timeout_s
         line = bytearray()
         while not line.endswith(b"\n"):
+            self.socket.settimeout(max(0.001, end - time.monotonic()))
             # What comes after the line stays for whoever reads bytes.
             waiting = self.socket.recv(_PEEK, socket.MSG_PEEK)
-            if not waiting or len(line) > LONGEST:
+            if not waiting or len(line) > longest:
                 raise ConnectionResetError("the other end closed the connection")
             line += self.socket.recv(waiting.find(b"\n") + 1 or len(waiting))
         try:
@@ -94,7 +99,7 @@ def call(host: str, port: int, token: str, purpose: dict[str, Any], timeout_s: f
     """A line to a listener, after the handshake. OSError when it cannot be had, Refused when the listener says no."""
     line = Line(socket.create_connection((host, port), timeout=timeout_s))
     try:
-        hello = line.receive(timeout_s)
+        hello = line.receive(timeout_s, _STRANGERS)
         if hello.get("holmes") != VERSION:
             raise Refused(
                 f"{host}:{port} speaks version {hello.get('holmes')} of holmes's meeting point, this is"
@@ -102,7 +107,7 @@ def call(host: str, port: int, token: str, purpose: dict[str, Any], timeout_s: f
             )
         theirs, ours = str(hello.get("challenge")), challenge()
         line.send({"challenge": ours, "proof": proof(token, "caller", theirs, ours), **purpose})
-        answer = line.receive(timeout_s)
+        answer = line.receive(timeout_s, _STRANGERS)
         if "error" in answer:
             raise Refused(str(answer["error"]))
         if not proves(answer, token, "listener", theirs, ours):
@@ -118,7 +123,7 @@ def answer(line: Line, token: str, timeout_s: float = HANDSHAKE_S) -> dict[str, 
     OSError when it broke."""
     ours = challenge()
     line.send({"holmes": VERSION, "challenge": ours})
-    document = line.receive(timeout_s)
+    document = line.receive(timeout_s, _STRANGERS)
     theirs = str(document.get("challenge"))
     if not proves(document, token, "caller", ours, theirs):
         line.send({"error": WRONG_TOKEN})

@@ -11,7 +11,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer.meeting import client as clients
 from holmes_ext.runtime.outer.meeting.client import MeetingPoint, ask_status
 from holmes_ext.runtime.outer.meeting.server import Server
-from holmes_ext.runtime.outer.meeting.wire import Line, Refused, call, challenge, proof
+from holmes_ext.runtime.outer.meeting.wire import Line, Refused, answer, call, challenge, proof
 
 
 @contextlib.contextmanager
@@ -174,3 +174,20 @@ def until(condition, seconds=20.0):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def tcp_pair():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        return one, listener.accept()[0]
+
+
+def test_a_stranger_cannot_fill_the_memory_or_stay():
+    ours, theirs = tcp_pair()
+    theirs.sendall(b"x" * 200_000)
+    with pytest.raises(ConnectionError):
+        answer(Line(ours), "a token", timeout_s=5.0)
+    ours, theirs = tcp_pair()
+    threading.Thread(target=lambda: [theirs.send(b"x") and time.sleep(0.2) for _ in range(20)], daemon=True).start()
+    with pytest.raises(OSError):  # a byte now and then does not keep it waiting
+        Line(ours).receive(1.0)
