@@ -182,12 +182,19 @@ def tcp_pair():
         return one, listener.accept()[0]
 
 
+def trickle(connection):
+    with contextlib.suppress(OSError):
+        for _ in range(20):
+            connection.send(b"x")
+            time.sleep(0.2)
+
+
 def test_a_stranger_cannot_fill_the_memory_or_stay():
     ours, theirs = tcp_pair()
     theirs.sendall(b"x" * 200_000)
     with pytest.raises(ConnectionError):
         answer(Line(ours), "a token", timeout_s=5.0)
     ours, theirs = tcp_pair()
-    threading.Thread(target=lambda: [theirs.send(b"x") and time.sleep(0.2) for _ in range(20)], daemon=True).start()
+    threading.Thread(target=trickle, args=(theirs,), daemon=True).start()
     with pytest.raises(OSError):  # a byte now and then does not keep it waiting
         Line(ours).receive(1.0)
