@@ -91,7 +91,8 @@ def _offset(name: str, p: Any) -> int:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    if tuple(shape[1:]) != tuple(p.shape[1:]) or any(one.is_partial() for one in p.placements):
+    odd = any(one.is_partial() or "Strided" in type(one).__name__ for one in p.placements)  # rows that are not a range
+    if odd or tuple(shape[1:]) != tuple(p.shape[1:]):
         raise HolmesError(f"--holmes-join: parameter {name} is sharded as {p.placements}; jobs can join whose weights"
                           " are replicated, or sharded along their first dimension")  # fmt: skip
     return int(offset[0]) * (p.numel() // p.shape[0]) if p.dim() and p._local_tensor.numel() else 0
