@@ -76,7 +76,8 @@ class LabJob:
         """HolmesError when it fails."""
         result = self.job.wait()
         if result.returncode:
-            said = "".join(result.outputs.values()).strip().splitlines()[-1:]
+            lines = "".join(result.outputs.values()).strip().splitlines()
+            said = [line for line in lines if "Error" in line or line.startswith("holmes: ")][-2:] or lines[-1:]
             raise HolmesError(f"lab: job {self.name} ended with status {result.returncode}: {' '.join(said)}")
 
 
