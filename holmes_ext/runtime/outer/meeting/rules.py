@@ -105,7 +105,8 @@ class Meeting:
                 other.state, other.expected_from = "in", self.number + 1
         behind = self._behind(member)
         self.events.append(f"job {name} begins" + (f", with the weights of {behind['from']}" if behind else ""))
-        return behind or {"verdict": "in", "round": self.number}
+        # Another that began with it may have opened the next round already, and waits there.
+        return {**(behind or {"verdict": "in"}), "round": member.expected_from - 1}
 
     def gone(self, name: str, life: str, why: str, now: float) -> None:
         """Its connection was closed, or it says that it ends."""

@@ -174,6 +174,16 @@ def test_fewer_than_min_makes_a_round_void_and_training_goes_on():
     assert run.ready("east", 2)["verdict"] == "void"
 
 
+def test_jobs_that_begin_together_begin_with_the_same_round_though_one_hears_it_later():
+    run = Run(least=2)
+    run.hello("east")
+    run.hello("west")
+    assert run.enter("east")["round"] == 0
+    assert run.ready("east", 1) is None  # it waits for west
+    assert run.enter("west")["round"] == 0
+    assert run.ready("west", 1)["verdict"] == "go"
+
+
 def test_one_job_alone_that_waits_for_two_is_told():
     run = Run(least=2)
     run.hello("east")
