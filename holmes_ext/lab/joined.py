@@ -54,10 +54,11 @@ def meeting_point(lab: Lab) -> Iterator[tuple[str, list[str]]]:
     serve = lab.start(command, order=[node.name], env={"HOLMES_JOIN_TOKEN": _TOKEN},
                       on_line=lambda rank, line, stream: lines.append(line))  # fmt: skip
     try:
-        await_(lambda: bool(lines), 60, "the meeting point")
+        await_(lambda: any("jobs meet" in line for line in lines), 60, "the meeting point")
         yield f"{node.address}:{_PORT}", lines
     finally:
         serve.kill()
+        serve.wait()
 
 
 @dataclass
