@@ -2,6 +2,7 @@
 # make test   everything that is tested; make unit: what needs no emulated network
 # make stacks Hugging Face's Trainer, Accelerate and Lightning: installs them into .venv (300 MB) and runs their tests
 # make check  lint and types
+# make nccl   what only a GPU can show; writes nccl-report.json to send back (two nodes: NODE=0 or 1, MASTER_ADDR, CLUSTER)
 # make matrix the versions of the frameworks, each in an environment of its own (benchmarks/matrix.py)
 # make .venv  the environment that all use (Python 3.10 to 3.13; PYTHON=... chooses the interpreter)
 #
@@ -13,7 +14,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-inp
 STAMP := .venv/installed
 TESTS := $(wildcard tests integration_tests)
 
-.PHONY: demo test unit check matrix stacks .venv tools clean
+.PHONY: demo test unit nccl check matrix stacks .venv tools clean
 
 demo: tools .venv
 	$(BIN)/holmes demo
@@ -23,6 +24,13 @@ test: tools .venv
 
 unit: tools .venv
 	$(BIN)/python -m pytest --timeout=900 tests $(PYTEST_ARGS)
+
+# With the python that has the CUDA build of torch: make nccl BIN=/path/to/its/bin (pip install -e . pytest rich there).
+REPORT ?= nccl-report.json
+
+nccl:
+	HOLMES_NCCL_REPORT=$(abspath $(REPORT)) $(if $(NODE),HOLMES_NCCL_NODE=$(NODE)) $(if $(MASTER_ADDR),MASTER_ADDR=$(MASTER_ADDR)) \
+	   $(if $(CLUSTER),HOLMES_NCCL_CLUSTER=$(abspath $(CLUSTER))) $(BIN)/python -m pytest -v -rs integration_tests/nccl
 
 stacks: tools .venv
 	@$(PIP) -c requirements/constraints.txt -r requirements/torch.txt -r requirements/stacks.txt $(TORCH_ARGS)

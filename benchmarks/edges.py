@@ -1,11 +1,12 @@
 """Pipeline edges that cross: a step with a slow edge against the same with a free one, with and without holmes's edges.
 
-    python benchmarks/edges.py --json FILE [--scenes "8 micro-batches,..."] [--repetitions 3]
+    python benchmarks/edges.py --json FILE [--scenes "deepspeed 8,..."] [--repetitions 3]
 
-DeepSpeed's pipeline engine on 2 + 2 emulated nodes, two stages of 64 ms a micro-batch (layers sleep as long as an
-accelerator of 4.1 GFLOP/s would compute); Ethernet between the stages takes half of that for one activation (6 Mb/s),
-or next to nothing (1 Gb/s). "engine": --holmes-inflight off, DeepSpeed's own schedule with sends that block; "holmes":
-as many micro-batches in flight as hide the edge. Alternating; medians of the repetitions' medians.
+DeepSpeed's pipeline engine and megatron-core's 1F1B on 2 + 2 emulated nodes, two stages of 64 ms a micro-batch (layers
+sleep as long as an accelerator of 4.1 GFLOP/s would compute); Ethernet between the stages takes half of that for one
+activation (6 Mb/s), or next to nothing (1 Gb/s). "engine": --holmes-inflight off, the engine's own schedule with sends
+that block; "holmes": as many micro-batches in flight as hide the edge. Alternating; medians of the repetitions'
+medians.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import Variant, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
 
-MODEL = "--stages 2 --layers 6 --hidden 192 --heads 4 --sequence 32 --micro-batch 1".split()
+MODEL = "--layers 6 --hidden 192 --heads 4 --sequence 32 --micro-batch 1".split()
 MODEL_TOML = """version = 1
 layers = 6
 hidden = 192
@@ -59,8 +60,15 @@ RATES = {"free": "1Gb/s", "slow": "6Mb/s"}
 TARGETS = {8: "<= 1.15", 16: "<= 1.08"}
 
 
-def edges(micro_batches: int, repetitions: int, steps: int) -> list[Row]:
-    scene = f"{micro_batches} micro-batches"
+#: Engine -> its example, the flag for stages, what the emulated accelerator paces.
+ENGINES = {
+    "deepspeed": ("deepspeed_pipeline", "--stages", {"classes": ["Block"]}),
+    "megatron": ("megatron_core", "--pipeline", {"classes": ["TransformerLayer"], "layout": "sbh"}),
+}
+
+
+def edges(engine: str, micro_batches: int, repetitions: int, steps: int) -> list[Row]:
+    scene, (example, stages, paced) = f"{engine} {micro_batches}", ENGINES[engine]
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model.toml")
         model.write_text(MODEL_TOML.format(micro_batches=micro_batches, flops=FLOPS))
@@ -73,13 +81,13 @@ def edges(micro_batches: int, repetitions: int, steps: int) -> list[Row]:
                      str(model))
             variants.append(Variant(f"holmes, {edge}", spec, interleave(spec), flags))
             variants.append(Variant(f"engine, {edge}", spec, interleave(spec), (*flags, "--holmes-inflight", "off")))
-        train = examples() / "deepspeed_pipeline" / "train.py"
-        script = [str(train), *MODEL, "--micro-batches", str(micro_batches)]
+        train = examples() / example / "train.py"
+        script = [str(train), *MODEL, stages, "2", "--micro-batches", str(micro_batches)]
         started = iter(range(1, repetitions * len(variants) + 1))
         total = repetitions * len(variants)
         series = compare(
             variants, script, repetitions=repetitions, steps=steps, skip=4,
-            accelerator={"flops": FLOPS, "classes": ["Block"]},
+            accelerator={"flops": FLOPS, **paced},
             on_run=lambda variant, _: tell(f"{scene}: run {next(started)} of {total}: {variant}"))
     rows = []
     for name, target in (("holmes", TARGETS.get(micro_batches, "")), ("engine", "")):
@@ -96,9 +104,10 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=3)
     arguments.add_argument("--steps", type=int, default=12)
     given = arguments.parse_args()
-    makers = {f"{count} micro-batches": count for count in TARGETS}
-    rows = [row for name in chosen(given.scenes, makers) for row in edges(makers[name], given.repetitions, given.steps)]
-    return finish(rows, given.json, "Edges between clusters (DeepSpeed, emulated accelerator)")
+    makers = {f"{engine} {count}": (engine, count) for engine in ENGINES for count in TARGETS}
+    names = chosen(given.scenes, makers)
+    rows = [row for name in names for row in edges(*makers[name], given.repetitions, given.steps)]
+    return finish(rows, given.json, "Edges between clusters (emulated accelerator)")
 
 
 if __name__ == "__main__":

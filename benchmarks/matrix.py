@@ -9,8 +9,8 @@ Each version has an environment of its own under build/matrix (its package over 
     tests    the framework's integration tests, its losses against stock's, overlap and checkpoints among them
     lab      stock against holmes on emulated clusters (2 + 2 nodes; Megatron-DeepSpeed: 4 + 4), compute emulated
 
-Rows of other scenes and parts stay in FILE, so the matrix can be made piece by piece. The table in docs/versions.md is
-written from FILE. Megatron-DeepSpeed needs MEGATRON_DEEPSPEED_DIR, a checkout.
+Rows of other scenes and parts stay in FILE, so the matrix can be made piece by piece. The tables in README.md and
+docs/versions.md are written from FILE. Megatron-DeepSpeed needs MEGATRON_DEEPSPEED_DIR, a checkout.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Row, chosen, finish, parser, tell
+from harness import Row, chosen, finish, machine, parser, tell, versions
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "versions.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "versions.md")
 PARTS = ("check", "tests", "lab")
 #: Part "few": what .ci/run has of an old version.
 FEW = ("integration_tests/deepspeed/test_overlap.py", "integration_tests/deepspeed/test_resume.py")
@@ -67,8 +67,8 @@ PAIRS = {pair.name: pair for pair in (
     *(Pair("megatron-core", version, (f"megatron-core=={version}",), MEGATRON_TESTS)
       for version in ("0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1")),
     # with its dependency torchvision (any will do: a GPT does not use it), and without, which holmes serves
-    Pair("Megatron-DeepSpeed, deepspeed", "0.18.9", ("deepspeed==0.18.9", "torchvision==0.16.0"), PRETRAIN_TESTS),
-    Pair("Megatron-DeepSpeed, deepspeed", "0.19.8", ("deepspeed==0.19.8",), PRETRAIN_TESTS),
+    Pair("Megatron-DeepSpeed with deepspeed", "0.18.9", ("deepspeed==0.18.9", "torchvision==0.16.0"), PRETRAIN_TESTS),
+    Pair("Megatron-DeepSpeed with deepspeed", "0.19.8", ("deepspeed==0.19.8",), PRETRAIN_TESTS),
 )}
 
 
@@ -200,12 +200,12 @@ def table(rows: list[Row], dates: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def write_page(text: str) -> None:
-    """Between the page's markers."""
-    page = PAGE.read_text()
-    begin, end = "<!-- matrix -->\n", "<!-- /matrix -->"
-    assert begin in page and end in page, PAGE
-    PAGE.write_text(page[:page.index(begin)] + begin + text + "\n" + page[page.index(end):])
+def write_pages(text: str) -> None:
+    """Between each page's markers."""
+    for path in PAGES:
+        page, begin, end = path.read_text(), "<!-- matrix -->\n", "<!-- /matrix -->"
+        assert begin in page and end in page, path
+        path.write_text(page[:page.index(begin)] + begin + text + "\n" + page[page.index(end):])
 
 
 def main() -> int:
@@ -239,14 +239,13 @@ def main() -> int:
             again = {(one.scene, one.metric) for one in made}
             rows = [one for one in rows if (one.scene, one.metric) not in again] + made
         dates[name] = datetime.date.today().isoformat()
-    order = list(PAIRS)
-    rows.sort(key=lambda one: order.index(one.scene))
-    status = finish(rows, args.json, "Versions")
-    if args.json:
-        document = json.loads(args.json.read_text())
-        args.json.write_text(json.dumps({**document, "dates": dates}, indent=1) + "\n")
-        write_page(table(rows, dates))
-    return status
+        if args.json:  # after each: a matrix takes long, and may be ended
+            rows.sort(key=lambda one: list(PAIRS).index(one.scene))
+            document = {"machine": machine(), "versions": versions(), "dates": dates,
+                        "rows": [one.to_dict() for one in rows]}
+            args.json.write_text(json.dumps(document, indent=1) + "\n")
+            write_pages(table(rows, dates))
+    return finish(rows, None, "Versions")
 
 
 if __name__ == "__main__":

@@ -82,6 +82,6 @@ def _patches() -> str:
     """Features that are on, and those that are off though their framework is there."""
     on, off = registry().summary()
     text = f"patched: {', '.join(on) or 'nothing'}"
-    if untried := registry().untried():
-        text += f"; tried at your own risk: {', '.join(untried)}"
+    for version, names in registry().untried().items():
+        text += f"; tried with {version} at your own risk: {', '.join(names)}"
     return text + (f"; not patched: {', '.join(f'{name} ({reason})' for name, reason in off.items())}" if off else "")

@@ -25,8 +25,7 @@ from holmes_ext.runtime.watch import failure, start_stop
 #: Environment variables before activation, to be put back by disable().
 _before: dict[str, str | None] = {}
 _TOUCHED = (
-    *launcher.RANK_VARIABLES, *launcher.NODE_VARIABLES, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
-    "MASTER_PORT",
+    *launcher.RANK_VARIABLES, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_NET",
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Patches of the frameworks: the only code that knows their insides.
 
     engine/                         patches as values, the registry, where a patch lands
-    torch/ deepspeed/ megatron/     each framework's: features.py says what there is, the versions it was run with, the
+    torch/ deepspeed/ megatron/ ... each framework's: features.py says what there is, the versions it was run with, the
                                     option that asks for it; PATCHES of the modules do it. They import it only inside
 """
 
@@ -20,9 +20,10 @@ _MODULES = {
     "deepspeed": (
         "p2p", "edges", "reduce", "two_level", "partition", "checkpoints", "joined", "profile", "telemetry",
     ),
+    "lightning": ("ranks",),
     "megatron": (
-        "megatron_deepspeed", "unused", "core", "reduction", "gather", "p2p", "joined", "profile", "megatron_lm",
-        "telemetry",
+        "megatron_deepspeed", "unused", "core", "reduction", "gather", "p2p", "edges", "joined", "profile",
+        "megatron_lm", "telemetry",
     ),
 }  # fmt: skip
 

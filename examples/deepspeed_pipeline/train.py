@@ -48,6 +48,8 @@ def start_distributed():
         # DeepSpeed would compile (half a minute) and load a shared-memory all-reduce that training does not use and
         # that leaves 66 MB for each process in /dev/shm. Its table of usable ops is where it asks first.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if get_accelerator().Stream is None:  # 0.16 and older: activation checkpointing makes one all the same
+            type(get_accelerator()).Stream = staticmethod(lambda device: None)
     else:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed()

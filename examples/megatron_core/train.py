@@ -11,6 +11,7 @@ GPUs and gloo on CPUs.
 import contextlib
 import functools
 import importlib.util
+import inspect
 import json
 import os
 import statistics
@@ -161,10 +162,12 @@ def train_step(args, batches, step, config, models, optimizer) -> tuple[float, f
 
 def state(models, optimizer, step: int, loading: bool) -> dict:
     """What a checkpoint holds, as megatron-core's sharded state: independent of the split that wrote it."""
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])[0]
+    newer = "metadata" in inspect.signature(inner.sharded_state_dict).parameters  # megatron-core 0.13 and newer
+    more = {"metadata": {"distrib_optim_sharding_type": "fully_reshardable"}} if newer else {}
     parts = {f"model{index}": model.module.sharded_state_dict() for index, model in enumerate(models)}
     whole = parts["model0"] if len(models) == 1 else parts
-    return {**parts, "optimizer": optimizer.sharded_state_dict(whole, is_loading=loading, metadata=metadata),
+    return {**parts, "optimizer": optimizer.sharded_state_dict(whole, is_loading=loading, **more),
             "step": step}
 
 

@@ -16,12 +16,13 @@ from rich.text import Text
 
 from holmes_ext import __version__
 from holmes_ext.cli.show.table import Column, Screen
-from holmes_ext.cluster.addresses import captured_addresses, interface_addresses
+from holmes_ext.cluster.addresses import captured_addresses, egress_interface, interface_addresses
+from holmes_ext.cluster.nccl import nccl_of_node
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.cluster.node_report import NodeReport, node_identity, node_name
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.cluster.sysfs.node import read_nics
-from holmes_ext.doctor import frameworks, variables
+from holmes_ext.doctor import frameworks, nccl, variables
 from holmes_ext.doctor.command import check_command
 from holmes_ext.doctor.finding import Finding
 from holmes_ext.doctor.nics import check_hcas, check_nics, rdma_limits
@@ -103,8 +104,12 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
     findings += [*frameworks.check_stock_versions(), *frameworks.check_others()]
     findings += check_command(words, spec, os.environ) if words else []
     versions = {"Python": platform.python_version(), "holmes_ext": __version__, **installed_versions()}
-    node = NodeReport(node_name(os.environ), node_identity(), "", nics)
-    return NodeCheck(node, versions, variables.settings(os.environ), tuple(findings))
+    environ = dict(os.environ) if live else {**os.environ, "HOLMES_SYSFS": args.sysfs}
+    found, ethernet = nccl_of_node(environ, nics), egress_interface("127.0.0.1") if live else ""
+    node = NodeReport(node_name(os.environ), node_identity(), ethernet, nics, nccl=found)
+    findings += nccl.check_nccl(found, environ)
+    lines = nccl.handed_over(node, spec, environ)
+    return NodeCheck(node, versions, variables.settings(os.environ), tuple(findings), tuple(lines))
 
 
 def _gather(process: launcher.Process, check: NodeCheck | None, timeout_s: float) -> list[dict[str, Any]]:
@@ -141,6 +146,10 @@ def _print(together: Sequence[NodeCheck], differences: Sequence[Finding]) -> Non
         head.append(f"{some_of(names, 6)}: " if len(together) > 1 or finding in differences else "", "bold")
         screen.line(head.append(f"{finding.about}: {finding.what}", ""))
         screen.line(f"    why:  {finding.why}\n    mend: {finding.mend}")
+    if len(together) == 1 and together[0].nccl:
+        screen.line(Text("what NCCL would be given on this node:", "bold"))
+        for line in together[0].nccl:
+            screen.line(f"    {line}")
     levels = Counter(finding.level for finding, names in owners.items() for _ in names)
     counts = ", ".join(f"{levels[level]} {level}{'s' * (levels[level] != 1)}" for level in ("problem", "note"))
     versions = ", ".join(f"{name} {version}" for name, version in together[0].versions.items())

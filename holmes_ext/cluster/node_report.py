@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext.cluster.addresses import egress_interface, interface_addresses
+from holmes_ext.cluster.nccl import NcclOfNode, nccl_of_node
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.cluster.sysfs.node import read_nics
 from holmes_ext.document import Table
@@ -18,13 +19,14 @@ from holmes_ext.document import Table
 @dataclass(frozen=True)
 class NodeReport:
     """name: host name; identity: what no other node can share; ethernet: interface by which the node reaches the
-    master; processes: those that the launcher started there, 0 where that is not known."""
+    master; processes: those that the launcher started there, 0 where that is not known; nccl: what NCCL would find."""
 
     name: str
     identity: str
     ethernet: str
     nics: tuple[Nic, ...]
     processes: int = 0
+    nccl: NcclOfNode = NcclOfNode()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,4 +55,5 @@ def node_identity() -> str:
 def report_node(environ: Mapping[str, str], master_addr: str) -> NodeReport:
     """This node's report; its NICs from HOLMES_SYSFS (default /sys)."""
     nics = read_nics(environ.get("HOLMES_SYSFS") or "/sys", interface_addresses())
-    return NodeReport(node_name(environ), node_identity(), egress_interface(master_addr), nics)
+    where = node_name(environ), node_identity(), egress_interface(master_addr)
+    return NodeReport(*where, nics, nccl=nccl_of_node(environ, nics))

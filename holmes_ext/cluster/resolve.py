@@ -8,12 +8,16 @@ fabrics are worked out from the NICs:
     Ethernet     one network that reaches all (each node's interface towards the master)
 
 Rail-wise subnets (NIC i of every node in subnet i) give fabrics with the same nodes: they count as one fabric.
+
+NCCL reads once in a process which HCAs it may use, and takes any of them for any group: so a node's RDMA groups use one
+fabric, and where it is on several the others are left to sockets (Port.no_verbs).
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, Nic
@@ -62,6 +66,27 @@ def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[tupl
                 said = f"the rate of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}"
                 found.append((node.name, f"{runs}, but {said}"))
     return found
+
+
+def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
+    """A line for each thing that NCCL does otherwise than the NICs of `site`, resolved from `reports`, suggest."""
+    told: dict[str, list[str]] = {}
+    for node, report in zip(site.nodes, reports):
+        for port in node.ports:
+            fabric = site.fabric_by_name[port.fabric]
+            nics = [nic for nic in report.nics if nic.name in port.hcas and nic.kind == "roce"]
+            if port.no_verbs:
+                what = f"NCCL cannot use {some_of(port.hcas)} for fabric {port.fabric!r}: {port.no_verbs}"
+                told.setdefault(f"{what}; its groups there go over sockets", []).append(node.name)
+            elif len({nic.roce_v2_index for nic in nics}) > 1:
+                where = ", ".join(f"{nic.name} {nic.roce_v2_index}" for nic in nics)
+                what = f"the RoCE v2 GIDs of its ports stand at different indices ({where})"
+                told.setdefault(f"{what}: NCCL finds them by itself from 2.21 on", []).append(node.name)
+            if report.nccl.plugin and fabric.name != ETHERNET and not fabric.net:
+                what = f"NCCL would load {report.nccl.plugin}, but \"IB\" is asked for on fabric {fabric.name!r}"
+                way = "say net = \"NAME\" in cluster.toml (NCCL_DEBUG=INFO tells: Using network NAME), or \"auto\""
+                told.setdefault(f"{what}; to use the plugin, {way}", []).append(node.name)
+    return [f"node{'s' * (len(names) > 1)} {some_of(names)}: {text}" for text, names in told.items()]
 
 
 def _match_names(reports: tuple[NodeReport, ...], spec: SiteSpec) -> tuple[NodeReport, ...]:
@@ -135,6 +160,7 @@ def _fast_port(
             f"{spec.source}: node {report.name!r} of cluster {cluster.name!r} has no {cluster.kind} NIC that is up"
             f" ({states or f'its NICs: {have}'}); mend it, or let the cluster's kind or include say what it has")
     port = _port(cluster.fabric, usable or kind, cluster.rate_bps)
+    port = port if cluster.net else replace(port, no_verbs=report.nccl.no_verbs)
     if not down or usable and not include:
         return port
     if fallback:
@@ -147,8 +173,16 @@ def _port(fabric: str, nics: Sequence[Nic], rate_bps: int) -> Port:
     """One port for all NICs of a node on a fabric: sockets bind to the first with an address, RDMA uses them all."""
     bound = next((nic for nic in nics if nic.ifname and nic.addresses), None)
     hcas = tuple(nic.name for nic in nics if nic.fast)
-    index = nics[0].roce_v2_index if nics[0].kind == "roce" else None
+    indices = {nic.roce_v2_index for nic in nics} if nics[0].kind == "roce" else {None}
+    index = indices.pop() if len(indices) == 1 else None
     return Port(fabric, bound.ifname if bound else "", _address(bound) if bound else "", hcas, index, rate_bps)
+
+
+def _one_rdma_fabric(fast: Sequence[Port], nodes_on: Mapping[str, int]) -> list[Port]:
+    """A node's fast ports, one of which NCCL uses: of those that it shares with other nodes the fastest."""
+    chosen = max(fast, key=lambda port: (nodes_on[port.fabric] > 1, port.rate_bps, nodes_on[port.fabric]))
+    why = f"NCCL takes any HCA of a node for any group, so one fabric of it is used, {chosen.fabric!r}"
+    return [port if port is chosen else replace(port, no_verbs=why) for port in fast]
 
 
 def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
@@ -159,11 +193,16 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
                 by_fabric.setdefault(_fabric_key(report, nic), {}).setdefault(report.name, []).append(nic)
     _ask_about_default_prefix(by_fabric.get(("ib", DEFAULT_SUBNET_PREFIX), {}))
     fabrics, ports = _merge_rails(by_fabric)
+    nodes_on = Counter(port.fabric for found in ports.values() for port in found)
     nodes, rates = [], []
     for report in reports:
         ethernet = _ethernet_port(report)
         rates.append(ethernet.rate_bps)
         fast = sorted(ports.get(report.name, []), key=lambda port: -port.rate_bps)
+        if report.nccl.no_verbs:
+            fast = [replace(port, no_verbs=report.nccl.no_verbs) for port in fast]
+        elif len(fast) > 1:
+            fast = _one_rdma_fabric(fast, nodes_on)
         cluster = "+".join(port.fabric for port in fast) or ETHERNET
         nodes.append(Node(report.name, cluster, report.processes, (*fast, ethernet)))
     common = Fabric(ETHERNET, "ethernet", min(rates), DEFAULT_LATENCY["ethernet"])

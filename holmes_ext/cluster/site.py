@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,12 +26,14 @@ ETHERNET = "ethernet"
 
 @dataclass(frozen=True)
 class Fabric:
-    """A network over which any two of its nodes can talk. rate_bps: bits/s of a node, each way; latency_s: seconds."""
+    """A network over which any two of its nodes can talk. rate_bps: bits/s of a node, each way; latency_s: seconds;
+    net: what NCCL calls it where a plugin carries it, "auto" to let NCCL choose, "" for NCCL's own IB or Socket."""
 
     name: str
     kind: str
     rate_bps: int
     latency_s: float
+    net: str = field(default="", kw_only=True)
 
     @property
     def preference(self) -> tuple[int, bool, str]:
@@ -43,7 +45,8 @@ class Fabric:
 class Port:
     """How one node reaches one fabric: the interface that sockets bind to, the HCA ports that RDMA uses.
 
-    fault: what is wrong with it, "" when nothing is known to be; usable: False where no group may use it.
+    fault: what is wrong with it, "" when nothing is known to be; usable: False where no group may use it; no_verbs: why
+    NCCL cannot use the HCAs, "" where it can.
     """
 
     fabric: str
@@ -54,6 +57,7 @@ class Port:
     rate_bps: int = 0
     fault: str = ""
     usable: bool = True
+    no_verbs: str = ""
 
     @property
     def name(self) -> str:
@@ -175,7 +179,8 @@ def fabrics_of_spec(spec: SiteSpec) -> tuple[Fabric, ...]:
         known = fabrics.get(cluster.fabric)
         rate = min(cluster.rate_bps, known.rate_bps) if known else cluster.rate_bps
         latency = max(cluster.latency_s, known.latency_s) if known else cluster.latency_s
-        fabrics[cluster.fabric] = Fabric(cluster.fabric, cluster.kind, rate, latency)
+        net = cluster.net or (known.net if known else "")
+        fabrics[cluster.fabric] = Fabric(cluster.fabric, cluster.kind, rate, latency, net=net)
     return tuple(fabrics.values())
 
 

@@ -14,8 +14,9 @@
 
 Optional: `name`, `[ethernet] latency` and `interface`; for each cluster `fabric` (clusters that name the same fabric
 can talk over it; default: the cluster's own), `latency`, `gpu`, `gpu_flops`, `gpu_memory_bytes`, `nvlink`
-(cluster/gpu.py), `include`, `exclude` (NIC patterns); `[node.HOST]` with `include`, `exclude`, `ethernet` (interface)
-for a host that differs from its cluster; `uplink` of a cluster and `[[between]]` (cluster/wan.py); `[link.FABRIC]` and
+(cluster/gpu.py), `include`, `exclude` (NIC patterns), `net` (NCCL's name of the network, where a plugin carries it:
+"AWS Libfabric", or "auto" to let NCCL choose); `[node.HOST]` with `include`, `exclude`, `ethernet` (interface) for a
+host that differs from its cluster; `uplink` of a cluster and `[[between]]` (cluster/wan.py); `[link.FABRIC]` and
 `[[measured]]`, which `holmes probe` measures (cluster/measured.py). Version 1 had no uplinks and no [[between]].
 """
 
@@ -59,6 +60,7 @@ class ClusterSpec:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     accelerator: Accelerator = Accelerator()
+    net: str = ""
     uplink_bps: int = 0
 
 
@@ -90,7 +92,7 @@ class SiteSpec:
     def digest(self) -> str:
         """sha256 (hex) of what the file says; the file's name, its comments and what was measured do not count."""
         content: list[object] = [self.ethernet_rate_bps, self.ethernet_latency_s, self.ethernet_interface]
-        beside = ("accelerator", "uplink_bps")
+        beside = ("accelerator", "uplink_bps", "net")
         content += [{key: value for key, value in vars(c).items() if key not in beside} for c in self.clusters]
         content += [[node, vars(override)] for node, override in sorted(self.overrides.items())]
         content += [asdict(self.wan)] if self.wan else []
@@ -178,6 +180,10 @@ def _cluster(table: Table) -> ClusterSpec:
         accelerator=Accelerator(flops, memory, table.rate("nvlink", required=False)))
     if not 1 <= cluster.processes <= 1024:
         raise HolmesError(f"{table.at('processes')}: {cluster.processes} processes for each node; it must be 1 to 1024")
+    if cluster.net and fabric == "ethernet":
+        raise HolmesError(f"{table.at('net')}: a cluster without a fast fabric goes over NCCL's sockets; remove it")
+    if "net" in table.values and not (cluster.net.isprintable() and 0 < len(cluster.net) <= 64):
+        raise HolmesError(f"{table.at('net')}: {cluster.net!r:.80} is not a network of NCCL's (\"AWS Libfabric\")")
     return cluster
 
 
@@ -222,4 +228,7 @@ def _check_clusters(clusters: list[ClusterSpec], source: str) -> dict[str, str]:
         if first.kind != cluster.kind:
             raise HolmesError(f"{here}.fabric': fabric {cluster.fabric!r} is {first.kind} in cluster {first.name!r} and"
                               f" {cluster.kind} here; the two kinds cannot talk to each other")
+        if first.net != cluster.net:
+            raise HolmesError(f"{here}.net': fabric {cluster.fabric!r} has {first.net!r} in cluster {first.name!r} and"
+                              f" {cluster.net!r} here; one network carries it")
     return owner

@@ -12,6 +12,7 @@ import resource
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from holmes_ext.cluster.nccl import no_verbs
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, Nic
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.units import format_rate
@@ -146,10 +147,9 @@ def rdma_limits(nics: Iterable[Nic]) -> Iterator[Finding]:
         yield problem("memlock", f"locked memory is limited to {soft} bytes",
                       "RDMA registers its buffers as locked memory: ibv_reg_mr fails with ENOMEM",
                       "`ulimit -l unlimited` (docker: --ulimit memlock=-1) for the job's user")
-    if not list(Path("/dev/infiniband").glob("uverbs*")):
-        yield problem("/dev/infiniband", "there is no uverbs device",
-                      "NCCL finds no IB network and falls back to TCP sockets",
-                      "docker: --device /dev/infiniband; else load ib_uverbs")
+    if why := no_verbs({name: value for name, value in os.environ.items() if name != "NCCL_IB_DISABLE"}):
+        yield problem("verbs", why, "NCCL finds no IB network here: all NCCL groups of this node go over TCP sockets",
+                      "docker: --device /dev/infiniband; else load ib_uverbs, install libibverbs")
     modules = Path("/sys/module")
     if (modules / "nvidia").exists() and not any((modules / n).exists() for n in ("nvidia_peermem", "nv_peer_mem")):
         yield note("nvidia_peermem", "the kernel module is not loaded",

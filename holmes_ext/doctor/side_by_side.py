@@ -27,12 +27,14 @@ _ADVICE = "write it with `holmes doctor --json`"
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """One node: its NICs, versions of what must be alike ("torch" -> "2.13.0"), settings (variables), its findings."""
+    """One node: its NICs, versions of what must be alike ("torch" -> "2.13.0"), settings (variables), its findings, and
+    lines on what NCCL would be given there."""
 
     node: NodeReport
     versions: dict[str, str]
     settings: dict[str, str]
     findings: tuple[Finding, ...]
+    nccl: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {"version": VERSION, **asdict(self)}
@@ -137,7 +139,7 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
             continue
         node = replace(check.node, processes=cluster.processes if cluster else 1)
         try:
-            site = resolve_site([node], _only(spec, node.name))
+            site = resolve_site([node], only(spec, node.name))
         except HolmesError as error:
             yield problem(node.name, str(error), "a job with this file ends at start-up with the same line",
                           "mend the node or the file")
@@ -147,7 +149,7 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
                           "check cable, switch port and PCIe slot, or write the lower rate into the file")
 
 
-def _only(spec: SiteSpec, node: str) -> SiteSpec:
+def only(spec: SiteSpec, node: str) -> SiteSpec:
     """`spec` as far as one node goes, so that it is judged without the others."""
     kept = {c.name: tuple(host for host in c.nodes if short_name(host) == short_name(node)) for c in spec.clusters}
     clusters = tuple(replace(cluster, nodes=kept[cluster.name]) for cluster in spec.clusters if kept[cluster.name])

@@ -56,8 +56,9 @@ def settle(
         return tuple(n.name for n in here for p in n.ports if p.fabric == fabric.name and _carries(p, carrier))
 
     rates = [known.get(fabric.name, fabric) for fabric in links.site(site).fabrics]
+    nets = {fabric.name: fabric.net for fabric in site.fabrics}
     fabrics = tuple(
-        PlannedFabric(f.name, f.kind, f.rate_bps, f.latency_s, able(f, VERBS), able(f, SOCKETS))
+        PlannedFabric(f.name, f.kind, f.rate_bps, f.latency_s, able(f, VERBS), able(f, SOCKETS), net=nets[f.name])
         for f in sorted(rates, key=lambda f: f.preference, reverse=True)
     )
     names = dict.fromkeys(node.cluster for node in here)
@@ -75,7 +76,7 @@ def settle(
 def _carries(port: Port, carrier: str) -> bool:
     """Whether groups may use `port`; taken for granted where its NIC is not known yet (a plan before the job)."""
     known = port.interface or port.address or port.hcas
-    needed = port.hcas if carrier == VERBS else port.address
+    needed = port.hcas and not port.no_verbs if carrier == VERBS else port.address
     return port.usable and (port.fabric == ETHERNET or not known or bool(needed))
 
 
@@ -138,16 +139,33 @@ def own_pair(plan: Plan, pair: Sequence[int], over: Sequence[int], carrier: str)
     return _name(plan.fabric_of(pair, carrier)) != _name(plan.fabric_of(over, carrier))
 
 
+def adjacent_stages(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Of a pipeline group the pairs that may send to each other, last and first (interleaved schedules) among them."""
+    return sorted({(min(pair), max(pair)) for pair in zip(ranks, (*ranks[1:], ranks[0])) if len(set(pair)) > 1})
+
+
+def own_pairs(plan: Plan, ranks: Sequence[int], carrier: str) -> list[tuple[int, int]]:
+    """The neighbours that get a group each where a framework sends batches over their pipeline group: all or none.
+
+    All, once one pair has something faster: NCCL makes a group's communicator among all its ranks at the first batch
+    over it, where no device is bound, and a rank whose pairs all have their own would never come to it.
+    """
+    pairs = adjacent_stages(ranks)
+    return pairs if any(own_pair(plan, pair, ranks, carrier) for pair in pairs) else []
+
+
 def _edges(plan: Plan, carrier: str) -> tuple[Edge, ...]:
     """Of each stage to the next, and of the last to the first where that is another pair (interleaved schedules)."""
-    sizes, found = plan.sizes, []
-    world = _name(plan.fabric_of(range(plan.world_size), carrier))
-    whole = {ranks: _name(plan.fabric_of(ranks, carrier)) for ranks in (groups(sizes, "pipeline") if sizes else ())}
+    sizes, found, world = plan.sizes, [], range(plan.world_size)
+    whole = {ranks: own_pairs(plan, ranks, carrier) for ranks in (groups(sizes, "pipeline") if sizes else ())}
     stages = sizes.pipeline if sizes else 1
     for stage in range(stages if stages > 2 else stages - 1):
-        pairs = [(ranks[stage], ranks[(stage + 1) % stages]) for ranks in whole]
-        fabrics = [_name(plan.fabric_of(pair, carrier)) for pair in pairs]
-        own = ["pipeline" if f != over else "world" if f != world else "" for f, over in zip(fabrics, whole.values())]
+        fabrics, own = [], []
+        for ranks, pairs in whole.items():
+            pair = tuple(sorted((ranks[stage], ranks[(stage + 1) % stages])))
+            fabrics.append(_name(plan.fabric_of(pair, carrier)))
+            frameworks = {"pipeline": pair in pairs, "world": own_pair(plan, pair, world, carrier)}
+            own.append("+".join(name for name, gets_one in frameworks.items() if gets_one))
         found.append(Edge((stage, (stage + 1) % stages), same(tuple(fabrics)), same(tuple(own))))
     return tuple(found)
 

@@ -49,9 +49,9 @@ class Reduction:
 class Edge:
     """Two neighbouring stages; one entry for each pipeline group, in their order, or one where all are the same.
 
-    fabrics: of the pair of ranks. own: where the pair gets a group of its own: "" nowhere, "world" in frameworks that
-    send over the group of all ranks (DeepSpeed), "pipeline" in those that send over the pipeline group too
-    (megatron-core).
+    fabrics: of the pair of ranks. own: where the pair gets a group of its own: "world" in frameworks that send over the
+    group of all ranks (DeepSpeed), "pipeline" in those that send over the pipeline group (megatron-core),
+    "pipeline+world" in both, "" in none.
     """
 
     stages: tuple[int, ...]

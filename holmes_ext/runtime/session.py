@@ -23,7 +23,8 @@ from holmes_ext.runtime.start.launcher import Process
 @dataclass
 class Session:
     """State of one activated process. rank: as renumbered; process.rank: as the launcher numbered it. store: the job's,
-    None for one process; round: prefix of this start's keys in it. model: of the job, None where nobody told it."""
+    None for one process; round: prefix of this start's keys in it. model: of the job, None where nobody told it;
+    forced_nets: network -> the file of NCCL's that forces it on all communicators of a node."""
 
     options: Options
     process: Process
@@ -34,6 +35,7 @@ class Session:
     round: str = "holmes/1"
     store: Any = None
     model: Model | None = None
+    forced_nets: dict[str, str] = field(default_factory=dict)
     _resized: dict[Sizes, Plan] = field(default_factory=dict)
 
     @property

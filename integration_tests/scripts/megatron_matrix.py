@@ -63,6 +63,8 @@ def main(splits: dict, results: Path) -> None:
                  for index, key in enumerate(("layers", "buckets", "gathers"))}
         done[name] = {"entries": entries, **parts}
         parallel_state.destroy_model_parallel()
+        for place in ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS"):
+            setattr(parallel_state, place, None)  # which it leaves to the next split before 0.14
         gc.collect()
         if torch.distributed.get_rank() == 0:
             results.write_text(json.dumps(done))

@@ -90,7 +90,8 @@ class _Progress:
     @property
     def untried(self) -> bool:
         """Whether it is on under a version outside its range."""
-        return self.off is None and self.anyway and self.feature.version_misfit(self.version) is not None
+        known = self.off is None and self.anyway and self.version is not None
+        return known and self.feature.version_misfit(self.version) is not None
 
 
 class Registry:
@@ -186,11 +187,14 @@ class Registry:
                   if one.off is None and (one.applied or not one.feature.version_of)]
             return on, {name: one.off for name, one in self._features.items() if one.off and one.off != _UNWANTED}
 
-    def untried(self) -> list[str]:
-        """ "overlap with deepspeed 0.20.0": features that are on outside their range, as the user asked."""
+    def untried(self) -> dict[str, list[str]]:
+        """ "deepspeed 0.20.0" -> features that are on under it, outside their range, as the user asked."""
+        found: dict[str, list[str]] = {}
         with self._lock:
-            return [f"{name} with {one.feature.requirement.name} {one.version}"
-                    for name, one in self._features.items() if one.untried]
+            for name, one in self._features.items():
+                if one.untried:
+                    found.setdefault(f"{one.feature.requirement.name} {one.version}", []).append(name)
+        return found
 
     def states(self) -> dict[str, str]:
         """ "feature target" -> "off" or "on VERSION": equal on ranks that are patched alike. A patch that waits counts

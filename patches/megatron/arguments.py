@@ -1,13 +1,17 @@
-"""Parallel sizes, and the model, from the command line of scripts that use Megatron's flag names."""
+"""Parallel sizes, and the model, from the command line of scripts that use Megatron's flag names; and holmes's flags in
+the parsers of Megatron-LM and Megatron-DeepSpeed (holmes strips them from sys.argv before they parse)."""
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from dataclasses import replace
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.options import CHOICES, HELP, NAMES, PREFIX, flag
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.runtime import session
 
 #: Flags of megatron/training/arguments.py (Megatron-LM) and megatron/arguments.py (Megatron-DeepSpeed).
 FLAGS = {
@@ -84,15 +88,15 @@ def _model(argv: list[str]) -> Model | None:
     following = dict(zip(argv, [*argv[1:], ""]))
     following |= {name: value for name, equals, value in (item.partition("=") for item in argv) if equals}
     values: dict = {}
-    for flag, name in MODEL_FLAGS.items():
-        if following.get(flag, "").isdecimal():
-            values.setdefault(name, int(following[flag]))
+    for spelled, name in MODEL_FLAGS.items():
+        if following.get(spelled, "").isdecimal():
+            values.setdefault(name, int(following[spelled]))
     if not {"layers", "hidden", "heads"} & set(values):
         return None
-    for flag, name in MODEL_FLAGS.items():
+    for spelled, name in MODEL_FLAGS.items():
         if name in ("layers", "hidden", "heads", "sequence", "micro_batch", "global_batch") and name not in values:
             way_out = "add it, or give the model with --holmes-model FILE"
-            raise HolmesError(f"the command line describes a model, but not {flag}; {way_out}")
+            raise HolmesError(f"the command line describes a model, but not {spelled}; {way_out}")
     wide = not {"--bf16", "--fp16"} & set(argv)
     recompute = following.get("--recompute-granularity", "selective" if "--recompute-activations" in argv else "none")
     if {"--checkpoint-activations", "--deepspeed-activation-checkpointing"} & set(argv):  # Megatron-DeepSpeed's names
@@ -118,3 +122,22 @@ def _model(argv: list[str]) -> Model | None:
 def overlaps(option: str, argv: list[str]) -> bool:
     """Whether gradients are reduced under the last backward under --holmes-overlap `option`; auto: where stages are."""
     return "--no-pipeline-parallel" not in argv if option == "auto" else option == "on"
+
+
+def add_flags(parser: ArgumentParser, current: session.Session) -> ArgumentParser:
+    """A group with what was given as defaults, and the plan's digest and nodes as arguments, for checkpoints.
+
+    Both programs have help texts with a bare "%", on which argparse ends --help with a traceback: they are escaped.
+    """
+    group = parser.add_argument_group("holmes", "one job over several clusters with different NICs")
+    group.add_argument(PREFIX, action="store_true", default=True, help="switch holmes on")
+    for name in NAMES:
+        text = HELP[name].replace("%", "%%")
+        group.add_argument(flag(name), default=getattr(current.options, name), choices=CHOICES.get(name), help=text)
+    parser.set_defaults(holmes_plan_digest=current.plan.digest, holmes_nodes=list(current.plan.nodes))
+    for action in parser._actions:
+        try:
+            (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (ValueError, TypeError, KeyError):
+            action.help = (action.help or "").replace("%", "%%")
+    return parser

@@ -24,6 +24,7 @@ from holmes_ext.patches.megatron.features import GROUPS, LAYERS, has
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.backend import backends
 from holmes_ext.runtime.groups.grid import check_grid, say, tell
 from holmes_ext.runtime.start.refusal import told_once
 
@@ -127,11 +128,39 @@ def _take_over(asked: Mapping[str, Any], enable: Callable[..., None]) -> None:
             "initialize_model_parallel comes too late: the program has made process groups already, and ranks cannot"
             " change under them; call holmes_ext.enable() before init_process_group, or start with --holmes"
         )
-    sizes, backend = sizes_of(asked, dist.get_world_size()), dist.get_backend()
+    sizes, world = sizes_of(asked, dist.get_world_size()), dist.group.WORLD
+    again = _init_arguments(world)
     dist.destroy_process_group()
     # Several instances: see patches/megatron/arguments.py, sizes_from_arguments.
     enable(**({} if asked["num_distributed_optimizer_instances"] > 1 else {"sizes": say(sizes).replace(" ", "")}))
-    dist.init_process_group(backend)
+    dist.init_process_group(**again)
+
+
+def _init_arguments(world: Any) -> dict[str, Any]:
+    """Of init_process_group, for a default group like `world`; HolmesError where NCCL has made its communicator.
+
+    By then NCCL has read which HCAs and interface it may use, once for the process.
+    """
+    import torch
+    import torch.distributed as dist
+
+    backend = dist.get_backend(world)
+    device_type = "cuda" if "nccl" in backends(backend).values() else "cpu"
+    own = world._get_backend(torch.device(device_type))
+    again: dict[str, Any] = {"backend": backend}
+    if device_type == "cuda":
+        if world.bound_device_id is not None or own._is_initialized():
+            raise HolmesError(
+                "initialize_model_parallel comes too late: NCCL has made a communicator already (by device_id of"
+                " init_process_group, or for a collective since), and chosen its devices for the whole process; call"
+                " holmes_ext.enable() before init_process_group, or start with --holmes"
+            )
+        again["pg_options"] = own.options
+    if (timeout := getattr(getattr(own, "options", None), "_timeout", None)) is not None:
+        again["timeout"] = timeout
+    if world.bound_device_id is not None:
+        again["device_id"] = world.bound_device_id
+    return again
 
 
 # --------------------------------------------------------------------------- layers

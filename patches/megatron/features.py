@@ -46,15 +46,22 @@ def megatron_deepspeed_version() -> str | None:
 _RANGE, _TRIED = ">=0.11,<0.21", ("0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.20.0")
 _core = partial(Feature, versions=f"megatron-core{_RANGE}", tried=_TRIED, version_of=loaded_version)
 #: Megatron-LM is run from its checkout: megatron-core, which is also installed alone, has no megatron.training.
-_lm = partial(Feature, versions=f"megatron-lm{_RANGE}", tried=("0.16.1", "0.20.0"), version_of=loaded_version)
+_lm = partial(Feature, versions="megatron-lm>=0.14,<0.21", tried=("0.16.1", "0.20.0"), version_of=loaded_version)
 
 GROUPS = _core("megatron-groups")
 LAYERS = _core("megatron-layers")
 REDUCTION = _core("megatron-reduction")
 GATHER = _core("megatron-gather", option="overlap", idle=("off", "auto"))
 P2P = _core("megatron-p2p")
+#: Where sends and receives are a class's (P2P_CLASS below), as far as the schedule was read.
+EDGES = Feature(
+    "megatron-edges", "megatron-core>=0.14,<0.17", tried=("0.16.1",), option="inflight", idle=("off",),
+    version_of=loaded_version,
+)  # fmt: skip
 PROFILE = _core("megatron-profile", option="profile", idle=("",))
-JOINED = _core("joined-megatron", option="join", idle=("",), binding=True)
+JOINED = Feature(
+    "joined-megatron", "megatron-core>=0.16,<0.17", ("0.16.1",), "join", ("",), version_of=loaded_version, binding=True,
+)  # fmt: skip
 TELEMETRY = _core("telemetry-megatron")
 LM = _lm("megatron-lm")
 LM_CHECKPOINTS = _lm("megatron-lm-checkpoints")
@@ -64,7 +71,8 @@ _mds = partial(
 MEGATRON_DEEPSPEED_FLAGS = _mds("megatron-deepspeed-flags")
 MEGATRON_DEEPSPEED_IMPORTS = _mds("megatron-deepspeed-imports")
 
-# What the versions have or lack. All else that holmes uses is the same from 0.11 to 0.20.
+
+# --------------------------------------------------------------------------- what the versions have or lack
 
 #: what -> the first version that has it.
 _SINCE = {

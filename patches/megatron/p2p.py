@@ -5,7 +5,10 @@ pipeline_parallel/p2p_communication.py sends over the pipeline group, which cros
 whole:
 
     stage 0 === stage 1 --- stage 2 === stage 3        === inside a cluster: the pair's own group, on its fabric
-       cluster a        |       cluster b              --- across: the pipeline group, on Ethernet
+       cluster a        |       cluster b              --- across: the pair's own group, on Ethernet
+
+Every pair of neighbours gets a group where one needs it: the first batch over the pipeline group would make NCCL's
+communicator of all its ranks, and those that only use pairs would never come (plan/decide.py, own_pairs).
 
 With two stages the pipeline group is the pair. But unbatched p2p then sends one direction over the world group, which
 may be on a slower fabric than the pair: it gets a twin of the pipeline group instead.
@@ -19,7 +22,7 @@ from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron.features import P2P
-from holmes_ext.plan.decide import own_pair
+from holmes_ext.plan.decide import own_pair, own_pairs
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
 from holmes_ext.runtime.groups.members import members_group
@@ -64,9 +67,8 @@ def _make(current: session.Session, group) -> _Pairs:
         if own_pair(current.plan, ranks, range(current.plan.world_size), carrier):
             pairs.twin = members_group(ranks, "pipeline twin", **options)
         return pairs
-    neighbours = {tuple(sorted((rank, ranks[index - 1]))) for index, rank in enumerate(ranks)}
-    for pair in sorted(neighbours):
-        if current.rank in pair and own_pair(current.plan, pair, ranks, carrier):
+    for pair in own_pairs(current.plan, ranks, carrier):
+        if current.rank in pair:
             pairs.by_peer[pair[current.rank == pair[0]]] = members_group(pair, "pipeline pair", **options)
     return pairs
 

@@ -14,7 +14,7 @@ sum its zeros as all others do. The reducer takes one hook only, so ours gives w
     any other hook                          that hook, as if ours were not there; one line says so
 
 Stock, with one line: mixed_precision, whose own hook upcasts what it reduces; delay_all_reduce_named_params; compiled
-autograd's reducer. Inside one cluster, and where one ring is faster, nothing is touched.
+autograd's reducer; gloo with tensors on GPUs. Inside one cluster, and where one ring is faster, nothing is touched.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _construct(current, wrapped, instance, args, kwargs):
         if two_level is not None:
             two_level.close()
             text = f"DistributedDataParallel reduces as torch does, on one level, because of {reason}"
-            tell(current, text, once=reason)
+            tell(current, text, once=text)
         elif current.options.telemetry and not reason:
             _show(instance)
         return
@@ -164,7 +164,6 @@ def _install(ddp: Any, state: Buckets) -> None:
 
 def _reduction(given: dict[str, Any]) -> tuple[Any, Any]:
     """The plan's way for the gradients of given["module"], and its two levels: None where torch's one ring is it."""
-    import torch.distributed as dist
     from torch.nn.parameter import UninitializedParameter
 
     from holmes_ext.runtime.reduce.straddling import planned, two_level_for  # torch is there by now
@@ -172,19 +171,27 @@ def _reduction(given: dict[str, Any]) -> tuple[Any, Any]:
     trained = [p for p in given["module"].parameters() if p.requires_grad]
     if not trained or any(isinstance(p, UninitializedParameter) for p in trained):
         return None, None  # DDP refuses these
-    mesh, size, device_type = given.get("device_mesh"), sum(p.nbytes for p in trained), trained[0].device.type
-    group: Any = given.get("process_group") or (mesh.get_group(0) if mesh is not None else dist.group.WORLD)
+    group, size, device_type = _group(given), sum(p.nbytes for p in trained), trained[0].device.type
     way = planned(group, size, device_type=device_type)
     return way, two_level_for(group, size, way, device_type)
+
+
+def _group(given: dict[str, Any]) -> Any:
+    import torch.distributed as dist
+
+    mesh = given.get("device_mesh")
+    return given.get("process_group") or (mesh.get_group(0) if mesh is not None else dist.group.WORLD)
 
 
 def _stays_stock(given: dict[str, Any]) -> str:
     """The option that a hook does not go with; "" for none."""
     import torch._dynamo
 
+    group, device = _group(given), next((p.device.type for p in given["module"].parameters() if p.requires_grad), "cpu")
     own = next((name for name in ("mixed_precision", "delay_all_reduce_named_params") if given.get(name)), "")
-    python = torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer"
-    return own or ("torch._dynamo.config.optimize_ddp = 'python_reducer'" if python else "")
+    if torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer":
+        own = own or "torch._dynamo.config.optimize_ddp = 'python_reducer'"
+    return own or (f"gloo with tensors on {device}" if device != "cpu" and backend_of(group, device) == "gloo" else "")
 
 
 def _register(wrapped, instance, args, kwargs):

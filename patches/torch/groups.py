@@ -21,8 +21,9 @@ from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.torch.features import NICS, RANKS
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends
-from holmes_ext.runtime.groups.transport import Transport, gloo_interface, nccl_options
+from holmes_ext.runtime.groups.transport import gloo_interface, nccl_options, refuse_forced
 from holmes_ext.runtime.session import GroupRecord
+from holmes_ext.runtime.start.refusal import told_once
 from holmes_ext.words import some_of
 
 
@@ -45,36 +46,37 @@ def _host_store_where_launched(current, wrapped, instance, args, kwargs):
 
 #: What _new_process_group_helper calls a backend's options.
 _OPTIONS = "backend_options" if Version(installed_version("torch") or "2.13") >= Version("2.6.0.dev0") else "pg_options"
+#: Parameters of _new_process_group_helper as call() below has them.
+_SHORT = {"group_size": "size", "group_rank": "rank", _OPTIONS: "backend_options"}
 
 
 @with_session
 def _give_group_its_nic(current, wrapped, instance, args, kwargs):
     """GLOO_SOCKET_IFNAME for gloo and fresh options with net_name for NCCL, while the group is made."""
 
-    def call(group_size, group_rank, global_ranks_in_group, backend, store, *rest, **more):
+    def call(size, rank, global_ranks_in_group, backend, store, group_name, backend_options=None, *rest, **more):
         if not global_ranks_in_group:
             agree_on_patches(store, current, waits=str(backend) != "fake")
         ranks = tuple(global_ranks_in_group) or tuple(range(current.plan.world_size))
+        group = size, rank, global_ranks_in_group, backend, store, group_name
         if current.rank not in ranks:
-            return wrapped(group_size, group_rank, global_ranks_in_group, backend, store, *rest, **more)
+            return wrapped(*group, backend_options, *rest, **more)
         if "nccl" in backends(str(backend)).values():
-            over = current.transport(ranks, "nccl")
-            if len(rest) > 1:  # group_name, the options, ... given by position
-                rest = (rest[0], _options(over, rest[1]), *rest[2:])
-            else:
-                more = {**more, _OPTIONS: _options(over, more.get(_OPTIONS))}
+            timeout = rest[0] if rest else more.get("timeout")
+            backend_options = _options(current, ranks, backend_options, timeout)
         with gloo_interface(current.transport(ranks, "gloo")):
-            made = wrapped(group_size, group_rank, global_ranks_in_group, backend, store, *rest, **more)
-        name = more.get("group_desc") or more.get("group_name") or (rest[0] if rest else "")
-        _record(current, str(name), ranks, backend_named(str(backend)))
+            made = wrapped(*group, backend_options, *rest, **more)
+        _record(current, str(more.get("group_desc") or group_name), ranks, backend_named(str(backend)))
         return made
 
+    kwargs = {_SHORT.get(name, name): value for name, value in kwargs.items()}
     return call(*args, **kwargs)
 
 
 @with_session
 def _give_split_group_its_nic(current, wrapped, instance, args, kwargs):
-    """The same for split_group, whose default is to copy the parent's options, network included."""
+    """The same for split_group, whose default is to copy the parent's options: all but its network still are."""
+    import torch
     import torch.distributed as dist
 
     def call(parent_pg=None, split_ranks=None, timeout=None, pg_options=None, **more):
@@ -84,7 +86,8 @@ def _give_split_group_its_nic(current, wrapped, instance, args, kwargs):
             return wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
         ranks, backend = tuple(dist.get_global_rank(parent, rank) for rank in mine), backend_of(parent)
         if backend == "nccl":
-            pg_options = _options(current.transport(ranks, backend), pg_options)
+            own = parent._get_backend(torch.device("cuda")).options
+            pg_options = _options(current, ranks, pg_options, timeout, own)
         with gloo_interface(current.transport(ranks, "gloo")):
             made = wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
         _record(current, more.get("group_desc") or "split", ranks, backend)
@@ -134,13 +137,20 @@ def _await_all(store: Any, prefix: str, current: session.Session) -> None:
         raise HolmesError(f"rank {current.rank} on {current.node.name}: rank {some_of(missing)} {what}") from None
 
 
-def _options(transport: Transport, given: Any) -> Any:
+def _options(
+    current: session.Session, ranks: tuple[int, ...], given: Any, timeout: timedelta | None, parent: Any = None
+) -> Any:
+    """parent: options of the group that this one is split from."""
     from torch.distributed import ProcessGroupNCCL
 
-    options = ProcessGroupNCCL.Options()
-    if not hasattr(options.config, "net_name"):
+    if not hasattr(ProcessGroupNCCL.Options().config, "net_name"):
         return given  # NCCL before 2.17: it chooses by itself
-    return nccl_options(transport, given, ProcessGroupNCCL.Options)
+    over = current.transport(ranks, "nccl")
+    try:
+        refuse_forced(over, current.forced_nets)
+    except HolmesError as error:
+        raise told_once(error) from None
+    return nccl_options(over, given, ProcessGroupNCCL.Options, timeout, parent)
 
 
 def _record(current: session.Session, name: str, ranks: tuple[int, ...], backend: str) -> None:

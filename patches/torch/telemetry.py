@@ -6,8 +6,8 @@ everything:
     dist.all_reduce, send, ... -> ProcessGroup.allreduce, send, ...   an operation starts
                                   Work.wait                           the program waits for one
 
-torch's own C++ (DistributedDataParallel's reducer, functional collectives) goes past them. Without a recorder each
-costs one look.
+torch's own C++ (functional collectives) goes past them; DistributedDataParallel's reducer comes by here where telemetry
+is on (ddp.py). Without a recorder each costs one look.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def _starts(name: str, payload: int | None, to: int | None = None) -> Callable[[
                 return original(self, *args, **kwargs)
             size = 0 if payload is None else _bytes(args[payload])
             op = recorder.launch(self, name, size, None if to is None else args[to])
+            if op is None:
+                return original(self, *args, **kwargs)
             try:
                 work = original(self, *args, **kwargs)
             except BaseException:
@@ -75,26 +77,9 @@ def _wait(original: Any) -> Any:
         op = recorder.by_work.get(id(self)) if recorder is not None else None
         if recorder is None or op is None:
             return original(self, *args, **kwargs)
-        if op.events is not None and recorder.keeps:
-            return _wait_on_stream(op, lambda: original(self, *args, **kwargs))
-        start = recorder.clock()
-        result = original(self, *args, **kwargs)
-        recorder.waited(op, start)
-        return result
+        return recorder.wait(op, lambda: original(self, *args, **kwargs))
 
     return wait
-
-
-def _wait_on_stream(op: telemetry.Op, wait: Callable[[], Any]) -> Any:
-    """NCCL: it is the CUDA stream that waits; two events around tell for how long."""
-    import torch
-
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    before.record()
-    result = wait()
-    after.record()
-    op.waits.append((before, after))
-    return result
 
 
 def _start_coalescing(original: Any) -> Any:
@@ -107,14 +92,12 @@ def _start_coalescing(original: Any) -> Any:
 
 
 def _end_coalescing(original: Any) -> Any:
-    """The one work of a block stands for its last operation; the others are over with it, as far as one can tell."""
+    """The one work of a block stands for all its operations."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        work, recorder = original(self, *args, **kwargs), telemetry.recorder
-        if recorder is not None and (ops := recorder.coalescing.pop(id(self), [])):
-            for op in ops[:-1]:
-                recorder.finish(op)
-            recorder.launched(ops[-1], work, self)
+        work = original(self, *args, **kwargs)
+        if telemetry.recorder is not None:
+            telemetry.recorder.block_ended(self, work)
         return work
 
     return call

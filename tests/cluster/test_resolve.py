@@ -3,11 +3,15 @@ from dataclasses import replace
 import clusters
 import pytest
 
+from holmes_ext.cluster.nccl import NcclOfNode
 from holmes_ext.cluster.nic import Gid, Nic
 from holmes_ext.cluster.node_report import NodeReport
-from holmes_ext.cluster.resolve import resolve_site, slower_than_declared
+from holmes_ext.cluster.resolve import nccl_remarks, resolve_site, slower_than_declared
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.traffic import SOCKETS, VERBS
 
 TOML = clusters.toml("a ib 200Gb/s a[0-1]", "b roce 100Gb/s b0", ethernet="25Gb/s")
 
@@ -25,8 +29,9 @@ def ib(prefix="fe80:0000:0000:0001", lid=1, device="mlx5_0", state="up", **more)
 
 def roce(network="10.2.0.7/16", device="mlx5_0", **more):
     gid = Gid(3, "0000:0000:0000:0000:0000:ffff:0a02:0007", "roce_v2", "roce0")
-    return Nic(kind="roce", device=device, port=1, netdevs=("roce0",), state="up", state_text="ACTIVE",
-               rate_bps=100 * 10**9, addresses=(network,) if network else (), gids=(gid,), **more)
+    values = dict(netdevs=("roce0",), gids=(gid,))
+    return Nic(kind="roce", device=device, port=1, state="up", state_text="ACTIVE", rate_bps=100 * 10**9,
+               addresses=(network,) if network else (), **{**values, **more})
 
 
 def report(name, *nics, processes=1):
@@ -162,3 +167,80 @@ def test_all_nics_of_a_node_count_together_and_ethernet_too():
 def test_a_site_without_a_file_counts_on_what_the_nics_state():
     reports = (report("x", ib("0001:0000:0000:0000")), report("y", replace(ib("0001:0000:0000:0000"), rate_bps=10**9)))
     assert slower_than_declared(resolve_site(reports, None), reports) == []
+
+
+# ------------------------------------------------------------------- what NCCL makes of the NICs
+
+
+def without_verbs(reports, name, why="there is no /dev/infiniband/uverbs*"):
+    return tuple(replace(r, nccl=NcclOfNode(why)) if r.name == name else r for r in reports)
+
+
+@pytest.mark.parametrize("cluster_file", [True, False])
+def test_a_node_without_verbs_leaves_all_of_its_nccl_groups_on_sockets(cluster_file):
+    """Stock NCCL falls back by itself; a group that asks for "IB" by name would crash."""
+    site = resolve_site(without_verbs(GOOD, "a1"), spec() if cluster_file else None)
+    plan = build_plan(site, Sizes())
+    ranks = [plan.nodes.index(name) for name in ("a0", "a1")]
+    assert plan.fabric_of(ranks, VERBS).name == "ethernet" and plan.fabric_of(ranks, SOCKETS).name != "ethernet"
+    (line,) = nccl_remarks(site, without_verbs(GOOD, "a1"))
+    assert line.startswith("node a1: NCCL cannot use mlx5_0:1") and "uverbs" in line and "over sockets" in line
+
+
+def test_a_plugin_carries_what_cluster_toml_says():
+    """Its own checks are the plugin's: without libibverbs, say."""
+    named = spec('name = "a"', 'name = "a"\nnet = "AWS Libfabric"')
+    site = resolve_site(without_verbs(GOOD, "a1"), named)
+    assert site.fabric_by_name["a"].net == "AWS Libfabric" and site.fabric_by_name["b"].net == ""
+    fabric = build_plan(site, Sizes()).fabric_of([0, 1], VERBS)
+    assert (fabric.name, fabric.net) == ("a", "AWS Libfabric") and not nccl_remarks(site, without_verbs(GOOD, "a1"))
+    assert named.digest == spec().digest
+
+
+@pytest.mark.parametrize("change, message", [
+    (('name = "a"', 'name = "a"\nnet = ""'), "cluster.a.net': '' is not a network"),
+    (('kind = "ib"', 'kind = "ethernet"\nnet = "UCX"'), "cluster.a.net': a cluster without a fast fabric"),
+])
+def test_a_network_that_cannot_be(change, message):
+    with pytest.raises(HolmesError, match=message):
+        spec(*change)
+
+
+def test_a_plugin_that_nccl_would_load_is_told():
+    reports = tuple(replace(r, nccl=NcclOfNode(plugin="/opt/lib/libnccl-net.so")) for r in GOOD)
+    on_a, on_b = nccl_remarks(resolve_site(reports, spec()), reports)
+    assert on_a.startswith("nodes a0, a1: NCCL would load /opt/lib/libnccl-net.so") and "net =" in on_a
+    assert on_b.startswith("node b0: ")
+
+
+def test_rails_with_unlike_gid_tables_leave_the_index_to_nccl():
+    other = Gid(5, "0000:0000:0000:0000:0000:ffff:0a02:0008", "roce_v2", "roce1")
+    rails = roce(), roce(device="mlx5_1", netdevs=("roce1",), gids=(other,))
+    reports = (*GOOD[:2], report("b0", *rails))
+    site = resolve_site(reports, spec())
+    assert site.node_by_name["b0"].ports[0].gid_index is None and len(site.node_by_name["b0"].ports[0].hcas) == 2
+    (line,) = nccl_remarks(site, reports)
+    assert "mlx5_0:1 3, mlx5_1:1 5" in line and "2.21" in line
+
+
+def test_a_node_with_infiniband_and_roce_uses_one_of_them():
+    """NCCL_IB_HCA is one list for a process: a group on RoCE could be given the InfiniBand port."""
+    both = tuple(report(f"n{i}", ib(lid=i + 1, prefix="fe80:0000:0000:0007"), roce(device="mlx5_9")) for i in (0, 1))
+    reports = (*both, report("n2", roce()))
+    site = resolve_site(reports, None)
+    for name in ("n0", "n1"):
+        used = [port for port in site.node_by_name[name].ports if port.hcas and not port.no_verbs]
+        assert [port.hcas for port in used] == [("mlx5_0:1",)]
+    plan = build_plan(site, Sizes())
+    ranks = {name: plan.nodes.index(name) for name in ("n0", "n1", "n2")}
+    assert plan.fabric_of([ranks["n0"], ranks["n1"]], VERBS).kind == "ib"
+    assert plan.fabric_of([ranks["n0"], ranks["n2"]], VERBS).name == "ethernet"
+    assert plan.fabric_of([ranks["n0"], ranks["n2"]], SOCKETS).kind == "roce"
+    (line,) = nccl_remarks(site, reports)
+    assert line.startswith("nodes n0, n1: NCCL cannot use mlx5_9:1") and "one fabric" in line
+
+
+def test_alone_on_its_infiniband_a_node_uses_what_it_shares():
+    reports = (report("n0", ib(), roce(device="mlx5_9")), report("n1", roce()))
+    site = resolve_site(reports, None)
+    assert build_plan(site, Sizes()).fabric_of([0, 1], VERBS).kind == "roce"

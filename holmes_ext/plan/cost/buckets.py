@@ -17,6 +17,9 @@ SMALLEST_BYTES = 2**20
 FEWEST = 8
 LARGEST_BYTES = 256 * 2**20
 LATENCY_SHARE = 0.1
+#: Buckets on a GPU that have memory of their own at once (filled, reduced, on two levels in three steps, stored): the
+#: reducer fills no other before the first is stored.
+UNDER_WAY = 4
 
 
 def bucket_bytes(fabric: Fabric, ranks: int, total_bytes: float, share: float = LATENCY_SHARE) -> int:
@@ -27,6 +30,12 @@ def bucket_bytes(fabric: Fabric, ranks: int, total_bytes: float, share: float = 
     assert 0 < share < 1 and ranks >= 1
     wanted = ranks * (fabric.rate_bps / 8) * fabric.latency_s * (1 - share) / share
     return int(min(max(wanted, min(SMALLEST_BYTES, total_bytes / FEWEST), 1), LARGEST_BYTES))
+
+
+def buffer_bytes(gradient_bytes: float) -> float:
+    """At most, of the buckets of a rank that reduces so many bytes; gradients that travel as they are need less, for
+    they become views of their bucket. A gradient above the limit is a bucket alone, and counted as LARGEST_BYTES."""
+    return min(gradient_bytes, UNDER_WAY * LARGEST_BYTES)
 
 
 def cut(

@@ -4,7 +4,8 @@
                                     too, 3 all
     activations                     what each layer keeps of a micro-batch (plan/cost/model.py: Korthikanti et al. 2022,
                                     arXiv 2205.05198) x the micro-batches under way on the stage
-    working                         the layer that is recomputed right now, and logits with their gradient
+    working                         the layer that is recomputed right now, logits with their gradient, and the buckets
+                                    of gradients that have memory of their own (plan/cost/buckets.py)
 
 Under way on stage s of p: min(p - s, m) under 1F1B; with v chunks a stage min(m, (2 (p - s - 1) + (v - 1) p + 1) / v),
 Megatron's warm-up (Narayanan et al. 2021, arXiv 2104.04473, section 2.2; the first stage's is the paper's 1 + (p - 1) /

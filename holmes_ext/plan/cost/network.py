@@ -26,6 +26,8 @@ from holmes_ext.plan.cost.across import Across, hop_loads, ways_across
 #: Bytes of a chunk of a two-level all-reduce for each rank of the smallest cluster: what its Ethernet NIC carries at a
 #: time.
 CHUNK_SHARE_BYTES = 512 * 2**10
+#: NCCL's collectives need some MiB to reach a network's rate, and more only fills the pipeline later.
+NCCL_CHUNK_BYTES = 4 * 2**20, 16 * 2**20
 #: Below this, of a message, chunks are not made larger to outlast latency: other costs of a message are as long.
 HIDDEN_LATENCY_S = 5e-4
 #: What another way across must take at most of the direct one's time.
@@ -101,6 +103,12 @@ def inside_cluster(ranks: int, here: int, direct: bool) -> tuple[int, float]:
     return (1, here * (ranks - here) / ranks) if direct else (messages // 2, share / 2)
 
 
+def chunk_bytes(ranks: int, direct: bool) -> int:
+    """Of a two-level all-reduce; ranks: of the group in the smallest cluster; direct: see inside_cluster."""
+    size, (least, most) = CHUNK_SHARE_BYTES * ranks, NCCL_CHUNK_BYTES
+    return size if direct else min(max(size, least), most)
+
+
 @dataclass(frozen=True)
 class TwoLevels:
     """An all-reduce inside clusters and across them; inside: of the slowest cluster, across: both halves, which travel
@@ -145,11 +153,13 @@ class TwoLevels:
 
 def two_levels(
     inside: Price, fabric: Fabric, clusters: Mapping[str, int], processes: int, share: float = 1.0,
-    across: Across | None = None, wan: Wan = Wan(), groups: float = 1,
+    across: Across | None = None, wan: Wan = Wan(), groups: float = 1, direct: bool = True,
 ) -> TwoLevels:
     """clusters: ranks of the group in each. processes: ranks of a node that send across at once, groups: like this one
-    between the same clusters. share: what compression leaves of the bytes that cross. across: default direct."""
+    between the same clusters. share: what compression leaves of the bytes that cross; NCCL then gathers all clusters'
+    sums whole (runtime/reduce/two_level_nccl.py). across: default direct. direct: see inside_cluster."""
     across = across or Across("direct", tuple(clusters))
+    share *= len(clusters) / 2 if share < 1 and not direct else 1
     there, back = across.halves
     both = {pair: there.get(pair, 0.0) + back.get(pair, 0.0) for pair in {**there, **back}}
 
@@ -163,8 +173,8 @@ def two_levels(
 
     half_s = across.latency_s(lambda pair: sum(hop.latency_s for hop in wan.hops(*pair)) or fabric.latency_s)
     price, half = Price(byte_s(both), 2 * half_s), Price(max(byte_s(there), byte_s(back)), half_s)
-    chunk_bytes, stalls = CHUNK_SHARE_BYTES * min(clusters.values()), bool(wan) and across.way == "direct"
-    return TwoLevels(inside, price, half, chunk_bytes, stalls)
+    stalls = bool(wan) and direct and across.way == "direct"
+    return TwoLevels(inside, price, half, chunk_bytes(min(clusters.values()), direct), stalls)
 
 
 def summed_across(
@@ -178,7 +188,8 @@ def summed_across(
     ways = ways_across(wan, names) if direct else (Across("ring", names) if wan else Across("direct", names),)
     if share != 1.0:
         ways = ways[:1]
-    prices = [two_levels(inside, fabric, clusters, processes, share, way, wan, groups).sized(size) for way in ways]
+    known = inside, fabric, clusters, processes, share
+    prices = [two_levels(*known, way, wan, groups, direct).sized(size) for way in ways]
     found = list(zip(ways, prices))
     first, best = found[0], min(found, key=lambda one: one[1].seconds(size))
     return best if best[1].seconds(size) < WORTH * first[1].seconds(size) else first
@@ -193,7 +204,7 @@ def two_level_seconds(
     flat = all_reduce(sum(clusters), across, sharers).seconds(size)
     slowest = slowest_inside(inside, max(clusters), here, sharers, direct)
     named = {str(number): ranks for number, ranks in enumerate(clusters)}
-    return flat, two_levels(slowest, across, named, here * sharers, share).seconds(size)
+    return flat, two_levels(slowest, across, named, here * sharers, share, direct=direct).seconds(size)
 
 
 def slowest_inside(inside: Fabric, ranks: int, here: int, sharers: int, direct: bool) -> Price:

@@ -15,6 +15,7 @@ from itertools import accumulate
 from math import inf
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.buckets import buffer_bytes
 from holmes_ext.plan.cost.memory import state_bytes, under_way, working_bytes
 from holmes_ext.plan.cost.model import Layer, Model
 from holmes_ext.plan.cost.network import FREE, Price
@@ -63,12 +64,14 @@ class Portion:
     other), output; reduced_bytes, state_bytes: of each. kinds: layer_kinds, where it is known."""
 
     def __init__(self, model: Model, sizes: Sizes, kinds: Kinds | None = None):
-        self.layers, self.working_bytes = kinds or layer_kinds(model, sizes)
+        self.layers, working = kinds or layer_kinds(model, sizes)
         self.model, self.sizes, self.blocks, self.block = model, sizes, model.layers, self.layers[1]
         self.shards = sizes.data * sizes.context
         self.expert_shards = max(1, self.shards // sizes.expert)
         self.reduced_bytes = [model.gradient_width * sum(x.reduced(self.shards, sizes.expert)) for x in self.layers]
         self.state_bytes = [state_bytes(model, x, self.shards, self.expert_shards) for x in self.layers]
+        reduced = self.reduced_bytes[1] * self.blocks / sizes.pipeline
+        self.working_bytes = working + (buffer_bytes(reduced) if self.shards > 1 else 0.0)
         self.micro_batches = model.micro_batches_of(sizes.data)
 
 

@@ -4,6 +4,11 @@ torch.distributed.new_group(use_local_synchronization=True) is meant for that, b
 the number of groups that the process is in (_hash_ranks_to_str). Ranks of different stages are in different numbers of
 groups (only some have embeddings): they look for each other under different names and wait for ever. So the name is
 given here.
+
+And where WORLD is bound to a device (device_id of init_process_group; deepspeed/comm/torch.py gives it), torch
+makes every new NCCL group by ncclCommSplit of WORLD, which gathers over all its ranks: those outside the group would
+never come (torch's NON_GROUP_MEMBER calls perform_nocolor_split for that). So WORLD is unbound while the group is made,
+whose communicator then comes about at its first use, among its members.
 """
 
 from __future__ import annotations
@@ -31,19 +36,22 @@ def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
     key = (*ranks, purpose)
     _count[key] += 1
     members = "-".join(map(str, ranks)) if len(ranks) <= 8 else hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
-    with _as_members_make_it(f"holmes {purpose} {members} {_count[key]}"):
+    with _by_members_alone(f"holmes {purpose} {members} {_count[key]}"):
         return dist.new_group(ranks, use_local_synchronization=True, group_desc=purpose, **options)
 
 
 @contextmanager
-def _as_members_make_it(name: str) -> Iterator[None]:
-    """What torch would do with all ranks at hand is set aside: here the name."""
+def _by_members_alone(name: str) -> Iterator[None]:
+    """What torch would do with all ranks at hand is set aside: its name for the group, and the device to split for."""
+    import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
     c10d: Any = distributed_c10d
-    own = c10d._process_group_name
+    world: Any = dist.group.WORLD
+    own, device = c10d._process_group_name, world.bound_device_id
     c10d._process_group_name = lambda ranks, use_hashed_name: name
+    world.bound_device_id = None
     try:
         yield
     finally:
-        c10d._process_group_name = own
+        c10d._process_group_name, world.bound_device_id = own, device

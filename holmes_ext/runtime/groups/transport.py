@@ -10,12 +10,14 @@ One communicator cannot use RDMA and sockets both (NVIDIA/nccl#878), hence one t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Node
+from holmes_ext.cluster.nccl import file_settings, network_name, variables_of
+from holmes_ext.cluster.site import Fabric, Node
+from holmes_ext.errors import HolmesError
 from holmes_ext.plan.traffic import LOCAL
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -35,8 +37,7 @@ def transport_on(fabric: Fabric | None, here: Node) -> Transport:
     """Of a group whose network the plan says, as node `here` sees it; None: the group lies in one node."""
     if fabric is None:
         return Transport(LOCAL, LOCAL, "lo", "")
-    net_name = "Socket" if fabric.kind == "ethernet" else "IB"
-    return Transport(fabric.name, fabric.kind, here.port(fabric.name).interface, net_name)
+    return Transport(fabric.name, fabric.kind, here.port(fabric.name).interface, network_name(fabric))
 
 
 @contextmanager
@@ -52,21 +53,37 @@ def gloo_interface(transport: Transport, environ: MutableMapping[str, str] = os.
         del environ[GLOO_VARIABLE]
 
 
-def nccl_options(transport: Transport, given: Any, options_class: type) -> Any:
-    """Options for one NCCL group: a fresh object with `given`'s settings (None: the defaults) and the net_name.
+def nccl_options(
+    transport: Transport, given: Any, options_class: type, timeout: Any = None, parent: Any = None
+) -> Any:
+    """Options for one NCCL group: a fresh object with `given`'s settings (None: those of `parent`, whose communicator
+    is split, or the defaults), the net_name, and the timeout (timedelta; torch warns where it differs from its own).
 
-    A net_name that the user put into `given` stays. Never shared between groups: torch frees the name once for each
-    communicator that carries it.
+    A net_name that the user put into `given` stays; the parent's own does not. Never shared between groups: torch frees
+    the name once for each communicator that carries it.
     """
     if given is not None and getattr(given.config, "net_name", None):
         return given
-    fresh = options_class()
-    if given is not None:
-        _copy_settings(given.config, fresh.config)
-        _copy_settings(given, fresh, skip={"config"})
+    fresh, settings = options_class(), parent if given is None else given
+    if settings is not None:
+        _copy_settings(settings.config, fresh.config, skip={"net_name"})
+        _copy_settings(settings, fresh, skip={"config"})
     if transport.net_name:
         fresh.config.net_name = transport.net_name
+    if timeout is not None:
+        fresh._timeout = timeout
     return fresh
+
+
+def refuse_forced(transport: Transport, forced_nets: Mapping[str, str]) -> None:
+    """HolmesError where a file of NCCL's gives all communicators another network: NCCL_NET comes back from there as
+    often as it is unset."""
+    for net, file in forced_nets.items():
+        if transport.net_name and net.lower() != transport.net_name.lower():
+            raise HolmesError(
+                f"NCCL_NET={net} in {file} overrides the network of every group, and a group on {transport.fabric} is"
+                f" planned over {transport.net_name}; take the line out of the file"
+            )
 
 
 def _copy_settings(source: Any, target: Any, skip: frozenset[str] | set[str] = frozenset()) -> None:
@@ -85,16 +102,13 @@ def node_environment(here: Node, environ: MutableMapping[str, str]) -> list[str]
 
     A user's own setting wins, with a line that says so; NCCL_NET, which would override every group's choice, is unset.
     """
-    rdma = [port for port in here.ports if port.hcas and port.usable]
-    ethernet = here.port(ETHERNET)
-    wanted = {"NCCL_SOCKET_IFNAME": f"={ethernet.interface}" if ethernet.interface else ""}
-    wanted["NCCL_IB_HCA"] = "=" + ",".join(hca for port in rdma for hca in port.hcas) if rdma else ""
-    indices = {port.gid_index for port in rdma if port.gid_index is not None}
-    wanted["NCCL_IB_GID_INDEX"] = str(indices.pop()) if len(indices) == 1 else ""
-    lines = []
-    for name, value in wanted.items():
+    lines, in_files = [], file_settings(environ)
+    for name, value in variables_of(here).items():
         if environ.get(name):
             lines.append(f"{name}={environ[name]} was set by you and stays (holmes would use {value or 'none'})")
+        elif name in in_files:
+            given, file = in_files[name]
+            lines.append(f"{name}={given} is set in {file} and stays (holmes would use {value or 'none'})")
         elif value:
             environ[name] = value
     if environ.get(GLOO_VARIABLE):

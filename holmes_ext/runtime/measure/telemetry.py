@@ -7,8 +7,9 @@ patches/*/telemetry.py call these from torch's process groups and from the engin
 what is under way, telemetry_file.py writes what is over. One Recorder for each process, `recorder`, None while nobody
 wants to know.
 
-Times are time.monotonic() seconds of this node. An operation is over when the backend says so (gloo's collectives,
-NCCL's events), or, for gloo's sends and receives, which do not tell, when the program's wait() returned.
+Times are time.monotonic() seconds of this node. An operation is over when the backend says so (gloo's collectives),
+for gloo's sends and receives, which do not tell, when the program's wait() returned, and over NCCL when the GPU has
+come by (on_device.py): `waited` is then how long the compute stream stood still.
 """
 
 from __future__ import annotations
@@ -20,62 +21,18 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import kinds
-from holmes_ext.runtime.groups.backend import backend_of
+from holmes_ext.runtime.measure.device_clock import DeviceClock
+from holmes_ext.runtime.measure.on_device import OnDevice
+from holmes_ext.runtime.measure.operations import GroupTraffic, Op
 
 #: Who can end a step, the most trusted last: once a later one has, those before it are not listened to.
 SOURCES = ("optimizer", "reducer", "engine", "program")
 #: Steps whose duration the median is taken of.
 _KEPT = 50
-
-
-class GroupTraffic:
-    """A process group as this rank sees it: members, transport, and how many operations it has started on it."""
-
-    def __init__(self, process_group: Any):
-        import torch.distributed as dist
-
-        current = session.require()
-        self.name = process_group.group_name
-        self.ranks = tuple(dist.get_process_group_ranks(process_group))
-        self.backend = backend_of(process_group)
-        self.description = str(process_group.group_desc or "").replace("undefined", "")
-        made = [r.transport for r in current.groups if r.ranks == self.ranks and r.backend == self.backend]
-        self.transport = made[-1] if made else current.transport(self.ranks, self.backend)
-        self.world_size = current.plan.world_size
-        self.collectives = 0
-        self.messages: dict[tuple[str, int], int] = {}  # ("send" or "receive", the other's rank) -> how many
-
-    def kind(self, sizes: Sizes | None, peer: int | None, rank: int) -> str:
-        """What it is for; a message between two ranks may belong to the pipeline whatever group carries it."""
-        if peer is not None and len(self.ranks) > 2 and kinds.described(self.description) in ("", "world"):
-            return kinds.kind_of_ranks((rank, peer), sizes, self.world_size) if sizes else "other"
-        return kinds.kind_of(self.ranks, self.description, sizes, self.world_size)
-
-
-@dataclass(slots=True, eq=False)
-class Op:
-    """One operation. payload, sent: bytes (kinds.sent_bytes); peer: of a send or receive; number: which of the group's
-    collectives, or of its messages to or from the peer; end: 0 while it is under way."""
-
-    group: GroupTraffic
-    name: str
-    payload: int
-    sent: float
-    peer: int | None
-    number: int
-    start: float
-    end: float = 0.0
-    waited: float = 0.0
-    work: Any = None
-    background: bool = False
-    events: Any = None  # NCCL: the work, kept until its duration is known
-    waits: list[tuple[Any, Any]] = field(default_factory=list)  # NCCL: pairs of CUDA events around the stream's waits
 
 
 class Recorder:
@@ -91,6 +48,7 @@ class Recorder:
     ):  # fmt: skip
         self.rank, self.sizes, self.on_step, self.clock = rank, sizes, on_step, clock
         self.on_round: Callable[[dict[str, Any]], None] | None = None  # told of rounds with other jobs
+        self.device = OnDevice(self, DeviceClock(clock))
         self.groups: dict[int, GroupTraffic] = {}
         self.open: dict[int, Op] = {}  # by id(op)
         self.by_work: dict[int, Op] = {}  # by id(work)
@@ -120,8 +78,12 @@ class Recorder:
         found = self.groups.get(key)
         if found is None:
             found = self.groups[key] = GroupTraffic(process_group)
-            self._removed.append(weakref.ref(process_group, lambda _: self.groups.pop(key, None)))
+            self._removed.append(weakref.ref(process_group, lambda _: self._group_gone(key)))
         return found
+
+    def _group_gone(self, key: int) -> None:
+        for op in self.groups.pop(key).on_device:
+            self.finish(op)
 
     def kind(self, op: Op) -> str:
         """What the operation's group is for, one of kinds.KINDS."""
@@ -131,9 +93,13 @@ class Recorder:
         """The ranks that take part."""
         return op.group.ranks if op.peer is None or op.peer < 0 else tuple(sorted((self.rank, op.peer)))
 
-    def launch(self, process_group: Any, name: str, payload: int, to: int | None) -> Op:
-        """An operation is about to be started. to: the other's rank in the group (send, receive)."""
+    def launch(self, process_group: Any, name: str, payload: int, to: int | None) -> Op | None:
+        """An operation is about to be started. to: the other's rank in the group (send, receive). None: it goes into a
+        CUDA graph, and is not seen when that runs."""
         group, peer = self.group(process_group), None
+        on_device = group.backend == "nccl"
+        if on_device and self.device.captures():
+            return None
         if to is None:
             number = group.collectives
             group.collectives = number + 1
@@ -144,29 +110,36 @@ class Recorder:
         sent = kinds.sent_bytes(name, payload, len(group.ranks), group.backend) if self.keeps else 0
         op = Op(group, name, payload, sent, peer, number, self.clock())
         op.background = threading.get_ident() != self._main
+        if on_device:
+            self.device.launch(op)
         self.open[id(op)] = op
         return op
 
     def launched(self, op: Op, work: Any, process_group: Any) -> None:
-        """It was started: `work` is what the backend gave (None inside a coalescing block)."""
-        if work is None:
-            waiting = self.coalescing.get(id(process_group))
-            if waiting is not None:
-                waiting.append(op)
-            else:
-                self.finish(op)
+        """It was started: `work` is what the backend gave, None for NCCL's synchronous ones."""
+        if (waiting := self.coalescing.get(id(process_group))) is not None:
+            waiting.append(op)
             return
-        key = id(work)
-        self.by_work[key] = op
-        op.work = weakref.ref(work, lambda _: self._dropped(key, op))
+        if work is not None:
+            key = id(work)
+            self.by_work[key] = op
+            op.work = weakref.ref(work, lambda _: self._dropped(key, op))
         if op.group.backend == "nccl":
-            op.events = work  # torch drops it at once, long before the GPU is done
+            self.device.launched(op)
+        elif work is None:
+            self.finish(op)
         elif self.keeps and op.peer is None:
             try:
                 self._untold.add(op)
                 work.get_future().add_done_callback(lambda _: self._told(op))
             except RuntimeError:  # gloo's reduce-scatter has none: it ends when it was waited for
                 self._untold.discard(op)
+
+    def block_ended(self, process_group: Any, work: Any) -> None:
+        """A block of operations was started, all at once: the last one stands for them."""
+        if ops := self.coalescing.pop(id(process_group), []):
+            ops[-1].block = ops[:-1]
+            self.launched(ops[-1], work, process_group)
 
     def _told(self, op: Op) -> None:
         self.finish(op)
@@ -177,18 +150,27 @@ class Recorder:
 
     def finish(self, op: Op) -> None:
         """It is over, now."""
-        with self._ending:  # the backend's thread and the program's may both see it: the second waits until it is noted
-            if not op.end:
-                op.end = self.clock()
-                if self.open.pop(id(op), None) is not None and self.keeps:
-                    self.done.append(op)
+        self.end(op, self.clock())
 
-    def waited(self, op: Op, start: float) -> None:
-        """The program's wait for the operation, from `start` on, is over."""
+    def end(self, op: Op, end: float) -> None:
+        """It was over at `end`, and its block with it."""
+        with self._ending:  # the backend's thread and the program's may both see it: the second waits until it is noted
+            for one in (*op.block, op):
+                if not one.end:
+                    one.end = end
+                    if self.open.pop(id(one), None) is not None and self.keeps:
+                        self.done.append(one)
+
+    def wait(self, op: Op, wait: Callable[[], Any]) -> Any:
+        """The program waits for the operation: wait()."""
+        if op.group.backend == "nccl":
+            return self.device.wait(op, wait)
+        start = self.clock()
+        result = wait()
         if not op.background and threading.get_ident() == self._main:
             op.waited += self.clock() - start
-        if op.group.backend != "nccl":
-            self.finish(op)
+        self.finish(op)
+        return result
 
     def settle(self, seconds: float) -> None:
         """Return when the backend's threads have told the end of every operation that they tell of, or after so
@@ -201,7 +183,7 @@ class Recorder:
         """Nobody holds the work any more: it was waited for, or never will be."""
         if self.by_work.get(key) is op:
             del self.by_work[key]
-        if op.events is None:
+        if op.group.backend != "nccl":
             self.finish(op)
 
     # Steps
@@ -228,7 +210,8 @@ class Recorder:
         now = self.clock()
         if self.step:
             self.durations.append(now - self.began)
-        self.poll_nccl()
+        self.poll()
+        self.device.step_done()
         if self.on_step is not None:
             (done, self.done), (spans, self.spans) = (self.done, []), (self.spans, [])
             self.on_step(self.step, self.began, now, tokens, done, spans, self.reduction)
@@ -237,23 +220,20 @@ class Recorder:
         self.began = self.entered = now
         self.armed = source != "engine"
 
-    def poll_nccl(self) -> None:
-        """NCCL's operations that have ended by now: their durations, and how long the compute stream stood still."""
-        for op in list(self.open.values()):
-            work = op.events
-            if work is None or not work.is_completed() or any(not after.query() for _, after in op.waits):
-                continue
-            if self.open.pop(id(op), None) is None:  # the watchdog's thread looks too
-                continue
-            try:
-                seconds = work._get_duration() / 1e3 if self.keeps else 0.0
-            except RuntimeError:  # without TORCH_NCCL_ENABLE_TIMING: when it was seen to be over
-                seconds = self.clock() - op.start
-            op.end = op.start + seconds
-            op.waited = sum(before.elapsed_time(after) for before, after in op.waits) / 1e3
-            op.events, op.waits = None, []
-            if self.keeps:
-                self.done.append(op)
+    def poll(self) -> None:
+        """End what the GPU is done with."""
+        for group in list(self.groups.values()):
+            self.device.poll(group)
+
+    def under_way(self) -> list[Op]:
+        """Operations that have begun and are not over, the oldest first; over NCCL what the GPU is at, not the host."""
+        self.poll()
+        ops = (op for op in list(self.open.values()) if self.device.is_at(op))
+        return sorted(ops, key=lambda op: op.start)
+
+    def not_begun(self) -> list[Op]:
+        """What was launched over NCCL and the GPU has not come to."""
+        return [op for op in list(self.open.values()) if not self.device.has_begun(op)]
 
 
 #: This process's recorder; the patches look here, so None costs one look.
@@ -280,13 +260,13 @@ def learn_sizes(sizes: Sizes | None) -> None:
         recorder.sizes = recorder.sizes or sizes
 
 
-def reduction_done(times: Any) -> None:
-    """From GradientReducer.finish: its own figures, which know of two-level reductions' threads."""
+def reduction_done(times: Any, on_host: bool) -> None:
+    """From GradientReducer.finish: its own figures, which know of two-level reductions' threads. on_host: its times are
+    the reduction's; else the GPU carries it out, and they are only those of launching it."""
     if recorder is not None:
-        recorder.reduction = {
-            "bytes": times.bytes, "seconds": times.seconds, "exposed": times.exposed_s, "early": times.early,
-            "buckets": times.buckets,
-        }  # fmt: skip
+        recorder.reduction = {"bytes": times.bytes, "early": times.early, "buckets": times.buckets}
+        if on_host:
+            recorder.reduction |= {"seconds": times.seconds, "exposed": times.exposed_s}
         recorder.step_done("reducer")
 
 

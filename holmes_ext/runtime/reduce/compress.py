@@ -64,17 +64,19 @@ class Int8(Codec):
         return torch.empty(4 * (_blocks(like.numel()) + -(-like.numel() // 4)), dtype=torch.uint8, device=like.device)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        wanted = x.float() if residual is None else x.float() + residual
-        blocks = F.pad(wanted, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
-        scales = blocks.abs().amax(1) / 127
+        wanted = x.float() if residual is None else torch.add(x, residual)
+        blocks = _in_blocks(wanted)
+        scales = blocks.abs().amax(1).div_(127)
         steps = (blocks / torch.where(scales == 0, 1.0, scales)[:, None]).round_().nan_to_num_(0.0, 0.0, 0.0)
         wire = self.buffer(x)
         cut = 4 * len(scales)
         wire[:cut].view(torch.float32).copy_(scales)
         wire[cut : cut + x.numel()].view(torch.int8).copy_(steps.view(-1)[: x.numel()])
-        wire[cut + x.numel() :].zero_()
+        if cut + x.numel() < len(wire):
+            wire[cut + x.numel() :].zero_()
         if residual is not None:
-            torch.sub(wanted, self._values(wire, x.numel()), out=residual).nan_to_num_(0.0, 0.0, 0.0)
+            decoded = steps.mul_(scales[:, None]).view(-1)[: x.numel()]
+            torch.sub(wanted, decoded, out=residual).nan_to_num_(0.0, 0.0, 0.0)
         return wire
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -83,8 +85,12 @@ class Int8(Codec):
     def _values(self, wire: torch.Tensor, numel: int) -> torch.Tensor:
         cut = 4 * _blocks(numel)
         scales, steps = wire[:cut].view(torch.float32), wire[cut : cut + numel].view(torch.int8)
-        whole = F.pad(steps.float(), (0, -numel % BLOCK)).view(-1, BLOCK)
-        return (whole * scales[:, None]).view(-1)[:numel]
+        return _in_blocks(steps.float()).mul_(scales[:, None]).view(-1)[:numel]
+
+
+def _in_blocks(flat: torch.Tensor) -> torch.Tensor:
+    """[blocks, BLOCK]; zeros at the end where they are needed."""
+    return (F.pad(flat, (0, rest)) if (rest := -flat.numel() % BLOCK) else flat).view(-1, BLOCK)
 
 
 def _blocks(numel: int) -> int:
@@ -108,14 +114,14 @@ Known = dict[tuple[int, int], torch.Tensor]
 class Residuals:
     """What int8 has left out so far, for each part of each tensor that is reduced step after step.
 
-    A tensor is known by its identity: the residuals live as long as it does. They are as many floats as this rank sends
-    across, and are not part of checkpoints: a resumed job starts with none.
+    A tensor is known by its identity, or by that of what stands for it: the residuals live as long as it does. They are
+    as many floats as this rank sends across, and are not part of checkpoints: a resumed job starts with none.
     """
 
     def __init__(self) -> None:
-        self._of = torch.utils.weak.WeakTensorKeyDictionary()
+        self._of = torch.utils.weak.WeakIdKeyDictionary()
 
-    def of(self, whole: torch.Tensor) -> Known:
+    def of(self, whole: object) -> Known:
         return self._of.setdefault(whole, {})
 
 

@@ -93,3 +93,6 @@ class _Works:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+
+    def get_future(self) -> torch.futures.Future:
+        return torch.futures.collect_all([work.get_future() for work in self._works])

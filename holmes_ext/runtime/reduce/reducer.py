@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,16 @@ import torch.distributed as dist
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.buckets import UNDER_WAY
 from holmes_ext.plan.cost.buckets import bucket_bytes as bucket_bytes_of
 from holmes_ext.plan.traffic import Reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.measure import telemetry
-from holmes_ext.runtime.reduce.flat_bucket import DEFAULT_BYTES, FlatBucket, Gradient, Item, fill_buckets, layout_digest
+from holmes_ext.runtime.reduce import flat_bucket
+from holmes_ext.runtime.reduce.flat_bucket import FlatBucket, Gradient, Item
 from holmes_ext.runtime.reduce.owned import ReduceToOwners, Spans, merge_spans
+from holmes_ext.runtime.reduce.side_stream import SideStream
 from holmes_ext.runtime.reduce.straddling import TwoLevel, flat_all_reduce, planned, two_level_for
 from holmes_ext.runtime.watch.failure import describe_failure
 
@@ -96,19 +99,20 @@ class GradientReducer:
         all_reduce: Callable[[torch.Tensor], Any] | None = None, gradient: Gradient | None = None,
         owners: Callable[[torch.nn.Parameter], Spans] | None = None,
     ):  # fmt: skip
-        named = _named(parameters)
+        named = flat_bucket.named_parameters(parameters)
         self._parameters = [parameter for _, parameter in named]
         self.group = group = group if group is not None else dist.group.WORLD
         assert group is not None, "no process group: call init_process_group first"
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
         self._divisors = (predivide, len(self.ranks) / predivide) if average else (predivide, 1 / predivide)
         self._gradient = gradient or (lambda parameter: parameter.grad)
-        self._items = [_item(name, parameter, communication_dtype) for name, parameter in named]
+        self._items = [Item.of(name, parameter, communication_dtype) for name, parameter in named]
         device_type, size = self._parameters[0].device.type, sum(item.bytes for item in self._items)
         self.fabric = fabric or _planned_fabric(group, device_type)
         way = None if all_reduce else planned(group, size, compress, device_type)
         self._two_level = two_level_for(group, size, way, device_type)
         self._all_reduce = all_reduce or self._two_level or flat_all_reduce(group)
+        self._side = SideStream() if device_type == "cuda" else None
         self._owners = owners if all_reduce is None and self._two_level is None else None
         self._to_owners = ReduceToOwners(group, device_type) if self._owners else None
         self.bucket_bytes = self._choose_size(bucket_bytes, way, size)
@@ -131,7 +135,7 @@ class GradientReducer:
         if wanted is None and isinstance(self._all_reduce, TwoLevel):  # the caller's own
             return self._all_reduce.chunk_bytes
         if wanted is None:
-            return bucket_bytes_of(self.fabric, len(self.ranks), size) if self.fabric else DEFAULT_BYTES
+            return bucket_bytes_of(self.fabric, len(self.ranks), size) if self.fabric else flat_bucket.DEFAULT_BYTES
         if not isinstance(wanted, int) or wanted < 1:
             raise HolmesError(f"GradientReducer: bucket_bytes is {wanted!r}; give a number of bytes above 0, or None")
         return wanted
@@ -139,7 +143,7 @@ class GradientReducer:
     def _check_alike(self) -> None:
         """Ranks with different parameters would reduce different things with each other, or hang."""
         device = self._parameters[0].device
-        mine = torch.tensor([layout_digest(self._items, self.bucket_bytes)], device=device)
+        mine = torch.tensor([flat_bucket.layout_digest(self._items, self.bucket_bytes)], device=device)
         all_ = [torch.empty_like(mine) for _ in self.ranks]
         dist.all_gather(all_, mine, group=self.group)
         other = next((rank for rank, digest in zip(self.ranks, all_) if int(digest) != int(all_[0])), None)
@@ -150,9 +154,12 @@ class GradientReducer:
             )
 
     def _build(self, order: Sequence[int]) -> None:
-        groups = fill_buckets(self._items, order, self.bucket_bytes)
-        last = fill_buckets(self._items, self._deferred, self.bucket_bytes)
-        self._buckets = [FlatBucket(indices, self._items) for indices in (*groups, *last)]
+        groups = flat_bucket.fill_buckets(self._items, order, self.bucket_bytes)
+        last = flat_bucket.fill_buckets(self._items, self._deferred, self.bucket_bytes)
+        self._buckets = []  # the old ones' buffers go before there are new ones
+        multiple = getattr(self._all_reduce, "multiple", 1)
+        kept = self._side is None
+        self._buckets = [FlatBucket(indices, self._items, multiple, kept) for indices in (*groups, *last)]
         self._hooked = len(groups)  # buckets that the backward pass may launch
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         if owners := self._owners:
@@ -179,6 +186,8 @@ class GradientReducer:
         if self.armed:
             raise HolmesError("GradientReducer: arm() was called twice without finish() between; call each once a step")
         self.armed = True
+        if self._side is not None:
+            self._side.armed()
 
     def finish(self) -> ReductionTimes:
         """Launch what is left (everything, without arm()), wait, and leave the averages in the gradients.
@@ -189,9 +198,9 @@ class GradientReducer:
         while self._next < len(self._buckets):
             self._launch()
         for bucket in self._buckets:
-            with self._naming(bucket):
-                bucket.work.wait()
-            bucket.store(self._divisors[1])
+            self._store(bucket)
+        if self._side is not None:
+            self._side.join()
         ended = time.perf_counter()
         last = max((bucket.done_at or ended for bucket in self._buckets), default=ended)
         self.times = ReductionTimes(
@@ -203,7 +212,7 @@ class GradientReducer:
         if self.armed and self._expected is None:
             self._learn()
         self._reset()
-        telemetry.reduction_done(self.times)
+        telemetry.reduction_done(self.times, on_host=self._parameters[0].device.type == "cpu")
         return self.times
 
     @contextmanager
@@ -228,10 +237,12 @@ class GradientReducer:
         if not self.armed:
             return
         self._counts[index] += 1
+        bucket = self._bucket_of[index]
+        if self._side is not None:
+            self._side.arrived(bucket.ready)
         if self._expected is None:
             self._seen.append(index)
             return
-        bucket = self._bucket_of[index]
         if bucket.work is not None:
             raise HolmesError(
                 f"GradientReducer: {self._items[index].name} got another gradient after its bucket was sent"
@@ -264,15 +275,31 @@ class GradientReducer:
     def _launch(self) -> None:
         """Copy the next bucket's gradients into its buffer and start its reduction."""
         bucket = self._buckets[self._next]
-        bucket.fill(self._parameters, self._gradient, self._divisors[0])
-        if self._next == 0:
-            self._started_at = time.perf_counter()
-        with self._naming(bucket):
-            reduce = self._to_owners
-            bucket.work = reduce(bucket.flat, bucket.spans) if reduce else self._all_reduce(bucket.flat)
-        if not bucket.flat.is_cuda:
+        with self._side.after(bucket.ready) if self._side is not None else nullcontext():
+            if self._side is not None and self._next >= UNDER_WAY:
+                self._store(self._buckets[self._next - UNDER_WAY])
+            bucket.fill(self._parameters, self._gradient, self._divisors[0])
+            if self._next == 0:
+                self._started_at = time.perf_counter()
+            with self._naming(bucket):
+                bucket.work = self._reduction(bucket)
+        if self._side is None:
             bucket.work.get_future().add_done_callback(lambda _: setattr(bucket, "done_at", time.perf_counter()))
         self._next += 1
+
+    def _store(self, bucket: FlatBucket) -> None:
+        """Wait for a bucket that is under way, on the current stream, and leave its averages in the gradients; once."""
+        if not bucket.stored:
+            with self._naming(bucket):
+                bucket.work.wait()
+            bucket.store(self._divisors[1])
+
+    def _reduction(self, bucket: FlatBucket) -> Any:
+        if self._to_owners is not None:
+            return self._to_owners(bucket.flat, bucket.spans)
+        if isinstance(self._all_reduce, TwoLevel):
+            return self._all_reduce(bucket.flat, of=bucket)
+        return self._all_reduce(bucket.flat)
 
     @contextmanager
     def _naming(self, bucket: FlatBucket) -> Iterator[None]:
@@ -282,23 +309,6 @@ class GradientReducer:
         except RuntimeError as error:
             what = f"bucket {self._buckets.index(bucket)} of {len(self._buckets)} ({bucket}) of step {self._step}"
             raise HolmesError(describe_failure(what, self.ranks, self.fabric, str(error))) from error
-
-
-def _named(parameters: Iterable[Any]) -> list[tuple[str, torch.nn.Parameter]]:
-    named, seen = [], set()
-    for number, entry in enumerate(parameters):
-        name, parameter = entry if isinstance(entry, tuple) else (f"parameter {number}", entry)
-        if parameter.requires_grad and parameter.numel() and id(parameter) not in seen:
-            seen.add(id(parameter))
-            named.append((name, parameter))
-    if not named:
-        raise HolmesError("GradientReducer: no parameter given that requires a gradient; pass model.named_parameters()")
-    return named
-
-
-def _item(name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> Item:
-    dtype = dtype or parameter.dtype
-    return Item(name, parameter.numel(), dtype.itemsize, (dtype, parameter.device))
 
 
 def _planned_fabric(group: dist.ProcessGroup, device_type: str) -> Fabric | None:

@@ -112,9 +112,10 @@ class TwoLevelAllReduce:
         self._steps = Steps("two-level", self._scatter_inside, *middle, self._gather_inside)
         self.close = self._steps.close
 
-    def __call__(self, flat: torch.Tensor) -> Work:
+    def __call__(self, flat: torch.Tensor, of: object = None) -> Work:
+        """of: what the tensor is known by where its residuals are kept, in place of itself."""
         assert flat.dim() == 1 and flat.is_contiguous() and flat.device.type == "cpu"
-        residuals = self._residuals.of(flat) if self._across.codec.feedback else None
+        residuals = self._residuals.of(of or flat) if self._across.codec.feedback else None
         chunks = flat.split(max(1, self.chunk_bytes // flat.element_size()))
         if self._relay is None:
             return self._steps([(chunk, residuals) for chunk in chunks])

@@ -1,15 +1,25 @@
 """The two-level all-reduce of two_level.py with NCCL's own collectives, for clusters of equal size.
 
-    chunk c, on a CUDA stream of its own:   reduce-scatter inside -> all-reduce of the shard across -> all-gather inside
-    compressed:                         encode the shard -> all-gather across -> decode, add up in cluster order
+    stream in       [scatter 1][scatter 2][scatter 3]              reduce-scatter inside, each cluster on its fabric
+    stream across              [across 1  ][across 2  ][across 3]  all-reduce of the shard, on Ethernet
+    stream out                              [gather 1]  [gather 2] all-gather inside, over a communicator of its own
 
-NCCL orders what is launched on one communicator, and calls return at once; so the chunks follow each other through the
-communicators without threads. (Not run on GPUs so far: the order of the steps is tested over gloo, without streams.)
+A communicator works in the order of its launches, whatever the streams: with one for both steps inside, scatter 2 would
+stand behind gather 1, which waits for across 1, and no step would ever run beside another. So there are two inside and
+a stream for each step, and events join the steps of a chunk. All ranks launch scatter, across, gather of one chunk
+after the other, of one reduction after the other: no communicator waits for one that waits for it. A shard is a view of
+its chunk (NCCL's in-place form), so nothing is allocated on one stream and used on another. What is left of the last
+chunk is padded.
+
+    compressed:     encode the shard -> all-gather across -> decode, add up in cluster order, on the stream across
+
+(Not run on GPUs so far: the sums are tested over gloo, without streams; order and overlap with recorded launches and a
+queue for each communicator and stream, tests/runtime/reduce/test_two_level_nccl.py.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,22 +27,24 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES
+from holmes_ext.plan.cost.network import chunk_bytes as planned_chunk_bytes
 from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.reduce.compress import Residuals, codec, residual_of
 
-STREAMS = 4
-
 
 class Done:
-    """A reduction whose end the current CUDA stream waits for (on the CPU it has ended already)."""
+    """A reduction whose end the current CUDA stream waits for (on the CPU it has ended already). after: what is to be
+    done on that stream then."""
 
-    def __init__(self, streams: Sequence[torch.cuda.Stream]):
-        self._streams = streams
+    def __init__(self, event: torch.cuda.Event | None, after: Callable[[], Any] | None):
+        self._event, self._after = event, after
 
     def wait(self) -> None:
-        for stream in self._streams:
-            torch.cuda.current_stream().wait_stream(stream)
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        if self._after is not None:
+            self._after()
+            self._after = None
 
     def get_future(self) -> torch.futures.Future:
         future: torch.futures.Future = torch.futures.Future()
@@ -45,7 +57,8 @@ class TwoLevelCollectives:
 
     clusters: as many global ranks in each, the same lists on every rank. chunk_bytes, compress: as of TwoLevelAllReduce
     (compressed, each cluster's shard goes to all others whole: more bytes for three clusters or more). Construction is
-    collective: a group for each cluster, one for each set of ranks in the same place, and one for what is left over.
+    collective: two groups for each cluster and one for each set of ranks in the same place. Tensors whose elements are
+    a multiple of `multiple` need no padding.
     """
 
     def __init__(self, clusters: Sequence[Sequence[int]], *, chunk_bytes: int | None = None, compress: str = "off"):
@@ -54,44 +67,63 @@ class TwoLevelCollectives:
             raise HolmesError(f"TwoLevelCollectives: clusters {clusters} must be two or more lists of the same length")
         rank = dist.get_rank()
         inside = sorted(next(members for members in clusters if rank in members))
-        across = sorted(sorted(members)[inside.index(rank)] for members in clusters)
-        self.chunk_bytes = chunk_bytes or CHUNK_SHARE_BYTES * len(inside)
-        self._members, self._clusters = len(inside), len(across)
+        self._place, self.multiple = inside.index(rank), len(inside)
+        across = sorted(sorted(members)[self._place] for members in clusters)
+        self.chunk_bytes = chunk_bytes or planned_chunk_bytes(len(inside), direct=False)
+        self._clusters = len(across)
         self._codec, self._residuals = codec(compress), Residuals()
-        everyone = sorted(other for members in clusters for other in members)
-        self._inside, self._across, self._everyone = (
+        self._scatters, self._across, self._gathers = (
             members_group(ranks, f"two-level {name}")
-            for name, ranks in (("inside", inside), ("across", across), ("rest", everyone))
+            for name, ranks in (("inside", inside), ("across", across), ("gather", inside))
         )
-        self._streams = [torch.cuda.Stream() for _ in range(STREAMS)] if torch.cuda.is_available() else []
+        cuda = torch.cuda.is_available()
+        self._streams = [torch.cuda.Stream() for _ in range(3)] if cuda else []
 
-    def __call__(self, flat: torch.Tensor) -> Done:
+    def __call__(self, flat: torch.Tensor, of: object = None) -> Done:
+        """of: what the tensor is known by where its residuals are kept, in place of itself."""
         assert flat.dim() == 1 and flat.is_contiguous()
-        even = flat.numel() // self._members * self._members
-        length = max(1, self.chunk_bytes // flat.element_size() // self._members) * self._members
         streams = self._streams if flat.is_cuda else []
-        residuals = self._residuals.of(flat) if self._codec.feedback else None
-        for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream())
-        for number, chunk in enumerate(flat[:even].split(length)):
-            with torch.cuda.stream(streams[number % len(streams)]) if streams else nullcontext():
-                self._sum(chunk, residuals)
-        if even < flat.numel():  # fewer elements than ranks of a cluster
-            with torch.cuda.stream(streams[0]) if streams else nullcontext():
-                dist.all_reduce(flat[even:], group=self._everyone)
-        return Done(streams)
+        residuals = self._residuals.of(of or flat) if self._codec.feedback else None
+        length = max(1, self.chunk_bytes // flat.element_size() // self.multiple) * self.multiple
+        *chunks, last = flat.split(length) if flat.numel() else (flat,)
+        rest = -last.numel() % self.multiple
+        padded = torch.nn.functional.pad(last, (0, rest)) if rest else last
+        if streams:
+            streams[0].wait_stream(torch.cuda.current_stream())
+        for stream in streams if rest else ():
+            padded.record_stream(stream)  # whoever drops the work may be ahead of it
+        for number, chunk in enumerate((*chunks, padded)):
+            self._sum(chunk, number, residuals, streams)
+        event = streams[-1].record_event() if streams else None
+
+        def cut() -> None:
+            last.copy_(padded[: last.numel()])
+            if streams:
+                padded.record_stream(torch.cuda.current_stream())
+
+        return Done(event, cut if rest else None)
 
     def close(self) -> None:
         """Nothing runs by itself here (as TwoLevelAllReduce's threads do)."""
 
-    def _sum(self, chunk: torch.Tensor, residuals: dict | None) -> None:
-        shard: Any = torch.empty(chunk.numel() // self._members, dtype=chunk.dtype, device=chunk.device)
-        dist.reduce_scatter_tensor(shard, chunk, group=self._inside)
-        if self._codec.applies(shard.dtype):
-            self._sum_compressed(shard, residual_of(residuals, (0, int(chunk.storage_offset())), shard))
-        else:
-            dist.all_reduce(shard, group=self._across)
-        dist.all_gather_into_tensor(chunk, shard, group=self._inside)
+    def _sum(self, chunk: torch.Tensor, number: int, residuals: dict | None, streams: Sequence[Any]) -> None:
+        shard = chunk.view(self.multiple, -1)[self._place]
+
+        def across() -> None:
+            if self._codec.applies(shard.dtype):
+                self._sum_compressed(shard, residual_of(residuals, (0, number), shard))
+            else:
+                dist.all_reduce(shard, group=self._across)
+
+        steps = (
+            lambda: dist.reduce_scatter_tensor(shard, chunk, group=self._scatters), across,
+            lambda: dist.all_gather_into_tensor(chunk, shard, group=self._gathers),
+        )  # fmt: skip
+        for place, step in enumerate(steps):
+            if streams and place:
+                streams[place].wait_event(streams[place - 1].record_event())
+            with torch.cuda.stream(streams[place]) if streams else nullcontext():
+                step()
 
     def _sum_compressed(self, shard: torch.Tensor, residual: torch.Tensor | None) -> None:
         wire = self._codec.encode(shard, residual)

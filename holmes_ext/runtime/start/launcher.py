@@ -37,8 +37,6 @@ VARIABLES = {
 # A Slurm batch script has SLURM_PROCID=0 too; only what srun starts has a SLURM_STEP_ID.
 #: What scripts read to learn their rank; the MPI library's own (PMI_RANK, PMIX_RANK) stay as they are.
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-#: What some work their rank out from (Lightning: node x processes of it + local rank).
-NODE_VARIABLES = ("NODE_RANK", "GROUP_RANK")
 
 
 def detect(environ: Mapping[str, str]) -> Process:

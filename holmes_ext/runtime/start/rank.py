@@ -15,7 +15,7 @@ from typing import Any
 
 from holmes_ext import __version__
 from holmes_ext.cluster.node_report import NodeReport, node_identity, node_name, report_node, short_name
-from holmes_ext.cluster.resolve import resolve_site, slower_than_declared
+from holmes_ext.cluster.resolve import nccl_remarks, resolve_site, slower_than_declared
 from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.errors import HolmesError
@@ -118,7 +118,10 @@ def start(
 
     def decide(reports: list[dict[str, Any]], nodes: list[NodeReport]) -> dict[str, Any]:
         site, plan = request.planned(nodes)
-        return {"site": site.to_dict(), "plan": plan.to_json(), "source": plan.source, "lines": _down(nodes, site)}
+        forced = {n.nccl.forced_net: f"{n.nccl.forced_in} of node {n.name}" for n in nodes if n.nccl.forced_net}
+        lines = [*_down(nodes, site), *nccl_remarks(site, nodes)]
+        made = {"plan": plan.to_json(), "source": plan.source, "lines": lines, "forced_nets": forced}
+        return {"site": site.to_dict(), **made}
 
     if process.world_size == 1:
         prefix, verdict = "holmes/1", decide([report], [NodeReport.from_dict(report["nics_of_node"], 1)])
@@ -145,8 +148,8 @@ def start(
     if process.launcher != launcher.NONE:
         environ.update(launcher.exported(process, rank, site.processes))
     environ.update({name: str(rank) for name in launcher.RANK_VARIABLES if name in environ})
-    environ.update({name: str(rank // plan.processes) for name in launcher.NODE_VARIABLES if name in environ})
     current = session.Session(options, process, site, plan, rank, round=prefix, store=store, model=request.model)
+    current.forced_nets = verdict["forced_nets"]
     session.set_active(current)
     return current, [*lines, *node_environment(current.node, environ)]
 

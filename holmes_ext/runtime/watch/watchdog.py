@@ -204,19 +204,24 @@ class Watchdog:
     def state(self) -> State:
         """This rank's, now."""
         recorder, now = self.recorder, self.clock()
-        recorder.poll_nccl()
         for op in list(recorder.open.values()):
             work = op.work() if op.work is not None else None
-            if work is not None and op.peer is None and work.is_completed():
+            if work is not None and op.peer is None and op.group.backend != "nccl" and work.is_completed():
                 recorder.finish(op)
-        ops, groups = sorted(recorder.open.values(), key=lambda op: op.start), list(recorder.groups.values())
+        ops, groups = recorder.under_way(), list(recorder.groups.values())
         self._looks += 1
+        started = {group.name: group.collectives for group in groups}
+        messages = {(group.name, way, peer): count for group in groups
+                    for (way, peer), count in list(group.messages.items())}
+        for op in recorder.not_begun():  # launched by the host, which is ahead
+            if op.peer is None:
+                started[op.group.name] -= 1
+            else:
+                messages[op.group.name, op.name, op.peer] -= 1
         return State(
             rank=recorder.rank, node=self.node_of(recorder.rank), step=recorder.step, look=self._looks,
-            waiting=tuple(self._waiting(op, now) for op in ops[:_TOLD]),
-            started={group.name: group.collectives for group in groups},
-            messages={f"{way} {group.name} {peer}": count for group in groups
-                      for (way, peer), count in list(group.messages.items())},
+            waiting=tuple(self._waiting(op, now) for op in ops[:_TOLD]), started=started,
+            messages={f"{way} {name} {peer}": count for (name, way, peer), count in messages.items()},
             nics=self._rates(now),
         )  # fmt: skip
 

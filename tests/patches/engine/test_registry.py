@@ -438,13 +438,16 @@ def test_a_version_that_was_not_tried_is_tried_when_the_user_says_so(fw, version
     off, on, misfit = registry(), registry(), registry(parameters=("nothing",))
     off.enable_asked_for(Options())
     assert states(off) == ["off"] and "is not supported" in off.statuses()[0].reason
-    assert off.untried() == []
+    assert off.untried() == {}
     on.enable_asked_for(Options(try_=named))
-    assert states(on) == ["applied"] and on.untried() == [f"f with {fw} 1.5"]
+    assert states(on) == ["applied"] and on.untried() == {f"{fw} 1.5": ["f"]}
     on.undo()
+    waiting = Registry([patch_of("not_there", versions="not_there>=1", version_of=lambda: "0.1")])
+    waiting.enable_asked_for(Options(try_=named))
+    assert states(waiting) == ["waiting"] and waiting.untried() == {}
     misfit.enable_asked_for(Options(try_=named))
     assert states(misfit) == ["off"] and "has no parameter nothing" in misfit.statuses()[0].reason
-    assert misfit.untried() == []
+    assert misfit.untried() == {}
     with pytest.raises(HolmesError, match="--holmes-try: there is no feature 'g'"):
         on.enable_asked_for(Options(try_="g"))
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +76,31 @@ def test_sizes_that_cannot_be_made_are_told_before_any_group_is(changes, message
 def test_layout_notation():
     assert megatron_core.layout_of((3, 1)) == "Ettt|tL"
     assert megatron_core.layout_of((0, 2, 0, 1), mtp_layers=2) == "E|tt||tmmL"
+
+
+def default_group(monkeypatch, backend, *, initialized=False, device=None):
+    """A default group of this backend as a program has initialized it, with options of its own."""
+    own = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(minutes=3)), _is_initialized=lambda: initialized)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: backend)
+    return SimpleNamespace(_get_backend=lambda device: own, bound_device_id=device), own.options
+
+
+def test_taking_over_keeps_the_timeout_options_and_device_of_the_programs_init(monkeypatch):
+    world, options = default_group(monkeypatch, "nccl")
+    again = megatron_core._init_arguments(world)
+    assert again == {"backend": "nccl", "timeout": timedelta(minutes=3), "pg_options": options}
+    world, _ = default_group(monkeypatch, "gloo", device="cuda:0")
+    assert megatron_core._init_arguments(world) == {
+        "backend": "gloo", "timeout": timedelta(minutes=3), "device_id": "cuda:0"
+    }
+
+
+@pytest.mark.parametrize("state", [{"initialized": True}, {"device": "cuda:0"}])
+def test_taking_over_after_nccl_has_made_a_communicator_is_refused(monkeypatch, state):
+    """Which HCAs and interface it may use, NCCL reads once in a process."""
+    world, _ = default_group(monkeypatch, "cpu:gloo,cuda:nccl", **state)
+    with pytest.raises(HolmesError, match="comes too late: NCCL has made a communicator already"):
+        megatron_core._init_arguments(world)
 
 
 def test_the_users_own_layout_wins_and_is_told(capsys):

@@ -4,7 +4,8 @@ import io
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def train(rank, options, model_options, hook=None, accumulate=1, steps=4, join=N
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
     state = ddp_patches._installed.get(wrapped)
-    across = state.all_reduce.bytes_across / 1e6 if state else 0.0
+    across = getattr(state and state.all_reduce, "bytes_across", 0) / 1e6
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     return weights, across, wrapped._get_ddp_logging_data().get("comm_hook", "")
 
@@ -279,3 +280,53 @@ def dies(rank):
 def test_a_rank_that_dies_ends_the_step_with_the_bucket_and_the_fabric():
     with pytest.raises(RankError, match="the reduction of DistributedDataParallel's bucket [0-9]+ failed over fabric"):
         run_ranks(dies, 4)
+
+
+class Recording:
+    """A bucket on a GPU, its two levels and the streams: what is done on which stream, in order."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.stream, self.is_cuda, self.is_sparse, self.device = [], "backward", True, False, "cuda:0"
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(torch.futures, "Future", lambda devices: self)
+
+    @contextmanager
+    def on(self, stream):
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
+
+    def note(self, what, answer=None):
+        self.log.append((what, self.stream))
+        return answer
+
+    def buffer(self):
+        return self
+
+    def index(self):
+        return 0
+
+    def div_(self, divisor):
+        return self.note(f"divide by {divisor}", self)
+
+    def __call__(self, flat):
+        return self.note("launch", self)
+
+    def wait(self):
+        self.note("wait")
+
+    def set_result(self, value):
+        assert value is self
+        self.note("complete")
+
+
+def test_on_a_gpu_a_side_stream_waits_for_the_sum_and_completes_the_future(monkeypatch):
+    """The backward pass's stream divides and launches, and waits for nothing; the future records the side stream."""
+    one = Recording(monkeypatch)
+    ddp = nn.Module()
+    ddp.process_group = SimpleNamespace(size=lambda: 4)
+    state = ddp_patches.Buckets(ddp, one, [[0, 1], [2, 3]])
+    assert ddp_patches.two_level_hook(state, one) is one
+    expected = [("divide by 4", "backward"), ("launch", "backward"), ("wait", "side"), ("complete", "side")]
+    assert one.log == expected and one.stream == "backward"

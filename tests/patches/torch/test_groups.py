@@ -1,5 +1,6 @@
 import itertools
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches import registry
 from holmes_ext.patches.torch import groups as torch_distributed
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.transport import Transport
 
 
 @pytest.fixture
@@ -91,3 +93,61 @@ def test_a_rank_that_does_not_come_to_its_group_is_named(monkeypatch):
     lonely.options.timeout_s = 0.2
     outcome = agree(dist.HashStore(), [lonely], monkeypatch)
     assert "rank 1, 2 did not come to init_process_group" in str(outcome[0])
+
+
+# ------------------------------------------------------------------- NCCL's options, without NCCL
+
+
+class Options:
+    """The shape of ProcessGroupNCCL.Options."""
+
+    def __init__(self):
+        self.config, self.is_high_priority_stream = SimpleNamespace(net_name=None, max_ctas=0), False
+        self._timeout = timedelta(minutes=10)
+
+
+@pytest.fixture
+def on_nccl(monkeypatch):
+    """An active session whose groups are all planned over "Socket", and torch as if it were built with NCCL."""
+    current = session_of(0)
+    current.forced_nets, current.groups, current.store = {}, [], None
+    current.transport = lambda ranks, backend: Transport("ethernet", "ethernet", "", "Socket")
+    current.options.verbose = "off"
+    monkeypatch.setattr(session, "_active", current)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(torch_distributed, "agree_on_patches", lambda *given, **more: None)
+    return current
+
+
+@pytest.mark.parametrize("by_position", [True, False])
+def test_a_groups_options_have_torchs_timeout_and_the_planned_network(on_nccl, by_position):
+    got, given = [], Options()
+    given.config.max_ctas = 7
+    head, three = (2, 0, [], "nccl", "store", "name"), timedelta(minutes=3)
+    args, more = ((*head, given, three), {}) if by_position else (head, dict(backend_options=given, timeout=three))
+    torch_distributed._give_group_its_nic(lambda *a, **k: got.append((a, k)), None, args, more)
+    ((arguments, _),) = got
+    made = arguments[6]
+    assert (made.config.net_name, made.config.max_ctas, made._timeout) == ("Socket", 7, three)
+    assert made is not given and given.config.net_name is None and arguments[:6] == head
+
+
+def test_the_options_of_a_split_are_its_parents_but_for_the_network(on_nccl, monkeypatch):
+    """Stock copies the parent's: fresh defaults would lose priority, CTAs and the rest."""
+    own = Options()
+    own.config.net_name, own.config.max_ctas, own.is_high_priority_stream = "IB", 7, True
+    parent = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=own))
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
+    monkeypatch.setattr(torch_distributed, "backend_of", lambda group: "nccl")
+    got = []
+    torch_distributed._give_split_group_its_nic(lambda *a, **k: got.append(a), None, (parent, [[0, 1]]), {})
+    ((_, _, _, made),) = got
+    assert (made.config.net_name, made.config.max_ctas, made.is_high_priority_stream) == ("Socket", 7, True)
+    assert own.config.net_name == "IB"
+
+
+def test_a_network_forced_by_a_file_ends_the_job_before_the_group_is_made(on_nccl):
+    on_nccl.forced_nets = {"IB": "/etc/nccl.conf of node a0"}
+    with pytest.raises(HolmesError, match="NCCL_NET=IB in /etc/nccl.conf of node a0 overrides"):
+        torch_distributed._give_group_its_nic(pytest.fail, None, (2, 0, [], "nccl", "store", "name"), {})

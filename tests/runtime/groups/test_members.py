@@ -1,4 +1,5 @@
-"""Groups that only their members make, on ranks that are in unequal numbers of groups: torch's names would differ."""
+"""Groups that only their members make: on ranks that are in unequal numbers of groups, where torch's names would
+differ, and under a bound device (as DeepSpeed binds it), where torch would split WORLD, which takes all its ranks."""
 
 import pytest
 import torch
@@ -28,6 +29,23 @@ def unequal(rank, name):
     x = torch.ones(1)
     dist.all_reduce(x)
     return x.item()
+
+
+def bound(rank, name):
+    """As DeepSpeed starts: WORLD has a device, so torch looks for a communicator to split at every new_group()."""
+    world, device = dist.group.WORLD, torch.device("cuda", 0)
+    world.bound_device_id = device
+    dist.distributed_c10d._get_split_source = lambda _: pytest.fail("a split of WORLD, to which rank 0 never comes")
+    if rank in (1, 2):
+        MAKERS[name]()
+    assert world.bound_device_id == device
+    world.bound_device_id = None
+    return True
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_no_group_is_split_off_world_where_a_device_is_bound(name):
+    assert run_ranks(bound, 3, name, timeout_s=30) == [True] * 3
 
 
 @pytest.mark.parametrize("name", MAKERS)

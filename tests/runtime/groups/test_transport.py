@@ -1,12 +1,21 @@
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 
+from holmes_ext.cluster.nccl import file_settings
 from holmes_ext.cluster.site import Fabric, Node, Port, Site
+from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.decide import settle
 from holmes_ext.plan.plan import Plan
-from holmes_ext.runtime.groups.transport import Transport, gloo_interface, nccl_options, node_environment
+from holmes_ext.runtime.groups.transport import (
+    Transport,
+    gloo_interface,
+    nccl_options,
+    node_environment,
+    refuse_forced,
+)
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process
 
@@ -103,3 +112,39 @@ def test_node_environment():
     environ = {}
     assert node_environment(s.nodes[0], environ) == []
     assert environ["NCCL_IB_HCA"] == "=mlx5_2:1,mlx5_3:1"
+
+
+def test_a_split_keeps_its_parents_settings_but_not_its_network():
+    s = site(a0=[IB], a1=[IB])
+    parent = FakeOptions()
+    parent.config.net_name, parent.config.max_ctas, parent.is_high_priority_stream = "Socket", 7, True
+    made = nccl_options(transport(s, "a0", 0, 1), None, FakeOptions, timedelta(minutes=3), parent)
+    assert (made.config.net_name, made.config.max_ctas, made.is_high_priority_stream) == ("IB", 7, True)
+    assert made._timeout == timedelta(minutes=3) and parent.config.net_name == "Socket"
+    inside = nccl_options(transport(s, "a0", 0), None, FakeOptions, None, parent)
+    assert inside.config.net_name is None  # in one node NCCL is left to choose, whatever the parent had
+
+
+@pytest.mark.parametrize("net, name", [("", "IB"), ("AWS Libfabric", "AWS Libfabric"), ("auto", "")])
+def test_the_network_of_a_fabric_is_what_cluster_toml_calls_it(net, name):
+    s = site(a0=[IB], a1=[IB])
+    s = Site(s.nodes, (FABRICS[0], Fabric("a", "ib", 200, 0, net=net), FABRICS[2]))
+    assert transport(s, "a0", 0, 1).net_name == name
+
+
+def test_a_network_that_a_file_forces_on_all_groups_is_refused_where_the_plan_has_another():
+    over = Transport("ethernet", "ethernet", "eth0", "Socket")
+    refuse_forced(over, {})
+    refuse_forced(over, {"socket": "/etc/nccl.conf of node a0"})  # NCCL does not look at the case either
+    refuse_forced(Transport("local", "local", "lo", ""), {"IB": "/etc/nccl.conf of node a0"})
+    with pytest.raises(HolmesError, match="NCCL_NET=IB in /etc/nccl.conf of node a0 overrides .* planned over Socket"):
+        refuse_forced(over, {"IB": "/etc/nccl.conf of node a0"})
+
+
+def test_nodes_without_verbs_and_with_files_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_settings, "__defaults__", (str(tmp_path / "nccl.conf"),))
+    (tmp_path / "nccl.conf").write_text("NCCL_SOCKET_IFNAME=bond0\n")
+    environ = {}
+    no_verbs = Port("b", "roce0", "10.2.0.1", ("mlx5_2:1",), 3, 100, no_verbs="NCCL_IB_DISABLE=1 is set")
+    (line,) = node_environment(site(b0=[no_verbs]).nodes[0], environ)
+    assert environ == {} and "NCCL_SOCKET_IFNAME=bond0 is set in" in line and "=eth0" in line

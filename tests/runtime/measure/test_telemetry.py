@@ -159,33 +159,3 @@ def _fails(rank):
 
 def test_an_operation_that_cannot_start_is_not_under_way():
     assert run_ranks(_fails, 1) == [0]
-
-
-class NcclWork:
-    """As much of NCCL's work as is looked at: the host goes on, the GPU ends when it ends."""
-
-    ended = False
-
-    def is_completed(self):
-        return self.ended
-
-    def _get_duration(self):
-        return 250.0  # milliseconds
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_nccls_operations_are_under_way_until_the_gpu_is_done(clock, keeps):
-    steps = []
-    recorder = telemetry.Recorder(0, None, (lambda *step: steps.append(step)) if keeps else None, clock)
-    group = SimpleNamespace(backend="nccl")
-    op, work = telemetry.Op(group, "all_reduce", 8, 8, None, 0, clock.now), NcclWork()
-    recorder.open[id(op)] = op
-    recorder.launched(op, work, None)
-    recorder.waited(op, clock.now)  # the stream waits, not the program
-    recorder.step_done("program")
-    assert list(recorder.open.values()) == [op]
-    work.ended = True
-    recorder.step_done("program")
-    assert not recorder.open
-    if keeps:
-        assert steps[0][4] == [] and steps[1][4] == [op] and op.end - op.start == 0.25

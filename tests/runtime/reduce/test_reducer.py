@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
 from holmes_ext.runtime.reduce.reducer import GradientReducer
 
 WIDTH = 16
@@ -96,6 +97,19 @@ def test_equals_a_plain_all_reduce_bit_for_bit_on_two_ranks(model_options):
     for worst, early, count in run_ranks(compare, 2, 2, {"bucket_bytes": SMALL}, model_options):
         assert worst == 0.0
         assert early == [0, count, count] and count >= 3  # the first step learns, then all go during the backward
+
+
+def as_on_a_gpu(rank, *args):
+    """compare(), with buffers that live from their filling on."""
+    kept = FlatBucket.__init__
+    FlatBucket.__init__ = lambda self, indices, items, *_: kept(self, indices, items, 3, False)
+    return compare(rank, *args)
+
+
+@pytest.mark.parametrize("model_options", [{}, {"tied": True}, {"checkpointed": "reentrant"}], ids=str)
+def test_gradients_that_become_views_are_the_same_bits(model_options):
+    for worst, early, count in run_ranks(as_on_a_gpu, 2, 2, {"bucket_bytes": SMALL}, model_options):
+        assert worst == 0.0 and early == [0, count, count]
 
 
 def test_three_ranks_differ_by_rounding_only():

@@ -143,3 +143,17 @@ def test_nics_slower_than_the_file_says_are_told(tmp_path, no_session):
     _, lines = start.start(start.Request(Options(cluster=str(tmp_path / "c.toml"))), alone, {}, None, environ)
     said = f"but the rate of fabric 'a' is 3.2 Tb/s in {tmp_path}/c.toml"
     assert lines == [f"node x: mlx5_0:1 runs at 200 Gb/s, {said}; the plan counts on what the file says"]
+
+
+def test_what_nccl_cannot_do_here_is_told_and_known_to_the_session(tmp_path, no_session):
+    """NCCL_IB_DISABLE is the node's, so the plan, and a network that a file of NCCL's forces is every group's."""
+    SCENES["dgx_a100"](tmp_path / "sys")
+    (tmp_path / "c.toml").write_text(clusters.toml("a ib 200Gb/s x", ethernet="1Gb/s") + 'include = ["mlx5_0"]\n')
+    (tmp_path / "nccl.conf").write_text("NCCL_NET=IB\nNCCL_IB_DISABLE=1\n")
+    environ = {"HOLMES_SYSFS": str(tmp_path / "sys"), "HOLMES_NODE": "x", "NCCL_CONF_FILE": str(tmp_path / "nccl.conf")}
+    alone = Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher")
+    current, (line,) = start.start(start.Request(Options(cluster=str(tmp_path / "c.toml"))), alone, {}, None, environ)
+    why = f"NCCL_IB_DISABLE=1 is set in {tmp_path / 'nccl.conf'}"
+    assert line == f"node x: NCCL cannot use mlx5_0:1 for fabric 'a': {why}; its groups there go over sockets"
+    assert "NCCL_IB_HCA" not in environ and not current.plan.fabrics[0].verbs
+    assert current.forced_nets == {"IB": f"{tmp_path / 'nccl.conf'} of node x"}

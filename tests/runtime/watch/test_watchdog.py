@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.groups.transport import Transport
+from holmes_ext.runtime.measure.operations import Op
 from holmes_ext.runtime.measure.telemetry import Recorder
 from holmes_ext.runtime.watch.watchdog import State, Waiting, Watchdog, blame
 
@@ -146,11 +147,13 @@ def group_of(ranks):
         transport=Transport("ib", "ib", "ib0", ""),
         collectives=0,
         messages={},
+        backend="gloo",
+        on_device=[],
     )
 
 
 def operation(group, start):
-    return SimpleNamespace(group=group, name="all_reduce", peer=None, number=0, start=start, work=None, events=None)
+    return Op(group, "all_reduce", 0, 0, None, 0, start)
 
 
 def test_a_healthy_job_never_touches_the_store():

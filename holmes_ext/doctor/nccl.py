@@ -1,0 +1,98 @@
+"""What holmes would hand to NCCL on a node, and what the installed NCCL makes of it. Nothing of NCCL is run: its
+versions 2.18 to 2.30 were read."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from packaging.version import Version
+
+from holmes_ext.cluster.nccl import NcclOfNode, file_settings, network_name, variables_of
+from holmes_ext.cluster.node_report import NodeReport, short_name
+from holmes_ext.cluster.resolve import nccl_remarks, resolve_site
+from holmes_ext.cluster.site import ETHERNET, Site
+from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.doctor.finding import Finding, note, problem
+from holmes_ext.doctor.side_by_side import only
+from holmes_ext.errors import HolmesError
+
+#: First and last version whose source was read.
+READ = (Version("2.18"), Version("2.31.dev0"))
+
+
+def installed_nccl() -> tuple[str, Version | None]:
+    """(distribution, version) of the NCCL that pip's torch loads; ("", None) where torch has its own, or none."""
+    for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"):
+        try:
+            return name, Version(importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "", None
+
+
+def check_nccl(found: NcclOfNode, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Findings on NCCL's own files and plugins; NICs and variables have theirs elsewhere."""
+    if found.forced_net:
+        yield problem(found.forced_in, f"sets NCCL_NET={found.forced_net}",
+                      "NCCL reads the file itself and gives this network to every group; holmes ends a job one of whose"
+                      " groups is planned over another", "take the line out of the file")
+    for name, (value, file) in file_settings(environ).items():
+        if name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"):
+            yield note(file, f"sets {name}={value}", "holmes leaves a setting of yours alone",
+                       "take the line out of the file unless it is meant so")
+    if found.plugin:
+        yield note(found.plugin, "NCCL would load this network plugin",
+                   "holmes asks for \"IB\" and \"Socket\" by name, which goes past it",
+                   "to use it give its fabric a net = \"NAME\" in cluster.toml (NCCL_DEBUG=INFO tells: Using network"
+                   " NAME), or net = \"auto\"")
+
+
+def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, str]) -> list[str]:
+    """Lines: variables, the network of the groups on each fabric, and what the installed NCCL makes of it."""
+    try:
+        site = _site(node, spec)
+    except HolmesError as error:
+        return [f"not known: {error}"]
+    here, in_files, lines = site.nodes[0], file_settings(environ), []
+    for name, value in variables_of(here).items():
+        yours = environ.get(name) or in_files.get(name, ("",))[0]
+        lines += [f"{name}={yours or value}" + " (yours)" * bool(yours)] if yours or value else []
+    for port in here.ports:
+        fabric = site.fabric_by_name[port.fabric]
+        if port.fabric != ETHERNET and (not port.hcas or port.no_verbs or not port.usable):
+            continue
+        name = network_name(fabric)
+        lines.append(f"groups on {fabric.name} ({fabric.kind}): " + (f"network {name!r}" if name else "NCCL chooses"))
+    lines.append("groups inside the node: NCCL chooses (NVLink, PCIe, shared memory)")
+    lines += [line.partition(": ")[2] for line in nccl_remarks(site, [node])]
+    roce = any(site.fabric_by_name[port.fabric].kind == "roce" and not port.no_verbs for port in here.ports)
+    return [*lines, *_by_version(roce and not any(line.startswith("NCCL_IB_GID_INDEX=") for line in lines))]
+
+
+def _by_version(unset_index: bool) -> Iterator[str]:
+    """unset_index: a RoCE node where NCCL_IB_GID_INDEX stays unset."""
+    name, version = installed_nccl()
+    if version is None:
+        yield "no NCCL of pip's is installed here: torch has its own, or is built for the CPU"
+        return
+    if version < Version("2.17"):
+        yield f"{name} {version} takes no network by name: it chooses for each group by itself"
+    elif not READ[0] <= version < READ[1]:
+        yield f"{name} {version} is not among the versions that were read (2.18 to 2.30): networks go to it by name"
+    else:
+        yield f"{name} {version} takes each group's network by name (not its case), and ends a group whose network it"\
+              " does not find"
+    if unset_index and version < Version("2.21"):
+        yield f"{name} {version} takes GID 0, RoCE v1, where NCCL_IB_GID_INDEX is unset (2.21 and newer find the index)"
+
+
+def _site(node: NodeReport, spec: SiteSpec | None) -> Site:
+    if spec is None:
+        return resolve_site([replace(node, processes=1)], None)
+    own = only(spec, node.name)
+    listed = [cluster for cluster in own.clusters if short_name(node.name) in map(short_name, cluster.nodes)]
+    if not listed:
+        raise HolmesError(f"{node.name} is in no cluster of {spec.source}")
+    return resolve_site([replace(node, processes=listed[0].processes)], own)

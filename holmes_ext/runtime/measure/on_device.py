@@ -1,0 +1,109 @@
+"""Operations over NCCL: the host launches them and goes on, the GPU carries them out; what is known of that.
+
+    async_op=True    current stream    [began] ...........  [before] wait [after]
+                     torch's stream            [operation]
+    async_op=False   current stream    [began] [operation] [ended]           since torch 2.8; there is no Work
+
+torch's Work is never kept: it owns its outputs (ProcessGroupNCCL.cpp: WorkNCCL::outputs_), so FSDP's and ZeRO 3's
+gathered weights would live as long as it does here. Marks (device_clock.py) tell instead; every launch looks whether
+the oldest of its group is over, so that nothing piles up in programs without steps. An asynchronous operation ends when
+torch says so, asked at launches and waits while the program holds the Work; else where the stream has waited for it: an
+upper bound. With TORCH_NCCL_ENABLE_TIMING and the Work at hand its own duration counts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from holmes_ext.runtime.measure.device_clock import DeviceClock
+from holmes_ext.runtime.measure.operations import GroupTraffic, Op
+
+
+class OnDevice:
+    """Of one Recorder. Called from any thread: the watchdog's looks too."""
+
+    def __init__(self, recorder: Any, clock: DeviceClock):
+        self._recorder, self._clock = recorder, clock
+        self._polling = threading.RLock()
+        self.captures, self.step_done = clock.capturing, clock.step_done
+
+    def launch(self, op: Op) -> None:
+        """Before its launch."""
+        self.poll(op.group)
+        op.began = self._clock.mark()
+
+    def launched(self, op: Op) -> None:
+        """After it; without a Work it runs on the compute stream."""
+        if op.work is None:
+            op.ended = self._clock.mark()
+        op.group.on_device.append(op)
+
+    def wait(self, op: Op, wait: Callable[[], Any]) -> Any:
+        """wait() makes the compute stream wait."""
+        if op.end or self.captures():
+            return wait()
+        self._is_over(op)
+        before = self._clock.mark()
+        result = wait()
+        after = self._clock.mark()
+        op.waits.append((before, after))
+        op.ended = op.ended or after
+        return result
+
+    def is_at(self, op: Op) -> bool:
+        """Whether it has begun, and is not over as far as anybody knows."""
+        return not op.end and not op.seen_over and self.has_begun(op)
+
+    def has_begun(self, op: Op) -> bool:
+        """Whether the compute stream has come to it."""
+        return op.began is None or self._clock.over(op.began)
+
+    def poll(self, group: GroupTraffic) -> None:
+        """End what is over by now. One that the program dropped without waiting for it is over when a later one is: a
+        communicator works in the order of the launches."""
+        with self._polling:
+            while count := self._first_known(group):
+                last = group.on_device[count - 1]
+                if not self._is_over(last) or not all(self._clock.over(after) for _, after in last.waits):
+                    return
+                for _ in range(count):
+                    self._end(group.on_device.popleft(), last)
+
+    def _first_known(self, group: GroupTraffic) -> int:
+        """How many operations there are up to the first whose end can be told; 0 for none."""
+        ops = enumerate(group.on_device, 1)
+        return next((n for n, op in ops if op.ended is not None or (op.work is not None and op.work() is not None)), 0)
+
+    def _is_over(self, op: Op) -> bool:
+        work = op.work() if op.work is not None else None
+        if not op.seen_over and work is not None and work.is_completed():
+            op.seen_over = self._recorder.clock()
+            if self._recorder.keeps:
+                with suppress(RuntimeError):  # without TORCH_NCCL_ENABLE_TIMING
+                    op.duration = work._get_duration() / 1e3
+        return op.seen_over > 0 or (op.ended is not None and self._clock.over(op.ended))
+
+    def _end(self, op: Op, last: Op) -> None:
+        """`last`, the same or a later one, is over."""
+        clock, ops = self._clock, (*op.block, op)
+        began = ops[0].began
+        assert began is not None
+        end = last.seen_over or self._recorder.clock()
+        if last.ended is not None and clock.over(last.ended):
+            end = min(end, clock.time_of(last.ended))
+        start = min(end, clock.time_of(began)) if clock.over(began) else op.start
+        if op.duration:  # from where it was its turn
+            start = max(start, min(op.group.last_end, end))
+            end = min(end, start + op.duration)
+        op.group.last_end = end
+        ran = [(began, op.ended)] if op.work is None and op.ended is not None else op.waits
+        op.waited = sum(clock.stood_still(*pair) for pair in ran)
+        marks = [one.began for one in ops] + [mark for pair in op.waits for mark in pair]
+        clock.give_back(*marks, op.ended if op.work is None else None)
+        op.ended, op.waits = None, []
+        for one in ops:
+            one.start, one.began = start, None
+        self._recorder.end(op, end)

@@ -1,0 +1,65 @@
+"""One operation of torch.distributed as telemetry and the watchdog see it, and the process group that it is on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.runtime import session
+from holmes_ext.runtime.groups import kinds
+from holmes_ext.runtime.groups.backend import backend_of
+from holmes_ext.runtime.measure.device_clock import Mark
+
+
+class GroupTraffic:
+    """A process group as this rank sees it: members, transport, and how many operations it has started on it."""
+
+    def __init__(self, process_group: Any):
+        import torch.distributed as dist
+
+        current = session.require()
+        self.name = process_group.group_name
+        self.ranks = tuple(dist.get_process_group_ranks(process_group))
+        self.backend = backend_of(process_group)
+        self.description = str(process_group.group_desc or "").replace("undefined", "")
+        made = [r.transport for r in current.groups if r.ranks == self.ranks and r.backend == self.backend]
+        self.transport = made[-1] if made else current.transport(self.ranks, self.backend)
+        self.world_size = current.plan.world_size
+        self.collectives = 0
+        self.messages: dict[tuple[str, int], int] = {}  # ("send" or "receive", the other's rank) -> how many
+        self.on_device: deque[Op] = deque()  # over NCCL: those under way, in the order of their launch
+        self.last_end = 0.0  # of those: one communicator works in that order
+
+    def kind(self, sizes: Sizes | None, peer: int | None, rank: int) -> str:
+        """What it is for; a message between two ranks may belong to the pipeline whatever group carries it."""
+        if peer is not None and len(self.ranks) > 2 and kinds.described(self.description) in ("", "world"):
+            return kinds.kind_of_ranks((rank, peer), sizes, self.world_size) if sizes else "other"
+        return kinds.kind_of(self.ranks, self.description, sizes, self.world_size)
+
+
+@dataclass(slots=True, eq=False)
+class Op:
+    """One operation. payload, sent: bytes (kinds.sent_bytes); peer: of a send or receive; number: which of the group's
+    collectives, or of its messages to or from the peer; end: 0 while it is under way; block: operations that began and
+    end with it."""
+
+    group: GroupTraffic
+    name: str
+    payload: int
+    sent: float
+    peer: int | None
+    number: int
+    start: float
+    end: float = 0.0
+    waited: float = 0.0
+    work: Any = None
+    background: bool = False
+    block: Sequence[Op] = ()
+    began: Mark | None = None  # NCCL: before its launch; ended: after it, or after the stream has waited for it
+    ended: Mark | None = None
+    waits: list[tuple[Mark, Mark]] = field(default_factory=list)  # NCCL: around the stream's waits
+    seen_over: float = 0.0  # NCCL: when torch said so, and what it took
+    duration: float = 0.0

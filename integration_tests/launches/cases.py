@@ -1,0 +1,140 @@
+"""Random sites and sizes, and a job of real engines under them whose launches are recorded as if its backend were NCCL.
+
+The processes talk over gloo, so the engines train on what they really received; holmes is told "fake", which stands for
+NCCL everywhere (runtime/groups/backend.py). Two levels are used however little there is to reduce.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import random_sites
+import torch.distributed as dist
+from launches import Log, recorded
+
+from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
+from holmes_ext.options import Options
+from holmes_ext.patches import Registry, all_patches
+from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.runtime import session
+from holmes_ext.runtime.groups import backend
+from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
+from holmes_ext.runtime.start.launcher import Process
+
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Case:
+    """seed: of everything that is drawn; sizes: complete."""
+
+    seed: int
+    site: Site
+    sizes: Sizes
+    options: Options
+
+    @property
+    def rng(self) -> random.Random:
+        return random.Random(self.seed)
+
+
+def case(seed: int, world: int, pipeline: bool = True) -> Case:
+    rng = random.Random(seed)
+    site = _alike(rng, world) if rng.random() < 0.7 else _any(rng, world)
+    stages = rng.choice([1, *(n for n in range(1, world + 1) if world % n == 0)]) if pipeline else 1
+    options = Options(overlap=rng.choice(("on", "on", "auto", "off")), bucket="0.002",
+                      compress=rng.choice(("off", "off", "bf16")), inflight=rng.choice(("off", "1", "3")))  # fmt: skip
+    return Case(seed, site, Sizes(stages).complete(world), options)
+
+
+def _any(rng: random.Random, world: int) -> Site:
+    while (found := random_sites.site(rng)).world_size != world:
+        pass
+    slow = [replace(one, rate_bps=GB) if one.name == ETHERNET else one for one in found.fabrics]
+    return Site(found.nodes, tuple(slow))
+
+
+def _alike(rng: random.Random, world: int) -> Site:
+    """Two clusters or four of as many nodes, launched in any order: what two levels over NCCL need."""
+    count = rng.choice([n for n in (2, 4) if world % n == 0 and world > n])
+    processes = rng.choice([n for n in (1, 2) if world // count % n == 0])
+    kinds = ("ib", "roce", "ib", "roce")[:count]
+    fabrics = [Fabric(f"{kind}{number}", kind, 100 * GB, 2e-6) for number, kind in enumerate(kinds)]
+    nodes = []
+    for cluster, fabric in zip("abcd", fabrics):
+        fast = Port(fabric.name, fabric.name, "10.1.0.1", (f"mlx_{fabric.name}:1",))
+        nodes += [Node(f"{cluster}{number}", cluster, processes, (fast, Port(ETHERNET, "eth0", "10.0.0.1")))
+                  for number in range(world // count // processes)]
+    rng.shuffle(nodes)
+    return Site(tuple(nodes), (Fabric(ETHERNET, "ethernet", GB, 3e-5), *fabrics))
+
+
+@contextlib.contextmanager
+def as_under_nccl(one: Case, features: list[str]) -> Iterator[Log]:
+    """holmes on, with these features; what is launched inside."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    plan = build_plan(one.site, one.sizes, options=one.options)
+    process = Process(rank, world, 0, 1, "", 0, "test")
+    current = session.Session(one.options, process, one.site, plan, rank)
+    named, reduction, new_group = backend.backend_named, session.Session.reduction, dist.new_group
+
+    def group(*args: Any, **more: Any) -> Any:
+        return new_group(*args, **{**more, "backend": "gloo"})
+
+    fakes = (
+        mock.patch.object(backend, "backend_named", lambda *args: named(*args).replace("gloo", "fake")),
+        mock.patch.object(session.Session, "reduction",
+                          lambda *args, **more: replace(reduction(*args, **more), two_level_from=0, chunk_bytes=4096)),
+        mock.patch.object(dist, "new_group", group),
+    )  # fmt: skip
+    applied = Registry(all_patches())
+    with contextlib.ExitStack() as stack:
+        for fake in fakes:
+            stack.enter_context(fake)
+        applied.enable(features, required=True, disabled=frozenset())
+        stack.callback(applied.undo)
+        session.set_active(current)
+        stack.callback(session.set_active, None)
+        for known in (deepspeed_two_level._ways, deepspeed_two_level._made):  # of the group of all ranks, which stays
+            stack.callback(known.clear)
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        yield stack.enter_context(recorded())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one case on one rank: its launches, the losses that it saw, and which features had something to do."""
+
+    log: Log
+    losses: list[float]
+    used: frozenset[str]
+
+
+def outcome(one: Case, features: list[str], train: Callable[[], list[float]]) -> Outcome:
+    """train() under the case."""
+    two_level, used = TwoLevelCollectives.__call__, set()
+
+    def counted(*args: Any, **more: Any) -> Any:
+        used.add("two levels")
+        return two_level(*args, **more)
+
+    with as_under_nccl(one, features) as log, mock.patch.object(TwoLevelCollectives, "__call__", counted):
+        losses = train()
+        current = session.require()
+        overlaps = current.stages(one.sizes, "fake")
+    if any(way.overlap for way in overlaps):
+        used.add("overlap")
+    if any(fabric.own[0] for fabric in current.plan.traffic_of("verbs").edges):
+        used.add("pairs")
+    if current.plan.traffic_of("verbs").in_flight:
+        used.add("edges")
+    return Outcome(log, losses, frozenset(used))

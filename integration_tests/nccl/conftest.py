@@ -1,0 +1,135 @@
+"""Starts the ranks of a scene on this machine and keeps what they found for the report, `nccl-report.json`.
+
+    one machine   four ranks share its GPUs, each a host of its own to NCCL and to holmes (NCCL_HOSTID, HOLMES_NODE)
+    two nodes     HOLMES_NCCL_NODE=0 or 1 and MASTER_ADDR, the same command on both: two ranks on each, on real NICs
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import clusters
+import pytest
+import ranks
+import torch
+from sysfs_builder import Sysfs
+
+from holmes_ext.cluster.addresses import egress_interface
+from holmes_ext.cluster.nccl import file_settings, net_plugin, no_verbs
+from holmes_ext.doctor.nccl import installed_nccl
+from integration_tests.nccl.debug_lines import read
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU = bool(torch.version.cuda) and torch.cuda.is_available()
+#: This node's number, None on one machine alone.
+NODE = int(os.environ["HOLMES_NCCL_NODE"]) if "HOLMES_NCCL_NODE" in os.environ else None
+NAMES = ("a0", "b0", "a1", "b1")  # in turn, as a scheduler that knows nothing launches them
+LIMIT_S = 240
+_report: dict = {"scenes": []}
+
+
+def machine() -> dict:
+    """What the scenes ran on."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if GPU else []
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if GPU else ""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_"))}
+    return {"host": platform.node(), "node": NODE, "python": platform.python_version(), "torch": torch.__version__,
+            "nccl": nccl, "nccl package": str(installed_nccl()[1] or ""), "gpus": gpus,
+            "hcas": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
+            "no verbs": no_verbs(os.environ), "plugin": net_plugin(os.environ), "files": file_settings(os.environ),
+            "variables": variables}
+
+
+class Scene:
+    """What a scene's ranks printed. lines: their JSON lines by rank; said: NCCL's, in the same order; outputs: all."""
+
+    def __init__(self, outputs: list[str], statuses: list[int]):
+        self.outputs, self.statuses = outputs, statuses
+        found = [(json.loads(line), output) for output in outputs for line in output.splitlines()
+                 if line.startswith('{"rank"')]
+        found.sort(key=lambda pair: pair[0]["rank"])
+        self.lines, self.said = [line for line, _ in found], [read(output) for _, output in found]
+
+    def networks_as_asked(self) -> None:
+        """Each group of several ranks that asked for a network by name has it: by NCCL's own word."""
+        for line, said in zip(self.lines, self.said, strict=True):
+            made = [(one.ranks, one.network) for one in said.communicators]
+            for ranks_of, name in line["groups"]:
+                if name and len(ranks_of) > 1:
+                    assert (len(ranks_of), name) in made, (line, made)
+
+
+def launch(scene: str, directory: Path, *flags: str, number: int, **environment: str) -> Scene:
+    """Run a scene; kills what runs longer than LIMIT_S seconds. number: of the scene, for its port on two nodes."""
+    command = [sys.executable, str(ROOT / "integration_tests/nccl/scenes.py"), scene, *flags]
+    store, common = None, {}
+    if NODE is None:
+        store, common = ranks.hosted_store()
+        own = [{"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_HOSTID": name,
+                "HOLMES_NODE": name, "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"} for rank, name in
+               enumerate(NAMES)]
+    else:
+        common = {"MASTER_PORT": str(29600 + number)}
+        own = [{"RANK": str(2 * NODE + local), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": "2"} for local in (0, 1)]
+        if torch.cuda.device_count() < 2:
+            for place in own:
+                place["NCCL_HOSTID"] = f"{platform.node()}-{place['LOCAL_RANK']}"
+    every = {"WORLD_SIZE": "4", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", **common, **environment}
+    processes = [
+        subprocess.Popen(command, env={**os.environ, **every, **place}, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True, errors="replace", cwd=directory) for place in own]
+    outputs, end = [], time.monotonic() + LIMIT_S
+    for process in processes:
+        try:
+            outputs.append(process.communicate(timeout=max(1.0, end - time.monotonic()))[0])
+        except subprocess.TimeoutExpired:
+            process.kill()
+            outputs.append(f"{process.communicate()[0]}\nkilled after {LIMIT_S} s: it hung\n")
+    del store
+    done = Scene(outputs, [process.returncode for process in processes])
+    said = [{**asdict(one), "communicators": [{**asdict(made), "devices": sorted(made.devices)} for made in
+                                              one.communicators]} for one in done.said]
+    tails = [output[-6000:] for output in outputs] if any(done.statuses) else []
+    _report["scenes"].append({"scene": scene, "flags": flags, "environment": environment, "statuses": done.statuses,
+                              "lines": done.lines, "nccl": said, "tails": tails})
+    return done
+
+
+@pytest.fixture
+def emulated(tmp_path):
+    """Flags and environment under which the four ranks are two clusters with InfiniBand NICs that do not exist, and
+    what NCCL is asked for on them: emulated("Socket") makes jobs run without RDMA, emulated("") asks for "IB"."""
+
+    def make(net: str) -> tuple[list[str], dict[str, str]]:
+        tree, more = Sysfs(tmp_path / "sys"), f" net={net}" if net else ""
+        tree.hca("mlx5_0", tree.pci("0000:17:00.0", "mlx5_core"))
+        tree.ib_port("mlx5_0", prefix="fe80:0000:0000:0001", lid=1)
+        tree.virtual(egress_interface("127.0.0.1"))
+        lines = f"a ib 100Gb/s a0,a1{more}", f"b ib 100Gb/s b0,b1{more}"
+        (tmp_path / "cluster.toml").write_text(clusters.toml(*lines, ethernet="10Gb/s"))
+        flags = ["--holmes", "--holmes-cluster", str(tmp_path / "cluster.toml"), "--holmes-preflight", "off"]
+        return flags, {"HOLMES_SYSFS": str(tmp_path / "sys")}
+
+    return make
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    report = outcome.get_result()
+    if report.when == "call" or report.outcome != "passed":
+        text = str(report.longrepr)[-3000:] if report.longrepr else ""
+        _report.setdefault("tests", []).append([item.name, report.when, report.outcome, text])
+
+
+def pytest_sessionfinish(session):
+    if path := os.environ.get("HOLMES_NCCL_REPORT"):
+        Path(path).write_text(json.dumps({"machine": machine(), **_report}, indent=1, default=str) + "\n")
+        print(f"\nwrote {path}: send it back, whatever passed or failed", file=sys.stderr)

@@ -1,0 +1,187 @@
+"""One rank of a scene of test_gpus.py: python scenes.py SCENE [--holmes ...]. Prints a JSON line:
+{"rank", what the scene found, "groups": [[ranks, network asked for], ...] in the order of their first use}.
+
+Several ranks may share one GPU, each with an NCCL_HOSTID of its own: NCCL takes them for hosts and uses its network.
+"""
+
+import gc
+import json
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import holmes_ext
+from holmes_ext.patches.megatron import p2p
+from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.members import members_group
+
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+LIMIT = timedelta(seconds=60)
+used: list = []
+
+
+def init(**more) -> tuple[int, int]:
+    torch.cuda.set_device(DEVICE)
+    dist.init_process_group("nccl", timeout=LIMIT, **more)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def use(group=None) -> float:
+    """The sum of the ranks' numbers over `group`, and a note of what it asked NCCL for."""
+    ranks, current = dist.get_process_group_ranks(group or dist.group.WORLD), session.active()
+    used.append([ranks, current.transport(ranks, "nccl").net_name if current is not None else ""])
+    value = torch.full((1 << 18,), float(dist.get_rank()), device=DEVICE)
+    dist.all_reduce(value, group=group)
+    torch.cuda.synchronize()
+    return value[-1].item()
+
+
+def networks() -> dict:
+    """A group inside each half of the ranks and one across, as new_group makes them."""
+    rank, world = init()
+    half = world // 2
+    inside = [dist.new_group(list(range(start, start + half))) for start in (0, half)][rank >= half]
+    across = dist.new_group([0, half])
+    return {"world": use(), "inside": use(inside), "across": use(across) if rank in (0, half) else None}
+
+
+def absent_network() -> dict:
+    """What becomes of a group that asks for a network that NCCL does not find."""
+    rank, world = init()
+    half = world // 2
+    inside = [dist.new_group(list(range(start, start + half))) for start in (0, half)][rank >= half]
+    world_sum, failed = use(), ""
+    try:
+        use(inside)
+    except RuntimeError as error:
+        failed = str(error)
+    print(json.dumps({"rank": rank, "world": world_sum, "failed": failed, "groups": used}), flush=True)
+    os._exit(0)  # what is left of the failed communicator may not be waited for
+
+
+def bound_device() -> dict:
+    """Groups that their members alone make, under init_process_group(device_id=...), as DeepSpeed starts."""
+    rank, world = init(device_id=DEVICE)
+    found = {"world": use()}
+    if rank < 2:
+        found["pair"] = use(members_group([0, 1], "scene pair"))
+    later = dist.new_group(list(range(world)))  # which torch splits off the default group, over all its ranks
+    return {**found, "later": use(later)}
+
+
+def pipeline() -> dict:
+    """Batched sends along four stages and back, without a bound device: the first batch makes a communicator."""
+    rank, world = init()
+    group = dist.group.WORLD
+
+    def batch(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):  # megatron-core's _batched_p2p_ops
+        ends = {"prev": prev_pipeline_rank, "next": next_pipeline_rank}
+        ways = {"send": dist.isend, "recv": dist.irecv}
+        ops = [dist.P2POp(ways[name.split("_")[1]], tensor, ends[name.split("_")[2]], group)
+               for name, tensor in tensors.items() if tensor is not None]
+        return dist.batch_isend_irecv(ops) if ops else []
+
+    def send_and_receive(**given) -> None:
+        tensors = {f"tensor_{way}_{side}": given.get(f"{way}_{side}") for way in ("send", "recv")
+                   for side in ("prev", "next")}
+        ends = {"prev_pipeline_rank": (rank - 1) % world, "next_pipeline_rank": (rank + 1) % world}
+        for request in p2p._batched(batch, None, (), {"group": group, **ends, **tensors}):
+            request.wait()
+        torch.cuda.synchronize()
+
+    value = torch.zeros(1 << 16, device=DEVICE)
+    if rank:
+        send_and_receive(recv_prev=value)
+    if rank < world - 1:
+        send_and_receive(send_next=value + 1)
+        send_and_receive(recv_next=value)
+    if rank:
+        send_and_receive(send_prev=value + 1)
+    pairs = p2p.pairs_of(group).by_peer
+    return {"value": value[-1].item(), "pairs": sorted(pairs)}
+
+
+def split() -> dict:
+    """split_group keeps the settings of its parent; its network is its own."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 4
+    rank, world = init(device_id=DEVICE, pg_options=options)
+    found = {"world": use()}
+    half = world // 2
+    made = dist.split_group(None, [list(range(half)), list(range(half, world))])
+    own = made._get_backend(DEVICE).options
+    return {**found, "inside": use(made), "max_ctas": own.config.max_ctas, "priority": own.is_high_priority_stream}
+
+
+def model(width: int = 512) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=True) for _ in range(9))).to(DEVICE)
+
+
+def differences(backward) -> float:
+    """Greatest difference between GradientReducer's averages and torch's, over 20 backward passes."""
+    rank, world = init()
+    net, worst = model(), 0.0
+    reducer = holmes_ext.GradientReducer(net.named_parameters())
+    for step in range(20):
+        torch.manual_seed(100 * step + rank)
+        batch = torch.randn(64, 512, device=DEVICE)
+        net.zero_grad(set_to_none=True)
+        backward(net, batch)
+        expected = [parameter.grad.clone() for parameter in net.parameters()]
+        for gradient in expected:
+            dist.all_reduce(gradient)
+        net.zero_grad(set_to_none=True)
+        with reducer.overlapped():
+            backward(net, batch)
+        for gradient, parameter in zip(expected, net.parameters()):
+            error = (parameter.grad - gradient / world).abs().max() / gradient.abs().max()
+            worst = max(worst, error.item() if bool(error == error) else float("inf"))
+    return worst
+
+
+def reduction() -> dict:
+    return {"difference": differences(lambda net, batch: net(batch).square().mean().backward())}
+
+
+def side_streams() -> dict:
+    """Halves of the model on streams of their own: autograd runs their backward on those too."""
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def backward(net, batch) -> None:
+        halves = []
+        for stream, part in zip(streams, (net[:5], net[5:])):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                halves.append(part(batch).square().mean())
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        sum(halves).backward()
+
+    return {"difference": differences(backward)}
+
+
+def memory() -> dict:
+    """Bytes that 40 gathers of 64 MiB leave allocated, none of them inside a step: as an evaluation loop does."""
+    rank, world = init()
+    use()
+    before, share = torch.cuda.memory_allocated(), torch.ones((64 << 20) // 4 // world, device=DEVICE)
+    for _ in range(40):
+        whole = torch.empty(share.numel() * world, device=DEVICE)
+        dist.all_gather_into_tensor(whole, share, async_op=True).wait()
+        torch.cuda.synchronize()
+        del whole
+    gc.collect()
+    return {"kept": torch.cuda.memory_allocated() - before - share.nbytes}
+
+
+SCENES = {scene.__name__: scene for scene in (
+    networks, absent_network, bound_device, pipeline, split, reduction, side_streams, memory)}
+
+if __name__ == "__main__":
+    report = SCENES[sys.argv[1]]()
+    print(json.dumps({"rank": dist.get_rank(), **report, "groups": used}), flush=True)
+    dist.destroy_process_group()

@@ -1,0 +1,128 @@
+"""What only a GPU can show of holmes under NCCL, the most basic first. Nothing here has been run yet.
+
+`make nccl` on one machine with one GPU or more runs four ranks that NCCL takes for four hosts; where there is no RDMA,
+the fast fabrics of the plan are emulated and carried by sockets. On two nodes with NICs of their own, two ranks each:
+
+    make nccl NODE=0 MASTER_ADDR=host0 CLUSTER=cluster.toml      and NODE=1 on the other, at the same time
+"""
+
+import os
+
+import pytest
+
+from holmes_ext.cluster.nccl import no_verbs
+from integration_tests.nccl.conftest import GPU, NODE, launch
+
+pytestmark = pytest.mark.skipif(
+    not GPU, reason="needs a CUDA device and a torch built for CUDA: here NCCL cannot be run for real")
+one_machine = pytest.mark.skipif(NODE is not None, reason="on one machine alone")
+two_nodes = pytest.mark.skipif(NODE is None, reason="HOLMES_NCCL_NODE: on two nodes")
+NO_RDMA = no_verbs({})
+HOLMES = ("--holmes", *(("--holmes-cluster", os.environ["HOLMES_NCCL_CLUSTER"])
+                        if os.environ.get("HOLMES_NCCL_CLUSTER") else ()))
+
+
+def flags_and_environment(emulated):
+    return emulated("Socket") if NODE is None else (HOLMES, {})
+
+
+@one_machine
+def test_00_ranks_on_one_gpu_are_hosts_to_nccl(tmp_path):
+    """Stock: what the other scenes on one machine rest on."""
+    done = launch("networks", tmp_path, number=0, NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket")
+    assert done.statuses == [0] * 4, done.outputs
+    assert [line["world"] for line in done.lines] == [6.0] * 4
+    assert all("Socket" in {made.network for made in said.communicators} for said in done.said), done.outputs
+
+
+def test_01_each_group_has_the_network_it_asked_for(tmp_path, emulated):
+    flags, environment = flags_and_environment(emulated)
+    done = launch("networks", tmp_path, *flags, number=1, **environment)
+    assert not any(done.statuses), done.outputs
+    for line in done.lines:
+        assert line["inside"] == (1.0 if line["rank"] < 2 else 5.0) and line["across"] in (2.0, None), line
+    done.networks_as_asked()
+
+
+@one_machine
+@pytest.mark.skipif(not NO_RDMA, reason="this machine has RDMA: its IB network is there")
+def test_02_a_network_that_is_not_there_ends_its_group_alone(tmp_path, emulated):
+    """That net_name reaches NCCL for each group; and why holmes looks for verbs before it names "IB"."""
+    flags, environment = emulated("")
+    done = launch("absent_network", tmp_path, *flags, number=2, **environment)
+    assert not any(done.statuses) and all(line["world"] == 6.0 and line["failed"] for line in done.lines), done.outputs
+    assert any("network IB not found" in text or "Failed to initialize any NET plugin" in text
+               for said in done.said for text in said.warnings), done.outputs
+
+
+@one_machine
+@pytest.mark.skipif(bool(NO_RDMA), reason=f"no RDMA here: {NO_RDMA}")
+def test_03_ib_inside_a_cluster_and_sockets_across_on_one_machine(tmp_path):
+    """Of the machine's own HCAs, found by every rank."""
+    done = launch("networks", tmp_path, "--holmes", "--holmes-preflight", "off", number=3)
+    assert not any(done.statuses), done.outputs
+    done.networks_as_asked()
+
+
+@two_nodes
+def test_04_the_devices_are_those_that_the_plan_names(tmp_path):
+    done = launch("networks", tmp_path, *HOLMES, number=4)
+    assert not any(done.statuses), done.outputs
+    assert all(made.devices != {""} for said in done.said for made in said.communicators), done.outputs
+
+
+def test_05_groups_of_their_members_alone_under_a_bound_device(tmp_path, emulated):
+    """A hang, were they split off the default group (issue 13, finding 1)."""
+    flags, environment = flags_and_environment(emulated)
+    done = launch("bound_device", tmp_path, *flags, number=5, **environment)
+    assert not any(done.statuses), done.outputs
+    assert [line.get("pair") for line in done.lines] == [1.0, 1.0, None, None]
+    assert [line["later"] for line in done.lines] == [6.0] * 4
+    done.networks_as_asked()
+
+
+def test_06_batched_sends_between_stages_of_two_clusters(tmp_path, emulated):
+    """A hang, were only some neighbours given a group (finding 2)."""
+    flags, environment = flags_and_environment(emulated)
+    done = launch("pipeline", tmp_path, *flags, number=6, **environment)
+    assert not any(done.statuses), done.outputs
+    assert [line["value"] for line in done.lines] == [6.0, 5.0, 4.0, 3.0]
+    if NODE is None:
+        assert all(len(line["pairs"]) == 2 for line in done.lines), done.lines
+
+
+def test_07_a_split_keeps_the_settings_of_its_parent(tmp_path, emulated):
+    flags, environment = flags_and_environment(emulated)
+    done = launch("split", tmp_path, *flags, number=7, **environment)
+    assert not any(done.statuses), done.outputs
+    assert all(line["max_ctas"] == 4 and line["priority"] for line in done.lines), done.lines
+    assert all(any(made.split for made in said.communicators) for said in done.said), done.outputs
+    done.networks_as_asked()
+
+
+@one_machine
+def test_08_a_file_that_forces_a_network_is_refused_in_one_line(tmp_path, emulated):
+    (tmp_path / "nccl.conf").write_text("NCCL_NET=IB\n")
+    flags, environment = emulated("Socket")
+    conf = {"NCCL_CONF_FILE": str(tmp_path / "nccl.conf")}  # NCCL 2.23 and newer
+    done = launch("networks", tmp_path, *flags, number=8, **environment, **conf)
+    assert done.statuses == [2] * 4, done.outputs
+    assert sum(output.count("overrides the network of every group") for output in done.outputs) == 1, done.outputs
+
+
+@pytest.mark.parametrize("scene, number", [("reduction", 9), ("side_streams", 10)])
+def test_09_gradients_are_averaged_as_torch_does(tmp_path, emulated, scene, number):
+    """In the way that the plan has for them; and from several streams (finding 4)."""
+    flags, environment = flags_and_environment(emulated)
+    done = launch(scene, tmp_path, *flags, number=number, **environment)
+    assert not any(done.statuses), done.outputs
+    assert all(line["difference"] < 1e-5 for line in done.lines), done.lines
+
+
+def test_11_telemetry_keeps_no_outputs(tmp_path, emulated):
+    """Of gathers outside any step (finding 3); the watchdog, on by default, records too."""
+    flags, environment = flags_and_environment(emulated)
+    telemetry = str(tmp_path / "telemetry")
+    done = launch("memory", tmp_path, *flags, "--holmes-telemetry", telemetry, number=11, **environment)
+    assert not any(done.statuses), done.outputs
+    assert all(line["kept"] < 4 * 64 * 2**20 for line in done.lines), done.lines

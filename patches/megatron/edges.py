@@ -1,0 +1,183 @@
+"""megatron-core's 1F1B without waits for sends, and with as many micro-batches in flight as hide its slow edges.
+
+As patches/deepspeed/edges.py, whose text says why nobody waits for ever. The schedule
+(forward_backward_pipelining_without_interleaving) sends all through a P2PCommunicator, and takes the number of its
+warm-up passes from that one's group:
+
+    warm-up    pp_group.size() - pp_group.rank() - 1    here a group that says rank + held[stage], so held[stage] - 1; a
+                                                        stage is still the last exactly where held is 1
+    messages   P2PCommunicator._communicate             through runtime/groups/mailbox.py
+
+Tensors that it frees after sending (deallocate_pipeline_outputs) live on in the mailbox until they have arrived.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.megatron import core
+from holmes_ext.patches.megatron.features import EDGES
+from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.mailbox import Mailbox
+from holmes_ext.runtime.groups.members import members_group
+
+#: pipeline group -> its mailbox.
+_boxes: weakref.WeakKeyDictionary[Any, Mailbox] = weakref.WeakKeyDictionary()
+#: pipeline group -> (number and shapes of the last step's micro-batches).
+_forms: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
+class _Group:
+    """A pipeline group whose size is such that the schedule warms up with `held` micro-batches in flight."""
+
+    def __init__(self, group: Any, held: int):
+        last = group.rank() == group.size() - 1
+        self.group, self.held = group, held if last else max(held, 2)  # no other stage may look like the last one
+
+    def rank(self) -> int:
+        return self.group.rank()
+
+    def size(self) -> int:
+        return self.group.rank() + self.held
+
+
+class _Step:
+    """One step of one pipeline: what was sent and received so far."""
+
+    def __init__(self, box: Mailbox, held: tuple[int, ...], stage: int, dtype: Any, device: Any):
+        self.box, self.held, self.stage, self.dtype, self.device = box, held, stage, dtype, device
+        self.sent, self.came = {"F": 0, "B": 0}, {"F": 0, "B": 0}
+
+    def send(self, kind: str, tensor: Any, peer: int) -> None:
+        self.box.unit = kind, self.sent[kind]
+        self.sent[kind] += 1
+        self.box.send(tensor, peer)
+
+    def recv(self, kind: str, shape: Any, peer: int) -> Any:
+        import torch
+
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.box.recv(tensor, peer)
+        index, other = self.came[kind], "B" if kind == "F" else "F"
+        self.came[kind] += 1
+        self.box.arrived(other, index if kind == "B" else index - self.held[self.stage - 1])
+        return tensor.requires_grad_()
+
+
+_step: _Step | None = None
+
+
+def unsupported(config: Any, given: dict[str, Any]) -> str | None:
+    """Why a step's schedule stays megatron-core's, or None. The same on all ranks of a pipeline."""
+    reasons = {
+        "the script brings its own P2PCommunicator": given.get("p2p_communicator") is not None,
+        "shapes of messages are adjusted by the script": given.get("adjust_tensor_shapes_fn") is not None,
+        "sequence lengths vary": bool(config.variable_seq_lengths),
+        "multi-token prediction has a stage of its own": bool(getattr(config, "mtp_standalone", False)),
+        "ring exchange": bool(config.use_ring_exchange_p2p),
+        "micro-batches are recomputed by their number in flight":
+            config.num_microbatches_with_partial_activation_checkpoints is not None,
+    }  # fmt: skip
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _schedule(wrapped, instance, args, kwargs):
+    """forward_backward_pipelining_without_interleaving, of training."""
+    global _step
+    current, sizes = session.active(), core.job.sizes
+    if current is None or sizes is None or kwargs.get("forward_only") or not carrier_of(backend_of()):
+        return wrapped(*args, **kwargs)
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config
+
+    model = kwargs["model"][0] if isinstance(kwargs["model"], list) else kwargs["model"]
+    config, group = get_model_config(model), parallel_state.get_pipeline_model_parallel_group()
+    held = current.plan_for(sizes).traffic_of(carrier_of(backend_of(group))).in_flight
+    reason = unsupported(config, kwargs)
+    if reason and held and group not in _forms and current.rank == 0:
+        print(f"holmes: megatron-core's own pipeline sends are used: {reason}", file=sys.stderr)
+        _forms[group] = ()
+    if reason or not held or isinstance(group, list):
+        return wrapped(*args, **kwargs)
+    import torch
+
+    box, device = _box(group), next(model.parameters()).device
+    micro_batches = kwargs["num_microbatches"]
+    form = micro_batches, *(kwargs.get(name) for name in ("seq_length", "micro_batch_size", "decoder_seq_length"))
+    if _forms.get(group) != form:
+        box.forget()
+        _forms[group] = form
+    stage = group.rank()
+    steps = [one - other for one, other in zip(held, held[1:])]
+    box.begin(1 + max(1, *steps[max(0, stage - 1) : stage + 1]), micro_batches, torch.empty(0, device=device))
+    _step = _Step(box, held, stage, config.pipeline_dtype, device)
+    try:
+        result = wrapped(*args, **kwargs)
+    finally:
+        _step = None
+    box.end()
+    return result
+
+
+def _box(group: Any) -> Mailbox:
+    """Made in the first step, which all ranks of the pipeline come to; pairs in the same order everywhere."""
+    if group not in _boxes:
+        import torch.distributed as dist
+
+        ranks, mine, backend = dist.get_process_group_ranks(group), dist.get_rank(), backend_of(group)
+        groups = {}
+        for pair in sorted(zip(ranks, ranks[1:])):
+            if mine not in pair:
+                continue
+            ways = [members_group(pair, f"pipeline {way}", backend=backend) for way in ("activations", "gradients")]
+            sends, receives = ways if mine == pair[0] else reversed(ways)
+            peer = pair[mine == pair[0]]
+            groups[peer, "send"], groups[peer, "recv"] = sends, receives
+        _boxes[group] = Mailbox(groups)
+    return _boxes[group]
+
+
+def _count_in_flight(wrapped, instance, args, kwargs):
+    """P2PCommunicator.__init__."""
+    wrapped(*args, **kwargs)
+    if _step is not None:
+        instance.pp_group = _Group(instance.pp_group, _step.held[_step.stage])
+
+
+def _communicate(wrapped, instance, args, kwargs):
+    step = _step
+    if step is None:
+        return wrapped(*args, **kwargs)
+    if kwargs["tensor_send_next"] is not None:
+        step.send("F", kwargs["tensor_send_next"], instance.next_rank)
+    if kwargs["tensor_send_prev"] is not None:
+        step.send("B", kwargs["tensor_send_prev"], instance.prev_rank)
+    shape = kwargs["tensor_shape"]
+    before = step.recv("F", shape, instance.prev_rank) if kwargs["recv_prev"] else None
+    behind = step.recv("B", shape, instance.next_rank) if kwargs["recv_next"] else None
+    return before, behind, None
+
+
+_P2P = "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator"
+
+PATCHES = (
+    Patch(
+        EDGES, "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
+        "where a step begins and ends; its sends block, and it keeps as few micro-batches in flight as free edges need",
+        _schedule, parameters=("model", "num_microbatches", "forward_only", "p2p_communicator"),
+    ),
+    Patch(
+        EDGES, f"{_P2P}.__init__", "the schedule takes the number of its warm-up passes from this group",
+        _count_in_flight, parameters=("pp_group", "config"),
+    ),
+    Patch(
+        EDGES, f"{_P2P}._communicate", "all that the schedule sends and receives passes here, and is waited for",
+        _communicate, parameters=(
+            "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape", "wait_on_reqs",
+        ),
+    ),
+)  # fmt: skip

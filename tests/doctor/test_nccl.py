@@ -1,0 +1,75 @@
+"""What `holmes doctor` says of NCCL, whatever is installed here."""
+
+from dataclasses import replace
+
+import clusters
+import pytest
+from packaging.version import Version
+
+from holmes_ext.cluster.nccl import NcclOfNode, file_settings
+from holmes_ext.cluster.nic import Gid, Nic
+from holmes_ext.cluster.node_report import NodeReport
+from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.doctor import nccl
+
+GID = Gid(3, "0000:0000:0000:0000:0000:ffff:0a02:0007", "roce_v2", "roce0")
+ROCE = Nic(kind="roce", device="mlx5_0", port=1, netdevs=("roce0",), state="up", state_text="ACTIVE", rate_bps=10**11,
+           addresses=("10.2.0.7/16",), gids=(GID,))
+ETHERNET = Nic(kind="ethernet", device="eth0", netdevs=("eth0",), state="up", state_text="up",
+               addresses=("10.0.0.1/16",))
+NODE = NodeReport("b0.site.org", "id", "eth0", (ROCE, ETHERNET))
+SPEC = clusters.toml("a ib 200Gb/s a0", "b roce 100Gb/s b0,b1", ethernet="25Gb/s")
+
+
+@pytest.fixture(autouse=True)
+def no_files(monkeypatch, tmp_path):
+    monkeypatch.setattr(file_settings, "__defaults__", (str(tmp_path / "nccl.conf"),))
+    monkeypatch.setattr(nccl, "installed_nccl", lambda: ("nvidia-nccl-cu12", Version("2.27.5")))
+    return tmp_path
+
+
+@pytest.mark.parametrize("spec", [None, SPEC])
+def test_variables_and_the_network_of_each_kind_of_group(spec):
+    lines = nccl.handed_over(NODE, spec and parse_spec(spec, "c.toml"), {})
+    assert lines[:3] == ["NCCL_SOCKET_IFNAME==eth0", "NCCL_IB_HCA==mlx5_0:1", "NCCL_IB_GID_INDEX=3"]
+    fabric = "b" if spec else "roce0"
+    assert f"groups on {fabric} (roce): network 'IB'" in lines
+    assert "groups on ethernet (ethernet): network 'Socket'" in lines
+    assert "nvidia-nccl-cu12 2.27.5 takes each group's network by name" in lines[-1]
+
+
+def test_a_node_without_verbs_has_sockets_alone():
+    lines = nccl.handed_over(replace(NODE, nccl=NcclOfNode("there is no uverbs")), parse_spec(SPEC, "c.toml"), {})
+    assert not any("network 'IB'" in line or "NCCL_IB_HCA" in line for line in lines)
+    assert any("NCCL cannot use mlx5_0:1" in line and "over sockets" in line for line in lines)
+
+
+@pytest.mark.parametrize("version, said", [
+    ("2.16.2", "takes no network by name"), ("2.18.1", "by name (not its case)"), ("2.30.7", "by name (not its case)"),
+    ("2.31.1", "not among the versions that were read"),
+])
+def test_what_the_installed_version_makes_of_it(monkeypatch, version, said):
+    monkeypatch.setattr(nccl, "installed_nccl", lambda: ("nvidia-nccl-cu12", Version(version)))
+    assert any(said in line for line in nccl.handed_over(NODE, None, {}))
+
+
+def test_before_2_21_an_unset_gid_index_is_roce_v1(monkeypatch):
+    unlike = replace(ROCE, device="mlx5_1", gids=(replace(GID, index=5),))
+    node = replace(NODE, nics=(ROCE, unlike, ETHERNET))
+    for version, warned in (("2.20.5", True), ("2.21.5", False)):
+        monkeypatch.setattr(nccl, "installed_nccl", lambda version=version: ("nccl", Version(version)))
+        lines = nccl.handed_over(node, parse_spec(SPEC, "c.toml"), {})
+        assert any("takes GID 0" in line for line in lines) == warned
+        assert not any(line.startswith("NCCL_IB_GID_INDEX=") for line in lines)
+
+
+def test_a_node_of_no_cluster_is_told(monkeypatch):
+    (line,) = nccl.handed_over(replace(NODE, name="x9"), parse_spec(SPEC, "c.toml"), {})
+    assert line == "not known: x9 is in no cluster of c.toml"
+
+
+def test_files_and_plugins_are_findings(no_files):
+    (no_files / "nccl.conf").write_text("NCCL_IB_HCA=mlx5_7\n")
+    forced = NcclOfNode("", "IB", "/etc/nccl.conf", "/opt/libnccl-net.so")
+    levels = {finding.about: finding.level for finding in nccl.check_nccl(forced, {})}
+    assert levels == {"/etc/nccl.conf": "problem", str(no_files / "nccl.conf"): "note", "/opt/libnccl-net.so": "note"}

@@ -1,0 +1,212 @@
+"""What NCCL would do with the operations that a job launches: a log of every rank, and what is wrong with the logs.
+
+    with recorded() as log: ...          in each rank, over gloo: every operation of torch's process groups, in order
+    faults({rank: log}, bound) -> lines  none: under NCCL nothing of it hangs or mixes
+
+NCCL differs from gloo in three ways, and each is a rule here:
+
+    order      a communicator carries its operations out in the order of their launch, on every rank the same ones;
+               messages between two ranks meet in their order
+    circles    an operation waits for those before it on its communicator and, unless it is asynchronous, on the stream;
+               wait() holds the stream up. All of that together must never come back to where it began. It is assumed
+               that the host waits as well (it does wherever a loss is read), which is more than NCCL asks
+    members    a communicator is made when its first operation is launched, and all its ranks must come there, holding
+               their hosts up: for collectives and batches of messages all of the group, for single messages the two
+               ends. With a bound device (init_process_group(device_id=...)) the group's communicator carries them all
+               and is there from the beginning
+"""
+
+from __future__ import annotations
+
+import graphlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from holmes_ext.patches.torch.telemetry import METHODS
+
+
+@dataclass(frozen=True)
+class Launch:
+    """peer: the other's global rank, of "send" and "receive"; batch: of messages launched at once, 0 for none; stays:
+    the stream goes on only when it is over."""
+
+    number: int
+    group: str
+    ranks: tuple[int, ...]
+    operation: str
+    bytes: int
+    peer: int | None = None
+    batch: int = 0
+    stays: bool = True
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The stream waits for the launch of this number."""
+
+    number: int
+
+
+Log = list[Launch | Wait]
+
+
+@contextmanager
+def recorded() -> Iterator[Log]:
+    """Every operation that Python starts on a process group of this process."""
+    log: Log = []
+    works: dict[int, tuple[int, Any]] = {}  # the work is kept: its id must not come back
+    batch = [0]
+
+    def note(group: Any, operation: str, size: int, to: int | None, stays: bool) -> int:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        peer = None if to is None else ranks[to]
+        log.append(Launch(len(log) + 1, group.group_name, ranks, operation, size, peer, batch[0], stays))
+        return len(log)
+
+    def starts(name: str, payload: int | None, to: int | None, original: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            size = 0 if payload is None else _bytes(args[payload])
+            options = [*args, *kwargs.values()][-1:]
+            stays = to is None and not any(getattr(option, "asyncOp", False) for option in options)
+            number = note(self, name, size, None if to is None else args[to], stays)
+            work = original(self, *args, **kwargs)
+            if work is not None:
+                works[id(work)] = number, work
+            return work
+
+        return call
+
+    wait_of, batch_of = dist.Work.wait, dist.batch_isend_irecv
+
+    def wait(self: Any, *args: Any) -> Any:
+        result = wait_of(self, *args)
+        if (number := works.get(id(self), (0, None))[0]) and not getattr(log[number - 1], "stays", False):
+            log.append(Wait(number))
+        return result
+
+    def batched(ops: Sequence[Any]) -> Any:
+        batch[0] = len(log) + 1
+        try:
+            return batch_of(ops)
+        finally:
+            batch[0] = 0
+
+    operations = {**{method: (*about, None) for method, about in METHODS.items()}, "send": ("send", 0, 1),
+                  "recv": ("receive", 0, 1)}
+    with ExitStack() as stack:
+        for method, about in operations.items():
+            original = getattr(dist.ProcessGroup, method)
+            stack.enter_context(mock.patch.object(dist.ProcessGroup, method, starts(*about, original)))
+        stack.enter_context(mock.patch.object(dist.Work, "wait", wait))
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", batched))
+        yield log
+
+
+def _bytes(value: Any) -> int:
+    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else value.nbytes
+
+
+def faults(logs: Mapping[int, Log], bound: bool = False) -> list[str]:
+    """What NCCL would make of these; bound: every group's communicator is there from the beginning."""
+    return [*_unlike(logs), *([] if bound else _absent(logs)), *_circles(logs, bound)]
+
+
+def _launches(log: Log) -> list[Launch]:
+    return [entry for entry in log if isinstance(entry, Launch)]
+
+
+def _unlike(logs: Mapping[int, Log]) -> Iterator[str]:
+    """Ranks of a communicator that launch other things, or in another order."""
+    collectives: dict[tuple, dict[int, list]] = defaultdict(lambda: defaultdict(list))
+    messages: dict[tuple, dict[str, list]] = defaultdict(lambda: defaultdict(list))
+    for rank, log in logs.items():
+        for one in _launches(log):
+            if one.peer is None:
+                collectives[one.group, one.ranks][rank].append((one.operation, one.bytes))
+            else:
+                ends = (rank, one.peer) if one.operation == "send" else (one.peer, rank)
+                messages[(one.group, one.ranks, *ends)][one.operation].append(one.bytes)
+    for (group, ranks), of in collectives.items():
+        first = next(iter(of))
+        for rank in ranks:
+            place = next((n for n, (a, b) in enumerate(zip(of[rank], of[first])) if a != b), None)
+            if place is not None:
+                mine, theirs = (of[one][place] for one in (rank, first))
+                yield f"group {group}: operation {place} is {mine} on rank {rank}, {theirs} on rank {first}"
+            elif len(of[rank]) != len(of[first]):
+                yield f"group {group}: {len(of[rank])} operations on rank {rank}, {len(of[first])} on rank {first}"
+    for (group, _, source, target), ends in messages.items():
+        if ends["send"] != ends["receive"]:
+            yield f"group {group}: rank {source} sends {ends['send']} to {target}, which receives {ends['receive']}"
+
+
+def _communicator(one: Launch, rank: int, bound: bool) -> tuple[Any, tuple[int, ...]]:
+    """(what carries an operation, the ranks that must come to make it)."""
+    if one.peer is None or one.batch or bound:
+        return (one.group, one.ranks), one.ranks
+    ends = tuple(sorted((rank, one.peer)))
+    return (one.group, one.ranks, ends), ends
+
+
+def _absent(logs: Mapping[int, Log]) -> Iterator[str]:
+    """Communicators that some of their ranks never use."""
+    used: dict[Any, tuple[tuple[int, ...], set[int]]] = {}
+    for rank, log in logs.items():
+        for one in _launches(log):
+            key, members = _communicator(one, rank, False)
+            used.setdefault(key, (members, set()))[1].add(rank)
+    for (group, *_), (members, seen) in used.items():
+        if missing := set(members) - seen:
+            yield f"group {group} of ranks {members} is never used by {sorted(missing)}, for whom the others wait"
+
+
+def _circles(logs: Mapping[int, Log], bound: bool) -> Iterator[str]:
+    """What waits for what, on all ranks together."""
+    after: dict[Any, set] = defaultdict(set)  # node -> what must be over before
+    counts: dict[Any, int] = defaultdict(int)
+    for rank, log in logs.items():
+        stream: Any = None
+        queue: dict[Any, Any] = {}  # communicator -> its last operation on this rank
+        batches: dict[tuple, Any] = {}
+        for entry in log:
+            if isinstance(entry, Wait):
+                mark = ("wait", rank, entry.number, len(after))
+                one = log[entry.number - 1]
+                assert isinstance(one, Launch)
+                after[mark] |= {stream, ("end", rank, one.batch or one.number)} - {None}
+                stream = mark
+                continue
+            key, members = _communicator(entry, rank, bound)
+            number = entry.batch or entry.number
+            begin, end = ("begin", rank, number), ("end", rank, number)
+            if number not in batches:
+                batches[number] = None
+                if not bound and key not in queue:
+                    after["made", key] |= {stream} - {None}
+                    stream = ("made", key)  # the host stands still
+                after[begin] |= {stream, queue.get(key)} - {None}
+                queue[key] = end
+            if entry.peer is None:
+                what: Any = ("all", key, counts[rank, key])
+                counts[rank, key] += 1
+            else:
+                ends = (rank, entry.peer) if entry.operation == "send" else (entry.peer, rank)
+                what = ("message", entry.group, entry.ranks, ends, counts[rank, entry.group, entry.ranks, ends])
+                counts[rank, entry.group, entry.ranks, ends] += 1
+            after[what].add(begin)
+            after[end].add(what)
+            if entry.stays:
+                stream = end
+    try:
+        graphlib.TopologicalSorter(after).prepare()
+    except graphlib.CycleError as error:
+        numbers = {(rank, one.batch or one.number): one for rank, log in logs.items() for one in _launches(log)}
+        told = [f"rank {node[1]}: {numbers[node[1:]].operation} in group {numbers[node[1:]].group}"
+                for node in error.args[1] if node[0] == "begin"]
+        yield f"a circle of waits: {' <- '.join(told)}"

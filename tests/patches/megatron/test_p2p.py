@@ -1,0 +1,75 @@
+"""Over which groups megatron-core's pipeline sends: a batch of NCCL's makes the communicator of ALL ranks of its group
+at first use (torch's ProcessGroupNCCL, where no device is bound), so a group that one rank uses all its ranks must use.
+"""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import random_sites
+
+from holmes_ext.options import Options
+from holmes_ext.patches.megatron import p2p
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.layout import groups
+from holmes_ext.runtime import session
+from holmes_ext.runtime.session import Session
+from holmes_ext.runtime.start.launcher import Process
+
+
+class Group:
+    """A process group as one of its ranks sees it."""
+
+    def __init__(self, ranks, me):
+        self.ranks, self.me = tuple(ranks), me
+
+    def rank(self):
+        return self.ranks.index(self.me)
+
+
+def used(monkeypatch, site, plan, rank, ranks, ring):
+    """Groups, by their ranks, over which `rank` of the pipeline group `ranks` sends or receives in batches."""
+    monkeypatch.setattr(session, "_active", Session(Options(), Process(0, 1, 0, 1, "", 0, ""), site, plan, rank))
+    monkeypatch.setattr(p2p, "members_group", lambda members, purpose, **options: Group(members, rank))
+    monkeypatch.setattr(p2p, "backend_of", lambda group: "nccl")
+    monkeypatch.setattr(p2p, "_timeout", lambda group, backend: None)
+    monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: list(group.ranks))
+    group, over = Group(ranks, rank), []
+
+    def framework(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
+        peers = {prev_pipeline_rank} if any(tensors[f"tensor_{way}_prev"] for way in ("send", "recv")) else set()
+        peers |= {next_pipeline_rank} if any(tensors[f"tensor_{way}_next"] for way in ("send", "recv")) else set()
+        assert peers <= set(group.ranks), "a tensor for a rank that is not in the group"
+        if peers:
+            over.append(group.ranks)
+        return []
+
+    place, last = ranks.index(rank), len(ranks) - 1
+    before, after = (place > 0 or ring), (place < last or ring)
+    p2p._batched(framework, None, (), dict(
+        group=group, prev_pipeline_rank=ranks[place - 1], next_pipeline_rank=ranks[(place + 1) % len(ranks)],
+        tensor_recv_prev=before, tensor_send_prev=before, tensor_send_next=after, tensor_recv_next=after))
+    return over
+
+
+@pytest.mark.parametrize("ring", [False, True], ids=["plain", "interleaved"])
+def test_a_group_that_one_rank_sends_batches_over_is_used_by_all_its_ranks(monkeypatch, ring):
+    seen = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        site = random_sites.site(rng)
+        plan = build_plan(site, random_sites.sizes(rng, site.world_size))
+        for ranks in groups(plan.sizes, "pipeline") if plan.sizes and plan.sizes.pipeline > 1 else ():
+            of_rank = {rank: used(monkeypatch, site, plan, rank, ranks, ring) for rank in ranks}
+            for rank, over in of_rank.items():
+                for members in over:
+                    idle = [other for other in members if members not in of_rank[other]]
+                    assert not idle, f"seed {seed}: rank {rank} sends over {members}, {idle} never do"
+            seen += any(len(over) < len(ranks) for used_by in of_rank.values() for over in used_by)
+    assert seen > 20, "hardly a site has pairs of their own"
+
+
+def test_one_group_for_all_where_no_pair_has_anything_faster(monkeypatch):
+    site = SimpleNamespace()
+    plan = SimpleNamespace(fabric_of=lambda ranks, carrier: SimpleNamespace(name="ethernet"), world_size=4)
+    assert used(monkeypatch, site, plan, 1, (0, 1, 2, 3), False) == [(0, 1, 2, 3)]
