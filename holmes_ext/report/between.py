@@ -43,7 +43,7 @@ def draw_clusters(plt: Any, site: Site, colors: tuple[str, ...]) -> Any:
         text = f"{name}\n{count} nodes" + (f"\nuplink {format_rate(uplink)}" if uplink else "")
         axis.scatter(*place[name], s=3200, color=colors[index % len(colors)], zorder=2)
         axis.text(*place[name], text, ha="center", va="center", fontsize=7, color="white", zorder=3)
-    title = f"{site.processes} GPUs a node, {format_rate(ethernet.rate_bps)} a NIC"
+    title = f"{site.processes} GPU{'s' * (site.processes > 1)} a node, {format_rate(ethernet.rate_bps)} a NIC"
     axis.set_title(title + ("" if site.wan else ": flat, only NICs limit it"), loc="left", fontsize=10)
     axis.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal")
     axis.axis("off")
