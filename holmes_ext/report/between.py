@@ -43,7 +43,7 @@ def draw_clusters(plt: Any, site: Site, colors: tuple[str, ...]) -> Any:
         text = f"{name}\n{count} nodes" + (f"\nuplink {format_rate(uplink)}" if uplink else "")
         axis.scatter(*place[name], s=3200, color=colors[index % len(colors)], zorder=2)
         axis.text(*place[name], text, ha="center", va="center", fontsize=7, color="white", zorder=3)
-    title = f"{site.processes} GPUs a node, {format_rate(ethernet.rate_bps)} a NIC"
+    title = f"{site.processes} GPU{'s' * (site.processes > 1)} a node, {format_rate(ethernet.rate_bps)} a NIC"
     axis.set_title(title + ("" if site.wan else ": flat, only NICs limit it"), loc="left", fontsize=10)
     axis.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal")
     axis.axis("off")
@@ -57,8 +57,9 @@ def draw_what_if(plt: Any, outcome: Outcome) -> Any:
     now = outcome.ground.site.fabric_by_name[ETHERNET].rate_bps
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
     by_rate = [with_ethernet(outcome, best, factor) for factor in FACTORS]
-    names = [f"{factor:g} x" if site.wan else f"{now * factor / 1e9:.3g}" for factor in FACTORS]
-    _curves(left, FACTORS, by_rate, "of cluster.toml's rates" if site.wan else "Ethernet of a node, Gb/s")
+    times = [f"{factor:g}" if factor >= 1 else f"1/{1 / factor:g}" for factor in FACTORS]
+    names = times if site.wan else [f"{now * factor / 1e9:.3g}" for factor in FACTORS]
+    _curves(left, FACTORS, by_rate, "times the rates of cluster.toml" if site.wan else "Ethernet of a node, Gb/s")
     left.axvline(1, color="#999999", linestyle=":")
     left.text(1, left.get_ylim()[1], " now", va="top", fontsize=8, color="#666666")
     left.set_xscale("log", base=2)
@@ -67,13 +68,13 @@ def draw_what_if(plt: Any, outcome: Outcome) -> Any:
     _curves(right, LATENCIES, by_latency, "one way between clusters, all links")
     right.set_xscale("log")
     right.set_xticks(LATENCIES, [format_seconds(seconds) for seconds in LATENCIES])
-    for axis in (left, right):
-        axis.minorticks_off()
     every = [seconds for pair in (*by_rate, *by_latency) for seconds in pair]
     low, high = min(every), max(every)
     ticks = [float(f"{low * (high / low) ** (i / 4):.{2 if high > 1.5 * low else 4}g}") for i in range(5)]
     left.set_yscale("log")
     left.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    for axis in (left, right):
+        axis.minorticks_off()
     left.set_ylabel("predicted seconds of one step (closed form)")
     left.set_title("What if the network between clusters were another?", loc="left", fontsize=10)
     left.legend(frameon=False)
