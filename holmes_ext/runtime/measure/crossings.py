@@ -23,8 +23,8 @@ from holmes_ext.cluster.measured import MeasuredPair
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.runtime.session import Session
 
-PINGS, STREAMS, MOST_NODES = 21, 8, 8
-LEAD_S, LEAD_TRIPS, WINDOW_S, WINDOW_TRIPS = 0.8, 25, 1.0, 15
+PINGS, STREAMS, MOST_NODES = 11, 8, 8
+LEAD_S, LEAD_TRIPS, WINDOW_S, WINDOW_TRIPS = 0.8, 15, 1.0, 10
 #: Seconds after which a peer that says nothing has gone.
 PATIENCE_S = 60.0
 #: A pair whose one-way latency is above this many seconds, or whose nodes together get less than this part of their
@@ -85,18 +85,19 @@ def measure(session: Session, tell: Callable[[str], None] = lambda text: None) -
     server.settimeout(PATIENCE_S)
     addresses: list = [None] * dist.get_world_size()
     dist.all_gather_object(addresses, server.getsockname()[:2])
-    found = []
+    found, own = [], []
     for number, pairs in enumerate(schedule := rounds(len(clusters)), start=1):
         listed = ", ".join(f"{site.clusters[a]}-{site.clusters[b]}" for a, b in pairs)
         tell(f"round {number} of {len(schedule)} between the clusters: {listed}")
         mine = next(((clusters[a], clusters[b]) for a, b in pairs if rank in (*clusters[a], *clusters[b])), None)
-        own = _pair(rank, mine, server, addresses, dist.barrier)
-        everyone: list = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
+        own.append(_pair(rank, mine, server, addresses, dist.barrier))
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    for number, pairs in enumerate(schedule):
         for a, b in pairs:
             ends = list(zip(clusters[a], clusters[b]))[:MOST_NODES]
-            trip, stream, _ = everyone[ends[0][0]]
-            together = sum(everyone[sender][2] for sender, _ in ends)
+            trip, stream, _ = everyone[ends[0][0]][number]
+            together = sum(everyone[sender][number][2] for sender, _ in ends)
             names = site.clusters[a], site.clusters[b]
             if together >= PROGRAM_BPS * len(ends) * streams_of(len(ends)):
                 together = max(together, stated_bps(site, *names, len(ends)))
