@@ -8,7 +8,10 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["GradientReducer", "HolmesError", "disable", "enable", "initialize_model_parallel", "step_done"]
+__all__ = [
+    "GradientReducer", "HolmesError", "disable", "enable", "initialize_model_parallel", "joined_state_dict",
+    "load_joined_state_dict", "step_done",
+]  # fmt: skip
 
 #: Public name -> its module, imported when the name is used: importing holmes_ext alone stays cheap.
 _HOMES = {
@@ -16,6 +19,8 @@ _HOMES = {
     "HolmesError": "holmes_ext.errors",
     "disable": "holmes_ext.job",
     "enable": "holmes_ext.job",
+    "joined_state_dict": "holmes_ext.runtime.outer.training",
+    "load_joined_state_dict": "holmes_ext.runtime.outer.training",
     "step_done": "holmes_ext.runtime.measure.telemetry",
 }
 

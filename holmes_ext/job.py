@@ -15,9 +15,10 @@ from holmes_ext.options import Options, options_from, parse_flags
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.command_line import arguments
-from holmes_ext.patches.torch import fsdp
+from holmes_ext.patches.torch import fsdp, joined
 from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session
+from holmes_ext.runtime.outer import training
 from holmes_ext.runtime.start import launcher
 from holmes_ext.runtime.start.rank import Request, start
 from holmes_ext.runtime.watch import failure, start_stop
@@ -95,6 +96,8 @@ def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:
 def disable() -> None:
     """Undo every patch and put the environment back; process groups that exist keep their transport."""
     start_stop.stop()
+    joined.detach()
+    training.end("holmes was switched off")
     patches.registry().undo()
     session.set_active(None)
     for name, value in _before.items():
@@ -120,6 +123,7 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
     config = ds_config.from_arguments(argv)
     if config is not None:
         agreed["content of the --deepspeed_config file"] = config.digest
+    joins: list[str] = []
     request = Request(options, overlap=arguments.overlaps(options.overlap, argv))
     try:
         try:
@@ -127,10 +131,14 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
             request.sizes = said or arguments.sizes_from_arguments(argv)
             if not options.model:
                 request.model = arguments.model_from_arguments(argv, needed=options.needs_model)
+            joins = training.request(options)
             registry.enable_asked_for(options)
         except HolmesError as error:
             trouble = trouble or error
         current, lines = start(request, process, agreed, trouble)
+        lines += joins
+        if joins:
+            joined.attach()
         if config is not None:
             lines += ds_config.checked(config, current)
     except BaseException:

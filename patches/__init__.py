@@ -16,14 +16,14 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "torch": ("groups", "ddp", "fsdp", "telemetry"),
+    "torch": ("groups", "ddp", "fsdp", "joined", "telemetry"),
     "deepspeed": (
-        "p2p", "edges", "reduce", "two_level", "partition", "checkpoints", "profile", "telemetry",
+        "p2p", "edges", "reduce", "two_level", "partition", "checkpoints", "joined", "profile", "telemetry",
     ),
     "lightning": ("ranks",),
     "megatron": (
-        "megatron_deepspeed", "unused", "core", "reduction", "gather", "p2p", "edges", "profile", "megatron_lm",
-        "telemetry",
+        "megatron_deepspeed", "unused", "core", "reduction", "gather", "p2p", "edges", "joined", "profile",
+        "megatron_lm", "telemetry",
     ),
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from holmes_ext.cli.show import joined_demo
 from holmes_ext.cli.show.page import page, table
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.site import site_from_spec
@@ -46,11 +47,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--repetitions", type=int, default=4, help="runs of each variant, alternating (default 4)")
     parser.add_argument("--steps", type=int, default=12, help="of each run, the first 3 not measured (default 12)")
     parser.add_argument("--output", default="report.html", metavar="FILE", help="the pictures (default report.html)")
+    parser.add_argument("--joined", action="store_true",
+                        help="two jobs that train one model over 40 ms and 20 Mb/s, one of them killed and back")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """The table on the screen, the report in a file; 1 when the losses differ."""
+    if args.joined:
+        return joined_demo.run(args.json, max(args.steps, 160))
     if args.repetitions < 1 or args.steps < 6:
         raise HolmesError("holmes demo: --repetitions must be 1 or more and --steps 6 or more")
     screen = Screen(stderr=args.json)

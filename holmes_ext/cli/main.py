@@ -19,7 +19,7 @@ from holmes_ext import __version__
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import did_you_mean
 
-COMMANDS = ("discover", "doctor", "plan", "probe", "lab", "demo", "patches", "report", "tune")
+COMMANDS = ("discover", "doctor", "plan", "probe", "lab", "demo", "join", "patches", "report", "tune")
 
 
 class _Parser(argparse.ArgumentParser):

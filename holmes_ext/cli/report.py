@@ -13,7 +13,7 @@ from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
 from holmes_ext.report import pictures
-from holmes_ext.report.figures import Summary, summarize
+from holmes_ext.report.figures import JoinedRow, Summary, summarize
 from holmes_ext.report.files import Run, load
 from holmes_ext.report.trace import chosen_step, pictured, trace
 from holmes_ext.units import format_rate, format_seconds
@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     for note in job.notes:
         screen.line(f"note: {note}")
     screen.line(_headline(summary))
+    if summary.joined is not None:
+        screen.line(_joined(summary.joined))
     for columns, rows in ((GROUPS, _cells(summary)), (PAIRS, _pair_cells(summary)), (RANKS, _rank_cells(summary))):
         if rows:
             screen.line()
@@ -82,6 +84,13 @@ def _headline(summary: Summary) -> str:
     low, high = summary.spread
     took = f"{summary.steps} steps of {summary.step_s:.4f} s (median; {low:.4f} to {high:.4f})"
     return f"run {summary.run}: {summary.world} ranks, {took}{tokens}"
+
+
+def _joined(row: JoinedRow) -> str:
+    """Of rounds with other jobs."""
+    drift = "" if row.drift is None else f"; drift {row.drift:.2f} of the sum"
+    return (f"joined: {row.rounds} rounds, {row.counted} of them counted; {row.sent / 1e6:.3f} MB sent in a round,"
+            f" {row.seconds:.3f} s under way, {row.exposed_s:.4f} s exposed (medians){drift}")
 
 
 def _cells(summary: Summary) -> list[list[str]]:
@@ -133,6 +142,7 @@ def _document(job: Run, summary: Summary, step: int) -> str:
     return page(
         "holmes report", f"<h1>{html.escape(_headline(summary))}</h1>",
         *(f"<p>note: {html.escape(note)}</p>" for note in job.notes),
+        *([f"<p>{html.escape(_joined(summary.joined))}</p>"] if summary.joined else []),
         table([column.name for column in GROUPS], _cells(summary)),
         *([table([column.name for column in PAIRS], _pair_cells(summary))] if summary.pairs else []),
         table([column.name for column in RANKS], _rank_cells(summary)), f"<p>{html.escape(_verdict(summary))}</p>",

@@ -63,6 +63,20 @@ class RankRow:
 
 
 @dataclass(frozen=True)
+class JoinedRow:
+    """Rounds with other jobs. counted: committed ones with this job in them; sent: bytes of all ranks in a round;
+    seconds: from start to end, exposed_s: waited for, both the slowest rank's, medians; drift: of the last counted
+    round, between this job's pseudo-gradient and the aggregate, None where no other job was in."""
+
+    rounds: int
+    counted: int
+    sent: float
+    seconds: float
+    exposed_s: float
+    drift: float | None
+
+
+@dataclass(frozen=True)
 class Summary:
     """What the report says.
 
@@ -78,6 +92,7 @@ class Summary:
     rows: tuple[GroupRow, ...]
     pairs: tuple[PairRow, ...]
     ranks: tuple[RankRow, ...]
+    joined: JoinedRow | None = None
 
     @property
     def slowest(self) -> RankRow:
@@ -93,9 +108,27 @@ def summarize(run: Run) -> Summary:
     median = statistics.median(seconds)
     rate = statistics.median(tokens) / median if median > 0 else 0.0
     ranks = tuple(_rank_row(one, steps) for one in run.ranks)
-    spread = min(seconds), max(seconds)
+    spread, joined = (min(seconds), max(seconds)), _joined(run)
     rows, pairs = _rows(run, steps), _pairs(run)
-    return Summary(run.head["run"], run.head["world"], len(steps), median, spread, rate, rows, pairs, ranks)
+    return Summary(run.head["run"], run.head["world"], len(steps), median, spread, rate, rows, pairs, ranks, joined)
+
+
+def _joined(run: Run) -> JoinedRow | None:
+    by_round: dict[int, list[dict[str, Any]]] = {}
+    for one in run.ranks:
+        for told in one.rounds:
+            by_round.setdefault(told["round"], []).append(told)
+    if not by_round:
+        return None
+    ends = [told[0] for _, told in sorted(by_round.items())]
+    drifts = [end["drift"] for end in ends if isinstance(end.get("drift"), (int, float))]
+    return JoinedRow(
+        len(by_round), sum(end["verdict"] == "commit" for end in ends),
+        statistics.median(sum(one["bytes"] for one in told) for told in by_round.values()),
+        statistics.median(max(one["seconds"] for one in told) for told in by_round.values()),
+        statistics.median(max(one["exposed"] for one in told) for told in by_round.values()),
+        drifts[-1] if drifts else None,
+    )  # fmt: skip
 
 
 def _seconds(step: dict[str, Any]) -> float:

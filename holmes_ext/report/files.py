@@ -24,6 +24,7 @@ class RankFile:
     head: dict[str, Any]
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     clock: tuple[float, float] | None = None
+    rounds: list[dict[str, Any]] = field(default_factory=list)  # with other jobs (--holmes-join)
     cut: bool = False
     closed: bool = False
 
@@ -160,10 +161,17 @@ def _take(one: RankFile, document: dict[str, Any], where: str) -> None:
             if not isinstance(rows, list) or not all(_is_row(row, kinds) for row in rows):
                 raise HolmesError(f"{where}: step {step}: {key!r} are not rows as this version writes them")
         one.steps[step] = document
+    elif "outer" in document:
+        table = Table(document, where).table("outer")
+        table.take("round", int)
+        table.take("verdict", str)
+        for key in ("bytes", "seconds", "exposed"):
+            table.take(key, float)
+        one.rounds.append(document["outer"])
     elif "end" in document:
         one.closed = True
     else:
-        raise HolmesError(f"{where}: neither a step, nor 'clock', nor 'end'")
+        raise HolmesError(f"{where}: neither a step, nor 'clock', 'outer' or 'end'")
 
 
 def _is_row(row: Any, kinds: str) -> bool:

@@ -39,6 +39,7 @@ class Feature:
                 or run from a source tree. Called once a target's module is imported, and instead of
                 the installed distribution's metadata. None: another framework's module of that name; the feature
                 is off without a warning.
+    binding     once its framework is imported it must fit: where it does not, the job ends instead of training without.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Feature:
     idle: tuple[str, ...] = ()
     version_of: Callable[[], str | None] | None = None
     read: tuple[str, ...] = ()
+    binding: bool = False
 
     def __post_init__(self):
         Requirement(self.versions)  # InvalidRequirement is a ValueError

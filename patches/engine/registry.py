@@ -158,6 +158,8 @@ class Registry:
         wanted = [one.feature for name, one in self._features.items() if name not in required]
         self.enable(feature.name for feature in wanted
                     if feature.asked_for(options) and (feature.version_of or feature.installed()))
+        for one in self._features.values():
+            one.required |= one.feature.binding and one.off is None
 
     def undo(self) -> None:
         """Take every patch off: each attribute and copy holds its original object again, inherited ones are gone."""
@@ -238,6 +240,7 @@ class Registry:
                 location.add(patch)
                 self._locations[patch.target] = progress.applied[patch] = location
         except _NotLoaded as other:
+            progress.required &= not progress.feature.binding
             self._switch_off(progress, str(other), level=logging.DEBUG)
         except Misfit as misfit:
             self._switch_off(progress, str(misfit))

@@ -59,6 +59,9 @@ EDGES = Feature(
     version_of=loaded_version,
 )  # fmt: skip
 PROFILE = _core("megatron-profile", option="profile", idle=("",))
+JOINED = Feature(
+    "joined-megatron", "megatron-core>=0.16,<0.17", ("0.16.1",), "join", ("",), version_of=loaded_version, binding=True,
+)  # fmt: skip
 TELEMETRY = _core("telemetry-megatron")
 LM = _lm("megatron-lm")
 LM_CHECKPOINTS = _lm("megatron-lm-checkpoints")

@@ -10,6 +10,7 @@ _of = partial(Feature, versions="torch>=2.4", tried=("2.13.0",), read=_READ)
 
 RANKS = _of("ranks")
 NICS = _of("nics")
+JOINED = Feature("joined-torch", "torch>=2.4", ("2.13.0",), "join", ("",), binding=True)
 TELEMETRY = _of("telemetry")
 DDP = Feature("ddp", "torch>=2.13", tried=("2.13.0",))
 FSDP = Feature("fsdp", "torch>=2.13", tried=("2.13.0",))

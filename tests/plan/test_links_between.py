@@ -14,7 +14,7 @@ from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.across import Across, neighbours
 from holmes_ext.plan.cost.links import Links
-from holmes_ext.plan.cost.model import load_model
+from holmes_ext.plan.cost.model_file import load_model
 from holmes_ext.plan.cost.network import Price, all_reduce, crossing, message, summed_across, two_levels
 from holmes_ext.plan.cost.nodes import Predictor, step_seconds
 from holmes_ext.plan.cost.workload import Workload

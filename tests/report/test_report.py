@@ -192,3 +192,16 @@ def test_damaged_files_never_give_a_traceback(tmp_path, capsys):
 def test_without_traced_steps_nothing_is_achieved(tmp_path):
     write(tmp_path, steps=2)
     assert achieved(load(tmp_path)) == {} and summarize(load(tmp_path)).rows[0].achieved_bps == 0
+
+
+def test_rounds_with_other_jobs(tmp_path):
+    place = write(tmp_path)
+    for rank in (0, 1):
+        with open(place / f"rank{rank}.jsonl", "a") as file:
+            for number, verdict in ((1, "commit"), (2, "void"), (3, "commit")):
+                told = {"round": number, "verdict": verdict, "bytes": 500_000, "seconds": 2.0 + rank}
+                told |= {"exposed": 0.25 * rank, "drift": 0.5 if number == 1 else None}
+                file.write(json.dumps({"outer": told}) + "\n")
+    row = summarize(load(tmp_path)).joined
+    assert (row.rounds, row.counted, row.sent, row.seconds, row.exposed_s, row.drift) == (3, 2, 1e6, 3.0, 0.25, 0.5)
+    assert summarize(load(write(tmp_path / "alone").parent)).joined is None

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby, islice
+from itertools import chain, combinations, groupby, islice
 from typing import Any, TypeVar
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
@@ -32,6 +32,8 @@ Content = tuple[tuple[int, int], ...]
 PIPELINES_FIRST = "tp-cp-ep-pp-dp"
 #: Distinct orders of clusters that are looked at for one way to group them, times stages.
 MAX_ORDERS = 9600
+#: The same where the network between clusters is not flat, which makes them differ: chains over good links stand first.
+MOST_CHAINED = 60
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,8 @@ def arrangements(
         if pipeline == 1 and together > 1:
             break  # one stage holds all clusters anyhow
         orders = chain(_chained(ground, together), _orders(ground, together))
-        listed = list(islice(orders, 1 if pipeline == 1 else max(8, limit // pipeline)))
+        most = min(MOST_CHAINED if ground.wan else limit, max(8, limit // pipeline))
+        listed = list(dict.fromkeys(islice(orders, 1 if pipeline == 1 else most)))
         complete = complete and (pipeline == 1 or next(orders, None) is None)
         for groups in listed:
             if together == 1:
@@ -196,7 +199,8 @@ def arrangement_of(ground: Ground, nodes: Sequence[str], sizes: Sizes) -> Arrang
 
 
 def _chained(ground: Ground, together: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Where the network between the clusters is not flat: their chain over the best links, both ways."""
+    """Where the network between the clusters is not flat: their chain over the best links, both ways, and those that
+    differ from it by a pair."""
     names = ground.site.clusters
     if together > 1 or not ground.wan or len(names) < 3:
         return
@@ -207,6 +211,10 @@ def _chained(ground: Ground, together: int) -> Iterator[tuple[tuple[int, ...], .
 
     best = best_order(range(len(names)), cost)
     yield from (tuple((index,) for index in order) for order in (best, best[::-1]))
+    for one, two in combinations(range(len(best)), 2):
+        swapped = list(best)
+        swapped[one], swapped[two] = best[two], best[one]
+        yield tuple((index,) for index in swapped)
 
 
 def _orders(ground: Ground, together: int) -> Iterator[tuple[tuple[int, ...], ...]]:

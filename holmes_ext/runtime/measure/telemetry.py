@@ -47,6 +47,7 @@ class Recorder:
         clock: Callable[[], float] = time.monotonic,
     ):  # fmt: skip
         self.rank, self.sizes, self.on_step, self.clock = rank, sizes, on_step, clock
+        self.on_round: Callable[[dict[str, Any]], None] | None = None  # told of rounds with other jobs
         self.device = OnDevice(self, DeviceClock(clock))
         self.groups: dict[int, GroupTraffic] = {}
         self.open: dict[int, Op] = {}  # by id(op)
@@ -267,6 +268,12 @@ def reduction_done(times: Any, on_host: bool) -> None:
         if on_host:
             recorder.reduction |= {"seconds": times.seconds, "exposed": times.exposed_s}
         recorder.step_done("reducer")
+
+
+def outer_round(told: dict[str, Any]) -> None:
+    """Of a round with other jobs (runtime/outer)."""
+    if recorder is not None and recorder.on_round is not None:
+        recorder.on_round({"outer": told})
 
 
 def step_done(tokens: int = 0) -> None:

@@ -2,6 +2,7 @@
 
     DIR/RUN/rank3.jsonl     {"holmes_telemetry": 1, "run": RUN, "rank": 3, ...}     the head, once
                             {"clock": [offset_s, error_s]}                       this node's clock + offset = rank 0's
+                            {"outer": {"round", "exposed", "bytes", ...}}        a round with other jobs (runtime/outer)
                             {"step": 7, "begin", "end", "tokens", "groups": [...], "reduction", "spans", "ops": [...]}
 
 groups: [kind, fabric, "inside" or "across" clusters, operations, payload bytes, bytes sent, seconds with one of them
@@ -181,7 +182,7 @@ def open_writer(current: Session, run: str, recorder: Recorder) -> Writer:
 
     make_board = partial(tensorboard_writer, folder / "tensorboard") if current.rank == 0 else lambda: None
     writer = Writer(folder / f"rank{current.rank}.jsonl", head, recorder, cluster_of, make_board)
-    recorder.on_step = writer.on_step
+    recorder.on_step, recorder.on_round = writer.on_step, writer.put
     return writer
 
 

@@ -73,10 +73,11 @@ def tag(label):
     return wrapper
 
 
-def patch_of(fw, target="comm:send", feature="f", versions="", version_of=None, option="", idle=(), **fields):
+def patch_of(fw, target="comm:send", feature="f", versions="", version_of=None, option="", idle=(), binding=False,
+             **fields):
     if "replace" not in fields:
         fields.setdefault("wrap", tag(feature))
-    its = Feature(feature, versions or f"{fw}>=1,<2", version_of=version_of, option=option, idle=idle)
+    its = Feature(feature, versions or f"{fw}>=1,<2", version_of=version_of, option=option, idle=idle, binding=binding)
     return Patch(its, f"{fw}.{target}", "a test", **fields)
 
 
@@ -257,6 +258,18 @@ def test_required_features_stop_with_one_line(fw):
         load(fw, "comm")
 
 
+def test_a_binding_feature_must_fit_once_its_framework_is_imported(fw):
+    """A version that is installed and not used, or another framework's module, is no reason to end."""
+    bound = {"option": "join", "idle": ("",), "binding": True}
+    registry = Registry([patch_of(fw, parameters=("nope",), **bound),
+                         patch_of(fw, "comm:recv", "old", versions=f"{fw}>=2", **bound),
+                         patch_of(fw, "pipe:forward", "other", version_of=lambda: None, **bound)])
+    registry.enable_asked_for(Options(join="east@host"))
+    with pytest.raises(HolmesError, match="feature f cannot be used: .* has no parameter nope"):
+        load(fw, "comm")
+    load(fw, "pipe")
+
+
 def test_two_features_on_one_function_come_off_in_any_order(fw):
     comm = load(fw, "comm")
     original, mine = comm.send, []
@@ -413,6 +426,7 @@ def test_a_patch_of_another_version_is_left_out(fw):
         assert states(registry) == ["applied", "other version"] and comm.send("x", 1) == ("f", sent("x"))
         registry.undo()
     assert here.belongs_to("1.5") and here.belongs_to(None) and not there.belongs_to("1.5")
+    assert there.belongs_to("2.0a0+vendor.24") and not here.belongs_to("2.0a0+vendor.24")
 
 
 @pytest.mark.parametrize("version_of", [None, lambda: "1.5"])

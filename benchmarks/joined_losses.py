@@ -1,0 +1,198 @@
+"""Jobs that join, simulated in one process: evaluation losses of each way to join beside one synchronous job and one
+job alone.
+
+    python benchmarks/joined_losses.py --json FILE [--steps 1500] [--seeds 2] [--jobs 2] [--ways NAME,...]
+
+No network: K copies of a byte-level GPT (0.7 M parameters) train on real text, each with AdamW, a cosine schedule and
+clipping, and the outer steps, aggregates and codecs are holmes's own. So what an algorithm costs in loss is seen
+apart from what a network does.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+
+import torch
+from harness import Row, finish, parser, tell
+from torch.nn import functional as F
+
+from holmes_ext.lab.samples import examples
+from holmes_ext.runtime.outer.algorithms import keeps_momentum, mixed, outer_step, staleness_gap
+from holmes_ext.runtime.outer.settings import OuterSettings, parse_outer
+from holmes_ext.runtime.reduce.compress import codec
+
+sys.path.insert(0, str(examples() / "plain_torch"))
+from train import GPT, topics  # noqa: E402
+
+LAYERS, HIDDEN, HEADS, SEQUENCE, ROWS = 4, 128, 4, 64, 8
+PEAK_LR, CLIP = 2e-3, 1.0
+#: Ways to join, as --holmes-outer says them.
+WAYS = {
+    "diloco": "every=30,fragments=1,delay=0,compress=off",
+    "delay 5, keep": "every=30,fragments=1,delay=5,mix=keep,compress=off",
+    "delay 5, mix 0": "every=30,fragments=1,delay=5,mix=0,compress=off",
+    "delay 5, mix 0.5": "every=30,fragments=1,delay=5,mix=0.5,compress=off",
+    "streaming": "every=32,fragments=4,delay=5,compress=off",
+    "streaming, bf16": "every=32,fragments=4,delay=5,compress=bf16",
+    "streaming, int8": "every=32,fragments=4,delay=5,compress=int8",
+    "average": "algorithm=average,every=30,fragments=1,delay=0,compress=off",
+    "average, delay 5": "algorithm=average,every=30,fragments=1,delay=5,compress=off",
+    "diloco, lr 0.4": "every=30,fragments=1,delay=0,lr=0.4,compress=off",
+    "co2": "algorithm=co2,every=30,fragments=1,compress=off",
+}
+
+
+class Copy:
+    """One job: its model's weights as one flat tensor, which its optimizer updates in place."""
+
+    def __init__(self, seed: int, steps: int):
+        torch.manual_seed(seed)
+        self.model = GPT(LAYERS, HIDDEN, HEADS, SEQUENCE)
+        self.flat = torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        place = 0
+        for p in self.model.parameters():
+            p.data = self.flat[place : place + p.numel()].view_as(p)
+            place += p.numel()
+        self.inner = torch.optim.AdamW(self.model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.inner, lambda k: min(1, (k + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * min(k, steps) / steps))
+        )
+
+    def step(self, tokens: torch.Tensor) -> None:
+        F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.inner.step()
+        self.inner.zero_grad()
+        self.schedule.step()
+
+
+class Joined:
+    """What the jobs' ranks and the meeting point do together, for all jobs in one place."""
+
+    def __init__(self, settings: OuterSettings, copies: list[Copy]):
+        self.settings, self.copies = settings, copies
+        total = len(copies[0].flat)
+        cuts = [total * k // settings.fragments for k in range(settings.fragments + 1)]
+        self.ranges = [slice(*pair) for pair in zip(cuts, cuts[1:])]
+        self.anchors = [copies[0].flat[part].clone() for part in self.ranges]
+        kind = torch.bfloat16 if settings.compress == "int8" else torch.float32
+        self.momenta = [
+            torch.zeros(len(anchor), dtype=kind) if keeps_momentum(settings) else None for anchor in self.anchors
+        ]
+        self.codec = codec(settings.compress)
+        self.residuals = [[torch.zeros(len(anchor), dtype=kind) for anchor in self.anchors] for _ in copies]
+        self.flying: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self.round = 0
+
+    def after(self, step: int) -> None:
+        """step: inner steps done so far."""
+        period = self.settings.period
+        if self.settings.stale:
+            if step % period == 0:
+                fragment = self.round % self.settings.fragments
+                self.round += 1
+                before, self.flying[fragment] = self.flying.get(fragment), self.send(fragment)
+                self.apply(fragment, *(before or (torch.zeros_like(self.anchors[fragment]), [])))
+            return
+        if step % period == period - self.settings.delay or (self.settings.delay == 0 and step % period == 0):
+            self.flying[self.round % self.settings.fragments] = self.send(self.round % self.settings.fragments)
+        if step % period == 0:
+            fragment = self.round % self.settings.fragments
+            self.round += 1
+            self.apply(fragment, *self.flying.pop(fragment))
+
+    def send(self, fragment: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        sent = [copy.flat[self.ranges[fragment]].clone() for copy in self.copies]
+        gradients = [
+            self.cross(self.anchors[fragment] - one, self.residuals[k][fragment]) for k, one in enumerate(sent)
+        ]
+        return torch.stack(gradients).mean(0), sent
+
+    def cross(self, gradient: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if self.codec is None:
+            return gradient
+        wide = residual.float()
+        decoded = self.codec.decode(self.codec.encode(gradient, wide if self.codec.feedback else None), gradient)
+        residual.copy_(wide)
+        return decoded
+
+    def apply(self, fragment: int, gradient: torch.Tensor, sent: list[torch.Tensor]) -> None:
+        momentum, anchor = self.momenta[fragment], self.anchors[fragment]
+        gap = (
+            staleness_gap(self.settings, float(momentum.square().sum()), float(gradient.square().sum()))
+            if self.settings.stale
+            else 1.0
+        )
+        outer_step(self.settings, anchor, momentum, gradient, gap)
+        for k, copy in enumerate(self.copies):
+            local = copy.flat[self.ranges[fragment]]
+            local.copy_(mixed(self.settings, local, None if self.settings.stale else sent[k], anchor))
+
+
+def batch(text: torch.Tensor, seed: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+    starts = torch.randint(len(text) - SEQUENCE - 1, (ROWS,), generator=generator)
+    return torch.stack([text[start : start + SEQUENCE + 1] for start in starts]).long()
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, text: torch.Tensor) -> float:
+    rows = text[: (len(text) - 1) // SEQUENCE * SEQUENCE + 1]
+    inputs, labels = rows[:-1].view(-1, SEQUENCE).long(), rows[1:].view(-1, SEQUENCE).long()
+    pairs = zip(inputs.split(64), labels.split(64))
+    return statistics.fmean(float(F.cross_entropy(model(x).flatten(0, 1), y.flatten())) for x, y in pairs)
+
+
+def train(way: str, seed: int, jobs: int, steps: int, training: torch.Tensor, held_out: torch.Tensor) -> float:
+    """Evaluation loss after `steps`: of the jobs' mean weights."""
+    copies = [Copy(seed, steps) for _ in range(1 if way in ("alone", "synchronous") else jobs)]
+    joined = Joined(parse_outer(WAYS[way]), copies) if way in WAYS else None
+    for step in range(steps):
+        if way == "synchronous":
+            copies[0].step(torch.cat([batch(training, seed, step * jobs + k) for k in range(jobs)]))
+            continue
+        for k, copy in enumerate(copies):
+            copy.step(batch(training, seed, step * jobs + k))
+        if joined:
+            joined.after(step + 1)
+    copies[0].flat.copy_(torch.stack([copy.flat for copy in copies]).mean(0))
+    return evaluate(copies[0].model, held_out)
+
+
+def main() -> int:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--steps", type=int, default=1500)
+    arguments.add_argument("--seeds", type=int, default=2)
+    arguments.add_argument("--jobs", type=int, default=2)
+    arguments.add_argument(
+        "--ways", default="", metavar="NAME;...", help="only these; or --holmes-outer texts of your own"
+    )
+    args = arguments.parse_args()
+    torch.set_num_threads(1)
+    text = torch.frombuffer(bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"), dtype=torch.uint8)
+    training, held_out = text[: len(text) * 19 // 20], text[len(text) * 19 // 20 :]
+    chosen = [name.strip() for name in args.ways.split(";") if name.strip()] or ["synchronous", "alone", *WAYS]
+    WAYS.update({name: name for name in chosen if "=" in name})
+    rows = []
+    for way in chosen:
+        losses = []
+        for seed in range(args.seeds):
+            losses.append(train(way, seed, args.jobs, args.steps, training, held_out))
+            tell(f"joined_losses: {way}, seed {seed}: {losses[-1]:.4f}")
+        rows.append(
+            Row.of(
+                "simulated",
+                f"evaluation loss, {way}",
+                statistics.fmean(losses),
+                "nats",
+                (min(losses), max(losses)),
+                False,
+            )
+        )
+    return finish(rows, args.json, f"{args.jobs} joined jobs of batch {ROWS}, {args.steps} steps, {args.seeds} seeds")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

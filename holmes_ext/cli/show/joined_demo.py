@@ -1,0 +1,82 @@
+"""`holmes demo --joined`: two jobs that train one model over a WAN; one of them is killed and comes back."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from holmes_ext.cli.show.table import Column, Screen
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.errors import HolmesError
+from holmes_ext.lab.joined import CLUSTERS, NODES, LabJob, await_, join_flags, meeting_point, start
+from holmes_ext.lab.lab import Lab
+
+OUTER = "every=16,fragments=4,delay=1,timeout=10"
+#: Steps of west until it is killed, and that east makes before west is started again.
+KILLED_AFTER, ALONE = 40, 30
+COLUMNS = (
+    Column("job"), Column("from, s", right=True), Column("to, s", right=True), Column("steps", right=True),
+    Column("first loss", right=True), Column("last loss", right=True),
+)  # fmt: skip
+
+
+def run(as_json: bool, steps: int) -> int:
+    """The table; 1 when a job that should have gone on did not, or the one that came back did not take the weights."""
+    if steps < 2 * KILLED_AFTER + ALONE:
+        raise HolmesError(f"holmes demo --joined: --steps must be {2 * KILLED_AFTER + ALONE} or more")
+    screen = Screen(stderr=as_json)
+    screen.line("Two jobs of two nodes each, byte-level GPT, English text; 40 ms and 20 Mb/s between them.")
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "cluster.toml").write_text(CLUSTERS)
+        result = _lived(Path(directory), steps, screen)
+    screen.table(COLUMNS, [_row(one) for one in result["jobs"]])
+    for event in result["events"]:
+        if "commit" not in event:
+            screen.line(event)
+    screen.line(f"{result['rounds']} rounds. Step times are emulated; the network, its delay and the losses are real.")
+    if as_json:
+        print(json.dumps(result))
+    return 0 if result["came_back"] and result["rounds_of_both"] else 1
+
+
+def _lived(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
+    begin = time.monotonic()
+    jobs: list[dict[str, Any]] = []
+
+    def begin_job(name: str, count: int, number: int) -> LabJob:
+        flags = join_flags(name, where, OUTER)
+        job = start(lab, name, NODES[name], flags, count, number, directory / f"{name}{number}.jsonl")
+        jobs.append({"job": name, "from": time.monotonic() - begin, "losses": []})
+        screen.line(f"{jobs[-1]['from']:4.0f} s  {name} starts")
+        return job
+
+    def ended(job: LabJob, number: int) -> None:
+        jobs[number] |= {"to": time.monotonic() - begin, "losses": [line["loss"] for line in job.steps()]}
+
+    with Lab(load_spec(directory / "cluster.toml")) as lab, meeting_point(lab) as (where, events):
+        east, west = begin_job("east", steps, 1), begin_job("west", steps, 2)
+        await_(lambda: len(west.steps()) >= KILLED_AFTER, 200, f"west's step {KILLED_AFTER}")
+        west.job.kill()
+        ended(west, 1)
+        screen.line(f"{jobs[1]['to']:4.0f} s  west is killed")
+        reached = len(east.steps())
+        await_(lambda: len(east.steps()) >= reached + ALONE, 200, "east's going on alone")
+        again = begin_job("west", steps - reached - ALONE, 3)
+        east.wait()
+        ended(east, 0)
+        again.wait()
+        ended(again, 2)
+    return {
+        "jobs": jobs, "events": events[1:], "rounds": sum("commit" in line for line in events),
+        "came_back": any("job west begins, with the weights of east" in line for line in events),
+        "rounds_of_both": sum("commit (" in line and "east" in line and "west" in line for line in events),
+    }  # fmt: skip
+
+
+def _row(one: dict[str, Any]) -> list[str]:
+    losses = one["losses"] or [float("nan")]
+    return [one["job"], f"{one['from']:.0f}", f"{one['to']:.0f}", str(len(one["losses"])), f"{losses[0]:.3f}",
+            f"{losses[-1]:.3f}"]  # fmt: skip

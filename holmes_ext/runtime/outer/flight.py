@@ -1,0 +1,62 @@
+"""What the training thread and the thread of the rounds (rounds.py) hand each other."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from holmes_ext.runtime.outer.cross.links import Peer
+from holmes_ext.runtime.outer.elements import Owned
+
+
+@dataclass
+class Flight:
+    """A fragment's pseudo-gradient on its way: from the step at which it was taken to the step at which its sum is
+    applied.
+
+    gradient: of this rank's elements. base: the version of the anchor that it was taken from. tokens: what this rank
+    has read for it. period: steps until the next fragment that this rank would take (0: fixed).
+    """
+
+    number: int
+    fragment: int
+    gradient: torch.Tensor
+    base: int
+    tokens: float
+    step: int
+    period: int = 0
+    end: Future[RoundEnd] = field(default_factory=Future)
+
+
+@dataclass
+class RoundEnd:
+    """How a round ended, the same on all ranks of the job. verdict: "commit", "taken" (`fragments` from job `source`)
+    or "void".
+
+    round: the last that the run has seen. period: rank 0's. bytes: that this rank sent; seconds: from start to end;
+    drift: length of the difference between this job's pseudo-gradient and the aggregate, in lengths of the aggregate.
+    """
+
+    verdict: str
+    round: int
+    why: str = ""
+    source: str = ""
+    fragments: list[int] = field(default_factory=list)
+    members: dict[str, float] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    period: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    norm: float = 0.0
+    drift: float | None = None
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """What this rank knows of another job, in one of its lives: who exchanges what at this position, and where they
+    listen."""
+
+    owned: list[Owned]
+    peers: dict[int, Peer]

@@ -1,0 +1,179 @@
+"""How joined jobs update each other: what stands after --holmes-outer. Needs no torch.
+
+    every=32,fragments=4,delay=5,lr=0.7,momentum=0.9,compress=bf16,aggregate=mean,...
+
+The weights are cut into `fragments`; every `every` steps (or seconds: every=60s) each of them is exchanged once, one
+after the other. A fragment's pseudo-gradient leaves `delay` steps before its sum is applied.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from holmes_ext.errors import HolmesError
+
+ALGORITHMS = ("diloco", "co2", "average")
+AGGREGATES = ("mean", "median", "trimmed", "geometric", "clipping", "flag")
+_CHOICES = {
+    "algorithm": ALGORITHMS,
+    "aggregate": AGGREGATES,
+    "compress": ("off", "bf16", "int8"),
+    "weight": ("tokens", "equal"),
+}
+#: Least, most (None: open) of each number.
+_BOUNDS: dict[str, tuple[float, float | None]] = {
+    "fragments": (1, 1024),
+    "delay": (0, None),
+    "lr": (1e-6, 100),
+    "momentum": (0, 0.9999),
+    "clip": (0, None),
+    "min": (1, 64),
+    "timeout": (1, 86400),
+    "limit": (0, None),
+    "trim": (1, 31),
+}
+#: What an algorithm takes where the user did not say otherwise.
+_DEFAULTS = {
+    "diloco": {"lr": 0.7, "momentum": 0.9},
+    "average": {"lr": 1.0, "momentum": 0.0},
+    "co2": {"lr": 1.0, "momentum": 0.5},
+}
+#: Each job's own business; everything else must be the same in all jobs.
+OWN = ("min", "timeout", "part")
+
+
+@dataclass(frozen=True)
+class OuterSettings:
+    """every: steps (above 0), or 0 where `seconds` are given. delay: steps. mix: "keep", or the share of local
+    weights (0 to 1) that a fragment keeps when the sum is applied. clip: bound on each element of CO2's outer
+    momentum (0: none). limit: a pseudo-gradient so many times longer than usual is left out (0: never). trim: jobs
+    left out at each end by aggregate=trimmed. min: jobs that a round needs. timeout: seconds that a late job, or a
+    silent link, is waited for. part: "k/K", this job reads the k-th (from 0) of K parts
+    of the data. Raises HolmesError for what does not fit.
+    """
+
+    algorithm: str = "diloco"
+    every: int = 32
+    seconds: float = 0.0
+    fragments: int = 4
+    delay: int = 5
+    mix: str = "keep"
+    lr: float = 0.7
+    momentum: float = 0.9
+    clip: float = 0.0
+    compress: str = "bf16"
+    aggregate: str = "mean"
+    trim: int = 1
+    weight: str = "tokens"
+    limit: float = 10.0
+    min: int = 1
+    timeout: float = 60.0
+    part: str = "0/1"
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise HolmesError(f"--holmes-outer: {name}={getattr(self, name)!r} is not one of {', '.join(known)}")
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if not least <= value <= (most if most is not None else 1e12):
+                upto = f" to {most:g}" if most is not None else " or more"
+                raise HolmesError(f"--holmes-outer: {name}={value:g} is not {least:g}{upto}")
+        if (self.every > 0) == (self.seconds > 0):
+            raise HolmesError(
+                f"--holmes-outer: every={self.every or self.seconds:g} is not above 0; write steps (every=32)"
+                " or seconds (every=60s)"
+            )
+        if self.every % self.fragments:
+            raise HolmesError(
+                f"--holmes-outer: every={self.every} is not divisible by fragments={self.fragments}: each"
+                " fragment is exchanged"
+                f" once in that many steps; {self._nearest()}"
+            )
+        if self.every and not self.stale and self.delay >= self.period:
+            raise HolmesError(
+                f"--holmes-outer: delay={self.delay} must be less than every / fragments = {self.period} steps:"
+                " a fragment's"
+                " sum is applied before the next one leaves"
+            )
+        if self.mix != "keep":
+            try:
+                fits = 0 <= float(self.mix) <= 1
+            except ValueError:
+                fits = False
+            if not fits:
+                raise HolmesError(f"--holmes-outer: mix={self.mix!r} is neither keep nor a share from 0 to 1")
+
+        k, slash, parts = self.part.partition("/")
+        if not (slash and k.isdecimal() and parts.isdecimal() and int(k) < int(parts) <= 64):
+            raise HolmesError(f"--holmes-outer: part={self.part!r} is not k/K with k from 0 to K - 1, such as part=0/2")
+
+    @property
+    def data_part(self) -> tuple[int, int]:
+        """(k, K)."""
+        k, _, parts = self.part.partition("/")
+        return int(k), int(parts)
+
+    def _nearest(self) -> str:
+        down = self.every // self.fragments * self.fragments
+        return f"write every={down or self.fragments} or every={down + self.fragments}"
+
+    @property
+    def period(self) -> int:
+        """Steps from one round (exchange of one fragment) to the next; 0 where `seconds` decide."""
+        return self.every // self.fragments
+
+    @property
+    def stale(self) -> bool:
+        """Whether a fragment's sum is applied only when the fragment is sent the next time."""
+        return self.algorithm == "co2"
+
+    def agreed(self) -> dict[str, Any]:
+        """What all jobs must have been given alike."""
+        return {name: value for name, value in asdict(self).items() if name not in OWN}
+
+
+def parse_outer(text: str) -> OuterSettings:
+    """Settings from "every=32,fragments=4,..."; "" gives the defaults. HolmesError names the part that does not fit."""
+    known = {field.name: field for field in fields(OuterSettings) if field.name != "seconds"}
+    given: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise HolmesError(
+                f"--holmes-outer: {name!r} is not known; "
+                + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}")
+            )
+        if not equals or not value:
+            raise HolmesError(f"--holmes-outer: {name} needs a value, such as {name}={getattr(OuterSettings(), name)}")
+        if name in given:
+            raise HolmesError(f"--holmes-outer: {name} stands twice; give it once")
+        given[name] = _read(name, value)
+    if isinstance(given.get("every"), float):
+        given |= {"seconds": given["every"], "every": 0}
+    algorithm = given.get("algorithm", OuterSettings.algorithm)
+    if given.get("every", OuterSettings.every) and "fragments" in given and "every" not in given:
+        period = -(-OuterSettings.every // given["fragments"])
+        given["every"] = period * given["fragments"]
+    every = given.get("every", OuterSettings.every)
+    if isinstance(every, int) and every > 0:  # what was not given suits what was
+        given.setdefault("fragments", next(count for count in (4, 3, 2, 1) if every % count == 0))
+        given.setdefault("delay", min(OuterSettings.delay, max(0, every // max(given["fragments"], 1) - 1)))
+    return OuterSettings(**{**_DEFAULTS.get(algorithm, {}), **given})
+
+
+def _read(name: str, value: str) -> Any:
+    kind = type(getattr(OuterSettings(), name))
+    try:
+        if name == "every" and value.endswith("s"):
+            return float(value[:-1])
+        number = kind(value)
+    except ValueError:
+        wanted = "steps or seconds (60s)" if name == "every" else "a whole number" if kind is int else "a number"
+        raise HolmesError(f"--holmes-outer: {name}={value!r} is not {wanted}") from None
+    if isinstance(number, float) and number != number:
+        raise HolmesError(f"--holmes-outer: {name}={value!r} is not a number")
+    return number

@@ -1,0 +1,126 @@
+"""Joined jobs of DeepSpeed's engine: every stage of ZeRO, in float32 and bfloat16, against plain torch; checkpoints."""
+
+import os
+
+import pytest
+import torch
+from joined_jobs import TOKEN, in_threads, meeting_point
+from ranks import run_ranks
+from torch import nn
+
+from holmes_ext.options import Options
+from holmes_ext.patches.deepspeed import joined as deepspeed_joined
+from holmes_ext.patches.engine.registry import Registry
+from holmes_ext.patches.torch import joined as torch_joined
+from holmes_ext.runtime.outer import training
+
+ROWS, OUTER = 4, "min=2,every=4,fragments=2,delay=1,compress=off,weight=equal"
+
+
+def model_of():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3))
+
+
+def batch(job, step):
+    generator = torch.Generator().manual_seed(1000 * job + step)
+    return torch.randn(ROWS, 7, generator=generator), torch.randn(ROWS, 3, generator=generator)
+
+
+def attach(name, port, outer):
+    training.request(Options(join=f"{name}@127.0.0.1:{port}", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN})
+    torch_joined.attach()
+    registry = Registry(deepspeed_joined.PATCHES)
+    registry.enable(["joined-deepspeed"], required=True)
+
+
+def rank_of(rank, ranks, stage, bf16, job, name, port, steps=9, outer=OUTER, save=None, load=None):
+    """One rank; (losses, all weights after the last step)."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_SIZE="1")
+    attach(name, port, outer)
+    model = model_of()
+    if stage == "plain":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(steps):
+            inputs, labels = batch(job, step)
+            optimizer.zero_grad()
+            (model(inputs) - labels).square().mean().backward()
+            optimizer.step()
+        training.end()
+        return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__.clear()  # nothing of it is compiled
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS // ranks, "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100}, "bf16": {"enabled": bf16},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), config=config)
+    if load:
+        engine.load_checkpoint(load)
+    for step in range(engine.global_steps, steps):
+        inputs, labels = (one[rank::ranks] for one in batch(job, step))
+        engine.backward((engine(inputs.to(next(model.parameters()).dtype)).float() - labels).square().mean())
+        engine.step()
+        if save and engine.global_steps == save[1]:
+            engine.save_checkpoint(save[0])
+    training.end()
+    if stage == 3:
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            return torch.cat([p.detach().float().flatten() for p in model.parameters()]).tolist()
+    return torch.cat([p.detach().float().flatten() for p in model.parameters()]).tolist()
+
+
+def run(jobs, *, each=None, **more):
+    """{name: [weights of each rank]}; jobs: {name: (ranks, stage, bf16)}."""
+    with meeting_point() as server:
+        return in_threads({
+            name: lambda k=k, name=name, one=one: run_ranks(
+                rank_of_with, one[0], *one, k, name, server.port, {**more, **(each or {}).get(name, {})})
+            for k, (name, one) in enumerate(jobs.items())})  # fmt: skip
+
+
+def rank_of_with(rank, ranks, stage, bf16, job, name, port, more):
+    return rank_of(rank, ranks, stage, bf16, job, name, port, **more)
+
+
+def nothing(rank):
+    """The server of ranks imports DeepSpeed first, which takes its time."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_of_ranks():
+    run_ranks(nothing, 1, timeout_s=300)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return run({"east": (1, "plain", False), "west": (1, "plain", False)})
+
+
+@pytest.mark.parametrize("east, west", [
+    ((2, 0, False), (1, 0, False)), ((2, 1, False), (1, 2, False)), ((2, 3, False), (2, 2, False)),
+])  # fmt: skip
+def test_every_stage_is_what_plain_torch_is(east, west, expected):
+    found = run({"east": east, "west": west})
+    for name, ranks in found.items():
+        for one in ranks:
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(expected[name][0]), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("stages", [(0, 1), (1, 3)])
+def test_bfloat16(stages, expected):
+    found = run({"east": (2, stages[0], True), "west": (1, stages[1], True)})
+    for name, ranks in found.items():
+        assert all(one == ranks[0] for one in ranks)
+        torch.testing.assert_close(torch.tensor(ranks[0]), torch.tensor(expected[name][0]), rtol=0.1, atol=0.03)
+
+
+def test_outer_state_comes_with_the_checkpoint(tmp_path):
+    """Both jobs stop after step 7, with a sum under way, and go on: the same weights as without the stop."""
+    jobs = {"east": (2, 2, False), "west": (1, 1, False)}
+    straight = run(jobs, steps=12)
+    run(jobs, steps=7, each={name: {"save": (str(tmp_path / name), 7)} for name in jobs})
+    resumed = run(jobs, steps=12, each={name: {"load": str(tmp_path / name)} for name in jobs})
+    assert resumed == straight

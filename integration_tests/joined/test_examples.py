@@ -1,0 +1,71 @@
+"""The examples of megatron-core and DeepSpeed's pipeline engine as joined jobs, on loopback under torchrun.
+
+Both jobs read the same data, so their pseudo-gradients agree: whatever the jobs are made of, their losses must be each
+other's at every step. Elements that met the wrong counterpart would show in the first step after a round.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from joined_jobs import TOKEN, meeting_point
+
+from integration_tests.jobs import ROOT, full
+
+SIZE = "--layers 2 --hidden 32 --heads 2 --sequence 16 --steps 9".split()
+MEGATRON = [str(ROOT / "examples" / "megatron_core" / "train.py"), *SIZE]
+PIPELINE = [str(ROOT / "examples" / "deepspeed_pipeline" / "train.py"), *SIZE, "--stages", "2", "--micro-batch", "1"]
+OUTER = "min=2,every=4,fragments=2,delay=1,compress=off,timeout=120"
+WHOLE = "min=2,every=4,fragments=1,delay=1,compress=off,timeout=120"
+
+
+def start(name, ranks, command, port, outer, log):
+    env = {**os.environ, "HOLMES_JOIN_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
+                "--rdzv-endpoint", "127.0.0.1:0"]
+    flags = ["--log-file", str(log), "--holmes", "--holmes-preflight", "off", "--holmes-outer", outer,
+             "--holmes-join", f"{name}@127.0.0.1:{port}"]
+    with open(f"{log}.txt", "w") as output:
+        return subprocess.Popen([*torchrun, *command, *flags], stdout=output, stderr=subprocess.STDOUT, env=env)
+
+
+def run(directory: Path, east, west, outer):
+    """Losses and norms of both jobs; ranks and commands of each."""
+    with meeting_point() as server:
+        jobs = [start(name, *one, server.port, outer, directory / f"{name}.json")
+                for name, one in (("east", east), ("west", west))]
+        try:
+            status = [job.wait(240) for job in jobs]
+        finally:
+            for job in jobs:
+                job.kill()
+        told = [(directory / f"{name}.json.txt").read_text()[-4000:] for name in ("east", "west")]
+        assert status == [0, 0], told
+        assert sum("commit (" in line for line in server.told) >= 2, server.told
+    return [[json.loads(line)["loss"] for line in (directory / f"{name}.json").read_text().splitlines()]
+            for name in ("east", "west")]
+
+
+CASES = {
+    "megatron, distributed optimizer, overlapped, bf16": (
+        (2, [*MEGATRON, *"--distributed-optimizer --overlap --micro-batches 2 --dtype bf16".split()]),
+        (1, [*MEGATRON, *"--micro-batches 4 --dtype bf16".split()]), OUTER),
+    "megatron, tensor parallel, float32": (
+        (2, [*MEGATRON, *"--tensor 2 --micro-batches 2".split()]),
+        (4, [*MEGATRON, *"--tensor 2 --micro-batches 1 --distributed-optimizer".split()]), OUTER),
+    "megatron, pipeline": (
+        (2, [*MEGATRON, *"--pipeline 2 --micro-batches 4".split()]),
+        (2, [*MEGATRON, *"--pipeline 2 --micro-batches 4".split()]), WHOLE),
+    "DeepSpeed's pipeline": (
+        (2, [*PIPELINE, "--micro-batches", "4"]), (4, [*PIPELINE, "--micro-batches", "2"]), WHOLE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [case if "overlapped" in case else pytest.param(case, marks=full) for case in CASES])
+def test_jobs_of_different_make_train_alike(case, tmp_path):
+    east, west = run(tmp_path, *CASES[case])
+    assert len(east) == len(west) == 9
+    assert max(abs(a - b) for a, b in zip(east, west)) < (2e-3 if "bf16" in case else 1e-4), (east, west)

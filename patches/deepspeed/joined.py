@@ -1,0 +1,234 @@
+"""Joined jobs of DeepSpeed's engines: after each real step of the engine, on the weights that its optimizer keeps in
+float32.
+
+    stage 0, float32     the parameters themselves, on every rank            nothing to bring up to date
+    stage 0, fp16        FP16_Optimizer's flat groups, on every rank         copied to the parameters
+    bf16, ZeRO 1 and 2   this rank's partition of each flat group            update_lp_params(): copy and all-gather
+    ZeRO 3               this rank's part of each parameter                  copied to the fp16 parts; persistent ones
+    gathered
+
+The row is the model's parameters in its own order, so that neither the data-parallel size nor the stage matter. A
+step that overflow skips leaves engine._step_applied false. What is not tried is refused: offload, experts, MiCS, hpZ,
+quantized weights.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from holmes_ext.patches.deepspeed.features import JOINED
+from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.runtime.outer import training
+from holmes_ext.runtime.outer.settings import OuterSettings
+
+
+def _reserve(wrapped, instance, args, kwargs):
+    """DeepSpeedEngine._configure_optimizer: optimizers step once, with zeros, while it makes them."""
+    training.reserve(instance)
+    return wrapped(*args, **kwargs)
+
+
+def _take_model_step(wrapped, instance, args, kwargs):
+    """DeepSpeedEngine._take_model_step, of the plain and of the pipeline engine."""
+    joins = training.claim(instance, lambda: _stack(instance))
+    result = wrapped(*args, **kwargs)
+    if joins and instance._step_applied:
+        training.stepped(instance.train_micro_batch_size_per_gpu() * instance.gradient_accumulation_steps())
+    return result
+
+
+def _stack(engine: Any) -> training.Stack:
+    from deepspeed.accelerator import get_accelerator
+
+    return training.Stack(
+        "DeepSpeed", lambda: _weights(engine), lambda: get_accelerator().current_device_name(),
+        lambda: _written(engine),
+        {"sizes": {"pipeline": _size(engine, "pipe"), "tensor": _size(engine, "model")}},
+        lambda settings: refusal(engine, settings),
+    )  # fmt: skip
+
+
+def refusal(engine: Any, settings: OuterSettings) -> str | None:
+    optimizer, kind = engine.optimizer, type(engine.optimizer).__name__
+    if engine.has_moe_layers:
+        return "experts are not supported"
+    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
+        return "offloaded optimizer states are not supported"
+    if engine.zero_hpz_partition_size() > 1:
+        return "hpZ (zero_hpz_partition_size) is not supported"
+    if not hasattr(optimizer, "param_groups") or not _is_plain(optimizer) and kind not in _KINDS:
+        return f"its optimizer {kind} is not supported"
+    tied = bool(getattr(engine.module, "tied_comms", None))
+    several = _size(engine, "pipe") * _size(engine, "model") > 1
+    if tied and _size(engine, "pipe") > 1 and settings.fragments > 1:
+        return "layers are tied over pipeline stages, whose copies must be updated together; give fragments=1"
+    if several and settings.compress == "int8":
+        return "copies of a weight on several stages or tensor-parallel ranks would be rounded differently; give" \
+               " compress=bf16"
+    return None
+
+
+def _size(engine: Any, axis: str) -> int:
+    """Of "pipe" or "model" parallelism."""
+    grid = getattr(engine, "grid", None) or engine.mpu
+    if grid is None:
+        return 1
+    names = {"pipe": ("get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size"),
+             "model": ("get_slice_parallel_world_size", "get_tensor_model_parallel_world_size",
+                       "get_model_parallel_world_size")}[axis]  # fmt: skip
+    return next((int(getattr(grid, name)()) for name in names if hasattr(grid, name)), 1)
+
+
+def _rank(engine: Any, axis: str) -> int:
+    grid = getattr(engine, "grid", None) or engine.mpu
+    if grid is None:
+        return 0
+    names = {"pipe": ("get_pipe_parallel_rank", "get_pipeline_model_parallel_rank"),
+             "model": ("get_slice_parallel_rank", "get_tensor_model_parallel_rank",
+                       "get_model_parallel_rank")}[axis]  # fmt: skip
+    return next((int(getattr(grid, name)()) for name in names if hasattr(grid, name)), 0)
+
+
+def _weights(engine: Any) -> training.Held:
+    named = {p: name for name, p in engine.module.named_parameters()}
+    parts, seen, places = [], set(), []
+    for p, first, flat in _pieces(engine.optimizer):
+        seen.add(p)
+        if flat.numel():
+            parts.append((named[p], first, flat.detach()))
+            places.append((flat, flat.data_ptr()))
+    tensors = [(name, tuple(getattr(p, "ds_shape", p.shape)), "float32") for p, name in named.items() if p in seen]
+    position = f"pipeline {_rank(engine, 'pipe')}, tensor {_rank(engine, 'model')}"
+    return training.Held(position, tensors, parts, lambda: any(flat.data_ptr() != at for flat, at in places))
+
+
+def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
+    """Each parameter that this optimizer steps, with the first element and a flat view of what this rank steps of
+    it."""
+    import deepspeed.comm as dist
+
+    kind = type(optimizer).__name__
+    if kind == "DeepSpeedZeroOptimizer_Stage3":
+        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat):
+            at = 0
+            for p in group:
+                held = p.ds_tensor.ds_numel
+                first = held * dist.get_rank(group=p.ds_process_group)
+                count = max(0, min(held, p.ds_numel - first))  # the rest is padding
+                yield p, min(first, p.ds_numel), flat.narrow(0, at, count)
+                at += held
+    elif kind == "DeepSpeedZeroOptimizer":
+        flats = optimizer.single_partition_of_fp32_groups
+        for i, (group, flat) in enumerate(zip(optimizer.round_robin_bit16_groups, flats)):
+            rank = dist.get_rank(group=optimizer.real_dp_process_group[i])
+            yield from _cut(group, optimizer.round_robin_bit16_offsets[i], flat, rank * flat.numel())
+    elif kind == "BF16_Optimizer":
+        for i, (group, flat) in enumerate(zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)):
+            rank = dist.get_rank(group=optimizer.real_dp_process_group[i])
+            yield from _cut(group, _offsets(group), flat, rank * flat.numel())
+    elif kind == "FP16_Optimizer":
+        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat):
+            yield from _cut(group, _offsets(group), flat, 0)
+    else:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    yield p, 0, p.detach().view(-1)
+
+
+#: DeepSpeed's optimizers around a torch optimizer that are known here.
+_KINDS = ("DeepSpeedZeroOptimizer_Stage3", "DeepSpeedZeroOptimizer", "BF16_Optimizer", "FP16_Optimizer")
+
+
+def _is_plain(optimizer: Any) -> bool:
+    from torch.optim import Optimizer
+
+    return isinstance(optimizer, Optimizer)
+
+
+def _offsets(group: list[Any]) -> list[int]:
+    """Of parameters that stand one after the other."""
+    found, at = [], 0
+    for p in group:
+        found.append(at)
+        at += p.numel()
+    return found
+
+
+def _cut(group: list[Any], offsets: list[int], flat: Any, begin: int) -> Iterator[tuple[Any, int, Any]]:
+    """flat: elements [begin, begin + its length) of the flat group in which the parameters stand at `offsets`."""
+    for p, offset in zip(group, offsets):
+        a, b = max(offset, begin), min(offset + p.numel(), begin + flat.numel())
+        yield p, max(0, a - offset), flat.narrow(0, a - begin if a < b else 0, max(0, b - a))
+
+
+def _written(engine: Any) -> None:
+    """The weights that the next forward pass uses, from those that were written. Collective over data-parallel
+    ranks."""
+    optimizer, kind = engine.optimizer, type(engine.optimizer).__name__
+    if kind == "DeepSpeedZeroOptimizer_Stage3":
+        for i in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(i)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    elif kind in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
+        optimizer.update_lp_params()
+    elif kind == "FP16_Optimizer":
+        for p, _, flat in _pieces(optimizer):
+            p.data.copy_(flat.view(p.shape))
+
+
+# Checkpoints: a file for each rank, beside DeepSpeed's own
+
+
+def _save(wrapped, instance, args, kwargs):
+    """DeepSpeedEngine.save_checkpoint."""
+    result = wrapped(*args, **kwargs)
+    if (state := training.joined_state_dict()) is not None:
+        import torch
+
+        directory, tag = _place(*args, **kwargs)
+        torch.save(state, _file(directory, tag or f"global_step{instance.global_steps}", instance))
+    return result
+
+
+def _load(wrapped, instance, args, kwargs):
+    """DeepSpeedEngine.load_checkpoint. Without outer state the job joins as a new one does."""
+    path, client_state = wrapped(*args, **kwargs)
+    if path is None or not training.asked():
+        return path, client_state
+    directory, tag = _place(*args, **kwargs)
+    if tag is None:
+        with open(os.path.join(directory, "latest"), encoding="utf-8") as latest:
+            tag = latest.read().strip()
+    file = _file(directory, tag, instance)
+    if os.path.exists(file):
+        import torch
+
+        training.load_joined_state_dict(torch.load(file, map_location="cpu", weights_only=True), file)
+    elif instance.global_rank == 0:
+        told = "holds no outer state: the job joins like a new one"
+        print(f"holmes: {os.path.join(directory, tag)} {told}", file=sys.stderr, flush=True)
+    return path, client_state
+
+
+def _place(*args: Any, **more: Any) -> tuple[str, str | None]:
+    """Folder and tag of save_checkpoint(save_dir, tag, ...) and load_checkpoint(load_dir, tag, ...)."""
+    names = (*args, *(None,) * (2 - len(args)))
+    return str(names[0] or more.get("save_dir") or more.get("load_dir")), names[1] or more.get("tag")
+
+
+def _file(directory: str, tag: str, engine: Any) -> str:
+    return os.path.join(directory, str(tag), f"holmes_outer_rank_{engine.global_rank}.pt")
+
+
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+PATCHES = (
+    Patch(JOINED, f"{_ENGINE}._configure_optimizer", "its optimizers step while they are made", _reserve),
+    Patch(JOINED, f"{_ENGINE}._take_model_step", "a real step is where rounds begin and end", _take_model_step),
+    Patch(JOINED, f"{_ENGINE}.save_checkpoint", "outer state belongs to the checkpoint", _save, parameters=("tag",)),
+    Patch(JOINED, f"{_ENGINE}.load_checkpoint", "outer state belongs to the checkpoint", _load, parameters=("tag",)),
+)  # fmt: skip

@@ -1,0 +1,122 @@
+"""Joined jobs of plain torch, DistributedDataParallel, FSDP2 and what is built on them (transformers' Trainer).
+
+    optimizer.step()   before the first: join      after each: a round may begin or end       (torch's global hooks)
+    FSDP2              DTensor parameters: each rank exchanges its shard
+    DistributedSampler num_replicas K x R, rank k R + r: job k of K reads a part of its own    (--holmes-outer part=k/K)
+
+A GradScaler that skips a step does not call optimizer.step(), so skipped steps do not count. The row is the optimizer's
+parameters in its order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.torch.features import JOINED
+from holmes_ext.runtime.outer import training
+
+_hooks: list[Any] = []
+
+
+def attach() -> None:
+    """Look on at every optimizer's steps."""
+    from torch.optim import optimizer
+
+    _hooks.append(optimizer.register_optimizer_step_pre_hook(_before))
+    _hooks.append(optimizer.register_optimizer_step_post_hook(_after))
+
+
+def detach() -> None:
+    while _hooks:
+        _hooks.pop().remove()
+
+
+def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
+    from torch.optim import Optimizer
+
+    if not training.claim(optimizer, lambda: _stack(optimizer)) and isinstance(training.owner(), Optimizer):
+        raise HolmesError("--holmes-join: the script has two optimizers; jobs of one optimizer can join")
+
+
+def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if training.owner() is optimizer:
+        training.stepped()
+
+
+def _stack(optimizer: Any) -> training.Stack:
+    return training.Stack("torch", lambda: weights_of(optimizer), lambda: _local(_parameters(optimizer)[0][1]).device)
+
+
+def weights_of(optimizer: Any) -> training.Held:
+    """The row of what an optimizer steps. HolmesError where a parameter's elements are not a range of it."""
+    named = _parameters(optimizer)
+    if not named:
+        raise HolmesError("--holmes-join: the optimizer steps no parameters")
+    parts = []
+    for name, p in named:
+        local = _local(p)
+        if not local.is_contiguous():
+            raise HolmesError(f"--holmes-join: parameter {name} is not contiguous in memory, so jobs cannot join")
+        parts.append((name, _offset(name, p), local.view(-1)))
+    places = [(p, _local(p).data_ptr()) for _, p in named]
+
+    def moved() -> bool:
+        return any(_local(p).data_ptr() != place for p, place in places)
+
+    return training.Held("all ranks", [(name, tuple(p.shape), str(p.dtype)) for name, p in named], parts, moved)
+
+
+def _parameters(optimizer: Any) -> list[tuple[str, Any]]:
+    """By the names that the optimizer was given, or their places in it."""
+    found = []
+    for g, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"group {g} parameter {k}" for k in range(len(group["params"]))]
+        found += [(name, p) for name, p in zip(names, group["params"]) if p.requires_grad]
+    return found
+
+
+def _local(p: Any) -> Any:
+    """What this rank holds of a parameter."""
+    return getattr(p, "_local_tensor", p).detach()
+
+
+def _offset(name: str, p: Any) -> int:
+    """Where the elements of a DTensor's shard begin in the whole."""
+    if not hasattr(p, "_local_tensor"):
+        if hasattr(p, "_sharded_size"):  # FSDP1's flat parameters are resized under way
+            raise HolmesError("--holmes-join: FSDP1 (FullyShardedDataParallel) cannot join; use fully_shard (FSDP2)")
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    odd = any(one.is_partial() or "Strided" in type(one).__name__ for one in p.placements)  # rows that are not a range
+    if odd or tuple(shape[1:]) != tuple(p.shape[1:]):
+        raise HolmesError(f"--holmes-join: parameter {name} is sharded as {p.placements}; jobs can join whose weights"
+                          " are replicated, or sharded along their first dimension")  # fmt: skip
+    return int(offset[0]) * (p.numel() // p.shape[0]) if p.dim() and p._local_tensor.numel() else 0
+
+
+def _share_out(wrapped, instance, args, kwargs):
+    """DistributedSampler: index i of the shuffled data set is job i mod K's, whatever number of ranks the jobs have."""
+    job, jobs = training.part()
+    if jobs == 1:
+        return wrapped(*args, **kwargs)
+
+    def call(dataset, num_replicas=None, rank=None, *rest, **more):
+        import torch.distributed as dist
+
+        ranks = dist.get_world_size() if num_replicas is None else num_replicas
+        mine = dist.get_rank() if rank is None else rank
+        return wrapped(dataset, jobs * ranks, job + jobs * mine, *rest, **more)
+
+    return call(*args, **kwargs)
+
+
+PATCHES = (
+    Patch(
+        JOINED, "torch.utils.data.distributed:DistributedSampler.__init__",
+        "joined jobs read different parts of one data set", _share_out, parameters=("num_replicas", "rank"),
+    ),
+)  # fmt: skip

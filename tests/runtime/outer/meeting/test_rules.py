@@ -1,0 +1,309 @@
+"""What the meeting point decides, with a clock of our own."""
+
+import pytest
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.outer.meeting.rules import Meeting, NotHere
+
+TIMEOUT = 30.0
+
+
+class Run:
+    """A meeting and the jobs that talk to it, each with two fragments."""
+
+    def __init__(self, *jobs, least=1, **outer):
+        self.now, self.least = 100.0, least
+        self.meeting = Meeting(self.now)
+        self.outer = {"limit": 10.0, "weight": "tokens", **outer}
+        self.fragments = {}
+        for job in jobs:
+            self.hello(job)
+        for job in jobs:
+            assert self.enter(job)["verdict"] == "in"
+
+    def hello(self, job, life="1", agreed=None, fragments=((0, 7), (0, 7)), **more):
+        self.fragments.setdefault(job, [list(one) for one in fragments])
+        agreed = agreed or {"outer": self.outer, "model": "abc"}
+        document = {
+            "job": job,
+            "life": life,
+            "agreed": agreed,
+            "maps": {},
+            "addresses": ["a:1"],
+            "fragments": self.fragments[job],
+            "min": self.least,
+            "timeout": TIMEOUT,
+            **more,
+        }
+        return self.meeting.hello(document, self.now)
+
+    def enter(self, job):
+        return self.meeting.enter(job, self.now)
+
+    def ready(self, job, number, norm=1.0, tokens=100):
+        fragment = (number - 1) % 2
+        report = {
+            "round": number,
+            "fragment": fragment,
+            "fragments": self.fragments[job],
+            "norm": norm,
+            "tokens": tokens,
+        }
+        return self.meeting.ready(job, report, self.now)
+
+    def done(self, job, number, attempt=1, ok=True, accused=()):
+        reply = self.meeting.done(
+            job, {"round": number, "attempt": attempt, "ok": ok, "accused": list(accused), "factors": job}, self.now
+        )
+        if reply and reply["verdict"] == "commit":
+            self.fragments[job][(number - 1) % 2] = [number, 1000 + number]
+        return reply
+
+    def whole_round(self, number, *jobs, **ready):
+        for job in jobs:
+            self.ready(job, number, **ready)
+        for job in jobs:
+            self.done(job, number)
+        assert [self.done(job, number)["verdict"] for job in jobs] == ["commit"] * len(jobs)
+
+
+def test_a_round_goes_when_all_are_ready_and_is_committed_when_all_are_done():
+    run = Run("east", "west")
+    assert run.ready("east", 1, tokens=300) is None
+    go = run.ready("west", 1, tokens=100)
+    assert (go["verdict"], go["members"], go["attempt"]) == ("go", {"east": 0.75, "west": 0.25}, 1)
+    assert run.ready("east", 1) == go
+    assert run.done("west", 1) is None
+    assert run.done("east", 1) == {"verdict": "commit", "round": 1, "factors": "east"}
+    assert run.done("west", 1) == {"verdict": "commit", "round": 1, "factors": "east"}  # the first member's, for all
+
+
+def test_weights_may_be_equal():
+    run = Run("east", "west", weight="equal")
+    run.ready("east", 1, tokens=300)
+    assert run.ready("west", 1, tokens=100)["members"] == {"east": 0.5, "west": 0.5}
+
+
+def test_a_late_job_is_waited_for_until_its_timeout_and_takes_the_weights_when_it_is_back():
+    run = Run("east", "west")
+    assert run.ready("east", 1) is None
+    run.now += TIMEOUT - 1
+    assert run.ready("east", 1) is None
+    run.now += 2
+    assert run.ready("east", 1)["members"] == {"east": 1.0}
+    assert run.done("east", 1)["verdict"] == "commit"
+    assert run.ready("east", 2)["members"] == {"east": 1.0}  # not waited for a second time
+    run.done("east", 2)
+    assert run.ready("west", 1) == {"verdict": "behind", "round": 2, "from": "east", "life": "1", "fragments": [0, 1]}
+    run.fragments["west"] = [list(one) for one in run.fragments["east"]]
+    assert run.ready("east", 3) is None  # waited for again
+    assert set(run.ready("west", 3)["members"]) == {"east", "west"}
+
+
+def test_a_job_whose_connection_ends_is_not_waited_for():
+    run = Run("east", "west")
+    run.ready("east", 1)
+    run.meeting.gone("west", "1", "closed", run.now)
+    assert run.ready("east", 1)["members"] == {"east": 1.0}
+    with pytest.raises(NotHere):
+        run.ready("west", 1)
+
+
+def test_silence_is_an_end_too():
+    run = Run("east", "west")
+    run.meeting.pulse("east", "1", {}, run.now + 40)
+    run.now += 41
+    run.meeting.look(run.now)
+    assert [m.state for m in run.meeting.members.values()] == ["in", "gone"]
+
+
+def test_a_job_lost_on_the_way_is_left_and_the_others_go_again():
+    run = Run("east", "west", "south")
+    for job in ("east", "west", "south"):
+        run.ready(job, 1)
+    assert run.done("east", 1, ok=False, accused=["south"]) is None
+    run.meeting.gone("south", "1", "closed", run.now)
+    again = run.done("west", 1, ok=False, accused=["south"])
+    assert (again["verdict"], again["attempt"], set(again["members"])) == ("go", 2, {"east", "west"})
+    assert sum(again["members"].values()) == pytest.approx(1)
+    assert run.done("east", 1, attempt=1) == again  # who still speaks of the first attempt is told
+    run.done("east", 1, attempt=2)
+    assert run.done("west", 1, attempt=2)["verdict"] == "commit"
+
+
+def test_a_cut_link_between_two_jobs_makes_the_round_void():
+    run = Run("east", "west")
+    for job in ("east", "west"):
+        run.ready(job, 1)
+    run.done("east", 1, ok=False, accused=["west"])
+    assert run.done("west", 1, ok=False, accused=["east"])["verdict"] == "void"
+    assert run.done("east", 1, ok=False, accused=["west"])["verdict"] == "void"
+    run.whole_round(2, "east", "west")  # nothing is lost: both go on from the same versions
+
+
+def test_of_three_the_one_that_the_others_cannot_reach_is_left():
+    run = Run("east", "west", "south")
+    for job in ("east", "west", "south"):
+        run.ready(job, 1)
+    run.done("east", 1, ok=False, accused=["south"])
+    run.done("west", 1, ok=False, accused=["south"])
+    assert run.done("south", 1, ok=False, accused=["east", "west"]) == {
+        "verdict": "void",
+        "round": 1,
+        "why": "the round went on without this job",
+    }
+    assert set(run.done("east", 1)["members"]) == {"east", "west"}
+
+
+def test_a_member_that_is_silent_after_the_exchange_is_given_up():
+    run = Run("east", "west")
+    for job in ("east", "west"):
+        run.ready(job, 1)
+    assert run.done("east", 1) is None
+    run.now += TIMEOUT + 1
+    again = run.done("east", 1)
+    assert (again["verdict"], again["attempt"], again["members"]) == ("go", 2, {"east": 1.0})
+    assert run.done("west", 1)["verdict"] == "void"
+
+
+def test_fewer_than_min_makes_a_round_void_and_training_goes_on():
+    run = Run("east", "west", least=2)
+    run.ready("east", 1)
+    run.meeting.gone("west", "1", "closed", run.now)
+    assert run.ready("east", 1)["why"] == "1 of min=2 jobs"
+    assert run.ready("east", 2)["verdict"] == "void"
+
+
+def test_jobs_that_begin_together_begin_with_the_same_round_though_one_hears_it_later():
+    run = Run(least=2)
+    run.hello("east")
+    run.hello("west")
+    assert run.enter("east")["round"] == 0
+    assert run.ready("east", 1) is None  # it waits for west
+    assert run.enter("west")["round"] == 0
+    assert run.ready("west", 1)["verdict"] == "go"
+
+
+def test_one_job_alone_that_waits_for_two_is_told():
+    run = Run(least=2)
+    run.hello("east")
+    assert run.enter("east") is None
+    run.now += TIMEOUT + 1
+    with pytest.raises(HolmesError, match="'east' has waited 30 s for min=2 jobs, but there is only east"):
+        run.enter("east")
+
+
+def test_what_is_not_finite_or_far_out_is_left_out_and_named():
+    run = Run("east", "west", "south")
+    run.ready("east", 1, norm=1.1)
+    run.ready("west", 1, norm=None)
+    go = run.ready("south", 1, norm=0.9)
+    assert go["members"] == {"east": 0.5, "west": 0.0, "south": 0.5}
+    assert go["left_out"] == {"west": "its pseudo-gradient is not finite"}
+    for job in ("east", "west", "south"):
+        run.done(job, 1)
+    for job in ("east", "west", "south"):
+        run.done(job, 1)
+    run.whole_round(2, "east", "west", "south")
+    run.ready("east", 3, norm=50.0)
+    run.ready("west", 3)
+    assert "50 times as long as usual" in run.ready("south", 3)["left_out"]["east"]
+
+
+def test_when_all_are_longer_than_usual_it_is_the_training():
+    run = Run("east", "west")
+    run.whole_round(1, "east", "west")
+    run.whole_round(2, "east", "west")
+    run.whole_round(3, "east", "west", norm=100.0)
+
+
+def test_two_jobs_with_one_name():
+    run = Run("east")
+    with pytest.raises(HolmesError, match="a job named 'east' in this run already"):
+        run.hello("east", life="2")
+    run.now += 10
+    assert run.hello("east", life="2") is None  # its connection may have been cut: wait and see
+    run.meeting.gone("east", "1", "closed", run.now)
+    assert run.hello("east", life="2")["state"] == "waiting"
+
+
+def test_jobs_that_differ_are_told_in_what():
+    run = Run("east")
+    with pytest.raises(
+        HolmesError, match="'west' cannot join: it differs from job 'east' in model .'xyz' here, 'abc' in east"
+    ):
+        run.hello("west", agreed={"outer": run.outer, "model": "xyz"})
+    with pytest.raises(HolmesError, match=r"outer limit \(3 here, 10.0 in east\)"):
+        run.hello("west", agreed={"outer": {**run.outer, "limit": 3}, "model": "abc"})
+
+
+def test_other_initial_weights_are_taken_from_the_first_job():
+    run = Run("east")
+    run.hello("west", fragments=((0, 7), (0, 8)))
+    assert run.enter("west") == {"verdict": "behind", "round": 0, "from": "east", "life": "1", "fragments": [1]}
+
+
+def test_the_same_version_with_other_bits_is_taken_from_the_first_job():
+    run = Run("east", "west")
+    run.fragments["west"][0] = [0, 9]
+    assert run.ready("east", 1) is None
+    assert run.ready("west", 1)["verdict"] == "behind"
+    run.fragments["west"][0] = [0, 7]
+
+
+def test_a_restarted_meeting_point_learns_from_its_jobs():
+    old = Run("east", "west")
+    old.whole_round(1, "east", "west")
+    new = Run()
+    new.fragments = old.fragments
+    new.hello("east", entered=True, round=1, peers=["west"])
+    assert new.ready("east", 2) is None  # west is awaited
+    new.hello("west", entered=True, round=1, peers=["east"])
+    assert set(new.ready("west", 2)["members"]) == {"east", "west"}
+
+
+def test_a_commit_that_one_job_did_not_hear_of_is_made_up_for():
+    old = Run("east", "west")
+    for job in ("east", "west"):
+        old.ready(job, 1)
+    old.done("east", 1)
+    old.done("west", 1)  # west steps; then the meeting point is killed before east hears of it
+    new = Run()
+    new.fragments = old.fragments
+    new.hello("east", entered=True, round=0, peers=["west"])
+    new.hello("west", entered=True, round=1, peers=["east"])
+    assert new.done("east", 1)["verdict"] == "void"
+    assert new.ready("east", 2) == {"verdict": "behind", "round": 1, "from": "west", "life": "1", "fragments": [0]}
+
+
+def test_all_jobs_resumed_from_an_older_checkpoint_go_on_from_there():
+    run = Run("east", "west")
+    for number in (1, 2, 3, 4):
+        run.whole_round(number, "east", "west")
+    for job in ("east", "west"):
+        run.meeting.gone(job, "1", "closed", run.now)
+    run.fragments = {job: [[1, 1001], [2, 1002]] for job in ("east", "west")}
+    for job in ("east", "west"):
+        run.hello(job, life="2")
+    assert [run.enter(job)["verdict"] for job in ("east", "west")] == ["in", "in"]
+    assert run.ready("east", 5) is None and run.ready("west", 5)["verdict"] == "go"
+
+
+def test_a_job_resumed_from_an_older_checkpoint_takes_what_the_others_have():
+    run = Run("east", "west")
+    for number in (1, 2, 3):
+        run.whole_round(number, "east", "west")
+    run.meeting.gone("west", "1", "closed", run.now)
+    run.fragments["west"] = [[1, 1001], [2, 1002]]
+    run.hello("west", life="2")
+    assert run.enter("west") == {"verdict": "behind", "round": 3, "from": "east", "life": "1", "fragments": [0]}
+
+
+def test_a_job_behind_in_numbers_alone_skips_to_the_round_that_runs():
+    run = Run("east", "west", least=2)
+    run.meeting.gone("west", "1", "closed", run.now)
+    assert run.ready("east", 1)["verdict"] == "void" and run.ready("east", 2)["verdict"] == "void"
+    run.hello("west", life="2")
+    run.enter("west")
+    assert run.ready("west", 1) == {"verdict": "skip", "round": 2}
+    assert run.ready("east", 3) is None and run.ready("west", 3)["verdict"] == "go"
