@@ -206,7 +206,7 @@ def first_kind(rank, strategy, options):
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, None])
 def test_fsdp1_in_hybrid_has_stock_s_losses(strategy):
-    for (stock, ours), _, meshes in run_ranks(first_kind, 4, strategy, {"fsdp": "hybrid"}):
+    for (stock, ours), _, meshes in run_ranks(first_kind, 4, strategy, {"fsdp": "hybrid"}, timeout_s=180):
         assert max(abs(a - b) for a, b in zip(stock, ours)) < 1e-6 and meshes == 1
 
 
