@@ -173,8 +173,9 @@ class Measured:
     def links(self, file: str) -> Links:
         if file not in self.hosts:  # which are measured after the probe
             return Links()
-        measured = Links.of_spec(parse_spec(self.probes[file])).measured
-        return Links({name: replace(link, host_s=self.hosts[file][name]) for name, link in measured.items()})
+        links = Links.of_spec(parse_spec(self.probes[file]))
+        hosts = self.hosts[file]
+        return replace(links, measured={n: replace(link, host_s=hosts[n]) for n, link in links.measured.items()})
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(vars(self), indent=1) + "\n")

@@ -29,7 +29,8 @@ from harness import Row
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab.samples import examples
-from holmes_ext.plan.cost.model import Model, load_model, on_clusters
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.model_file import load_model, on_clusters
 from holmes_ext.plan.cost.nodes import stock_fabric
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.step import simulate

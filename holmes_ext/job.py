@@ -13,7 +13,8 @@ from holmes_ext import banner, patches
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options, options_from, parse_flags
 from holmes_ext.patches.deepspeed import ds_config
-from holmes_ext.patches.megatron import arguments, core
+from holmes_ext.patches.megatron import core
+from holmes_ext.patches.megatron.command_line import arguments
 from holmes_ext.patches.torch import fsdp, joined
 from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.search.arrangement import PIPELINES_FIRST
 from holmes_ext.plan.search.result import Candidate
 
@@ -36,9 +37,8 @@ class Launch:
 def launches(
     candidate: Candidate, model: Model, global_batch: int, overlap: bool, cluster: str, plan: str
 ) -> dict[str, Launch]:
-    """How to start `candidate`, by framework; cluster and plan: the files' names."""
-    shape = candidate.shape
-    holmes = ["--holmes", "--holmes-cluster", cluster, "--holmes-plan", plan]
+    """How to start `candidate`, by framework; cluster and plan: the files' names, plan "" where none is written."""
+    shape, holmes = candidate.shape, added(candidate, cluster, plan)
     overlapped = ["--holmes-overlap", "on" if overlap else "off"]
     lm_flags, lm_lacks = _megatron_lm(candidate, model, global_batch)
     lm_flags += ["--overlap-grad-reduce"] if overlap else []
@@ -56,6 +56,14 @@ def launches(
         "megatron-deepspeed": Launch(tuple(both), config, lacks),
         **{name: Launch(tuple(holmes), lacks=_data_only_lacks(candidate, name)) for name in ("ddp", "fsdp2")},
     }
+
+
+def added(candidate: Candidate, cluster: str, plan: str) -> list[str]:
+    """What holmes needs on the command line. Without a plan the job makes one when it starts, for the same layers."""
+    split = candidate.split
+    uneven = candidate.shape.virtual == 1 and split != uniform(sum(split), len(split))
+    layers = ["--holmes-partition", ",".join(map(str, split))] if uneven else []
+    return ["--holmes", "--holmes-cluster", cluster, *(["--holmes-plan", plan] if plan else layers)]
 
 
 def _sizes(candidate: Candidate, model: Model, global_batch: int) -> list[str]:

@@ -22,11 +22,13 @@ from holmes_ext.cluster.nic import Nic
 from holmes_ext.cluster.node_report import NodeReport, node_identity, node_name
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.cluster.sysfs.node import read_nics
+from holmes_ext.cluster.tcp import read_limits
 from holmes_ext.doctor import frameworks, nccl, variables
 from holmes_ext.doctor.command import check_command
 from holmes_ext.doctor.finding import Finding
 from holmes_ext.doctor.nics import check_hcas, check_nics, rdma_limits
 from holmes_ext.doctor.side_by_side import NodeCheck, compare, load_check
+from holmes_ext.doctor.tcp import check_tcp
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches import all_patches, installed_versions
@@ -98,6 +100,8 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
     findings = [*check_nics(nics), *check_hcas(args.sysfs)]
     findings += rdma_limits(nics) if live else []
     findings += variables.check_variables(os.environ, nics)
+    if spec and (spec.wan or spec.pairs):
+        findings += check_tcp(spec, node_name(os.environ), read_limits(), os.environ)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # frameworks print when imported
         findings += frameworks.check_patches(frameworks.fit_of(patch, args.check) for patch in all_patches())
         findings += frameworks.check_replaced(all_patches()) if args.check else []

@@ -10,16 +10,16 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
-from holmes_ext.cli.show import explain, search
+from holmes_ext.cli.show import explain, search, search_table
 from holmes_ext.cli.show.matrix import show_wan
 from holmes_ext.cli.show.table import Column, Screen
+from holmes_ext.cli.show.training import training_of
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.document import load_toml
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan, costs_of
 from holmes_ext.plan.cost.links import Links
-from holmes_ext.plan.cost.model import load_model, on_clusters
 from holmes_ext.plan.cost.nodes import step_seconds
 from holmes_ext.plan.cost.pipeline import Estimate, uniform
 from holmes_ext.plan.cost.stages import predict
@@ -27,7 +27,8 @@ from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.layout import groups
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import load_profile
-from holmes_ext.plan.sizes import Sizes, parse_sizes
+from holmes_ext.plan.search.as_plan import times
+from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.report.pictures import draw_partitions
 
@@ -54,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
     for name in ("pipeline", "tensor", "context", "expert"):
         add(f"--{name}", type=int, metavar="N", help=f"{name}-parallel size")
     add("--order", metavar="O", help="order of the axes in the ranks, innermost first (default: tp-cp-ep-dp-pp)")
-    add("--output", metavar="FILE", help="write plan.json here")
+    add("--output", metavar="FILE", help="write plan.json here: of the sizes given, else of the best found")
     add("--json", action="store_true", help="print plan.json instead of the table")
     add = parser.add_argument_group("what the model computes and sends (nominal values unless given)").add_argument
     add("--workload", metavar="FILE", help="TOML with keys like the options below (forward_seconds = 0.03, ...)")
@@ -69,13 +70,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print (or write) the plan. 0: nothing straddles; 1: some group does. HolmesError on bad input."""
-    if search.wanted(args):
-        return search.run(args)
     spec = load_spec(args.cluster)
     site, links = site_from_spec(spec), Links.of_spec(spec)
     measured = links.site(site)
-    sizes, workload = _sizes(args), _workload(args)
-    model = on_clusters(load_model(args.model), spec) if args.model else None
+    job = training_of(args, spec)
+    if search.wanted(args):
+        return search.run(args, spec, job)
+    sizes, model, workload = job.sizes, job.model, _workload(args)
     profile = load_profile(args.profile) if args.profile else None
     known = model or profile
     if (args.explain or args.picture) and known is None:
@@ -86,6 +87,10 @@ def run(args: argparse.Namespace) -> int:
         raise HolmesError(f"{given}; give it or --workload (--gradient-bytes, ...), not both")
     overlap = args.overlap == "on"
     plan = build_plan(site, sizes, workload, args.partition, model, args.alpha, overlap, profile=profile, links=links)
+    alone = None
+    if model is not None and profile is None and plan.sizes is not None:
+        alone = search.alone(plan, site, links, job, model, overlap)
+        plan = replace(plan, predicted=plan.predicted | times(alone, alone.best))
     if args.output:
         plan.save(args.output)
     costs = None
@@ -102,25 +107,22 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(plan.to_json())
     else:
         step = None
+        job.show(Screen())
         if costs is not None:
             step = predict(costs, plan.stage_layers or uniform(costs.blocks, costs.stages))
         elif plan.sizes is not None:
             step = step_seconds(measured, plan.nodes, plan.sizes, workload)
         _show(measured, plan, step, nominal=workload is None and known is None)
         show_wan(measured, spec.notes)
+        if alone:
+            search_table.show_given(alone, args, job)
         if costs and args.explain:
             explain.show(costs, found)
         for path in filter(None, (args.picture, args.output)):
             print(f"written: {path}")
+    if alone:
+        search.draw(alone, args)
     return 1 if plan.straddling else 0
-
-
-def _sizes(args: argparse.Namespace) -> Sizes | None:
-    given = {name: getattr(args, name) for name in ("pipeline", "tensor", "context", "expert", "order")}
-    given = {name: value for name, value in given.items() if value is not None}
-    if args.sizes is None and not given:
-        return None
-    return replace(parse_sizes(args.sizes or "", "--sizes"), **given)
 
 
 def _workload(args: argparse.Namespace) -> Workload | None:

@@ -1,4 +1,4 @@
-"""`holmes probe`: measure every fabric of a job's nodes and keep the curves in cluster.toml."""
+"""`holmes probe`: measure every fabric of a job's nodes and what lies between its clusters, into cluster.toml."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import sys
 
 import holmes_ext
-from holmes_ext.cluster.measured import MeasuredLink, render, store
+from holmes_ext.cluster.measured import MeasuredLink, MeasuredPair, render, store
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
@@ -23,7 +23,9 @@ Start it on every node as the training is started, one process for each node is 
   srun --ntasks-per-node 1 holmes probe --cluster cluster.toml
   holmes lab run --cluster cluster.toml -- holmes probe --cluster cluster.toml      on emulated clusters
 
-Rank 0 replaces the file's [link.FABRIC] tables and leaves the rest as it is.
+Rank 0 replaces the file's [link.FABRIC] and [[measured]] tables and leaves the rest as it is. [[measured]] has every
+pair of clusters: rate of several nodes at once, rate of one stream, latency; it is left out where the file describes a
+flat network and measuring found one.
 Exit status: 0 measured, 2 bad usage, input or network.
 """
 
@@ -48,24 +50,26 @@ def run(args: argparse.Namespace) -> int:
     if process.world_size < 2:
         raise HolmesError("holmes probe: one process has no link to measure; start it on two nodes or more"
                           " (holmes probe --help says how)")
-    links = _measure(args, process)
+    links, pairs = _measure(args, process)
     if process.rank == 0:
         if args.json:
-            print(json.dumps({name: dataclasses.asdict(link) for name, link in links.items()}))
+            between = [dataclasses.asdict(pair) for pair in pairs]
+            print(json.dumps({**{name: dataclasses.asdict(link) for name, link in links.items()}, "measured": between}))
         else:
-            print(render(links), end="")
+            print(render(links, pairs), end="")
         if not args.dry_run:
-            store(args.cluster, links)
-            print(f"holmes probe: wrote {', '.join(links)} to {args.cluster}", file=sys.stderr)
+            store(args.cluster, links, pairs)
+            written = [*links, *("-".join(pair.clusters) for pair in pairs)]
+            print(f"holmes probe: wrote {', '.join(written)} to {args.cluster}", file=sys.stderr)
     return 0
 
 
-def _measure(args: argparse.Namespace, process: Process) -> dict[str, MeasuredLink]:
+def _measure(args: argparse.Namespace, process: Process) -> tuple[dict[str, MeasuredLink], tuple[MeasuredPair, ...]]:
     """All ranks; whatever goes wrong on the way is one line."""
     import torch
     import torch.distributed as dist
 
-    from holmes_ext.runtime.measure import probe  # here: it imports torch, which `holmes --help` does without
+    from holmes_ext.runtime.measure import crossings, probe  # here: the session imports torch, `holmes --help` not
 
     def tell(text: str) -> None:
         if process.rank == 0:
@@ -77,13 +81,16 @@ def _measure(args: argparse.Namespace, process: Process) -> dict[str, MeasuredLi
         torch.accelerator.set_device_index(process.local_rank)
     try:
         dist.init_process_group("nccl" if gpu else "gloo")
-        links = probe.measure(session.require(), int(args.largest * 2**20), tell)
+        own = session.require()
+        pairs = crossings.measure(own, tell)
+        flat = not own.site.wan and crossings.is_flat(own.site, pairs)
+        links = probe.measure(own, int(args.largest * 2**20), tell, flat)
         dist.destroy_process_group()
     except (RuntimeError, ValueError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         where = f"rank {process.rank} ({session.require().node.name})"
         raise HolmesError(f"holmes probe: {where}: {reason:.200}; nothing was written") from None
-    if not links:
+    if not links and not pairs:
         raise HolmesError("holmes probe: all processes are on one node, which has no link to measure;"
                           " start one on every node")
-    return links
+    return links, () if flat else pairs

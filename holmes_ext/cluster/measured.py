@@ -43,10 +43,7 @@ class MeasuredLink:
 
 @dataclass(frozen=True)
 class MeasuredPair(Between):
-    """One `[[measured]]`. rate_bps: bits/s of several nodes at once; stream_bps: of one stream, 0 where not measured;
-    latency_s: seconds one way."""
-
-    stream_bps: int = 0
+    """One `[[measured]]`. rate_bps: bits/s of several nodes at once; latency_s: half a round trip."""
 
 
 def parse_pairs(top: Table, clusters: Sequence[str]) -> tuple[MeasuredPair, ...]:

@@ -47,11 +47,13 @@ class Uplink:
 
 @dataclass(frozen=True)
 class Between:
-    """One `[[between]]`. rate_bps: bits/s, 0 without a limit of its own; latency_s: seconds one way, node to node."""
+    """One `[[between]]`. rate_bps: bits/s, 0 without a limit of its own; latency_s: seconds one way, node to node;
+    stream_bps: what one TCP stream gets, 0 where that was not measured."""
 
     clusters: tuple[str, ...]
     rate_bps: int
     latency_s: float
+    stream_bps: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Wan:
 
     def measured(self, pairs: Sequence[Between]) -> Wan:
         """With these in place of the links between the same clusters; others come besides."""
-        new = {frozenset(link.clusters): Between(link.clusters, link.rate_bps, link.latency_s) for link in pairs}
+        new = {frozenset(link.clusters): Between(**vars(link)) for link in pairs}
         kept = {frozenset(link.clusters): link for link in self.between}
         return replace(self, between=tuple((kept | new).values())) if new else self
 

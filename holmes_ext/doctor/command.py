@@ -15,9 +15,11 @@ from holmes_ext.doctor.frameworks import check_megatron_deepspeed, check_script
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import PREFIX, Options, parse_flags
 from holmes_ext.patches.deepspeed import ds_config
-from holmes_ext.patches.megatron import arguments
+from holmes_ext.patches.megatron.command_line import arguments
+from holmes_ext.patches.megatron.command_line.describe import describe
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.plan import check_plan, load_plan
+from holmes_ext.plan.plan import Plan, check_plan, load_plan
+from holmes_ext.plan.search.given import shape_of
 from holmes_ext.plan.sizes import parse_sizes
 
 
@@ -86,6 +88,7 @@ def _check_plan(command: Command, options: Options, rest: list[str], spec: SiteS
         return
     site = site_from_spec(spec)
     plan = check_plan(load_plan(options.plan), site) if options.plan else build_plan(site, sizes)
+    yield from _check_layout(rest, plan)
     if config is not None and config.digest:
         for line in ds_config.check(config, plan, options.overlap if options.overlap != "auto" else None):
             yield note(config.path, line, "the setting does nothing", "remove it")
@@ -95,6 +98,16 @@ def _check_plan(command: Command, options: Options, rest: list[str], spec: SiteS
                    "their traffic is as slow as that network",
                    "look at `holmes plan` for sizes under which none does")
     yield from _check_launcher(command, site)
+
+
+def _check_layout(rest: list[str], plan: Plan) -> Iterator[Finding]:
+    """Whether batch, layers and chunks that the flags name divide under the plan's sizes."""
+    said = describe(rest)
+    if said.model is not None and plan.sizes is not None:
+        try:
+            shape_of(said.model, plan.sizes, said.zero, said.virtual)
+        except HolmesError as error:
+            yield problem("the command", str(error), "the framework ends with an error", "change it as the line says")
 
 
 def _check_launcher(command: Command, site: Site) -> Iterator[Finding]:

@@ -16,7 +16,8 @@ from holmes_ext.words import nearest
 #: What must be alike on all nodes of a job, where it is set at all.
 COMPARED = (
     "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_DISABLE", "NCCL_NET", "NCCL_NET_PLUGIN",
-    "NCCL_ALGO", "NCCL_PROTO", "NCCL_IB_TC", "NCCL_P2P_DISABLE", "NCCL_CROSS_NIC", "GLOO_SOCKET_IFNAME",
+    "NCCL_ALGO", "NCCL_PROTO", "NCCL_IB_TC", "NCCL_P2P_DISABLE", "NCCL_CROSS_NIC",
+    "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD", "GLOO_SOCKET_IFNAME",
     "TP_SOCKET_IFNAME", "CUDA_DEVICE_MAX_CONNECTIONS", "HOLMES", "HOLMES_DISABLE",
 )
 #: HOLMES_* that are no twins of flags.

@@ -24,6 +24,7 @@ from holmes_ext.cluster.spec import ClusterSpec, SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.emulate import trace
 from holmes_ext.lab.lab import Lab
+from holmes_ext.lab.network.crossing import TUNED
 from holmes_ext.lab.process.job import RunResult
 
 
@@ -87,6 +88,11 @@ def all_rdma(spec: SiteSpec) -> Variant:
     return Variant("all-RDMA", single, nodes, env={"GLOO_SOCKET_IFNAME": f"{best.kind}0"})
 
 
+def tuned(spec: SiteSpec) -> Lab:
+    """A lab whose nodes' TCP suits long links, where there are any: what is compared is not how windows grow."""
+    return Lab(spec, realtime=True, sysctl=TUNED if spec.wan else {})
+
+
 def compare(variants: Sequence[Variant], script: Sequence[str], *, repetitions: int, steps: int, skip: int,
             accelerator: Mapping[str, Any] | None, traces: Path | None = None,
             on_run: Callable[[str, int], None] = lambda name, repetition: None, timeout: float = 300.0,
@@ -103,7 +109,7 @@ def compare(variants: Sequence[Variant], script: Sequence[str], *, repetitions: 
         labs: dict[str, Lab] = {}
         for variant in variants:
             if variant.spec.digest not in labs:
-                labs[variant.spec.digest] = stack.enter_context(Lab(variant.spec, realtime=True))
+                labs[variant.spec.digest] = stack.enter_context(tuned(variant.spec))
         for repetition in range(repetitions):
             turn = repetition % len(variants)
             for variant in (*variants[turn:], *variants[:turn]):

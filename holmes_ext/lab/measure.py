@@ -78,7 +78,7 @@ def measure_crossing(lab: Lab, one: int, two: int) -> list[CrossingRow]:
     shared = [rate for rate in (link.rate_bps, *(wan.uplink_of.get(name, 0) for name in names)) if rate]
     alone = min([nic, *shared])
     sizes = [size for size in SIZES if size >= COUNTS_FROM and size * 8 / alone < LONGEST_S] or [COUNTS_FROM]
-    (single,) = _flood(lab, sides, 1, sizes)
+    (single,) = flood(lab, sides, 1, sizes)
     trip = 2 * link.latency_s
     error = abs(single["round_trip"] - trip)
     rows = [CrossingRow(names, "round trip", trip, single["round_trip"], error <= max(1e-3, 0.05 * trip))]
@@ -90,12 +90,12 @@ def measure_crossing(lab: Lab, one: int, two: int) -> list[CrossingRow]:
         rate(f"{size >> 10} KiB", alone, achieved)
     rate("1 pair", alone, single["flood"])
     if (count := min(MOST_PAIRS, *map(len, sides))) > 1:
-        together = sum(each["flood"] for each in _flood(lab, sides, count, sizes))
+        together = sum(each["flood"] for each in flood(lab, sides, count, sizes))
         rate(f"{count} pairs at once", min([count * nic, *shared]), together)
     return rows
 
 
-def _flood(lab: Lab, sides: Sequence[Sequence[LabNode]], count: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
+def flood(lab: Lab, sides: Sequence[Sequence[LabNode]], count: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """What each of `count` senders found."""
     near, far = (list(side[:count]) for side in sides)
     command = [sys.executable, "-I", "-S", _CROSSING, ",".join(node.address for node in far), *map(str, sizes)]

@@ -55,7 +55,7 @@ def build_plan(
         sizes, workload, basis = sizes or profile.sizes, profile.workload(), "measured"
     if stage_layers or partition != "uniform":
         _check(partition, sizes, model or profile, stage_layers)
-    sizes = sizes.complete(site.world_size) if sizes is not None else None
+    sizes = sizes.complete(site.world_size, site.processes) if sizes is not None else None
     if workload is None and model is not None and sizes is not None:
         workload, basis = model.workload(sizes), model.source
     measured = links.site(site)

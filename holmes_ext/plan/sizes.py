@@ -9,6 +9,7 @@ Both engines lay ranks out as one grid, first axis of `order` innermost (megatro
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -53,18 +54,36 @@ class Sizes:
         named = [axis for axis in self.order.split("-") if axis != "ep"]
         return (*named, *(axis for axis in AXES if axis not in named))
 
-    def complete(self, world_size: int) -> Sizes:
-        """The same with `data` worked out; HolmesError when the sizes do not multiply to `world_size`."""
+    def complete(self, world_size: int, processes: int = 1) -> Sizes:
+        """The same with `data` worked out; HolmesError when the sizes do not multiply to `world_size`: it names sizes
+        that do, and numbers of nodes (of so many `processes`) that these would."""
         model = self.pipeline * self.tensor * self.context
         data = self.data or world_size // model
         if model * data != world_size or data == 0:
             product = f"pipeline {self.pipeline} x tensor {self.tensor} x context {self.context}"
             product += f" x data {self.data}" if self.data else ""
-            advice = "change a size or the number of processes"
-            raise HolmesError(f"{product} does not divide the world size {world_size}; {advice}")
+            fits = self._fits(world_size, processes)
+            raise HolmesError(f"{product} does not divide the world size {world_size}; {fits}")
         if (data * self.context * self.tensor) % self.expert:
             raise HolmesError(f"expert size {self.expert} does not divide data {data} x context x tensor")
         return Sizes(self.pipeline, self.tensor, self.context, self.expert, data, self.order)
+
+    def _fits(self, world: int, processes: int) -> str:
+        """What would divide: "for tensor 8: pipeline 1, 2, 7, 14; or 12 or 16 nodes for pipeline 4"."""
+        inner, whole = self.tensor * self.context, self.tensor * self.context * self.pipeline
+        told = f"tensor {self.tensor}" + (f" x context {self.context}" if self.context > 1 else "")
+        unit = math.lcm(whole, processes)
+        known = sorted({ranks for ranks in (world // unit * unit, -(-world // unit) * unit) if ranks} - {world})
+        counts = " or ".join(str(ranks // processes) for ranks in known)
+        others = f"{counts} {'nodes' if processes > 1 else 'processes'} for pipeline {self.pipeline}"
+        if self.data:
+            return "leave data out" + (f"; or {others}" if counts else "")
+        if world % inner:
+            fitting = [size for size in range(1, min(world, 64) + 1) if world % (size * self.context) == 0]
+            return f"tensor {_listed(fitting)} would (context {self.context}); or {others}"
+        fitting = [size for size in range(1, world // inner + 1) if world // inner % size == 0]
+        near = sorted(sorted(fitting, key=lambda size: abs(math.log(size / self.pipeline)))[:6])
+        return f"for {told}: pipeline {_listed(near)}; or {others}"
 
     def size(self, axis: str) -> int:
         size: int = getattr(self, AXES[axis])
@@ -85,6 +104,10 @@ class Sizes:
     def stage(self, rank: int) -> int:
         """Pipeline stage of `rank`."""
         return rank // self.strides()["pp"] % self.pipeline
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
 
 
 def parse_sizes(text: str, where: str) -> Sizes:

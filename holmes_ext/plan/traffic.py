@@ -33,7 +33,8 @@ class Reduction:
 
     overlap: under the last backward pass. bucket_bytes: of gradients that travel together in one ring. clusters: where
     their names stand, a group that lies on several of them sums in two levels what has two_level_from bytes or more, in
-    buckets of chunk_bytes; compress: what crosses then ("off", "bf16", "int8"). across: how, where it is not directly.
+    buckets of chunk_bytes; compress: what crosses then ("off", "bf16", "int8"). across: how, where it is not directly;
+    streams: connections that each pair of ranks shares out what crosses over (gloo groups).
     """
 
     overlap: bool
@@ -43,6 +44,7 @@ class Reduction:
     chunk_bytes: int = 0
     compress: str = "off"
     across: Across | None = None
+    streams: int = 1
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Pictures: who sits where and over which NIC, one step of every rank or stage on one time axis, what a plan is worth.
 
     of a run     placement_figure(), timeline_figure()       `holmes demo`, `holmes report`
-    of a plan    draw_search(): placement, timeline, what if Ethernet were faster; draw_partitions()       `holmes plan`
+    of a plan    draw_search(): placement, timeline, clusters, what if Ethernet were faster (between.py);
+                 draw_partitions()                                                                         `holmes plan`
 
 matplotlib is imported when a picture is wanted: no command needs it otherwise.
 """
@@ -20,11 +21,11 @@ from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.pipeline import Estimate
 from holmes_ext.plan.cost.stages import StageCosts
-from holmes_ext.plan.search.explanation import on_ethernet
 from holmes_ext.plan.search.ranking import simulated
 from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.units import format_bytes, format_rate
+from holmes_ext.report import between
+from holmes_ext.units import format_bytes
 from holmes_ext.words import why
 
 #: What a rank or stage does: colour, label; what stands later is drawn over what stands before.
@@ -42,8 +43,6 @@ KINDS = {
 FABRIC_COLORS = {"ib": "#2a6f97", "roce": "#2a9d8f", "ethernet": "#d62728"}
 #: Of the clusters, in the launcher's order; again from the start beyond.
 CLUSTERS = ("#4c78a8", "#e8a33d", "#72b7b2", "#b07aa1", "#9c755f", "#54a24b", "#bab0ac", "#d37295")
-#: Ethernet of the what-if curve: these times the rate of cluster.toml.
-FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)
 
 #: (what it is called, [(kind of KINDS, start, end)]), seconds from the step's begin.
 Row = tuple[str, list[tuple[str, float, float]]]
@@ -214,12 +213,19 @@ def _timeline(panels: Mapping[str, tuple[list[Row], float]], label: str) -> Any:
 
 
 def draw_search(outcome: Outcome, folder: Path) -> list[Path]:
-    """Write placement.png, timeline.png and ethernet.png of the best plan; their paths. HolmesError: it cannot be."""
+    """Write placement.png, timeline.png, clusters.png and ethernet.png of the best plan; their paths. HolmesError: it
+    cannot be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise HolmesError(f"{folder}: the pictures cannot be written: {why(error)}; name another directory") from None
-    figures = (("placement", _stage_bars), ("timeline", _step), ("ethernet", _ethernet))
+    def clusters(outcome: Outcome) -> Any:
+        return between.draw_clusters(pyplot(), outcome.ground.links.site(outcome.ground.site), CLUSTERS)
+
+    def what_if(outcome: Outcome) -> Any:
+        return between.draw_what_if(pyplot(), outcome)
+
+    figures = (("placement", _stage_bars), ("timeline", _step), ("clusters", clusters), ("ethernet", what_if))
     return [_write(paint(outcome), folder / f"{name}.png", "name another directory") for name, paint in figures]
 
 
@@ -259,30 +265,6 @@ def _step(outcome: Outcome) -> Any:
     chunks = f", {shape.virtual} chunks a stage" if shape.virtual > 1 else ""
     title = f"one step, {shape.micro_batches} micro-batches{chunks}; white: waiting for others"
     return _timeline({title: ([rows[stage] for stage in sorted(rows)], step.step_s)}, "seconds")
-
-
-def _ethernet(outcome: Outcome) -> Any:
-    """Seconds of the best plan and of stock with its sizes, in closed form, by the rate of Ethernet."""
-    plt, now = pyplot(), outcome.ground.site.fabric_by_name[ETHERNET].rate_bps
-    rates = [now * factor / 1e9 for factor in FACTORS]
-    planned, stock = zip(*(on_ethernet(outcome, outcome.best, now * factor) for factor in FACTORS))
-    figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    axis.plot(rates, stock, marker="o", color="#d62728", label="stock, same sizes")
-    axis.plot(rates, planned, marker="o", color="#4c78a8", label="this plan")
-    axis.axvline(now / 1e9, color="#999999", linestyle=":")
-    axis.text(now / 1e9, axis.get_ylim()[1], f" {format_rate(now)} now", va="top", fontsize=8, color="#666666")
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.set_xticks(rates, [f"{rate:.3g}" for rate in rates])
-    axis.minorticks_off()
-    low, high = min(*planned, *stock), max(*planned, *stock)
-    ticks = [float(f"{low * (high / low) ** (i / 4):.{2 if high > 1.5 * low else 4}g}") for i in range(5)]
-    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axis.set_xlabel("Ethernet of a node, Gb/s")
-    axis.set_ylabel("predicted seconds of one step (closed form)")
-    axis.set_title("What if Ethernet were slower or faster?", loc="left", fontsize=10)
-    axis.legend(frameon=False)
-    return figure
 
 
 def memory_text(one: Estimate, costs: StageCosts, stage: int) -> str:

@@ -42,3 +42,16 @@ def test_every_fabric_gets_its_curves(probe):
     for link in links.values():
         for points in (link.send, link.ring):
             assert [size for size, _ in points] == [1024, 4096, 16384, 65536]
+
+
+def test_pairs_of_clusters_are_measured_where_the_network_between_them_is_not_flat(probe):
+    run, file, text = probe
+    between = '[[between]]\nclusters = ["a", "b"]\nrate = "50Mb/s"\nlatency = "15ms"\n'
+    file.write_text(text.replace("version = 1", "version = 2") + between)
+    result = run()
+    assert result.returncode == 0, result.stderr
+    spec = load_spec(file)
+    (pair,) = spec.pairs
+    assert pair.clusters == ("a", "b") and 0 < pair.rate_bps < 60e6 and pair.stream_bps > 0
+    assert pair.latency_s >= 0.0145  # never less than the delay line's
+    assert set(spec.links) == {"a"}, "no cluster has nothing but Ethernet, and across them it is the pair's"

@@ -131,7 +131,7 @@ def _take_over(asked: Mapping[str, Any], enable: Callable[..., None]) -> None:
     sizes, world = sizes_of(asked, dist.get_world_size()), dist.group.WORLD
     again = _init_arguments(world)
     dist.destroy_process_group()
-    # Several instances: see patches/megatron/arguments.py, sizes_from_arguments.
+    # Several instances: see patches/megatron/command_line/arguments.py, sizes_from_arguments.
     enable(**({} if asked["num_distributed_optimizer_instances"] > 1 else {"sizes": say(sizes).replace(" ", "")}))
     dist.init_process_group(**again)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from holmes_ext.options import NAMES, PREFIX, flag
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import with_session
-from holmes_ext.patches.megatron.arguments import add_flags
 from holmes_ext.patches.megatron.features import MEGATRON_DEEPSPEED_FLAGS
+from holmes_ext.patches.megatron.flags import add_flags
 from holmes_ext.words import nearest
 
 

@@ -87,7 +87,7 @@ def test_picture(tmp_path, slow):
     "arguments, message",
     [
         (("--pipeline", "2", "--explain"), "--explain and --picture need to know the model"),
-        (("--model", DEMO, "--explain"), "--explain needs the parallel sizes"),
+        (("--model", DEMO, "--explain"), "key 'global_batch' is missing"),
         (("--pipeline", "2", "--model", DEMO, "--gradient-bytes", "1"), "give it or --workload"),
         (("--pipeline", "2", "--model", DEMO, "--explain", "--alpha", "nan"), "alpha is nan"),
         (("--pipeline", "2", "--model", DEMO, "--picture", "/nonexistent/x.png"), "cannot be written"),

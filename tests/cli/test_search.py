@@ -30,7 +30,7 @@ def test_table_and_explanation(capsys, monkeypatch):
     status, said = holmes(capsys, *SEARCH)
     assert status == 0
     for part in ("proven best within the model", "simulated: best", "where a step's seconds go", "computing", "x stock",
-                 "megatron-lm:", "--holmes-plan"):
+                 "megatron-lm:", "--output plan.json fixes"):
         assert part in said.out, part
 
 
@@ -65,6 +65,127 @@ def test_a_megatron_command_line(capsys):
     assert "the command line" not in said.err and "certificate" not in said.err
     status, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--", "train.py", "--lr", "1")
     assert status == 2 and "the command line names no model" in said.err
+
+
+TINY = ("pretrain_gpt.py --num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --micro-batch-size 1"
+        " --global-batch-size 16 --bf16 --vocab-size 1000").split()
+
+
+def rows_of(text):
+    """The first words of the table's rows."""
+    lines = text.split("\u2500\n", 1)[1].split("T tensor, P pipeline")[0].splitlines()
+    return [line.split() for line in lines if line.strip()]
+
+
+def test_your_layout_is_the_first_row_beside_the_best(capsys, monkeypatch):
+    """Sizes after -- : the same table, seconds in three columns, the flags to add; plan.json is named as no flag."""
+    monkeypatch.setenv("COLUMNS", "200")
+    status, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--rows", "3", "--", *TINY,
+                          "--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--my-flag", "3",
+                          "--window-size", "64")
+    assert status == 0
+    first, *others = rows_of(said.out)
+    assert first[:4] == ["yours", "P2", "D2", "1x8"] and [row[0] for row in others] == ["1", "2", "3"]
+    for part in ("read: 6 layers", "ZeRO 1", "not counted: --window-size", "not known to holmes", "--my-flag",
+                 "your layout, stock", "x your layout as stock runs it", "x your layout with holmes",
+                 f"  --holmes --holmes-cluster {CLUSTER}\n", "megatron-lm:", "assumed: GPUs of a, b reach"):
+        assert part in said.out, part
+    assert said.out.index("not counted") < said.out.index("GPUs, 2 clusters")
+    assert "--holmes-plan" not in said.out and "deepspeed:" not in said.out
+
+
+def test_a_command_line_without_sizes_is_data_parallel(capsys):
+    _, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--rows", "1", "--", *TINY)
+    assert rows_of(said.out)[0][:3] == ["yours", "D4", "1x4"]
+
+
+def test_flags_of_holmes_in_the_command_are_holmess(capsys):
+    _, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--json", "--", "torchrun", "--nproc-per-node", "1", *TINY,
+                     "--holmes", "--holmes-sizes", "pipeline=2", "--holmes-partition", "4,2")
+    found = json.loads(said.out)
+    assert found["yours"]["pipeline"] == 2 and found["yours"]["stage_layers"] == [4, 2]
+    assert not [line for line in found["told"] if "not known" in line]
+    _, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--", *TINY, "--holmes-sizes", "pipeline=2",
+                     "--holmes-partition", "4,4")
+    assert "not possible: your layout: layers of the stages 4,4: they must be 2 numbers above 0 whose sum" in said.out
+    status, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--pipeline", "4", "--", *TINY,
+                          "--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "2")
+    assert status == 0 and "P4" in said.out
+
+
+def test_your_layout_in_json(capsys):
+    _, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--json", "--", *TINY, "--pipeline-model-parallel-size", "2")
+    found = json.loads(said.out)
+    assert any(line.startswith("read: 6 layers") for line in found["told"])
+    assert found["yours"]["pipeline"] == 2 and found["yours"]["simulated_seconds"]
+    assert sum(found["where"]["yours"].values()) == pytest.approx(found["yours"]["step_seconds"])
+    assert found["candidates"][0]["step_seconds"] <= found["yours"]["step_seconds"] * (1 + 1e-9)
+
+
+def test_a_layout_that_does_not_divide_is_no_dead_end(capsys, tmp_path):
+    status, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--", *TINY, "--pipeline-model-parallel-size", "3")
+    assert status == 0 and "best plan" in said.out
+    told = "pipeline 3 x tensor 1 x context 1 does not divide the world size 4; for tensor 1: pipeline 1, 2, 4;"
+    assert f"not possible: your layout: {told} or 3 or 6 processes for pipeline 3" in said.out
+    eight = tmp_path / "eight.toml"
+    eight.write_text(Path(CLUSTER).read_text().replace("processes = 1", "processes = 8"))
+    status, said = holmes(capsys, "plan", "--cluster", str(eight), "--pipeline", "3", "--tensor", "8", "--", *TINY)
+    assert status == 2 and "for tensor 8: pipeline 1, 2, 4; or 3 or 6 nodes for pipeline 3" in said.err
+
+
+def test_given_sizes_keep_the_model_after_the_dashes(capsys, monkeypatch, tmp_path):
+    """And show seconds by cause, memory and flags without a search; plan.json is a flag once it is written."""
+    monkeypatch.setenv("COLUMNS", "200")
+    given = ["plan", "--cluster", CLUSTER, "--pipeline", "2"]
+    status, said = holmes(capsys, *given, "--", *TINY)
+    assert status == 0 and "nominal" not in said.out and "shapes" not in said.out
+    assert [row[0] for row in rows_of(said.out.split("GPUs, 2 clusters")[1])] == ["yours"]
+    for part in ("where a step's seconds go", "your layout, stock", "memory of the fullest stage", "flags of holmes",
+                 "--pipeline-model-parallel-size 2 --micro-batch-size 1"):
+        assert part in said.out, part
+    step = float(said.out.split("predicted step: ")[1].split()[0])
+    assert step == pytest.approx(float(said.out.split("\nstep ")[1].split()[0]), rel=1e-3)  # one figure, not two
+    assert "--holmes-plan" not in said.out
+    status, said = holmes(capsys, *given, "--output", str(tmp_path / "plan.json"), "--", *TINY)
+    assert f"--holmes-plan {tmp_path / 'plan.json'}" in said.out
+    assert load_plan(tmp_path / "plan.json").sizes.pipeline == 2
+    status, said = holmes(capsys, *given, "--search", "--", *TINY)
+    assert status == 0 and "shapes" in said.out and rows_of(said.out)[0][:2] == ["yours", "P2"]
+
+
+def test_a_model_file_with_a_command_line(capsys):
+    status, said = holmes(capsys, *SEARCH[:-2], "--", "train.py", "--pipeline-model-parallel-size", "2",
+                          "--micro-batch-size", "2", "--global-batch-size", "32")
+    assert status == 0 and rows_of(said.out)[0][:4] == ["yours", "P2", "D2", "2x8"]
+    assert f"read: the model from {MODEL}, from the command line sizes, micro batch 2, global batch 32" in said.out
+
+
+def test_a_layout_that_does_not_fit_is_shown_as_that(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    small = tmp_path / "small.toml"
+    memory = 'gpu_flops = 1e12\ngpu_memory_bytes = 2e8\nkind = "'
+    small.write_text(Path(CLUSTER).read_text().replace('kind = "', memory))
+    status, said = holmes(capsys, "plan", "--cluster", str(small), "--", *TINY, "--pipeline-model-parallel-size", "1")
+    assert status == 0 and "your layout does not fit: stage 0 needs " in said.out
+    assert rows_of(said.out)[0][-1] == "!" and rows_of(said.out)[1][-1] != "!"
+
+
+def test_limits_take_what_holmes_sizes_takes(capsys):
+    status, said = holmes(capsys, *SEARCH, "--limit", "pipeline=2,tensor=1,order=tp-cp-ep-dp-pp", "--json")
+    shapes = {(one["pipeline"], one["tensor"]) for one in json.loads(said.out)["candidates"]}
+    assert status == 0 and shapes == {(2, 1)}
+    status, said = holmes(capsys, *SEARCH, "--limit", "pipeline=1,2,order=tp-cp-ep-pp-dp")
+    assert status == 2 and "no arrangement of the clusters is possible, within pipeline=1,2 order=" in said.err
+
+
+def test_explain_in_ten_lines(capsys):
+    """Why the best wins, by cause, and what changes of the site would give, the greatest gain first."""
+    own = "--tensor-model-parallel-size", "2"
+    status, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--explain", "--", *TINY, *own)
+    lines = [line for line in said.out.splitlines() if line.startswith(("against ", "with ", "the same with"))]
+    assert status == 0 and 4 <= len(lines) <= 10 and any("your layout as stock runs it" in line for line in lines)
+    gains = [float(line.split(": ")[1].split()[0]) for line in lines if line.startswith("with ")]
+    assert gains == sorted(gains) and any("twice the rate of" in line for line in lines)
 
 
 def test_pictures(capsys, tmp_path):
@@ -111,6 +232,7 @@ def test_ctrl_c_prints_the_best_so_far():
         (["--limit", "context=2", "--for", "deepspeed"], "--limit context=2: deepspeed can only 1"),
         (["--for", "deepsped"], "invalid choice: 'deepsped'"),
         (["--rows", "0"], "--rows is 0"),
+        (["--limit", "tensor=1", "--limit", "tensor=2"], "--limit tensor is given twice"),
         (["--globalbatch", "3"], "unrecognized arguments"),
     ],
 )

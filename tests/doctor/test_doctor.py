@@ -91,7 +91,11 @@ def test_what_is_wrong_with_a_command(tmp_path):
     (line,) = findings(tmp_path, "--holmes-plam", "x")
     assert "did you mean --holmes-plan?" in line
     (line,) = findings(tmp_path, "--holmes", "--pipeline-model-parallel-size", "3")
-    assert line.startswith("problem") and "3" in line
+    assert line.startswith("problem") and "for tensor 1: pipeline 1, 2, 4; or 3 or 6 processes for pipeline 3" in line
+    gpt = ("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
+           " --global-batch-size 15 --pipeline-model-parallel-size 2").split()
+    (line,) = findings(tmp_path, "--holmes", *gpt)
+    assert "15 is not divisible by micro_batch 1 x data 2; 14 or 16 is" in line
     (line,) = findings(tmp_path, "--holmes", "--holmes-plan", str(tmp_path / "no.json"))
     assert "no.json" in line
     (line,) = findings(tmp_path, "--holmes", "--deepspeed_config", str(tmp_path / "no.json"))

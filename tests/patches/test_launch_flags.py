@@ -11,7 +11,7 @@ import pytest
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.patches.launch_flags import LIMITS, launches
-from holmes_ext.patches.megatron.arguments import sizes_from_arguments
+from holmes_ext.patches.megatron.command_line.arguments import sizes_from_arguments
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.search.search import search
 from holmes_ext.plan.search.space import Limits

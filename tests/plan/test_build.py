@@ -13,7 +13,8 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Link, Links
-from holmes_ext.plan.cost.model import Gpu, load_model
+from holmes_ext.plan.cost.model import Gpu
+from holmes_ext.plan.cost.model_file import load_model
 from holmes_ext.plan.cost.nodes import costs_on_site, step_seconds
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.cost.workload import Workload

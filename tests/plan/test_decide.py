@@ -12,7 +12,7 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Link, Links
-from holmes_ext.plan.cost.model import load_model
+from holmes_ext.plan.cost.model_file import load_model
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.decide import SHARES, own_pair, own_pairs, reduction_of, resized, settle, straddling
 from holmes_ext.plan.layout import groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,22 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holmes_ext.cli.show import search_table
 from holmes_ext.cli.show.matrix import show_wan
-from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import load_spec
+from holmes_ext.cli.show.training import Training, sizes_given
+from holmes_ext.cluster.site import Site, site_from_spec
+from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.launch_flags import LIMITS
-from holmes_ext.patches.megatron.arguments import model_from_arguments
 from holmes_ext.plan.cost.links import Links
-from holmes_ext.plan.cost.model import Model, load_model, on_clusters
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.search.arrangement import Ground
 from holmes_ext.plan.search.as_plan import plan_of
-from holmes_ext.plan.search.ranking import rank
+from holmes_ext.plan.search.given import given, shape_of
+from holmes_ext.plan.search.ranking import rank, timed
+from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.search.search import search
 from holmes_ext.plan.search.space import Limits, parse_limits
+from holmes_ext.plan.sizes import Sizes
 from holmes_ext.report import pictures
 
 #: Seconds of silence before the progress bar shows.
@@ -36,26 +42,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "search (when no sizes are given, and --model or a command line says what to train)"
     add = parser.add_argument_group(what).add_argument
     add("--global-batch", type=int, metavar="N", help="sequences of a step (default: the model's)")
+    add("--search", action="store_true", help="although sizes are given: your layout beside the best")
     add("--limit", action="append", default=[], metavar="NAME=V,...",
-        help="only these values, such as tensor=1,2 or recompute=none; memory=60GB; repeat")
-    add("--for", dest="framework", choices=tuple(LIMITS), help="only what this framework can do")
+        help="only these values, such as tensor=1,2 or pipeline=2,tensor=1 or recompute=none; memory=60GB; repeat")
+    add("--for", dest="framework", choices=tuple(LIMITS),
+        help="only what this framework can do (default: the one whose flags the command line has)")
     add("--seconds", type=float, default=inf, metavar="S", help="the best after so long (default: until it is proven)")
     add("--rows", type=int, default=10, metavar="N", help="of the table (default 10)")
-    add("--pictures", metavar="DIR", help="placement.png, timeline.png and ethernet.png there (needs matplotlib)")
-    what = "a Megatron or DeepSpeed command line that names the model"
+    add("--pictures", metavar="DIR", help="placement, timeline, clusters and ethernet.png there (needs matplotlib)")
+    what = "a Megatron or DeepSpeed command line that names the model; its sizes are your layout"
     parser.add_argument("command", nargs="*", metavar="-- SCRIPT ARGS", help=what)
 
 
 def wanted(args: argparse.Namespace) -> bool:
-    """Whether these arguments ask for a search: something says what to train, nothing says the sizes."""
-    sizes = (args.sizes, args.pipeline, args.tensor, args.context, args.expert, args.order)
+    """Whether these arguments ask for a search: something says what to train, no option says the sizes."""
     of_search = args.global_batch is not None or args.limit or args.framework or args.pictures or args.command
-    if (args.explain or args.picture) and not of_search:
+    if args.picture or (args.explain and not of_search and not args.model):
         return False
-    return bool(args.model or args.command or args.global_batch) and all(size is None for size in sizes)
+    asked = args.search or bool(args.limit)
+    return asked or (bool(args.model or args.command or args.global_batch) and not sizes_given(args))
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     """Search and report; 0, or 130 after Ctrl-C with the best so far. HolmesError on bad input."""
     if args.rows < 1:
         raise HolmesError(f"--rows is {args.rows}; it must be 1 or more")
@@ -63,55 +71,95 @@ def run(args: argparse.Namespace) -> int:
         raise HolmesError(f"--seconds is {args.seconds}; it must be above 0")
     if args.pictures:
         pictures.pyplot("--pictures needs")
-    spec = load_spec(args.cluster)
-    model = on_clusters(_model(args), spec)
-    batch, limits, links, overlap = _global_batch(args, model), _limits(args), Links.of_spec(spec), args.overlap == "on"
+    if job.model is None:
+        what = "the command line names no model (--num-layers, --hidden-size, ...)"
+        what = what if args.command else "nothing says what to train"
+        raise HolmesError(f"{what}; give --model FILE (examples/models has some)")
+    site, links, overlap = site_from_spec(spec), Links.of_spec(spec), args.overlap == "on"
+    batch, limits = _global_batch(args, job, site), _limits(args.limit, args.framework or job.framework)
     with _Bar(quiet=args.json) as bar:
-        outcome = search(site_from_spec(spec), model, batch, limits, overlap, args.seconds, bar.told, args.rows, links)
+        outcome = search(site, job.model, batch, limits, overlap, args.seconds, bar.told, args.rows, links)
+    outcome, job = beside(outcome, job)
     if not outcome.interrupted:
         outcome = rank(outcome)
     plan = plan_of(outcome, outcome.best)
     if args.output:
         plan.save(args.output)
     if args.json:
-        print(search_table.document(outcome, plan, args))
+        print(search_table.document(outcome, plan, args, job))
     else:
-        search_table.show(outcome, plan, args)
+        search_table.show(outcome, args, job)
         show_wan(links.site(outcome.ground.site), spec.notes)
-    for path in pictures.draw_search(outcome, Path(args.pictures)) if args.pictures else ():
-        print(f"written: {path}", file=sys.stderr if args.json else sys.stdout)
+    draw(outcome, args)
     if args.output and not args.json:
         print(f"written: {args.output}")
     return 130 if outcome.interrupted else 0
 
 
-def _model(args: argparse.Namespace) -> Model:
-    if args.model:
-        return load_model(args.model)
-    model = model_from_arguments(args.command) if args.command else None
-    if model is None:
-        given = "the command line names no model (--num-layers, --hidden-size, ...)"
-        what = given if args.command else "nothing says what to train"
-        raise HolmesError(f"{what}; give --model FILE (examples/models has some)")
-    return model
+def draw(outcome: Outcome, args: argparse.Namespace) -> None:
+    """The pictures of --pictures."""
+    for path in pictures.draw_search(outcome, Path(args.pictures)) if args.pictures else ():
+        print(f"written: {path}", file=sys.stderr if args.json else sys.stdout)
 
 
-def _global_batch(args: argparse.Namespace, model: Model) -> int:
-    if args.global_batch is None and not model.global_batch:
-        needed = "a search needs it, or --global-batch N (sequences of a step)"
-        raise HolmesError(f"{model.source}: key 'global_batch' is missing; {needed}")
-    return model.global_batch if args.global_batch is None else args.global_batch
+def as_run(outcome: Outcome, job: Training) -> Outcome:
+    """`outcome` with what the command line says of overlaps."""
+    if job.said is None:
+        return outcome
+    return replace(outcome, framework_overlap=job.said.overlap, gather_overlap=job.said.gather_overlap)
 
 
-def _limits(args: argparse.Namespace) -> Limits:
-    limits = parse_limits(args.limit)
+def beside(outcome: Outcome, job: Training) -> tuple[Outcome, Training]:
+    """With the user's layout beside what was found, or a line that says why it cannot be."""
+    outcome = as_run(outcome, job)
+    if job.sizes is None:
+        return outcome, job
+    ground = outcome.ground
+    try:
+        sizes = job.sizes.complete(ground.world, ground.processes)
+        return replace(outcome, yours=_candidate(outcome, job, sizes)), job
+    except HolmesError as error:
+        return outcome, replace(job, lines=(*job.lines, f"not possible: your layout: {error}"))
+
+
+def alone(plan: Plan, site: Site, links: Links, job: Training, model: Model, overlap: bool) -> Outcome:
+    """The layout of a plan of given sizes, in that plan's order of nodes, simulated; no search."""
+    assert plan.sizes is not None
+    model = replace(model, global_batch=0, micro_batches=model.micro_batches_of(plan.sizes.data))
+    batch = model.micro_batches * model.micro_batch * plan.sizes.data
+    outcome = as_run(Outcome(Ground.of(site, model, links=links), model, batch, Limits(), overlap), job)
+    yours = timed(outcome, _candidate(outcome, job, plan.sizes, plan))
+    return replace(outcome, yours=yours, candidates=[yours])
+
+
+def _candidate(outcome: Outcome, job: Training, sizes: Sizes, plan: Plan | None = None) -> Any:
+    said = job.said
+    own = (said.zero, said.virtual) if said and said.model else ()
+    shape, layers = shape_of(outcome.model, sizes, *own), said.stage_layers if said else ()
+    return given(outcome, sizes, shape, (plan.stage_layers if plan else ()) or layers, plan.nodes if plan else ())
+
+
+def _global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
+    model = job.model
+    assert model is not None
+    if args.global_batch is not None or model.global_batch:
+        return model.global_batch if args.global_batch is None else args.global_batch
+    if job.said is not None and job.said.model is not None and job.sizes is not None:
+        sizes = job.sizes.complete(site.world_size, site.processes)
+        return model.micro_batches * model.micro_batch * sizes.data
+    needed = "a search needs it, or --global-batch N (sequences of a step)"
+    raise HolmesError(f"{model.source}: key 'global_batch' is missing; {needed}")
+
+
+def _limits(texts: list[str], framework: str) -> Limits:
+    limits = parse_limits(texts)
     allowed = dict(limits.allowed)
-    can: dict[str, tuple[Any, ...]] = dict(LIMITS[args.framework]) if args.framework else {}
+    can: dict[str, tuple[Any, ...]] = dict(LIMITS[framework]) if framework else {}
     for name, values in can.items():
         allowed[name] = tuple(value for value in limits.allowed.get(name, values) if value in values)
         if not allowed[name]:
-            given = f"--limit {name}={','.join(map(str, limits.allowed[name]))}"
-            raise HolmesError(f"{given}: {args.framework} can only {', '.join(map(str, values))}")
+            said = f"--limit {name}={','.join(map(str, limits.allowed[name]))}"
+            raise HolmesError(f"{said}: {framework} can only {', '.join(map(str, values))}")
     return Limits(allowed, limits.memory_bytes)
 
 

@@ -15,9 +15,11 @@ from math import inf
 from typing import Any
 
 from holmes_ext.cli.show.table import Column, Screen
-from holmes_ext.patches.launch_flags import launches
+from holmes_ext.cli.show.training import Training, sizes_given
+from holmes_ext.patches.launch_flags import Launch, added, launches
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.search.arrangement import Ground
+from holmes_ext.plan.search.compare import explain, thin_stages
 from holmes_ext.plan.search.explanation import CAUSES, best_stock, causes, stock_like
 from holmes_ext.plan.search.result import Candidate, Certificate, Outcome
 from holmes_ext.plan.search.space import Shape
@@ -55,13 +57,13 @@ def split_text(split: Sequence[int]) -> str:
     return f"{split[0]} x {len(split)}" if len(set(split)) == 1 else " ".join(map(str, split))
 
 
-def show(outcome: Outcome, plan: Plan, args: argparse.Namespace) -> None:
+def show(outcome: Outcome, args: argparse.Namespace, job: Training) -> None:
     """Print all of it."""
-    screen, ground, best = Screen(), outcome.ground, outcome.best
-    rows = [_cells(index, one, outcome) for index, one in enumerate(distinct(outcome)[: args.rows], 1)]
-    title = f"{outcome.model.name}: {ground.world} GPUs, {len(ground.ranks)} clusters"
-    screen.table(COLUMNS, rows, f"{title}, global batch {outcome.global_batch}")
-    screen.line(LEGEND, "dim")
+    screen, ground, best, yours = Screen(), outcome.ground, outcome.best, outcome.yours
+    job.show(screen)
+    rows = [("yours", yours)] if yours else []
+    rows += [(str(index), one) for index, one in enumerate(distinct(outcome)[: args.rows], 1)]
+    _table(screen, outcome, rows)
     if outcome.interrupted:
         screen.line("interrupted: the best so far", "yellow")
     if outcome.simulated:
@@ -73,8 +75,36 @@ def show(outcome: Outcome, plan: Plan, args: argparse.Namespace) -> None:
     if ground.links.measured:
         screen.line(f"networks as holmes probe measured them: {', '.join(ground.links.measured)}")
     screen.line(f"best plan: {best.arrangement.describe(ground)}; layers of the stages: {split_text(best.split)}")
+    for line in thin_stages(outcome, best):
+        screen.line(line)
     _show_why(screen, outcome)
-    for name, launch in _launches(outcome, args).items():
+    if args.explain:
+        for line in explain(outcome):
+            screen.line(line)
+    if yours:
+        screen.line("your layout: add to your command line", "bold")
+        screen.line(f"  {shlex.join(added(yours, args.cluster, ''))}")
+    _show_launches(screen, outcome, args, job)
+    if not args.output:
+        screen.line("the job works out the order of nodes when it starts; --output plan.json fixes what is shown")
+
+
+def show_given(outcome: Outcome, args: argparse.Namespace, job: Training) -> None:
+    """The user's layout alone, of a search's outcome that has only it: its row, seconds, memory and flags."""
+    screen, yours = Screen(), outcome.best
+    _table(screen, outcome, [("yours", yours)])
+    for line in thin_stages(outcome, yours):
+        screen.line(line)
+    _show_why(screen, outcome)
+    asked = sizes_given(args) or not args.command  # else the command line has its sizes
+    screen.line("flags of holmes:" if asked else "your layout: add to your command line", "bold")
+    screen.line(f"  {shlex.join(added(yours, args.cluster, args.output or ''))}")
+    if asked:
+        _show_launches(screen, outcome, args, job)
+
+
+def _show_launches(screen: Screen, outcome: Outcome, args: argparse.Namespace, job: Training) -> None:
+    for name, launch in _launches(outcome, args, job).items():
         screen.line(f"{name}:", "bold")
         if launch.lacks:
             screen.line(f"  cannot do this plan: {'; '.join(launch.lacks)}; or search with --for {name}")
@@ -82,44 +112,74 @@ def show(outcome: Outcome, plan: Plan, args: argparse.Namespace) -> None:
         screen.line("  " + shlex.join(launch.flags))
         if launch.config:
             screen.line(f"  ds_config.json: {json.dumps(launch.config)}")
-    if not args.output:
-        screen.line("plan.json: add --output plan.json")
 
 
-def _cells(index: int, one: Candidate, outcome: Outcome) -> tuple[str, ...]:
+def _table(screen: Screen, outcome: Outcome, rows: Sequence[tuple[str, Candidate]]) -> None:
+    ground = outcome.ground
+    title = f"{outcome.model.name}: {ground.world} GPUs, {len(ground.ranks)} clusters"
+    cells, styles = [_cells(name, one, outcome) for name, one in rows], ["" if fits(one) else "red" for _, one in rows]
+    screen.table(COLUMNS, cells, f"{title}, global batch {outcome.global_batch}", styles)
+    screen.line(LEGEND + ("; yours: with holmes, as it is" if outcome.yours else ""), "dim")
+
+
+def fits(one: Candidate) -> bool:
+    return all(used <= limit for used, limit in zip(one.memory_bytes, one.limit_bytes))
+
+
+def _cells(name: str, one: Candidate, outcome: Outcome) -> tuple[str, ...]:
     """A row of the table."""
     shape, where = one.shape, one.arrangement.describe(outcome.ground)
     batch, reductions = f"{shape.micro_batch}x{shape.micro_batches}", ", ".join(dict.fromkeys(one.reductions))
-    of_shape = (str(index), sizes_text(shape), batch, shape.recompute, str(shape.zero))
+    of_shape = (name, sizes_text(shape), batch, shape.recompute, str(shape.zero))
     step = f"{one.step_s:.4g}" if one.simulated_s else f"~{one.step_s:.4g}"
     rates = f"{outcome.tokens_per_s(one):.0f}", f"{outcome.flops_per_gpu(one) / 1e12:.3g}"
-    return (*of_shape, where, reductions, step, f"{one.formula_s:.4g}", *rates, format_bytes(one.peak_bytes))
+    memory = format_bytes(one.peak_bytes) + ("" if fits(one) else " !")
+    return (*of_shape, where, reductions, step, f"{one.formula_s:.4g}", *rates, memory)
 
 
 def reasons(outcome: Outcome) -> dict[str, dict[str, float]]:
-    """Seconds by cause, of the best plan and of stock with the same sizes."""
-    return {"holmes": causes(outcome, outcome.best), "stock": causes(*stock_like(outcome, outcome.best))}
+    """Seconds by cause, of the best plan and of stock: with the same sizes, or as the user's layout runs today."""
+    yours = outcome.yours
+    found = {"holmes": causes(outcome, outcome.best)}
+    found |= {"yours": causes(outcome, yours)} if yours and yours is not outcome.best else {}
+    return found | {"stock": causes(*stock_like(outcome, yours or outcome.best))}
 
 
 def _show_why(screen: Screen, outcome: Outcome) -> None:
     best, why = outcome.best, reasons(outcome)
-    parts = {text: [why[who][part] for who in ("holmes", "stock")] for part, text in CAUSES.items()}
+    parts = {text: [why[who][part] for who in why] for part, text in CAUSES.items()}
     parts["step"] = [sum(each) for each in zip(*parts.values())]
     rows = [(text, *(f"{s:.4g}" for s in both)) for text, both in parts.items() if max(both) > 1e-4 * best.step_s]
     how = "simulated, mean of all ranks" if best.simulated_s else "closed form, mean of the stages"
-    columns = (Column(""), Column("this plan", right=True), Column("stock, same sizes", right=True))
+    yours, alone = outcome.yours, outcome.yours is best
+    names = {"holmes": "your layout" if alone else "this plan", "yours": "your layout",
+             "stock": "your layout, stock" if yours else "stock, same sizes"}
+    columns = (Column(""), *(Column(names[who], right=True) for who in why))
     screen.table(columns, rows, f"where a step's seconds go ({how})", ["", *[""] * (len(rows) - 2), "bold"])
-    total, before = parts["step"]
-    stock = "the launcher's order, all traffic on the network that all nodes share, layers even"
-    screen.line(f"{before / total:.2f} x stock ({stock})")
-    if least := best_stock(outcome):
+    total, *others, before = parts["step"]
+    stock = "the launcher's order, all traffic on the network that all nodes share, layers "
+    stock += "as yours" if yours else "even"
+    whose = "your layout as stock runs it" if yours and not alone else "stock"
+    screen.line(f"{before / total:.2f} x {whose} ({stock})")
+    if others:
+        screen.line(f"{others[0] / total:.2f} x your layout with holmes")
+    if not alone and (least := best_stock(outcome)):
         ratio, sizes = least.step_s / total, sizes_text(least.shape)
         screen.line(f"{ratio:.2f} x stock with the sizes that suit it best ({sizes}: {least.step_s:.4g} s)")
     stage = _fullest(best)
     limit = best.limit_bytes[stage]
     of = "" if limit == inf else f" of {format_bytes(limit)}"
-    terms = ", ".join(f"{name} {format_bytes(value)}" for name, value in memory_terms(outcome).items() if value)
+    terms = _terms(memory_terms(outcome, best))
     screen.line(f"memory of the fullest stage: {format_bytes(best.memory_bytes[stage])}{of} ({terms})")
+    if yours and not fits(yours):
+        stage = _fullest(yours)
+        needs, has = (format_bytes(each) for each in (yours.memory_bytes[stage], yours.limit_bytes[stage]))
+        what = f"stage {stage} needs {needs} of {has} ({_terms(memory_terms(outcome, yours))})"
+        screen.line(f"your layout does not fit: {what}", "red")
+
+
+def _terms(found: dict[str, float]) -> str:
+    return ", ".join(f"{name} {format_bytes(value)}" for name, value in found.items() if value)
 
 
 def _fullest(best: Candidate) -> int:
@@ -127,18 +187,20 @@ def _fullest(best: Candidate) -> int:
     return shares.index(max(shares))
 
 
-def memory_terms(outcome: Outcome) -> dict[str, float]:
-    """Bytes of the best plan's fullest stage, by term."""
-    stage = _fullest(outcome.best)
-    return outcome.pricing(outcome.best.shape).memory(stage, outcome.best.split[stage]).terms
+def memory_terms(outcome: Outcome, one: Candidate) -> dict[str, float]:
+    """Bytes of a plan's fullest stage, by term."""
+    stage = _fullest(one)
+    return outcome.pricing(one.shape).memory(stage, one.split[stage]).terms
 
 
-def _launches(outcome: Outcome, args: argparse.Namespace) -> Any:
-    batch, plan = outcome.global_batch, args.output or "plan.json"
-    return launches(outcome.best, outcome.model, batch, outcome.overlap, args.cluster, plan)
+def _launches(outcome: Outcome, args: argparse.Namespace, job: Training) -> dict[str, Launch]:
+    framework = args.framework or job.framework
+    how = outcome.best, outcome.model, outcome.global_batch, outcome.overlap
+    found = launches(*how, args.cluster, args.output or "")
+    return {name: launch for name, launch in found.items() if not framework or name == framework}
 
 
-def document(outcome: Outcome, plan: Plan, args: argparse.Namespace) -> str:
+def document(outcome: Outcome, plan: Plan, args: argparse.Namespace, job: Training) -> str:
     """Everything that was found, as JSON; a memory limit of null means none. step_seconds is the simulated step where
     there is one, closed_form_seconds the other; certificate is the former's, closed_form the latter's."""
     found = {
@@ -156,11 +218,13 @@ def document(outcome: Outcome, plan: Plan, args: argparse.Namespace) -> str:
             "pruned": outcome.pruned,
             "too_large": outcome.misfits,
         },
+        "told": list(job.lines),
+        "yours": _row(outcome.yours, outcome, outcome.ground) if outcome.yours else None,
         "candidates": [_row(one, outcome, outcome.ground) for one in outcome.candidates],
         "not_expanded": [{"bound_seconds": bound, **asdict(shape)} for bound, shape in outcome.unseen],
         "where": reasons(outcome),
-        "memory_bytes": memory_terms(outcome),
-        "launch": {name: asdict(launch) for name, launch in _launches(outcome, args).items()},
+        "memory_bytes": memory_terms(outcome, outcome.best),
+        "launch": {name: asdict(launch) for name, launch in _launches(outcome, args, job).items()},
         "plan": json.loads(plan.to_json()),
     }
     return json.dumps(found)

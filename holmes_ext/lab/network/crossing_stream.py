@@ -3,9 +3,9 @@
     RANK=r WORLD_SIZE=2n python -I -S crossing_stream.py ADDRESS,ADDRESS,... SIZE ...
 
 Ranks 0 to n - 1 send, rank r to the r-th address, where rank n + r receives. First every sender sends for LEAD_S, so
-that TCP's window has opened, and on for FLOOD_S, in which its receiver counts; all start together. With one pair then
-round trips of one byte, and messages of SIZE bytes, one at a time; of these the median round trip is taken off. Each
-sender prints {"flood": bits/s, "round_trip": seconds, "sizes": [bits/s, ...]}. Needs only the standard library.
+that TCP's window has opened, and on for FLOOD_S, in which its receiver counts; all start together. With one pair and
+sizes then round trips of one byte, and messages of SIZE bytes, one at a time; of these the median round trip is taken
+off. Each sender prints {"flood": bits/s, "round_trip": seconds, "sizes": [bits/s, ...]}. Standard library only.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _receive(sizes: list[int], alone: bool) -> None:
 
 if __name__ == "__main__":
     _rank, _addresses, _sizes = int(os.environ["RANK"]), sys.argv[1].split(","), [int(text) for text in sys.argv[2:]]
+    _alone = len(_addresses) == 1 and bool(_sizes)
     if _rank < len(_addresses):
-        print(json.dumps(_send(_addresses[_rank], _sizes, len(_addresses) == 1)))
+        print(json.dumps(_send(_addresses[_rank], _sizes, _alone)))
     else:
-        _receive(_sizes, len(_addresses) == 1)
+        _receive(_sizes, _alone)

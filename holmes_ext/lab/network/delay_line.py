@@ -26,8 +26,8 @@ from typing import Any
 TUN_DEVICE = "/dev/net/tun"
 #: Seconds that it sleeps after each round of work, so that frames come and go in handfuls: half of it early or late.
 QUANTUM_S = 400e-6
-#: A clock's buffer holds so many seconds of its rate at least; else the round trip over its longest way.
-LEAST_BUFFER_S = 0.05
+#: A clock's buffer holds so many seconds of its rate at least; else two round trips of its longest way.
+LEAST_BUFFER_S = 0.1
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _OFFLOADS = 0x01 | 0x02 | 0x04  # checksum, TCP over IPv4 and over IPv6 in segments to be cut later
@@ -60,7 +60,7 @@ class Router:
 
     def __init__(self, clusters: Sequence[dict[str, Any]], links: Sequence[Sequence[float]],
                  nodes: dict[str, tuple[int, str]]):
-        trip = {cluster: max([2 * link[3] for link in links if cluster in link[:2]], default=0.0)
+        trip = {cluster: max([4 * link[3] for link in links if cluster in link[:2]], default=0.0)
                 for cluster in range(len(clusters))}
         clock = lambda rate, seconds: Clock(rate, max(LEAST_BUFFER_S, seconds)) if rate else None  # noqa: E731
         out = [clock(cluster["uplink_bps"], trip[index]) for index, cluster in enumerate(clusters)]
@@ -68,7 +68,7 @@ class Router:
         self._ways: dict[tuple[int, int], tuple[list[Clock], float]] = {}
         for one, two, rate, latency in links:
             for a, b in ((int(one), int(two)), (int(two), int(one))):
-                shared = clock(rate, 2 * latency)
+                shared = clock(rate, 4 * latency)
                 self._ways[a, b] = ([each for each in (out[a], shared) if each is not None], latency)
         self._nodes = {bytes(map(int, address.split("."))): (cluster, _mac(mac) + _mac(clusters[cluster]["mac"]))
                        for address, (cluster, mac) in nodes.items()}

@@ -11,37 +11,30 @@ size.
                  block is recomputed                            the same, appendix (equation 3 is their sum)
     memory       block s b h (10 + 24/t + 5 a s / (h t)) bytes kept in 16 bits, without the last term when attention is
                  recomputed ("selective"), 2 s b h when all is ("full")         Korthikanti et al. 2022 (arXiv
-                 2205.05198), equations 2, 5, table 2
+                 2205.05198), equations 2, 5, table 2; the 24 is 8 of attention (4 h of query and output, 4 h of keys
+                 and values) and 16 of an MLP 4 h wide, which other widths and SwiGLU change in proportion
+    flash        without the last term either; the backward computes the scores again: 5 products for the forward's 2
+                 (Dao et al. 2022, arXiv 2205.14135, algorithm 4)
 
 The embedding computes next to nothing (a look-up, an addition, the same backward), but its gradients are reduced and
 its parameters kept. Tied, the output layer uses the embedding's weight: no parameters more in the model, yet the last
 stage keeps a copy, and first and last stage all-reduce its gradient. With `sequence_parallel` all that a block keeps,
 and what stages send, is divided by t (arXiv 2205.05198, equation 4). With `experts` every MLP is so many, of which a
-token passes `experts_per_token`; an expert group shares them.
+token passes `experts_per_token`; an expert group shares them. Where only some blocks have experts, every block counts
+as the mean of all: parameters, FLOPs and bytes of the whole model are right, those of one stage up to a block's worth.
 """
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
-from holmes_ext.cluster.gpu import KNOWN
-from holmes_ext.cluster.spec import SiteSpec
-from holmes_ext.document import Table, load_toml
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
 
-VERSION = 1
 RECOMPUTE = ("none", "selective", "full")
 POSITIONS = ("learned", "none")
-#: Keys of a model file's [training].
-TRAINING = (
-    *("micro_batch", "micro_batches", "global_batch", "recompute"),
-    *("activation_width", "gradient_width", "state_bytes", "sharded_bytes", "sequence_parallel"),
-)
 
 
 @dataclass(frozen=True)
@@ -99,10 +92,12 @@ class Gpu:
 class Model:
     """A GPT and how it is trained. Give micro_batches (in a step, of one rank) or global_batch (sequences of a step).
     layers: transformer blocks. ffn: 0 means 4 x hidden. groups: key-value heads, 0 means as many as heads. gated:
-    SwiGLU. bias: linear layers have one, and norms too. positions: "learned" (a table) or "none" (rotary ones have no
-    parameters). activation_width, gradient_width: bytes of an element. state_bytes: weights, gradients and optimizer of
-    one parameter on each rank; sharded_bytes: the same, divided by the data size (12 with 6 of state_bytes for Adam
-    under ZeRO-1). gpus: where a cluster's differ."""
+    SwiGLU. bias: linear layers have one, and norms too. positions: "learned" (a table of max_positions rows, 0 means
+    sequence) or "none" (rotary ones have no parameters). head_size: of a head, 0 means hidden / heads. experts: in
+    expert_layers of the blocks (0 means all), each expert_ffn wide (0 means ffn), beside a shared_ffn that all tokens
+    pass. flash: attention keeps no scores. activation_width, gradient_width: bytes of an element. state_bytes: weights,
+    gradients and optimizer of one parameter on each rank; sharded_bytes: the same, divided by the data size (12 with 6
+    of state_bytes for Adam under ZeRO-1). gpus: where a cluster's differ."""
 
     layers: int
     hidden: int
@@ -127,12 +122,19 @@ class Model:
     sequence_parallel: bool = False
     experts: int = 0
     experts_per_token: int = 2
+    head_size: int = 0
+    max_positions: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    expert_layers: int = 0
+    flash: bool = False
     gpu: Gpu = Gpu()
     gpus: dict[str, Gpu] = field(default_factory=dict)
     source: str = "model"
 
     def __post_init__(self) -> None:
-        optional = ("ffn", "groups", "micro_batches", "global_batch", "experts")
+        optional = ("ffn", "groups", "micro_batches", "global_batch", "experts", "head_size", "max_positions",
+                    "expert_ffn", "shared_ffn", "expert_layers")
         positive = ("hidden", "heads", "sequence", "vocabulary", "micro_batch", "activation_width", "gradient_width")
         for name in ("layers", *positive, *optional):
             value, least = getattr(self, name), int(name not in optional)
@@ -144,12 +146,14 @@ class Model:
         for name, known in (("recompute", RECOMPUTE), ("positions", POSITIONS)):
             if getattr(self, name) not in known:
                 raise self._wrong(name, f"{getattr(self, name)!r} is not one of {', '.join(known)}")
-        if self.hidden % self.heads or self.heads % (self.groups or self.heads):
+        if (not self.head_size and self.hidden % self.heads) or self.heads % (self.groups or self.heads):
             given = f"{self.heads} heads do not divide hidden {self.hidden}"
             raise self._wrong("heads", f"{given}, or key 'groups' not them")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             given = f"{self.experts_per_token} is not 1 to {self.experts}"
             raise self._wrong("experts_per_token", f"{given} (key 'experts')")
+        if self.expert_layers > self.layers:
+            raise self._wrong("expert_layers", f"{self.expert_layers} is more than the {self.layers} layers")
         if bool(self.micro_batches) == bool(self.global_batch):
             raise HolmesError(f"{self.source}: give one of the keys 'micro_batches' and 'global_batch'")
 
@@ -165,7 +169,10 @@ class Model:
             return self.micro_batches
         if self.global_batch % (self.micro_batch * data):
             by = f"micro_batch {self.micro_batch} x data {data}"
-            raise self._wrong("global_batch", f"{self.global_batch} is not divisible by {by}")
+            unit = self.micro_batch * data
+            below = self.global_batch // unit * unit
+            near = f"{below} or {below + unit} is" if below else f"{unit} is"
+            raise self._wrong("global_batch", f"{self.global_batch} is not divisible by {by}; {near}")
         return self.global_batch // (self.micro_batch * data)
 
     @property
@@ -187,39 +194,47 @@ class Model:
         return self._tokens(context) * self.hidden * self.activation_width / (tensor if self.sequence_parallel else 1)
 
     def _block(self, tensor: int, context: int, expert: int) -> Layer:
-        h, ffn = self.hidden, self.ffn or 4 * self.hidden
-        kv = h * (self.groups or self.heads) // self.heads
-        into = (2 if self.gated else 1) * ffn  # outputs of the matrices that lead into the MLP
-        norm = (h, h) if self.bias else (h,)
-        active = self.experts_per_token if self.experts else 1
+        h, head = self.hidden, self.head_size or self.hidden // self.heads
+        q, kv = self.heads * head, (self.groups or self.heads) * head
+        norm, times = (h, h) if self.bias else (h,), 3 if self.gated else 2  # matrices of an MLP
+        routed = (self.expert_layers or self.layers) / self.layers if self.experts else 0.0  # of all blocks
+        wide, active = self.expert_ffn or self._ffn, self.experts_per_token if self.experts else 0
 
-        def linear(inputs: int, outputs: int) -> tuple[float, ...]:
+        def linear(inputs: float, outputs: float) -> tuple[float, ...]:
             return (inputs * outputs / tensor, *((outputs / tensor,) if self.bias else ()))
 
-        attention, mlp = (*linear(h, h + 2 * kv), *linear(h, h)), (*linear(h, into), *linear(ffn, h))
-        experts = self.experts / expert * sum(mlp)
-        tensors = (*norm, *attention, *norm, *((h * self.experts,) if self.experts else mlp))  # the router, or the MLP
-        tokens = self._tokens(context)
-        scores_flops = 4 * tokens * self.sequence * h
-        matrices = 2 * h * h + 2 * h * kv + active * (into + ffn) * h
-        forward = (2 * tokens * matrices + scores_flops) / tensor
+        def mlp(ffn: float) -> tuple[float, ...]:
+            return (*linear(h, (times - 1) * ffn), *linear(ffn, h)) if ffn else ()
+
+        dense = (1 - routed) * self._ffn + routed * self.shared_ffn  # what every token passes, mean of all blocks
+        experts = routed * self.experts / expert * sum(mlp(wide))
+        router = (h * self.experts * routed,) if self.experts else ()
+        tensors = (*norm, *linear(h, q + 2 * kv), *linear(q, h), *norm, *router, *mlp(dense))
+        tokens, passed = self._tokens(context), dense + routed * active * wide  # MLP's width that a token passes
+        scores_flops = 4 * tokens * self.sequence * q
+        forward = (2 * tokens * (2 * h * (q + kv) + times * h * passed) + scores_flops) / tensor
         again = {"none": 0.0, "selective": scores_flops / tensor, "full": forward}[self.recompute]
-        wide = tokens * h * self.activation_width
-        scores = 5 * self.heads * self.sequence / h  # bytes for each element of s b h; Korthikanti et al.
+        again += scores_flops / 2 / tensor if self.flash else 0.0
+        bytes_wide = tokens * h * self.activation_width
+        scores = 0.0 if self.flash else 5 * self.heads * self.sequence / h  # bytes for each element of s b h
         whole = tensor if self.sequence_parallel else 1  # what the 10 and the 2 are divided by
-        routed = 19 * (active - 1) / tensor  # of the 24 the MLP's part is 16, its input and mask 3
-        kept = 10 / whole + 24 / tensor + routed
+        inside = 4 * (q + kv) / h + (6 if self.gated else 4) * passed / h + 3 * routed * max(0, active - 1)
+        kept = 10 / whole + inside / tensor
         kept = {"none": kept + scores / tensor, "selective": kept, "full": 2.0 / whole}[self.recompute]
         through = 3 if self.recompute == "full" else 2  # passes through the block: forward, (forward again,) backward
-        sent = 2 * through * wide  # two all-reduces (Shoeybi et al. 2019) or all-to-alls a pass
+        sent = 2 * through * bytes_wide  # two all-reduces (Shoeybi et al. 2019) or all-to-alls a pass
         around = 4 * tokens * kv * self.activation_width / tensor if context > 1 else 0.0  # K, V and their gradients
-        routes = sent * active * (expert - 1) / expert / tensor if self.experts else 0.0
-        times, both = (forward, 2 * forward + again), (self._sent(tensor, context), wide / 2 * kept)
-        return Layer("block", tensors, *times, *both, sent if tensor > 1 else 0.0, around, routes, experts)
+        routes = sent * routed * active * (expert - 1) / expert / tensor
+        computing, both = (forward, 2 * forward + again), (self._sent(tensor, context), bytes_wide / 2 * kept)
+        return Layer("block", tensors, *computing, *both, sent if tensor > 1 else 0.0, around, routes, experts)
+
+    @property
+    def _ffn(self) -> int:
+        return self.ffn or 4 * self.hidden
 
     def _embedding(self, tensor: int, context: int) -> Layer:
         tokens, h = self._tokens(context), self.hidden
-        positions = (self.sequence * h,) if self.positions == "learned" else ()
+        positions = ((self.max_positions or self.sequence) * h,) if self.positions == "learned" else ()
         kept = tokens * h / (tensor if self.sequence_parallel else 1)  # the dropout mask
         tensors = (self.vocabulary * h / tensor, *positions)
         return Layer("embedding", tensors, tokens * h, tokens * h, self._sent(tensor, context), kept)
@@ -258,42 +273,3 @@ class Model:
         gradients, activation = mean("parameters") * self.gradient_width, layers[0].activation_bytes
         sent = {name: mean(name) for name in ("tensor_bytes", "context_bytes", "expert_bytes")}
         return Workload(*computing, self.micro_batches_of(sizes.data), gradients, activation, **sent)
-
-
-def on_clusters(model: Model, spec: SiteSpec) -> Model:
-    """`model` with the GPUs of cluster.toml: its numbers first, then the model's [gpu.cluster.NAME], then what the
-    GPU's name says, then [gpu]."""
-    gpus = {}
-    for cluster in spec.clusters:
-        sources = (cluster.accelerator, model.gpus.get(cluster.name), KNOWN.get(cluster.gpu), model.gpu)
-        every = {item.name: [getattr(source, item.name, 0.0) for source in sources] for item in fields(Gpu)}
-        gpus[cluster.name] = Gpu(**{name: next(filter(None, values), 0.0) for name, values in every.items()})
-    return replace(model, gpus=gpus)
-
-
-def load_model(path: str | Path) -> Model:
-    """Read and validate a model TOML (examples/models/); HolmesError names the file and the key."""
-    top = load_toml(path, "name a model's TOML, such as those of examples/models/")
-    top.version(VERSION)
-    training, gpu = top.table("training"), top.table("gpu", default={})
-    values: dict[str, Any] = {}
-    for item in fields(Model):
-        if item.name not in ("gpu", "gpus", "source"):
-            table = training if item.name in TRAINING else top
-            required = item.default is MISSING
-            kind = int if required else type(item.default)
-            values[item.name] = table.take(item.name, kind, *(() if required else (item.default,)))
-    clusters, default = gpu.table("cluster", default={}), _gpu(gpu, Gpu())
-    gpus = {name: _gpu(clusters.table(name), default) for name in list(clusters.values)}
-    for table in (top, training):
-        table.done()
-    return Model(**values, gpu=default, gpus=gpus, source=str(path))
-
-
-def _gpu(table: Table, default: Gpu) -> Gpu:
-    values = {name: table.take(name, float, getattr(default, name)) for name in ("flops", "memory_bytes")}
-    table.done()
-    try:
-        return Gpu(**values)
-    except HolmesError as error:
-        raise HolmesError(f"{table.source}: key '{table.path}': {error}") from None

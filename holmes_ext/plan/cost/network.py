@@ -28,7 +28,7 @@ from holmes_ext.plan.cost.across import Across, hop_loads, ways_across
 CHUNK_SHARE_BYTES = 512 * 2**10
 #: NCCL's collectives need some MiB to reach a network's rate, and more only fills the pipeline later.
 NCCL_CHUNK_BYTES = 4 * 2**20, 16 * 2**20
-#: Below this, of a message, chunks are not made larger to outlast latency: other costs of a message are as long.
+#: Below this, there and back, chunks are not made larger to outlast latency: other costs of a message are as long.
 HIDDEN_LATENCY_S = 5e-4
 #: What another way across must take at most of the direct one's time.
 WORTH = 0.95
@@ -111,15 +111,14 @@ def chunk_bytes(ranks: int, direct: bool) -> int:
 
 @dataclass(frozen=True)
 class TwoLevels:
-    """An all-reduce inside clusters and across them; inside: of the slowest cluster, across: both halves, which travel
-    at once. half: the slower one; stalls: whether a chunk's half must arrive before the next one's begins
-    (runtime/reduce/direct.py; relay.py sends on)."""
+    """An all-reduce inside clusters and across them, each the price of its two steps; inside: of the slowest cluster.
+    stalls: whether a chunk's step across must arrive before the next chunk's leaves (runtime/reduce/direct.py, both
+    steps in time with each other; relay.py sends on)."""
 
     inside: Price
     across: Price
-    half: Price
     chunk_bytes: float
-    stalls: bool = True
+    stalls: bool = False
 
     @property
     def pipelined(self) -> Price:
@@ -128,8 +127,7 @@ class TwoLevels:
 
     @property
     def _across_byte_s(self) -> float:
-        stalled = self.half.byte_s + self.half.latency_s / self.chunk_bytes if self.stalls else 0.0
-        return max(self.across.byte_s, stalled)
+        return self.across.byte_s + (self.across.latency_s / 2 / self.chunk_bytes if self.stalls else 0.0)
 
     def seconds(self, size: float) -> float:
         """The same, and the first chunk on the faster level."""
@@ -142,7 +140,7 @@ class TwoLevels:
     def sized(self, size: float) -> TwoLevels:
         """With the chunks that suit a sum of `size` bytes: small ones fill the levels soon, large ones outlast the
         latency."""
-        if not self.stalls or self.half.latency_s < HIDDEN_LATENCY_S:
+        if not self.stalls or self.across.latency_s < HIDDEN_LATENCY_S:
             return self
         least, steps = self.chunk_bytes, 0
         while least * 2**steps < size:
@@ -172,9 +170,8 @@ def two_levels(
         return 8 * share * max([processes * max(nics.values()) / fabric.rate_bps, *loads])
 
     half_s = across.latency_s(lambda pair: sum(hop.latency_s for hop in wan.hops(*pair)) or fabric.latency_s)
-    price, half = Price(byte_s(both), 2 * half_s), Price(max(byte_s(there), byte_s(back)), half_s)
     stalls = bool(wan) and direct and across.way == "direct"
-    return TwoLevels(inside, price, half, chunk_bytes(min(clusters.values()), direct), stalls)
+    return TwoLevels(inside, Price(byte_s(both), 2 * half_s), chunk_bytes(min(clusters.values()), direct), stalls)
 
 
 def summed_across(

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, combinations, groupby, islice
 from typing import Any, TypeVar
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
@@ -24,7 +24,7 @@ from holmes_ext.plan.cost.across import best_order, neighbours
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Way, crossing
-from holmes_ext.plan.sizes import DEFAULT_ORDER
+from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
 
 T = TypeVar("T")
 Content = tuple[tuple[int, int], ...]
@@ -32,6 +32,8 @@ Content = tuple[tuple[int, int], ...]
 PIPELINES_FIRST = "tp-cp-ep-pp-dp"
 #: Distinct orders of clusters that are looked at for one way to group them, times stages.
 MAX_ORDERS = 9600
+#: The same where the network between clusters is not flat, which makes them differ: chains over good links stand first.
+MOST_CHAINED = 60
 
 
 @dataclass(frozen=True)
@@ -132,11 +134,13 @@ class Ground:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """groups: clusters that share stages, in the order of stages. contents: by stage. order: of the ranks' axes."""
+    """groups: clusters that share stages, in the order of stages. contents: by stage. order: of the ranks' axes. given:
+    nodes in an order that no rule makes."""
 
     groups: tuple[tuple[int, ...], ...]
     contents: tuple[Content, ...]
     order: str = DEFAULT_ORDER
+    given: tuple[str, ...] = ()
 
     def describe(self, ground: Ground) -> str:
         """ "a -> b" where the pipeline goes from a to b, "a + b" where both hold the same stages."""
@@ -146,6 +150,8 @@ class Arrangement:
 
     def nodes(self, ground: Ground) -> tuple[str, ...]:
         """Node names by slot: rank r runs on nodes[r // processes]."""
+        if self.given:
+            return self.given
         if self.order == PIPELINES_FIRST or all(len(group) == 1 for group in self.groups):
             return tuple(name for group in self.groups for index in group for name in ground.nodes[index])
         left = [iter(names) for names in ground.nodes]
@@ -164,7 +170,8 @@ def arrangements(
         if pipeline == 1 and together > 1:
             break  # one stage holds all clusters anyhow
         orders = chain(_chained(ground, together), _orders(ground, together))
-        listed = list(islice(orders, 1 if pipeline == 1 else max(8, limit // pipeline)))
+        most = min(MOST_CHAINED if ground.wan else limit, max(8, limit // pipeline))
+        listed = list(dict.fromkeys(islice(orders, 1 if pipeline == 1 else most)))
         complete = complete and (pipeline == 1 or next(orders, None) is None)
         for groups in listed:
             if together == 1:
@@ -180,8 +187,20 @@ def launcher(ground: Ground, pipeline: int) -> Arrangement:
     return Arrangement(groups, _fill(ground, groups, pipeline))
 
 
+def arrangement_of(ground: Ground, nodes: Sequence[str], sizes: Sizes) -> Arrangement:
+    """Of nodes in the order of ranks, whatever the order: which clusters' ranks hold which stage."""
+    clusters = {name: index for index, own in enumerate(ground.nodes) for name in own}
+    of_stage: list[list[int]] = [[] for _ in range(sizes.pipeline)]
+    for rank in range(ground.world):
+        of_stage[sizes.stage(rank)].append(clusters[nodes[rank // ground.processes]])
+    contents: list[Content] = [tuple((index, len(list(run))) for index, run in groupby(own)) for own in of_stage]
+    alike = [tuple(dict.fromkeys(index for index, _ in content)) for content in contents]
+    return Arrangement(tuple(group for group, _ in groupby(alike)), tuple(contents), sizes.order, tuple(nodes))
+
+
 def _chained(ground: Ground, together: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Where the network between the clusters is not flat: their chain over the best links, both ways."""
+    """Where the network between the clusters is not flat: their chain over the best links, both ways, and those that
+    differ from it by a pair."""
     names = ground.site.clusters
     if together > 1 or not ground.wan or len(names) < 3:
         return
@@ -192,6 +211,10 @@ def _chained(ground: Ground, together: int) -> Iterator[tuple[tuple[int, ...], .
 
     best = best_order(range(len(names)), cost)
     yield from (tuple((index,) for index in order) for order in (best, best[::-1]))
+    for one, two in combinations(range(len(best)), 2):
+        swapped = list(best)
+        swapped[one], swapped[two] = best[two], best[one]
+        yield tuple((index,) for index in swapped)
 
 
 def _orders(ground: Ground, together: int) -> Iterator[tuple[tuple[int, ...], ...]]:

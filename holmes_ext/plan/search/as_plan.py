@@ -20,7 +20,6 @@ def plan_of(outcome: Outcome, candidate: Candidate) -> Plan:
     model = shape.model(outcome.model)
     predictor = Predictor(site, Layout(sizes, site.processes), model.workload(sizes))
     even = len(set(candidate.split)) == 1
-    stock, exposed = _times(*stock_like(outcome, candidate)), causes(outcome, candidate)
     plan = Plan(
         site_digest=site.digest,
         nodes=nodes,
@@ -29,13 +28,19 @@ def plan_of(outcome: Outcome, candidate: Candidate) -> Plan:
         straddling=straddling_groups(predictor, nodes),
         stage_layers=() if even else candidate.split,
         partition="uniform" if even else "balanced",
-        predicted={
-            **_times(outcome, candidate),
-            "exposed_reduction_seconds": exposed["reduce_inside"] + exposed["reduce_across"],
-            **{f"stock_{name}": value for name, value in stock.items()},
-        },
+        predicted=times(outcome, candidate),
     )
     return settle(plan, site, links=outcome.ground.links, workload=predictor.workload, basis=model.source)
+
+
+def times(outcome: Outcome, candidate: Candidate) -> dict[str, float]:
+    """Plan.predicted of `candidate`, in seconds; see plan/build.py."""
+    stock, exposed = _times(*stock_like(outcome, candidate)), causes(outcome, candidate)
+    return {
+        **_times(outcome, candidate),
+        "exposed_reduction_seconds": exposed["reduce_inside"] + exposed["reduce_across"],
+        **{f"stock_{name}": value for name, value in stock.items()},
+    }
 
 
 def _times(outcome: Outcome, candidate: Candidate) -> dict[str, float]:

@@ -1,17 +1,22 @@
 """Where the time of a candidate's step goes, what the same job takes without holmes, and what it would with another
-Ethernet.
+network between the clusters.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext.cluster.wan import Between
+from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.search.arrangement import Ground
-from holmes_ext.plan.search.ranking import simulated
+from holmes_ext.plan.search.ranking import simulated, timed
 from holmes_ext.plan.search.result import Candidate, Outcome
 
+#: Shapes for which stock is simulated to find those that suit it best.
+STOCKS = 3
 CAUSES = {
     "compute": "computing",
     "collectives": "tensor, context and expert groups",
@@ -27,8 +32,7 @@ CAUSES = {
 def causes(outcome: Outcome, candidate: Candidate) -> dict[str, float]:
     """Seconds of CAUSES, the mean over all ranks; they add up to the candidate's step: to the simulated one where there
     is one."""
-    pricing, order = outcome.pricing(candidate.shape), candidate.arrangement.order
-    prices = [pricing.stage(content, order) for content in candidate.arrangement.contents]
+    prices = outcome.pricing(candidate.shape).stages(candidate.arrangement)
     stages, steps = len(prices), candidate.shape.micro_batches
     collectives = steps * sum(n * price.collective_s for n, price in zip(candidate.split, prices)) / stages
     found = dict.fromkeys(CAUSES, 0.0)
@@ -43,34 +47,60 @@ def causes(outcome: Outcome, candidate: Candidate) -> dict[str, float]:
 
 
 def stock_like(outcome: Outcome, candidate: Candidate) -> tuple[Outcome, Candidate]:
-    """Stock with the sizes of `candidate`, simulated if that is."""
-    stock, one = outcome.stock(candidate.shape)
+    """Stock with the sizes of `candidate`, simulated if that is; of the user's layout with its layers and order."""
+    own = candidate.arrangement.given and candidate.split, candidate.arrangement.order
+    stock, one = outcome.stock(candidate.shape, *(own if candidate.arrangement.given else ()))
     return stock, replace(one, simulated_s=simulated(stock, one).step_s) if candidate.simulated_s else one
 
 
 def best_stock(outcome: Outcome) -> Candidate | None:
-    """Stock with the sizes that suit it best of all that were worked out and fit (in closed form), simulated if the
-    best candidate is."""
-    every = [outcome.stock(shape)[1] for shape in dict.fromkeys(one.shape for one in outcome.candidates)]
+    """Stock with the sizes that suit it best of all that were worked out and fit; if the best candidate is simulated,
+    the least of those few that are the first in closed form."""
+    asked = [*outcome.candidates, *([outcome.yours] if outcome.yours else [])]
+    every = [outcome.stock(shape)[1] for shape in dict.fromkeys(one.shape for one in asked)]
     fitting = [one for one in every if all(used <= limit for used, limit in zip(one.memory_bytes, one.limit_bytes))]
-    least = min(fitting, key=lambda one: one.formula_s, default=None)
-    return least and stock_like(outcome, replace(least, simulated_s=outcome.best.simulated_s))[1]
+    ranked = sorted(fitting, key=lambda one: one.formula_s)
+    if not outcome.best.simulated_s:
+        return next(iter(ranked), None)
+    plain, chunked = ([one for one in ranked if (one.shape.virtual > 1) == wanted] for wanted in (False, True))
+    own = [one for one in ranked if outcome.yours and one.shape == outcome.yours.shape]
+    first = dict.fromkeys([*plain[:STOCKS], *chunked[:STOCKS], *own])  # the closed form flatters chunks
+    return min((timed(outcome.stock(one.shape)[0], one) for one in first), key=lambda one: one.step_s, default=None)
 
 
-def on_ethernet(outcome: Outcome, candidate: Candidate, rate_bps: float) -> tuple[float, float]:
-    """Seconds, in closed form, of a candidate's step and of stock's with its shape, if Ethernet had this rate on every
-    node."""
-    factor = rate_bps / outcome.ground.site.fabric_by_name[ETHERNET].rate_bps
-    site = with_ethernet(outcome.ground.site, rate_bps)
-    ground = Ground.of(site, outcome.model, links=outcome.ground.links.scaled(ETHERNET, factor))
-    changed = replace(outcome, ground=ground)
-    return estimate(changed.costs(candidate), candidate.split).step_s, changed.stock(candidate.shape)[1].formula_s
+def with_ethernet(outcome: Outcome, candidate: Candidate, factor: float) -> tuple[float, float]:
+    """with_site, if the network between clusters had `factor` times its rates: uplinks and links; where it is flat,
+    Ethernet on every node."""
+    site, links = outcome.ground.links.site(outcome.ground.site), outcome.ground.links
+    if site.wan:
+        return with_site(outcome, candidate, replace(site, wan=site.wan.scaled(factor)))
+    return with_site(
+        outcome, candidate, with_fabric(outcome.ground.site, ETHERNET, factor), links.scaled(ETHERNET, factor))
 
 
-def with_ethernet(site: Site, rate_bps: float) -> Site:
-    """`site` with another Ethernet."""
+def with_fabric(site: Site, name: str, rate: float = 1.0, latency: float = 1.0) -> Site:
+    """`site` with so many times the rate and latency of one fabric."""
 
     def changed(fabric: Fabric) -> Fabric:
-        return replace(fabric, rate_bps=round(rate_bps)) if fabric.name == ETHERNET else fabric
+        if fabric.name != name:
+            return fabric
+        return replace(fabric, rate_bps=round(fabric.rate_bps * rate), latency_s=fabric.latency_s * latency)
 
     return replace(site, fabrics=tuple(map(changed, site.fabrics)))
+
+
+def with_latency(site: Site, seconds: float) -> Site:
+    """`site` with this latency, one way, between any two clusters."""
+    pairs = list(combinations(site.clusters, 2))
+    rates = {pair: link.rate_bps for pair in pairs if (link := site.wan.pair_of.get(pair))}
+    between = tuple(Between(pair, rates.get(pair, 0), seconds) for pair in pairs)
+    return replace(site, wan=replace(site.wan, between=between))
+
+
+def with_site(
+    outcome: Outcome, candidate: Candidate, site: Site, links: Links | None = None
+) -> tuple[float, float]:
+    """Seconds, in closed form, of a candidate's step and of stock's with its shape, on a site with another network."""
+    links = replace(links or outcome.ground.links, pairs=())  # the site has them
+    changed = replace(outcome, ground=Ground.of(site, outcome.model, links=links))
+    return estimate(changed.costs(candidate), candidate.split).step_s, changed.stock(candidate.shape)[1].formula_s

@@ -10,6 +10,7 @@ it is hidden under computing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
@@ -38,17 +39,24 @@ class Pricing:
         self.portion = Portion(self.model, self.sizes, kinds)
         self.block, self.shards = self.portion.block, self.portion.shards
         self.stage_ranks = ground.world // shape.pipeline
-        self._stages: dict[tuple[Content, str], StagePrice] = {}
+        self._stages: dict[tuple[Content, str, int], StagePrice] = {}
         self._edges: dict[tuple[Content, Content, bool, str], float] = {}
 
-    def stage(self, content: Content, order: str) -> StagePrice:
-        if (content, order) not in self._stages:
-            self._stages[content, order] = self._price(content, order)
-        return self._stages[content, order]
+    def stages(self, arrangement: Arrangement) -> list[StagePrice]:
+        """Of all stages. Those that hold the same clusters reduce at about the same time: they share what lies between.
+        """
+        counts = Counter(arrangement.contents) if self.ground.wan else {}
+        return [self.stage(content, arrangement.order, counts.get(content, 1)) for content in arrangement.contents]
+
+    def stage(self, content: Content, order: str, alike: int = 1) -> StagePrice:
+        """alike: how many stages hold the same."""
+        if (content, order, alike) not in self._stages:
+            self._stages[content, order, alike] = self._price(content, order, alike)
+        return self._stages[content, order, alike]
 
     def costs(self, arrangement: Arrangement, overlap: bool, sharded: bool = True) -> StageCosts:
         """What a partition of the layers under `arrangement` costs; sharded: with what ZeRO 2 and 3 send."""
-        prices = [self.stage(content, arrangement.order) for content in arrangement.contents]
+        prices = self.stages(arrangement)
         edges, places = self.edges(arrangement), [self.ground.place(content) for content in arrangement.contents]
         chunks = self.shape.virtual, self._load_s(arrangement, edges) if self.shape.virtual > 1 else 0.0
         return costs_of(self.portion, prices, edges, self.tied_s(arrangement), places, overlap, *chunks, sharded)
@@ -124,10 +132,10 @@ class Pricing:
         """Ranks from one stage to the next."""
         return self.shape.tensor * self.shape.context if order == PIPELINES_FIRST else self.stage_ranks
 
-    def _price(self, content: Content, order: str) -> StagePrice:
+    def _price(self, content: Content, order: str, alike: int) -> StagePrice:
         zero, model = self.shape.zero, self.model
         gpus = [self.ground.gpus[index] for index, _ in content]
-        way, whole = self._reduction(content, order)
+        way, whole = self._reduction(content, order, alike)
         weights = model.activation_width / model.gradient_width  # of gradients' bytes
         scatter = whole.scaled(0.5)  # a reduce-scatter or an all-gather is half an all-reduce
         gather = Price(weights * scatter.byte_s, scatter.latency_s)
@@ -149,7 +157,7 @@ class Pricing:
             here = min(processes, self.stage_ranks) // tensor
         return max(1, here)
 
-    def _reduction(self, content: Content, order: str) -> tuple[str, Price]:
+    def _reduction(self, content: Content, order: str, alike: int) -> tuple[str, Price]:
         """An all-reduce of gradients by the faster way that is allowed."""
         count, here = self.shards, self._members_on_node(order)
         clusters = [index for index, _ in content]
@@ -158,18 +166,18 @@ class Pricing:
         if count <= here:
             return "local", self._inside(count, clusters)
         fabric = self.ground.fabric(clusters)
-        groups = self.stage_ranks // count
+        groups = alike * (self.stage_ranks // count)
         ways = self.ground.crossing(fabric, clusters, groups, ring=True)
         flat = all_reduce(count, fabric, self.processes // here, ways)
         possible = self.ground.only is None and "two-level" in self.reductions and self.shape.zero < 2
         typical = sum(self.portion.reduced_bytes) + (self.portion.blocks - 1) * self.portion.reduced_bytes[1]
         typical /= self.shape.pipeline
-        two = self._two_level(content, here, fabric, typical) if possible else None
+        two = self._two_level(content, here, fabric, typical, groups) if possible else None
         if two and ("flat" not in self.reductions or two.seconds(typical) < flat.seconds(typical)):
             return "two-level", two
         return "flat", flat
 
-    def _two_level(self, content: Content, here: int, across: Fabric, size: float) -> Price | None:
+    def _two_level(self, content: Content, here: int, across: Fabric, size: float, groups: int) -> Price | None:
         """Inside each cluster on its own fabric, across only the sums; None where no cluster's own fabric is faster."""
         inner = {index: self.ground.fabric([index]) for index, _ in content}
         faster = any(fabric.preference > across.preference for fabric in inner.values()) or self.ground.wan
@@ -183,7 +191,7 @@ class Pricing:
             for (index, _), count in zip(content, members)
         ]
         names = [self.ground.site.clusters[index] for index, _ in content]
-        slowest, groups = max(inside, key=lambda price: price.byte_s), self.stage_ranks // self.shards
+        slowest = max(inside, key=lambda price: price.byte_s)
         return summed_across(
             size, slowest, across, dict(zip(names, members)), self.processes, wan=self.ground.wan, groups=groups
         )[1].pipelined

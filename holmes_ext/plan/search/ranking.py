@@ -29,7 +29,8 @@ def simulated(outcome: Outcome, candidate: Candidate) -> Step:
     execution = Execution(
         virtual=shape.virtual,
         stage_layers=candidate.split if shape.virtual == 1 else (),
-        overlap="on" if outcome.overlap else "off",
+        overlap=outcome.reducing or ("on" if outcome.overlap else "off"),
+        gather_overlap=outcome.gather_overlap,
         two_level="rings" if two_level else "off",
         zero=0 if two_level else shape.zero,  # scattered inside, all-reduced across, gathered inside: as two levels
     )
@@ -43,6 +44,13 @@ def passes(candidate: Candidate, layers: int) -> int:
     themselves."""
     shape = candidate.shape
     return 2 * shape.micro_batches * shape.pipeline * shape.virtual * (layers if shape.zero > 1 else 1)
+
+
+def timed(outcome: Outcome, candidate: Candidate) -> Candidate:
+    """`candidate`, simulated unless that is too much work."""
+    if passes(candidate, outcome.model.layers) > WORK:
+        return candidate
+    return replace(candidate, simulated_s=simulated(outcome, candidate).step_s)
 
 
 def rank(outcome: Outcome, count: int = COUNT) -> Outcome:
@@ -60,6 +68,8 @@ def rank(outcome: Outcome, count: int = COUNT) -> Outcome:
         seen.add(one.shape)
         done[index] = replace(one, simulated_s=simulated(outcome, one).step_s)
         best = min(best, done[index].simulated_s)
+    if outcome.yours is not None:
+        outcome = replace(outcome, yours=timed(outcome, outcome.yours))
     if not done:
         return outcome
     ranked = sorted(done.values(), key=lambda one: one.simulated_s)

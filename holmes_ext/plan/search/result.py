@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.nodes import stock_fabric
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import StageCosts, estimate
-from holmes_ext.plan.search.arrangement import Arrangement, Ground, launcher
+from holmes_ext.plan.search.arrangement import Arrangement, Ground, arrangement_of, launcher
 from holmes_ext.plan.search.pricing import Pricing
 from holmes_ext.plan.search.space import REDUCTIONS, Limits, Shape
+from holmes_ext.plan.sizes import DEFAULT_ORDER
 
 #: Steps that differ by less than this fraction are equal.
 EQUAL = 1e-9
@@ -70,7 +72,9 @@ class Certificate:
 class Outcome:
     """candidates: the fastest first. unseen: shapes that were not expanded, with their bounds. misfits: arrangements
     that no memory holds. left_s: the least bound of what was not worked out. formula: certificate of the closed form;
-    simulated: of simulated steps, None before plan/search/ranking.py's rank."""
+    simulated: of simulated steps, None before plan/search/ranking.py's rank. yours: the layout that the user gave.
+    framework_overlap: of reductions, as stock does it ("off", "first": of the first stage, "on"); reducing: the same of
+    this outcome, "" for what `overlap` says. gather_overlap: ZeRO-1's weights travel under the next forward."""
 
     ground: Ground
     model: Model
@@ -87,6 +91,10 @@ class Outcome:
     seconds: float = 0.0
     interrupted: bool = False
     left_s: float = 0.0
+    yours: Candidate | None = None
+    framework_overlap: str = "off"
+    reducing: str = ""
+    gather_overlap: bool = False
 
     @property
     def best(self) -> Candidate:
@@ -120,18 +128,23 @@ class Outcome:
     ) -> Candidate:
         """bound_s: None where the split is the best one."""
         one = estimate(pricing.costs(arrangement, self.overlap), split)
-        prices = [pricing.stage(content, arrangement.order) for content in arrangement.contents]
+        prices = pricing.stages(arrangement)
         return Candidate(
             shape=pricing.shape, arrangement=arrangement, split=tuple(split), formula_s=one.step_s,
             bound_s=one.step_s if bound_s is None else bound_s, least_s=least_s, memory_bytes=one.memory_bytes,
             limit_bytes=tuple(price.limit_bytes for price in prices), reductions=tuple(price.way for price in prices),
         )
 
-    def stock(self, shape: Shape) -> tuple[Outcome, Candidate]:
-        """The same shape without holmes: the launcher's order, all traffic on the network that all nodes share, layers
-        even, nothing overlapped."""
+    def stock(self, shape: Shape, split: Sequence[int] = (), order: str = DEFAULT_ORDER) -> tuple[Outcome, Candidate]:
+        """The same shape without holmes: the launcher's order of nodes, all traffic on the network that all nodes
+        share, layers even unless `split` says otherwise, overlapped as the framework does it."""
         site = self.ground.site
         ground = Ground.of(site, self.model, stock_fabric(site), self.ground.links)
-        stock = replace(self, ground=ground, overlap=False)
-        split = uniform(self.model.layers, shape.pipeline)
-        return stock, stock.candidate(stock.pricing(shape), launcher(ground, shape.pipeline), split)
+        how: dict[str, Any] = {"overlap": self.framework_overlap == "on", "reducing": self.framework_overlap}
+        stock = replace(self, ground=ground, **how)
+        if order == DEFAULT_ORDER:
+            arrangement = launcher(ground, shape.pipeline)
+        else:
+            arrangement = arrangement_of(ground, [node.name for node in site.nodes], shape.sizes(order))
+        layers = split or uniform(self.model.layers, shape.pipeline)
+        return stock, stock.candidate(stock.pricing(shape), arrangement, layers)

@@ -61,15 +61,15 @@ Progress = Callable[[int, int, float], None]
 
 def search(
     site: Site, model: Model, global_batch: int, limits: Limits = Limits(), overlap: bool = False, seconds: float = inf,
-    progress: Progress | None = None, rows: int = ROWS, links: Links = Links(),
+    progress: Progress | None = None, rows: int = ROWS, links: Links = Links(), only: Sequence[Shape] = (),
 ) -> Outcome:
     """The best plans for `model` with `global_batch` sequences a step; HolmesError: no sizes are possible, or nothing
     fits the memory. overlap: gradients are reduced under the last backward. seconds: after so many the best so far is
     the answer. A KeyboardInterrupt does the same, with interrupted set; before anything was found it is raised on.
-    links: measured ones (`holmes probe`)."""
+    links: measured ones (`holmes probe`). only: shapes to look at, instead of all."""
     if global_batch < 1:
         raise HolmesError(f"--global-batch is {global_batch}; it must be 1 or more")
-    run = _Run(Outcome(Ground.of(site, model, links=links), model, global_batch, limits, overlap), rows)
+    run = _Run(Outcome(Ground.of(site, model, links=links), model, global_batch, limits, overlap), rows, only)
     try:
         run.go(time.monotonic(), seconds, progress)
     except KeyboardInterrupt:
@@ -94,8 +94,8 @@ class _Run:
     """One search. heap: (bound, number, shape or arranged shape); a shape is expanded into its arrangements, an
     arrangement is worked out."""
 
-    def __init__(self, outcome: Outcome, rows: int):
-        self.outcome, self.rows = outcome, rows
+    def __init__(self, outcome: Outcome, rows: int, only: Sequence[Shape] = ()):
+        self.outcome, self.rows, self.only = outcome, rows, only
         self.heap: list[tuple[float, int, Shape | _Arranged]] = []
         self.number = itertools.count()
         self.best = inf
@@ -107,7 +107,8 @@ class _Run:
         outcome = self.outcome
         done = 0
         try:
-            for shape in shapes(outcome.ground, outcome.model, outcome.global_batch, outcome.limits):
+            every = shapes(outcome.ground, outcome.model, outcome.global_batch, outcome.limits)
+            for shape in self.only or every:
                 outcome.shapes += 1
                 pricing = self.outcome.pricing(shape)
                 ideal = self._ideal(pricing)
@@ -182,9 +183,9 @@ class _Run:
         found, complete = arrangements(outcome.ground, shape.pipeline, shape.tensor * shape.context)
         if not complete:
             self.floor = min(self.floor, ideal)
-        wanted = outcome.limits.allowed.get("clusters")
+        allowed = outcome.limits.of
         for arrangement in found:
-            if wanted and _across(arrangement) not in wanted:
+            if not (allowed("clusters", [_across(arrangement)]) and allowed("order", [arrangement.order])):
                 continue
             bounds = Bounds(pricing.costs(arrangement, outcome.overlap))
             bound, split = bounds.bound()

@@ -9,6 +9,7 @@ than MIN_TOKENS a rank. ZeRO stages 2 and 3 only without a pipeline (DeepSpeed's
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -17,15 +18,17 @@ from typing import Any, TypeVar
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.memory import states
 from holmes_ext.plan.cost.model import RECOMPUTE, Model
-from holmes_ext.plan.search.arrangement import Ground
+from holmes_ext.plan.search.arrangement import PIPELINES_FIRST, Ground
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
 from holmes_ext.words import did_you_mean
 
 T = TypeVar("T")
+_SEVERAL = re.compile(r",(?=[^,=]*=)")  # between limits: what follows is NAME=
 #: What limits can name: values allowed.
-NAMES = tuple("tensor pipeline data context expert virtual micro_batch recompute zero reduction clusters".split())
+NAMES = tuple("tensor pipeline data context expert virtual micro_batch recompute zero reduction clusters order".split())
 REDUCTIONS = ("flat", "two-level")
 CLUSTERS = ("pipeline", "data", "both")
+ORDERS = (DEFAULT_ORDER, PIPELINES_FIRST)
 #: Looked at unless a limit names others.
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 #: Tokens of a sequence that a rank of a context group has at least, unless a limit names context sizes.
@@ -40,7 +43,8 @@ class Limits:
     memory_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        choices = {"recompute": RECOMPUTE, "reduction": REDUCTIONS, "clusters": CLUSTERS, "zero": (0, 1, 2, 3)}
+        choices = {"recompute": RECOMPUTE, "reduction": REDUCTIONS, "clusters": CLUSTERS, "order": ORDERS,
+                   "zero": (0, 1, 2, 3)}
         for name, values in self.allowed.items():
             if name not in NAMES:
                 raise HolmesError(f"limit {name!r} is not known; {did_you_mean(name, (*NAMES, 'memory'))}")
@@ -62,10 +66,10 @@ class Limits:
 
 
 def parse_limits(texts: list[str]) -> Limits:
-    """Limits from "tensor=1,2" and "memory=60GB"."""
+    """Limits from "tensor=1,2", "memory=60GB", and what --holmes-sizes takes: "pipeline=2,tensor=1"."""
     allowed: dict[str, tuple[Any, ...]] = {}
     memory = 0.0
-    for text in texts:
+    for text in (part for given in texts for part in _SEVERAL.split(given)):
         name, equals, values = text.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or (name not in NAMES and name != "memory"):
@@ -76,6 +80,8 @@ def parse_limits(texts: list[str]) -> Limits:
                 raise HolmesError(f"--limit memory: {values!r:.40} is not a size above 0; write for example 60GB")
             memory = float(number) * 1e9
             continue
+        if name in allowed:
+            raise HolmesError(f"--limit {name} is given twice; give all its values at once, as in {name}=1,2")
         parts = [part.strip() for part in values.split(",") if part.strip()]
         allowed[name] = tuple(int(part) if part.isdecimal() and len(part) < 9 else part for part in parts)
     return Limits(allowed, memory)
@@ -101,12 +107,26 @@ class Shape:
 
     def model(self, model: Model) -> Model:
         """`model` with this micro-batch, recomputation and ZeRO stage (as state_bytes and sharded_bytes)."""
-        parts = states(model)
-        shared = sum(parts[name] for name in ("optimizer", "gradients", "weights")[: self.zero])
         return replace(
-            model, micro_batch=self.micro_batch, micro_batches=self.micro_batches, global_batch=0,
-            recompute=self.recompute, state_bytes=sum(parts.values()) - shared, sharded_bytes=shared,
+            with_zero(model, self.zero), micro_batch=self.micro_batch, micro_batches=self.micro_batches, global_batch=0,
+            recompute=self.recompute,
         )
+
+
+def zero_of(model: Model) -> int:
+    """The ZeRO stage that the model's sharded_bytes come nearest to."""
+    return min(range(4), key=lambda stage: abs(_shared(model, stage) - model.sharded_bytes))
+
+
+def with_zero(model: Model, zero: int) -> Model:
+    """`model` with state_bytes and sharded_bytes as that stage of ZeRO divides them."""
+    total, shared = model.state_bytes + model.sharded_bytes, _shared(model, zero)
+    return replace(model, state_bytes=total - shared, sharded_bytes=shared)
+
+
+def _shared(model: Model, zero: int) -> float:
+    parts = states(model)
+    return sum(parts[name] for name in ("optimizer", "gradients", "weights")[:zero])
 
 
 def shapes(ground: Ground, model: Model, global_batch: int, limits: Limits) -> Iterator[Shape]:

@@ -2,8 +2,10 @@
 bits.
 
     actor     ("compute", kind, seconds, micro_batch, chunk)     ("post", tag)     ("wait", tag, kind, micro_batch)
+              ("post", tag, True): by who receives     ("wait", tag, kind, micro_batch, True): until all has left
     transfer  begins when all its parties posted it (rendezvous: blocking sends, collectives) and its channel is free;
-              then a fixed time, then a flow; when it ends it posts `then` once
+              then a fixed time, then a flow; then all has left, and arrives latency_s later; then it posts `then` once.
+              Who receives is known to wait latency_s after its post
 
 Flows share the NICs that they use max-min fairly (progressive filling; Bertsekas and Gallager 1992, sec. 6.5.2), each
 way by itself. A flow counts `weight` times on a NIC: it stands for as many like it. What an actor waits for is idle
@@ -41,7 +43,8 @@ class Span(NamedTuple):
 @dataclass(slots=True)
 class Transfer:
     """parties: how many posts it needs. uses: (NIC, weight); limit_bps: what one flow reaches alone. channel: those of
-    one channel follow each other in the order in which they became ready. across: between clusters."""
+    one channel follow each other in the order in which they became ready. across: between clusters. latency_s: of the
+    way, which holds up nothing behind it."""
 
     parties: int
     fixed_s: float = 0.0
@@ -51,7 +54,9 @@ class Transfer:
     channel: Hashable = None
     then: Hashable = None
     across: bool = False
+    latency_s: float = 0.0
     posts: int = field(default=0, init=False)
+    gone: float = field(default=-1.0, init=False)
     ready: float = field(default=-1.0, init=False)
     ended: float = field(default=-1.0, init=False)
     left: float = field(default=0.0, init=False)
@@ -85,6 +90,10 @@ class Simulation:
                 self._advance(item)
             elif what == 1:
                 self._flow(item)
+            elif what == 3:
+                self._arrive(item)
+            elif what == 4:
+                self._post(item)
             elif self.transfers[item].version == version:
                 self._end(item)
         for actor, program in enumerate(self.programs):
@@ -102,13 +111,16 @@ class Simulation:
             op = program[self.place[actor]]
             if op[0] == "wait":
                 transfer = self.transfers[op[1]]
-                if transfer.ended < 0:
+                if (transfer.gone if len(op) > 4 else transfer.ended) < 0:
                     transfer.waiting.append((actor, self.now, op))
                     return
                 self.place[actor] += 1
             elif op[0] == "post":
                 self.place[actor] += 1
-                self._post(op[1])
+                if len(op) > 2 and (notice_s := self.transfers[op[1]].latency_s):
+                    self._at(self.now + notice_s, 4, op[1])
+                else:
+                    self._post(op[1])
             else:
                 self.place[actor] += 1
                 if op[2] > 0:
@@ -147,7 +159,7 @@ class Simulation:
 
     def _end(self, tag: Hashable) -> None:
         transfer = self.transfers[tag]
-        transfer.ended = self.now
+        transfer.gone = self.now
         for nic, _ in transfer.uses:
             self.flows.get(nic, {}).pop(tag, None)
         around = {other: flow for nic, _ in transfer.uses for other, flow in self.flows.get(nic, {}).items()}
@@ -158,9 +170,22 @@ class Simulation:
             queue.popleft()
             if queue:
                 self._begin(queue[0])
+        if transfer.latency_s:
+            self._release(transfer, [one for one in transfer.waiting if len(one[2]) > 4])
+            transfer.waiting = [one for one in transfer.waiting if len(one[2]) <= 4]
+            self._at(self.now + transfer.latency_s, 3, tag)
+        else:
+            self._arrive(tag)
+
+    def _arrive(self, tag: Hashable) -> None:
+        transfer = self.transfers[tag]
+        transfer.ended = self.now
         if transfer.then is not None:
             self._post(transfer.then, transfer.ready)
-        for actor, since, op in transfer.waiting:
+        self._release(transfer, transfer.waiting)
+
+    def _release(self, transfer: Transfer, waiting: list[tuple[int, float, Op]]) -> None:
+        for actor, since, op in waiting:
             ready = min(max(since, transfer.ready), self.now)
             if ready > since:
                 self.spans[actor].append(Span("idle", since, ready, op[3]))

@@ -46,8 +46,9 @@ class Flows:
         curve = self.links.of(fabric).send
         count, pair = self.pipelines.count[kind], (self.pipelines.cluster(one), self.pipelines.cluster(two))
         uses = self._uses(fabric, {one: leaving}, {two: reaching}, count, {pair: count})
-        fixed = curve.fixed_s(size) + self.message_s + self._longer_s(fabric, pair)
-        return Transfer(2, fixed, 8 * size, curve.rate_bps, uses, channel, across=self._across(one, two))
+        fixed, longer = curve.fixed_s(size) + self.message_s, self._longer_s(fabric, pair)
+        across = self._across(one, two)
+        return Transfer(2, fixed, 8 * size, curve.rate_bps, uses, channel, across=across, latency_s=longer)
 
     def tied(self, kind: int, size: float) -> Transfer:
         """All-reduce of `size` bytes between the first and the last stage of one kind of pipeline."""
@@ -113,10 +114,10 @@ class Flows:
             for phase, one in enumerate(phases):
                 parties, then = len(groups.kinds) if phase == 0 else 1, phases[phase + 1] if phase < 3 else None
                 seconds, uses = halves[phase - 1] if phase in (1, 2) else (fixed, tuple(inside.items()))
-                if phase in (1, 2) and (price.stalls or chunk == 0):  # else on its way behind the chunk before it
-                    seconds += longer
-                channel = (tag[:3], phase)
-                transfers[one] = Transfer(parties, seconds, 8 * size, inf, uses, channel, then, across=True)
+                way_s = longer if phase in (1, 2) else 0.0
+                fixed_s, latency_s = (seconds + way_s, 0.0) if price.stalls else (seconds, way_s)
+                channel, bits = (tag[:3], phase), 8 * size
+                transfers[one] = Transfer(parties, fixed_s, bits, inf, uses, channel, then, True, latency_s)
         return transfers, starts
 
     def summed(self, groups: DataGroups, direct: bool) -> tuple[Across, TwoLevels]:

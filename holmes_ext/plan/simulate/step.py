@@ -144,7 +144,12 @@ def _program(
     held = run.in_flight[stage] if run.in_flight else 0
     for op in program(run.engine, stage, stages, costs.micro_batches, run.virtual, held):
         if op[0] in ("post", "wait"):
-            yield (op[0], (*op[1], kind), "send", op[1][2])
+            message, place, micro_batch = op[1]
+            sends, tag = (place if message == "a" else place + 1) % stages == stage, (*op[1], kind)
+            if op[0] == "post":
+                yield ("post", tag) if sends else ("post", tag, True)
+            else:
+                yield ("wait", tag, "send", micro_batch, True) if sends else ("wait", tag, "send", micro_batch)
             continue
         letter, micro_batch, chunk = op
         low, high = ranges[chunk * stages + stage]

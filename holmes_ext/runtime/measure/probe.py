@@ -4,6 +4,9 @@ reductions.
     send   two nodes of a fabric (on Ethernet of two clusters if there are), there and back: half of it
     ring   one rank of every node of a fabric: an all-reduce of B bytes among n is 2 (n - 1) steps of B / n bytes
 
+Where the network between clusters is not flat, what lies between them is measured by runtime/measure/crossings.py, and
+Ethernet in a cluster that has nothing faster; where there is none, it has its stated rate.
+
 One fabric at a time, the others wait. Every figure is a median. Holmes must be active: it picks the NIC of each group
 made here.
 """
@@ -29,33 +32,40 @@ SECONDS, LEAST, MOST, LONGEST_S = 0.25, 4, 50, 0.3
 _LARGEST_REDUCTION = 64 << 20
 
 
-def pairs(session: Session) -> dict[str, tuple[int, int]]:
-    """fabric -> first ranks of the two nodes to measure between."""
+def pairs(session: Session, flat: bool = True) -> dict[str, tuple[int, int]]:
+    """fabric -> first ranks of the two nodes to measure between; Ethernet in one cluster where it is not flat."""
     site, plan = session.site, session.plan
     found: dict[str, tuple[tuple[str, str], bool]] = {}
     for one, two in itertools.combinations(plan.nodes, 2):
         fabric = site.shared_fabric((one, two)).name
         crossing = site.node_by_name[one].cluster != site.node_by_name[two].cluster
+        if fabric == ETHERNET and crossing and not flat:
+            continue
         if fabric not in found or (fabric == ETHERNET and crossing and not found[fabric][1]):
             found[fabric] = (one, two), crossing
     first = {node: index * plan.processes for index, node in enumerate(plan.nodes)}
     return {fabric: (first[one], first[two]) for fabric, ((one, two), _) in found.items()}
 
 
-def rings(session: Session) -> dict[str, tuple[int, ...]]:
-    """fabric -> first rank of every node that is on it as its best one; all nodes for Ethernet between clusters."""
+def rings(session: Session, flat: bool = True) -> dict[str, tuple[int, ...]]:
+    """fabric -> first rank of every node that is on it as its best one; all nodes for Ethernet between clusters where
+    that is flat, else those of one cluster."""
     site, plan = session.site, session.plan
     found: dict[str, list[int]] = {}
+    first_cluster: dict[str, str] = {}
     for index, node in enumerate(plan.nodes):
-        found.setdefault(site.shared_fabric((node,)).name, []).append(index * plan.processes)
-    everywhere = site.shared_fabric(plan.nodes).name
-    found[everywhere] = [index * plan.processes for index in range(len(plan.nodes))]
+        fabric, cluster = site.shared_fabric((node,)).name, site.node_by_name[node].cluster
+        if flat or fabric != ETHERNET or first_cluster.setdefault(fabric, cluster) == cluster:
+            found.setdefault(fabric, []).append(index * plan.processes)
+    if flat:
+        found[site.shared_fabric(plan.nodes).name] = [index * plan.processes for index in range(len(plan.nodes))]
     return {fabric: tuple(ranks) for fabric, ranks in found.items() if len(ranks) > 1}
 
 
-def measure(session: Session, largest: int, tell: Callable[[str], None] = lambda text: None) -> dict[str, MeasuredLink]:
+def measure(session: Session, largest: int, tell: Callable[[str], None] = lambda text: None,
+            flat: bool = True) -> dict[str, MeasuredLink]:
     """Every fabric's curves, the same on all ranks (which all must call it). torch.distributed is initialized; largest:
-    bytes."""
+    bytes; flat: the network between clusters is, and Ethernet is measured across it."""
     import torch
     import torch.distributed as dist
 
@@ -63,7 +73,8 @@ def measure(session: Session, largest: int, tell: Callable[[str], None] = lambda
     device = torch.accelerator.current_accelerator() if on_gpu else torch.device("cpu")
     sizes = [size for size in SEND_BYTES if size <= largest]
     samples: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for key, groups, run in (("send", pairs(session), _there_and_back), ("ring", rings(session), _all_reduce)):
+    measured = ("send", pairs(session, flat), _there_and_back), ("ring", rings(session, flat), _all_reduce)
+    for key, groups, run in measured:
         for fabric, ranks in groups.items():
             group = dist.new_group(list(ranks))
             tell(f"{fabric}: {key} among {len(ranks)} ranks")

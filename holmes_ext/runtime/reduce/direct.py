@@ -16,6 +16,8 @@ import torch.distributed as dist
 from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.reduce.compress import PLAIN, Codec, Known, residual_of
 
+#: Of a part at least, for each stream that shares it.
+STREAM_BYTES = 64 * 2**10
 #: (parts, owners): owners[k], a global rank, holds or gets parts[k].
 Parts = tuple[Sequence[torch.Tensor], Sequence[int]]
 
@@ -24,17 +26,18 @@ class DirectExchange:
     """Reduce-scatter and all-gather among ranks of one network. All jobs of a call are under way at once.
 
     ranks: global, this one among them; construction is collective. codec: of what is sent; a call may be given the
-    residuals of the tensor that its parts are views of (None: rounding errors are not carried on).
+    residuals of the tensor that its parts are views of (None: rounding errors are not carried on). streams: groups that
+    share out each large part, where one connection cannot fill a long link.
     """
 
-    def __init__(self, ranks: Sequence[int], codec: Codec = PLAIN):
+    def __init__(self, ranks: Sequence[int], codec: Codec = PLAIN, streams: int = 1):
         self._rank = dist.get_rank()
         self.codec = codec
         self._sent: Counter = Counter()  # by tag: each has its own thread
         self._buffers: dict[tuple, torch.Tensor] = {}
-        self._up, self._down = (
-            members_group(ranks, f"two-level {way}", backend="gloo") for way in ("up", "down")
-        )
+        self._groups = [
+            [members_group(ranks, f"two-level {way}", backend="gloo") for way in ("up", "down")] for _ in range(streams)
+        ]
 
     @property
     def bytes_sent(self) -> int:
@@ -107,13 +110,13 @@ class DirectExchange:
         return [owners[(k + distance) % len(owners)] for distance in range(1, len(owners))]
 
     def post(self, works: list[Any], start: Any, part: torch.Tensor, peer: int, tag: int) -> None:
-        """isend or irecv of a part that is not empty, over the group of its direction."""
-        if part.numel():
+        """isend or irecv of a part that is not empty, over the group of its direction; large ones over all streams."""
+        count = len(self._groups) if part.nbytes >= len(self._groups) * STREAM_BYTES else 1
+        for (up, down), own in zip(self._groups, part.tensor_split(count) if part.numel() else ()):
             sends = start is dist.isend
             if sends:
-                self._sent[tag] += part.nbytes
-            group = self._up if sends == (peer > self._rank) else self._down
-            works.append((start(part, peer, group=group, tag=tag), part))
+                self._sent[tag] += own.nbytes
+            works.append((start(own, peer, group=up if sends == (peer > self._rank) else down, tag=tag), own))
 
 
 def _wait(works: Sequence[Any]) -> None:

@@ -56,7 +56,7 @@ def rounds(across: Across, names: Sequence[str], me: str) -> list[Round]:
 
 @dataclass
 class Passage:
-    """A chunk on its way: its receives and sends. arriving: by round, (work, what arrives, where it goes, added)."""
+    """A chunk on its way: its receives and sends. arriving: by round, (works, what arrives, where it goes, added)."""
 
     owned: list[Parts]
     arriving: list[list[tuple[Any, torch.Tensor, torch.Tensor, bool]]]
@@ -82,13 +82,14 @@ class Relay:
                     wire = torch.empty_like(mine) if added else mine
                     works: list[Any] = []
                     self._exchange.post(works, dist.irecv, wire, owners[cluster], tag)
-                    arriving[turn] += [(work, wire, mine, added) for work, _ in works]
+                    arriving[turn].append((works, wire, mine, added))
         return Passage(owned, arriving)
 
     def turn(self, turn: int, passage: Passage) -> None:
         """One round of a chunk; after the last one all has left and come."""
-        for work, wire, mine, added in passage.arriving[turn]:
-            work.wait()
+        for works, wire, mine, added in passage.arriving[turn]:
+            for work, _ in works:
+                work.wait()
             if added:
                 mine.add_(wire)
         for parts, owners in passage.owned:

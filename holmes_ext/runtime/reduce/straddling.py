@@ -44,7 +44,8 @@ def two_level_for(group: dist.ProcessGroup, size: int, way: Reduction | None, de
     # where the network between the clusters is flat its latency asks for no chunks of their own
     chunk_bytes = way.chunk_bytes if session.require().plan.wan else None
     return TwoLevelAllReduce(
-        clusters, chunk_bytes=chunk_bytes, compress=way.compress, across=across, names=list(parts)
+        clusters, chunk_bytes=chunk_bytes, compress=way.compress, across=across, names=list(parts),
+        streams=way.streams,
     )
 
 

@@ -6,13 +6,14 @@
     launcher's rank 0    decides, for all: nothing | these ports are left out, on all ranks of a group | the job ends
 
 Sockets only: what gloo uses, and NCCL over Ethernet. Of RDMA it shows that the fabric carries IP between the two ports
-(IPoIB, RoCE's net device), not that verbs work; ports without an address cannot be tried at all, which is said. Every
-wait has an end.
+(IPoIB, RoCE's net device), not that verbs work; ports without an address cannot be tried at all, which is said. Where a
+stream's window carries less than a link between clusters, one line says so (cluster/tcp.py). Every wait has an end.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import socketserver
 import threading
@@ -27,6 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from holmes_ext.cluster.site import ETHERNET, Site
+from holmes_ext.cluster.tcp import read_limits, shortfalls, sockets
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options
 from holmes_ext.plan.decide import settle
@@ -93,7 +95,8 @@ def run(
             if process.local_rank == 0:
                 listeners = Listeners(site, host, todo, token=prefix)
                 store.set(f"{prefix}/ports/{host}", json.dumps(listeners.ports))
-                store.set(f"{prefix}/findings/{host}", json.dumps(_try_mine(store, prefix, site, host, todo)))
+                found = _try_mine(store, prefix, site, host, todo), tcp_line(plan, site, host)
+                store.set(f"{prefix}/findings/{host}", json.dumps(found))
             if process.rank == 0:
                 verdict = _judge(store, prefix, site, plan, todo, options, started)
                 store.set(f"{prefix}/verdict", json.dumps(verdict))
@@ -212,11 +215,23 @@ def exchange_hello(source: str, target: str, port: int, me: str, other: str, tok
     return "not of this job"
 
 
+def tcp_line(plan: Plan, site: Site, host: str) -> str:
+    """Where TCP on this node carries least of a link between clusters, and the way out; "" where it carries all."""
+    clusters = {name: len(nodes) for name, nodes in plan.clusters.items()}
+    rate, here = site.fabric_by_name[ETHERNET].rate_bps, site.node_by_name[host].cluster
+    if not plan.wan:
+        return ""
+    found = shortfalls(plan.wan, rate, clusters, here, read_limits(), sockets(os.environ))
+    worst = min(found, key=lambda short: short.carries_bps / short.rate_bps, default=None)
+    return f"node {host}: {worst.what}; {worst.mend}" if worst else ""
+
+
 def _judge(
     store: Any, prefix: str, site: Site, plan: Plan, todo: list[Pair], options: Options, started: float
 ) -> dict[str, Any]:
     """Rank 0: every node's findings -> what all go on with."""
     findings: list[Finding] = []
+    short: list[str] = []
     try:
         for node in plan.nodes:
             left = max(0.05, started + FINDINGS_S - time.monotonic())
@@ -229,7 +244,11 @@ def _judge(
                     f"preflight: node {node} (rank {plan.nodes.index(node) * plan.processes}) did not finish it within"
                     f" {FINDINGS_S:g} s; is its process alive? (--holmes-preflight off skips it)"
                 ) from None
-            findings += map(tuple, json.loads(store.get(f"{prefix}/findings/{node}")))
-        return decide(site, plan, todo, findings, options)
+            tried, tcp = json.loads(store.get(f"{prefix}/findings/{node}"))
+            findings += map(tuple, tried)
+            short += [tcp] if tcp else []
+        verdict = decide(site, plan, todo, findings, options)
+        alike = f" ({len(short)} nodes are short of it)" if len(short) > 1 else ""
+        return {**verdict, "lines": [*verdict["lines"], *(f"preflight: TCP{alike}: {line}" for line in short[:1])]}
     except HolmesError as error:
         return {"error": str(error)}

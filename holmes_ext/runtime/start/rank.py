@@ -22,7 +22,8 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
-from holmes_ext.plan.cost.model import Model, load_model, on_clusters
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.model_file import load_model, on_clusters
 from holmes_ext.plan.decide import settle, workload_of
 from holmes_ext.plan.plan import NOMINAL, Plan, check_plan, load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
@@ -73,7 +74,7 @@ class Request:
         options, model = self.options, self.model
         site = resolve_site(nodes, self.spec, options.fallback == "ethernet")
         links = Links.of_spec(self.spec) if self.spec is not None else Links()
-        sizes = self.sizes.complete(site.world_size) if self.sizes is not None else None
+        sizes = self.sizes.complete(site.world_size, site.processes) if self.sizes is not None else None
         if self.plan is not None:
             plan = check_plan(self.plan, site)
             self._compare(plan, sizes)

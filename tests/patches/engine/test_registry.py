@@ -426,6 +426,7 @@ def test_a_patch_of_another_version_is_left_out(fw):
         assert states(registry) == ["applied", "other version"] and comm.send("x", 1) == ("f", sent("x"))
         registry.undo()
     assert here.belongs_to("1.5") and here.belongs_to(None) and not there.belongs_to("1.5")
+    assert there.belongs_to("2.0a0+vendor.24") and not here.belongs_to("2.0a0+vendor.24")
 
 
 @pytest.mark.parametrize("version_of", [None, lambda: "1.5"])

@@ -3,7 +3,7 @@
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.megatron.arguments import model_from_arguments, overlaps, sizes_from_arguments
+from holmes_ext.patches.megatron.command_line.arguments import model_from_arguments, overlaps, sizes_from_arguments
 from holmes_ext.plan.sizes import Sizes
 
 GPT = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2".split()
@@ -50,13 +50,13 @@ def test_megatron_deepspeeds_own_names():
 
 def test_llama():
     more = "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope"
-    more += " --num-query-groups 2"
+    more += " --group-query-attention --num-query-groups 2"
     more += " --ffn-hidden-size 172 --use-distributed-optimizer --recompute-activations --vocab-size 1000"
     model = model_from_arguments(GPT + more.split())
     assert model.gated and not model.bias and not model.tied and model.positions == "none" and model.groups == 2
     assert (model.ffn, model.vocabulary, model.recompute, model.state_bytes, model.sharded_bytes) == (
         172,
-        1000,
+        1024,
         "selective",
         6,
         12,

@@ -6,7 +6,7 @@ import pytest
 
 from holmes_ext.options import Options
 from holmes_ext.patches.megatron import features, megatron_deepspeed
-from holmes_ext.patches.megatron.arguments import add_flags
+from holmes_ext.patches.megatron.flags import add_flags
 from holmes_ext.plan.plan import Plan
 
 SESSION = SimpleNamespace(options=Options(cluster="c.toml"), plan=Plan("digest", ("a0", "b0"), 1))

@@ -132,6 +132,18 @@ def test_a_groups_options_have_torchs_timeout_and_the_planned_network(on_nccl, b
     assert made is not given and given.config.net_name is None and arguments[:6] == head
 
 
+def test_options_by_the_name_that_torch_2_4_and_2_5_have_for_them(on_nccl, monkeypatch):
+    monkeypatch.setitem(torch_distributed._SHORT, "pg_options", "backend_options")
+    got, given = [], Options()
+    given.config.max_ctas = 7
+    named = dict(group_size=2, group_rank=0, global_ranks_in_group=[], backend="nccl", store="store",
+                 group_name="name", pg_options=given, group_desc="d")
+    torch_distributed._give_group_its_nic(lambda *a, **k: got.append((a, k)), None, (), named)
+    ((arguments, more),) = got
+    assert arguments[:6] == (2, 0, [], "nccl", "store", "name") and more == {"group_desc": "d"}
+    assert (arguments[6].config.net_name, arguments[6].config.max_ctas) == ("Socket", 7)
+
+
 def test_the_options_of_a_split_are_its_parents_but_for_the_network(on_nccl, monkeypatch):
     """Stock copies the parent's: fresh defaults would lose priority, CTAs and the rest."""
     own = Options()

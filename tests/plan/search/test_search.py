@@ -15,7 +15,7 @@ from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.search.arrangement import Ground, arrangements
 from holmes_ext.plan.search.bounds import Bounds
-from holmes_ext.plan.search.explanation import on_ethernet
+from holmes_ext.plan.search.explanation import with_ethernet
 from holmes_ext.plan.search.pricing import Pricing
 from holmes_ext.plan.search.ranking import rank, simulated
 from holmes_ext.plan.search.result import Outcome
@@ -211,9 +211,9 @@ def test_measured_links_change_the_search():
     for one in measured.candidates[::5]:
         assert simulated(measured, one).step_s >= one.least_s * (1 - 1e-9), one
     ethernet = measured.ground.fabric([0, 1])
-    assert ethernet.rate_bps < 2e8 and on_ethernet(measured, crossing, 10e9)[0] == pytest.approx(
+    assert ethernet.rate_bps < 2e8 and with_ethernet(measured, crossing, 1.0)[0] == pytest.approx(
         estimate(measured.costs(crossing), crossing.split).step_s)
-    assert on_ethernet(measured, crossing, 40e9)[0] < on_ethernet(measured, crossing, 10e9)[0]
+    assert with_ethernet(measured, crossing, 4.0)[0] < with_ethernet(measured, crossing, 1.0)[0]
 
 
 def test_a_line_under_a_curve():

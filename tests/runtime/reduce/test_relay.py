@@ -78,10 +78,11 @@ def test_ways_leave_the_slow_link_alone():
     assert [way.way for way in ways_across(Wan(), ("a", "b", "c"))] == ["direct"]
 
 
-def relayed(rank, clusters, ways, numels):
+def relayed(rank, clusters, ways, numels, streams=1):
     names, worst, same = list("abcdefg")[: len(clusters)], 0.0, True
     for across in ways:
-        all_reduce = TwoLevelAllReduce(clusters, chunk_bytes=256, across=across, names=names)
+        small = dict(chunk_bytes=256) if streams == 1 else {}
+        all_reduce = TwoLevelAllReduce(clusters, across=across, names=names, streams=streams, **small)
         works = []
         for number, numel in enumerate(numels):  # all under way at once
             x = torch.randn(numel, generator=torch.Generator().manual_seed(100 * rank + number))
@@ -105,6 +106,11 @@ def test_same_bits_in_processes():
     for clusters in ([[0, 1], [2], [3, 4, 5]], [[0, 1], [2, 3], [4, 5]]):
         for worst, same in run_ranks(relayed, 6, clusters, ways, [1, 2, 7, 1000, 4097]):
             assert same and worst < 1e-5
+
+
+def test_large_parts_share_streams():
+    ways = [Across("ring", ("a", "b")), Across("tree", ("b", "a"), ("", "b")), None]
+    assert all(same and worst < 1e-5 for worst, same in run_ranks(relayed, 3, [[0, 2], [1]], ways, [5, 200_003], 3))
 
 
 def test_two_clusters_as_ring_and_tree():

@@ -3,11 +3,14 @@
 import os
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
+from holmes_ext.cluster.tcp import TcpLimits
+from holmes_ext.cluster.wan import Between, Wan
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
@@ -96,6 +99,18 @@ def test_all_is_well(monkeypatch):
     plan = build_plan(site, Sizes(pipeline=2))
     outcome = fly(site, plan, monkeypatch)
     assert all(result == (site, plan, []) for result in outcome.values()) and len(outcome) == 8
+
+
+def test_one_line_says_where_tcp_carries_less_than_a_link(monkeypatch):
+    far = replace(site_of(), wan=Wan((), (Between(("ib", "roce"), 10**9, 0.05),)))
+    plan = build_plan(far, Sizes(pipeline=2))
+    monkeypatch.setattr(preflight, "read_limits", lambda: TcpLimits(1 << 20, 1 << 20, True))
+    for _, _, lines in fly(far, plan, monkeypatch).values():
+        (line,) = lines
+        assert "preflight: TCP (4 nodes are short of it): node" in line and "tcp_wmem" in line
+        assert "53.69 Mb/s of the 500 Mb/s from ib to roce: round trip 100 ms" in line
+    monkeypatch.setattr(preflight, "read_limits", lambda: TcpLimits(1 << 28, 1 << 28, True))
+    assert all(lines == [] for _, _, lines in fly(far, plan, monkeypatch).values())
 
 
 @pytest.mark.parametrize("sizes", [Sizes(pipeline=2), None])

@@ -1,0 +1,114 @@
+"""Are the Megatrons' example scripts understood? Each that trains a GPT, Llama or MoE model is read, each of its
+flags (and its ds_config's keys) has an effect, is named, or is known to change nothing, and its layout is priced.
+
+    python benchmarks/command_lines.py --json benchmarks/results/command_lines.json
+
+wants checkouts of both in $MEGATRON_LM_DIR and $MEGATRON_DEEPSPEED_DIR (or in checkouts/);
+nothing of them is run but the shell scripts that put a command line together (example_scripts.py), nothing is trained.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from example_scripts import command_lines
+from harness import Row, chosen, finish, parser, tell
+
+from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
+from holmes_ext.errors import HolmesError
+from holmes_ext.patches.megatron.command_line.describe import CommandLine, describe
+from holmes_ext.patches.megatron.command_line.flags import READ
+from holmes_ext.patches.megatron.command_line.not_read import NOT_READ
+from holmes_ext.patches.megatron.command_line.settings import words
+from holmes_ext.plan.search.arrangement import Ground
+from holmes_ext.plan.search.given import given, shape_of
+from holmes_ext.plan.search.result import Outcome
+from holmes_ext.plan.search.space import Limits
+from holmes_ext.plan.sizes import Sizes
+
+SCENES = {"megatron-lm": "Megatron-LM", "megatron-deepspeed": "Megatron-DeepSpeed"}
+ROOT = Path(__file__).resolve().parents[1]
+#: A script that takes its micro-batch and all else from who calls it: there is nothing in it to price.
+FROM_ITS_CALLER = "ds_pretrain_gpt_1.3B_dense_base_script.sh"
+
+
+def checkout(scene: str) -> Path:
+    """Status 2 after one line where there is none."""
+    variable = f"{scene.upper().replace('-', '_')}_DIR"
+    place = Path(os.environ.get(variable) or ROOT / "checkouts" / SCENES[scene])
+    if not place.is_dir():
+        tell(f"command_lines.py: {place} is no checkout of {SCENES[scene]}; name one in {variable}")
+        raise SystemExit(2)
+    return place
+
+
+def site(world: int) -> Site:
+    """Two clusters of as many nodes of 8 GPUs (fewer: of one node each) as `world` ranks need."""
+    fabrics = (Fabric(ETHERNET, "ethernet", 25 * 10**9, 3e-5), Fabric("ib", "ib", 200 * 10**9, 2e-6),
+               Fabric("roce", "roce", 200 * 10**9, 4e-6))
+    count, here = max(1, world // 16), min(8, world // 2)
+    ports = {name: (Port(name), Port(ETHERNET)) for name in ("ib", "roce")}
+    nodes = (Node(f"{name}{i}", name, here, own) for name, own in ports.items() for i in range(count))
+    return Site(tuple(nodes), fabrics)
+
+
+def priced(said: CommandLine) -> float:
+    """Seconds, in closed form, of a step of the layout with the least data size that fills two clusters of nodes."""
+    assert said.model is not None
+    sizes = said.sizes or Sizes()
+    inner = sizes.pipeline * sizes.tensor * sizes.context
+    for count in range(1, 400):
+        world = inner * count
+        if world % (16 if world > 16 else 2) or count * sizes.context * sizes.tensor % sizes.expert:
+            continue
+        try:
+            complete, ground = sizes.complete(world), Ground.of(site(world), said.model)
+            outcome = Outcome(ground, said.model, 0, Limits(), True)
+            shape = shape_of(said.model, complete, said.zero, said.virtual)
+            return given(outcome, complete, shape, said.stage_layers).formula_s
+        except HolmesError as error:
+            trouble = error
+    tell(f"not priced: {trouble}")
+    return 0.0
+
+
+def measure(scene: str) -> list[Row]:
+    """Counts of one repository; what is unknown goes to stderr."""
+    with tempfile.TemporaryDirectory() as configs:
+        lines = command_lines(checkout(scene), Path(configs))
+        said = {(name, number): describe(argv) for number, (name, argv) in enumerate(lines)}
+        flags = Counter(flag for _, argv in lines for flag in words(argv))
+    unknown = sorted({name for one in said.values() for name in one.unknown})
+    models = [one for one in said.values() if one.model is not None]
+    for (name, _), one in said.items():
+        if one.model is None and Path(name).name != FROM_ITS_CALLER:
+            tell(f"{name}: {one.trouble or 'no model'}")
+    if unknown:
+        tell(f"{scene}: unknown: {', '.join(unknown)}")
+    steps = [step for one in models if (step := priced(one))]
+    effect, named = [flag for flag in flags if flag in READ], [flag for flag in flags if flag in NOT_READ]
+    wanted = len([name for name, _ in lines if Path(name).name != FROM_ITS_CALLER])
+    counts = {
+        "command lines found": (len(lines), ""),
+        "command lines whose model is read": (len(models), f">= {wanted}"),
+        "layouts that are priced": (len(steps), f">= {wanted}"),
+        "flags": (len(flags), ""),
+        "flags with an effect": (len(effect), ""),
+        "flags named as not read": (len(named), ""),
+        "flags that change nothing": (len(set(flags) - {*effect, *named, *unknown}), ""),
+        "flags and keys that are unknown": (len(unknown), "<= 0"),
+    }
+    return [Row.of(scene, metric, n, "", (n, n), False, target) for metric, (n, target) in counts.items()]
+
+
+def main() -> int:
+    args = parser(__doc__.splitlines()[0]).parse_args()
+    rows = [row for scene in chosen(args.scenes, SCENES) for row in measure(scene)]
+    return finish(rows, args.json, "command lines of the Megatrons' example scripts")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

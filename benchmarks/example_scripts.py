@@ -1,0 +1,121 @@
+"""The command lines of the Megatrons' example scripts, as their launchers would get them: nothing is trained.
+
+    command_lines(checkout, configs) -> [(script, argv of the training script)]; ds_config files are kept in `configs`
+
+Each script runs in bash, in a throw-away copy of the checkout's scripts, without rights (as `nobody` where this process
+is root), with a PATH that holds a few harmless programs and, for each launcher, one that writes down what it is given.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+LAUNCHERS = (
+    *("torchrun", "deepspeed", "srun", "sbatch", "python", "python3", "mpirun", "singularity", "nsys", "uv"),
+    *("ds_ssh", "ds_report", "wget", "git", "pip", "sudo", "docker", "nvidia-smi", "ssh", "rm", "curl", "numactl"),
+)
+HARMLESS = "cat mkdir dirname basename date hostname seq sed tr cut expr wc head tail grep tee printf uname nproc sleep"
+#: A launcher: its own name and arguments to the file $SAID, and what it is sent (a heredoc) after them.
+STAND_IN = """#!/bin/bash
+name=${0##*/}
+{ printf '%s\\0' "$name" "$@"; /usr/bin/timeout 1 /bin/cat; printf '\\0\\n\\0'; } >> "$SAID"
+if [ $name = sbatch ] && [ -f "${!#}" ]; then exec /bin/bash "${!#}"; fi
+[ $name != ssh ]
+"""
+#: Training scripts of a GPT, Llama or MoE model.
+TRAINS = re.compile(r"(^|/)(pretrain_gpt\w*|pretrain_llama\w*|train_gpt\w*|finetune_llama)\.py$")
+#: What a script that could start one has in its text.
+MENTIONS = re.compile(r"pretrain_gpt|pretrain_llama|train_gpt|finetune_llama|CONFIG\.sh|ds_train|base_script")
+#: What a user is to fill in, and files that only exist where the script was written: not needed here.
+TO_FILL_IN, LOG = re.compile(r"(?<!<)<([A-Za-z][^<>\n]*)>"), re.compile(r"&>>? *[^\s\"]+")
+#: Arguments that scripts are tried with: none, paths or sizes, and those of examples/gptoss.
+ARGUMENTS = ((), tuple("12345678"), ("--checkpoint-path", "tmp"))
+LIMIT_S = 5
+
+
+def command_lines(checkout: Path, configs: Path) -> list[tuple[str, list[str]]]:
+    """Of every script under examples*/ that trains a GPT, Llama or MoE model."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        keep = shutil.ignore_patterns(".git", "*.bin", "*.json.gz", "tests", "images", "docs")
+        shutil.copytree(checkout, copy, ignore=keep, ignore_dangling_symlinks=True)
+        tools = Path(folder) / "bin"
+        tools.mkdir()
+        for name in LAUNCHERS:
+            (tools / name).write_text(STAND_IN)
+            (tools / name).chmod(0o755)
+        for name in HARMLESS.split():
+            if found := shutil.which(name):
+                (tools / name).symlink_to(found)
+        (copy / "tmp").mkdir()  # which some expect
+        for script in copy.glob("examples*/**/*.sh"):
+            text = script.read_text(errors="replace")
+            script.write_text(LOG.sub("", TO_FILL_IN.sub("FILLED_IN", text)))
+        for path in (Path(folder), *Path(folder).rglob("*")):
+            if not path.is_symlink():
+                path.chmod(0o777)
+        found: list[tuple[str, list[str]]] = []
+        for script in sorted(copy.glob("examples*/**/*.sh")):
+            text, name = script.read_text(errors="replace"), str(script.relative_to(copy))
+            if MENTIONS.search(text):
+                places = (script.parent, copy) if "TEMPLATE" in text else (copy, script.parent)
+                tries = (_said(script, place, tools, given) for given in ARGUMENTS for place in places)
+                found += [(name, _kept(argv, places, configs)) for argv in next(filter(None, tries), [])]
+        return found
+
+
+def _kept(argv: list[str], places: tuple[Path, ...], configs: Path) -> list[str]:
+    """`argv` with the ds_config that the script wrote, or that lies beside it, copied to `configs`."""
+    flag = "--deepspeed_config"
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])]
+    if flag in words[:-1]:
+        at = words.index(flag) + 1
+        if source := next((place / words[at] for place in places if (place / words[at]).is_file()), None):
+            kept = configs / f"{len(list(configs.iterdir()))}_{source.name}"
+            kept.write_bytes(source.read_bytes())
+            words[at] = str(kept)
+    return words
+
+
+def _said(script: Path, place: Path, tools: Path, given: tuple[str, ...]) -> list[list[str]]:
+    """Distinct command lines of training scripts that `script`, started in `place`, gives its launchers."""
+    record = tools.parent / "said"
+    record.write_bytes(b"")
+    record.chmod(0o666)
+    environ = {"PATH": str(tools), "SAID": str(record), "HOME": str(tools.parent), "HOSTNAME": "node0"}
+    nobody = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+    try:
+        subprocess.run(["/bin/bash", str(script), *given], cwd=place, env=environ, timeout=LIMIT_S, check=False,
+                       stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **nobody)
+    except subprocess.TimeoutExpired:
+        pass
+    calls = record.read_text(errors="replace").split("\0\n\0")
+    lines = [argv for call in calls for argv in _trainings(call.split("\0"))]
+    return [list(argv) for argv in dict.fromkeys(map(tuple, lines))]
+
+
+def _trainings(call: list[str]) -> Iterator[list[str]]:
+    """What follows a training script's name, among a launcher's words or in a text that it is to run."""
+    for number, word in enumerate(call):
+        if TRAINS.search(word.strip()):
+            if any(call[number + 1 :]):
+                yield [text for text in call[number + 1 :] if text.strip()]
+            return
+        if any(TRAINS.search(part) for part in word.split()):
+            joined = word.replace("\\\n", " ")
+            line = next(line for line in joined.splitlines() if any(TRAINS.search(part) for part in line.split()))
+            try:
+                parts = shlex.split(line.strip().strip('"'))
+            except ValueError:
+                parts = line.split()
+            start = next(i for i, part in enumerate(parts) if TRAINS.search(part))
+            if parts[start + 1 :]:
+                yield parts[start + 1 :]
+            return

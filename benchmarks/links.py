@@ -1,0 +1,142 @@
+"""The network between clusters: the lab against what it was told, what it costs, `holmes probe` against the lab.
+
+    python benchmarks/links.py --json FILE [--scenes NAME,...] [--repetitions 3]
+
+    lab          holmes lab measure on SITE: largest error of a message from 128 KiB on, of one pair and of four pairs
+                 at once, of a round trip
+    delay line   CPU of the process between the clusters while 500 Mb/s pass: with whole frames, and with 8 KB frames
+    probe        holmes probe on a lab of 4 clusters: largest error of its matrix
+    probe 8      its time on a lab of 8 clusters
+    reduction, placement   links_across.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import links_across
+from harness import Row, chosen, finish, parser, tell
+
+from holmes_ext.cluster.spec import SiteSpec, load_spec, parse_spec
+from holmes_ext.lab import Lab
+from holmes_ext.lab.measure import CrossingRow, flood, measure
+from holmes_ext.lab.network.crossing import TUNED
+
+#: Rates in Mb/s, latencies in ms: unequal, one uplink that several links share.
+SITE = {("a", "b"): (500, 10), ("a", "c"): (200, 40), ("b", "c"): (100, 2)}
+FOUR = {**SITE, ("a", "d"): (150, 20), ("b", "d"): (80, 5), ("c", "d"): (120, 80)}
+
+
+def site(links: Mapping[tuple[str, str], tuple[float, float]], nodes: int, ethernet: str = "250Mb/s",
+         uplinks: dict[str, str] | None = None) -> str:
+    """A cluster.toml of these links, `nodes` nodes in each cluster."""
+    lines = ["version = 2", "[ethernet]", f'rate = "{ethernet}"']
+    for name in dict.fromkeys(name for pair in links for name in pair):
+        lines += ["[[cluster]]", f'name = "{name}"', 'kind = "ethernet"', f'nodes = ["{name}[0-{nodes - 1}]"]']
+        lines += [f'uplink = "{uplinks[name]}"'] if uplinks and name in uplinks else []
+    for (one, two), (rate, latency) in links.items():
+        lines += ["[[between]]", f'clusters = ["{one}", "{two}"]', f'rate = "{rate}Mb/s"', f'latency = "{latency}ms"']
+    return "\n".join([*lines, ""])
+
+
+def lab(repetitions: int) -> list[Row]:
+    spec, found = parse_spec(site(SITE, 4, uplinks={"a": "400Mb/s"})), []
+    for _ in range(repetitions):
+        found.append(measure(spec)[1])
+    kinds = {"message from 128 KiB on": "KiB", "one pair": "1 pair", "4 pairs at once": "4 pairs at once"}
+    rows = []
+    for name, ending in kinds.items():
+        chosen_rows = [[row for row in each if row.what.endswith(ending)] for each in found]
+        errors = [max(abs(row.achieved / row.configured - 1) for row in each) for each in chosen_rows]
+        rows.append(Row.median("lab", f"largest error, {name}", errors, "of the rate", True, "<= 0.1"))
+    trips = [[row for row in each if row.what == "round trip"] for each in found]
+    over = [max(map(_over, each)) for each in trips]
+    rows.append(Row.median("lab", "largest error of a round trip", over, "of max(1 ms, 5 %)", True, "<= 1"))
+    return rows
+
+
+def _over(row: CrossingRow) -> float:
+    return abs(row.achieved - row.configured) / max(1e-3, 0.05 * row.configured)
+
+
+def delay_line(repetitions: int) -> list[Row]:
+    rows = []
+    for nodes, ethernet, target in ((1, "2Gb/s", "<= 0.1"), (2, "250Mb/s", "")):
+        name = f"NICs of {ethernet}: {nodes}"
+        spec, shares, rates = parse_spec(site({("a", "b"): (500, 10)}, nodes, ethernet)), [], []
+        with Lab(spec, realtime=True, sysctl=TUNED) as emulated:
+            sides = [[node for node in emulated.nodes if node.site == number] for number in (0, 1)]
+            for _ in range(repetitions):
+                before, begin = _cpu(emulated.delay_line), time.monotonic()
+                rates.append(sum(each["flood"] for each in flood(emulated, sides, nodes, [])))
+                shares.append((_cpu(emulated.delay_line) - before) / min(3.0, time.monotonic() - begin))
+        rows.append(Row.median("delay line", f"CPU, {name}", shares, "cores", True, target))
+        rows.append(Row.median("delay line", f"rate, {name}", [rate / 1e6 for rate in rates], "Mb/s", True))
+    return rows
+
+
+def _cpu(pid: int | None) -> float:
+    """Seconds that the process has run."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+def probe(repetitions: int) -> list[Row]:
+    rates, trips = [], []
+    for _ in range(repetitions):
+        spec, _ = _probe(site(FOUR, 2))
+        pairs = {frozenset(pair.clusters): pair for pair in spec.pairs}
+        for (one, two), (rate, latency) in FOUR.items():
+            found = pairs[frozenset((one, two))]
+            rates.append(abs(found.rate_bps / min(rate * 1e6, 2 * 250e6) - 1))
+            trips.append(abs(found.latency_s / (latency * 1e-3) - 1))
+    worst = (("rate", rates), ("round trip", trips))
+    return [Row.of("probe", f"largest error of a {name}, 4 clusters", max(errors), "of the configured",
+                   (min(errors), max(errors)), True, "<= 0.1") for name, errors in worst]
+
+
+def probe_eight(repetitions: int) -> list[Row]:
+    links = {pair: (100, 2 + 10 * number / 4) for number, pair in enumerate(itertools.combinations("abcdefgh", 2))}
+    seconds = [_probe(site(links, 2, "100Mb/s"))[1] for _ in range(repetitions)]
+    return [Row.median("probe 8", "8 clusters, 28 links, start included", seconds, "s", True, "<= 120")]
+
+
+def _probe(text: str) -> tuple[SiteSpec, float]:
+    """The file after `holmes probe` in its lab, and the seconds of the probe."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "cluster.toml")
+        file.write_text(text)
+        with Lab(load_spec(file), realtime=True, sysctl=TUNED) as emulated:
+            words = ["probe", "--cluster", str(file), "--largest", "0.25"]
+            command = [sys.executable, "-m", "holmes_ext.cli.main", *words]
+            begin = time.monotonic()
+            result = emulated.run(command, preload=("torch",), timeout=400)
+            seconds = time.monotonic() - begin
+        if result.returncode:
+            raise SystemExit(result.outputs[result.first_failed or 0])
+        tell(f"probed in {seconds:.0f} s")
+        return load_spec(file), seconds
+
+
+SCENES = {"lab": lab, "delay line": delay_line, "probe": probe, "probe 8": probe_eight, **links_across.SCENES}
+
+
+def main() -> int:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--repetitions", type=int, default=3)
+    args = arguments.parse_args()
+
+    def rows() -> Iterator[Row]:
+        for name in chosen(args.scenes, SCENES):
+            tell(f"{name} ...")
+            yield from SCENES[name](args.repetitions)
+
+    return finish(list(rows()), args.json, "The network between clusters")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Predicted against measured step times where the network between clusters is not flat: latencies of 2 to 80 ms,
+unequal links, shared uplinks.
+
+    python benchmarks/prediction_links.py --json FILE [--scenes NAME,...] [--store FILE] [--predict] [--within S]
+
+Everything as in prediction.py, whose calibration runs and store these scenes share: nothing is tuned for them. Each
+cluster file is probed once in its lab; the links between clusters are taken as measured there. Nodes' TCP is tuned for
+long links (holmes_ext/lab/network/crossing.py): else a connection that was idle begins anew with a small window, and a
+message of 18 KiB takes 37 ms over a link of 20.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import prediction
+from harness import Row, finish, parser, tell
+from prediction import CALIBRATION, Measured, Scene
+
+STORE = Path(__file__).parent / "results" / "prediction_links_measured.json"
+
+
+def _scenes() -> tuple[Scene, ...]:
+    off, on = ("--holmes-overlap", "off"), ("--holmes-overlap", "on")
+    found = []
+    labels = {"links_uplinks_2ms": "uplinks 2 ms", "links_two_20ms": "20 ms", "links_two_80ms": "80 ms"}
+    for file, label in labels.items():
+        plain = Scene("", "plain", file, "stock", stages=1, hidden=192, micro_batches=2, flops=8e8)
+        whole = ("--no-overlap", "--bucket-mb", "100")
+        found += [
+            Scene(f"{label} deepspeed holmes", "deepspeed", file, "holmes", flags=off),
+            Scene(f"{label} megatron holmes", "megatron", file, "holmes", flags=off),
+            replace(plain, name=f"{label} plain flat ring", flags=("--no-overlap",)),
+            replace(plain, name=f"{label} plain two levels", way="holmes", two_level=True, flags=whole),
+        ]
+    file, label = "three_links_6", "4 : 4 : 1, 20 ms"
+    found += [
+        Scene(f"{label} deepspeed holmes", "deepspeed", file, "holmes", stages=3, flags=off),
+        Scene(f"{label} deepspeed holmes overlap", "deepspeed", file, "holmes", stages=3, overlap="on", flags=on),
+        Scene(f"{label} megatron holmes", "megatron", file, "holmes", stages=3, flags=off),
+        replace(plain, file=file, name=f"{label} plain flat ring", flags=("--no-overlap",)),
+        replace(plain, file=file, name=f"{label} plain two levels", way="holmes", two_level=True, flags=whole),
+    ]
+    return tuple(found)
+
+
+SCENES = _scenes()
+
+
+def main() -> int:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--store", type=Path, default=STORE, metavar="FILE", help="what was measured")
+    arguments.add_argument("--predict", action="store_true", help="measure nothing: scenes that are in the store")
+    arguments.add_argument("--within", type=float, default=inf, metavar="S", help="begin nothing after S seconds")
+    args = arguments.parse_args()
+    measured, known = Measured.load(args.store), Measured.load(prediction.STORE)
+    for scene in CALIBRATION:
+        measured.steps.setdefault(scene.name, known.steps[scene.name])
+        measured.probes.setdefault(scene.file, known.probes[scene.file])
+        measured.hosts.setdefault(scene.file, known.hosts[scene.file])
+    wanted = [name for name in args.scenes.split(",") if name]
+    scenes = [scene for scene in SCENES if not wanted or any(name in scene.name for name in wanted)]
+    if not args.predict:
+        prediction.measure_missing(scenes, measured, args.store, time.monotonic() + args.within)
+    scenes = [scene for scene in scenes if measured.knows(scene)]
+    if not scenes:
+        tell("prediction_links.py: none of these scenes was measured yet")
+        return 2
+    rows = prediction.lab_rows(scenes, measured)
+    errors = [abs(row.value) for row in rows if row.metric == "error"]
+    what, spread = f"{len(errors)} scenes with links", (min(errors), max(errors))
+    for metric, value, target in (("median", statistics.median(errors), "<= 0.03"), ("worst", max(errors), "<= 0.1")):
+        rows.append(Row.of(what, f"{metric} error", value, "of the measured", spread, True, target))
+    return finish(rows, args.json, "Predicted against measured steps: links between clusters")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""What `holmes plan` is to plan: the model and the layout that the user has, from options, files and a command line."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holmes_ext.cli.show.table import Screen
+from holmes_ext.cluster.gpu import KNOWN
+from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.doctor.command import split_command
+from holmes_ext.errors import HolmesError
+from holmes_ext.options import parse_flags
+from holmes_ext.patches.megatron.command_line.describe import CommandLine, describe
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.model_file import load_model, on_clusters
+from holmes_ext.plan.search.space import with_zero, zero_of
+from holmes_ext.plan.sizes import Sizes, parse_sizes
+
+SIZES = ("pipeline", "tensor", "context", "expert", "order")
+
+
+@dataclass(frozen=True)
+class Training:
+    """model: None where nothing names it. sizes: of the user's layout, not completed; None where nothing names them.
+    said: the command line; lines: what was assumed, and what was not read."""
+
+    model: Model | None
+    sizes: Sizes | None
+    said: CommandLine | None = None
+    lines: tuple[str, ...] = ()
+
+    @property
+    def framework(self) -> str:
+        """Whose flags the command line has; "" where that cannot be told."""
+        return self.said.framework if self.said else ""
+
+    def show(self, screen: Screen) -> None:
+        for line in self.lines:
+            screen.line(line, "yellow" if line.startswith("not ") else "dim")
+
+
+def sizes_given(args: argparse.Namespace) -> bool:
+    """Whether options (not the command line after --) name parallel sizes."""
+    return args.sizes is not None or any(getattr(args, name) is not None for name in SIZES)
+
+
+def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
+    """HolmesError: what is given is bad, or the command line tells a part of a model only."""
+    said = _said(args.command) if args.command else None
+    model, lines = load_model(args.model) if args.model else said.model if said else None, []
+    if said is not None and model is None and said.trouble:
+        raise HolmesError(said.trouble.replace("--holmes-model", "--model"))
+    if said is not None:
+        lines = _told(said, args.model or "")
+    if model is not None and said is not None and args.model:
+        model = _overlaid(model, dict(said.training))
+    if args.global_batch is not None and args.global_batch < 1:
+        raise HolmesError(f"--global-batch is {args.global_batch}; it must be 1 or more")
+    if model is not None and args.global_batch is not None:
+        model = replace(model, global_batch=args.global_batch, micro_batches=0)
+    if model is not None:
+        unknown = [cluster.name for cluster in spec.clusters
+                   if not (cluster.accelerator.flops or cluster.gpu in KNOWN or cluster.name in model.gpus)]
+        if unknown and not args.model:
+            rate = f"{model.gpu.flops / 1e12:.0f} TFLOP/s and no memory limit"
+            lines.insert(0, f"assumed: GPUs of {', '.join(unknown)} reach {rate} (key 'gpu' of cluster.toml tells)")
+        model = on_clusters(model, spec)
+    sizes = _sizes(args, said)
+    if said is not None and sizes is not None and said.sizes is not None and sizes.pipeline != said.sizes.pipeline:
+        said = replace(said, stage_layers=(), virtual=1)  # those of other stages than are asked for
+    return Training(model, sizes, said, tuple(lines))
+
+
+def _overlaid(model: Model, step: dict[str, Any]) -> Model:
+    """`model` with what a command line says of its step."""
+    zero = step.pop("zero", zero_of(model))
+    if "global_batch" in step:
+        step["micro_batches"] = 0
+    elif "micro_batches" in step:
+        step["global_batch"] = 0
+    return with_zero(replace(model, **step), zero)
+
+
+def _said(words: list[str]) -> CommandLine:
+    """Of a script's arguments, also where a launcher stands before them; --holmes-sizes and -partition count too."""
+    try:
+        words = list(split_command(words).arguments)
+    except HolmesError:
+        pass
+    options, rest = parse_flags(words, {})
+    said = describe(rest)
+    sizes = parse_sizes(options.sizes, "--holmes-sizes") if options.sizes else said.sizes
+    return replace(said, sizes=sizes, stage_layers=options.stage_layers or said.stage_layers)
+
+
+def _sizes(args: argparse.Namespace, said: CommandLine | None) -> Sizes | None:
+    base = said.sizes or (Sizes() if said.model else None) if said else None  # no sizes: all ranks are data-parallel
+    if not sizes_given(args):
+        return base
+    if args.sizes is not None:
+        base = parse_sizes(args.sizes, "--sizes")
+    own = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
+    return replace(base or Sizes(), **own)
+
+
+def _told(said: CommandLine, file: str) -> list[str]:
+    """Lines about a command line: what it says, what is assumed, not read, not known."""
+    lines = []
+    if file:
+        step = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in said.training.items())
+        lines.append(f"read: the model from {file}, from the command line sizes" + (f", {step}" if step else ""))
+    elif said.model is not None:
+        lines.append(f"read: {_summary(said.model, said)}")
+    lines += [f"assumed: {line}" for line in (said.assumed if not file else ())]
+    lines += [f"not counted: {line}" for line in said.not_read]
+    if said.unknown:
+        lines.append(f"not known to holmes, taken to change nothing: {', '.join(said.unknown)}")
+    return lines
+
+
+def _summary(model: Model, said: CommandLine) -> str:
+    """ "24 layers, 1.3e9 parameters, ..., ZeRO 1", in the order of plan/cost/model.py."""
+    precision = "32-bit" if model.activation_width == 4 else "16-bit"
+    parts = [
+        f"{model.layers} layers, {model.parameters:.3g} parameters",
+        f"{model.experts} experts, {model.experts_per_token} a token" if model.experts else "",
+        f"{precision} with {8 * model.gradient_width}-bit gradients", f"micro-batch {model.micro_batch}",
+        f"global batch {model.global_batch}" if model.global_batch else f"{model.micro_batches} micro-batches",
+        f"recompute {model.recompute}", "sequence parallel" if model.sequence_parallel else "",
+        f"ZeRO {said.zero}", f"{said.virtual} chunks a stage" if said.virtual > 1 else "",
+        f"layers {' '.join(map(str, said.stage_layers))}" if said.stage_layers else "",
+        f"reductions overlapped ({said.overlap})" if said.overlap != "off" else "",
+        "weights gathered under the forward" if said.gather_overlap else "",
+    ]
+    return ", ".join(filter(None, parts))

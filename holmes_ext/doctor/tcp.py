@@ -1,0 +1,30 @@
+"""Whether TCP, as this node's kernel and NCCL's variables have it, carries what the links between clusters could."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.cluster.tcp import LONG_S, TcpLimits, shortfalls, sockets
+from holmes_ext.doctor.finding import Finding, note, problem
+from holmes_ext.errors import HolmesError
+from holmes_ext.units import format_seconds
+
+
+def check_tcp(spec: SiteSpec, node: str, limits: TcpLimits, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Findings on `node`; where it is none of the file's, on a node of each cluster, so that a login node tells too."""
+    wan = spec.wan.measured(spec.pairs)
+    count = {cluster.name: len(cluster.nodes) for cluster in spec.clusters}
+    try:
+        here = [spec.cluster_of(node).name]
+    except HolmesError:
+        here = list(count)
+    for cluster in here:
+        for short in shortfalls(wan, spec.ethernet_rate_bps, count, cluster, limits, sockets(environ)):
+            yield problem("TCP", short.what, "a stream has one window under way in a round trip; the link is idle in"
+                          " between", short.mend)
+    trips = [2 * link.latency_s for link in wan.between if set(here) & set(link.clusters)]
+    if limits.idle_restart and max(trips, default=0.0) >= LONG_S:
+        yield note("TCP", f"tcp_slow_start_after_idle is 1, with round trips of up to {format_seconds(max(trips))}",
+                   "after a pause (a step's computing) every stream starts with a small window and needs round trips to"
+                   " open it", "on all nodes: sysctl -w net.ipv4.tcp_slow_start_after_idle=0")

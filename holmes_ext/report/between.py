@@ -1,0 +1,87 @@
+"""Pictures of the network between clusters: the clusters with their links, and what a plan takes if that network were
+another: by its rate and by its latency."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import cos, inf, pi, sin
+from typing import Any
+
+from holmes_ext.cluster.site import ETHERNET, Site
+from holmes_ext.plan.search.explanation import with_ethernet, with_latency, with_site
+from holmes_ext.plan.search.result import Outcome
+from holmes_ext.units import format_rate, format_seconds
+
+#: The rates of the what-if picture: these times those of cluster.toml.
+FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)
+#: Its latencies one way, of all links between clusters; seconds.
+LATENCIES = (30e-6, 1e-3, 5e-3, 20e-3, 80e-3, 200e-3)
+_PLANNED, _STOCK = "#4c78a8", "#d62728"
+
+
+def draw_clusters(plt: Any, site: Site, colors: tuple[str, ...]) -> Any:
+    """The clusters on a circle; a line for each pair, the wider the faster, with its rate and latency."""
+    names, ethernet = site.clusters, site.fabric_by_name[ETHERNET]
+    figure, axis = plt.subplots(figsize=(7, 7), layout="constrained")
+    place = {name: (cos(2 * pi * i / len(names)), sin(2 * pi * i / len(names))) for i, name in enumerate(names)}
+    way = {pair: site.wan.hops(*pair) for pair in combinations(names, 2)}
+    rates = {pair: min([hop.rate_bps for hop in hops] or [inf]) for pair, hops in way.items()}
+    fastest = max((rate for rate in rates.values() if rate < inf), default=1.0)
+    for number, ((one, two), hops) in enumerate(way.items()):
+        width = 5 * min(1.0, rates[one, two] / fastest) + 0.3
+        axis.plot(*zip(place[one], place[two]), color="#999999", lw=width, zorder=1, solid_capstyle="round")
+        if hops:
+            at = 0.38 + 0.24 * (number % 2)  # those that cross in the middle do not hide each other
+            spot = [a + at * (b - a) for a, b in zip(place[one], place[two])]
+            rate = format_rate(rates[one, two], 3) if rates[one, two] < inf else "no limit"
+            text = f"{rate}\n{format_seconds(sum(hop.latency_s for hop in hops))}"
+            axis.text(*spot, text, ha="center", va="center", fontsize=6,
+                      bbox={"boxstyle": "round", "fc": "white", "ec": "none", "pad": 0.1, "alpha": 0.8})
+    for index, name in enumerate(names):
+        count = sum(node.cluster == name for node in site.nodes)
+        uplink = site.wan.uplink_of.get(name)
+        text = f"{name}\n{count} nodes" + (f"\nuplink {format_rate(uplink)}" if uplink else "")
+        axis.scatter(*place[name], s=3200, color=colors[index % len(colors)], zorder=2)
+        axis.text(*place[name], text, ha="center", va="center", fontsize=7, color="white", zorder=3)
+    title = f"{site.processes} GPUs a node, {format_rate(ethernet.rate_bps)} a NIC"
+    axis.set_title(title + ("" if site.wan else ": flat, only NICs limit it"), loc="left", fontsize=10)
+    axis.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal")
+    axis.axis("off")
+    return figure
+
+
+def draw_what_if(plt: Any, outcome: Outcome) -> Any:
+    """Seconds of the best plan and of stock with its sizes, in closed form, by the rate of the network between clusters
+    (flat: of a node's Ethernet) and by its latency."""
+    site, best = outcome.ground.links.site(outcome.ground.site), outcome.best
+    now = outcome.ground.site.fabric_by_name[ETHERNET].rate_bps
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
+    by_rate = [with_ethernet(outcome, best, factor) for factor in FACTORS]
+    names = [f"{factor:g} x" if site.wan else f"{now * factor / 1e9:.3g}" for factor in FACTORS]
+    _curves(left, FACTORS, by_rate, "of cluster.toml's rates" if site.wan else "Ethernet of a node, Gb/s")
+    left.axvline(1, color="#999999", linestyle=":")
+    left.text(1, left.get_ylim()[1], " now", va="top", fontsize=8, color="#666666")
+    left.set_xscale("log", base=2)
+    left.set_xticks(FACTORS, names)
+    by_latency = [with_site(outcome, best, with_latency(site, seconds)) for seconds in LATENCIES]
+    _curves(right, LATENCIES, by_latency, "one way between clusters, all links")
+    right.set_xscale("log")
+    right.set_xticks(LATENCIES, [format_seconds(seconds) for seconds in LATENCIES])
+    for axis in (left, right):
+        axis.minorticks_off()
+    every = [seconds for pair in (*by_rate, *by_latency) for seconds in pair]
+    low, high = min(every), max(every)
+    ticks = [float(f"{low * (high / low) ** (i / 4):.{2 if high > 1.5 * low else 4}g}") for i in range(5)]
+    left.set_yscale("log")
+    left.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    left.set_ylabel("predicted seconds of one step (closed form)")
+    left.set_title("What if the network between clusters were another?", loc="left", fontsize=10)
+    left.legend(frameon=False)
+    return figure
+
+
+def _curves(axis: Any, x: tuple[float, ...], pairs: list[tuple[float, float]], label: str) -> None:
+    planned, stock = zip(*pairs)
+    axis.plot(x, stock, marker="o", color=_STOCK, label="stock, same sizes")
+    axis.plot(x, planned, marker="o", color=_PLANNED, label="this plan")
+    axis.set_xlabel(label)

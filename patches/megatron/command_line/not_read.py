@@ -1,0 +1,195 @@
+"""Flags and ds_config keys that change what a step takes or holds and that the model does not know: named to the user.
+
+    NOT_READ    name -> why; UNLESS lists values with which it changes nothing
+    NO_BEARING  beginnings of names that change neither sizes, memory nor traffic (or under 0.1 %: a norm's bias): data,
+                the optimizer's numbers, checkpoints and logs, kernels, experts' routing, inference, how ranks talk
+
+Whatever is in neither, nor read (flags.py), is named as unknown.
+"""
+
+from __future__ import annotations
+
+_ATTENTION = "attention is counted as plain multi-head (or grouped) attention"
+_BLOCKS = "every layer is counted as the transformer block that the other flags describe"
+_HIDES = "what it hides is counted in full: the step may take less"
+_EXPERTS = "experts are counted as evenly used, their traffic as all-to-alls in 16 bits"
+_FP8 = "computing and activations are counted as in 16 bits; gpu_flops of cluster.toml can say what is reached"
+_FILE = "the file is not read; give the model with --model FILE"
+_STAGES = "the stages' layers are counted as even"
+_OFFLOAD = "what it moves to the host is counted as staying on the GPU"
+_RECOMPUTE = "every layer is counted as recomputed by itself"
+_TEACHER = "the teacher's forward pass is not counted"
+_LENGTH = "every step is counted with the full batch and sequence"
+_SHARDS = "counted as sharded over all data-parallel ranks, in full width"
+_HOST = "its transfers to the host are not counted"
+_SPLIT = "weights are counted as split by the tensor size"
+_RING = "the context group is counted as a ring"
+_BUCKETS = "buckets are counted as holmes cuts them"
+
+NOT_READ: dict[str, str] = {
+    # files with settings of their own
+    "--yaml-cfg": _FILE, "--use-checkpoint-args": "the checkpoint's arguments are not read; give the flags themselves",
+    "--heterogeneous-layers-config-path": _FILE, "--heterogeneous-layers-config-encoded-json": _BLOCKS,
+    "--te-precision-config-file": _FP8, "--nccl-communicator-config-path": "holmes chooses each group's network",
+    "--deepscale_config": "DeepSpeed's old name for --deepspeed_config is not read",
+    # other blocks
+    "--multi-latent-attention": _ATTENTION, "--q-lora-rank": _ATTENTION, "--kv-lora-rank": _ATTENTION,
+    "--experimental-attention-variant": _ATTENTION, "--linear-attention-freq": _ATTENTION,
+    "--window-size": _ATTENTION, "--attention-output-gate": _ATTENTION, "--is-hybrid-model": _BLOCKS,
+    "--hybrid-layer-pattern": _BLOCKS, "--hybrid-override-pattern": _BLOCKS, "--spec": _BLOCKS,
+    "--mtp-num-layers": "layers that predict further tokens are not counted", "--enable-mhc-connections": _BLOCKS,
+    "--encoder-num-layers": _BLOCKS, "--decoder-num-layers": _BLOCKS, "--retro-add-retriever": _BLOCKS,
+    "--freeze-all-layers": "frozen layers are counted as trained", "--moe-latent-size": _EXPERTS,
+    "--mtp-standalone": _STAGES, "--pipeline-model-parallel-split-rank": _STAGES,
+    "--standalone-embedding-stage": _STAGES, "--kd": _TEACHER, "--mos": _TEACHER,
+    "--load-teacher": _TEACHER, "--num-layers-teacher": _TEACHER, "--export-kd-teacher-load": _TEACHER,
+    # lengths and batches that change while training
+    "--rampup-batch-size": _LENGTH, "--step-batch-size-schedule": _LENGTH, "--random-ltd": _LENGTH,
+    "--data-efficiency-curriculum-learning": _LENGTH, "--curriculum-learning": _LENGTH,
+    "--decrease-batch-size-if-needed": _LENGTH, "--max-seqlen-per-dp-cp-rank": _LENGTH,
+    # experts
+    "--expert-tensor-parallel-size": _SPLIT,
+    "--enable-expert-tensor-parallelism": _SPLIT,
+    "--moe-expert-capacity-factor": _EXPERTS, "--moe-train-capacity-factor": _EXPERTS,
+    "--moe-pad-expert-input-to-capacity": _EXPERTS, "--moe-token-dispatcher-type": _EXPERTS,
+    "--moe-enable-deepep": _EXPERTS, "--moe-flex-dispatcher-backend": _EXPERTS,
+    "--disable-moe-token-dropping": _EXPERTS, "--moe-dispatch-fwd-dtype": _EXPERTS,
+    "--moe-combine-bwd-dtype": _EXPERTS, "--moe-extended-tp": _EXPERTS,
+    "--moe-layer-recompute": _RECOMPUTE, "--moe-paged-stash": _OFFLOAD,
+    "--moe-shared-expert-overlap": _HIDES, "--overlap-moe-expert-parallel-comm": _HIDES,
+    "--overlap-dispatch-backward-with-experts-wgrad": _HIDES, "--use-tutel": _EXPERTS,
+    # tensor and context groups
+    "--tp-comm-overlap": _HIDES, "--delay-wgrad-compute": _HIDES, "--defer-embedding-wgrad-compute": _HIDES,
+    "--cp-comm-type": _RING, "--force-ds-sequence-parallel": _RING,
+    "--hierarchical-context-parallel-sizes": _RING,
+    "--hybrid-context-parallel": _RING,
+    "--ds-sequence-parallel-fpdt": "its chunks, and what it moves to the host, are not counted",
+    "--tensor-parallel-num-weight-shards": _SPLIT,
+    "--expert-tensor-parallel-num-weight-shards": _SPLIT,
+    "--model-parallel-size": "an old name of --tensor-model-parallel-size",
+    # schedules
+    "--microbatch-group-size-per-virtual-pipeline-stage": "chunks are counted in groups of the pipeline size",
+    "--overlap-p2p-communication-warmup-flush": _HIDES, "--enable-zbh1-pipeline": "the schedule is counted as 1F1B",
+    "--enable-zbh1-exact-semantics": "the schedule is counted as 1F1B",
+    # recomputation and offloading
+    "--recompute-num-layers": _RECOMPUTE, "--recompute-modules": "only attention is counted as recomputed",
+    "--checkpoint-num-layers": _RECOMPUTE, "--distribute-saved-activations": _OFFLOAD,
+    "--distribute-checkpointed-activations": _OFFLOAD, "--partition-activations": _OFFLOAD,
+    "--checkpoint-in-cpu": _OFFLOAD, "--cpu-offloading-num-layers": _OFFLOAD, "--mhc-recompute-layer-num": _RECOMPUTE,
+    "--fine-grained-activation-offloading": _OFFLOAD, "--remote-device": _OFFLOAD,
+    "--memory-centric-tiled-linear": _OFFLOAD, "--optimizer-cpu-offload": _HOST,
+    "--cpu-optimizer": _HOST,
+    # precision
+    "--fp8-format": _FP8, "--fp8-hybrid": _FP8, "--fp8-e4m3": _FP8, "--fp4-format": _FP8, "--fp8-param-gather": _FP8,
+    "--fp4-param-gather": _FP8, "--reuse-grad-buf-for-mxfp8-param-ag": _FP8, "--fp32-residual-connection":
+    "activations are counted in 16 bits", "--embedding-weights-in-fp32": "weights are counted in 16 bits",
+    # reductions
+    "--ddp-bucket-size": _BUCKETS, "--ddp-num-buckets": _BUCKETS, "--zero-reduce-bucket-size": _BUCKETS,
+    "--zero-allgather-bucket-size": _BUCKETS, "--outer-dp-sharding-strategy": _SHARDS,
+    "--enable-full-sharding-in-hsdp": _SHARDS, "--megatron-fsdp-main-params-dtype": _SHARDS,
+    "--megatron-fsdp-main-grads-dtype": _SHARDS, "--megatron-fsdp-grad-comm-dtype": _SHARDS,
+    "--torch-fsdp2-no-reshard-after-forward": _SHARDS, "--ddp-reduce-scatter-with-fp32-accumulation": _SHARDS,
+    "--overlap-param-gather-with-optimizer-step": _HIDES, "--use-sharp": "SHARP's sums in the switch are not counted",
+    # other programs
+    "--perform-rl-step": "only the training step is counted, not what generates its samples",
+    "--vision-pretraining": _BLOCKS, "--enable-gpt-oss": _BLOCKS, "--export-force-local-attention": _ATTENTION,
+    # ds_config
+    "zero_optimization.offload_optimizer.device": _HOST,
+    "zero_optimization.cpu_offload": _HOST,
+    "zero_optimization.offload_param": _OFFLOAD, "zero_optimization.cpu_offload_params": _OFFLOAD,
+    "zero_optimization.zero_hpz_partition_size": _SHARDS, "zero_optimization.mics_shard_size": _SHARDS,
+    "zero_optimization.zero_quantized_weights": _SHARDS, "zero_optimization.zero_quantized_gradients": _SHARDS,
+    "zero_optimization.reduce_bucket_size": _BUCKETS, "zero_optimization.allgather_bucket_size": _BUCKETS,
+    "pipeline.partition": _STAGES, "activation_checkpointing.partition_activations": _OFFLOAD,
+    "activation_checkpointing.cpu_checkpointing": _OFFLOAD, "activation_checkpointing.number_checkpoints": _RECOMPUTE,
+    "amp": "computing is counted as the other settings say", "compression_training": _BLOCKS,
+    "sparse_attention": _ATTENTION, "curriculum_learning": _LENGTH, "data_efficiency": _LENGTH,
+    "sparse_gradients": _SHARDS, "progressive_layer_drop": _LENGTH, "torch_autocast": _FP8,
+    "communication_data_type_seq_parallel": _SHARDS,
+}
+
+#: Values with which a flag or key of NOT_READ changes nothing.
+UNLESS: dict[str, tuple[str, ...]] = {
+    "--expert-tensor-parallel-size": ("tensor",),  # a setting: the same number as this one
+    "--recompute-num-layers": ("1",), "--checkpoint-num-layers": ("1",), "--cp-comm-type": ("p2p",),
+    "--recompute-modules": ("core_attn",), "--moe-token-dispatcher-type": ("alltoall", "alltoall_seq"),
+    "--spec": ("local",), "--remote-device": ("none",), "--moe-train-capacity-factor": ("1", "1.0"),
+    "--window-size": ("",), "--mtp-num-layers": ("0",), "--zero-reduce-bucket-size": ("0.0",),
+    "--zero-allgather-bucket-size": ("0.0",),
+    "--linear-attention-freq": ("0",), "--moe-dispatch-fwd-dtype": ("bf16",), "--moe-combine-bwd-dtype": ("bf16",),
+    "--tensor-parallel-num-weight-shards": ("1",), "--expert-tensor-parallel-num-weight-shards": ("1",),
+    "zero_optimization.offload_optimizer.device": ("none",), "zero_optimization.cpu_offload": ("False",),
+    "zero_optimization.offload_param": ("none",), "pipeline.partition": ("uniform", "best"),
+    "activation_checkpointing.partition_activations": ("False",), "sparse_gradients": ("False",),
+    "activation_checkpointing.cpu_checkpointing": ("False",), "amp": ("False",), "curriculum_learning": ("False",),
+    "zero_optimization.zero_hpz_partition_size": ("1",), "zero_optimization.mics_shard_size": ("-1",),
+    "zero_optimization.zero_quantized_weights": ("False",), "zero_optimization.zero_quantized_gradients": ("False",),
+}
+
+#: Beginnings of flags.
+NO_BEARING = tuple(f"--{name}" for name in """
+    data-path data-cache data-args data-impl data-per-class data-parallel-random split train- valid- test-
+    full-validation multiple-validation validation-set per-split per-dataset mock-data vocab-file vocab-extra
+    merge-file tokenizer- no-tokenizer tiktoken- null-tokenizer use-gigatoken chat-template trust-remote num-workers
+    dataloader- no-create-attention-mask no-mmap-bin mmap-warmup num-dataset-builder object-storage
+    mid-level-dataset allow-ambiguous reset- eod-mask-loss mask-prob mask-type mask-factor short-seq-prob
+    sample-rate fim- sft phase-transition repeated-dataloader return-data-index aml-data use-dataset-only
+    encoder-seq-length decoder-seq-length dataset- finetune hf- retro- eval skip-train start-eval prompt- key- task
+    pretrained-checkpoint enable-msc disable-msc conversation apply- img- patch-dim num-channels num-classes
+    classes-fraction iterations-to-skip
+    lr min-lr decoupled- warmup override-opt use-checkpoint-opt start-weight-decay end-weight-decay weight-decay
+    no-weight-decay clip-grad adam- sgd- muon- lion- use-mup mup- loss-scale initial-loss-scale min-loss-scale
+    hysteresis init-method embedding-init init-model hidden-dropout attention-dropout seed head-lr-mult dump-param
+    calculate-per-token check-for no-check-for optimizer-cuda-graph use-precision-aware universal-checkpoint
+    use-torch-optimizer overlap-cpu-optimizer no-pin- use-layer-wise no-use-layer-wise ds_fused_adam cpu_torch_adam
+    moe-aux moe-loss moe-z-loss moe-input-jitter create-moe-param mtp-loss mtp-hybrid use-pin-memory kd-alpha
+    kd-beta kd-temp grpo- rl- langrl- refit- mtp-detach mtp-hsm mtp-use-repeated num-experts-teacher
+    hidden-size-teacher num-attention-heads-teacher num-experts-switch
+    save load no-save no-load ckpt no-ckpt dist-ckpt use-dist-ckpt async- use-persistent-ckpt auto-detect-ckpt
+    non-persistent exit- replication verify-integrity override-ckpt distrib-optim no-strict-fsdp kill-switch
+    use-mp-args no-use-tokenizer log- no-log logging-level timing- no-barrier tensorboard- wandb- profile
+    use-pytorch-profiler pytorch-profiler record- memory-snapshot nvtx config-logger one-logger no-one-logger otel-
+    app-tag straggler disable-straggler run-workload result-rejected rerun- error-injection fault- inprocess-
+    enable-ft calc-ft ft- flight-recorder no-flight gpu-sniff check-weight-hash adlr- moe-routing-trace
+    moe-per-layer-logging logits- manual-gc no-manual-gc empty-unused-memory test-mode deterministic iter-per-epoch
+    no-initialization use-cpu-initialization lazy-mpu local-rank local_rank fake-process-group
+    use-mcore use-legacy no-masked-softmax no-bias- no-rope no-persist no-gradient- no-query-key rotary- rope-
+    use-rope yarn- no-yarn mscale norm qk- layernorm- add-qkv openai-gelu squared-relu onnx attention-softmax
+    softmax-type fp16-lm-cross cross-entropy activation-func glu- use-fused fused- use-te use-transformer-engine
+    te-rng disable-jit disable-mem-efficient disable-bf16-reduced enable-cuda-graph cuda-graph external-cuda
+    no-fp8-wgrad fp8-margin fp8-interval fp8-amax fp8-recipe fp8-quant fp8-output fp4-recipe fp4-quant
+    first-last-layers num-layers-at use-kitchen kitchen- enable-experimental flash-attention-version flash-decode
+    batch-invariant output-logit no-tp-comm tp-comm-overlap- tp-comm-bootstrap recompute-method delay-offload
+    delta-offload activation-offload offload-modules min-offloaded fine-grained-offloading cpu-offloading-retain
+    wgrad-deferral ep-overlap window-attn relative- mrope scattered split-transformers tile- contigious-
+    synchronize-each zero-contig zero-reduce-scatter deepspeed-activation no-async-tensor no-clone-scatter
+    v-head-dim cache-mla mla-down dsa- no-dsa linear- mamba- disable-mamba gdp- mhc- ds-sequence-parallel-fpdt-
+    moe-grouped moe-permute moe-router- moe-use- moe-single moe-upcycling moe-min-capacity moe-eval-cap
+    moe-token-drop moe-apply moe-mlp-glu moe-deepep moe-hybridep moe-flex-dispatcher-num moe-ncclep
+    moe-pad-experts-for moe-enable-routing moe-shared-expert-g moe-expert-rank moe-paged-stash- use-grouped
+    disable-moe-top2
+    inference ds-inference nccl-all-reduce-for symmetric-ar decode-only enable-chunked num-speculative
+    use-same-sampling mlp-chunks swin- vision- dino- ict- biencoder bert- titles- query-in-block use-one-sent
+    evidence- retriever- block-data embedding-path indexer- no-data-sharding output-bert max-tokens-to-oom
+    distributed- pipeline-model-parallel-comm-backend use-ring-exchange no-overlap-p2p overlap-p2p-communication
+    no-scatter-gather no-align align- ddp-pad ddp-average ddp-param DDP-impl no-contiguous disable-gloo sharp-
+    high-priority create-all-gather use-nccl-ub disable-symmetric fsdp- suggested-comm keep-fp8
+    megatron-fsdp-version megatron-fsdp-enable megatron-fsdp-max gtp- deepscale
+""".split())
+#: The same of ds_config's keys.
+NO_BEARING_KEYS = tuple("""
+    steps_per_print wall_clock_breakdown dump_state optimizer.params scheduler fp16. bf16. bfloat16.
+    gradient_clipping prescale_gradients gradient_predivide zero_allow_untested tensorboard wandb csv_monitor comet
+    monitor flops_profiler comms_logger communication_options aio elasticity autotuning checkpoint data_types.
+    zero_force_ds_cpu memory_breakdown disable_allgather eigenvalue nebula zero_optimization.contiguous
+    zero_optimization.reduce_scatter zero_optimization.allgather_partitions zero_optimization.round_robin
+    zero_optimization.sub_group zero_optimization.stage3_ zero_optimization.elastic zero_optimization.load_from
+    zero_optimization.ignore_unused zero_optimization.offload_optimizer. zero_optimization.gather_16bit
+    zero_optimization.param_persistence zero_optimization.prefetch zero_optimization.max_ zero_optimization.use_
+    zero_optimization.memory_efficient zero_optimization.cpu_offload_use zero_optimization.legacy
+    zero_optimization.override zero_optimization.pipeline_loading zero_optimization.log_trace pipeline.seed
+    pipeline.activation pipeline.pipe_partitioned pipeline.grad_partitioned pipeline.use_reentrant
+    activation_checkpointing.contiguous activation_checkpointing.synchronize activation_checkpointing.profile
+    activation_checkpointing.cpu_checkpointing_ timers seq_parallel_communication use_data_before graph_harvesting
+    compile weight_quantization hybrid_engine tensor_parallel dataloader_drop_last
+""".split())

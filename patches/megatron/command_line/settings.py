@@ -1,0 +1,117 @@
+"""A command line, and the ds_config that it names, as settings by name; what of them is not read, and what is unknown.
+
+    argv  -- words -->  {flag: [values]}  -- flags.py, not_read.py -->  Settings
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holmes_ext.patches.deepspeed import ds_config
+from holmes_ext.patches.megatron.command_line.flags import DS_CONFIG, READ
+from holmes_ext.patches.megatron.command_line.not_read import NO_BEARING, NO_BEARING_KEYS, NOT_READ, UNLESS
+
+
+@dataclass(frozen=True)
+class Settings:
+    """values: by the names of flags.py. flags: those of the command line, with what follows each. not_read: name ->
+    why; unknown: names. overruled: lines on settings that ds_config and flags give differently (ds_config's count)."""
+
+    values: dict[str, Any]
+    flags: dict[str, list[str]]
+    not_read: dict[str, str]
+    unknown: tuple[str, ...] = ()
+    overruled: tuple[str, ...] = ()
+
+
+def words(argv: Sequence[str]) -> dict[str, list[str]]:
+    """Each flag with the words that follow it; given twice the last counts, as with argparse."""
+    found: dict[str, list[str]] = {}
+    last: list[str] = []
+    for item in argv:
+        name, equals, value = item.partition("=")
+        if name.startswith("--") and len(name) > 2 and " " not in name:
+            last = found[name] = [value] if equals else []
+        else:
+            last.append(item)
+    return found
+
+
+def read(argv: Sequence[str]) -> Settings:
+    """What `argv` and its ds_config say. Values that are no numbers are the script's to refuse: they say nothing."""
+    flags = words(argv)
+    values = _values(READ, flags)
+    tensor = str(values.get("tensor", 1))
+    spoken = [flag for flag, said in flags.items() if not _harmless(flag, " ".join(said), tensor)]
+    not_read = {flag: NOT_READ[flag] for flag in spoken if flag in NOT_READ}
+    known = (*READ, *NOT_READ)
+    unknown = [flag for flag in flags if flag not in known and not flag.startswith(NO_BEARING)]
+    config = ds_config.from_arguments(list(argv))
+    if config is None:
+        return Settings(values, flags, not_read, tuple(unknown))
+    name = Path(config.path).name
+    if not config.digest:
+        not_read[name] = "cannot be read as JSON: its settings are not counted"
+        return Settings(values, flags, not_read, tuple(unknown))
+    keys = {key: [said] for key, said in _leaves(config.content) if said != "auto"}
+    own = _values(DS_CONFIG, keys)
+    for key, (said,) in keys.items():
+        entry = next((known for known in NOT_READ if key == known or key.startswith(f"{known}.")), "")
+        if entry and not _harmless(entry, str(said)):
+            not_read[f"{name}: {entry}"] = NOT_READ[entry]
+        elif not entry and key not in DS_CONFIG and not key.startswith(NO_BEARING_KEYS):
+            unknown.append(f"{name}: {key}")
+    both = [key for key in own if key in values and values[key] != own[key] and key != "zero"]
+    overruled = [f"{key.replace('_', ' ')} {own[key]} of {name} counts, not {values[key]} of the flags" for key in both]
+    return Settings(values | own, flags, not_read, tuple(dict.fromkeys(unknown)), tuple(overruled))
+
+
+def of_flags(argv: Sequence[str]) -> dict[str, Any]:
+    """Settings of the flags alone, without a ds_config."""
+    return _values(READ, words(argv))
+
+
+def _values(table: Mapping[str, tuple[str, Any]], given: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """Settings of what is `given`; of two names of one setting the later in the table counts."""
+    found = {}
+    for name, (setting, meaning) in table.items():
+        if name in given and (value := _value(meaning, given[name])) is not None:
+            found[setting] = value
+    return found
+
+
+def _value(meaning: Any, said: Sequence[Any]) -> Any:
+    """None where `said` is nothing that the flag can mean."""
+    first = said[0] if said else ""
+    if meaning is int:
+        return int(first) if str(first).isdecimal() and len(str(first)) < 13 else None
+    if meaning is list:
+        return [int(each) for each in said if each.isdecimal() and len(each) < 13] or None
+    if meaning is float:
+        return float(first) if str(first).replace(".", "", 1).isdecimal() else None
+    if meaning is str:
+        return str(first) or None
+    return meaning.get(first, meaning.get("")) if isinstance(meaning, dict) else meaning
+
+
+def _harmless(name: str, said: str, tensor: str = "") -> bool:
+    values = UNLESS.get(name, ())
+    return said in values or ("tensor" in values and said == tensor)
+
+
+def _leaves(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """("a.b", value) of tables within tables; nothing of one that is not enabled but that it is not."""
+    for key, value in table.items():
+        if not isinstance(value, dict):
+            yield before + key, value
+        elif value.get("enabled", True) is not False:
+            yield from _leaves(value, f"{before}{key}.")
+
+
+def several(names: Iterable[str]) -> str:
+    """ "a, b and 3 more" of many."""
+    listed = list(names)
+    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")

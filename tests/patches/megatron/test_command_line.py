@@ -1,0 +1,249 @@
+"""Every flag and key that is read moves the prediction the right way; the rest is named. One row of MOVES for each."""
+
+import json
+
+import clusters
+import pytest
+
+from holmes_ext.patches.megatron.command_line.describe import describe
+from holmes_ext.patches.megatron.command_line.flags import DS_CONFIG, READ
+from holmes_ext.patches.megatron.command_line.not_read import NO_BEARING, NO_BEARING_KEYS, NOT_READ, UNLESS
+from holmes_ext.plan.search.arrangement import Ground
+from holmes_ext.plan.search.explanation import causes, stock_like
+from holmes_ext.plan.search.given import given, shape_of
+from holmes_ext.plan.search.ranking import timed
+from holmes_ext.plan.search.result import Outcome
+from holmes_ext.plan.search.space import Limits
+from holmes_ext.plan.sizes import Sizes
+
+SITE = clusters.site("a ib 100Gb/s a[0-1]", "b roce 50Gb/s b[0-1]", ethernet="10Gb/s", processes=4)
+GPT = ("--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --micro-batch-size 2"
+       " --global-batch-size 64 --vocab-size 50257 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")
+BF16, ONE = f"{GPT} --bf16", GPT.replace("--pipeline-model-parallel-size 2", "") + " --bf16"
+MOE, DEEPSPEED = f"{BF16} --num-experts 8", f"{BF16} --deepspeed"
+#: Much to compute in a micro-batch: else nothing can be hidden under it.
+LONG = f"{ONE} --num-layers 4 --hidden-size 4096 --seq-length 4096 --global-batch-size 16"
+DS_MOE = f"{MOE} --deepspeed"
+
+#: (what is there, what is added, which figure it moves, and where to)
+MOVES = [
+    (BF16, "--pipeline-model-parallel-size 4", "memory", "down"),
+    (BF16, "--tensor-model-parallel-size 4", "memory", "down"),
+    (BF16, "--context-parallel-size 2", "memory", "down"),
+    (DEEPSPEED, "--ds-sequence-parallel-size 2", "memory", "down"),
+    (MOE, "--expert-model-parallel-size 2", "memory", "down"),
+    (DS_MOE, "--moe-expert-parallel-size 2", "memory", "down"),
+    (BF16, "--no-pipeline-parallel", "memory", "up"),
+    (BF16, "--use-tp-pp-dp-mapping", "reduce_across", "up"),
+    (BF16, "--num-layers 16", "step", "up"),
+    (BF16, "--hidden-size 2048", "step", "up"),
+    (f"{BF16} --transformer-impl local", "--num-attention-heads 32", "memory", "up"),
+    (BF16, "--seq-length 1024", "step", "up"),
+    (BF16, "--ffn-hidden-size 8192", "step", "up"),
+    (BF16, "--kv-channels 128", "step", "up"),
+    (f"{BF16} --group-query-attention", "--num-query-groups 4", "parameters", "down"),
+    (f"{BF16} --num-query-groups 4", "--group-query-attention", "parameters", "down"),
+    (DEEPSPEED, "--num-key-value-heads 4", "parameters", "down"),
+    (BF16, "--max-position-embeddings 4096", "parameters", "up"),
+    (BF16, "--vocab-size 100000", "parameters", "up"),
+    (BF16, "--padded-vocab-size 100000", "parameters", "up"),
+    (BF16, "--make-vocab-size-divisible-by 8192", "parameters", "up"),
+    (BF16, "--no-pad-vocab-size", "parameters", "down"),
+    (f"{BF16} --ffn-hidden-size 4096", "--swiglu", "step", "up"),
+    (BF16, "--quick-geglu", "step", "up"),
+    (BF16, "--disable-bias-linear", "parameters", "down"),
+    (BF16, "--untie-embeddings-and-output-weights", "parameters", "up"),
+    (BF16, "--position-embedding-type rope", "parameters", "down"),
+    (BF16, "--use-rotary-position-embeddings", "parameters", "down"),
+    (BF16, "--no-position-embedding", "parameters", "down"),
+    (BF16, "--num-experts 8", "parameters", "up"),
+    (MOE, "--moe-router-topk 4", "step", "up"),
+    (DS_MOE, "--topk 2", "step", "up"),
+    (MOE, "--moe-ffn-hidden-size 8192", "step", "up"),
+    (MOE, "--moe-shared-expert-intermediate-size 4096", "step", "up"),
+    (MOE, "--moe-layer-freq ([0]+[1]*3)*2", "parameters", "down"),
+    (DS_MOE, "--expert-interval 4", "parameters", "down"),
+    (DS_MOE, "--mlp-type residual", "step", "up"),
+    (BF16, "--micro-batch-size 4", "memory", "up"),
+    (BF16, "--batch-size 4", "memory", "up"),
+    (BF16, "--global-batch-size 128", "step", "up"),
+    (GPT, "--bf16", "send_across", "down"),
+    (GPT, "--fp16", "memory", "down"),
+    (BF16, "--grad-reduce-in-bf16", "memory", "down"),
+    (f"{GPT} --fp16", "--accumulate-allreduce-grads-in-fp32", "memory", "up"),
+    (BF16, "--main-grads-dtype bf16", "memory", "down"),
+    (BF16, "--main-params-dtype fp16", "memory", "down"),
+    (BF16, "--exp-avg-dtype bf16", "memory", "down"),
+    (BF16, "--exp-avg-sq-dtype fp8", "memory", "down"),
+    (BF16, "--optimizer sgd", "memory", "down"),
+    (BF16, "--optimizer-cpu-offload", "memory", "down"),
+    (f"{BF16} --optimizer-cpu-offload", "--optimizer-offload-fraction 0.5", "memory", "up"),
+    (DEEPSPEED, "--cpu-optimizer", "memory", "down"),
+    (BF16, "--sequence-parallel", "memory", "down"),
+    (BF16, "--sequence-parallel", "send_across", "down"),
+    (BF16, "--recompute-granularity full", "memory", "down"),
+    (BF16, "--recompute-granularity full", "step", "up"),
+    (f"{BF16} --transformer-impl local", "--recompute-granularity selective", "memory", "down"),
+    (f"{BF16} --transformer-impl local", "--recompute-activations", "memory", "down"),
+    (BF16, "--checkpoint-activations", "memory", "down"),
+    (BF16, "--activations-checkpoint-method uniform", "memory", "down"),
+    (BF16, "--transformer-impl local", "memory", "up"),
+    (BF16, "--attention-backend unfused", "memory", "up"),
+    *((DEEPSPEED, f"--use-flash-attn{kind}", "memory", "down") for kind in ("", "-v1", "-v2", "-triton", "-builder")),
+    (BF16, "--use-distributed-optimizer", "memory", "down"),
+    (ONE, "--use-torch-fsdp2", "memory", "down"),
+    (f"{ONE} --data-parallel-sharding-strategy optim_grads", "--use-megatron-fsdp", "memory", "down"),
+    (f"{ONE} --data-parallel-sharding-strategy optim_grads", "--use-custom-fsdp", "memory", "down"),
+    (f"{ONE} --use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params", "memory", "down"),
+    (DEEPSPEED, "--zero-stage 1", "memory", "down"),
+    (LONG, "--overlap-grad-reduce", "stock", "down"),
+    (BF16, "--overlap-grad-reduce", "stock", "moves"),  # of the first stage alone
+    (f"{BF16} --use-distributed-optimizer", "--overlap-param-gather", "step", "down"),
+    (BF16, "--num-virtual-stages-per-pipeline-rank 2", "closed form", "moves"),
+    (BF16, "--num-layers-per-virtual-pipeline-stage 2", "closed form", "moves"),
+    (BF16, "--decoder-first-pipeline-num-layers 2", "memory of the first", "down"),
+    (BF16, "--decoder-last-pipeline-num-layers 2", "memory of the last", "down"),
+    (f"{BF16} --num-layers 7", "--account-for-embedding-in-pipeline-split", "memory of the first", "down"),
+    (f"{BF16} --num-layers 10 --pipeline-model-parallel-size 4 --account-for-embedding-in-pipeline-split",
+     "--account-for-loss-in-pipeline-split", "memory of the first", "down"),
+    (BF16, "--pipeline-model-parallel-layout Et*2|t*6,L", "memory of the first", "down"),
+    (BF16, "--deepspeed", "gradient width", "down"),
+]
+#: (ds_config, key and value added, figure, where to)
+BASE = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}}
+KEYS = [
+    ("train_batch_size", 128, "step", "up"),
+    ("train_micro_batch_size_per_gpu", 4, "memory", "up"),
+    ("gradient_accumulation_steps", 16, "step", "up"),
+    ("bf16.enabled", False, "memory", "up"),
+    ("bfloat16.enabled", True, "same", "same"),
+    ("fp16.enabled", True, "same", "same"),
+    ("communication_data_type", "fp32", "gradient width", "up"),
+    ("data_types.grad_accum_dtype", "fp32", "memory", "up"),
+    ("optimizer.type", "SGD", "memory", "down"),
+    ("zero_optimization.stage", 1, "memory", "down"),
+    ("zero_optimization.overlap_comm", True, "stock", "down"),
+    ("zero_optimization.offload_optimizer.device", "cpu", "memory", "down"),
+    ("zero_optimization.cpu_offload", True, "memory", "down"),
+    ("pipeline.stages", 4, "memory", "down"),
+    ("pipeline.activation_checkpoint_interval", 1, "memory", "down"),
+    ("tensor_parallel.autotp_size", 4, "memory", "down"),
+    ("sequence_parallel_size", 2, "memory", "down"),
+]
+
+
+def figures(argv):
+    """What `holmes plan` would say of this command line's layout."""
+    said = describe(argv)
+    assert said.model is not None, said.trouble
+    model, sizes = said.model, (said.sizes or Sizes()).complete(SITE.world_size, 4)
+    outcome = Outcome(Ground.of(SITE, model), model, 0, Limits(), True, framework_overlap=said.overlap,
+                      gather_overlap=said.gather_overlap)
+    one = timed(outcome, given(outcome, sizes, shape_of(model, sizes, said.zero, said.virtual), said.stage_layers))
+    return {
+        "step": one.step_s, "stock": stock_like(outcome, one)[1].step_s, "memory": one.peak_bytes, "same": 0,
+        "parameters": model.parameters, "memory of the first": one.memory_bytes[0], "closed form": one.formula_s,
+        "memory of the last": one.memory_bytes[-1], "gradient width": model.gradient_width, **causes(outcome, one),
+    }
+
+
+def moved(before, after, figure, where):
+    return {"up": after[figure] > before[figure], "down": after[figure] < before[figure],
+            "moves": after[figure] != before[figure], "same": after[figure] == before[figure]}[where]
+
+
+@pytest.mark.parametrize("there, added, figure, where", MOVES, ids=[f"{row[1]}: {row[2]}" for row in MOVES])
+def test_a_flag_moves_the_prediction_the_right_way(there, added, figure, where):
+    before, after = figures(there.split()), figures([*there.split(), *added.split()])
+    assert moved(before, after, figure, where), (before[figure], after[figure])
+
+
+@pytest.mark.parametrize("key, value, figure, where", KEYS, ids=[row[0] for row in KEYS])
+def test_a_key_of_ds_config_moves_it_too(key, value, figure, where, tmp_path):
+    start = BASE if key != "gradient_accumulation_steps" else {**BASE, "gradient_accumulation_steps": 4}
+    if key == "gradient_accumulation_steps":
+        start = {name: value for name, value in start.items() if name != "train_batch_size"}
+    stages = "" if key.startswith(("zero_optimization.ov", "pipeline")) else " --pipeline-model-parallel-size 2"
+    tensor = "" if key.startswith("tensor") else " --tensor-model-parallel-size 2"
+    words = ("--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --vocab-size 50257"
+             f" --deepspeed_config {tmp_path / 'ds.json'}{stages}{tensor}").split()
+
+    def with_config(config):
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        return figures(words)
+
+    if key.endswith("overlap_comm"):
+        words += "--num-layers 4 --hidden-size 4096 --seq-length 4096".split()
+        start = {**BASE, "train_batch_size": 16}
+    before, changed = with_config(start), json.loads(json.dumps(start))
+    *tables, last = key.split(".")
+    table = changed
+    for name in tables:
+        table = table.setdefault(name, {})
+    table[last] = value
+    assert moved(before, with_config(changed), figure, where)
+
+
+def test_no_flag_that_is_read_lacks_its_row():
+    rows = " ".join(f"{there} {added}" for there, added, _, _ in MOVES).split()
+    elsewhere = {"--num-distributed-optimizer-instances",  # test_arguments.py, tests/runtime/groups/test_grid.py
+                 "--tokenizer-type", "--deepspeed_config", "--deepspeed-config"}
+    assert set(READ) - elsewhere <= set(rows)
+    assert set(DS_CONFIG) == {row[0] for row in KEYS}
+
+
+@pytest.mark.parametrize("flag", [name for name in NOT_READ if name.startswith("--")])
+def test_what_matters_and_is_not_read_is_named(flag):
+    said = describe([*BF16.split(), flag, "7"])
+    assert any(flag in line and NOT_READ[flag] in line for line in said.not_read) and flag not in said.unknown
+    for value in UNLESS.get(flag, ()):
+        value = "2" if value == "tensor" else value
+        assert not any(flag in line for line in describe([*BF16.split(), flag, value]).not_read)
+
+
+def test_keys_that_are_not_read_and_unknown_ones_are_named(tmp_path):
+    config = {**BASE, "zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}, "nonsense": 1},
+              "compression_training": {"weight_quantization": {"shared": 1}}, "steps_per_print": 3,
+              "amp": {"enabled": False}, "fp16": {"enabled": False}, "train_batch_size": "auto"}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    said = describe([*BF16.split(), "--deepspeed_config", str(tmp_path / "ds.json"), "--my-own", "3", "--lr", "1"])
+    named = " ".join(said.not_read)
+    assert "zero_optimization.offload_param" in named and "compression_training" in named and "amp" not in named
+    assert said.unknown == ("--my-own", "ds.json: zero_optimization.nonsense") and said.zero == 1
+
+
+def test_ds_config_counts_where_the_flags_differ(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({**BASE, "train_batch_size": 32}))
+    said = describe([*GPT.split(), "--deepspeed_config", str(tmp_path / "ds.json")])
+    assert said.model.global_batch == 32 and "global batch 32 of ds.json counts, not 64 of the flags" in said.assumed
+    (tmp_path / "ds.json").write_text("{")
+    said = describe([*GPT.split(), "--deepspeed_config", str(tmp_path / "ds.json")])
+    assert "ds.json: cannot be read as JSON: its settings are not counted" in said.not_read
+
+
+def test_no_name_is_in_two_tables():
+    both = {"--optimizer-cpu-offload", "--cpu-optimizer"}  # read for the memory, named for their transfers
+    assert set(READ) & set(NOT_READ) == both
+    assert not [flag for flag in (*READ, *NOT_READ) if flag in NO_BEARING]
+    assert not set(DS_CONFIG) & set(NO_BEARING_KEYS)
+
+
+@pytest.mark.parametrize("text, layers", [
+    ("Et|t*7L", (1, 7)), ("Ettt|(t)*5,L", (3, 5)), ("Et*4|t*4L", ()), ("Et*8|L", ()), ("nonsense", ())])
+def test_layouts(text, layers):
+    said = describe([*BF16.split(), "--pipeline-model-parallel-layout", text])
+    assert said.stage_layers == layers
+    assert any("layout" in line for line in said.assumed) == (text in ("Et*8|L", "nonsense"))
+
+
+@pytest.mark.parametrize("text, routed", [("2", 4), ("([0]+[1]*3)*2", 6), ("[1]*8", 8), ("__import__('os')", 8)])
+def test_how_often_layers_have_experts(text, routed):
+    assert describe([*MOE.split(), "--moe-layer-freq", text]).model.expert_layers == routed
+
+
+def test_what_is_assumed_is_said():
+    words = BF16.replace("--vocab-size 50257", "--tokenizer-type Llama2Tokenizer").replace("--global-batch-size 64", "")
+    said = describe(words.split())
+    assert any("vocabulary 50257" in line and "Llama2Tokenizer" in line for line in said.assumed)
+    assert any("one micro-batch a step" in line for line in said.assumed) and said.model.micro_batches == 1
+    assert any("transformer_engine" in line for line in said.assumed)
