@@ -4,11 +4,9 @@ float32.
     stage 0, float32     the parameters themselves, on every rank            nothing to bring up to date
     stage 0, fp16        FP16_Optimizer's flat groups, on every rank         copied to the parameters
     bf16, ZeRO 1 and 2   this rank's partition of each flat group            update_lp_params(): copy and all-gather
-    gathered
 
 The row is the model's parameters in its own order, so that neither the data-parallel size nor the stage matter. A
-step that overflow skips leaves engine._step_applied false. What is not tried is refused: offload, experts, MiCS, hpZ,
-quantized weights.
+step that overflow skips leaves engine._step_applied false. What is not tried is refused: ZeRO 3, offload, experts, hpZ.
 """
 
 from __future__ import annotations
