@@ -53,6 +53,7 @@ def rank_of(rank, ranks, stage, bf16, job, name, port, steps=9, outer=OUTER, sav
     deepspeed.ops.__compatible_ops__.clear()  # nothing of it is compiled
     config = {
         "train_micro_batch_size_per_gpu": ROWS // ranks, "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # 1.0 is DeepSpeed's default
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100}, "bf16": {"enabled": bf16},
     }  # fmt: skip
     engine, *_ = deepspeed.initialize(
@@ -100,7 +101,7 @@ def expected():
 
 
 @pytest.mark.parametrize("east, west", [
-    ((2, 0, False), (1, 0, False)), ((2, 1, False), (1, 2, False)), ((2, 3, False), (2, 2, False)),
+    ((2, 0, False), (1, 0, False)), ((2, 1, False), (1, 2, False)), ((2, 2, False), (1, 1, False)),
 ])  # fmt: skip
 def test_every_stage_is_what_plain_torch_is(east, west, expected):
     found = run({"east": east, "west": west})
@@ -109,7 +110,7 @@ def test_every_stage_is_what_plain_torch_is(east, west, expected):
             torch.testing.assert_close(torch.tensor(one), torch.tensor(expected[name][0]), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("stages", [(0, 1), (1, 3)])
+@pytest.mark.parametrize("stages", [(2, 1), (1, 2)])
 def test_bfloat16(stages, expected):
     found = run({"east": (2, stages[0], True), "west": (1, stages[1], True)})
     for name, ranks in found.items():

@@ -4,12 +4,9 @@ float32.
     stage 0, float32     the parameters themselves, on every rank            nothing to bring up to date
     stage 0, fp16        FP16_Optimizer's flat groups, on every rank         copied to the parameters
     bf16, ZeRO 1 and 2   this rank's partition of each flat group            update_lp_params(): copy and all-gather
-    ZeRO 3               this rank's part of each parameter                  copied to the fp16 parts; persistent ones
-    gathered
 
 The row is the model's parameters in its own order, so that neither the data-parallel size nor the stage matter. A
-step that overflow skips leaves engine._step_applied false. What is not tried is refused: offload, experts, MiCS, hpZ,
-quantized weights.
+step that overflow skips leaves engine._step_applied false. What is not tried is refused: ZeRO 3, offload, experts, hpZ.
 """
 
 from __future__ import annotations
@@ -53,6 +50,8 @@ def _stack(engine: Any) -> training.Stack:
 
 def refusal(engine: Any, settings: OuterSettings) -> str | None:
     optimizer, kind = engine.optimizer, type(engine.optimizer).__name__
+    if kind == "DeepSpeedZeroOptimizer_Stage3":
+        return "ZeRO 3 is not supported yet: over two ranks its weights were not those of plain torch; use ZeRO 2"
     if engine.has_moe_layers:
         return "experts are not supported"
     if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
@@ -100,7 +99,7 @@ def _weights(engine: Any) -> training.Held:
         if flat.numel():
             parts.append((named[p], first, flat.detach()))
             places.append((flat, flat.data_ptr()))
-    tensors = [(name, tuple(getattr(p, "ds_shape", p.shape)), "float32") for p, name in named.items() if p in seen]
+    tensors = [(name, tuple(p.shape), "float32") for p, name in named.items() if p in seen]
     position = f"pipeline {_rank(engine, 'pipe')}, tensor {_rank(engine, 'model')}"
     return training.Held(position, tensors, parts, lambda: any(flat.data_ptr() != at for flat, at in places))
 
@@ -111,16 +110,7 @@ def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
     import deepspeed.comm as dist
 
     kind = type(optimizer).__name__
-    if kind == "DeepSpeedZeroOptimizer_Stage3":
-        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat):
-            at = 0
-            for p in group:
-                held = p.ds_tensor.ds_numel
-                first = held * dist.get_rank(group=p.ds_process_group)
-                count = max(0, min(held, p.ds_numel - first))  # the rest is padding
-                yield p, min(first, p.ds_numel), flat.narrow(0, at, count)
-                at += held
-    elif kind == "DeepSpeedZeroOptimizer":
+    if kind == "DeepSpeedZeroOptimizer":
         flats = optimizer.single_partition_of_fp32_groups
         for i, (group, flat) in enumerate(zip(optimizer.round_robin_bit16_groups, flats)):
             rank = dist.get_rank(group=optimizer.real_dp_process_group[i])
@@ -140,7 +130,7 @@ def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
 
 
 #: DeepSpeed's optimizers around a torch optimizer that are known here.
-_KINDS = ("DeepSpeedZeroOptimizer_Stage3", "DeepSpeedZeroOptimizer", "BF16_Optimizer", "FP16_Optimizer")
+_KINDS = ("DeepSpeedZeroOptimizer", "BF16_Optimizer", "FP16_Optimizer")
 
 
 def _is_plain(optimizer: Any) -> bool:
@@ -169,12 +159,7 @@ def _written(engine: Any) -> None:
     """The weights that the next forward pass uses, from those that were written. Collective over data-parallel
     ranks."""
     optimizer, kind = engine.optimizer, type(engine.optimizer).__name__
-    if kind == "DeepSpeedZeroOptimizer_Stage3":
-        for i in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(i)
-        if optimizer.persistent_parameters:
-            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
-    elif kind in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
+    if kind in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
         optimizer.update_lp_params()
     elif kind == "FP16_Optimizer":
         for p, _, flat in _pieces(optimizer):
