@@ -152,13 +152,13 @@ def own_pairs(plan: Plan, ranks: Sequence[int], carrier: str) -> list[tuple[int,
     All, once one pair has something faster: NCCL makes a group's communicator among all its ranks at the first batch
     over it, where no device is bound, and a rank whose pairs all have their own would never come to it.
     """
-    pairs = adjacent_stages(ranks)
-    return pairs if any(own_pair(plan, pair, ranks, carrier) for pair in pairs) else []
+    pairs, over = adjacent_stages(ranks), _name(plan.fabric_of(ranks, carrier))
+    return pairs if any(_name(plan.fabric_of(pair, carrier)) != over for pair in pairs) else []
 
 
 def _edges(plan: Plan, carrier: str) -> tuple[Edge, ...]:
     """Of each stage to the next, and of the last to the first where that is another pair (interleaved schedules)."""
-    sizes, found, world = plan.sizes, [], range(plan.world_size)
+    sizes, found, world = plan.sizes, [], _name(plan.fabric_of(range(plan.world_size), carrier))
     whole = {ranks: own_pairs(plan, ranks, carrier) for ranks in (groups(sizes, "pipeline") if sizes else ())}
     stages = sizes.pipeline if sizes else 1
     for stage in range(stages if stages > 2 else stages - 1):
@@ -166,7 +166,7 @@ def _edges(plan: Plan, carrier: str) -> tuple[Edge, ...]:
         for ranks, pairs in whole.items():
             pair = tuple(sorted((ranks[stage], ranks[(stage + 1) % stages])))
             fabrics.append(_name(plan.fabric_of(pair, carrier)))
-            frameworks = {"pipeline": pair in pairs, "world": own_pair(plan, pair, world, carrier)}
+            frameworks = {"pipeline": pair in pairs, "world": fabrics[-1] != world}
             own.append("+".join(name for name, gets_one in frameworks.items() if gets_one))
         found.append(Edge((stage, (stage + 1) % stages), same(tuple(fabrics)), same(tuple(own))))
     return tuple(found)
