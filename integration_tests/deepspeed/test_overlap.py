@@ -21,7 +21,7 @@ from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
-from holmes_ext.runtime.reduce import reducer
+from holmes_ext.runtime.reduce import flat_bucket
 from holmes_ext.runtime.reduce.owned import ReduceToOwners
 from holmes_ext.runtime.start.launcher import Process
 
@@ -179,7 +179,7 @@ def train(config, options):
 def compare_scenes(rank, names):
     sys.path.insert(0, str(examples() / "deepspeed_pipeline"))
     on_cpu.prepare()
-    reducer.DEFAULT_BYTES = 20_000  # several buckets in this small model
+    flat_bucket.DEFAULT_BYTES = 20_000  # several buckets in this small model
     registry = Registry(deepspeed_reduce.PATCHES)
     results = {}
     for name in names:

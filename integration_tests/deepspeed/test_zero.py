@@ -18,6 +18,7 @@ from holmes_ext.options import Options
 from holmes_ext.patches import Registry
 from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
 from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.traffic import Reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 
@@ -97,7 +98,7 @@ def session_with(options):
 
     def reduction(ranks, backend, *_):
         clusters = ("a", "b") if len(ranks) == 4 else ()
-        return SimpleNamespace(clusters=clusters, two_level_from=65, compress=options.get("compress", "off"))
+        return Reduction(False, 0, clusters, two_level_from=65, compress=options.get("compress", "off"))
 
     plan, rank = build_plan(site()), torch.distributed.get_rank()
     return SimpleNamespace(options=Options(**options), rank=rank, plan=plan, reduction=reduction)
