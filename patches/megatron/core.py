@@ -128,8 +128,9 @@ def _take_over(asked: Mapping[str, Any], enable: Callable[..., None]) -> None:
             "initialize_model_parallel comes too late: the program has made process groups already, and ranks cannot"
             " change under them; call holmes_ext.enable() before init_process_group, or start with --holmes"
         )
-    sizes, world = sizes_of(asked, dist.get_world_size()), dist.group.WORLD
-    again = _init_arguments(world)
+    sizes = sizes_of(asked, dist.get_world_size())
+    # No name for the old group here: what holds it keeps its listeners, and ranks of the new one would meet them.
+    again = _init_arguments(dist.group.WORLD)
     dist.destroy_process_group()
     # Several instances: see patches/megatron/command_line/arguments.py, sizes_from_arguments.
     enable(**({} if asked["num_distributed_optimizer_instances"] > 1 else {"sizes": say(sizes).replace(" ", "")}))
