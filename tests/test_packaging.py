@@ -98,7 +98,7 @@ def test_the_bare_install_asks_for_small_libraries_only(metadata):
 def test_extras(metadata):
     assert set(metadata.metadata.get_all("Provides-Extra")) == {"deepspeed", "megatron", "lab", "plot", "test"}
     requirements = {str(Requirement(line)) for line in metadata.requires}
-    assert {'deepspeed>=0.19; extra == "deepspeed"', 'megatron-core>=0.14; extra == "megatron"'} <= requirements
+    assert {'deepspeed>=0.14.4; extra == "deepspeed"', 'megatron-core>=0.11; extra == "megatron"'} <= requirements
     assert not any(Requirement(line).name == "torch" for line in metadata.requires)
 
 
