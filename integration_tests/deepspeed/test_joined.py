@@ -13,6 +13,7 @@ from holmes_ext.patches.deepspeed import joined as deepspeed_joined
 from holmes_ext.patches.engine.registry import Registry
 from holmes_ext.patches.torch import joined as torch_joined
 from holmes_ext.runtime.outer import training
+from integration_tests.jobs import full
 
 ROWS, OUTER = 4, "min=2,every=4,fragments=2,delay=1,compress=off,weight=equal"
 
@@ -110,6 +111,7 @@ def test_every_stage_is_what_plain_torch_is(east, west, expected):
             torch.testing.assert_close(torch.tensor(one), torch.tensor(expected[name][0]), rtol=1e-3, atol=1e-5)
 
 
+@full
 @pytest.mark.parametrize("stages", [(2, 1), (1, 2)])
 def test_bfloat16(stages, expected):
     found = run({"east": (2, stages[0], True), "west": (1, stages[1], True)})

@@ -64,7 +64,8 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [case if "overlapped" in case else pytest.param(case, marks=full) for case in CASES])
+@full
+@pytest.mark.parametrize("case", CASES)
 def test_jobs_of_different_make_train_alike(case, tmp_path):
     east, west = run(tmp_path, *CASES[case])
     assert len(east) == len(west) == 9

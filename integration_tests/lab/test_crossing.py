@@ -12,6 +12,7 @@ from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import Lab
 from holmes_ext.lab.network import delay_line
+from integration_tests.jobs import full
 from integration_tests.lab.processes import PATIENCE, cli, python
 
 TOML = toml("a ib 2Gb/s a0,a1 uplink=100Mb/s", "b roce 1Gb/s b0", "c ethernet - c0", ethernet="200Mb/s").replace(
@@ -105,6 +106,7 @@ main(sys.argv[2:])
         pass
 
 
+@full
 def test_measure_shows_every_pair_of_clusters(tmp_path):
     """A busy machine may make a link slower than configured (status 1), nothing makes it faster."""
     file = tmp_path / "cluster.toml"

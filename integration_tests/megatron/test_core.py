@@ -102,6 +102,7 @@ def test_the_split_does_not_change_what_is_learned(both):
             assert [entry["step"] for entry in done["resumed with other stages"]["entries"]] == [3, 4]
 
 
+@full
 @pytest.mark.skipif(INSTALLED < Version("0.14"), reason="its sends are no class's")
 def test_more_micro_batches_in_flight_learn_the_same(two_clusters, both, tmp_path):
     """Two more than 1F1B's."""

@@ -1,7 +1,7 @@
 """examples/fsdp2 over both clusters: the same losses by --holmes-fsdp hybrid, and how much less crosses."""
 
 from integration_tests.commands.test_telemetry import check_bytes, told
-from integration_tests.jobs import ROOT, losses, said, same
+from integration_tests.jobs import ROOT, full, losses, said, same
 
 SCRIPT = str(ROOT / "examples" / "fsdp2" / "train.py")
 MODEL = "--layers 2 --hidden 128 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 2".split()
@@ -28,6 +28,7 @@ def test_hybrid_trains_the_same_and_sends_a_gradient_for_each_cluster(two_cluste
     assert flat / 8 > 5 * WEIGHTS_MB
 
 
+@full
 def test_checkpoints_load_under_either_mesh(two_clusters, tmp_path):
     hybrid, place = ("--holmes-fsdp", "hybrid"), str(tmp_path / "checkpoint")
     for first, second in ((hybrid, ()), ((), hybrid)):
@@ -37,6 +38,7 @@ def test_checkpoints_load_under_either_mesh(two_clusters, tmp_path):
         assert len(other_way) == 3 and same(same_way, other_way)
 
 
+@full
 def test_telemetry_sees_its_collectives(two_clusters, tmp_path):
     before = two_clusters.lab.counters()
     train(two_clusters, tmp_path, "seen", *two_clusters.holmes, "--holmes-fsdp", "hybrid", "--holmes-telemetry",
