@@ -19,8 +19,13 @@ TESTS := $(wildcard tests integration_tests)
 demo: tools .venv
 	$(BIN)/holmes demo
 
+# Both rooms at once, each with its report at the end: much of either waits for processes that it started.
 test: tools .venv
-	$(BIN)/python -m pytest --timeout=900 $(TESTS) $(PYTEST_ARGS)
+	@mkdir -p build; status=0; started=; \
+	for room in $(TESTS); do \
+	    $(BIN)/python -m pytest --timeout=900 $$room $(PYTEST_ARGS) > build/$$room.log 2>&1 & started="$$started $$!:$$room"; \
+	done; \
+	for one in $$started; do wait $${one%%:*} || status=1; cat build/$${one#*:}.log; done; exit $$status
 
 unit: tools .venv
 	$(BIN)/python -m pytest --timeout=900 tests $(PYTEST_ARGS)
