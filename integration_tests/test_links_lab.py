@@ -4,7 +4,7 @@ import pytest
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import Lab
-from integration_tests.jobs import ROOT, LabOf, losses, same
+from integration_tests.jobs import ROOT, LabOf, full, losses, same
 
 SCRIPT = str(ROOT / "examples" / "plain_torch" / "train.py")
 CLUSTER = ROOT / "examples" / "clusters" / "three_links_6.toml"
@@ -25,6 +25,7 @@ def train(lab, log, *flags, env=None):
     return losses(log), {node: nics["eth0"] / 6 for node, nics in lab.sent(before).items()}
 
 
+@full
 def test_losses_are_stock_s_and_the_tree_is_followed(three_links, tmp_path):
     stock, _ = train(three_links, tmp_path / "stock.jsonl", env={"GLOO_SOCKET_IFNAME": "eth0"})
     holmes, sent = train(three_links, tmp_path / "holmes.jsonl", *three_links.holmes)

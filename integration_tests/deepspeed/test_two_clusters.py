@@ -49,6 +49,7 @@ def test_a_pair_of_stages_inside_a_cluster_uses_its_fabric(two_clusters, tmp_pat
         assert fast(sent[node]) > activations and sent[node]["eth0"] > activations
 
 
+@full
 def test_more_micro_batches_in_flight_learn_the_same(two_clusters, tmp_path):
     """Three more than 1F1B's, on four stages, with messages posted in advance from the third step on; and the engine's
     own."""

@@ -16,6 +16,7 @@ def train(clusters, directory, name, *flags, steps=8):
     return losses(log), said(result), sum(nics["eth0"] for nics in clusters.sent(before).values())
 
 
+@full
 def test_hybrid_trains_the_same_and_sends_a_gradient_for_each_cluster(two_clusters, tmp_path):
     hybrid = (*two_clusters.holmes, "--holmes-fsdp", "hybrid")
     stock, told, flat = train(two_clusters, tmp_path, "stock", *two_clusters.holmes)
