@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from holmes_ext.cluster.spec import load_spec
+from integration_tests.jobs import full
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "two_nodes.toml"
 
@@ -44,6 +45,7 @@ def test_every_fabric_gets_its_curves(probe):
             assert [size for size, _ in points] == [1024, 4096, 16384, 65536]
 
 
+@full
 def test_pairs_of_clusters_are_measured_where_the_network_between_them_is_not_flat(probe):
     run, file, text = probe
     between = '[[between]]\nclusters = ["a", "b"]\nrate = "50Mb/s"\nlatency = "15ms"\n'

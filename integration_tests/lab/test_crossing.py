@@ -61,6 +61,7 @@ def test_every_node_reaches_every_other_and_no_way_is_faster_than_its_latency(la
             assert seconds >= least.get("".join(sorted((one[0], two[0]))), 0.0) * 0.98, (one, two, seconds)
 
 
+@full
 def test_sysctls_are_set_on_the_nodes_only(lab):
     code = "print(open('/proc/sys/net/ipv4/tcp_slow_start_after_idle').read())"
     assert lab.run(python(code), order=["b0"]).stdout[0].strip() == "0"
@@ -69,6 +70,7 @@ def test_sysctls_are_set_on_the_nodes_only(lab):
         pass
 
 
+@full
 def test_two_such_labs_side_by_side(lab):
     with Lab(SPEC) as other:
         job = lab.start(python("import socket, time; socket.create_server(('', 7777)); time.sleep(600)"), order=["b0"])
