@@ -30,9 +30,9 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.plan.cost.pipeline import passes
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
 from holmes_ext.runtime.groups.mailbox import Mailbox
-from holmes_ext.runtime.groups.members import members_group
 
 #: The mailbox of this process's pipeline; None where its edges are the engine's own.
 _mailbox: Mailbox | None = None
@@ -60,15 +60,8 @@ def _make_groups(current, wrapped, instance, args, kwargs):
     grid = args[0] if args else kwargs["grid"]
     if not carrier_of(backend_of()):
         return result
-    groups = {}
-    for pair in sorted({tuple(sorted(pair)) for pair in grid.p2p_groups}):
-        if current.rank not in pair or len(set(pair)) < 2:
-            continue
-        first = current.rank == pair[0]
-        forward, backward = (members_group(pair, f"pipeline {way}") for way in ("activations", "gradients"))
-        sends, receives = (forward, backward) if first else (backward, forward)
-        groups[pair[first], "send"], groups[pair[first], "recv"] = sends, receives
-    _mailbox = Mailbox(groups)
+    pairs = {(min(pair), max(pair)) for pair in grid.p2p_groups if len(set(pair)) > 1}
+    _mailbox = mailbox.of_pairs(pairs, current.rank)
     return result
 
 
@@ -95,18 +88,18 @@ def _schedule_class() -> type:
     class PlannedSchedule(schedule.TrainSchedule):
         """TrainSchedule with held[s] micro-batches in flight on stage s."""
 
-        def __init__(self, held: tuple[int, ...], mailbox: Mailbox, **sizes: int):
+        def __init__(self, held: tuple[int, ...], box: Mailbox, **sizes: int):
             super().__init__(**sizes)
-            self.held, self.mailbox = held, mailbox
+            self.held, self.box = held, box
 
         def num_pipe_buffers(self) -> int:
             return max(2, min(self.held[self.stage_id], self.micro_batches))
 
         def steps(self) -> Iterator[list[Any]]:
-            mailbox, stage = self.mailbox, self.stage_id
+            box, stage = self.box, self.stage_id
             order = passes(stage, self.stages, self.micro_batches, held=self.held[stage])
             for number, (kind, micro_batch, _) in enumerate(order):
-                mailbox.unit = kind, micro_batch
+                box.unit = kind, micro_batch
                 commands = self._pass(kind, self._buffer_idx(micro_batch))
                 if number == len(order) - 1:
                     commands += [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
@@ -114,9 +107,9 @@ def _schedule_class() -> type:
                 # a gradient that came says that its activation had come; an activation, that the previous stage had
                 # the gradient without which it could not have begun that forward
                 if kind == "B":
-                    mailbox.arrived("F", micro_batch)
+                    box.arrived("F", micro_batch)
                 elif stage:
-                    mailbox.arrived("B", micro_batch - self.held[stage - 1])
+                    box.arrived("B", micro_batch - self.held[stage - 1])
 
         def _pass(self, kind: str, buffer: int) -> list[Any]:
             last = self.stages - 1
@@ -161,9 +154,7 @@ def _exec_schedule(wrapped, instance, args, kwargs):
     schedule = _schedule_class()(
         held, _mailbox, micro_batches=instance.micro_batches, stages=instance.num_stages, stage_id=stage
     )
-    steps = [one - other for one, other in zip(held, held[1:])]  # how many may be on the way over each edge, and one
-    window = 1 + max(1, *steps[max(0, stage - 1) : stage + 1])
-    _mailbox.begin(window, instance.micro_batches, torch.empty(0, device=instance.device))
+    _mailbox.begin(mailbox.window(held, stage), instance.micro_batches, torch.empty(0, device=instance.device))
     result = wrapped(schedule)
     _mailbox.end()
     return result

@@ -21,9 +21,9 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.features import EDGES
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
 from holmes_ext.runtime.groups.mailbox import Mailbox
-from holmes_ext.runtime.groups.members import members_group
 
 #: pipeline group -> its mailbox.
 _boxes: weakref.WeakKeyDictionary[Any, Mailbox] = weakref.WeakKeyDictionary()
@@ -112,8 +112,7 @@ def _schedule(wrapped, instance, args, kwargs):
         box.forget()
         _forms[group] = form
     stage = group.rank()
-    steps = [one - other for one, other in zip(held, held[1:])]
-    box.begin(1 + max(1, *steps[max(0, stage - 1) : stage + 1]), micro_batches, torch.empty(0, device=device))
+    box.begin(mailbox.window(held, stage), micro_batches, torch.empty(0, device=device))
     _step = _Step(box, held, stage, config.pipeline_dtype, device)
     try:
         result = wrapped(*args, **kwargs)
@@ -128,16 +127,8 @@ def _box(group: Any) -> Mailbox:
     if group not in _boxes:
         import torch.distributed as dist
 
-        ranks, mine, backend = dist.get_process_group_ranks(group), dist.get_rank(), backend_of(group)
-        groups = {}
-        for pair in sorted(zip(ranks, ranks[1:])):
-            if mine not in pair:
-                continue
-            ways = [members_group(pair, f"pipeline {way}", backend=backend) for way in ("activations", "gradients")]
-            sends, receives = ways if mine == pair[0] else reversed(ways)
-            peer = pair[mine == pair[0]]
-            groups[peer, "send"], groups[peer, "recv"] = sends, receives
-        _boxes[group] = Mailbox(groups)
+        ranks = dist.get_process_group_ranks(group)
+        _boxes[group] = mailbox.of_pairs(zip(ranks, ranks[1:]), dist.get_rank(), backend=backend_of(group))
     return _boxes[group]
 
 

@@ -17,10 +17,13 @@ is copied on the current stream.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.groups.members import members_group
 
 #: (shape, dtype) of a message.
 Form = tuple[tuple[int, ...], Any]
@@ -31,6 +34,27 @@ class _Sent:
     unit: tuple[str, int]
     work: Any
     keep: Any
+
+
+def of_pairs(pairs: Iterable[tuple[int, int]], rank: int, **options: Any) -> Mailbox:
+    """The mailbox of `rank`, with a group for activations and one for gradients of each of `pairs` (of neighbouring
+    stages, the earlier first) that it is in. All ranks make them in the same order. options: new_group's."""
+    groups = {}
+    for pair in sorted(pairs):
+        if rank in pair:
+            first = rank == pair[0]
+            ways = [members_group(pair, f"pipeline {way}", **options) for way in ("activations", "gradients")]
+            groups[pair[first], "send"], groups[pair[first], "recv"] = ways if first else reversed(ways)
+    return Mailbox(groups)
+
+
+def window(held: Sequence[int], stage: int) -> int:
+    """Of how many micro-batches a stage receives messages in advance: those that an edge may have on the way, and one.
+
+    held: micro-batches in flight, by stage.
+    """
+    edges = [one - other for one, other in zip(held, held[1:])]
+    return 1 + max(1, *edges[max(0, stage - 1) : stage + 1])
 
 
 class Mailbox:
@@ -74,13 +98,13 @@ class Mailbox:
         if (tuple(buffer.shape), buffer.dtype) != form:
             raise HolmesError(
                 f"a message of rank {peer} was {tuple(buffer.shape)} {buffer.dtype} in every step and is to be"
-                f" {form[0]} {form[1]} now; HOLMES_DISABLE=deepspeed-edges leaves sending to the engine"
+                f" {form[0]} {form[1]} now; --holmes-inflight off leaves sending to the engine"
             )
         work.wait()
         tensor.copy_(buffer)
         self._post(peer)
 
-    def arrived(self, kind: str, index: int) -> None:
+    def arrived(self, kind: str, index: float) -> None:
         """What the units of `kind` up to micro-batch `index` sent has been received; waiting for it takes no time."""
         sent = self._sent[kind]
         while sent and sent[0].unit[1] <= index:
@@ -89,7 +113,7 @@ class Mailbox:
     def end(self) -> None:
         """All of the step has gone; what came is compared with the step before."""
         for kind in self._sent:
-            self.arrived(kind, self._last_index(kind))
+            self.arrived(kind, inf)
         for peer, came in self._came.items():
             if self._last.get(peer) == came:
                 self._known[peer] = came
@@ -100,9 +124,6 @@ class Mailbox:
         """The messages of the next step may be others."""
         self._last.clear()
         self._known.clear()
-
-    def _last_index(self, kind: str) -> int:
-        return max((sent.unit[1] for sent in self._sent[kind]), default=0)
 
     def _irecv(self, tensor: Any, peer: int) -> Any:
         import torch.distributed as dist
