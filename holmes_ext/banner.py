@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 
 from holmes_ext.patches import registry
+from holmes_ext.plan.in_flight import more_bytes
 from holmes_ext.plan.plan import NOMINAL
 from holmes_ext.plan.traffic import SOCKETS, VERBS
 from holmes_ext.runtime.session import Session
+from holmes_ext.units import format_bytes
 
 
 def show(current: Session, lines: list[str]) -> None:
@@ -63,12 +65,17 @@ def _used(current: Session, carrier: str) -> str:
 
 
 def _edges(current: Session) -> str:
-    """Where a DeepSpeed pipeline keeps more micro-batches in flight than 1F1B, which costs their activations."""
-    own = range(current.plan.sizes.pipeline, 0, -1) if current.plan.sizes is not None else ()
-    held = current.plan.traffic_of(SOCKETS).in_flight
-    if "deepspeed-edges" not in registry().summary()[0] or all(one <= other for one, other in zip(held, own)):
+    """What a pipeline's edges do where one is patched for it, and what that costs in memory."""
+    plan = current.plan
+    held = plan.traffic_of(SOCKETS).in_flight if plan.traffic else ()
+    on = {"deepspeed-edges", "megatron-edges"} & set(registry().summary()[0])
+    if not on or not held:
         return ""
-    return f"{'+'.join(map(str, held))} micro-batches in flight, that edges are not waited for"
+    if all(one <= own for one, own in zip(held, range(len(held), 0, -1))):
+        return "pipeline sends do not block"
+    more = max(more_bytes(plan), default=0.0)
+    cost = f", {format_bytes(more)} more on the fullest stage" if more else ""
+    return f"pipeline sends do not block, {'+'.join(map(str, held))} micro-batches in flight hide the edges{cost}"
 
 
 def _reductions(current: Session) -> str:

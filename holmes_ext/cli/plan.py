@@ -18,6 +18,7 @@ from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.document import load_toml
 from holmes_ext.errors import HolmesError
+from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan, costs_of
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.nodes import step_seconds
@@ -86,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
         given = "--model or --profile says what the model computes and sends"
         raise HolmesError(f"{given}; give it or --workload (--gradient-bytes, ...), not both")
     overlap = args.overlap == "on"
-    plan = build_plan(site, sizes, workload, args.partition, model, args.alpha, overlap, profile=profile, links=links)
+    how = {"links": links, "options": Options(inflight="auto" if job.hides else "off")}
+    plan = build_plan(site, sizes, workload, args.partition, model, args.alpha, overlap, profile=profile, **how)
     alone = None
     if model is not None and profile is None and plan.sizes is not None:
         alone = search.alone(plan, site, links, job, model, overlap)
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         plan.save(args.output)
     costs = None
     if known is not None and plan.sizes is not None:
-        costs = costs_of(measured, plan.nodes, plan.sizes, model, overlap, profile)
+        costs = costs_of(measured, plan.nodes, plan.sizes, model, overlap, profile, job.hides)
     if (args.explain or args.picture) and costs is None:
         raise HolmesError("--explain needs the parallel sizes: give --sizes pipeline=N")
     found = explain.outcomes(costs, args.alpha) if costs and (args.explain or args.picture) else {}

@@ -15,6 +15,7 @@ from holmes_ext.plan.cost.pipeline import Estimate, uniform
 from holmes_ext.plan.cost.stages import StageCosts, predict
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.decide import settle
+from holmes_ext.plan.in_flight import asked_in_flight
 from holmes_ext.plan.placement import place
 from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.profile import Profile, check_profile, measured_costs
@@ -42,7 +43,8 @@ def build_plan(
     partition: how layers go to stages (plan/search/partition.py), of `model`; "uniform" leaves them to the framework.
     alpha: of "speed"; overlap: gradients are reduced under the last backward. stage_layers: the layers of each stage,
     as the user lists them. links: what was measured of the networks; times and the choice among them follow it.
-    options: what the user asked of reductions (overlap, bucket, compress). basis: where `workload` comes from.
+    options: what the user asked of reductions (overlap, bucket, compress) and edges (inflight). basis: where `workload`
+    comes from.
 
     predicted, in seconds for each step: step_seconds, reduction_seconds (of the slowest stage),
     exposed_reduction_seconds (after the first stage's last backward), and the first two with the prefix stock_ for the
@@ -61,7 +63,7 @@ def build_plan(
     measured = links.site(site)
     placement = place(measured, sizes, workload)
     launched = [node.name for node in site.nodes]
-    predicted = {}
+    predicted, loads = {}, ()
     if sizes is not None and placement.predicted is not None:
         stock = step_seconds(measured, launched, sizes, workload, only=stock_fabric(measured))
         predicted = {
@@ -74,9 +76,10 @@ def build_plan(
     if stage_layers:
         partition = "explicit"
     elif (model is not None or profile is not None) and sizes is not None:
-        costs = costs_of(measured, placement.nodes, sizes, model, overlap, profile)
+        costs = costs_of(measured, placement.nodes, sizes, model, overlap, profile, options.inflight != "off")
         split = stages.partition(partition, costs, alpha)
-        predicted |= _times(predict(costs, split))
+        loads = costs.loads(split)
+        predicted |= _times(predict(costs, split, asked_in_flight(options, sizes.pipeline, costs.micro_batches)))
         if profile is None and model is not None:
             by_stage = costs_on_site(measured, launched, sizes, model, only=stock_fabric(measured))
             times = _times(predict(by_stage, uniform(costs.blocks, costs.stages)))
@@ -89,6 +92,7 @@ def build_plan(
         sizes=sizes,
         straddling=placement.straddling,
         stage_layers=tuple(stage_layers),
+        loads=loads,
         partition=partition,
         predicted=predicted,
     )
@@ -96,13 +100,16 @@ def build_plan(
 
 
 def costs_of(
-    site: Site, nodes: Sequence[str], sizes: Sizes, model: Model | None, overlap: bool, profile: Profile | None
+    site: Site, nodes: Sequence[str], sizes: Sizes, model: Model | None, overlap: bool, profile: Profile | None,
+    hides: bool = True,
 ) -> StageCosts:
-    """Of `model`, or as measured (one is given); the memory always comes from the model."""
+    """Of `model`, or as measured (one is given); the memory always comes from the model. hides: as many micro-batches
+    are under way as hide the pipeline's edges."""
     if profile is None:
         assert model is not None
-        return costs_on_site(site, nodes, sizes, model, overlap)
+        return costs_on_site(site, nodes, sizes, model, overlap, hides=hides)
     costs = measured_costs(profile, clusters_of_stages(site, nodes, sizes), overlap)
+    costs = costs if hides else replace(costs, hidden=None)
     if model is None:
         return costs
     memory = costs_on_site(site, nodes, sizes, model, overlap)

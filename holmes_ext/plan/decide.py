@@ -21,9 +21,10 @@ from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import all_reduce, slowest_inside, summed_across
 from holmes_ext.plan.cost.network import crossing as crossing_ways
-from holmes_ext.plan.cost.nodes import Predictor, exposed_stages
-from holmes_ext.plan.cost.pipeline import in_flight
+from holmes_ext.plan.cost.nodes import Predictor, costs_on_site, exposed_stages
+from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.workload import Workload
+from holmes_ext.plan.in_flight import under_way
 from holmes_ext.plan.layout import INSIDE, Layout, groups
 from holmes_ext.plan.placement import straddling_groups
 from holmes_ext.plan.plan import NOMINAL, Plan
@@ -96,8 +97,20 @@ def with_traffic(plan: Plan, options: Options) -> Plan:
 def resized(plan: Plan, sizes: Sizes, options: Options, model: Model | None = None) -> Plan:
     """What the plan decides for other sizes than its own, which a framework tells when it starts; the order stays."""
     workload = workload_of(model, sizes) or plan.workload
-    changed = replace(plan, sizes=sizes, workload=workload, stage_layers=(), straddling=(), predicted={})
-    return with_traffic(changed, options)
+    changed = replace(plan, sizes=sizes, workload=workload, loads=(), stage_layers=(), straddling=(), predicted={})
+    return with_loads(with_traffic(changed, options), options, model)
+
+
+def with_loads(plan: Plan, options: Options, model: Model | None) -> Plan:
+    """`plan` with what its stages compute and hold of `model`, and as many micro-batches in flight as follow; the plan
+    itself where it knows that, or the model is not known, or such that the framework will refuse it."""
+    if plan.loads or workload_of(model, plan.sizes) is None or model.layers < plan.sizes.pipeline:
+        return plan
+    costs = costs_on_site(site_of(plan), plan.nodes, plan.sizes, model)
+    layers = plan.stage_layers if sum(plan.stage_layers) == model.layers else uniform(model.layers, costs.stages)
+    plan = replace(plan, loads=costs.loads(layers))
+    held = [under_way(plan, site_of(plan, one.carriers[0]), options) for one in plan.traffic]
+    return replace(plan, traffic=tuple(replace(one, in_flight=own) for one, own in zip(plan.traffic, held)))
 
 
 def workload_of(model: Model | None, sizes: Sizes | None) -> Workload | None:
@@ -125,7 +138,7 @@ def _traffic(plan: Plan, carrier: str, options: Options) -> Traffic:
     for kind, ranks in plan.groups():
         transports.setdefault(kind, []).append(_name(plan.fabric_of(ranks, carrier)))
     listed = {kind: same(tuple(names)) for kind, names in transports.items()}
-    edges, held = _edges(plan, carrier), _in_flight(plan, carrier, options)
+    edges, held = _edges(plan, carrier), under_way(plan, site_of(plan, carrier), options)
     return Traffic((carrier,), listed, _reductions(plan, carrier, options), edges, held)
 
 
@@ -170,21 +183,6 @@ def _edges(plan: Plan, carrier: str) -> tuple[Edge, ...]:
             own.append("+".join(name for name, gets_one in frameworks.items() if gets_one))
         found.append(Edge((stage, (stage + 1) % stages), same(tuple(fabrics)), same(tuple(own))))
     return tuple(found)
-
-
-def _in_flight(plan: Plan, carrier: str, options: Options) -> tuple[int, ...]:
-    """Where nobody told the model, whose activations fill memory, as many as 1F1B has."""
-    sizes = plan.sizes
-    if sizes is None or sizes.pipeline == 1 or options.inflight == "off":
-        return ()
-    work, own = plan.workload, range(sizes.pipeline, 0, -1)
-    if options.inflight != "auto":
-        return tuple(min(one + int(options.inflight) * (one > 1), work.micro_batches) for one in own)
-    if plan.basis == NOMINAL:
-        return tuple(own)
-    predictor = Predictor(site_of(plan, carrier), Layout(sizes, plan.processes), work)
-    edges = [price.seconds(work.activation_bytes) for price in predictor.edges(predictor.parts(plan.nodes))]
-    return in_flight([work.forward_s + work.backward_s] * sizes.pipeline, edges, work.micro_batches)
 
 
 # --------------------------------------------------------------------------- reductions

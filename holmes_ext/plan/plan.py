@@ -19,7 +19,7 @@ from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.cluster.wan import Wan
 from holmes_ext.document import Table, load_json, parse_json, save
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.workload import Workload
+from holmes_ext.plan.cost.workload import StageLoad, Workload
 from holmes_ext.plan.layout import KINDS, groups
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import CARRIERS, VERBS, PlannedFabric, Traffic
@@ -46,9 +46,10 @@ class Plan:
     """Node order, networks, reductions and stages of one job on one site.
 
     fabrics: in the order of preference. clusters: nodes of each; wan: the network between them. traffic: see
-    plan/traffic.py. workload: of which `basis` ("nominal", or where the model came from) the decisions were made with.
-    stage_layers: layers of each pipeline stage, () when the framework decides. predicted: seconds, by name. A plan of
-    version 1 has no fabrics: plan/decide.py, settle() adds what it lacks.
+    plan/traffic.py. workload: of which `basis` ("nominal", or where the model came from) the decisions were made with;
+    loads: of each stage, () where the model is not known. stage_layers: layers of each pipeline stage, () when the
+    framework decides. predicted: seconds, by name. A plan of version 1 has no fabrics: plan/decide.py, settle() adds
+    what it lacks.
     """
 
     site_digest: str
@@ -61,6 +62,7 @@ class Plan:
     traffic: tuple[Traffic, ...] = ()
     workload: Workload = Workload()
     basis: str = NOMINAL
+    loads: tuple[StageLoad, ...] = ()
     straddling: tuple[Straddle, ...] = ()
     stage_layers: tuple[int, ...] = ()
     partition: str = "uniform"
@@ -81,6 +83,8 @@ class Plan:
             raise HolmesError(f"key 'sizes': {error}") from None
         if complete != self.sizes:
             raise HolmesError("key 'sizes' leaves the data size open")
+        if len(self.loads) not in (0, self.sizes.pipeline):
+            raise HolmesError(f"key 'loads' has {len(self.loads)} entries for {self.sizes.pipeline} stages")
         if len(self.stage_layers) % self.sizes.pipeline:
             entries, stages = len(self.stage_layers), self.sizes.pipeline
             raise HolmesError(f"key 'stage_layers' has {entries} entries for {stages} stages")

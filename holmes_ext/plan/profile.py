@@ -189,7 +189,7 @@ def measured_costs(profile: Profile, clusters: Sequence[Sequence[str]], overlap:
         transfer_s=tuple((edge,) * len(profile.gradient_bytes) for edge in edges), micro_batches=profile.micro_batches,
         latency_s=tuple(one.reduction_latency_s + optimizer for one in on),
         tied_s=min(first.tied_s, last.tied_s) if len(clusters) > 1 else 0.0, overlap=overlap,
-        places=tuple(", ".join(names) for names in clusters),
+        places=tuple(", ".join(names) for names in clusters), hidden=tuple(edges[:-1]),
     )
 
 

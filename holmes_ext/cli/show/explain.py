@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--alpha", type=float, default=1.0, metavar="X", help="of partition speed (default 1; the paper: 1 to 1.05)")
     add("--overlap", choices=("on", "off"), default="on",
         help="gradients are reduced under the last backward, as --holmes-overlap auto does (default on)")
+    add("--inflight", choices=("auto", "off"), default="auto",
+        help="as many micro-batches under way as hide the pipeline's edges, as --holmes-inflight auto does, or off")
     add("--explain", action="store_true", help="every stage's times and memory, for uniform, speed and balanced")
     add("--picture", metavar="FILE", help="the same as a picture (.png, .svg, .pdf; needs matplotlib)")
 

@@ -78,7 +78,9 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     site, links, overlap = site_from_spec(spec), Links.of_spec(spec), args.overlap == "on"
     batch, limits = _global_batch(args, job, site), _limits(args.limit, args.framework or job.framework)
     with _Bar(quiet=args.json) as bar:
-        outcome = search(site, job.model, batch, limits, overlap, args.seconds, bar.told, args.rows, links)
+        how = {"overlap": overlap, "hides": job.hides}
+        outcome = search(site, job.model, batch, limits, seconds=args.seconds, progress=bar.told, rows=args.rows,
+                         links=links, **how)
     outcome, job = beside(outcome, job)
     if not outcome.interrupted:
         outcome = rank(outcome)
@@ -127,7 +129,8 @@ def alone(plan: Plan, site: Site, links: Links, job: Training, model: Model, ove
     assert plan.sizes is not None
     model = replace(model, global_batch=0, micro_batches=model.micro_batches_of(plan.sizes.data))
     batch = model.micro_batches * model.micro_batch * plan.sizes.data
-    outcome = as_run(Outcome(Ground.of(site, model, links=links), model, batch, Limits(), overlap), job)
+    found = Outcome(Ground.of(site, model, links=links), model, batch, Limits(), overlap, hides=job.hides)
+    outcome = as_run(found, job)
     yours = timed(outcome, _candidate(outcome, job, plan.sizes, plan))
     return replace(outcome, yours=yours, candidates=[yours])
 

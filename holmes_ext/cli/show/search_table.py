@@ -19,8 +19,9 @@ from holmes_ext.cli.show.training import Training, sizes_given
 from holmes_ext.patches.launch_flags import Launch, added, launches
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.search.arrangement import Ground
-from holmes_ext.plan.search.compare import explain, thin_stages
+from holmes_ext.plan.search.compare import NOTHING, explain, thin_stages
 from holmes_ext.plan.search.explanation import CAUSES, best_stock, causes, stock_like
+from holmes_ext.plan.search.ranking import step_without
 from holmes_ext.plan.search.result import Candidate, Certificate, Outcome
 from holmes_ext.plan.search.space import Shape
 from holmes_ext.units import format_bytes
@@ -75,7 +76,7 @@ def show(outcome: Outcome, args: argparse.Namespace, job: Training) -> None:
     if ground.links.measured:
         screen.line(f"networks as holmes probe measured them: {', '.join(ground.links.measured)}")
     screen.line(f"best plan: {best.arrangement.describe(ground)}; layers of the stages: {split_text(best.split)}")
-    for line in thin_stages(outcome, best):
+    for line in (*edge_lines(outcome, best), *thin_stages(outcome, best)):
         screen.line(line)
     _show_why(screen, outcome)
     if args.explain:
@@ -93,7 +94,7 @@ def show_given(outcome: Outcome, args: argparse.Namespace, job: Training) -> Non
     """The user's layout alone, of a search's outcome that has only it: its row, seconds, memory and flags."""
     screen, yours = Screen(), outcome.best
     _table(screen, outcome, [("yours", yours)])
-    for line in thin_stages(outcome, yours):
+    for line in (*edge_lines(outcome, yours), *thin_stages(outcome, yours)):
         screen.line(line)
     _show_why(screen, outcome)
     asked = sizes_given(args) or not args.command  # else the command line has its sizes
@@ -190,7 +191,23 @@ def _fullest(best: Candidate) -> int:
 def memory_terms(outcome: Outcome, one: Candidate) -> dict[str, float]:
     """Bytes of a plan's fullest stage, by term."""
     stage = _fullest(one)
-    return outcome.pricing(one.shape).memory(stage, one.split[stage]).terms
+    held = one.in_flight[stage] if one.in_flight else 0
+    return outcome.pricing(one.shape).memory(stage, one.split[stage], held).terms
+
+
+def edge_lines(outcome: Outcome, one: Candidate) -> list[str]:
+    """What it gives that sends do not block and edges are hidden, and what that costs in memory."""
+    if not one.in_flight:
+        return []
+    without, held = step_without(outcome, one), "+".join(map(str, one.in_flight))
+    if abs(without - one.step_s) < NOTHING * one.step_s:
+        return []
+    loads = outcome.costs(one).loads(one.split)
+    own = (min(count, one.shape.micro_batches) for count in range(len(loads), 0, -1))
+    more = max((here - least) * load.kept_bytes for here, least, load in zip(one.in_flight, own, loads))
+    memory = f", which takes {format_bytes(more)} more of the memory of one stage" if more else ""
+    gain = f"{one.step_s:.4g} s a step instead of {without:.4g} s under the framework's own schedule"
+    return [f"pipeline edges: sends that do not block, {held} micro-batches in flight{memory}: {gain}"]
 
 
 def _launches(outcome: Outcome, args: argparse.Namespace, job: Training) -> dict[str, Launch]:
@@ -224,6 +241,7 @@ def document(outcome: Outcome, plan: Plan, args: argparse.Namespace, job: Traini
         "not_expanded": [{"bound_seconds": bound, **asdict(shape)} for bound, shape in outcome.unseen],
         "where": reasons(outcome),
         "memory_bytes": memory_terms(outcome, outcome.best),
+        "framework_schedule_seconds": step_without(outcome, outcome.best),
         "launch": {name: asdict(launch) for name, launch in _launches(outcome, args, job).items()},
         "plan": json.loads(plan.to_json()),
     }
@@ -241,6 +259,7 @@ def _row(one: Candidate, outcome: Outcome, ground: Ground) -> dict[str, Any]:
         "order": one.arrangement.order,
         "stage_layers": list(one.split),
         "reductions": list(one.reductions),
+        "in_flight": list(one.in_flight),
         "step_seconds": one.step_s,
         "closed_form_seconds": one.formula_s,
         "bound_seconds": one.bound_s,

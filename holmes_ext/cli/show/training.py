@@ -24,12 +24,14 @@ SIZES = ("pipeline", "tensor", "context", "expert", "order")
 @dataclass(frozen=True)
 class Training:
     """model: None where nothing names it. sizes: of the user's layout, not completed; None where nothing names them.
-    said: the command line; lines: what was assumed, and what was not read."""
+    said: the command line; lines: what was assumed, and what was not read; hides: whether pipeline edges are hidden
+    (--inflight, or --holmes-inflight of the command line)."""
 
     model: Model | None
     sizes: Sizes | None
     said: CommandLine | None = None
     lines: tuple[str, ...] = ()
+    hides: bool = True
 
     @property
     def framework(self) -> str:
@@ -70,7 +72,8 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
     sizes = _sizes(args, said)
     if said is not None and sizes is not None and said.sizes is not None and sizes.pipeline != said.sizes.pipeline:
         said = replace(said, stage_layers=(), virtual=1)  # those of other stages than are asked for
-    return Training(model, sizes, said, tuple(lines))
+    hides = "off" not in (args.inflight, parse_flags(list(args.command or ()), {})[0].inflight)
+    return Training(model, sizes, said, tuple(lines), hides)
 
 
 def _overlaid(model: Model, step: dict[str, Any]) -> Model:

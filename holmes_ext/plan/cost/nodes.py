@@ -235,11 +235,12 @@ def exposed_stages(
 
 
 def costs_on_site(
-    site: Site, order: Sequence[str], sizes: Sizes, model: Model, overlap: bool = False, only: Fabric | None = None
+    site: Site, order: Sequence[str], sizes: Sizes, model: Model, overlap: bool = False, only: Fabric | None = None,
+    hides: bool = True,
 ) -> StageCosts:
     """The layers of `model` on the stages of a job of `sizes` whose rank r runs on order[r // processes]. A stage
     computes as fast as its slowest GPU and holds what its smallest one does (model.gpu, model.gpus). only: the fabric
-    of all traffic. HolmesError: fewer layers than stages."""
+    of all traffic, as without holmes; hides: see costs_of. HolmesError: fewer layers than stages."""
     sizes = sizes.complete(site.world_size)
     if model.layers < sizes.pipeline:
         what = f"{model.layers} layers are too few for {sizes.pipeline} pipeline stages"
@@ -257,9 +258,9 @@ def costs_on_site(
         collective_s = sum(of[kind][stage].seconds(size) for kind, size in sent.items())
         flops, limit = min(gpu.flops for gpu in gpus), min((gpu.memory_bytes or inf) for gpu in gpus)
         prices.append(StagePrice(flops, collective_s, of["data"][stage], limit_bytes=limit))
-    edges = [edge.seconds(block.activation_bytes) for edge in predictor.edges(parts)]
-    tied_s = _tied_s(site, order, sizes, only, model.tied_bytes(sizes))
-    return costs_of(portion, prices, edges, tied_s, [", ".join(names) for names in places], overlap)
+    tied_s, names = _tied_s(site, order, sizes, only, model.tied_bytes(sizes)), [", ".join(own) for own in places]
+    hides = hides and only is None
+    return costs_of(portion, prices, predictor.edges(parts), tied_s, names, overlap, hides=hides)
 
 
 def _tied_s(site: Site, order: Sequence[str], sizes: Sizes, only: Fabric | None, size: float) -> float:

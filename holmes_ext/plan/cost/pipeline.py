@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 
 from holmes_ext.errors import HolmesError
 
@@ -32,23 +32,43 @@ def uniform(layers: int, parts: int) -> tuple[int, ...]:
     return tuple(layers // parts + (part < layers % parts) for part in range(parts))
 
 
-def in_flight(busy: Seconds, transfer: Seconds, micro_batches: int) -> tuple[int, ...]:
+def in_flight(
+    busy: Seconds, transfer: Seconds, micro_batches: int, load: Seconds = (), most: Sequence[float] = ()
+) -> tuple[int, ...]:
     """Micro-batches that each stage must have begun and not ended, at most, so that no edge is waited for.
 
     With k[s] of them a stage's backward of m follows its forward of m + k[s] - 1. So a micro-batch goes from stage s to
     t, there the backward of an earlier one follows, comes back, and s goes on k[s] - k[t] + 1 micro-batches later: that
-    many paces of the slowest stage must be as long as the busy seconds of s..t and the edges between, there and back.
-    Free edges and equal stages: 1F1B's p - s. A fiftieth of a pass more is none.
+    many paces must be as long as the busy seconds of s..t and the edges between, there and back. The pace is that of
+    the slowest stage, or edge: load is the part of transfer in which an edge carries nothing else (not its latency).
+    Free edges and equal stages: 1F1B's p - s, which is the least of all. A fiftieth of a pass more is none.
+
+    most: of each stage, as many as its memory holds. Where they are fewer, the least pace is taken that needs no more
+    than those; 1F1B's own are the framework's to fit.
     """
-    pace, last = max(busy), len(busy) - 1
-    found = [1] * len(busy)
+    own = range(len(busy), 0, -1)
+    room = [max(one, least) for one, least in zip(most, own)] or [inf] * len(busy)
+    fast, slow = max((*busy, *load)), sum(busy) + 2 * sum(transfer)
+    found = _held(busy, transfer, fast)
+    if any(count > holds for count, holds in zip(found, room)):
+        for _ in range(30):  # bisection: a longer pace needs no more of them, the longest 1F1B's own
+            middle = (fast + slow) / 2
+            enough = all(count <= holds for count, holds in zip(_held(busy, transfer, middle), room))
+            fast, slow = (fast, middle) if enough else (middle, slow)
+        found = _held(busy, transfer, slow)
+    return tuple(min(count, micro_batches) for count in found)
+
+
+def _held(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
+    """in_flight's number for one pace."""
+    found, last = [1] * len(busy), len(busy) - 1
     for stage in reversed(range(last)):
         way = busy[stage]
         for other in range(stage + 1, last + 1):
             way += busy[other] + 2 * transfer[other - 1]
-            found[stage] = max(found[stage], found[other] - 1 + ceil(way / pace - 0.02))
+            found[stage] = max(found[stage], found[other] - 1 + ceil(way / pace_s - 0.02))
         found[stage] = max(found[stage], len(busy) - stage)
-    return tuple(min(count, micro_batches) for count in found)
+    return found
 
 
 def passes(stage: int, stages: int, micro_batches: int, virtual: int = 1, held: int = 0) -> list[Pass]:
@@ -95,14 +115,18 @@ def pace(busy: Seconds, transfer: Seconds) -> float:
 
 
 def formula_ends(
-    forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int, virtual: int = 1, load_s: float = 0.0
+    forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int, virtual: int = 1, load_s: float = 0.0,
+    hidden: Seconds | None = None,
 ) -> list[float]:
     """When each stage ends its last backward, in closed form; virtual, load_s: as in StageCosts. The first micro-batch
     goes down and comes back, all others follow at the pace. Then the last backward runs up to stage 0. Exact for equal
-    stages and free edges: (m + p - 1)(f + b); else up to 20 % too long (tests/plan/search/test_partition.py)."""
+    stages and free edges: (m + p - 1)(f + b); else up to 20 % too long (tests/plan/search/test_partition.py). hidden:
+    the load of each edge (in_flight) where as many micro-batches are under way as hide them."""
     busy = [f + b for f, b in zip(forward, backward)]
     hops = 2 * sum(transfer)
-    if virtual == 1:
+    if hidden is not None:
+        ends = [sum(busy) + hops + (micro_batches - 1) * max((*busy, *hidden))]
+    elif virtual == 1:
         ends = [sum(busy) + hops + (micro_batches - 1) * pace(busy, transfer)]
     else:
         ends = [sum(busy) / virtual + hops + (micro_batches - 1 / virtual) * max(*busy, load_s)]
@@ -111,12 +135,16 @@ def formula_ends(
     return ends
 
 
-def walked_ends(forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int) -> list[float]:
+def walked_ends(
+    forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int, held: Sequence[int] = ()
+) -> list[float]:
     """What formula_ends has a formula for (one chunk a stage), pass by pass: each after the one before it on its stage,
     and what it needs of its neighbour. The formula is too long where the first stage computes more than the others: it
-    fills its wait for the first gradient with a forward pass. A microsecond or two for each pass."""
+    fills its wait for the first gradient with a forward pass. A microsecond or two for each pass. held: micro-batches
+    under way on each stage, where they are not 1F1B's."""
     last = len(forward) - 1
-    orders = [passes(stage, last + 1, micro_batches) for stage in range(last + 1)]
+    under_way = held or range(last + 1, 0, -1)
+    orders = [passes(stage, last + 1, micro_batches, held=under_way[stage]) for stage in range(last + 1)]
     ended: dict[str, list[list[float]]] = {kind: [[] for _ in orders] for kind in "FB"}  # of each stage, by micro-batch
     clock, place = [0.0] * len(orders), [0] * len(orders)
     while place[0] < len(orders[0]):
@@ -139,8 +167,8 @@ def walked_ends(forward: Seconds, backward: Seconds, transfer: Seconds, micro_ba
 class Estimate:
     """One step; tuples by stage. compute_s: all micro-batches. transfer_s: one activation to the next stage, by edge.
     reduction_s: all of it; exposed_s: what is left after the stage's last backward, with a tied embedding's all-reduce.
-    end_s: when the stage has ended all. stage_layers, memory_bytes, fits: where layers were given to stages
-    (plan/cost/stages.py)."""
+    end_s: when the stage has ended all. stage_layers, memory_bytes, fits, in_flight (of each stage): where layers were
+    given to stages (plan/cost/stages.py)."""
 
     compute_s: tuple[float, ...]
     transfer_s: tuple[float, ...]
@@ -150,6 +178,7 @@ class Estimate:
     stage_layers: tuple[int, ...] = ()
     memory_bytes: tuple[float, ...] = ()
     fits: tuple[bool, ...] = ()
+    in_flight: tuple[int, ...] = ()
 
     @property
     def step_s(self) -> float:

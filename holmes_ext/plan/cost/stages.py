@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from math import inf
 
@@ -19,7 +19,8 @@ from holmes_ext.plan.cost.buckets import buffer_bytes
 from holmes_ext.plan.cost.memory import state_bytes, under_way, working_bytes
 from holmes_ext.plan.cost.model import Layer, Model
 from holmes_ext.plan.cost.network import FREE, Price
-from holmes_ext.plan.cost.pipeline import Estimate, formula_ends, step_of, walked_ends
+from holmes_ext.plan.cost.pipeline import Estimate, formula_ends, in_flight, step_of, walked_ends
+from holmes_ext.plan.cost.workload import StageLoad
 from holmes_ext.plan.sizes import Sizes
 
 Row = tuple[float, ...]
@@ -82,7 +83,9 @@ class StageCosts:
     micro-batch, reduction_s of the gradients, transfer_s of the layer's output to the next stage. [stage]: latency_s of
     the reduction, limit_bytes (inf without limit), places: its clusters. [kind]: state_bytes, kept_bytes of each
     micro-batch under way. working_bytes: on every stage. tied_s: all-reduce of a tied embedding. virtual: chunks of a
-    stage; load_s: in which a stage's NIC sends one micro-batch of all chunks. HolmesError names stage, layer, number.
+    stage; load_s: in which a stage's NIC sends one micro-batch of all chunks. hidden: of each edge the part of
+    transfer_s in which it carries nothing else, where as many micro-batches are under way as hide the edges
+    (plan/cost/pipeline.py, in_flight); None under the framework's own schedule. HolmesError names stage, layer, number.
     """
 
     forward_s: Rows
@@ -103,6 +106,7 @@ class StageCosts:
     virtual: int = 1
     load_s: float = 0.0
     places: tuple[str, ...] = ()
+    hidden: Row | None = None
 
     def __post_init__(self) -> None:
         stages, kinds = len(self.forward_s), len(self.forward_s[0])
@@ -205,21 +209,50 @@ class StageCosts:
         worst = max(reduction[layer + 1] - backward[layer] for layer in corners)
         return worst - (reduction[low] - backward[low]) + self.latency_s[stage]
 
+    def loads(self, stage_layers: Sequence[int]) -> tuple[StageLoad, ...]:
+        """Of the stages with so many blocks."""
+        of = {name: list(accumulate(self.by_layer(row), initial=0.0))
+              for name, row in (("state", self.state_bytes), ("kept", self.kept_bytes))}  # fmt: skip
+        found = []
+        for stage, (low, high) in enumerate(self.ranges(stage_layers)):
+            forward, backward = (self.sums[name][stage] for name in ("forward_s", "backward_s"))
+            state, kept = (of[name][high] - of[name][low] for name in ("state", "kept"))
+            limit = self.limit_bytes[stage]
+            found.append(StageLoad(forward[high] - forward[low], backward[high] - backward[low],
+                                   state + self.working_bytes, kept, limit if limit < inf else 0.0))  # fmt: skip
+        return tuple(found)
+
+    def in_flight(self, stage_layers: Sequence[int]) -> tuple[int, ...]:
+        """Micro-batches under way on each stage, with so many blocks; () under the framework's own schedule."""
+        if self.hidden is None:
+            return ()
+        loads, ranges = self.loads(stage_layers), self.ranges(stage_layers)
+        transfer = [row[high - 1] for row, (_, high) in zip(self.transfer, ranges[:-1])]
+        busy, most = [load.busy_s for load in loads], [load.most for load in loads]
+        return in_flight(busy, transfer, self.micro_batches, self.hidden, most)
+
     @property
     def tied_wait_s(self) -> float:
         """The tied all-reduce where it takes place: not inside one stage."""
         return self.tied_s if self.stages > 1 else 0.0
 
 
-def predict(costs: StageCosts, stage_layers: Sequence[int]) -> Estimate:
-    """estimate() without its formula's error: the schedule pass by pass (one chunk a stage)."""
-    return estimate(costs, stage_layers, walked_ends)
+def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int] = ()) -> Estimate:
+    """estimate() without its formula's error: the schedule pass by pass (one chunk a stage), with as many micro-batches
+    under way as hide the edges and fit the memory (or asked for), and what those take of it."""
+    held = tuple(asked) or costs.in_flight(stage_layers)
+    one = estimate(costs, stage_layers, partial(walked_ends, held=held))
+    if not held:
+        return one
+    return replace(one, in_flight=held, memory_bytes=tuple(map(StageLoad.bytes_of, costs.loads(stage_layers), held)))
 
 
 def estimate(
-    costs: StageCosts, stage_layers: Sequence[int], ends: Callable[..., list[float]] = formula_ends
+    costs: StageCosts, stage_layers: Sequence[int], ends: Callable[..., list[float]] | None = None
 ) -> Estimate:
-    """The predicted step with stage_layers[s] blocks on stage s (all of them, each stage at least one)."""
+    """The predicted step with stage_layers[s] blocks on stage s (all of them, each stage at least one); ends:
+    formula_ends unless it is told, for which memory has no limit of micro-batches under way."""
+    ends = ends or partial(formula_ends, hidden=costs.hidden)
     assert len(stage_layers) == costs.stages and sum(stage_layers) == costs.blocks and min(stage_layers) > 0
     ranges = costs.ranges(stage_layers)
 
@@ -237,20 +270,23 @@ def estimate(
 
 
 def costs_of(
-    portion: Portion, prices: Sequence[StagePrice], edges: Sequence[float], tied_s: float, places: Sequence[str],
-    overlap: bool, virtual: int = 1, load_s: float = 0.0, sharded: bool = True,
+    portion: Portion, prices: Sequence[StagePrice], edges: Sequence[Price], tied_s: float, places: Sequence[str],
+    overlap: bool, virtual: int = 1, load_s: float = 0.0, sharded: bool = True, hides: bool = True,
 ) -> StageCosts:
-    """The layers of a model on stages of these prices; edges: seconds of an activation; sharded: see StagePrice."""
+    """The layers of a model on stages of these prices; edges: of an activation; sharded: see StagePrice; hides: whether
+    as many micro-batches are under way as hide the edges (never under an interleaved schedule)."""
     known = {}
     for price in dict.fromkeys(prices):
         layers = zip(portion.layers, portion.reduced_bytes)
         known[price] = tuple(zip(*(price.seconds(layer, size, sharded) for layer, size in layers)))
     forward, backward, reduction = (tuple(known[price][way] for price in prices) for way in range(3))
-    transfer = tuple((edge, edge, 0.0) for edge in (*edges, 0.0))
+    size = portion.layers[1].activation_bytes
+    transfer = tuple((edge.seconds(size), edge.seconds(size), 0.0) for edge in (*edges, FREE))
     return StageCosts(
         forward, backward, reduction, transfer, portion.micro_batches,
         latency_s=tuple(price.reduction.latency_s for price in prices), state_bytes=tuple(portion.state_bytes),
         kept_bytes=tuple(layer.kept_bytes for layer in portion.layers), working_bytes=portion.working_bytes,
         limit_bytes=tuple(price.limit_bytes for price in prices), tied_s=tied_s, overlap=overlap,
         repeats=(1, portion.blocks, 1), virtual=virtual, load_s=load_s, places=tuple(places),
+        hidden=tuple(edge.byte_s * size for edge in edges) if hides and edges and virtual == 1 else None,
     )

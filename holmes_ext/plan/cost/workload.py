@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import floor, inf
 
 from holmes_ext.errors import HolmesError
 
@@ -38,3 +39,31 @@ class Workload:
                 raise HolmesError(f"workload: {item.name} is {value}; it must be 0 or more, and finite")
         if self.micro_batches < 1:
             raise HolmesError(f"workload: micro_batches is {self.micro_batches}; it must be 1 or more")
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """What a rank of one stage computes and holds. forward_s, backward_s: seconds of a micro-batch. fixed_bytes:
+    weights, gradients, optimizer and working memory; kept_bytes: activations of each micro-batch under way;
+    limit_bytes: of the stage's smallest GPU, 0 where nobody told."""
+
+    forward_s: float
+    backward_s: float
+    fixed_bytes: float = 0.0
+    kept_bytes: float = 0.0
+    limit_bytes: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+    @property
+    def most(self) -> float:
+        """Micro-batches under way that the memory holds; inf where no limit is known."""
+        if not (self.limit_bytes and self.kept_bytes):
+            return inf
+        return floor((self.limit_bytes - self.fixed_bytes) / self.kept_bytes)
+
+    def bytes_of(self, under_way: float) -> float:
+        """Held with so many micro-batches under way."""
+        return self.fixed_bytes + under_way * self.kept_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holmes_ext.options import Options
 from holmes_ext.plan.cost.nodes import Predictor
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.decide import settle
@@ -29,8 +30,10 @@ def plan_of(outcome: Outcome, candidate: Candidate) -> Plan:
         stage_layers=() if even else candidate.split,
         partition="uniform" if even else "balanced",
         predicted=times(outcome, candidate),
+        loads=outcome.costs(candidate).loads(candidate.split),
     )
-    return settle(plan, site, links=outcome.ground.links, workload=predictor.workload, basis=model.source)
+    options = Options(inflight="auto" if outcome.hides else "off")
+    return settle(plan, site, options, outcome.ground.links, predictor.workload, model.source)
 
 
 def times(outcome: Outcome, candidate: Candidate) -> dict[str, float]:

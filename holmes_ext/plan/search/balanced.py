@@ -8,6 +8,9 @@ reduction)
     step   = V_0 + (micro_batches - 1) P,   P >= the average of any run of stages             (plan/cost/pipeline.py)
     M_s    = f_s + b_s - P + max(0, 2 x_s + M_(s+1)) <= 0      the same, for one P: no run that begins with s exceeds it
 
+Where as many micro-batches are under way as hide the edges (StageCosts.hidden), runs are one stage long, and P is at
+least the edges' load.
+
 For a given bound on P a dynamic program over (stage, first block) finds the least V_0; it keeps every (V, tail, carry),
 carry = max(0, 2 x + M) for the stage before, that no other beats in all. Intervals of P are then halved, those that
 cannot hold a better step are dropped, and each run says up to which P its answer stays the same. A run skips what
@@ -65,7 +68,7 @@ def balanced(costs: StageCosts) -> tuple[int, ...]:
         slowest = search.pace(stage_layers)
         if at < high:
             pending.append((search.next_pace, high, floor_v))
-        pending.append((max(low, 1e-300), slowest * (1 - TOLERANCE / 10), latest))
+        pending.append((max(low, 1e-300, *(costs.hidden or ())), slowest * (1 - TOLERANCE / 10), latest))
     if split is None:
         raise HolmesError(_too_big(costs))
     return split
@@ -118,7 +121,8 @@ class _Search:
     def pace(self, stage_layers: Sequence[int]) -> float:
         """P of a split."""
         outcome = estimate(self.costs, stage_layers)
-        return pace([seconds / self.costs.micro_batches for seconds in outcome.compute_s], outcome.transfer_s)
+        busy = [seconds / self.costs.micro_batches for seconds in outcome.compute_s]
+        return pace(busy, outcome.transfer_s) if self.costs.hidden is None else max((*busy, *self.costs.hidden))
 
     def least(self, bound: float, cap: float = inf) -> tuple[float, tuple[int, ...]] | None:
         """The least V_0 and its split among splits with P <= bound and V_0 < cap; None when there is none."""
@@ -169,6 +173,7 @@ class _Search:
         reduction, memory = costs.sums["reduction_s"][stage], costs.sums["memory"][stage]
         transfer, latency, room_bytes = costs.transfer[stage], costs.latency_s[stage], costs.room_bytes[stage]
         first, last = stage == 0, stage == costs.stages - 1
+        alone = first or costs.hidden is not None
         share, tied = costs.stages - stage, self.tied
         behind = costs.transfer[stage - 1]
         stops = sorted(below)
@@ -208,7 +213,7 @@ class _Search:
                     if excess > 0:  # a run is at most `share` stages long
                         self.next_pace = min(self.next_pace, bound + excess / share)
                         continue
-                    carry = 0.0 if first else max(0.0, excess + link)
+                    carry = 0.0 if alone else max(0.0, excess + link)
                     options.append((latest, tail, exposed if tied and last else kept, carry, stop, index))
             if options:
                 found[start] = self._unbeaten(options, bound)

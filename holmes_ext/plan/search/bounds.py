@@ -11,14 +11,16 @@ that one has been to the end and back, u_s forwards may come before, the other m
 after, and the last one goes up again. As (m - 1) w - (u - 1) f >= k_s w with k_s = (m - 1) - (u_s - 1) max f/w, no
 split beats W_least + Q + 2 sum x, where Q is the least for which the stages have room for all layers when k_s w_s <= Q
 (and what they reduce fits under the backwards above). With v chunks a stage: m w_s + (sum of the stages above) / v + 2
-sum x above, and m times what a NIC sends.
+sum x above, and m times what a NIC sends. Where more micro-batches are under way (StageCosts.hidden) u_s is larger by
+at most the sum of ceil(2 x_t / P) over the edges below, P the least pace: so much plan/cost/pipeline.py's in_flight
+adds for each.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from math import floor, inf
+from math import ceil, floor, inf
 
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import Rows, StageCosts, estimate
@@ -55,10 +57,11 @@ class Bounds:
         more, share = self.micro_batches - 1, 0.0
         for stage in (0, self.count - 1):
             for n in (0, 1) if self.count > 1 else (1,):
-                ahead = self.extra_forward[stage] + n * self.forward[stage]
-                share = max(share, ahead / (ahead + self.extra_backward[stage] + n * self.backward[stage] or 1.0))
+                first = self.extra_forward[stage] + n * self.forward[stage]
+                share = max(share, first / (first + self.extra_backward[stage] + n * self.backward[stage] or 1.0))
         share = max([share, *(f / each for f, each in zip(self.forward, self.each))])
-        weights = [more - (min(self.count - stage, self.micro_batches) - 1) * share for stage in range(self.count)]
+        ahead = self._under_way()
+        weights = [more - (held - 1) * share for held in ahead]
         least, _ = self._room([max(weight, 0.0) for weight in weights])
         _, split = self._room([float(more or 1)] * self.count)
         if split is None:
@@ -68,8 +71,18 @@ class Bounds:
         least = max(least, self._room_for_reductions(weights, least, 1 - share))
         fewest = sum(self.extra) + self._least_work()
         once = fewest + 2 * sum(self.edges)
-        rounds = more // min(self.count, self.micro_batches) + 1
-        return max(once + least, rounds * once, self.micro_batches * max(self.edges)), split
+        rounds = more // ahead[0] + 1
+        loads = self.edges if self.costs.hidden is None else self.costs.hidden
+        return max(once + least, rounds * once, self.micro_batches * max(loads)), split
+
+    def _under_way(self) -> list[int]:
+        """Micro-batches that no stage has more of before its first backward."""
+        found = [self.count - stage for stage in range(self.count)]
+        if self.costs.hidden is not None:
+            pace = max((sum(self.extra) + self._least_work()) / self.count, *self.costs.hidden)
+            for stage in reversed(range(self.count - 1)):
+                found[stage] = found[stage + 1] + 1 + ceil(2 * self.edges[stage] / pace if pace else 0)
+        return [min(held, self.micro_batches) for held in found]
 
     def _bound_of_chunks(self) -> Bound:
         """The bound with several chunks a stage; all stages hold the same number of layers."""

@@ -28,9 +28,10 @@ class Pricing:
 
     def __init__(
         self, ground: Ground, model: Model, shape: Shape, reductions: Sequence[str] = REDUCTIONS,
-        memory_bytes: float = 0.0,
+        memory_bytes: float = 0.0, hides: bool = True,
     ):
         self.ground, self.shape, self.reductions, self.memory_bytes = ground, shape, reductions, memory_bytes
+        self.hides = hides and ground.only is None and shape.virtual == 1
         self.original, self.sizes, self.processes = model, shape.sizes(), ground.processes
         key = (id(model), shape.micro_batch, shape.recompute)
         self.model = ground.remember((*key, shape.micro_batches, shape.zero), lambda: shape.model(model))
@@ -40,7 +41,7 @@ class Pricing:
         self.block, self.shards = self.portion.block, self.portion.shards
         self.stage_ranks = ground.world // shape.pipeline
         self._stages: dict[tuple[Content, str, int], StagePrice] = {}
-        self._edges: dict[tuple[Content, Content, bool, str], float] = {}
+        self._edges: dict[tuple[Content, Content, bool, str], Price] = {}
 
     def stages(self, arrangement: Arrangement) -> list[StagePrice]:
         """Of all stages. Those that hold the same clusters reduce at about the same time: they share what lies between.
@@ -59,19 +60,21 @@ class Pricing:
         prices = self.stages(arrangement)
         edges, places = self.edges(arrangement), [self.ground.place(content) for content in arrangement.contents]
         chunks = self.shape.virtual, self._load_s(arrangement, edges) if self.shape.virtual > 1 else 0.0
-        return costs_of(self.portion, prices, edges, self.tied_s(arrangement), places, overlap, *chunks, sharded)
+        tied_s, how = self.tied_s(arrangement), (*chunks, sharded, self.hides)
+        return costs_of(self.portion, prices, edges, tied_s, places, overlap, *how)
 
-    def memory(self, stage: int, blocks: int) -> Memory:
-        """Of a rank of a stage with so many blocks, term by term."""
+    def memory(self, stage: int, blocks: int, held: float = 0.0) -> Memory:
+        """Of a rank of a stage with so many blocks, term by term; held: micro-batches under way, where they are not the
+        schedule's own."""
         shape, portion, layers = self.shape, self.portion, [self.block] * blocks
         layers += [portion.layers[0]] if stage == 0 else []
         layers += [portion.layers[2]] if stage == shape.pipeline - 1 else []
-        keep = under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
+        keep = held or under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
         shards = self.shards, portion.expert_shards
         return stage_memory(self.original, layers, shape.zero, *shards, keep, portion.working_bytes)
 
-    def edges(self, arrangement: Arrangement) -> list[float]:
-        """Seconds of one activation from each stage to the next."""
+    def edges(self, arrangement: Arrangement) -> list[Price]:
+        """Of one activation from each stage to the next."""
         step, found = self._step(arrangement.order), []
         for stage, (one, other) in enumerate(zip(arrangement.contents, arrangement.contents[1:])):
             key = (one, other, (stage + 1) * step % self.processes != 0, arrangement.order)
@@ -80,7 +83,7 @@ class Pricing:
             found.append(self._edges[key])
         return found
 
-    def least_edge_s(self) -> float:
+    def least_edge_s(self, with_latency: bool = True) -> float:
         """Seconds that no activation to the next stage beats, whatever the arrangement; 0 where neighbouring stages may
         share a node."""
         ground, shape = self.ground, self.shape
@@ -93,9 +96,10 @@ class Pricing:
 
         def least() -> float:
             fabrics = {ground.fabric((one, other)) for one in every for other in every}
-            return min(message(fabric, self.processes).seconds(size) for fabric in fabrics)
+            prices = [message(fabric, self.processes) for fabric in fabrics]
+            return min(price.seconds(size) if with_latency else price.byte_s * size for price in prices)
 
-        return ground.remember(("edge", size), least)
+        return ground.remember(("edge", size, with_latency), least)
 
     def tied_s(self, arrangement: Arrangement) -> float:
         """All-reduce of the tied embedding's gradient between the first and the last stage."""
@@ -112,18 +116,18 @@ class Pricing:
             found.append(all_reduce(2, fabric, sharers, ways).seconds(size))
         return max(found)
 
-    def _load_s(self, arrangement: Arrangement, edges: Sequence[float]) -> float:
+    def _load_s(self, arrangement: Arrangement, edges: Sequence[Price]) -> float:
         """Seconds that a stage's NIC sends for one micro-batch of all chunks: v activations down, v gradients up, and
         at the ends v - 1 around; what goes to another cluster and what stays in one are different NICs."""
         v, contents = self.shape.virtual, arrangement.contents
         clusters = [{index for index, _ in content} for content in contents]
-        loads = [{True: 0.0, False: 0.0} for _ in clusters]
+        loads, size = [{True: 0.0, False: 0.0} for _ in clusters], self.block.activation_bytes
         for stage, edge in enumerate(edges):
             across = len(clusters[stage] | clusters[stage + 1]) > 1
-            loads[stage][across] += v * edge
-            loads[stage + 1][across] += v * edge
+            loads[stage][across] += v * edge.seconds(size)
+            loads[stage + 1][across] += v * edge.seconds(size)
         local = self._step(arrangement.order) * self.shape.pipeline <= self.processes
-        around = self._edge(contents[-1], contents[0], local, arrangement.order)
+        around = self._edge(contents[-1], contents[0], local, arrangement.order).seconds(size)
         for load in (loads[0], loads[-1]):
             load[len(clusters[0] | clusters[-1]) > 1] += (v - 1) * around
         return max(max(load.values()) for load in loads)
@@ -231,17 +235,16 @@ class Pricing:
             seconds += price.seconds(block.expert_bytes)
         return seconds
 
-    def _edge(self, one: Content, other: Content, local: bool, order: str) -> float:
-        size = self.block.activation_bytes
+    def _edge(self, one: Content, other: Content, local: bool, order: str) -> Price:
         if local:
             rate = min(self.ground.gpus[index].link_bps for index, _ in (*one, *other))
-            return size * 8 / rate if rate else 0.0
+            return Price(8 / rate) if rate else FREE
         sharers, found = min(self.processes, self._step(order)), []
         for pair, flows in _pairs(one, other).items():
             fabric = self.ground.fabric(pair)
             (way,) = self.ground.crossing(fabric, pair, flows) or ((),)
-            found.append(message(fabric, sharers, way=way).seconds(size))
-        return max(found)
+            found.append(message(fabric, sharers, way=way))
+        return max(found, key=lambda price: price.seconds(self.block.activation_bytes))
 
 
 def _pairs(one: Content, other: Content) -> dict[tuple[int, int], int]:

@@ -1,7 +1,7 @@
 """The fastest candidates of a search simulated step by step (plan/simulate/step.py), ranked by that, and a certificate
 that holds for it.
 
-What was not simulated is bounded by Candidate.least_s (plan/search/bounds.py), which holds for every 1F1B step, so the
+What was not simulated is bounded by Candidate.least_s (plan/search/bounds.py), which holds for every such step, so the
 certificate compares the best simulated step with the least of all others' bounds. Steps of more than WORK passes are
 not simulated.
 """
@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
+from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.cost.workload import StageLoad
 from holmes_ext.plan.search.result import Candidate, Certificate, Outcome
 from holmes_ext.plan.search.space import Shape
 from holmes_ext.plan.simulate.execution import Execution
@@ -22,20 +24,21 @@ SHOWN, COUNT = 10, 30
 WORK = 60_000
 
 
-def simulated(outcome: Outcome, candidate: Candidate) -> Step:
-    """One step of `candidate`."""
+def simulated(outcome: Outcome, candidate: Candidate, hides: bool = True) -> Step:
+    """One step of `candidate`; hides: as it is, or with the framework's own schedule."""
     shape, ground = candidate.shape, outcome.ground
     two_level = "two-level" in candidate.reductions
+    costs, model = outcome.costs(candidate, sharded=False), shape.model(outcome.model)
     execution = Execution(
         virtual=shape.virtual,
         stage_layers=candidate.split if shape.virtual == 1 else (),
+        in_flight=costs.in_flight(candidate.split) if hides else (),
         overlap=outcome.reducing or ("on" if outcome.overlap else "off"),
         gather_overlap=outcome.gather_overlap,
         two_level="rings" if two_level else "off",
         zero=0 if two_level else shape.zero,  # scattered inside, all-reduced across, gathered inside: as two levels
     )
     nodes, sizes = candidate.arrangement.nodes(ground), shape.sizes(candidate.arrangement.order)
-    costs, model = outcome.costs(candidate, sharded=False), shape.model(outcome.model)
     return simulate(ground.site, nodes, sizes, model, execution, ground.links, ground.only, costs)
 
 
@@ -47,10 +50,21 @@ def passes(candidate: Candidate, layers: int) -> int:
 
 
 def timed(outcome: Outcome, candidate: Candidate) -> Candidate:
-    """`candidate`, simulated unless that is too much work."""
-    if passes(candidate, outcome.model.layers) > WORK:
-        return candidate
-    return replace(candidate, simulated_s=simulated(outcome, candidate).step_s)
+    """`candidate` with its micro-batches under way and the memory that they take; simulated unless that is too much
+    work."""
+    costs, memory = outcome.costs(candidate), candidate.memory_bytes
+    if held := costs.in_flight(candidate.split):
+        memory = tuple(map(StageLoad.bytes_of, costs.loads(candidate.split), held))
+    large = passes(candidate, outcome.model.layers) > WORK
+    step_s = candidate.simulated_s if large else simulated(outcome, candidate).step_s
+    return replace(candidate, simulated_s=step_s, in_flight=held, memory_bytes=memory)
+
+
+def step_without(outcome: Outcome, candidate: Candidate) -> float:
+    """Seconds of its step with the framework's own pipeline schedule, simulated if the candidate is."""
+    if candidate.simulated_s:
+        return simulated(outcome, candidate, hides=False).step_s
+    return estimate(replace(outcome.costs(candidate), hidden=None), candidate.split).step_s
 
 
 def rank(outcome: Outcome, count: int = COUNT) -> Outcome:
@@ -66,7 +80,7 @@ def rank(outcome: Outcome, count: int = COUNT) -> Outcome:
             continue
         left -= work
         seen.add(one.shape)
-        done[index] = replace(one, simulated_s=simulated(outcome, one).step_s)
+        done[index] = timed(outcome, one)
         best = min(best, done[index].simulated_s)
     if outcome.yours is not None:
         outcome = replace(outcome, yours=timed(outcome, outcome.yours))

@@ -23,7 +23,8 @@ EQUAL = 1e-9
 class Candidate:
     """One plan. formula_s: its step in closed form; bound_s: no partition of it is faster in closed form; least_s: no
     1F1B step of any partition takes less. simulated_s: of plan/simulate/step.py, 0 when it was not simulated.
-    memory_bytes, limit_bytes, and reductions (the way of plan/cost/stages.py's StagePrice): by stage."""
+    memory_bytes, limit_bytes, reductions (the way of plan/cost/stages.py's StagePrice), and in_flight (micro-batches
+    under way, () under the framework's own schedule): by stage."""
 
     shape: Shape
     arrangement: Arrangement
@@ -35,6 +36,7 @@ class Candidate:
     limit_bytes: tuple[float, ...]
     reductions: tuple[str, ...]
     simulated_s: float = 0.0
+    in_flight: tuple[int, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -74,7 +76,8 @@ class Outcome:
     that no memory holds. left_s: the least bound of what was not worked out. formula: certificate of the closed form;
     simulated: of simulated steps, None before plan/search/ranking.py's rank. yours: the layout that the user gave.
     framework_overlap: of reductions, as stock does it ("off", "first": of the first stage, "on"); reducing: the same of
-    this outcome, "" for what `overlap` says. gather_overlap: ZeRO-1's weights travel under the next forward."""
+    this outcome, "" for what `overlap` says. gather_overlap: ZeRO-1's weights travel under the next forward. hides: as
+    many micro-batches are under way as hide the pipeline's edges (not in stock, nor interleaved)."""
 
     ground: Ground
     model: Model
@@ -95,6 +98,7 @@ class Outcome:
     framework_overlap: str = "off"
     reducing: str = ""
     gather_overlap: bool = False
+    hides: bool = True
 
     @property
     def best(self) -> Candidate:
@@ -116,7 +120,7 @@ class Outcome:
 
     def pricing(self, shape: Shape) -> Pricing:
         reductions = self.limits.allowed.get("reduction", REDUCTIONS)
-        return Pricing(self.ground, self.model, shape, reductions, self.limits.memory_bytes)
+        return Pricing(self.ground, self.model, shape, reductions, self.limits.memory_bytes, self.hides)
 
     def costs(self, candidate: Candidate, sharded: bool = True) -> StageCosts:
         """The candidate's costs again; sharded: with what ZeRO 2 and 3 send."""
@@ -141,6 +145,7 @@ class Outcome:
         site = self.ground.site
         ground = Ground.of(site, self.model, stock_fabric(site), self.ground.links)
         how: dict[str, Any] = {"overlap": self.framework_overlap == "on", "reducing": self.framework_overlap}
+        how["hides"] = False
         stock = replace(self, ground=ground, **how)
         if order == DEFAULT_ORDER:
             arrangement = launcher(ground, shape.pipeline)

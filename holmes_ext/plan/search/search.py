@@ -62,14 +62,16 @@ Progress = Callable[[int, int, float], None]
 def search(
     site: Site, model: Model, global_batch: int, limits: Limits = Limits(), overlap: bool = False, seconds: float = inf,
     progress: Progress | None = None, rows: int = ROWS, links: Links = Links(), only: Sequence[Shape] = (),
+    hides: bool = True,
 ) -> Outcome:
     """The best plans for `model` with `global_batch` sequences a step; HolmesError: no sizes are possible, or nothing
     fits the memory. overlap: gradients are reduced under the last backward. seconds: after so many the best so far is
     the answer. A KeyboardInterrupt does the same, with interrupted set; before anything was found it is raised on.
-    links: measured ones (`holmes probe`). only: shapes to look at, instead of all."""
+    links: measured ones (`holmes probe`). only: shapes to look at, instead of all. hides: see Outcome."""
     if global_batch < 1:
         raise HolmesError(f"--global-batch is {global_batch}; it must be 1 or more")
-    run = _Run(Outcome(Ground.of(site, model, links=links), model, global_batch, limits, overlap), rows, only)
+    ground = Ground.of(site, model, links=links)
+    run = _Run(Outcome(ground, model, global_batch, limits, overlap, hides=hides), rows, only)
     try:
         run.go(time.monotonic(), seconds, progress)
     except KeyboardInterrupt:
@@ -150,6 +152,7 @@ class _Run:
         stages = [ranks / size for ranks in ground.ranks]
         room = sum(count / seconds for count, seconds in zip(stages, each))
         m, v, edge, edges = shape.micro_batches, shape.virtual, pricing.least_edge_s(), shape.pipeline - 1
+        load = pricing.least_edge_s(False) if pricing.hides else edge
         if v > 1:
             slowest = max(each) * layers / shape.pipeline
             alike = max(0.0, sum(count for count, seconds in zip(stages, each) if seconds == max(each)) - 1)
@@ -159,9 +162,10 @@ class _Run:
             return max(slowest * (m + alike / v) + 2 * alike * edge, m * v * both * edge)
         share = max(f / seconds for f, seconds in zip(forward, each))
         share = min(1.0, share * 1.2)  # embedding and output may have a greater one
-        weight = m - 1 - (min(shape.pipeline, m) - 1) * share
-        once, rounds = layers * min(each) + 2 * edges * edge, (m - 1) // min(shape.pipeline, m) + 1
-        return max(once + max(weight, 0.0) * layers / room, m * layers / room, rounds * once, m * edge)
+        under_way = m if pricing.hides and edges else min(shape.pipeline, m)  # at most, whatever the edges are
+        weight = m - 1 - (under_way - 1) * share
+        once, rounds = layers * min(each) + 2 * edges * edge, (m - 1) // under_way + 1
+        return max(once + max(weight, 0.0) * layers / room, m * layers / room, rounds * once, m * load)
 
     def _has_room(self, pricing: Pricing, limit: float) -> bool:
         """Whether the stages could hold all layers if each had the largest memory, without embedding and output."""

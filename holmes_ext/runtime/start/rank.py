@@ -24,7 +24,7 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import load_model, on_clusters
-from holmes_ext.plan.decide import settle, workload_of
+from holmes_ext.plan.decide import settle, with_loads, workload_of
 from holmes_ext.plan.plan import NOMINAL, Plan, check_plan, load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -79,7 +79,8 @@ class Request:
             plan = check_plan(self.plan, site)
             self._compare(plan, sizes)
             workload = workload_of(model, plan.sizes)
-            return site, settle(plan, site, options, links, workload, model.source if model and workload else NOMINAL)
+            plan = settle(plan, site, options, links, workload, model.source if model and workload else NOMINAL)
+            return site, with_loads(plan, options, model)
         if options.model or options.needs_model:
             shape: dict[str, Any] = {"partition": options.partition, "model": model, "overlap": self.overlap}
         else:  # a model that the command line tells is good for decisions; whether it fits is the program's to say
@@ -87,7 +88,7 @@ class Request:
             shape = {"workload": workload, "basis": model.source if model and workload else NOMINAL}
         if options.stage_layers:
             shape |= {"partition": "uniform", "stage_layers": options.stage_layers}
-        return site, build_plan(site, sizes, links=links, options=options, **shape)
+        return site, with_loads(build_plan(site, sizes, links=links, options=options, **shape), options, model)
 
     def _compare(self, plan: Plan, sizes: Sizes | None) -> None:
         """HolmesError when the plan was made for something else than the command line asks for."""
