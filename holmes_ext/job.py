@@ -65,6 +65,7 @@ def _one_line(show: Callable[..., Any]) -> Callable[..., Any]:
         if not issubclass(kind, RemoteError):
             # Not sys.stderr: torch.distributed's own hook puts a buffer there, which SystemExit leaves unprinted.
             print(f"holmes: {error}", file=sys.__stderr__, flush=True)
+            failure.note(str(error))
         raise SystemExit(2)
 
     return hook

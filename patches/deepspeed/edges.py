@@ -61,24 +61,48 @@ def _make_groups(current, wrapped, instance, args, kwargs):
     if not carrier_of(backend_of()):
         return result
     pairs = {(min(pair), max(pair)) for pair in grid.p2p_groups if len(set(pair)) > 1}
-    _mailbox = mailbox.of_pairs(pairs, current.rank)
+    stages = {grid.stage_to_global(stage_id=stage): stage for stage in range(grid.pipe_parallel_size)}
+    _mailbox = mailbox.of_pairs(pairs, current.rank, stages)
     return result
 
 
 def _through_mailbox(direction: str):
-    """p2p.send and p2p.recv inside a training step; outside (evaluation) as they are."""
+    """p2p.send and p2p.recv inside a training step; outside (evaluation) they block, over the same groups."""
 
     def wrapper(wrapped, instance, args, kwargs):
-        if _mailbox is None or not _mailbox.open:
+        if _mailbox is None:
             return wrapped(*args, **kwargs)
+        from deepspeed import comm
         from deepspeed.runtime.pipe import p2p
 
         def call(tensor, stage, async_op=False):
-            getattr(_mailbox, direction)(tensor, p2p._grid.stage_to_global(stage_id=stage))
+            peer = p2p._grid.stage_to_global(stage_id=stage)
+            if not _mailbox.open:
+                p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)
+                return getattr(comm, direction)(tensor, peer, group=_mailbox.group(peer, direction))
+            if direction == "send":
+                _mailbox.check(tensor, peer)
+            getattr(_mailbox, direction)(tensor, peer)
 
         return call(*args, **{"stage" if key.endswith("_stage") else key: value for key, value in kwargs.items()})
 
     return wrapper
+
+
+def _announce(wrapped, instance, args, kwargs):
+    """_send_tensor_meta(buffer, recv_stage): the next stage makes its buffers for these tensors, once for all steps."""
+
+    def call(buffer, recv_stage):
+        if _mailbox is None:
+            return wrapped(buffer, recv_stage)
+        peer = instance.grid.stage_to_global(stage_id=recv_stage)
+        _mailbox.announce((), peer)
+        result = wrapped(buffer, recv_stage)
+        tensors = buffer if isinstance(buffer, (tuple, list)) else (buffer,)
+        _mailbox.announce([(tuple(tensor.shape), tensor.dtype) for tensor in tensors], peer)
+        return result
+
+    return call(*args, **kwargs)
 
 
 @cache
@@ -186,6 +210,10 @@ PATCHES = (
     Patch(
         EDGES, f"{_ENGINE}._exec_schedule", "the schedule keeps as few micro-batches in flight as free edges need",
         _exec_schedule, parameters=("pipe_schedule",),
+    ),
+    Patch(
+        EDGES, f"{_ENGINE}._send_tensor_meta", "what is announced is what has to come, or nobody says what is wrong",
+        _announce, parameters=("buffer", "recv_stage"),
     ),
     Patch(
         EDGES, f"{_ENGINE}.reset_activation_shape", "shapes of messages change (curriculum learning)", _forget,

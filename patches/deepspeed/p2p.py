@@ -9,7 +9,8 @@ A pair of neighbouring stages whose two nodes share something faster gets a grou
 
 from __future__ import annotations
 
-from holmes_ext.patches.deepspeed.features import GRID_CHECK, P2P
+from holmes_ext.patches import registry
+from holmes_ext.patches.deepspeed.features import EDGES, GRID_CHECK, P2P
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.plan.decide import own_pair
@@ -25,11 +26,13 @@ _pairs: dict[int, object] = {}
 
 @with_session
 def _make_pair_groups(current, wrapped, instance, args, kwargs):
-    """After DeepSpeed's own set-up: the pairs of neighbours that the plan gives a group of their own."""
+    """After DeepSpeed's own set-up: the pairs of neighbours that the plan gives a group of their own; none where
+    edges.py has groups for them."""
     result, carrier = wrapped(*args, **kwargs), carrier_of(backend_of())
     _pairs.clear()
     grid, world = args[0] if args else kwargs["grid"], range(current.plan.world_size)
-    for pair in sorted({tuple(sorted(pair)) for pair in grid.p2p_groups}) if carrier else ():
+    without = not carrier or registry().is_on(EDGES.name)  # edges.py makes groups of all pairs, for every message
+    for pair in sorted({tuple(sorted(pair)) for pair in grid.p2p_groups}) if not without else ():
         if current.rank in pair and own_pair(current.plan, pair, world, carrier):
             _pairs[pair[current.rank == pair[0]]] = members_group(pair, "pipeline pair")
     return result

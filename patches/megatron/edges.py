@@ -20,13 +20,12 @@ from typing import Any
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.features import EDGES
+from holmes_ext.patches.megatron.p2p import mailbox_of
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
 from holmes_ext.runtime.groups.mailbox import Mailbox
 
-#: pipeline group -> its mailbox.
-_boxes: weakref.WeakKeyDictionary[Any, Mailbox] = weakref.WeakKeyDictionary()
 #: pipeline group -> (number and shapes of the last step's micro-batches).
 _forms: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
@@ -46,15 +45,20 @@ class _Group:
 
 
 class _Step:
-    """One step of one pipeline: what was sent and received so far."""
+    """One step of one pipeline: what was sent and received so far. onward: the next stage's rank, None on the last."""
 
-    def __init__(self, box: Mailbox, held: tuple[int, ...], stage: int, dtype: Any, device: Any):
+    def __init__(
+        self, box: Mailbox, held: tuple[int, ...], stage: int, dtype: Any, device: Any, onward: int | None
+    ):  # fmt: skip
         self.box, self.held, self.stage, self.dtype, self.device = box, held, stage, dtype, device
+        self.onward = onward
         self.sent, self.came = {"F": 0, "B": 0}, {"F": 0, "B": 0}
 
     def send(self, kind: str, tensor: Any, peer: int) -> None:
         self.box.unit = kind, self.sent[kind]
         self.sent[kind] += 1
+        if kind == "F":
+            self.box.check(tensor, peer)
         self.box.send(tensor, peer)
 
     def recv(self, kind: str, shape: Any, peer: int) -> Any:
@@ -104,8 +108,9 @@ def _schedule(wrapped, instance, args, kwargs):
     if reason or not held or isinstance(group, list):
         return wrapped(*args, **kwargs)
     import torch
+    import torch.distributed as dist
 
-    box, device = _box(group), next(model.parameters()).device
+    box, device = mailbox_of(group), next(model.parameters()).device
     micro_batches = kwargs["num_microbatches"]
     form = micro_batches, *(kwargs.get(name) for name in ("seq_length", "micro_batch_size", "decoder_seq_length"))
     if _forms.get(group) != form:
@@ -113,7 +118,9 @@ def _schedule(wrapped, instance, args, kwargs):
         _forms[group] = form
     stage = group.rank()
     box.begin(mailbox.window(held, stage), micro_batches, torch.empty(0, device=device))
-    _step = _Step(box, held, stage, config.pipeline_dtype, device)
+    ranks = dist.get_process_group_ranks(group)
+    onward = ranks[stage + 1] if stage + 1 < len(ranks) else None
+    _step = _Step(box, held, stage, config.pipeline_dtype, device, onward)
     try:
         result = wrapped(*args, **kwargs)
     finally:
@@ -122,21 +129,19 @@ def _schedule(wrapped, instance, args, kwargs):
     return result
 
 
-def _box(group: Any) -> Mailbox:
-    """Made in the first step, which all ranks of the pipeline come to; pairs in the same order everywhere."""
-    if group not in _boxes:
-        import torch.distributed as dist
-
-        ranks = dist.get_process_group_ranks(group)
-        _boxes[group] = mailbox.of_pairs(zip(ranks, ranks[1:]), dist.get_rank(), backend=backend_of(group))
-    return _boxes[group]
-
-
 def _count_in_flight(wrapped, instance, args, kwargs):
     """P2PCommunicator.__init__."""
     wrapped(*args, **kwargs)
     if _step is not None:
         instance.pp_group = _Group(instance.pp_group, _step.held[_step.stage])
+
+
+def _announce(wrapped, instance, args, kwargs):
+    """get_tensor_shapes: of what the schedule sends, and has buffers for, in this step."""
+    shapes = wrapped(*args, **kwargs)
+    if _step is not None and (peer := _step.onward) is not None:
+        _step.box.announce([(tuple(shape), _step.dtype) for shape in shapes], peer)
+    return shapes
 
 
 def _communicate(wrapped, instance, args, kwargs):
@@ -156,6 +161,10 @@ def _communicate(wrapped, instance, args, kwargs):
 _P2P = "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator"
 
 PATCHES = (
+    Patch(
+        EDGES, "megatron.core.pipeline_parallel.schedules:get_tensor_shapes",
+        "what is announced is what has to come, or nobody says what is wrong", _announce,
+    ),
     Patch(
         EDGES, "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
         "where a step begins and ends; its sends block, and it keeps as few micro-batches in flight as free edges need",

@@ -10,6 +10,8 @@ whole:
 Every pair of neighbours gets a group where one needs it: the first batch over the pipeline group would make NCCL's
 communicator of all its ranks, and those that only use pairs would never come (plan/decide.py, own_pairs).
 
+Where edges.py carries the messages of training, its groups (two for each pair) carry those of evaluation too.
+
 With two stages the pipeline group is the pair. But unbatched p2p then sends one direction over the world group, which
 may be on a slower fabric than the pair: it gets a twin of the pipeline group instead.
 """
@@ -20,11 +22,14 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.megatron.features import P2P
+from holmes_ext.patches.megatron.features import EDGES, P2P
 from holmes_ext.plan.decide import own_pair, own_pairs
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.members import members_group
 
 #: The order in which megatron-core issues unbatched operations: by parity of the pipeline rank, so that every send
@@ -42,6 +47,20 @@ class _Pairs:
 
 
 _made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+#: pipeline group -> its mailbox.
+_boxes: weakref.WeakKeyDictionary[Any, Mailbox] = weakref.WeakKeyDictionary()
+
+
+def mailbox_of(group: Any) -> Mailbox:
+    """Of a pipeline group, whose ranks all come here; pairs in the same order everywhere."""
+    if group not in _boxes:
+        import torch.distributed as dist
+
+        ranks = dist.get_process_group_ranks(group)
+        stages, backend = {rank: stage for stage, rank in enumerate(ranks)}, backend_of(group)
+        options = {"backend": backend, "timeout": _timeout(group, backend)}
+        _boxes[group] = mailbox.of_pairs(zip(ranks, ranks[1:]), dist.get_rank(), stages, **options)
+    return _boxes[group]
 
 
 def pairs_of(group) -> _Pairs:
@@ -62,6 +81,10 @@ def _make(current: session.Session, group) -> _Pairs:
     pairs, ranks, backend = _Pairs(), dist.get_process_group_ranks(group), backend_of(group)
     if len(ranks) < 2 or current.rank not in ranks or not (carrier := carrier_of(backend)):
         return pairs
+    if registry().is_on(EDGES.name) and not _interleaved():
+        box = mailbox_of(group)
+        pairs.by_peer = {peer: box.group(peer, "send") for peer in box.peers}
+        return pairs
     options = {"backend": backend, "timeout": _timeout(group, backend)}
     if len(ranks) == 2:
         if own_pair(current.plan, ranks, range(current.plan.world_size), carrier):
@@ -71,6 +94,13 @@ def _make(current: session.Session, group) -> _Pairs:
         if current.rank in pair:
             pairs.by_peer[pair[current.rank == pair[0]]] = members_group(pair, "pipeline pair", **options)
     return pairs
+
+
+def _interleaved() -> bool:
+    """Whether stages have several chunks: then the schedule is not the one that edges.py carries."""
+    from megatron.core import parallel_state
+
+    return (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1) > 1
 
 
 def _timeout(group, backend: str):

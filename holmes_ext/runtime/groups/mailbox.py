@@ -17,7 +17,7 @@ is copied on the current stream.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -36,16 +36,17 @@ class _Sent:
     keep: Any
 
 
-def of_pairs(pairs: Iterable[tuple[int, int]], rank: int, **options: Any) -> Mailbox:
+def of_pairs(pairs: Iterable[tuple[int, int]], rank: int, stages: Mapping[int, int], **options: Any) -> Mailbox:
     """The mailbox of `rank`, with a group for activations and one for gradients of each of `pairs` (of neighbouring
-    stages, the earlier first) that it is in. All ranks make them in the same order. options: new_group's."""
+    stages, the earlier first) that it is in. All ranks make them in the same order. stages: of the ranks of its
+    pipeline; options: new_group's."""
     groups = {}
     for pair in sorted(pairs):
         if rank in pair:
             first = rank == pair[0]
             ways = [members_group(pair, f"pipeline {way}", **options) for way in ("activations", "gradients")]
             groups[pair[first], "send"], groups[pair[first], "recv"] = ways if first else reversed(ways)
-    return Mailbox(groups)
+    return Mailbox(groups, {peer: (stages[rank], stages[peer]) for peer, _ in groups})
 
 
 def window(held: Sequence[int], stage: int) -> int:
@@ -58,10 +59,13 @@ def window(held: Sequence[int], stage: int) -> int:
 
 
 class Mailbox:
-    """One rank's. groups: (neighbour, "send" or "recv") -> process group, one for each direction of a pair."""
+    """One rank's. groups: (neighbour, "send" or "recv") -> process group, one for each direction of a pair. ends:
+    neighbour -> (own stage, its stage)."""
 
-    def __init__(self, groups: dict[tuple[int, str], Any]):
-        self._groups = groups
+    def __init__(self, groups: dict[tuple[int, str], Any], ends: Mapping[int, tuple[int, int]]):
+        self._groups, self._ends = groups, ends
+        self._announced: dict[int, Sequence[Form]] = {}  # of each micro-batch, to a neighbour
+        self._place: tuple[tuple[str, int], int, int] = (("", 0), -1, 0)  # unit, neighbour, messages so far
         self._sent: dict[str, deque[_Sent]] = defaultdict(deque)
         self._posted: dict[int, deque[tuple[Any, Any]]] = defaultdict(deque)
         self._came: dict[int, list[Form]] = defaultdict(list)  # in this step
@@ -81,6 +85,32 @@ class Mailbox:
             for _ in range(window * len(known) // micro_batches):
                 self._post(peer)
 
+    def announce(self, forms: Sequence[Form], peer: int) -> None:
+        """What this rank sends `peer` of every micro-batch; () for what is not known."""
+        self._announced[peer], self._place = forms, (("", 0), -1, 0)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        return tuple(self._ends)
+
+    def group(self, peer: int, direction: str) -> Any:
+        """Over which a message travels to (direction "send") or from ("recv") a neighbour."""
+        return self._groups[peer, direction]
+
+    def check(self, tensor: Any, peer: int) -> None:
+        """HolmesError where the tensor that is to be sent is not as it was announced: the receiver has a buffer of that
+        shape, and gloo would leave half a message in it, or end the process."""
+        before, forms = self._place, self._announced.get(peer, ())
+        place = before[2] + 1 if before[:2] == (self.unit, peer) else 0
+        self._place = self.unit, peer, place
+        form = tuple(tensor.shape), tensor.dtype
+        if place < len(forms) and forms[place] != form:
+            own, other = self._ends[peer]
+            told = f"pipeline edge from stage {own} to stage {other} (to rank {peer}): micro-batch"
+            said, now = (f"{tuple(shape)} {dtype}" for shape, dtype in (forms[place], form))
+            way = "give all micro-batches the same shape (pad them, leave out a shorter last one)"
+            raise HolmesError(f"{told} {self.unit[1]} is {now}, announced was {said}; {way}")
+
     def send(self, tensor: Any, peer: int) -> None:
         import torch.distributed as dist
 
@@ -96,10 +126,11 @@ class Mailbox:
             return
         buffer, work = self._posted[peer].popleft()
         if (tuple(buffer.shape), buffer.dtype) != form:
-            raise HolmesError(
-                f"a message of rank {peer} was {tuple(buffer.shape)} {buffer.dtype} in every step and is to be"
-                f" {form[0]} {form[1]} now; --holmes-inflight off leaves sending to the engine"
-            )
+            own, other = self._ends[peer]
+            edge = f"pipeline edge from stage {other} to stage {own}: a message of rank {peer}"
+            said, now = (f"{tuple(shape)} {dtype}" for shape, dtype in ((buffer.shape, buffer.dtype), form))
+            way = "--holmes-inflight off leaves sending to the engine"
+            raise HolmesError(f"{edge} was {said} in every step and is to be {now} now; {way}")
         work.wait()
         tensor.copy_(buffer)
         self._post(peer)

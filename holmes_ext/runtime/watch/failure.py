@@ -61,6 +61,11 @@ def explain(error: BaseException) -> str | None:
     return f"{mine}; is the disk full?" if full else None
 
 
+def note(mine: str) -> None:
+    """What this rank ends with, for those that only see it go."""
+    _first(mine)
+
+
 def with_first(mine: str) -> str:
     """`mine`, and what the first rank that saw trouble said, where that was another."""
     first = _first(mine)

@@ -1,10 +1,11 @@
 """How many micro-batches hide the edges, and that any non-increasing choice of them ends."""
 
 import random
+from itertools import product
 
 import pytest
 
-from holmes_ext.plan.cost.pipeline import in_flight, passes
+from holmes_ext.plan.cost.pipeline import formula_ends, in_flight, passes, walked_ends
 
 
 def walk(orders, forward, backward, transfer):
@@ -56,6 +57,50 @@ def test_any_edge_is_hidden(seed):
     free = walk(orders_of(range(stages, 0, -1), micro_batches), forward, backward, [0.0] * (stages - 1))
     slow = walk(orders_of(held, micro_batches), forward, backward, transfer)
     assert max(free) <= max(slow) <= max(free) + 2 * sum(transfer) + 1e-9 or max(held) == micro_batches
+
+
+def test_an_edge_slower_than_the_stages_sets_the_pace():
+    assert in_flight([1.0] * 3, [2.0, 2.0], 16, [2.0, 2.0]) == (6, 3, 1)
+    assert in_flight([1.0] * 3, [2.0, 2.0], 16, [0.1, 0.1]) == (11, 6, 1)  # latency: others may be on the way
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_more_than_memory_holds_and_the_fastest_of_those(seed):
+    """Of all numbers that fit, none makes a step that is shorter by more than what the fill and one pass more give."""
+    rng = random.Random(seed)
+    stages, micro_batches = rng.choice((2, 3)), 24
+    busy = [3.0 * rng.choice((1.0, 1.0, 1.5)) for _ in range(stages)]
+    forward, backward = [b / 3 for b in busy], [2 * b / 3 for b in busy]
+    transfer = [rng.choice((0.5, 1.5, 3.0)) for _ in range(stages - 1)]
+    most = [rng.randint(stages - stage, 6) for stage in range(stages)]
+    held = in_flight(busy, transfer, micro_batches, (), most)
+    assert all(count <= room for count, room in zip(held, most)) and list(held) == sorted(held, reverse=True)
+    assert all(count >= stages - stage for stage, count in enumerate(held))
+    took = max(walk(orders_of(held, micro_batches), forward, backward, transfer))
+    choices = product(*(range(stages - stage, room + 1) for stage, room in enumerate(most)))
+    best = min(max(walk(orders_of(one, micro_batches), forward, backward, transfer)) for one in choices
+               if list(one) == sorted(one, reverse=True))  # fmt: skip
+    assert took <= best * 1.02 + sum(busy) + 2 * sum(transfer)
+    needs = in_flight(busy, transfer, micro_batches)
+    assert held == needs or any(need > room for need, room in zip(needs, most))
+
+
+def test_what_1f1b_needs_is_the_frameworks_to_fit():
+    assert in_flight([1.0] * 3, [2.0, 2.0], 16, (), [1, 1, 1]) == (3, 2, 1)
+    assert in_flight([1.0], [], 4) == (1,)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_step_walked_with_them_is_the_slow_one(seed):
+    rng = random.Random(seed)
+    stages, micro_batches = rng.randint(2, 4), rng.choice((2, 8))
+    forward = [rng.uniform(0.5, 1.5) for _ in range(stages)]
+    backward, transfer = [2 * f for f in forward], [rng.uniform(0, 2) for _ in range(stages - 1)]
+    held = in_flight([3 * f for f in forward], transfer, micro_batches)
+    slow = walk(orders_of(held, micro_batches), forward, backward, transfer)
+    assert walked_ends(forward, backward, transfer, micro_batches, held) == pytest.approx(slow)
+    hidden = formula_ends(forward, backward, transfer, micro_batches, hidden=[0.0] * (stages - 1))
+    assert max(hidden) == pytest.approx(max(slow), rel=0.3)
 
 
 @pytest.mark.parametrize("seed", range(40))
