@@ -3,27 +3,50 @@
     python benchmarks/edges.py --json FILE [--scenes "deepspeed 8,..."] [--repetitions 3]
 
 DeepSpeed's pipeline engine and megatron-core's 1F1B on 2 + 2 emulated nodes, two stages of 64 ms a micro-batch (layers
-sleep as long as an accelerator of 4.1 GFLOP/s would compute); Ethernet between the stages takes half of that for one
-activation (6 Mb/s), or next to nothing (1 Gb/s). "engine": --holmes-inflight off, the engine's own schedule with sends
-that block; "holmes": as many micro-batches in flight as hide the edge. Alternating; medians of the repetitions'
-medians.
+sleep as long as an accelerator of 4.1 GFLOP/s would compute). Ethernet between the stages takes half of that for one
+activation (6 Mb/s), or next to nothing (1 Gb/s); "latency": 60 ms a micro-batch and 20 ms each way, or none; "one
+cluster": an edge that nothing has to hide, as it is. "engine": --holmes-inflight off, the engine's own schedule with
+sends that block; "holmes": as many micro-batches in flight as hide the edge. Alternating; medians of the repetitions'
+medians. Exposed: seconds of a step that a rank waits for its neighbours, by holmes's telemetry, in excess of the same
+with a free edge (where the pipeline fills, everybody waits).
+
+Predicted: plan/simulate/step.py for what cluster.toml says of the networks, with the CPU seconds that
+benchmarks/prediction.py's calibration found. Rows of other scenes that FILE has already are kept, so that it can be
+made in parts.
 """
 
 from __future__ import annotations
 
+import json
+import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from harness import Row, chosen, finish, parser, tell
+from prediction import CORES, STORE, Measured, calibrate
 from two_clusters import ratio_row, step_rows
 
+from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import interleave
-from holmes_ext.lab.compare import Variant, compare, max_loss_difference
+from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
+from holmes_ext.options import Options
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.cost.model_file import load_model
+from holmes_ext.plan.cost.stages import StageCosts
+from holmes_ext.plan.simulate.execution import Execution
+from holmes_ext.plan.simulate.step import simulate
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.report.figures import summarize
+from holmes_ext.report.files import load
 
-MODEL = "--layers 6 --hidden 192 --heads 4 --sequence 32 --micro-batch 1".split()
+LAYERS, HIDDEN, SEQUENCE = 6, 192, 32
+MODEL = f"--layers {LAYERS} --hidden {HIDDEN} --heads 4 --sequence {SEQUENCE} --micro-batch 1".split()
 MODEL_TOML = """version = 1
 layers = 6
 hidden = 192
@@ -40,7 +63,7 @@ state_bytes = 16
 [gpu]
 flops = {flops}
 """
-CLUSTERS = """version = 1
+TWO = """version = 2
 [ethernet]
 rate = "{rate}"
 [[cluster]]
@@ -54,12 +77,21 @@ kind = "roce"
 rate = "1Gb/s"
 nodes = ["b[0-1]"]
 """
+LINK = """[[between]]
+clusters = ["a", "b"]
+rate = "100Mb/s"
+latency = "{latency}"
+"""
+ONE = """version = 1
+[ethernet]
+rate = "1Gb/s"
+[[cluster]]
+name = "a"
+kind = "ib"
+rate = "1Gb/s"
+nodes = ["a[0-3]"]
+"""
 FLOPS = 4.1e9
-RATES = {"free": "1Gb/s", "slow": "6Mb/s"}
-#: Micro-batches -> (what a step with the slow edge may take of one with the free edge).
-TARGETS = {8: "<= 1.15", 16: "<= 1.08"}
-
-
 #: Engine -> its example, the flag for stages, what the emulated accelerator paces.
 ENGINES = {
     "deepspeed": ("deepspeed_pipeline", "--stages", {"classes": ["Block"]}),
@@ -67,47 +99,157 @@ ENGINES = {
 }
 
 
-def edges(engine: str, micro_batches: int, repetitions: int, steps: int) -> list[Row]:
-    scene, (example, stages, paced) = f"{engine} {micro_batches}", ENGINES[engine]
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder, "model.toml")
-        model.write_text(MODEL_TOML.format(micro_batches=micro_batches, flops=FLOPS))
-        variants = []
-        for edge, rate in RATES.items():
-            file = Path(folder, f"{edge}.toml")
-            file.write_text(CLUSTERS.format(rate=rate))
-            spec = load_spec(file)
+@dataclass(frozen=True)
+class Scene:
+    """edges: name -> cluster.toml, the free one first. target: of a step with the slow edge over one with the free."""
+
+    engine: str
+    micro_batches: int
+    edges: dict[str, str]
+    target: str = ""
+    flops: float = FLOPS
+    steps: int = 10
+
+
+def _scenes() -> dict[str, Scene]:
+    half = {"free": TWO.format(rate="1Gb/s"), "slow": TWO.format(rate="6Mb/s")}
+    far = {name: TWO.format(rate="250Mb/s") + LINK.format(latency=way)
+           for name, way in (("free", "0.1ms"), ("slow", "20ms"))}
+    found = {}
+    for engine in ENGINES:
+        found |= {f"{engine} 8": Scene(engine, 8, half, "<= 1.15"), f"{engine} 16": Scene(engine, 16, half, "<= 1.08")}
+        found[f"{engine} one cluster"] = Scene(engine, 8, {"as it is": ONE}, steps=24)
+    return found | {"deepspeed latency": Scene("deepspeed", 16, far, "<= 1.15", FLOPS * 64 / 60)}
+
+
+SCENES = _scenes()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way to run a scene. how: "holmes" or "engine"; file: its cluster.toml; telemetry: where that is written."""
+
+    variant: Variant
+    how: str
+    file: Path
+    telemetry: Path
+
+
+def _runs(scene: Scene, folder: Path, model: Path) -> list[Run]:
+    found = []
+    for edge, toml in scene.edges.items():
+        file = folder / f"{edge}.toml"
+        file.write_text(toml)
+        spec = load_spec(file)
+        names = {"holmes": "holmes", "engine": "engine"} | ({} if len(scene.edges) > 1 else {"again": "engine"})
+        for how, own in names.items():
+            name, telemetry = f"{how}, {edge}", folder / f"telemetry {how} {edge}"
             flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", "pipeline=2", "--holmes-model",
-                     str(model))
-            variants.append(Variant(f"holmes, {edge}", spec, interleave(spec), flags))
-            variants.append(Variant(f"engine, {edge}", spec, interleave(spec), (*flags, "--holmes-inflight", "off")))
+                     str(model), "--holmes-telemetry", str(telemetry))
+            flags += ("--holmes-inflight", "off") if own == "engine" else ()
+            found.append(Run(Variant(name, spec, interleave(spec), flags), own, file, telemetry))
+    return found
+
+
+def measure(name: str, scene: Scene, repetitions: int) -> list[Row]:
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        model = folder / "model.toml"
+        model.write_text(MODEL_TOML.format(micro_batches=scene.micro_batches, flops=scene.flops))
+        runs = _runs(scene, folder, model)
+        example, stages, paced = ENGINES[scene.engine]
         train = examples() / example / "train.py"
-        script = [str(train), *MODEL, stages, "2", "--micro-batches", str(micro_batches)]
-        started = iter(range(1, repetitions * len(variants) + 1))
-        total = repetitions * len(variants)
+        script = [str(train), *MODEL, stages, "2", "--micro-batches", str(scene.micro_batches)]
+        started, total = iter(range(1, repetitions * len(runs) + 1)), repetitions * len(runs)
         series = compare(
-            variants, script, repetitions=repetitions, steps=steps, skip=4,
-            accelerator={"flops": FLOPS, **paced},
-            on_run=lambda variant, _: tell(f"{scene}: run {next(started)} of {total}: {variant}"))
-    rows = []
-    for name, target in (("holmes", TARGETS.get(micro_batches, "")), ("engine", "")):
-        rows.append(ratio_row(scene, f"{name}: slow edge : free edge", series[f"{name}, slow"],
-                              series[f"{name}, free"], target))
-    rows.append(ratio_row(scene, "slow edge, engine : holmes", series["engine, slow"], series["holmes, slow"], ""))
+            [run.variant for run in runs], script, repetitions=repetitions, steps=scene.steps, skip=4,
+            accelerator={"flops": scene.flops, **paced},
+            on_run=lambda variant, _: tell(f"{name}: run {next(started)} of {total}: {variant}"))
+        exposed = {run.variant.name: _pipeline_s(run.telemetry) for run in runs}
+        predicted = {run.variant.name: predict(scene, run, model) for run in runs if "again" not in run.variant.name}
+    return [*_ratios(name, scene, series, exposed), *_predictions(name, series, predicted), *step_rows(name, series)]
+
+
+def _pipeline_s(telemetry: Path) -> float:
+    """Seconds of a step that a rank waited in the pipeline's operations, mean of all ranks."""
+    return sum(row.exposed_s for row in summarize(load(telemetry)).rows if row.kind == "pipeline")
+
+
+def _ratios(name: str, scene: Scene, series: dict[str, Series], exposed: dict[str, float]) -> list[Row]:
+    if len(scene.edges) == 1:
+        engine, again = series["engine, as it is"], series["again, as it is"]
+        ours = series["holmes, as it is"]
+        both = statistics.median([*engine.medians, *again.medians])
+        pairs = [2 * a / (b + c) - 1 for a, b, c in zip(ours.medians, engine.medians, again.medians)]
+        cost = Row.of(name, "what holmes's edges add to a step", ours.median / both - 1, "of a step",
+                      (min(pairs), max(pairs)), True, "<= 0.005")
+        noise = abs(again.median / engine.median - 1)
+        difference = max_loss_difference(engine, ours)
+        return [cost, Row.median(name, "A/A difference (noise)", [noise], "of a step", True),
+                Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-6")]
+    rows = [ratio_row(name, f"{how}: slow edge : free edge", series[f"{how}, slow"], series[f"{how}, free"],
+                      scene.target if how == "holmes" else "") for how in ("holmes", "engine")]
+    rows.append(ratio_row(name, "slow edge, engine : holmes", series["engine, slow"], series["holmes, slow"], ""))
+    extra = {how: exposed[f"{how}, slow"] - exposed[f"{how}, free"] for how in ("holmes", "engine")}
+    rows += [Row.median(name, f"exposed by the slow edge, {how}", [extra[how]], "s", True) for how in extra]
+    rows.append(Row.median(name, "exposed by the slow edge, holmes : engine", [extra["holmes"] / extra["engine"]], "x",
+                           True, "<= 0.25"))
     difference = max_loss_difference(series["engine, slow"], series["holmes, slow"])
-    rows.append(Row.median(scene, "largest loss difference", [difference], "nats", False, "<= 1e-6"))
-    return rows + step_rows(scene, series)
+    return [*rows, Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-6")]
+
+
+# --------------------------------------------------------------------------- prediction
+
+
+@cache
+def _overheads(engine: str) -> tuple[float, float, float]:
+    return calibrate(engine, Measured.load(STORE))
+
+
+def predict(scene: Scene, run: Run, model_file: Path) -> float:
+    """Seconds of a step."""
+    site, spec, model = site_from_spec(run.variant.spec), run.variant.spec, load_model(str(model_file))
+    launched = replace(site, nodes=tuple(site.node_by_name[name] for name in interleave(spec)))
+    options = Options(inflight="off" if run.how == "engine" else "auto")
+    plan = build_plan(launched, Sizes(pipeline=2), model=model, options=options)
+    h, tokens = HIDDEN, SEQUENCE
+    forward = (2 * tokens * (12 * h * h + 13 * h) + 4 * tokens * tokens * h) / scene.flops  # lab/emulate/accelerator.py
+    costs = StageCosts(
+        *(((0.0, *[seconds] * LAYERS, 0.0),) * 2 for seconds in (forward, 2 * forward, 0.0, 0.0)), scene.micro_batches)
+    block_s, parameter_s, step_s = _overheads(scene.engine)
+    traffic = plan.traffic_of("sockets")
+    overlap = "on" if all(reduction.overlap for reduction in traffic.reductions) else "off"
+    execution = Execution(scene.engine, in_flight=traffic.in_flight, overlap=overlap, block_s=block_s,
+                          parameter_s=parameter_s, step_s=step_s, cores=CORES)
+    return simulate(site, plan.nodes, plan.sizes, model, execution, costs=costs).step_s
+
+
+def _predictions(name: str, series: dict[str, Series], predicted: dict[str, float]) -> list[Row]:
+    rows, errors = [], []
+    for variant, seconds in predicted.items():
+        error = seconds / series[variant].median - 1
+        errors.append(abs(error))
+        rows.append(Row.median(name, f"predicted step {variant}", [seconds], "s", True))
+        rows.append(Row.median(name, f"error of the prediction, {variant}", [error], "of the measured", True))
+    return [*rows, Row.of(name, "worst error of the predictions", max(errors), "of the measured",
+                          (min(errors), max(errors)), True, "<= 0.1")]
+
+
+def kept(file: Path | None, names: Sequence[str]) -> list[Row]:
+    """Rows of other scenes that the file has."""
+    if file is None or not file.exists():
+        return []
+    rows = [Row(**{**row, "spread": tuple(row["spread"])}) for row in json.loads(file.read_text())["rows"]]
+    return [row for row in rows if row.scene not in names and row.scene in SCENES]
 
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
-    arguments.add_argument("--steps", type=int, default=12)
     given = arguments.parse_args()
-    makers = {f"{engine} {count}": (engine, count) for engine in ENGINES for count in TARGETS}
-    names = chosen(given.scenes, makers)
-    rows = [row for name in names for row in edges(*makers[name], given.repetitions, given.steps)]
-    return finish(rows, given.json, "Edges between clusters (emulated accelerator)")
+    names = chosen(given.scenes, SCENES)
+    rows = [row for name in names for row in measure(name, SCENES[name], given.repetitions)]
+    return finish([*kept(given.json, names), *rows], given.json, "Edges between clusters (emulated accelerator)")
 
 
 if __name__ == "__main__":

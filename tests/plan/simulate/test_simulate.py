@@ -13,7 +13,7 @@ from holmes_ext.plan.cost.links import Curve, Link, Links, fit
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.nodes import costs_on_site, stock_fabric
 from holmes_ext.plan.cost.pipeline import passes
-from holmes_ext.plan.cost.stages import StageCosts, estimate
+from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
 from holmes_ext.plan.simulate.events import Simulation, Transfer
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.pipelines import Pipelines
