@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from holmes_ext.cluster.site import Port, Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.cost.model_file import load_model
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.session import Session
@@ -57,3 +59,15 @@ def test_layers_and_gloos_own_networks():
         "data groups on ib and roce, pipeline, world groups on ethernet; with gloo data, pipeline, world groups on"
         in text
     )
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_what_an_edge_does(monkeypatch, on):
+    """Only where a framework's edges are patched; more micro-batches with what they cost."""
+    monkeypatch.setattr(banner, "registry", lambda: SimpleNamespace(summary=lambda: (["megatron-edges"] * on, {})))
+    assert ("; pipeline sends do not block; " in said(sizes=Sizes(2))) == on
+    assert "do not block" not in said(sizes=Sizes(2), options=Options(inflight="off"))
+    model = replace(load_model(FILE.parents[1] / "models" / "gpt_7.5b.toml"), global_batch=64)
+    text = said(sizes=Sizes(2), options=Options(inflight="3"), model=model)
+    assert ("pipeline sends do not block, 5+1 micro-batches in flight hide the edges, " in text) == on
+    assert ("GB more on the fullest stage" in text) == on

@@ -1,12 +1,13 @@
 """DeepSpeed's pipeline engine on two emulated clusters: where bytes go under holmes; nothing else is learned."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.plan.build import build_plan
-from integration_tests.jobs import SIZE, STEPS, TRAIN, fast, full, launch, losses, same, train
+from integration_tests.jobs import SCRIPTS, SIZE, STEPS, TRAIN, fast, full, launch, losses, said, same, train
 
 
 def measured(clusters, log, *flags, **more):
@@ -77,3 +78,14 @@ def test_sizes_that_are_not_the_jobs_end_it_in_one_line(two_clusters, planned):
     text = "".join(result.outputs.values())
     assert text.count(f"holmes: --holmes-sizes says {planned}, but the program initializes pipeline=2") == 1
     assert "Traceback" not in text and "is lost" not in text
+
+
+@pytest.mark.parametrize("step", [pytest.param(0, marks=full), 3])
+def test_a_shorter_micro_batch_ends_the_job_in_one_line(two_clusters, step):
+    """Before messages are known, and when they are received in advance. Stock leaves half a message in the buffer."""
+    result = launch(two_clusters, str(SCRIPTS / "shorter_batch.py"), str(step), "1", *two_clusters.holmes)
+    assert all(result.statuses.values()), result.outputs
+    told = r"holmes: pipeline edge from stage 0 to stage 1 \(to rank [23]\): micro-batch 1 is \(3, 8\) torch.float32,"
+    told += r" announced was \(4, 8\) torch.float32; give all"
+    lines = [line for line in said(result) if re.search(told, line)]
+    assert lines, result.outputs

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -244,3 +245,22 @@ def test_bad_input_is_one_line(capsys, arguments, message):
 def test_the_global_batch_is_asked_for(capsys):
     status, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--model", MODEL)
     assert status == 2 and "key 'global_batch' is missing; a search needs it, or --global-batch N" in said.err
+
+
+def test_what_an_edge_gains(capsys, monkeypatch, tmp_path):
+    """With --inflight off, or the job's own flag, the framework's own schedule is planned; plan.json says the same."""
+    monkeypatch.setenv("COLUMNS", "200")
+    file = tmp_path / "slow.toml"
+    file.write_text(Path(CLUSTER).read_text().replace('rate = "250Mb/s"', 'rate = "20Mb/s"'))
+    asked = ["plan", "--cluster", str(file), "--model", MODEL, "--sizes", "pipeline=2"]
+    _, said = holmes(capsys, *asked)
+    line = next(line for line in said.out.splitlines() if line.startswith("pipeline edges: sends that do not block, "))
+    ours, own = re.search(r"micro-batches in flight.*: (\S+) s a step instead of (\S+) s under", line).groups()
+    assert float(ours) < float(own)
+    for off in (["--inflight", "off"], ["--", *GPT, "--holmes-inflight", "off"]):
+        _, said = holmes(capsys, *asked, *off)
+        assert "pipeline edges:" not in said.out
+        _, said = holmes(capsys, *asked, "--json", *off)
+        assert json.loads(said.out)["traffic"][0]["in_flight"] == []
+    _, said = holmes(capsys, *asked, "--json")
+    assert json.loads(said.out)["predicted"]["step_seconds"] == pytest.approx(float(ours), rel=1e-3)

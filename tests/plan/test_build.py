@@ -147,7 +147,7 @@ def test_listed_layers():
 
 
 def test_a_models_times_agree_with_the_cost_model():
-    """One kind of GPU, no embedding to speak of, 1F1B: estimate() and step_seconds() are two ways to the same number."""
+    """One kind of GPU, no embedding to speak of, 1F1B: estimate() and step_seconds() are two ways to one number."""
     site, sizes = sample("two_clusters_8"), Sizes(2).complete(8)
     plain = replace(MODEL, vocabulary=1, positions="none", tied=False)
     costs = costs_on_site(site, [node.name for node in site.nodes], sizes, plain, hides=False)
