@@ -43,8 +43,9 @@ class Options:
     bucket: str = _option(
         "", "megabytes of gradients that travel together (default: from the fabric's latency and rate)")
     inflight: str = _option(
-        "auto", "auto (default): DeepSpeed's pipeline stages start as many forward passes before their first backward"
-        " as hide the edges between them; N: so many more than 1F1B; off: the engine's own schedule, sends that block")
+        "auto", "auto (default): stages of DeepSpeed's pipeline engine and of megatron-core start as many forward"
+        " passes before their first backward as hide the edges between them and fit the memory; N: so many more than"
+        " 1F1B; off: the engine's own schedule, sends that block")
     compress: str = _option(
         "off", "off (default), bf16, or int8 (with error feedback): gradients on the slow network only, where they are"
         " reduced in two levels", ("off", "bf16", "int8"))

@@ -82,9 +82,7 @@ def _make(current: session.Session, group) -> _Pairs:
     if len(ranks) < 2 or current.rank not in ranks or not (carrier := carrier_of(backend)):
         return pairs
     if registry().is_on(EDGES.name) and not _interleaved():
-        box = mailbox_of(group)
-        pairs.by_peer = {peer: box.group(peer, "send") for peer in box.peers}
-        return pairs
+        return _Pairs(mailbox_of(group).by_peer)
     options = {"backend": backend, "timeout": _timeout(group, backend)}
     if len(ranks) == 2:
         if own_pair(current.plan, ranks, range(current.plan.world_size), carrier):

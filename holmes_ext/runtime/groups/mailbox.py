@@ -89,13 +89,14 @@ class Mailbox:
         """What this rank sends `peer` of every micro-batch; () for what is not known."""
         self._announced[peer], self._place = forms, (("", 0), -1, 0)
 
-    @property
-    def peers(self) -> tuple[int, ...]:
-        return tuple(self._ends)
-
     def group(self, peer: int, direction: str) -> Any:
         """Over which a message travels to (direction "send") or from ("recv") a neighbour."""
         return self._groups[peer, direction]
+
+    @property
+    def by_peer(self) -> dict[int, Any]:
+        """One group for both directions, the same at both ends: that of activations."""
+        return {peer: self._groups[peer, "send" if own < other else "recv"] for peer, (own, other) in self._ends.items()}
 
     def check(self, tensor: Any, peer: int) -> None:
         """HolmesError where the tensor that is to be sent is not as it was announced: the receiver has a buffer of that

@@ -13,6 +13,7 @@ from holmes_ext.patches.megatron import p2p
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.layout import groups
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process
 
@@ -20,15 +21,20 @@ from holmes_ext.runtime.start.launcher import Process
 class Group:
     """A process group as one of its ranks sees it."""
 
-    def __init__(self, ranks, me):
-        self.ranks, self.me = tuple(ranks), me
+    def __init__(self, ranks, me, purpose=""):
+        self.ranks, self.me, self.purpose = tuple(ranks), me, purpose
 
     def rank(self):
         return self.ranks.index(self.me)
 
 
-def used(monkeypatch, site, plan, rank, ranks, ring):
-    """Groups, by their ranks, over which `rank` of the pipeline group `ranks` sends or receives in batches."""
+def used(monkeypatch, site, plan, rank, ranks, ring, edges=False):
+    """Groups, by their ranks, over which `rank` of the pipeline group `ranks` sends or receives in batches; edges:
+    edges.py makes the groups."""
+    monkeypatch.setattr(p2p, "registry", lambda: SimpleNamespace(is_on=lambda name: edges))
+    monkeypatch.setattr(p2p, "_interleaved", lambda: ring)
+    monkeypatch.setattr(mailbox, "members_group", lambda members, purpose, **options: Group(members, rank, purpose))
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
     monkeypatch.setattr(session, "_active", Session(Options(), Process(0, 1, 0, 1, "", 0, ""), site, plan, rank))
     monkeypatch.setattr(p2p, "members_group", lambda members, purpose, **options: Group(members, rank))
     monkeypatch.setattr(p2p, "backend_of", lambda group: "nccl")
@@ -42,6 +48,7 @@ def used(monkeypatch, site, plan, rank, ranks, ring):
         assert peers <= set(group.ranks), "a tensor for a rank that is not in the group"
         if peers:
             over.append(group.ranks)
+            assert group.purpose in ("", "pipeline activations"), "the other end uses another group"
         return []
 
     place, last = ranks.index(rank), len(ranks) - 1
@@ -52,15 +59,16 @@ def used(monkeypatch, site, plan, rank, ranks, ring):
     return over
 
 
+@pytest.mark.parametrize("edges", [False, True], ids=["", "edges"])
 @pytest.mark.parametrize("ring", [False, True], ids=["plain", "interleaved"])
-def test_a_group_that_one_rank_sends_batches_over_is_used_by_all_its_ranks(monkeypatch, ring):
+def test_a_group_that_one_rank_sends_batches_over_is_used_by_all_its_ranks(monkeypatch, ring, edges):
     seen = 0
     for seed in range(200):
         rng = random.Random(seed)
         site = random_sites.site(rng)
         plan = build_plan(site, random_sites.sizes(rng, site.world_size))
         for ranks in groups(plan.sizes, "pipeline") if plan.sizes and plan.sizes.pipeline > 1 else ():
-            of_rank = {rank: used(monkeypatch, site, plan, rank, ranks, ring) for rank in ranks}
+            of_rank = {rank: used(monkeypatch, site, plan, rank, ranks, ring, edges) for rank in ranks}
             for rank, over in of_rank.items():
                 for members in over:
                     idle = [other for other in members if members not in of_rank[other]]
