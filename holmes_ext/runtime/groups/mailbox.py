@@ -96,7 +96,8 @@ class Mailbox:
     @property
     def by_peer(self) -> dict[int, Any]:
         """One group for both directions, the same at both ends: that of activations."""
-        return {peer: self._groups[peer, "send" if own < other else "recv"] for peer, (own, other) in self._ends.items()}
+        ways = {peer: "send" if own < other else "recv" for peer, (own, other) in self._ends.items()}
+        return {peer: self._groups[peer, way] for peer, way in ways.items()}
 
     def check(self, tensor: Any, peer: int) -> None:
         """HolmesError where the tensor that is to be sent is not as it was announced: the receiver has a buffer of that
