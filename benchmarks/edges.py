@@ -3,12 +3,12 @@
     python benchmarks/edges.py --json FILE [--scenes "deepspeed 8,..."] [--repetitions 3]
 
 DeepSpeed's pipeline engine and megatron-core's 1F1B on 2 + 2 emulated nodes, two stages of 64 ms a micro-batch (layers
-sleep as long as an accelerator of 4.1 GFLOP/s would compute). The link between the clusters, which both pipelines
-share, takes half of that for their activations (12 Mb/s), or next to nothing (1 Gb/s); "latency": 60 ms a micro-batch
-and 20 ms each way, or none; "one cluster": an edge that nothing has to hide, as it is. "engine": --holmes-inflight off, the engine's own schedule with
-sends that block; "holmes": as many micro-batches in flight as hide the edge. Alternating; medians of the repetitions'
-medians. Exposed: seconds of a step that a rank waits for its neighbours, by holmes's telemetry, in excess of the same
-with a free edge (where the pipeline fills, everybody waits).
+sleep as long as an accelerator of 2.4 GFLOP/s would compute). Ethernet between the stages takes half of that for one
+activation of 32 KiB (7.4 Mb/s), or next to nothing (1 Gb/s); "latency": 60 ms a micro-batch and 20 ms each way, or
+none; "one cluster": an edge that nothing has to hide, as it is. "engine": --holmes-inflight off, the engine's own
+schedule with sends that block; "holmes": as many micro-batches in flight as hide the edge. Alternating; medians of the
+repetitions' medians. Exposed: seconds of a step that a rank waits for its neighbours, by holmes's telemetry, in excess
+of the same with a free edge (where the pipeline fills, everybody waits).
 
 Predicted: plan/simulate/step.py for what cluster.toml says of the networks, with the CPU seconds that
 benchmarks/prediction.py's calibration found. Rows of other scenes that FILE has already are kept, so that it can be
@@ -45,13 +45,13 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.report.figures import summarize
 from holmes_ext.report.files import load
 
-LAYERS, HIDDEN, SEQUENCE = 6, 192, 32
+LAYERS, HIDDEN, SEQUENCE = 6, 64, 128
 MODEL = f"--layers {LAYERS} --hidden {HIDDEN} --heads 4 --sequence {SEQUENCE} --micro-batch 1".split()
 MODEL_TOML = """version = 1
 layers = 6
-hidden = 192
+hidden = 64
 heads = 4
-sequence = 32
+sequence = 128
 vocabulary = 256
 tied = false
 [training]
@@ -65,7 +65,7 @@ flops = {flops}
 """
 TWO = """version = 2
 [ethernet]
-rate = "1Gb/s"
+rate = "{rate}"
 [[cluster]]
 name = "a"
 kind = "ib"
@@ -76,9 +76,10 @@ name = "b"
 kind = "roce"
 rate = "1Gb/s"
 nodes = ["b[0-1]"]
-[[between]]
+"""
+LINK = """[[between]]
 clusters = ["a", "b"]
-rate = "{rate}"
+rate = "100Mb/s"
 latency = "{latency}"
 """
 ONE = """version = 1
@@ -90,7 +91,9 @@ kind = "ib"
 rate = "1Gb/s"
 nodes = ["a[0-3]"]
 """
-FLOPS = 4.1e9
+FLOPS = 2.39e9
+#: What a TCP connection keeps of a message whose sender goes on (gloo's send ends when the kernel has all of it).
+BUFFER_BYTES = 64 * 2**10
 #: Engine -> its example, the flag for stages, what the emulated accelerator paces.
 ENGINES = {
     "deepspeed": ("deepspeed_pipeline", "--stages", {"classes": ["Block"]}),
@@ -111,8 +114,9 @@ class Scene:
 
 
 def _scenes() -> dict[str, Scene]:
-    half = {name: TWO.format(rate=rate, latency="0.1ms") for name, rate in (("free", "1Gb/s"), ("slow", "12Mb/s"))}
-    far = {name: TWO.format(rate="100Mb/s", latency=way) for name, way in (("free", "0.1ms"), ("slow", "20ms"))}
+    half = {"free": TWO.format(rate="1Gb/s"), "slow": TWO.format(rate="7.4Mb/s")}
+    far = {name: TWO.format(rate="250Mb/s") + LINK.format(latency=way)
+           for name, way in (("free", "0.1ms"), ("slow", "20ms"))}
     found = {}
     for engine in ENGINES:
         found |= {f"{engine} 8": Scene(engine, 8, half, "<= 1.15"), f"{engine} 16": Scene(engine, 16, half, "<= 1.08")}
@@ -218,7 +222,7 @@ def predict(scene: Scene, run: Run, model_file: Path) -> float:
     traffic = plan.traffic_of("sockets")
     overlap = "on" if all(reduction.overlap for reduction in traffic.reductions) else "off"
     execution = Execution(scene.engine, in_flight=traffic.in_flight, overlap=overlap, block_s=block_s,
-                          parameter_s=parameter_s, step_s=step_s, cores=CORES)
+                          parameter_s=parameter_s, step_s=step_s, cores=CORES, buffer_bytes=BUFFER_BYTES)
     return simulate(site, plan.nodes, plan.sizes, model, execution, costs=costs).step_s
 
 

@@ -89,3 +89,5 @@ def test_a_shorter_micro_batch_ends_the_job_in_one_line(two_clusters, step):
     told += r" announced was \(4, 8\) torch.float32; give all"
     lines = [line for line in said(result) if re.search(told, line)]
     assert lines, result.outputs
+    for rank, text in result.outputs.items():
+        assert re.search("holmes: .*pipeline edge from stage 0 .*to stage 1", text), (rank, text)

@@ -122,6 +122,8 @@ class Shaping:
 def shaping(rate_bps: int) -> Shaping:
     """The shaping with which a TCP stream's data, without headers, gets `rate_bps` bits/s."""
     wire_bps = round(rate_bps * WIRE)
+    if rate_bps <= 30_000_000:  # so slow that every packet may stand alone, and a message of 32 KiB counts
+        return Shaping(wire_bps, 3_700, 2_000)
     if rate_bps <= 300_000_000:
         return Shaping(wire_bps, 10_000, 8_000)
     if rate_bps <= 700_000_000:

@@ -44,7 +44,7 @@ class Span(NamedTuple):
 class Transfer:
     """parties: how many posts it needs. uses: (NIC, weight); limit_bps: what one flow reaches alone. channel: those of
     one channel follow each other in the order in which they became ready. across: between clusters. latency_s: of the
-    way, which holds up nothing behind it."""
+    way, which holds up nothing behind it. buffered: who sends need not wait until all has left, once it is ready."""
 
     parties: int
     fixed_s: float = 0.0
@@ -55,6 +55,7 @@ class Transfer:
     then: Hashable = None
     across: bool = False
     latency_s: float = 0.0
+    buffered: bool = False
     posts: int = field(default=0, init=False)
     gone: float = field(default=-1.0, init=False)
     ready: float = field(default=-1.0, init=False)
@@ -135,6 +136,9 @@ class Simulation:
         if transfer.posts < transfer.parties:
             return
         transfer.ready = self.now if ready is None else ready
+        if transfer.buffered:
+            transfer.gone = self.now
+            self._release_senders(transfer)
         if transfer.channel is None:
             self._begin(tag)
             return
@@ -171,8 +175,7 @@ class Simulation:
             if queue:
                 self._begin(queue[0])
         if transfer.latency_s:
-            self._release(transfer, [one for one in transfer.waiting if len(one[2]) > 4])
-            transfer.waiting = [one for one in transfer.waiting if len(one[2]) <= 4]
+            self._release_senders(transfer)
             self._at(self.now + transfer.latency_s, 3, tag)
         else:
             self._arrive(tag)
@@ -183,6 +186,10 @@ class Simulation:
         if transfer.then is not None:
             self._post(transfer.then, transfer.ready)
         self._release(transfer, transfer.waiting)
+
+    def _release_senders(self, transfer: Transfer) -> None:
+        self._release(transfer, [one for one in transfer.waiting if len(one[2]) > 4])
+        transfer.waiting = [one for one in transfer.waiting if len(one[2]) <= 4]
 
     def _release(self, transfer: Transfer, waiting: list[tuple[int, float, Op]]) -> None:
         for actor, since, op in waiting:

@@ -25,9 +25,11 @@ class Execution:
     layer's forward and backward, while nothing is computed. gather_overlap: ZeRO-1's weights travel under the next
     forward.
 
-    block_s, message_s, step_s: seconds that software adds to a block's forward or backward, a message, a step.
-    parameter_s: optimizer's seconds of one parameter. cores: CPU cores that all ranks share for block_s, parameter_s,
-    step_s and what links say of bytes sent, as in a lab on one machine; 0: every rank has its own.
+    buffer_bytes: messages up to this leave the sender's hands as soon as the receiver is there, because the transport
+    has a buffer for them (TCP's, under gloo). block_s, message_s, step_s: seconds that software adds to a block's
+    forward or backward, a message, a step. parameter_s: optimizer's seconds of one parameter. cores: CPU cores that all
+    ranks share for block_s, parameter_s, step_s and what links say of bytes sent, as in a lab on one machine; 0: every
+    rank has its own.
     """
 
     engine: str = "megatron"
@@ -39,6 +41,7 @@ class Execution:
     two_level: str = "off"
     zero: int = 0
     gather_overlap: bool = False
+    buffer_bytes: int = 0
     block_s: float = 0.0
     message_s: float = 0.0
     step_s: float = 0.0

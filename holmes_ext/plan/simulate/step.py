@@ -91,7 +91,7 @@ def simulate(
     layers = model.layers_of(sizes)
     ranges = costs.ranges(_blocks(run.stage_layers, costs.blocks, sizes.pipeline * run.virtual))
     reductions = Reductions(flows, run, ranges, layers, model, sizes, costs.micro_batches)
-    messages = _messages(flows, run.virtual, costs.micro_batches, layers[0].activation_bytes)
+    messages = _messages(flows, run, costs.micro_batches, layers[0].activation_bytes)
     transfers = {**messages, **reductions.transfers}
     actors = [(kind, stage) for kind in range(len(pipelines.kinds)) for stage in range(sizes.pipeline)]
     programs = []
@@ -120,15 +120,15 @@ def _blocks(blocks: Sequence[int], layers: int, parts: int) -> Sequence[int]:
     return blocks
 
 
-def _messages(flows: Flows, virtual: int, micro_batches: int, size: float) -> dict[Hashable, Transfer]:
+def _messages(flows: Flows, run: Execution, micro_batches: int, size: float) -> dict[Hashable, Transfer]:
     """Activations to the next (virtual) stage and their gradients back."""
     found: dict[Hashable, Transfer] = {}
     stages = flows.pipelines.stages
     for kind in range(len(flows.pipelines.kinds)):
-        for place in range(stages * virtual - 1):
+        for place in range(stages * run.virtual - 1):
             one, two = place % stages, (place + 1) % stages
             for letter, ends in (("a", (one, two)), ("g", (two, one))):
-                message = flows.message(kind, *ends, size)
+                message = replace(flows.message(kind, *ends, size), buffered=size <= run.buffer_bytes)
                 for micro_batch in range(micro_batches):
                     found[letter, place, micro_batch, kind] = replace(message)
     return found

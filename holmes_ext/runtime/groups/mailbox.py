@@ -124,7 +124,7 @@ class Mailbox:
         form = tuple(tensor.shape), tensor.dtype
         self._came[peer].append(form)
         if not self._posted[peer]:
-            self._irecv(tensor, peer).wait()
+            self._wait(self._irecv(tensor, peer), peer)
             return
         buffer, work = self._posted[peer].popleft()
         if (tuple(buffer.shape), buffer.dtype) != form:
@@ -133,7 +133,7 @@ class Mailbox:
             said, now = (f"{tuple(shape)} {dtype}" for shape, dtype in ((buffer.shape, buffer.dtype), form))
             way = "--holmes-inflight off leaves sending to the engine"
             raise HolmesError(f"{edge} was {said} in every step and is to be {now} now; {way}")
-        work.wait()
+        self._wait(work, peer)
         tensor.copy_(buffer)
         self._post(peer)
 
@@ -162,6 +162,15 @@ class Mailbox:
         import torch.distributed as dist
 
         return dist.irecv(tensor, peer, group=self._groups[peer, "recv"])
+
+    def _wait(self, work: Any, peer: int) -> None:
+        """For what `peer` sends; what fails says at which edge."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            own, other = self._ends[peer]
+            edge = f"pipeline edge from stage {other} (rank {peer}) to stage {own}"
+            raise type(error)(f"{edge}: {error}") from None
 
     def _post(self, peer: int) -> None:
         if self._next[peer] < len(self._known[peer]):

@@ -136,3 +136,19 @@ def test_what_was_not_announced_is_not_sent():
     box.announce([((9,), torch.float32)], 5)
     with pytest.raises(HolmesError, match="announced was .9,. torch.float32"):
         box.check(torch.ones(9, dtype=torch.bfloat16), 5)
+
+
+
+class Lost:
+    """A receive whose sender has ended."""
+
+    def wait(self):
+        raise dist.DistBackendError("Connection closed by peer [10.0.0.1]:5")
+
+
+def test_who_waits_for_a_lost_rank_says_at_which_edge(monkeypatch):
+    box = Mailbox({(5, "recv"): None}, {5: (2, 1)})
+    monkeypatch.setattr(dist, "irecv", lambda tensor, peer, group: Lost())
+    told = r"pipeline edge from stage 1 \(rank 5\) to stage 2: Connection closed by peer"
+    with pytest.raises(dist.DistBackendError, match=told):
+        box.recv(torch.empty(2), 5)
