@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
         given = "--model or --profile says what the model computes and sends"
         raise HolmesError(f"{given}; give it or --workload (--gradient-bytes, ...), not both")
     overlap = args.overlap == "on"
-    how = {"links": links, "options": Options(inflight="auto" if job.hides else "off")}
-    plan = build_plan(site, sizes, workload, args.partition, model, args.alpha, overlap, profile=profile, **how)
+    options = Options(inflight="auto" if job.hides else "off")
+    plan = build_plan(site, sizes, workload, args.partition, model, args.alpha, overlap, (), profile, links, options)
     alone = None
     if model is not None and profile is None and plan.sizes is not None:
         alone = search.alone(plan, site, links, job, model, overlap)

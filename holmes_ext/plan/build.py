@@ -13,7 +13,7 @@ from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.nodes import clusters_of_stages, costs_on_site, step_seconds, stock_fabric
 from holmes_ext.plan.cost.pipeline import Estimate, uniform
 from holmes_ext.plan.cost.stages import StageCosts, predict
-from holmes_ext.plan.cost.workload import Workload
+from holmes_ext.plan.cost.workload import StageLoad, Workload
 from holmes_ext.plan.decide import settle
 from holmes_ext.plan.in_flight import asked_in_flight
 from holmes_ext.plan.placement import place
@@ -63,7 +63,8 @@ def build_plan(
     measured = links.site(site)
     placement = place(measured, sizes, workload)
     launched = [node.name for node in site.nodes]
-    predicted, loads = {}, ()
+    predicted: dict[str, float] = {}
+    loads: tuple[StageLoad, ...] = ()
     if sizes is not None and placement.predicted is not None:
         stock = step_seconds(measured, launched, sizes, workload, only=stock_fabric(measured))
         predicted = {

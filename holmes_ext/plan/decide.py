@@ -104,10 +104,14 @@ def resized(plan: Plan, sizes: Sizes, options: Options, model: Model | None = No
 def with_loads(plan: Plan, options: Options, model: Model | None) -> Plan:
     """`plan` with what its stages compute and hold of `model`, and as many micro-batches in flight as follow; the plan
     itself where it knows that, or the model is not known, or such that the framework will refuse it."""
-    if plan.loads or workload_of(model, plan.sizes) is None or model.layers < plan.sizes.pipeline:
+    sizes = plan.sizes
+    if plan.loads or model is None or sizes is None or workload_of(model, sizes) is None:
         return plan
-    costs = costs_on_site(site_of(plan), plan.nodes, plan.sizes, model)
-    layers = plan.stage_layers if sum(plan.stage_layers) == model.layers else uniform(model.layers, costs.stages)
+    if model.layers < sizes.pipeline:
+        return plan
+    costs = costs_on_site(site_of(plan), plan.nodes, sizes, model)
+    own = len(plan.stage_layers) == costs.stages and sum(plan.stage_layers) == model.layers  # else chunks of stages
+    layers = plan.stage_layers if own else uniform(model.layers, costs.stages)
     plan = replace(plan, loads=costs.loads(layers))
     held = [under_way(plan, site_of(plan, one.carriers[0]), options) for one in plan.traffic]
     return replace(plan, traffic=tuple(replace(one, in_flight=own) for one, own in zip(plan.traffic, held)))
