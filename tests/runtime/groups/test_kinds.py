@@ -37,7 +37,8 @@ def test_data_and_context_together_are_data():
         ("EMBEDDING_GROUP", "embedding"), ("PIPELINE_MODEL_PARALLEL_GROUP", "pipeline"),
         ("TENSOR_MODEL_PARALLEL_GROUP", "tensor"), ("TENSOR_AND_DATA_PARALLEL_GROUP", "other"),
         ("two-level across", "data"),
-        ("pipeline pair", "pipeline"), ("pipeline gradients", "pipeline"), ("CONTEXT_PARALLEL_GROUP", "context"), ("default_pg", "world"),
+        ("pipeline pair", "pipeline"), ("pipeline gradients", "pipeline"),
+        ("CONTEXT_PARALLEL_GROUP", "context"), ("default_pg", "world"),
         ("mesh_dp_shard_cp", "data"), ("mesh_replicate", "data"), ("mesh_tp", "tensor"), ("mesh_pp", "pipeline"),
     ],
 )  # fmt: skip
