@@ -63,12 +63,16 @@ def _used(current: Session, carrier: str) -> str:
 
 
 def _edges(current: Session) -> str:
-    """Where a DeepSpeed pipeline keeps more micro-batches in flight than 1F1B, which costs their activations."""
+    """Where a DeepSpeed pipeline keeps more micro-batches in flight than 1F1B, which costs their activations; and what
+    tensor ranks share out."""
     own = range(current.plan.sizes.pipeline, 0, -1) if current.plan.sizes is not None else ()
-    held = current.plan.traffic_of(SOCKETS).in_flight
-    if "deepspeed-edges" not in registry().summary()[0] or all(one <= other for one, other in zip(held, own)):
-        return ""
-    return f"{'+'.join(map(str, held))} micro-batches in flight, that edges are not waited for"
+    traffic, on, parts = current.plan.traffic_of(SOCKETS), registry().summary()[0], []
+    if "deepspeed-edges" in on and any(one > other for one, other in zip(traffic.in_flight, own)):
+        held = "+".join(map(str, traffic.in_flight))
+        parts.append(f"{held} micro-batches in flight, that edges are not waited for")
+    if "megatron-slices" in on and (slices := max((edge.slices for edge in traffic.edges), default=1)) > 1:
+        parts.append(f"{slices} tensor ranks share out what crosses, where each has all of it")
+    return "; ".join(parts)
 
 
 def _reductions(current: Session) -> str:

@@ -21,7 +21,7 @@ from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import all_reduce, slowest_inside, summed_across
 from holmes_ext.plan.cost.network import crossing as crossing_ways
-from holmes_ext.plan.cost.nodes import Predictor, exposed_stages
+from holmes_ext.plan.cost.nodes import Predictor, exposed_stages, slices_of
 from holmes_ext.plan.cost.pipeline import in_flight
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.layout import INSIDE, Layout, groups
@@ -168,7 +168,8 @@ def _edges(plan: Plan, carrier: str) -> tuple[Edge, ...]:
             fabrics.append(_name(plan.fabric_of(pair, carrier)))
             frameworks = {"pipeline": pair in pairs, "world": fabrics[-1] != world}
             own.append("+".join(name for name, gets_one in frameworks.items() if gets_one))
-        found.append(Edge((stage, (stage + 1) % stages), same(tuple(fabrics)), same(tuple(own))))
+        slices = slices_of(sizes, plan.workload.copies, plan.processes) if ETHERNET in fabrics else 1
+        found.append(Edge((stage, (stage + 1) % stages), same(tuple(fabrics)), same(tuple(own)), slices))
     return tuple(found)
 
 

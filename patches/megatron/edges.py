@@ -20,6 +20,7 @@ from typing import Any
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.features import EDGES
+from holmes_ext.patches.megatron.slices import wires_of
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
@@ -111,7 +112,7 @@ def _schedule(wrapped, instance, args, kwargs):
     if _forms.get(group) != form:
         box.forget()
         _forms[group] = form
-    stage = group.rank()
+    stage, box.wires = group.rank(), wires_of(config)
     box.begin(mailbox.window(held, stage), micro_batches, torch.empty(0, device=device))
     _step = _Step(box, held, stage, config.pipeline_dtype, device)
     try:

@@ -195,12 +195,21 @@ class Predictor:
         for pair, count in pairs.items():
             crossed.update(dict.fromkeys(ways[pair], count))
         loads = hop_loads(self.site.wan, crossed)
-        prices = []
+        prices, copied = [], self.workload.copies and self.only is None
+        slices = slices_of(self.layout.sizes, self.workload.copies, self.layout.processes) if copied else 1
         for (one, two), fabric in fabrics.items():
             way = tuple((hop, loads[hop]) for pair in ways[one, two] for hop in self.site.wan.hops(*pair))
             sharers = max(load["out", one, fabric.name], load["in", two, fabric.name])
-            prices.append(message(fabric, sharers, way=way))
+            price = message(fabric, sharers, way=way)
+            sliced = fabric.name == ETHERNET and slices > 1
+            prices.append(Price(price.byte_s / slices, price.latency_s) if sliced else price)
         return max(prices, key=lambda price: price.seconds(self.workload.activation_bytes or 1.0), default=FREE)
+
+
+def slices_of(sizes: Sizes, copies: int, processes: int) -> int:
+    """Tensor ranks that share out an activation on Ethernet (runtime/groups/wire.py), `copies` of which have all of it:
+    where those that receive it are in one node. 0, nobody told whether there is sequence parallelism: all of them."""
+    return copies or sizes.tensor if sizes.tensor_inside(processes) else 1
 
 
 def _collective(kind: str, tie: Tie, fabric: Fabric, sharers: int, ways: Sequence[Way] = ()) -> Price:

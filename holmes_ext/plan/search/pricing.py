@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
-from holmes_ext.cluster.site import Fabric
+from holmes_ext.cluster.site import ETHERNET, Fabric
 from holmes_ext.plan.cost.memory import Memory, stage_memory, under_way
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import FREE, Price, all_reduce, message, ring, summed_across
@@ -93,9 +93,9 @@ class Pricing:
 
         def least() -> float:
             fabrics = {ground.fabric((one, other)) for one in every for other in every}
-            return min(message(fabric, self.processes).seconds(size) for fabric in fabrics)
+            return min(message(fabric, self.processes).seconds(size / self._slices(fabric)) for fabric in fabrics)
 
-        return ground.remember(("edge", size), least)
+        return ground.remember(("edge", size, self._slices(ground.site.fabric_by_name[ETHERNET])), least)
 
     def tied_s(self, arrangement: Arrangement) -> float:
         """All-reduce of the tied embedding's gradient between the first and the last stage."""
@@ -240,8 +240,15 @@ class Pricing:
         for pair, flows in _pairs(one, other).items():
             fabric = self.ground.fabric(pair)
             (way,) = self.ground.crossing(fabric, pair, flows) or ((),)
-            found.append(message(fabric, sharers, way=way).seconds(size))
+            slices = self._slices(fabric)
+            gathered = self._inside(slices, [index for index, _ in other]).scaled(0.5) if slices > 1 else FREE
+            found.append(message(fabric, sharers, way=way).seconds(size / slices) + gathered.seconds(size))
         return max(found)
+
+    def _slices(self, fabric: Fabric) -> int:
+        """Tensor ranks that share out an activation on `fabric`, as plan/cost/nodes.py has it."""
+        sliced = fabric.name == ETHERNET and self.ground.only is None and self.sizes.tensor_inside(self.processes)
+        return self.model.copies(self.sizes) if sliced else 1
 
 
 def _pairs(one: Content, other: Content) -> dict[tuple[int, int], int]:

@@ -24,10 +24,12 @@ Uses = tuple[tuple[Hashable, float], ...]
 
 
 class Flows:
-    """message_s: seconds that software adds to each message."""
+    """message_s: seconds that software adds to each message. slices: tensor ranks that share out an activation on
+    Ethernet, and gather it then."""
 
-    def __init__(self, pipelines: Pipelines, links: Links, model: Model, message_s: float):
+    def __init__(self, pipelines: Pipelines, links: Links, model: Model, message_s: float, slices: int = 1):
         self.pipelines, self.links, self.model, self.message_s = pipelines, links, model, message_s
+        self.slices = slices
         self.wan = links.site(pipelines.site).wan
         self.gradient_bytes: dict[int, float] = {}  # of each stage
         self.hops: dict[Hashable, float] = {}  # bits/s of what lies between clusters, as far as it is used
@@ -43,10 +45,12 @@ class Flows:
         if one == two:
             return Transfer(2, self.message_s + self._inside((one,), size) if stage != other else 0.0)
         fabric, channel = self.pipelines.fabric((one, two)), (kind, stage, other)
-        curve = self.links.of(fabric).send
+        curve, gathered_s = self.links.of(fabric).send, 0.0
+        if self.slices > 1 and fabric.name == ETHERNET and self.pipelines.only is None:
+            gathered_s, size = self._inside((two,), (self.slices - 1) / self.slices * size), size / self.slices
         count, pair = self.pipelines.count[kind], (self.pipelines.cluster(one), self.pipelines.cluster(two))
         uses = self._uses(fabric, {one: leaving}, {two: reaching}, count, {pair: count})
-        fixed, longer = curve.fixed_s(size) + self.message_s, self._longer_s(fabric, pair)
+        fixed, longer = curve.fixed_s(size) + self.message_s + gathered_s, self._longer_s(fabric, pair)
         across = self._across(one, two)
         return Transfer(2, fixed, 8 * size, curve.rate_bps, uses, channel, across=across, latency_s=longer)
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.groups.members import members_group
+from holmes_ext.runtime.groups.wire import PLAIN, Wire
 
 #: (shape, dtype) of a message.
 Form = tuple[tuple[int, ...], Any]
@@ -58,10 +59,12 @@ def window(held: Sequence[int], stage: int) -> int:
 
 
 class Mailbox:
-    """One rank's. groups: (neighbour, "send" or "recv") -> process group, one for each direction of a pair."""
+    """One rank's. groups: (neighbour, "send" or "recv") -> process group, one for each direction of a pair. wires: for
+    neighbours to which tensors do not travel as they are; a message's form is that of what travels."""
 
     def __init__(self, groups: dict[tuple[int, str], Any]):
         self._groups = groups
+        self.wires: dict[int, Wire] = {}
         self._sent: dict[str, deque[_Sent]] = defaultdict(deque)
         self._posted: dict[int, deque[tuple[Any, Any]]] = defaultdict(deque)
         self._came: dict[int, list[Form]] = defaultdict(list)  # in this step
@@ -84,15 +87,18 @@ class Mailbox:
     def send(self, tensor: Any, peer: int) -> None:
         import torch.distributed as dist
 
-        work = dist.isend(tensor, peer, group=self._groups[peer, "send"])
-        self._sent[self.unit[0]].append(_Sent(self.unit, work, tensor.detach()))
+        part = self.wires.get(peer, PLAIN).outgoing(tensor)
+        work = dist.isend(part, peer, group=self._groups[peer, "send"])
+        self._sent[self.unit[0]].append(_Sent(self.unit, work, part))
 
     def recv(self, tensor: Any, peer: int) -> None:
         """Into `tensor`. HolmesError when another message than in the steps before is expected."""
-        form = tuple(tensor.shape), tensor.dtype
+        part, finish = self.wires.get(peer, PLAIN).incoming(tensor)
+        form = tuple(part.shape), part.dtype
         self._came[peer].append(form)
         if not self._posted[peer]:
-            self._irecv(tensor, peer).wait()
+            self._irecv(part, peer).wait()
+            finish()
             return
         buffer, work = self._posted[peer].popleft()
         if (tuple(buffer.shape), buffer.dtype) != form:
@@ -101,8 +107,9 @@ class Mailbox:
                 f" {form[0]} {form[1]} now; --holmes-inflight off leaves sending to the engine"
             )
         work.wait()
-        tensor.copy_(buffer)
+        part.copy_(buffer)
         self._post(peer)
+        finish()
 
     def arrived(self, kind: str, index: float) -> None:
         """What the units of `kind` up to micro-batch `index` sent has been received; waiting for it takes no time."""

@@ -1,0 +1,82 @@
+"""What of an activation, or of its gradient, travels over an edge between clusters: this tensor rank's part of it.
+
+Without sequence parallelism every tensor rank of a stage has the same tensor to send. Its rows (all dimensions but the
+last) are cut among them, and the tensor ranks that receive gather the whole, inside their node:
+
+    stage s        rank 0 [ a b ]      rank 1 [ a b ]
+                          | a               | b           across: 1 / t of the bytes each; rows are padded to a multiple
+    stage s + 1    rank 0 [ a . ] ---- rank 1 [ . b ]     of t
+                          [ a b ]             [ a b ]     inside: all-gather over the tensor group
+
+Order and freedom from deadlock: the gather is one more collective of the pass that the message is for. It is launched
+where the schedule waits for the message, by the thread and on the stream that launch the pass; all tensor ranks of a
+stage run one schedule, so their tensor group sees the same collectives in the same order. What a gather waits for are
+the messages to the other tensor ranks of its stage. Those were sent after the same pass of the stage before, by ranks
+that needed each other's collectives to get through that pass: no rank's message is further in the schedule than
+another's, and the order of all passes has no circle (patches/deepspeed/edges.py).
+
+Under NCCL (read, not run): waiting for the message lets the current stream wait for the pair's; the gather is enqueued
+behind it on the tensor group's own stream, and the current stream waits for that, as for every collective of a tensor
+group. It is done in place (a rank's part is a view of the whole), so nothing is allocated on one stream and used on
+another, but for padding.
+
+A part that is sent is a view with a TensorImpl of its own: a framework that frees its output by `.data =`
+(megatron-core's deallocate_pipeline_outputs) leaves the storage to the view, which the operation holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+#: What to do once a message is there, on the stream of the pass that needs it.
+Finish = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How tensors travel to and from one neighbour. parts: tensor ranks that share one out, this one being the
+    `place`-th of `group`."""
+
+    parts: int = 1
+    place: int = 0
+    group: Any = None
+
+    def outgoing(self, tensor: Any) -> Any:
+        """What is to be sent of `tensor`, contiguous; to be kept until it is sent."""
+        if self.parts == 1:
+            return tensor.detach()
+        rows = _rows(tensor.detach().contiguous())
+        each = -(-len(rows) // self.parts)
+        mine = rows[self.place * each : (self.place + 1) * each]
+        if len(mine) == each:
+            return mine
+        padded = rows.new_zeros(each, rows.shape[1])
+        padded[: len(mine)] = mine
+        return padded
+
+    def incoming(self, tensor: Any) -> tuple[Any, Finish]:
+        """For `tensor`, contiguous, to be filled: what to receive into, and what to do when that has come."""
+        import torch.distributed as dist
+
+        if self.parts == 1:
+            return tensor.detach(), lambda: None
+        rows = _rows(tensor.detach())
+        each = -(-len(rows) // self.parts)
+        whole = rows if len(rows) == each * self.parts else rows.new_empty(each * self.parts, rows.shape[1])
+        mine = whole[self.place * each : (self.place + 1) * each]
+
+        def finish() -> None:
+            dist.all_gather_into_tensor(whole, mine, group=self.group)
+            if whole is not rows:
+                rows.copy_(whole[: len(rows)])
+
+        return mine, finish
+
+
+PLAIN = Wire()
+
+
+def _rows(tensor: Any) -> Any:
+    return tensor.view(-1, tensor.shape[-1])
