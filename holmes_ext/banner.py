@@ -66,12 +66,14 @@ def _edges(current: Session) -> str:
     """Where a DeepSpeed pipeline keeps more micro-batches in flight than 1F1B, which costs their activations; and what
     tensor ranks share out."""
     own = range(current.plan.sizes.pipeline, 0, -1) if current.plan.sizes is not None else ()
-    traffic, on, parts = current.plan.traffic_of(SOCKETS), registry().summary()[0], []
+    traffic, on, parts = current.plan.traffic_of(SOCKETS), set(registry().summary()[0]), []
     if "deepspeed-edges" in on and any(one > other for one, other in zip(traffic.in_flight, own)):
         held = "+".join(map(str, traffic.in_flight))
         parts.append(f"{held} micro-batches in flight, that edges are not waited for")
     if "megatron-slices" in on and (slices := max((edge.slices for edge in traffic.edges), default=1)) > 1:
         parts.append(f"{slices} tensor ranks share out what crosses, where each has all of it")
+    if on & {"deepspeed-tied", "megatron-tied"} and traffic.tied:
+        parts.append("gradients of tied weights cross in two levels")
     return "; ".join(parts)
 
 

@@ -69,7 +69,8 @@ class Traffic:
     transports: for each kind of group the fabric of every group, in the order of first ranks; one entry where they
     share one. reductions: by stage, one entry where the sizes are not known. edges: of the pipeline. in_flight:
     micro-batches that each stage begins before its first backward ends, where sends do not block; () where the
-    framework's own schedule runs.
+    framework's own schedule runs. tied: names of the clusters between which gradients of a weight that the first and
+    the last stage share are summed in two levels; () where each rank does it with its twin, as frameworks do.
     """
 
     carriers: tuple[str, ...]
@@ -77,6 +78,7 @@ class Traffic:
     reductions: tuple[Reduction, ...]
     edges: tuple[Edge, ...] = ()
     in_flight: tuple[int, ...] = ()
+    tied: tuple[str, ...] = ()
 
 
 def same(values: tuple[str, ...]) -> tuple[str, ...]:

@@ -7,18 +7,19 @@ from holmes_ext.lab import Lab
 from integration_tests.jobs import LabOf, full, train_megatron
 
 CLUSTERS = """version = 1
-processes = 2
 [ethernet]
 rate = "1Gb/s"
 [[cluster]]
 name = "a"
 kind = "ib"
 rate = "1Gb/s"
+processes = 2
 nodes = ["a0"]
 [[cluster]]
 name = "b"
 kind = "roce"
 rate = "1Gb/s"
+processes = 2
 nodes = ["b0"]
 """
 #: 65 rows of a tensor, which 2 ranks cannot share out evenly. 1F1B goes through the mailbox, the interleaved schedule

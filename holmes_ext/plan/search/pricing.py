@@ -17,7 +17,7 @@ from math import inf
 from holmes_ext.cluster.site import ETHERNET, Fabric
 from holmes_ext.plan.cost.memory import Memory, stage_memory, under_way
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.network import FREE, Price, all_reduce, message, ring, summed_across
+from holmes_ext.plan.cost.network import FREE, Price, all_reduce, message, ring, summed_across, tied_seconds
 from holmes_ext.plan.cost.stages import Portion, StageCosts, StagePrice, costs_of, layer_kinds
 from holmes_ext.plan.search.arrangement import PIPELINES_FIRST, Arrangement, Content, Ground
 from holmes_ext.plan.search.space import REDUCTIONS, Shape
@@ -109,8 +109,19 @@ class Pricing:
         for pair, flows in _pairs(first, last).items():
             fabric = self.ground.fabric(pair)
             ways = self.ground.crossing(fabric, pair, flows, ring=True)
-            found.append(all_reduce(2, fabric, sharers, ways).seconds(size))
-        return max(found)
+            found.append(all_reduce(2, fabric, sharers, ways))
+        pair_price, count, here = max(found, key=lambda price: price.seconds(size)), self.shards, 1
+        ends = (*first, *last)
+        if self.ground.only is not None or count == 1 or len(ends) != 2 or ends[0][0] == ends[1][0]:
+            return pair_price.seconds(size)
+        here = self._members_on_node(arrangement.order)
+        inside = [
+            all_reduce(count, self.ground.fabric([index]), self.processes // here) if count > here
+            else self._inside(count, [index]) for index, _ in ends
+        ]  # fmt: skip
+        slowest, names = max(inside, key=lambda price: price.byte_s), [self.ground.site.clusters[i] for i, _ in ends]
+        across = fabric, (names[0], names[1]), count, self.processes, self.ground.wan, self.shape.tensor
+        return tied_seconds(size, pair_price, slowest, *across)
 
     def _load_s(self, arrangement: Arrangement, edges: Sequence[float]) -> float:
         """Seconds that a stage's NIC sends for one micro-batch of all chunks: v activations down, v gradients up, and

@@ -64,8 +64,27 @@ class Flows:
         messages, share = ring(2)
         pair, count = (self.pipelines.cluster(one), self.pipelines.cluster(two)), self.pipelines.count[kind]
         fixed = messages * (curve.fixed_s(size / 2) + self.message_s + self._longer_s(fabric, pair))
+        if (twins := self._twins(pair)) > 1:  # runtime/reduce/tied.py: what the levels inside take more than the share
+            groups = [self.pipelines.groups(stage)[0] for stage in (0, self.pipelines.stages - 1)]
+            inside_s = max(self._summed_inside(own, size) for own in groups)
+            size /= twins
+            fixed += max(0.0, inside_s - share * 8 * size * leaving / curve.rate_bps)
         uses = self._uses(fabric, both, both, 2 * count, {pair: count, pair[::-1]: count})
         return Transfer(2, fixed, share * 8 * size, curve.rate_bps, uses, across=self._across(one, two))
+
+    def _twins(self, pair: Pair) -> int:
+        """Data-parallel ranks of a stage that share out a tied gradient; 1: none, each pair sums it all."""
+        stages = [self.pipelines.groups(stage) for stage in (0, self.pipelines.stages - 1)]
+        apart = pair[0] != pair[1] and all(len(own.clusters) == 1 for groups in stages for own in groups)
+        return stages[0][0].ranks if apart and self.pipelines.only is None else 1
+
+    def _summed_inside(self, groups: DataGroups, size: float) -> float:
+        """Seconds of a reduce-scatter and an all-gather of `size` bytes in such a group, which lies in one cluster."""
+        if len(groups.members) == 1:
+            return self._inside(groups.members, ring(groups.ranks)[1] * size)
+        own = self.pipelines.fabric(tuple(groups.members))
+        here, sharers = max(groups.members.values()), max(groups.alike.values())
+        return slowest_inside(own, groups.ranks, here, sharers, False).seconds(size)
 
     def ring(self, groups: DataGroups, sizes: Sequence[float], part: float, channel: Hashable) -> Transfer:
         """Buckets of `sizes` bytes, one after the other; part: 1 of an all-reduce, 1/2 of a reduce-scatter or a gather.

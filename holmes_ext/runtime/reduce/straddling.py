@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
@@ -33,12 +33,16 @@ def two_level_for(group: dist.ProcessGroup, size: int, way: Reduction | None, de
     the same on all its ranks."""
     if way is None or not way.clusters or size < way.two_level_from:
         return None
-    ranks = dist.get_process_group_ranks(group)
+    return two_level_of(dist.get_process_group_ranks(group), way, carrier_of(backend_of(group, device_type)))
+
+
+def two_level_of(ranks: Sequence[int], way: Reduction, carrier: str) -> TwoLevel | None:
+    """The same for `ranks`, whose tensors `carrier` carries; None where they are in one cluster."""
     parts = session.require().plan.by_cluster(ranks)
     clusters = list(parts.values())
     if len(clusters) < 2:
         return None
-    if carrier_of(backend_of(group, device_type)) != SOCKETS:
+    if carrier != SOCKETS:
         return TwoLevelCollectives(clusters, compress=way.compress)
     across = way.across if way.across is not None and set(way.across.order) == set(parts) else None
     # where the network between the clusters is flat its latency asks for no chunks of their own
