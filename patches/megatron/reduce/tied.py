@@ -31,12 +31,13 @@ def _all_reduce(current, wrapped, instance, args, kwargs):
     group, chunk = given["embd_group"], _own_chunk(given["model"], given["pp_group"])
     if core.job.sizes is None or not _in(group) or chunk is None:
         return wrapped(*args, **kwargs)
+    import torch
     from megatron.core.utils import get_attr_wrapped_model
 
     module = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
     weight = given["weight_getter"](module)
     gradient = getattr(weight, "main_grad", None)
-    if type(gradient) is not type(getattr(weight, "data", None)):  # none, or a DTensor
+    if type(gradient) is not torch.Tensor:  # none, or a DTensor
         return wrapped(*args, **kwargs)
     if group not in _sums:
         from holmes_ext.runtime.reduce.tied import tied_sum_of  # torch is there by now
