@@ -45,6 +45,9 @@ class Options:
     inflight: str = _option(
         "auto", "auto (default): DeepSpeed's pipeline stages start as many forward passes before their first backward"
         " as hide the edges between them; N: so many more than 1F1B; off: the engine's own schedule, sends that block")
+    edges: str = _option(
+        "off", "off (default), bf16, or int8 (a scale for each row): activations and their gradients between pipeline"
+        " stages on the slow network only", ("off", "bf16", "int8"))
     compress: str = _option(
         "off", "off (default), bf16, or int8 (with error feedback): gradients on the slow network only, where they are"
         " reduced in two levels", ("off", "bf16", "int8"))

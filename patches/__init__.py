@@ -18,7 +18,7 @@ __all__ = [
 _MODULES = {
     "torch": ("groups", "ddp", "fsdp", "joined", "telemetry"),
     "deepspeed": (
-        "p2p", "edges", "reduce", "two_level", "tied", "partition", "checkpoints", "joined", "profile", "telemetry",
+        "p2p", "edges", "narrow", "reduce", "two_level", "partition", "checkpoints", "joined", "profile", "telemetry",
     ),
     "lightning": ("ranks",),
     "megatron": (

@@ -116,7 +116,7 @@ def _traffic(plan: Plan, carrier: str, options: Options) -> Traffic:
     for kind, ranks in plan.groups():
         transports.setdefault(kind, []).append(_name(plan.fabric_of(ranks, carrier)))
     listed = {kind: same(tuple(names)) for kind, names in transports.items()}
-    edges, held = _edges(plan, carrier), _in_flight(plan, carrier, options)
+    edges, held = _edges(plan, carrier, options), _in_flight(plan, carrier, options)
     return Traffic((carrier,), listed, _reductions(plan, carrier, options), edges, held, _tied(plan, carrier))
 
 
@@ -147,7 +147,7 @@ def own_pairs(plan: Plan, ranks: Sequence[int], carrier: str) -> list[tuple[int,
     return pairs if any(_name(plan.fabric_of(pair, carrier)) != over for pair in pairs) else []
 
 
-def _edges(plan: Plan, carrier: str) -> tuple[Edge, ...]:
+def _edges(plan: Plan, carrier: str, options: Options) -> tuple[Edge, ...]:
     """Of each stage to the next, and of the last to the first where that is another pair (interleaved schedules)."""
     sizes, found, world = plan.sizes, [], _name(plan.fabric_of(range(plan.world_size), carrier))
     whole = {ranks: own_pairs(plan, ranks, carrier) for ranks in (groups(sizes, "pipeline") if sizes else ())}
@@ -159,8 +159,10 @@ def _edges(plan: Plan, carrier: str) -> tuple[Edge, ...]:
             fabrics.append(_name(plan.fabric_of(pair, carrier)))
             frameworks = {"pipeline": pair in pairs, "world": fabrics[-1] != world}
             own.append("+".join(name for name, gets_one in frameworks.items() if gets_one))
-        slices = slices_of(sizes, plan.workload.copies, plan.processes) if ETHERNET in fabrics else 1
-        found.append(Edge((stage, (stage + 1) % stages), same(tuple(fabrics)), same(tuple(own)), slices))
+        crosses = ETHERNET in fabrics
+        slices = slices_of(sizes, plan.workload.copies, plan.processes) if crosses else 1
+        pair, narrow = (stage, (stage + 1) % stages), options.edges if crosses else "off"
+        found.append(Edge(pair, same(tuple(fabrics)), same(tuple(own)), slices, narrow))
     return tuple(found)
 
 

@@ -53,13 +53,15 @@ class Edge:
 
     fabrics: of the pair of ranks. own: where the pair gets a group of its own: "world" in frameworks that send over the
     group of all ranks (DeepSpeed), "pipeline" in those that send over the pipeline group (megatron-core),
-    "pipeline+world" in both, "" in none. slices: tensor ranks that share out what each of them has to send.
+    "pipeline+world" in both, "" in none. slices: tensor ranks that share out what each of them has to send. narrow:
+    what activations and gradients are rounded to on their way ("off", "bf16", "int8").
     """
 
     stages: tuple[int, ...]
     fabrics: tuple[str, ...]
     own: tuple[str, ...]
     slices: int = 1
+    narrow: str = "off"
 
 
 @dataclass(frozen=True)

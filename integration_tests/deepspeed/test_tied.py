@@ -14,7 +14,7 @@ from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.patches import Registry
 from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce
-from holmes_ext.patches.deepspeed import tied as deepspeed_tied
+from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -42,7 +42,7 @@ def train(config):
     data = overlap.batches(engine.grid.get_data_parallel_rank(), overlap.STEPS)
     losses = [engine.train_batch(data).item() for _ in range(overlap.STEPS)]
     weights = sum(p.detach().double().sum().item() for p in engine.module.parameters())
-    made = [deepspeed_tied._sums.get(group) for _, group in engine.module.get_tied_weights_and_groups()]
+    made = [deepspeed_two_level.tied_sums.get(group) for _, group in engine.module.get_tied_weights_and_groups()]
     return losses, weights, sum(one.bytes_across for one in made if one is not None)
 
 
@@ -56,7 +56,7 @@ def both(rank, names):
         config, features = SCENES[name]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             stock = train(config)
-            registry = Registry((*deepspeed_reduce.PATCHES, *deepspeed_tied.PATCHES))
+            registry = Registry((*deepspeed_reduce.PATCHES, *deepspeed_two_level.PATCHES))
             registry.enable(features, required=True, disabled=frozenset())
             session.set_active(current)
             ours = train(config)
@@ -76,7 +76,9 @@ def test_losses_are_stocks_and_each_rank_sends_its_share(results, name):
     for of_rank in results:
         (losses, weights, none), (ours, our_weights, crossed) = of_rank[name]
         assert none == 0, "stock must not have been patched"
-        assert max(abs(a - b) for a, b in zip(losses, ours)) <= 1e-6, (losses, ours)
-        assert abs(weights - our_weights) <= 1e-5 * max(1, abs(weights))
+        # another order of additions: a weight in bf16 may round the other way
+        tolerance = 2e-3 if "bf16" in name else 1e-6
+        assert max(abs(a - b) for a, b in zip(losses, ours)) <= tolerance, (losses, ours)
+        assert abs(weights - our_weights) <= 10 * tolerance * max(1, abs(weights))
         share = EMBEDDING // 2 if "tied" in "".join(SCENES[name][1]) else 0
         assert crossed == overlap.STEPS * share, "half of it there, half of the other's back"

@@ -8,7 +8,7 @@ nobody waits for ever). Under every schedule:
     _p2p_ops, _batched_p2p_ops         a part is sent; a part is received into, and the request's wait() gathers
     edges.py                           where its mailbox carries the messages it does the same, as this says
 
-With sequence parallelism megatron-core has cut them already: nothing is done.
+With sequence parallelism megatron-core has cut them already. --holmes-edges narrows what crosses in the same places.
 """
 
 from __future__ import annotations
@@ -58,9 +58,11 @@ def wires_of(config: Any) -> dict[int, Wire]:
     tensor = parallel_state.get_tensor_model_parallel_group()
     found, stage = {}, ranks.index(current.rank)
     for edge, other in ((stage, stage + 1), (stage - 1, stage - 1)):  # the edge from the last to the first stage too
-        parts = 1 if config.sequence_parallel else edges[edge % len(edges)].slices
-        if parts > 1:
-            found[ranks[other % len(ranks)]] = Wire(parts, tensor.rank(), tensor)
+        way = edges[edge % len(edges)]
+        parts, other = 1 if config.sequence_parallel else way.slices, other % len(ranks)
+        if parts > 1 or way.narrow != "off":
+            name = f"stage {stage}'s edge to stage {other}"
+            found[ranks[other]] = Wire(parts, tensor.rank(), tensor, way.narrow, name)
     return found
 
 
