@@ -72,6 +72,9 @@ def _edges(current: Session) -> str:
         parts.append(f"{held} micro-batches in flight, that edges are not waited for")
     if "megatron-slices" in on and (slices := max((edge.slices for edge in traffic.edges), default=1)) > 1:
         parts.append(f"{slices} tensor ranks share out what crosses, where each has all of it")
+    narrow = {edge.narrow for edge in traffic.edges} - {"off"}
+    if narrow:
+        parts.append(f"pipeline edges that cross in {narrow.pop()}")
     if on & {"deepspeed-tied", "megatron-tied"} and traffic.tied:
         parts.append("gradients of tied weights cross in two levels")
     return "; ".join(parts)
