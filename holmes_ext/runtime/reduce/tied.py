@@ -56,5 +56,5 @@ def tied_sum_of(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
     way, alike = tied_reduction(plan, carrier), [ranks for ranks in tied_sums(sizes) if own <= set(ranks)]
     if way is None or len(own) != 2 or len(alike) != 1 or set(way.clusters) != set(plan.by_cluster(own)):
         return None
-    all_reduce = two_level_of(alike[0], way, carrier)
+    all_reduce = two_level_of(alike[0], way, carrier, "embedding")
     return TiedSum(alike[0], all_reduce, way.two_level_from) if all_reduce is not None else None
