@@ -25,6 +25,7 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
 from holmes_ext.runtime.groups.mailbox import Mailbox
+from holmes_ext.runtime.groups.wire import PLAIN
 
 #: pipeline group -> its mailbox.
 _boxes: weakref.WeakKeyDictionary[Any, Mailbox] = weakref.WeakKeyDictionary()
@@ -112,7 +113,8 @@ def _schedule(wrapped, instance, args, kwargs):
     if _forms.get(group) != form:
         box.forget()
         _forms[group] = form
-    stage, box.wires = group.rank(), wires_of(config)
+    stage, wires = group.rank(), wires_of(config)
+    box.wire_to = lambda peer: wires.get(peer, PLAIN)
     box.begin(mailbox.window(held, stage), micro_batches, torch.empty(0, device=device))
     _step = _Step(box, held, stage, config.pipeline_dtype, device)
     try:

@@ -17,7 +17,7 @@ is copied on the current stream.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -59,12 +59,12 @@ def window(held: Sequence[int], stage: int) -> int:
 
 
 class Mailbox:
-    """One rank's. groups: (neighbour, "send" or "recv") -> process group, one for each direction of a pair. wires: for
-    neighbours to which tensors do not travel as they are; a message's form is that of what travels."""
+    """One rank's. groups: (neighbour, "send" or "recv") -> process group, one for each direction of a pair. wire_to:
+    how tensors travel to and from a neighbour; a message's form is that of what travels."""
 
     def __init__(self, groups: dict[tuple[int, str], Any]):
         self._groups = groups
-        self.wires: dict[int, Wire] = {}
+        self.wire_to: Callable[[int], Wire] = lambda peer: PLAIN
         self._sent: dict[str, deque[_Sent]] = defaultdict(deque)
         self._posted: dict[int, deque[tuple[Any, Any]]] = defaultdict(deque)
         self._came: dict[int, list[Form]] = defaultdict(list)  # in this step
@@ -87,13 +87,13 @@ class Mailbox:
     def send(self, tensor: Any, peer: int) -> None:
         import torch.distributed as dist
 
-        part = self.wires.get(peer, PLAIN).outgoing(tensor)
+        part = self.wire_to(peer).outgoing(tensor)
         work = dist.isend(part, peer, group=self._groups[peer, "send"])
         self._sent[self.unit[0]].append(_Sent(self.unit, work, part))
 
     def recv(self, tensor: Any, peer: int) -> None:
         """Into `tensor`. HolmesError when another message than in the steps before is expected."""
-        part, finish = self.wires.get(peer, PLAIN).incoming(tensor)
+        part, finish = self.wire_to(peer).incoming(tensor)
         form = tuple(part.shape), part.dtype
         self._came[peer].append(form)
         if not self._posted[peer]:
