@@ -41,6 +41,7 @@ _WORKLOAD = {  # field of Workload -> (option, what it is)
     "activation_bytes": ("activation-bytes", "what one rank sends to the next stage for one micro-batch"),
     "tensor_bytes": ("tensor-bytes", "all-reduced by a tensor group for one micro-batch on one stage"),
     "context_bytes": ("context-bytes", "passed around a context ring for one micro-batch on one stage"),
+    "copies": ("copies", "tensor ranks that have the same activation to send (1 with sequence parallelism)"),
     "expert_bytes": ("expert-bytes", "sent by one rank in all-to-alls for one micro-batch on one stage"),
 }
 

@@ -37,6 +37,7 @@ from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of, group_ranks
 from holmes_ext.runtime.groups.grid import tell
+from holmes_ext.runtime.watch.failure import describe_failure
 from holmes_ext.units import format_bytes
 
 #: How many of the averaging methods are on the stack: only their all-reduces are gradients.
@@ -80,8 +81,6 @@ def _all_reduce(wrapped, instance, args, kwargs):
     try:
         reduce(tensor.view(-1)).wait()
     except RuntimeError as error:
-        from holmes_ext.runtime.watch.failure import describe_failure  # torch is there by now
-
         what, ranks = f"a bucket of {tensor.numel()} elements", group_ranks(group)
         fabric = session.require().fabric_of(ranks, backend_of(group))
         raise HolmesError(describe_failure(what, ranks, fabric, str(error))) from error
