@@ -76,7 +76,7 @@ def _edges(current: Session) -> str:
     if narrow:
         parts.append(f"pipeline edges that cross in {narrow.pop()}")
     if on & {"deepspeed-tied", "megatron-tied"} and traffic.tied:
-        parts.append("gradients of tied weights cross in two levels")
+        parts.append("tied weights summed in two levels")
     return "; ".join(parts)
 
 

@@ -179,6 +179,8 @@ def _show(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:
         screen.line(f"{text}: on {straddle.fabric}, costs {straddle.seconds:.3g} s a step", "yellow")
     if not plan.straddling:
         screen.line("no data-, tensor-, context- or expert-parallel group leaves its fabric", "green")
+    if (slices := max((edge.slices for edge in plan.traffic_of().edges), default=1)) > 1:
+        screen.line(f"{slices} tensor ranks share out what a stage sends on Ethernet, unless sequence parallelism does")
     ours, stock = plan.predicted["step_seconds"], plan.predicted["stock_step_seconds"]
     screen.line(f"predicted step: {ours:.4g} s; stock: {stock:.4g} s ({stock / ours:.2f} times as long)", "bold")
     if plan.stage_layers:
