@@ -25,7 +25,7 @@ from holmes_ext.runtime.start.launcher import Process
 pytest.importorskip("deepspeed")
 on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
 overlap = pytest.importorskip("integration_tests.deepspeed.test_overlap")
-TOML = "version = 1\n" + "".join(
+TOML = 'version = 1\n[ethernet]\nrate = "1Gb/s"\n' + "".join(
     f'[[cluster]]\nname = "{name}"\nkind = "{kind}"\nrate = "1Gb/s"\nnodes = ["{name}0"]\n'
     for name, kind in (("a", "ib"), ("b", "roce"))
 )

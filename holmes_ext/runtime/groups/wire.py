@@ -55,7 +55,7 @@ class Wire:
     def outgoing(self, tensor: Any) -> Any:
         """What is to be sent of `tensor`, contiguous; to be kept until it is sent. HolmesError: it cannot be narrowed.
         """
-        narrow = self._narrow(tensor.dtype)
+        narrow = self._narrow(tensor)
         if self.parts == 1 and narrow == "off":
             return tensor.detach()
         rows = _rows(tensor.detach().contiguous())
@@ -71,7 +71,7 @@ class Wire:
         """For `tensor`, contiguous, to be filled: what to receive into, and what to do when that has come."""
         import torch.distributed as dist
 
-        narrow = self._narrow(tensor.dtype)
+        narrow = self._narrow(tensor)
         if self.parts == 1 and narrow == "off":
             return tensor.detach(), lambda: None
         rows = _rows(tensor.detach())
@@ -90,10 +90,13 @@ class Wire:
 
         return sent, finish
 
-    def _narrow(self, dtype: Any) -> str:
-        """How tensors of `dtype` are narrowed: not where they are as narrow already."""
+    def _narrow(self, tensor: Any) -> str:
+        """How it is narrowed: not where it is as narrow already, nor a single number (DeepSpeed's first message)."""
         import torch
 
+        if tensor.dim() == 0:
+            return "off"
+        dtype = tensor.dtype
         if self.narrow == "int8" and dtype not in (torch.float32, torch.bfloat16, torch.float16):
             sends = f"{self.edge} sends {str(dtype).removeprefix('torch.')}"
             way_out = "only float32, bf16 and fp16 can be rounded to int8, use --holmes-edges bf16 or off"
