@@ -42,14 +42,14 @@ def stock(clusters, tmp_path_factory):
     return train_megatron(clusters, tmp_path_factory.mktemp("stock"), SPLITS, model=MODEL)
 
 
-def compared(stock, clusters, directory, *flags, **env):
+def compared(stock, clusters, directory, *flags, tolerance=1e-6, **env):
     """MB that crossed under holmes, of stock's; what was said. Losses are stock's."""
     flags = (*clusters.holmes, "--holmes-sizes", "tensor=2,pipeline=2", *flags)
     done, sent, said = train_megatron(clusters, directory, SPLITS, *flags, model=MODEL, **env)
     for name in SPLITS:
         for one, other in zip(stock[0][name]["entries"], done[name]["entries"], strict=True):
-            assert abs(one["loss"] - other["loss"]) <= 1e-6, (name, one, other)
-            assert abs(one["grad_norm"] - other["grad_norm"]) <= 2e-6, (name, one, other)
+            assert abs(one["loss"] - other["loss"]) <= tolerance, (name, one, other)
+            assert abs(one["grad_norm"] - other["grad_norm"]) <= 2 * tolerance, (name, one, other)
     crossed, of_stock = (sum(nics["eth0"] for nics in each.values()) for each in (sent, stock[1]))
     return crossed / of_stock, said
 
@@ -69,3 +69,9 @@ def test_batched_operations_too(stock, clusters, tmp_path):
 @full
 def test_switched_off_all_of_it_crosses(stock, clusters, tmp_path):
     assert compared(stock, clusters, tmp_path, HOLMES_DISABLE="megatron-slices")[0] >= 0.95
+
+
+@full
+def test_slices_in_int8(stock, clusters, tmp_path):
+    share, said = compared(stock, clusters, tmp_path, "--holmes-edges", "int8", tolerance=0.02)
+    assert share <= 0.2 and "pipeline edges that cross in int8" in said, share
