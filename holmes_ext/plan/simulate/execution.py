@@ -25,6 +25,8 @@ class Execution:
     layer's forward and backward, while nothing is computed. gather_overlap: ZeRO-1's weights travel under the next
     forward.
 
+    cut: whether tensor ranks share out what crosses, and tied weights are summed in two levels, as holmes does it.
+
     block_s, message_s, step_s: seconds that software adds to a block's forward or backward, a message, a step.
     parameter_s: optimizer's seconds of one parameter. cores: CPU cores that all ranks share for block_s, parameter_s,
     step_s and what links say of bytes sent, as in a lab on one machine; 0: every rank has its own.
@@ -43,6 +45,7 @@ class Execution:
     message_s: float = 0.0
     step_s: float = 0.0
     parameter_s: float = 2e-11
+    cut: bool = True
     cores: int = 0
 
     def __post_init__(self) -> None:

@@ -25,9 +25,9 @@ Uses = tuple[tuple[Hashable, float], ...]
 
 class Flows:
     """message_s: seconds that software adds to each message. slices: tensor ranks that share out an activation on
-    Ethernet, and gather it then."""
+    Ethernet, and gather it then; 0: nothing that crosses is cut, tied weights neither."""
 
-    def __init__(self, pipelines: Pipelines, links: Links, model: Model, message_s: float, slices: int = 1):
+    def __init__(self, pipelines: Pipelines, links: Links, model: Model, message_s: float, slices: int = 0):
         self.pipelines, self.links, self.model, self.message_s = pipelines, links, model, message_s
         self.slices = slices
         self.wan = links.site(pipelines.site).wan
@@ -46,7 +46,7 @@ class Flows:
             return Transfer(2, self.message_s + self._inside((one,), size) if stage != other else 0.0)
         fabric, channel = self.pipelines.fabric((one, two)), (kind, stage, other)
         curve, gathered_s = self.links.of(fabric).send, 0.0
-        if self.slices > 1 and fabric.name == ETHERNET and self.pipelines.only is None:
+        if self.slices > 1 and fabric.name == ETHERNET:
             gathered_s, size = self._inside((two,), (self.slices - 1) / self.slices * size), size / self.slices
         count, pair = self.pipelines.count[kind], (self.pipelines.cluster(one), self.pipelines.cluster(two))
         uses = self._uses(fabric, {one: leaving}, {two: reaching}, count, {pair: count})
@@ -76,7 +76,7 @@ class Flows:
         """Data-parallel ranks of a stage that share out a tied gradient; 1: none, each pair sums it all."""
         stages = [self.pipelines.groups(stage) for stage in (0, self.pipelines.stages - 1)]
         apart = pair[0] != pair[1] and all(len(own.clusters) == 1 for groups in stages for own in groups)
-        return stages[0][0].ranks if apart and self.pipelines.only is None else 1
+        return stages[0][0].ranks if apart and self.slices else 1
 
     def _summed_inside(self, groups: DataGroups, size: float) -> float:
         """Seconds of a reduce-scatter and an all-gather of `size` bytes in such a group, which lies in one cluster."""

@@ -87,7 +87,8 @@ def simulate(
         raise HolmesError(f"{given}; under a pipeline it can be 0 or 1")
     costs = costs or costs_on_site(site, order, sizes, model, only=only)
     pipelines = Pipelines(site, order, sizes, only)
-    flows = Flows(pipelines, links, model, run.message_s, slices_of(sizes, model.copies(sizes), site.processes))
+    slices = slices_of(sizes, model.copies(sizes), site.processes) if only is None and run.cut else 0
+    flows = Flows(pipelines, links, model, run.message_s, slices)
     layers = model.layers_of(sizes)
     ranges = costs.ranges(_blocks(run.stage_layers, costs.blocks, sizes.pipeline * run.virtual))
     reductions = Reductions(flows, run, ranges, layers, model, sizes, costs.micro_batches)
