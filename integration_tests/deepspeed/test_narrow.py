@@ -83,6 +83,6 @@ def test_fewer_bytes_and_losses_that_are_near():
             limit = {"off": 0, "bf16": 2e-3, "int8": 2e-2}[narrow]
             assert max(abs(a - b) for a, b in zip(losses, others)) <= limit, (narrow, losses, others)
             share = {"off": 1, "bf16": 0.5, "int8": (1 + 4 / 32) / 4}[narrow]
-            assert bytes_ == pytest.approx(share * sent), (narrow, inflight)
+            assert bytes_ == pytest.approx(share * sent, abs=8), (narrow, inflight)  # and a loss, of 4 bytes
             assert narrow == "off" or others != losses
         assert "int8: stage " in refused and "sends bool" in refused and "\n" not in refused
