@@ -57,27 +57,27 @@ def differences(losses: dict[str, list[list[float]]], kind: str) -> list[list[fl
     return [[a - b for a, b in zip(means(one), means(off))] for one, off in zip(losses[kind], losses["off"])]
 
 
-def rows(losses: dict[str, list[list[float]]], sent: dict[str, list[float]]) -> list[Row]:
-    """losses: by kind and seed; sent: bytes a step."""
+def rows(scene: str, losses: dict[str, list[list[float]]], sent: dict[str, list[float]]) -> list[Row]:
+    """losses: by kind ("off", the control if there is one, others) and seed; sent: bytes a step."""
     made = []
 
     def row(metric: str, values: list[float], unit: str) -> None:
-        made.append(Row.of("compression", metric, statistics.fmean(values), unit, (min(values), max(values)), False))
+        made.append(Row.of(scene, metric, statistics.fmean(values), unit, (min(values), max(values)), False))
 
-    for kind in KINDS:
+    for kind in losses:
         row(f"loss, mean of the last {WINDOW} steps, {kind}", [means(one)[-1] for one in losses[kind]], "nats")
-    for kind in KINDS[1:]:
+    for kind in list(losses)[1:]:
         apart = differences(losses, kind)
         row(f"difference to off, mean of the last {WINDOW} steps, {kind}", [one[-1] for one in apart], "nats")
         row(f"largest difference of a {WINDOW}-step mean, {kind}", [max(map(abs, one)) for one in apart], "nats")
-    for kind in KINDS:
+    for kind in losses:
         row(f"sent by a cluster's Ethernet NICs, {kind}", [value / 1e3 for value in sent[kind]], "kB/step")
-    for kind in KINDS[2:]:
+    for kind in losses.keys() - {"off", "flat"}:
         row(f"bytes that cross, {kind} : off", [a / b for a, b in zip(sent[kind], sent["off"])], "x")
     return made
 
 
-def draw(losses: dict[str, list[list[float]]], path: Path) -> None:
+def draw(losses: dict[str, list[list[float]]], path: Path, what: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -85,7 +85,7 @@ def draw(losses: dict[str, list[list[float]]], path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     colours = {"off": "black", "flat": "tab:gray", "bf16": "tab:blue", "int8": "tab:orange"}
-    for kind in KINDS:
+    for kind in losses:
         for number, (one, difference) in enumerate(zip(losses[kind], differences(losses, kind))):
             label = kind if number == 0 else None
             places = [WINDOW * k + WINDOW // 2 for k in range(len(means(one)))]
@@ -93,7 +93,7 @@ def draw(losses: dict[str, list[list[float]]], path: Path) -> None:
             if kind != "off":
                 right.plot(places, difference, color=colours[kind], linewidth=0.9, label=label and f"{kind} - off")
     left.set(xlabel="step", ylabel=f"loss, nats (means of {WINDOW} steps)",
-             title=f"Gradients compressed between the clusters, {len(losses['off'])} seeds")
+             title=f"{what}, {len(losses['off'])} seeds")
     right.set(xlabel="step", ylabel="nats", title='Difference to "off" with the same seed')
     right.axhline(0, color="black", linewidth=0.8)
     left.legend()
@@ -117,9 +117,9 @@ def main() -> int:
                 losses[kind].append(one)
                 sent[kind].append(bytes_of_step)
     if args.picture:
-        draw(losses, args.picture)
+        draw(losses, args.picture, "Gradients compressed between the clusters")
     title = f"Compressed gradients between two clusters, {args.steps} steps, {args.seeds} seeds"
-    return finish(rows(losses, sent), args.json, title)
+    return finish(rows("compression", losses, sent), args.json, title)
 
 
 if __name__ == "__main__":

@@ -65,17 +65,25 @@ def _used(current: Session, carrier: str) -> str:
 
 
 def _edges(current: Session) -> str:
-    """What a pipeline's edges do where one is patched for it, and what that costs in memory."""
-    plan = current.plan
-    held = plan.traffic_of(SOCKETS).in_flight if plan.traffic else ()
-    on = {"deepspeed-edges", "megatron-edges"} & set(registry().summary()[0])
-    if not on or not held:
+    """What a pipeline's edges do where they are patched for it, what that costs in memory, and what is cut."""
+    plan, on, parts = current.plan, set(registry().summary()[0]), []
+    if not plan.traffic:
         return ""
-    if all(one <= own for one, own in zip(held, range(len(held), 0, -1))):
-        return "pipeline sends do not block"
-    more = max(more_bytes(plan), default=0.0)
-    cost = f", {format_bytes(more)} more on the fullest stage" if more else ""
-    return f"pipeline sends do not block, {'+'.join(map(str, held))} micro-batches in flight hide the edges{cost}"
+    traffic = plan.traffic_of(SOCKETS)
+    if (held := traffic.in_flight) and on & {"deepspeed-edges", "megatron-edges"}:
+        parts.append("pipeline sends do not block")
+        if any(one > own for one, own in zip(held, range(len(held), 0, -1))):
+            more = max(more_bytes(plan), default=0.0)
+            cost = f", {format_bytes(more)} more on the fullest stage" if more else ""
+            parts[-1] += f", {'+'.join(map(str, held))} micro-batches in flight hide the edges{cost}"
+    if "megatron-slices" in on and (slices := max((edge.slices for edge in traffic.edges), default=1)) > 1:
+        parts.append(f"{slices} tensor ranks share out what crosses, where each has all of it")
+    narrow = {edge.narrow for edge in traffic.edges} - {"off"}
+    if narrow:
+        parts.append(f"pipeline edges that cross in {narrow.pop()}")
+    if on & {"deepspeed-tied", "megatron-tied"} and traffic.tied:
+        parts.append("tied weights summed in two levels")
+    return "; ".join(parts)
 
 
 def _reductions(current: Session) -> str:

@@ -46,6 +46,9 @@ class Options:
         "auto", "auto (default): stages of DeepSpeed's pipeline engine and of megatron-core start as many forward"
         " passes before their first backward as hide the edges between them and fit the memory; N: so many more than"
         " 1F1B; off: the engine's own schedule, sends that block")
+    edges: str = _option(
+        "off", "off (default), bf16, or int8 (a scale for each row): activations and their gradients between pipeline"
+        " stages on the slow network only", ("off", "bf16", "int8"))
     compress: str = _option(
         "off", "off (default), bf16, or int8 (with error feedback): gradients on the slow network only, where they are"
         " reduced in two levels", ("off", "bf16", "int8"))

@@ -18,12 +18,12 @@ __all__ = [
 _MODULES = {
     "torch": ("groups", "ddp", "fsdp", "joined", "telemetry"),
     "deepspeed": (
-        "p2p", "edges", "reduce", "two_level", "partition", "checkpoints", "joined", "profile", "telemetry",
+        "p2p", "edges", "narrow", "reduce", "two_level", "partition", "checkpoints", "joined", "profile", "telemetry",
     ),
     "lightning": ("ranks",),
     "megatron": (
-        "megatron_deepspeed", "unused", "core", "reduction", "gather", "p2p", "edges", "joined", "profile",
-        "megatron_lm", "telemetry",
+        "megatron_deepspeed", "unused", "core", "reduce.reduction", "reduce.gather", "reduce.tied", "p2p", "slices",
+        "edges", "joined", "profile", "megatron_lm", "telemetry",
     ),
 }  # fmt: skip
 

@@ -43,9 +43,10 @@ ALLOWED_INSIDE = {
     "holmes_ext/cli/doctor.py": (1, "only where nodes meet through a launcher's variables does doctor need torch"),
     "holmes_ext/cli/probe.py": (1, "`holmes --help` works without torch"),
     "patches/deepspeed/reduce.py": (1, "`holmes patches` works without torch, GradientReducer does not"),
-    "patches/deepspeed/two_level.py": (2, "`holmes patches` works without torch, two levels and failures do not"),
+    "patches/deepspeed/two_level.py": (2, "`holmes patches` works without torch, two levels do not"),
+    "patches/megatron/reduce/tied.py": (1, "the same"),
     "holmes_ext/runtime/outer/training.py": (1, "a job that is not joined must not load what joining needs"),
-    "patches/torch/ddp.py": (4, "the same"),
+    "patches/torch/ddp.py": (3, "the same"),
     "holmes_ext/lab/process/zygote.py": (1, "a rank that runs without holmes must not have it in its template"),
 }
 #: Files that import by a name that is worked out: what for.

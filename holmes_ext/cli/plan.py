@@ -42,6 +42,7 @@ _WORKLOAD = {  # field of Workload -> (option, what it is)
     "activation_bytes": ("activation-bytes", "what one rank sends to the next stage for one micro-batch"),
     "tensor_bytes": ("tensor-bytes", "all-reduced by a tensor group for one micro-batch on one stage"),
     "context_bytes": ("context-bytes", "passed around a context ring for one micro-batch on one stage"),
+    "copies": ("copies", "tensor ranks that have the same activation to send (1 with sequence parallelism)"),
     "expert_bytes": ("expert-bytes", "sent by one rank in all-to-alls for one micro-batch on one stage"),
 }
 
@@ -180,6 +181,8 @@ def _show(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:
         screen.line(f"{text}: on {straddle.fabric}, costs {straddle.seconds:.3g} s a step", "yellow")
     if not plan.straddling:
         screen.line("no data-, tensor-, context- or expert-parallel group leaves its fabric", "green")
+    if (slices := max((edge.slices for edge in plan.traffic_of().edges), default=1)) > 1:
+        screen.line(f"{slices} tensor ranks share out what a stage sends on Ethernet, unless sequence parallelism does")
     ours, stock = plan.predicted["step_seconds"], plan.predicted["stock_step_seconds"]
     screen.line(f"predicted step: {ours:.4g} s; stock: {stock:.4g} s ({stock / ours:.2f} times as long)", "bold")
     if plan.stage_layers:

@@ -7,38 +7,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil, inf
+from math import inf
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan.cost.across import Across, neighbours
 from holmes_ext.plan.cost.buckets import FEWEST, SMALLEST_BYTES, bucket_bytes
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.network import all_reduce, slowest_inside, summed_across
-from holmes_ext.plan.cost.network import crossing as crossing_ways
-from holmes_ext.plan.cost.nodes import Predictor, costs_on_site, exposed_stages
+from holmes_ext.plan.cost.nodes import Predictor, costs_on_site, exposed_stages, slices_of
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.in_flight import under_way
 from holmes_ext.plan.layout import INSIDE, Layout, groups
 from holmes_ext.plan.placement import straddling_groups
 from holmes_ext.plan.plan import NOMINAL, Plan
+from holmes_ext.plan.reductions import in_two_levels, tied_reduction
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import CARRIERS, LOCAL, SOCKETS, VERBS, Edge, PlannedFabric, Reduction, Traffic, same
 
-#: Bytes on the wire for each byte of gradients that crosses (runtime/reduce/compress.py).
-SHARES = {"off": 1.0, "bf16": 0.5, "int8": (1 + 4 / 256) / 4}
 #: A bucket of a group in one node, where no network says how large: torch DistributedDataParallel's bucket_cap_mb.
 INSIDE_BYTES = 25 * 2**20
-#: Streams of two ranks at most; the part of a link that they are to fill, as measuring one is not exact.
-MOST_STREAMS, STREAM_SHARE = 8, 0.8
-#: Sums for which two levels are compared with a flat ring: 1 KiB to 1 GiB.
-_SUMS = tuple(2**power for power in range(10, 31))
 
 
 def settle(
@@ -142,8 +133,8 @@ def _traffic(plan: Plan, carrier: str, options: Options) -> Traffic:
     for kind, ranks in plan.groups():
         transports.setdefault(kind, []).append(_name(plan.fabric_of(ranks, carrier)))
     listed = {kind: same(tuple(names)) for kind, names in transports.items()}
-    edges, held = _edges(plan, carrier), under_way(plan, site_of(plan, carrier), options)
-    return Traffic((carrier,), listed, _reductions(plan, carrier, options), edges, held)
+    edges, held = _edges(plan, carrier, options), under_way(plan, site_of(plan, carrier), options)
+    return Traffic((carrier,), listed, _reductions(plan, carrier, options), edges, held, _tied(plan, carrier))
 
 
 def _name(fabric: Fabric | None) -> str:
@@ -173,7 +164,7 @@ def own_pairs(plan: Plan, ranks: Sequence[int], carrier: str) -> list[tuple[int,
     return pairs if any(_name(plan.fabric_of(pair, carrier)) != over for pair in pairs) else []
 
 
-def _edges(plan: Plan, carrier: str) -> tuple[Edge, ...]:
+def _edges(plan: Plan, carrier: str, options: Options) -> tuple[Edge, ...]:
     """Of each stage to the next, and of the last to the first where that is another pair (interleaved schedules)."""
     sizes, found, world = plan.sizes, [], _name(plan.fabric_of(range(plan.world_size), carrier))
     whole = {ranks: own_pairs(plan, ranks, carrier) for ranks in (groups(sizes, "pipeline") if sizes else ())}
@@ -185,7 +176,10 @@ def _edges(plan: Plan, carrier: str) -> tuple[Edge, ...]:
             fabrics.append(_name(plan.fabric_of(pair, carrier)))
             frameworks = {"pipeline": pair in pairs, "world": fabrics[-1] != world}
             own.append("+".join(name for name, gets_one in frameworks.items() if gets_one))
-        found.append(Edge((stage, (stage + 1) % stages), same(tuple(fabrics)), same(tuple(own))))
+        crosses = ETHERNET in fabrics
+        slices = slices_of(sizes, plan.workload.copies, plan.processes) if crosses else 1
+        pair, narrow = (stage, (stage + 1) % stages), options.edges if crosses else "off"
+        found.append(Edge(pair, same(tuple(fabrics)), same(tuple(own)), slices, narrow))
     return tuple(found)
 
 
@@ -222,73 +216,21 @@ def _reductions(plan: Plan, carrier: str, options: Options) -> tuple[Reduction, 
     return tuple(_reduction(plan, found, carrier, options, wanted[stage], total) for stage, found in of_stage.items())
 
 
+def _tied(plan: Plan, carrier: str) -> tuple[str, ...]:
+    return way.clusters if (way := tied_reduction(plan, carrier)) is not None else ()
+
+
 def _reduction(
     plan: Plan, found: Sequence[Sequence[int]], carrier: str, options: Options, overlap: bool, total_bytes: float
 ) -> Reduction:
     """Of groups that do the same at once: in two levels where that is faster for each that lies on several clusters."""
-    clusters, least, chunk, across, streams = _two_levels(plan, found, carrier, options.compress, total_bytes)
+    clusters, least, chunk, across, streams = in_two_levels(plan, found, carrier, options.compress, total_bytes)
     fabrics = [fabric for ranks in found if (fabric := plan.fabric_of(ranks, carrier)) is not None]
     slowest = min(fabrics, key=lambda fabric: fabric.preference, default=None)
     size = bucket_bytes(slowest, len(found[0]), total_bytes) if slowest is not None else INSIDE_BYTES
     given = options.bucket_bytes
     chunk = (given or chunk) if clusters else 0
     return Reduction(overlap, given or size, clusters, least, chunk, options.compress, across, streams)
-
-
-def _two_levels(
-    plan: Plan, found: Sequence[Sequence[int]], carrier: str, compress: str, total_bytes: float
-) -> tuple[tuple[str, ...], int, int, Across | None, int]:
-    """(names of clusters, bytes of the least sum, bytes of a chunk, way across, streams); no names where one ring is
-    faster for large sums; no way where it is direct.
-
-    A cluster that is on the network between the clusters only sends as much as in the ring. NCCL's collectives
-    (runtime/reduce/two_level_nccl.py) need clusters of equal size.
-    """
-    names: dict[str, None] = {}
-    least, chunks, ways, streams = 0, [], {}, 1
-    crossing = [ranks for ranks in found if len(plan.by_cluster(ranks)) > 1]
-    for ranks in crossing:
-        parts, across = plan.by_cluster(ranks), plan.fabric_of(ranks, carrier)
-        if across is None:
-            continue
-        inside = [fabric for part in parts.values() if (fabric := plan.fabric_of(part, carrier)) is not None]
-        clusters = {name: len(part) for name, part in parts.items()}
-        nothing_inside = across in inside and not plan.wan
-        if nothing_inside or not inside or carrier == VERBS and len(set(clusters.values())) > 1:
-            return (), 0, 0, None, 1
-        here = max(Counter(map(plan.node_of, ranks)).values())
-        sharers, direct = max(1, plan.processes // here), carrier == SOCKETS
-        price = slowest_inside(min(inside, key=lambda f: f.rate_bps), max(clusters.values()), here, sharers, direct)
-        order = list(map(plan.cluster_of_rank, ranks))
-        flat = all_reduce(len(ranks), across, sharers, crossing_ways(plan.wan, neighbours(order), len(crossing)))
-        total = min(total_bytes, _SUMS[-1])
-        way, best = summed_across(
-            total, price, across, clusters, here * sharers, SHARES[compress], direct, plan.wan, len(crossing)
-        )
-        slower = [size for size in _SUMS if best.seconds(size) >= flat.seconds(size)]
-        if _SUMS[-1] in slower:
-            return (), 0, 0, None, 1
-        names.update(dict.fromkeys(parts))
-        ways[frozenset(parts)] = way
-        if direct:
-            streams = max(streams, _streams(plan, way, clusters, across.rate_bps / (here * sharers), len(crossing)))
-        least = max(least, 2 * slower[-1] if slower else 0)
-        chunks.append(int(best.chunk_bytes))
-    same_way = next(iter(ways.values())) if len(ways) == 1 and carrier == SOCKETS else None
-    across_way = same_way if same_way is not None and same_way.way != "direct" else None
-    return tuple(names), least, min(chunks, default=0), across_way, streams
-
-
-def _streams(plan: Plan, way: Across, clusters: dict[str, int], nic_bps: float, groups: int) -> int:
-    """TCP streams between two ranks that it takes to fill the links on the way, as far as one was measured to carry
-    less. nic_bps: a rank's part of its NIC; groups: like this one at once."""
-    found = 1
-    for one, two in way.halves[0]:
-        link = plan.wan.pair_of.get((one, two))
-        if link is not None and link.stream_bps and link.rate_bps:
-            wanted = min(nic_bps, link.rate_bps / (groups * min(clusters[one], clusters[two])))
-            found = max(found, ceil(STREAM_SHARE * wanted / link.stream_bps))
-    return min(found, MOST_STREAMS)
 
 
 # --------------------------------------------------------------------------- other orders

@@ -85,6 +85,10 @@ class Sizes:
         near = sorted(sorted(fitting, key=lambda size: abs(math.log(size / self.pipeline)))[:6])
         return f"for {told}: pipeline {_listed(near)}; or {others}"
 
+    def tensor_inside(self, processes: int) -> bool:
+        """Whether every tensor group lies in one node of so many processes."""
+        return processes % (self.strides()["tp"] * self.tensor) == 0
+
     def size(self, axis: str) -> int:
         size: int = getattr(self, AXES[axis])
         return size

@@ -53,12 +53,15 @@ class Edge:
 
     fabrics: of the pair of ranks. own: where the pair gets a group of its own: "world" in frameworks that send over the
     group of all ranks (DeepSpeed), "pipeline" in those that send over the pipeline group (megatron-core),
-    "pipeline+world" in both, "" in none.
+    "pipeline+world" in both, "" in none. slices: tensor ranks that share out what each of them has to send. narrow:
+    what activations and gradients are rounded to on their way ("off", "bf16", "int8").
     """
 
     stages: tuple[int, ...]
     fabrics: tuple[str, ...]
     own: tuple[str, ...]
+    slices: int = 1
+    narrow: str = "off"
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class Traffic:
     transports: for each kind of group the fabric of every group, in the order of first ranks; one entry where they
     share one. reductions: by stage, one entry where the sizes are not known. edges: of the pipeline. in_flight:
     micro-batches that each stage begins before its first backward ends, where sends do not block; () where the
-    framework's own schedule runs.
+    framework's own schedule runs. tied: names of the clusters between which gradients of a weight that the first and
+    the last stage share are summed in two levels; () where each rank does it with its twin, as frameworks do.
     """
 
     carriers: tuple[str, ...]
@@ -76,6 +80,7 @@ class Traffic:
     reductions: tuple[Reduction, ...]
     edges: tuple[Edge, ...] = ()
     in_flight: tuple[int, ...] = ()
+    tied: tuple[str, ...] = ()
 
 
 def same(values: tuple[str, ...]) -> tuple[str, ...]:

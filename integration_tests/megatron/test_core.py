@@ -54,6 +54,7 @@ HEAVY = {
     "tensor 2 data 2": "--tensor 2 --distributed-optimizer --overlap --micro-batches 4 --steps 3",
     "bf16": "--pipeline 2 --tensor 2 --dtype bf16 --distributed-optimizer --micro-batches 8 --steps 3",
     "pipeline 4 interleaved": "--layers 8 --pipeline 4 --virtual-pipeline 2 --micro-batches 8 --steps 3",
+    "tied, distributed optimizer": "--pipeline 2 --tied --distributed-optimizer --micro-batches 4 --steps 3",
     "tied, whole": "--pipeline 2 --tied --micro-batches 4 --steps 2 --save {results}/tied",
     "tied, resumed uneven": "--pipeline 2 --tied --layout Ettt|tL --micro-batches 4 --steps 4 --load {results}/tied",
 }

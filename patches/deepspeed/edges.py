@@ -40,6 +40,11 @@ _mailbox: Mailbox | None = None
 _planned: weakref.WeakKeyDictionary[Any, tuple[int, ...] | None] = weakref.WeakKeyDictionary()
 
 
+def opened() -> Mailbox | None:
+    """The mailbox, while it carries the messages of a step."""
+    return _mailbox if _mailbox is not None and _mailbox.open else None
+
+
 def unsupported(engine: Any) -> str | None:
     """Why this engine's schedule cannot be ours, or None. The same on all ranks: it reads the configuration only."""
     from deepspeed.runtime.pipe.engine import PipelineEngine

@@ -10,6 +10,15 @@ divided by what stays DeepSpeed's; only the sum of a bucket takes another way. Z
 gathers every layer's parameters over the whole group in each forward and backward pass, twice the bytes of its
 gradients, which no way to sum gradients mends; zero_hpz_partition_size (ZeRO++) keeps the backward pass's inside
 clusters. One line says what that takes, predicted.
+
+Gradients of tied layers (TiedLayerSpec) cross once for a stage instead of once for each of its data-parallel ranks:
+
+    engine   _exec_reduce_tied_grads: every rank all-reduces the whole gradient with its twin of the other stage
+    here     the sum over all ranks of both stages, in two levels, divided by the data-parallel ranks: what the average
+             that follows (ReduceGrads) would make of it (runtime/reduce/tied.py)
+
+The engine's order stays: after the stage's last backward pass, before its reduction. Which gradient is summed (.grad,
+BF16_Optimizer's buffer) stays its choice. Megatron-DeepSpeed's pipeline is this engine.
 """
 
 from __future__ import annotations
@@ -19,7 +28,8 @@ from dataclasses import replace
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.deepspeed.features import TWO_LEVEL
+from holmes_ext.patches.deepspeed.features import TIED, TWO_LEVEL
+from holmes_ext.patches.deepspeed.p2p import grid_sizes
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.plan.sharding import Sharded, sharded_seconds, straddling_rows
@@ -27,6 +37,7 @@ from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of, group_ranks
 from holmes_ext.runtime.groups.grid import tell
+from holmes_ext.runtime.watch.failure import describe_failure
 from holmes_ext.units import format_bytes
 
 #: How many of the averaging methods are on the stack: only their all-reduces are gradients.
@@ -34,6 +45,11 @@ _averaging = 0
 #: group -> how it reduces; group -> its two-level all-reduce.
 _ways: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+#: The engine that sums tied gradients now.
+_engine: Any = None
+#: group of the ranks that share a weight -> its sum in two levels; None where the engine's own stays.
+tied_sums: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _average(wrapped, instance, args, kwargs):
@@ -65,8 +81,6 @@ def _all_reduce(wrapped, instance, args, kwargs):
     try:
         reduce(tensor.view(-1)).wait()
     except RuntimeError as error:
-        from holmes_ext.runtime.watch.failure import describe_failure  # torch is there by now
-
         what, ranks = f"a bucket of {tensor.numel()} elements", group_ranks(group)
         fabric = session.require().fabric_of(ranks, backend_of(group))
         raise HolmesError(describe_failure(what, ranks, fabric, str(error))) from error
@@ -126,6 +140,34 @@ def _stage_3(current: session.Session, engine: Any) -> str:
     )
 
 
+def _reduce_tied(wrapped, instance, args, kwargs):
+    """_exec_reduce_tied_grads: the all-reduces inside it are of tied gradients."""
+    global _engine
+    _engine = instance
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        _engine = None
+
+
+def _all_reduce_tied(wrapped, instance, args, kwargs):
+    """deepspeed.comm.all_reduce(tensor, op, group, async_op), whose parameters a decorator hides."""
+    current = session.active()
+    if _engine is None or current is None:
+        return wrapped(*args, **kwargs)
+    given = dict(zip(("tensor", "op", "group", "async_op"), args)) | kwargs
+    tensor, group = given["tensor"], given.get("group")
+    if group not in tied_sums:
+        from holmes_ext.runtime.reduce.tied import tied_sum_of  # torch is there by now
+
+        sizes = grid_sizes(current, _engine.num_stages, _engine.grid.get_slice_parallel_world_size())
+        tied_sums[group] = tied_sum_of(group, sizes, tensor.device.type)
+    tied_sum = tied_sums[group]
+    if tied_sum is None or not tied_sum.takes(tensor):
+        return wrapped(*args, **kwargs)
+    tied_sum(tensor, tied_sum.twins)
+
+
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 
@@ -143,5 +185,14 @@ PATCHES = (
     Patch(
         TWO_LEVEL, f"{_ENGINE}._configure_zero_optimizer", "says that ZeRO 3 over several clusters is not helped",
         _tell_stage_3,
+    ),
+    Patch(
+        TIED, "deepspeed.runtime.pipe.engine:PipelineEngine._exec_reduce_tied_grads",
+        "tells the all-reduces of tied gradients from others", _reduce_tied,
+        rebind=("deepspeed.runtime.pipe.engine:PipelineEngine._INSTRUCTION_MAP[ReduceTiedGrads]",),
+    ),
+    Patch(
+        TIED, "deepspeed.comm.comm:all_reduce",
+        "every data-parallel rank would send the whole gradient to another cluster", _all_reduce_tied,
     ),
 )  # fmt: skip

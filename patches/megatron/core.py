@@ -4,7 +4,7 @@
     TransformerConfig            the plan's layers, by the public pipeline_model_parallel_layout (before 0.13: by
                                  num_layers_in_first_pipeline_stage and ..._last_...); a user's split wins
 
-patches/megatron/reduction.py does the reductions, patches/megatron/p2p.py the pipeline's sends and receives. Where the
+patches/megatron/reduce/ does the reductions, patches/megatron/p2p.py the pipeline's sends and receives. Where the
 groups land is settled before: RANK is renumbered, and patches/torch/groups.py gives each group its transport.
 """
 

@@ -21,10 +21,12 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.features import EDGES
 from holmes_ext.patches.megatron.p2p import mailbox_of
+from holmes_ext.patches.megatron.slices import wires_of
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
 from holmes_ext.runtime.groups.mailbox import Mailbox
+from holmes_ext.runtime.groups.wire import PLAIN
 
 #: pipeline group -> (number and shapes of the last step's micro-batches).
 _forms: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
@@ -116,7 +118,8 @@ def _schedule(wrapped, instance, args, kwargs):
     if _forms.get(group) != form:
         box.forget()
         _forms[group] = form
-    stage = group.rank()
+    stage, wires = group.rank(), wires_of(config)
+    box.wire_to = lambda peer: wires.get(peer, PLAIN)
     box.begin(mailbox.window(held, stage), micro_batches, torch.empty(0, device=device))
     ranks = dist.get_process_group_ranks(group)
     onward = ranks[stage + 1] if stage + 1 < len(ranks) else None

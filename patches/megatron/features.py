@@ -55,7 +55,9 @@ LAYERS = _core("megatron-layers")
 REDUCTION = _core("megatron-reduction")
 GATHER = _core("megatron-gather", option="overlap", idle=("off", "auto"))
 P2P = _core("megatron-p2p")
+TIED = Feature("megatron-tied", "megatron-core>=0.14,<0.17", tried=("0.16.1",), version_of=loaded_version)
 #: Where sends and receives are a class's (P2P_CLASS below), as far as the schedule was read.
+SLICES = Feature("megatron-slices", "megatron-core>=0.14,<0.17", tried=("0.16.1",), version_of=loaded_version)
 EDGES = Feature(
     "megatron-edges", "megatron-core>=0.14,<0.17", tried=("0.16.1",), option="inflight", idle=("off",),
     version_of=loaded_version,

@@ -12,9 +12,9 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.megatron import core as megatron_core
-from holmes_ext.patches.megatron import reduction as megatron_reduction
 from holmes_ext.patches.megatron.features import LM, LM_CHECKPOINTS
 from holmes_ext.patches.megatron.flags import add_flags
+from holmes_ext.patches.megatron.reduce import reduction as megatron_reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.start.refusal import told_once

@@ -150,7 +150,7 @@ def _unbatched(wrapped, instance, args, kwargs):
     return call(*args, **kwargs)
 
 
-_PARAMETERS = (
+PARAMETERS = (
     "tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next", "group", "prev_pipeline_rank",
     "next_pipeline_rank",
 )  # fmt: skip
@@ -159,11 +159,11 @@ PATCHES = (
     Patch(
         P2P, "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops",
         "the pipeline group is on Ethernet as soon as it crosses clusters, for pairs inside a cluster too",
-        _batched, parameters=_PARAMETERS,
+        _batched, parameters=PARAMETERS,
     ),
     Patch(
         P2P, "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
         "the same for unbatched p2p; with two stages it sends one direction over the world group",
-        _unbatched, parameters=_PARAMETERS,
+        _unbatched, parameters=PARAMETERS,
     ),
 )  # fmt: skip

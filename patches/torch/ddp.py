@@ -30,6 +30,7 @@ from holmes_ext.patches.torch.features import DDP
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.grid import tell
+from holmes_ext.runtime.watch.failure import describe_failure
 
 _DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
 #: DistributedDataParallel -> its buckets' way.
@@ -111,8 +112,6 @@ class Buckets:
         return int(self.joining.result()[0])
 
     def _failed(self, index: int, error: RuntimeError) -> str:
-        from holmes_ext.runtime.watch.failure import describe_failure  # torch is there by now
-
         ranks = group_ranks(self._group)
         fabric = session.require().fabric_of(ranks, backend_of(self._group))
         return describe_failure(f"DistributedDataParallel's bucket {index}", ranks, fabric, str(error))

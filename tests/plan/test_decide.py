@@ -14,9 +14,10 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Link, Links
 from holmes_ext.plan.cost.model_file import load_model
 from holmes_ext.plan.cost.workload import Workload
-from holmes_ext.plan.decide import SHARES, own_pair, own_pairs, reduction_of, resized, settle, straddling
+from holmes_ext.plan.decide import own_pair, own_pairs, reduction_of, resized, settle, straddling
 from holmes_ext.plan.layout import groups
 from holmes_ext.plan.plan import Plan, parse_plan
+from holmes_ext.plan.reductions import SHARES, tied_reduction, tied_sums
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import CARRIERS, SOCKETS, VERBS
 
@@ -233,3 +234,28 @@ def test_straddling_groups_are_those_whose_members_have_better():
     assert straddling(good, Sizes(data=4)) == {"data": 1} and straddling(good, Sizes(data=4), instances=2) == {}
     ethernet = real(("n0", "a"), ("n1", "b"))
     assert straddling(build_plan(ethernet), Sizes(data=2)) == {}
+
+
+@pytest.mark.parametrize("sizes, slices", [(Sizes(2, tensor=2), 2), (Sizes(2), 1), (Sizes(4, tensor=4), 4),
+                                           (Sizes(2, tensor=16), 1)])
+def test_tensor_ranks_share_out_what_crosses(sizes, slices):
+    """Where each lies in a node; inside a cluster, and where sequence parallelism cuts it, nothing is cut."""
+    site = sample("paper_4_roce_4_ib")
+    for carrier in CARRIERS:
+        edges = build_plan(site, sizes).traffic_of(carrier).edges
+        for edge in edges:
+            assert edge.slices == (slices if ETHERNET in edge.fabrics else 1), edge
+        assert any(ETHERNET in edge.fabrics for edge in edges)
+    cut = build_plan(site, sizes, replace(Workload(), copies=1))
+    assert all(edge.slices == 1 for edge in cut.traffic_of(SOCKETS).edges)
+
+
+def test_tied_weights_are_summed_in_two_levels_where_each_stage_has_a_cluster():
+    plan = build_plan(sample("two_clusters_8"), Sizes(2))
+    assert set(plan.traffic_of(SOCKETS).tied) == set(plan.traffic_of(VERBS).tied) == {"a", "b"}
+    assert tied_sums(plan.sizes) == [(0, 4, 1, 5, 2, 6, 3, 7)]
+    assert tied_reduction(plan, SOCKETS).clusters == plan.traffic_of(SOCKETS).tied
+    for sizes in (Sizes(), Sizes(8)):  # one stage; one data-parallel rank
+        assert build_plan(sample("two_clusters_8"), sizes).traffic_of(SOCKETS).tied == ()
+    with_tensor = build_plan(sample("paper_4_roce_4_ib"), Sizes(2, tensor=2))
+    assert len(tied_sums(with_tensor.sizes)) == 2 and with_tensor.traffic_of(VERBS).tied

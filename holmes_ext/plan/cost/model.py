@@ -260,6 +260,10 @@ class Model:
             return 0.0
         return self.vocabulary * self.hidden / sizes.tensor * self.gradient_width
 
+    def copies(self, sizes: Sizes) -> int:
+        """Tensor ranks of a stage that have the same activation to send."""
+        return 1 if self.sequence_parallel else sizes.tensor
+
     def workload(self, sizes: Sizes) -> Workload:
         """One rank's work on the average stage under complete `sizes`: what placement compares orders with."""
         layers = self.costs(sizes.tensor, sizes.context, sizes.expert if self.experts else 1)
@@ -272,4 +276,5 @@ class Model:
         computing = mean("forward_flops") / slowest, mean("backward_flops") / slowest
         gradients, activation = mean("parameters") * self.gradient_width, layers[0].activation_bytes
         sent = {name: mean(name) for name in ("tensor_bytes", "context_bytes", "expert_bytes")}
-        return Workload(*computing, self.micro_batches_of(sizes.data), gradients, activation, **sent)
+        return Workload(*computing, self.micro_batches_of(sizes.data), gradients, activation, **sent,
+                        copies=self.copies(sizes))

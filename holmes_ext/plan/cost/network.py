@@ -209,3 +209,13 @@ def slowest_inside(inside: Fabric, ranks: int, here: int, sharers: int, direct: 
     ranks of the group on a node; sharers: such groups that share the node's NICs; direct: see inside_cluster."""
     messages, volume = inside_cluster(ranks, here, direct)
     return Price(2 * volume * 8 * sharers / inside.rate_bps, 2 * messages * inside.latency_s)
+
+
+def tied_seconds(
+    size: float, pair: Price, inside: Price, across: Fabric, clusters: tuple[str, str], ranks: int, processes: int,
+    wan: Wan = Wan(), groups: float = 1,
+) -> float:
+    """Of a gradient that two stages share, each in a cluster of its own with `ranks` data-parallel ranks: by pairs of
+    ranks, or in two levels (runtime/reduce/tied.py), whichever is faster. Other arguments: see two_levels."""
+    both = summed_across(size, inside, across, dict.fromkeys(clusters, ranks), processes, wan=wan, groups=groups)[1]
+    return min(pair.seconds(size), both.seconds(size))

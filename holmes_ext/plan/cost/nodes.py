@@ -17,7 +17,7 @@ from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.across import hop_loads
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.network import FREE, Price, Way, all_reduce, latency_s, message, passes
+from holmes_ext.plan.cost.network import FREE, Price, Way, all_reduce, latency_s, message, passes, tied_seconds
 from holmes_ext.plan.cost.pipeline import Estimate, formula_ends, step_of
 from holmes_ext.plan.cost.stages import Portion, StageCosts, StagePrice, costs_of
 from holmes_ext.plan.cost.workload import Workload
@@ -195,12 +195,21 @@ class Predictor:
         for pair, count in pairs.items():
             crossed.update(dict.fromkeys(ways[pair], count))
         loads = hop_loads(self.site.wan, crossed)
-        prices = []
+        prices, copied = [], self.workload.copies and self.only is None
+        slices = slices_of(self.layout.sizes, self.workload.copies, self.layout.processes) if copied else 1
         for (one, two), fabric in fabrics.items():
             way = tuple((hop, loads[hop]) for pair in ways[one, two] for hop in self.site.wan.hops(*pair))
             sharers = max(load["out", one, fabric.name], load["in", two, fabric.name])
-            prices.append(message(fabric, sharers, way=way))
+            price = message(fabric, sharers, way=way)
+            sliced = fabric.name == ETHERNET and slices > 1
+            prices.append(Price(price.byte_s / slices, price.latency_s) if sliced else price)
         return max(prices, key=lambda price: price.seconds(self.workload.activation_bytes or 1.0), default=FREE)
+
+
+def slices_of(sizes: Sizes, copies: int, processes: int) -> int:
+    """Tensor ranks that share out an activation on Ethernet (runtime/groups/wire.py), `copies` of which have all of it:
+    where those that receive it are in one node. 0, nobody told whether there is sequence parallelism: all of them."""
+    return copies or sizes.tensor if sizes.tensor_inside(processes) else 1
 
 
 def _collective(kind: str, tie: Tie, fabric: Fabric, sharers: int, ways: Sequence[Way] = ()) -> Price:
@@ -267,7 +276,7 @@ def _tied_s(site: Site, order: Sequence[str], sizes: Sizes, only: Fabric | None,
     """All-reduce of `size` bytes between a rank of the first stage and its twin of the last; the slowest pair."""
     stride, processes = sizes.strides()["pp"], site.processes
     last = (sizes.pipeline - 1) * stride
-    firsts = (rank for rank in range(site.world_size) if rank // stride % sizes.pipeline == 0)
+    firsts = [rank for rank in range(site.world_size) if rank // stride % sizes.pipeline == 0]
     pairs = Counter((order[rank // processes], order[(rank + last) // processes]) for rank in firsts)
     fabrics = {pair: only or site.shared_fabric(pair) for pair in pairs if pair[0] != pair[1]}
     crossed: dict[tuple[str, str], list[tuple[str, str]]] = {pair: [] for pair in fabrics}
@@ -280,7 +289,25 @@ def _tied_s(site: Site, order: Sequence[str], sizes: Sizes, only: Fabric | None,
     hops = hop_loads(site.wan, loads)
     ways = {pair: [tuple((hop, hops[hop]) for hop in site.wan.hops(*way)) for way in crossed[pair]] for pair in fabrics}
     sharers = min(processes, stride)
-    return max((all_reduce(2, fabrics[pair], sharers, ways[pair]).seconds(size) for pair in fabrics), default=0.0)
+    prices = {pair: all_reduce(2, fabrics[pair], sharers, ways[pair]) for pair in fabrics}
+    slowest = max(prices, key=lambda pair: prices[pair].seconds(size), default=None)
+    ends, count = clusters_of_stages(site, order, sizes), sizes.data * sizes.context
+    apart = len(ends[0]) == len(ends[-1]) == 1 and ends[0] != ends[-1]
+    if slowest is None or only is not None or count == 1 or not apart:
+        return prices[slowest].seconds(size) if slowest is not None else 0.0
+    inside = []
+    for ranks in {firsts[0], firsts[0] + last}:
+        nodes = Counter(order[rank // processes] for rank in _data_group(sizes, ranks))
+        here = max(nodes.values())
+        inside.append(all_reduce(count, site.shared_fabric(nodes), processes // here) if count > here else FREE)
+    dearer, clusters = max(inside, key=lambda price: price.byte_s), (ends[0][0], ends[-1][0])
+    across = fabrics[slowest], clusters, count, processes, site.wan, sizes.tensor
+    return tied_seconds(size, prices[slowest], dearer, *across)
+
+
+def _data_group(sizes: Sizes, rank: int) -> list[int]:
+    """Ranks with which `rank` averages gradients."""
+    return [other + inner - rank for other in sizes.group(rank, "dp") for inner in sizes.group(rank, "cp")]
 
 
 def clusters_of_stages(site: Site, order: Sequence[str], sizes: Sizes) -> list[list[str]]:

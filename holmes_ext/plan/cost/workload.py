@@ -15,7 +15,7 @@ class Workload:
     forward_s, backward_s: computing. micro_batches: in a step. gradient_bytes: reduced by one rank in a step.
     activation_bytes: sent by one rank to the next stage (as much comes back). tensor_bytes: all-reduced in tensor
     groups, forward and backward together. context_bytes: passed around the context ring. expert_bytes: sent in
-    all-to-alls.
+    all-to-alls. copies: tensor ranks that have the same activation to send (1 with sequence parallelism; 0: not known).
 
     The defaults are nominal, for when the model is unknown: 10^9 parameters in each rank (5 layers of hidden size
     4096), one sequence of 2048 tokens, 150 TFLOP/s (2 FLOPs a parameter and token forward, 4 backward), 16-bit
@@ -31,6 +31,7 @@ class Workload:
     tensor_bytes: float = 5 * 4 * 2048 * 4096 * 2
     context_bytes: float = 5 * 4 * 2048 * 4096 * 2
     expert_bytes: float = 5 * 4 * 2048 * 4096 * 2
+    copies: int = 0
 
     def __post_init__(self) -> None:
         for item in fields(self):

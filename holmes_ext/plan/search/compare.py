@@ -83,9 +83,7 @@ def _why_thin(costs: StageCosts, outcome: Outcome, candidate: Candidate, stage: 
     send, _, other = max(edges, default=(0.0, 0, 0))
     if 2 * send > works[stage]:
         what = f"a micro-batch's activation and gradient take {2 * send:.3g} s between it and stage {other}"
-        less = f" (sequence parallelism would send 1/{candidate.shape.tensor} of it)"
-        plain = candidate.shape.tensor > 1 and not outcome.model.sequence_parallel
-        reasons.append(f"{what}, as long as {2 * send / works[stage]:.0f} layers{less if plain else ''}")
+        reasons.append(f"{what}, as long as {2 * send / works[stage]:.0f} layers")
     return "; ".join(reasons) or "what its neighbours send is hidden best so"
 
 

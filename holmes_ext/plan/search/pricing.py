@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
-from holmes_ext.cluster.site import Fabric
+from holmes_ext.cluster.site import ETHERNET, Fabric
 from holmes_ext.plan.cost.memory import Memory, stage_memory, under_way
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.network import FREE, Price, all_reduce, message, ring, summed_across
+from holmes_ext.plan.cost.network import FREE, Price, all_reduce, message, ring, summed_across, tied_seconds
 from holmes_ext.plan.cost.stages import Portion, StageCosts, StagePrice, costs_of, layer_kinds
 from holmes_ext.plan.search.arrangement import PIPELINES_FIRST, Arrangement, Content, Ground
 from holmes_ext.plan.search.space import REDUCTIONS, Shape
@@ -96,10 +96,10 @@ class Pricing:
 
         def least() -> float:
             fabrics = {ground.fabric((one, other)) for one in every for other in every}
-            prices = [message(fabric, self.processes) for fabric in fabrics]
-            return min(price.seconds(size) if with_latency else price.byte_s * size for price in prices)
+            prices = [(message(fabric, self.processes), size / self._slices(fabric)) for fabric in fabrics]
+            return min(price.seconds(part) if with_latency else price.byte_s * part for price, part in prices)
 
-        return ground.remember(("edge", size, with_latency), least)
+        return ground.remember(("edge", size, self._slices(ground.site.fabric_by_name[ETHERNET]), with_latency), least)
 
     def tied_s(self, arrangement: Arrangement) -> float:
         """All-reduce of the tied embedding's gradient between the first and the last stage."""
@@ -113,8 +113,19 @@ class Pricing:
         for pair, flows in _pairs(first, last).items():
             fabric = self.ground.fabric(pair)
             ways = self.ground.crossing(fabric, pair, flows, ring=True)
-            found.append(all_reduce(2, fabric, sharers, ways).seconds(size))
-        return max(found)
+            found.append(all_reduce(2, fabric, sharers, ways))
+        pair_price, count, here = max(found, key=lambda price: price.seconds(size)), self.shards, 1
+        ends = (*first, *last)
+        if self.ground.only is not None or count == 1 or len(ends) != 2 or ends[0][0] == ends[1][0]:
+            return pair_price.seconds(size)
+        here = self._members_on_node(arrangement.order)
+        inside = [
+            all_reduce(count, self.ground.fabric([index]), self.processes // here) if count > here
+            else self._inside(count, [index]) for index, _ in ends
+        ]  # fmt: skip
+        slowest, names = max(inside, key=lambda price: price.byte_s), [self.ground.site.clusters[i] for i, _ in ends]
+        across = fabric, (names[0], names[1]), count, self.processes, self.ground.wan, self.shape.tensor
+        return tied_seconds(size, pair_price, slowest, *across)
 
     def _load_s(self, arrangement: Arrangement, edges: Sequence[Price]) -> float:
         """Seconds that a stage's NIC sends for one micro-batch of all chunks: v activations down, v gradients up, and
@@ -247,8 +258,15 @@ class Pricing:
         for pair, flows in _pairs(one, other).items():
             fabric = self.ground.fabric(pair)
             (way,) = self.ground.crossing(fabric, pair, flows) or ((),)
-            found.append(message(fabric, sharers, way=way))
+            price, slices = message(fabric, sharers, way=way), self._slices(fabric)
+            gathered = self._inside(slices, [index for index, _ in other]).scaled(0.5) if slices > 1 else FREE
+            found.append(Price(price.byte_s / slices + gathered.byte_s, price.latency_s + gathered.latency_s))
         return max(found, key=lambda price: price.seconds(self.block.activation_bytes))
+
+    def _slices(self, fabric: Fabric) -> int:
+        """Tensor ranks that share out an activation on `fabric`, as plan/cost/nodes.py has it."""
+        sliced = fabric.name == ETHERNET and self.ground.only is None and self.sizes.tensor_inside(self.processes)
+        return self.model.copies(self.sizes) if sliced else 1
 
 
 def _pairs(one: Content, other: Content) -> dict[tuple[int, int], int]:

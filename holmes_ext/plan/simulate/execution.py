@@ -25,6 +25,8 @@ class Execution:
     layer's forward and backward, while nothing is computed. gather_overlap: ZeRO-1's weights travel under the next
     forward.
 
+    cut: whether tensor ranks share out what crosses, and tied weights are summed in two levels, as holmes does it.
+
     buffer_bytes: messages up to this leave the sender's hands as soon as the receiver is there, because the transport
     has a buffer for them (TCP's, under gloo). block_s, message_s, step_s: seconds that software adds to a block's
     forward or backward, a message, a step. parameter_s: optimizer's seconds of one parameter. cores: CPU cores that all
@@ -46,6 +48,7 @@ class Execution:
     message_s: float = 0.0
     step_s: float = 0.0
     parameter_s: float = 2e-11
+    cut: bool = True
     cores: int = 0
 
     def __post_init__(self) -> None:

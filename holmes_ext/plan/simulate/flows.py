@@ -24,10 +24,12 @@ Uses = tuple[tuple[Hashable, float], ...]
 
 
 class Flows:
-    """message_s: seconds that software adds to each message."""
+    """message_s: seconds that software adds to each message. slices: tensor ranks that share out an activation on
+    Ethernet, and gather it then; 0: nothing that crosses is cut, tied weights neither."""
 
-    def __init__(self, pipelines: Pipelines, links: Links, model: Model, message_s: float):
+    def __init__(self, pipelines: Pipelines, links: Links, model: Model, message_s: float, slices: int = 0):
         self.pipelines, self.links, self.model, self.message_s = pipelines, links, model, message_s
+        self.slices = slices
         self.wan = links.site(pipelines.site).wan
         self.gradient_bytes: dict[int, float] = {}  # of each stage
         self.hops: dict[Hashable, float] = {}  # bits/s of what lies between clusters, as far as it is used
@@ -43,10 +45,12 @@ class Flows:
         if one == two:
             return Transfer(2, self.message_s + self._inside((one,), size) if stage != other else 0.0)
         fabric, channel = self.pipelines.fabric((one, two)), (kind, stage, other)
-        curve = self.links.of(fabric).send
+        curve, gathered_s = self.links.of(fabric).send, 0.0
+        if self.slices > 1 and fabric.name == ETHERNET:
+            gathered_s, size = self._inside((two,), (self.slices - 1) / self.slices * size), size / self.slices
         count, pair = self.pipelines.count[kind], (self.pipelines.cluster(one), self.pipelines.cluster(two))
         uses = self._uses(fabric, {one: leaving}, {two: reaching}, count, {pair: count})
-        fixed, longer = curve.fixed_s(size) + self.message_s, self._longer_s(fabric, pair)
+        fixed, longer = curve.fixed_s(size) + self.message_s + gathered_s, self._longer_s(fabric, pair)
         across = self._across(one, two)
         return Transfer(2, fixed, 8 * size, curve.rate_bps, uses, channel, across=across, latency_s=longer)
 
@@ -60,8 +64,27 @@ class Flows:
         messages, share = ring(2)
         pair, count = (self.pipelines.cluster(one), self.pipelines.cluster(two)), self.pipelines.count[kind]
         fixed = messages * (curve.fixed_s(size / 2) + self.message_s + self._longer_s(fabric, pair))
+        if (twins := self._twins(pair)) > 1:  # runtime/reduce/tied.py: what the levels inside take more than the share
+            groups = [self.pipelines.groups(stage)[0] for stage in (0, self.pipelines.stages - 1)]
+            inside_s = max(self._summed_inside(own, size) for own in groups)
+            size /= twins
+            fixed += max(0.0, inside_s - share * 8 * size * leaving / curve.rate_bps)
         uses = self._uses(fabric, both, both, 2 * count, {pair: count, pair[::-1]: count})
         return Transfer(2, fixed, share * 8 * size, curve.rate_bps, uses, across=self._across(one, two))
+
+    def _twins(self, pair: Pair) -> int:
+        """Data-parallel ranks of a stage that share out a tied gradient; 1: none, each pair sums it all."""
+        stages = [self.pipelines.groups(stage) for stage in (0, self.pipelines.stages - 1)]
+        apart = pair[0] != pair[1] and all(len(own.clusters) == 1 for groups in stages for own in groups)
+        return stages[0][0].ranks if apart and self.slices else 1
+
+    def _summed_inside(self, groups: DataGroups, size: float) -> float:
+        """Seconds of a reduce-scatter and an all-gather of `size` bytes in such a group, which lies in one cluster."""
+        if len(groups.members) == 1:
+            return self._inside(groups.members, ring(groups.ranks)[1] * size)
+        own = self.pipelines.fabric(tuple(groups.members))
+        here, sharers = max(groups.members.values()), max(groups.alike.values())
+        return slowest_inside(own, groups.ranks, here, sharers, False).seconds(size)
 
     def ring(self, groups: DataGroups, sizes: Sequence[float], part: float, channel: Hashable) -> Transfer:
         """Buckets of `sizes` bytes, one after the other; part: 1 of an all-reduce, 1/2 of a reduce-scatter or a gather.

@@ -19,7 +19,7 @@ from holmes_ext.cluster.site import Fabric, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import CORES, Links
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.nodes import costs_on_site
+from holmes_ext.plan.cost.nodes import costs_on_site, slices_of
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.simulate.collectives import Operations, Reductions
@@ -87,7 +87,8 @@ def simulate(
         raise HolmesError(f"{given}; under a pipeline it can be 0 or 1")
     costs = costs or costs_on_site(site, order, sizes, model, only=only)
     pipelines = Pipelines(site, order, sizes, only)
-    flows = Flows(pipelines, links, model, run.message_s)
+    slices = slices_of(sizes, model.copies(sizes), site.processes) if only is None and run.cut else 0
+    flows = Flows(pipelines, links, model, run.message_s, slices)
     layers = model.layers_of(sizes)
     ranges = costs.ranges(_blocks(run.stage_layers, costs.blocks, sizes.pipeline * run.virtual))
     reductions = Reductions(flows, run, ranges, layers, model, sizes, costs.micro_batches)

@@ -16,8 +16,8 @@ from holmes_ext.plan.sizes import Sizes
 KINDS = ("data", "tensor", "pipeline", "context", "expert", "embedding", "world", "other")
 #: Words of a group's description (lower case) and its kind; the first that fits counts.
 _WORDS = (
-    ("two-level", "data"), ("pipeline pair", "pipeline"), ("pipeline twin", "pipeline"),
-    ("pipeline activations", "pipeline"), ("pipeline gradients", "pipeline"), ("embedding", "embedding"),
+    ("embedding", "embedding"), ("two-level", "data"), ("pipeline pair", "pipeline"), ("pipeline twin", "pipeline"),
+    ("pipeline activations", "pipeline"), ("pipeline gradients", "pipeline"),
     ("expert_data", "data"), ("expert", "expert"), ("distributed_optimizer_instance", "data"), ("tensor_and", "other"),
     ("data_parallel", "data"), ("context_parallel", "context"), ("hybrid_dp_cp", "context"),
     ("hierarchical", "context"), ("tensor_model_parallel", "tensor"), ("pipeline_model_parallel", "pipeline"),

@@ -17,13 +17,14 @@ is copied on the current stream.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.groups.members import members_group
+from holmes_ext.runtime.groups.wire import PLAIN, Wire
 
 #: (shape, dtype) of a message.
 Form = tuple[tuple[int, ...], Any]
@@ -60,12 +61,14 @@ def window(held: Sequence[int], stage: int) -> int:
 
 class Mailbox:
     """One rank's. groups: (neighbour, "send" or "recv") -> process group, one for each direction of a pair. ends:
-    neighbour -> (own stage, its stage)."""
+    neighbour -> (own stage, its stage). wire_to: how tensors travel to and from a neighbour; a message's form is
+    that of what travels."""
 
     def __init__(self, groups: dict[tuple[int, str], Any], ends: Mapping[int, tuple[int, int]]):
         self._groups, self._ends = groups, ends
         self._announced: dict[int, Sequence[Form]] = {}  # of each micro-batch, to a neighbour
         self._place: tuple[tuple[str, int], int, int] = (("", 0), -1, 0)  # unit, neighbour, messages so far
+        self.wire_to: Callable[[int], Wire] = lambda peer: PLAIN
         self._sent: dict[str, deque[_Sent]] = defaultdict(deque)
         self._posted: dict[int, deque[tuple[Any, Any]]] = defaultdict(deque)
         self._came: dict[int, list[Form]] = defaultdict(list)  # in this step
@@ -116,15 +119,18 @@ class Mailbox:
     def send(self, tensor: Any, peer: int) -> None:
         import torch.distributed as dist
 
-        work = dist.isend(tensor, peer, group=self._groups[peer, "send"])
-        self._sent[self.unit[0]].append(_Sent(self.unit, work, tensor.detach()))
+        part = self.wire_to(peer).outgoing(tensor)
+        work = dist.isend(part, peer, group=self._groups[peer, "send"])
+        self._sent[self.unit[0]].append(_Sent(self.unit, work, part))
 
     def recv(self, tensor: Any, peer: int) -> None:
         """Into `tensor`. HolmesError when another message than in the steps before is expected."""
-        form = tuple(tensor.shape), tensor.dtype
+        part, finish = self.wire_to(peer).incoming(tensor)
+        form = tuple(part.shape), part.dtype
         self._came[peer].append(form)
         if not self._posted[peer]:
-            self._wait(self._irecv(tensor, peer), peer)
+            self._wait(self._irecv(part, peer), peer)
+            finish()
             return
         buffer, work = self._posted[peer].popleft()
         if (tuple(buffer.shape), buffer.dtype) != form:
@@ -134,8 +140,9 @@ class Mailbox:
             way = "--holmes-inflight off leaves sending to the engine"
             raise HolmesError(f"{edge} was {said} in every step and is to be {now} now; {way}")
         self._wait(work, peer)
-        tensor.copy_(buffer)
+        part.copy_(buffer)
         self._post(peer)
+        finish()
 
     def arrived(self, kind: str, index: float) -> None:
         """What the units of `kind` up to micro-batch `index` sent has been received; waiting for it takes no time."""

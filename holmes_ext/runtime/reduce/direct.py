@@ -27,16 +27,16 @@ class DirectExchange:
 
     ranks: global, this one among them; construction is collective. codec: of what is sent; a call may be given the
     residuals of the tensor that its parts are views of (None: rounding errors are not carried on). streams: groups that
-    share out each large part, where one connection cannot fill a long link.
+    share out each large part, where one connection cannot fill a long link. purpose: in the groups' descriptions.
     """
 
-    def __init__(self, ranks: Sequence[int], codec: Codec = PLAIN, streams: int = 1):
+    def __init__(self, ranks: Sequence[int], codec: Codec = PLAIN, streams: int = 1, purpose: str = "two-level"):
         self._rank = dist.get_rank()
         self.codec = codec
         self._sent: Counter = Counter()  # by tag: each has its own thread
         self._buffers: dict[tuple, torch.Tensor] = {}
         self._groups = [
-            [members_group(ranks, f"two-level {way}", backend="gloo") for way in ("up", "down")] for _ in range(streams)
+            [members_group(ranks, f"{purpose} {way}", backend="gloo") for way in ("up", "down")] for _ in range(streams)
         ]
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
@@ -33,19 +33,24 @@ def two_level_for(group: dist.ProcessGroup, size: int, way: Reduction | None, de
     the same on all its ranks."""
     if way is None or not way.clusters or size < way.two_level_from:
         return None
-    ranks = dist.get_process_group_ranks(group)
+    return two_level_of(dist.get_process_group_ranks(group), way, carrier_of(backend_of(group, device_type)))
+
+
+def two_level_of(ranks: Sequence[int], way: Reduction, carrier: str, purpose: str = "two-level") -> TwoLevel | None:
+    """The same for `ranks`, whose tensors `carrier` carries; None where they are in one cluster. purpose: what the
+    groups are described by."""
     parts = session.require().plan.by_cluster(ranks)
     clusters = list(parts.values())
     if len(clusters) < 2:
         return None
-    if carrier_of(backend_of(group, device_type)) != SOCKETS:
-        return TwoLevelCollectives(clusters, compress=way.compress)
+    if carrier != SOCKETS:
+        return TwoLevelCollectives(clusters, compress=way.compress, purpose=purpose)
     across = way.across if way.across is not None and set(way.across.order) == set(parts) else None
     # where the network between the clusters is flat its latency asks for no chunks of their own
     chunk_bytes = way.chunk_bytes if session.require().plan.wan else None
     return TwoLevelAllReduce(
         clusters, chunk_bytes=chunk_bytes, compress=way.compress, across=across, names=list(parts),
-        streams=way.streams,
+        streams=way.streams, purpose=purpose,
     )
 
 

@@ -81,7 +81,8 @@ class TwoLevelAllReduce:
     clusters: global ranks of each cluster, the same on every rank (two clusters or more). chunk_bytes: None takes 512
     KiB for each rank of the smallest cluster. compress: of what crosses, "off", "bf16" or "int8" (with error feedback
     for tensors that are reduced again in later steps: the same tensor objects). across: another way than directly, for
-    clusters of these names (relay.py; nothing is compressed); streams: of each two ranks, across. Construction is
+    clusters of these names (relay.py; nothing is compressed); streams: of each two ranks, across; purpose: see
+    DirectExchange. Construction is
     collective: it makes gloo groups of this cluster on its fabric and of all clusters on Ethernet (where holmes is
     active it chooses the NICs; else GLOO_SOCKET_IFNAME does). Tensors: contiguous, on the CPU. close() ends the
     threads; what is under way is finished first.
@@ -89,7 +90,7 @@ class TwoLevelAllReduce:
 
     def __init__(
         self, clusters: Sequence[Sequence[int]], *, chunk_bytes: int | None = None, compress: str = "off",
-        across: Across | None = None, names: Sequence[str] = (), streams: int = 1,
+        across: Across | None = None, names: Sequence[str] = (), streams: int = 1, purpose: str = "two-level",
     ):
         self.clusters = [list(members) for members in clusters]
         everyone = sorted(rank for members in self.clusters for rank in members)
@@ -101,8 +102,8 @@ class TwoLevelAllReduce:
             )
         self.members = next(members for members in self.clusters if self.rank in members)
         self.chunk_bytes = chunk_bytes or CHUNK_SHARE_BYTES * min(len(members) for members in self.clusters)
-        self._inside = DirectExchange(sorted(self.members))
-        self._across = DirectExchange(everyone, codec(compress), streams)
+        self._inside = DirectExchange(sorted(self.members), purpose=purpose)
+        self._across = DirectExchange(everyone, codec(compress), streams, purpose)
         self._residuals = Residuals()
         middle: list[Callable[[Chunk], None]] = [self._scatter_across, self._gather_across]
         self._relay = None

@@ -61,7 +61,10 @@ class TwoLevelCollectives:
     a multiple of `multiple` need no padding.
     """
 
-    def __init__(self, clusters: Sequence[Sequence[int]], *, chunk_bytes: int | None = None, compress: str = "off"):
+    def __init__(
+        self, clusters: Sequence[Sequence[int]], *, chunk_bytes: int | None = None, compress: str = "off",
+        purpose: str = "two-level",
+    ):
         sizes = {len(members) for members in clusters}
         if len(sizes) != 1 or len(clusters) < 2:
             raise HolmesError(f"TwoLevelCollectives: clusters {clusters} must be two or more lists of the same length")
@@ -73,7 +76,7 @@ class TwoLevelCollectives:
         self._clusters = len(across)
         self._codec, self._residuals = codec(compress), Residuals()
         self._scatters, self._across, self._gathers = (
-            members_group(ranks, f"two-level {name}")
+            members_group(ranks, f"{purpose} {name}")
             for name, ranks in (("inside", inside), ("across", across), ("gather", inside))
         )
         cuda = torch.cuda.is_available()

@@ -14,8 +14,6 @@ import re
 import threading
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of
@@ -37,6 +35,8 @@ _ADDRESS = re.compile(r"\[?([0-9]+(?:\.[0-9]+){3}|[0-9a-fA-F]*(?::[0-9a-fA-F]*){
 
 def describe_failure(what: str, ranks: Sequence[int], fabric: Fabric | None, error: str) -> str:
     """One line: who sees it, `what` failed, over which fabric, what the transport says, and which node that means."""
+    import torch.distributed as dist
+
     where = f"fabric {fabric.name}" if fabric else f"backend {backend_of()}"
     return with_first(
         f"rank {dist.get_rank()}: the reduction of {what} failed over {where} in the group of ranks"
@@ -47,6 +47,8 @@ def describe_failure(what: str, ranks: Sequence[int], fabric: Fabric | None, err
 def explain(error: BaseException) -> str | None:
     """One line on an error that a framework's own communication ended with, or a full disk; else None, but the others
     will say what it was."""
+    import torch.distributed as dist
+
     current, text = session.active(), str(error)
     if current is None:
         return None
@@ -112,6 +114,8 @@ def _last_line(error: str) -> str:
 def _first(mine: str) -> str:
     """What the first rank that saw the failure said; `mine` when this is the first one, or the store went with its
     host."""
+    import torch.distributed as dist
+
     found = [mine]
 
     def ask() -> None:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from holmes_ext.patches.megatron import buckets as megatron_buckets
-from holmes_ext.patches.megatron.buckets import cuts, unpadded
+from holmes_ext.patches.megatron.reduce import buckets as megatron_buckets
+from holmes_ext.patches.megatron.reduce.buckets import cuts, unpadded
 
 
 class Parameter:

@@ -80,7 +80,7 @@ MOVES = [
     (f"{BF16} --optimizer-cpu-offload", "--optimizer-offload-fraction 0.5", "memory", "up"),
     (DEEPSPEED, "--cpu-optimizer", "memory", "down"),
     (BF16, "--sequence-parallel", "memory", "down"),
-    (BF16, "--sequence-parallel", "send_across", "down"),
+    (BF16, "--sequence-parallel", "send_across", "same"),  # tensor ranks share out what crosses without it too
     (BF16, "--recompute-granularity full", "memory", "down"),
     (BF16, "--recompute-granularity full", "step", "up"),
     (f"{BF16} --transformer-impl local", "--recompute-granularity selective", "memory", "down"),

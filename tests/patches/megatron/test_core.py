@@ -17,7 +17,7 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.megatron import core as megatron_core
-from holmes_ext.patches.megatron import reduction as megatron_reduction
+from holmes_ext.patches.megatron.reduce import reduction as megatron_reduction
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.session import Session

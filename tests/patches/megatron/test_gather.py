@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from holmes_ext.patches.megatron import gather as megatron_gather
+from holmes_ext.patches.megatron.reduce import gather as megatron_gather
 
 
 def config(**changes):

@@ -54,7 +54,7 @@ def test_a_slow_edge_keeps_the_stages_beside_it_thin():
     outcome = rank(search(site, replace(MODEL, layers=24, sequence=2048), 32, only, True))
     said = " ".join(thin_stages(outcome, outcome.best))
     assert min(outcome.best.split) == min(outcome.best.split[1:3]), outcome.best.split
-    assert "activation and gradient take" in said and "(sequence parallelism would send 1/2 of it)" in said
+    assert "activation and gradient take" in said
 
 
 def test_even_stages_need_no_words():

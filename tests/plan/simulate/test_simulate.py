@@ -178,14 +178,16 @@ def test_bytes_of_a_step_are_those_of_its_messages():
 
 
 def test_pipelines_that_share_a_nic_share_its_rate():
-    """2 and 8 tensor ranks on a node send each their activation: the exchange takes 4 times as long."""
-    waits = []
-    for tensor in (2, 8):
-        site = two_clusters(1, 1, processes=tensor, ethernet="100Mb/s")
+    """2 and 8 data-parallel ranks on a node send each their activation: the exchange takes 4 times as long. Tensor
+    ranks share one out."""
+    waits = {}
+    for tensor, count in ((1, 2), (1, 8), (2, 2), (8, 8)):
+        site = two_clusters(1, 1, processes=count, ethernet="100Mb/s")
         gpt = model(hidden=512, heads=8, gpu=Gpu(1e15))
         step = simulate(site, ["a0", "b0"], Sizes(pipeline=2, tensor=tensor), gpt, Execution(parameter_s=0.0))
-        waits.append(step.causes["send_across"])
-    assert waits[1] == pytest.approx(4 * waits[0], rel=0.02)
+        waits[tensor, count] = step.causes["send_across"]
+    assert waits[1, 8] == pytest.approx(4 * waits[1, 2], rel=0.02)
+    assert waits[2, 2] == pytest.approx(waits[8, 8], rel=0.02) == pytest.approx(waits[1, 2] / 2, rel=0.02)
 
 
 def test_pipelines_that_are_alike_are_folded():

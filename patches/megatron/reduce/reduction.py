@@ -22,10 +22,10 @@ from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import with_session
-from holmes_ext.patches.megatron import buckets as megatron_buckets
-from holmes_ext.patches.megatron import gather as megatron_gather
 from holmes_ext.patches.megatron.core import job
 from holmes_ext.patches.megatron.features import REDUCTION, has
+from holmes_ext.patches.megatron.reduce import buckets as megatron_buckets
+from holmes_ext.patches.megatron.reduce import gather as megatron_gather
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.grid import tell

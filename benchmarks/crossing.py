@@ -1,0 +1,141 @@
+"""What crosses between clusters, cut: tensor ranks' activations in slices, tied weights' gradients in two levels.
+
+    python benchmarks/crossing.py --json FILE [--scenes slices,"tied deepspeed",...] [--repetitions 3]
+
+slices: megatron-core, tensor 2 x pipeline 2 x data 2 over 2 + 2 nodes of 2 processes; the activations of a node's two
+ranks take half of a stage's 128 ms for a micro-batch on its Ethernet, uncut. With megatron-core's own schedule, whose
+sends block (--holmes-inflight off), and with as many micro-batches in flight as hide the edge.
+
+tied: 4 + 4 nodes, pipeline 2 x data 4; the embedding's gradient crosses in two levels, by pairs of ranks as the engines
+do it, or not at all (not tied): what is more than that is bytes and seconds of its own.
+
+Everything under holmes, alternating with the feature switched off (HOLMES_DISABLE); the accelerator is emulated.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from harness import Row, chosen, finish, parser, tell
+from two_clusters import ratio_row, step_rows
+
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.lab import interleave
+from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
+from holmes_ext.lab.samples import examples
+
+CLUSTERS = """version = 1
+[ethernet]
+rate = "{ethernet}"
+[[cluster]]
+name = "a"
+kind = "ib"
+rate = "1Gb/s"
+processes = {processes}
+nodes = ["a[0-{last}]"]
+[[cluster]]
+name = "b"
+kind = "roce"
+rate = "1Gb/s"
+processes = {processes}
+nodes = ["b[0-{last}]"]
+"""
+#: Engine -> its example, the flag for stages, what the emulated accelerator paces, the feature of tied weights.
+ENGINES = {
+    "deepspeed": ("deepspeed_pipeline", "--stages", {"classes": ["Block"]}, "deepspeed-tied"),
+    "megatron": ("megatron_core", "--pipeline", {"classes": ["TransformerLayer"], "layout": "sbh"}, "megatron-tied"),
+}
+OFF = "HOLMES_DISABLE"
+
+
+def ethernet(series: Series) -> float:
+    """Bytes a step on the Ethernet of all nodes: start-up included, the same for all variants."""
+    return sum(nics["eth0"] for nics in series.sent.values())
+
+
+def slices(repetitions: int, steps: int) -> list[Row]:
+    script = [str(examples() / "megatron_core" / "train.py"), "--tensor", "2", "--pipeline", "2", *(
+        "--layers 4 --hidden 192 --heads 4 --sequence 32 --micro-batch 1 --micro-batches 8".split())]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "cluster.toml")
+        file.write_text(CLUSTERS.format(ethernet="6.2Mb/s", processes=2, last=1))
+        spec = load_spec(file)
+        base = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", "tensor=2,pipeline=2")
+        ways = {"own schedule": ("--holmes-inflight", "off"), "in flight": ("--holmes-inflight", "1")}
+        variants = [
+            Variant(f"{cut}, {name}", spec, interleave(spec), (*base, *flags), env)
+            for name, flags in ways.items()
+            for cut, env in (("slices", {}), ("whole", {OFF: "megatron-slices"}))
+        ]
+        accelerator = {"flops": 1.4e9 / 2, **ENGINES["megatron"][2]}
+        series = run("slices", variants, script, repetitions, steps, accelerator)
+    rows = []
+    for name in ways:
+        cut, whole = series[f"slices, {name}"], series[f"whole, {name}"]
+        share = ethernet(cut) / ethernet(whole)
+        target = ">= 1.2" if name == "own schedule" else ""
+        rows += [
+            Row.median("slices", f"bytes that cross, {name}", [share], "of whole ones'", False, "<= 0.55"),
+            ratio_row("slices", f"step, whole : slices, {name}", whole, cut, target),
+        ]
+    difference = max(max_loss_difference(series["whole, own schedule"], one) for one in series.values())
+    rows.append(Row.median("slices", "largest loss difference", [difference], "nats", False, "<= 1e-6"))
+    return rows + step_rows("slices", series)
+
+
+def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
+    scene, (example, stages, paced, feature) = f"tied {engine}", ENGINES[engine]
+    script = [str(examples() / example / "train.py"), stages, "2", *(
+        "--layers 4 --hidden 288 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 4".split())]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "cluster.toml")
+        file.write_text(CLUSTERS.format(ethernet="12Mb/s", processes=1, last=3))
+        spec = load_spec(file)
+        flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", "pipeline=2")
+        variants = [
+            Variant("two levels", spec, interleave(spec), (*flags, "--tied")),
+            Variant("pairs", spec, interleave(spec), (*flags, "--tied"), {OFF: feature}),
+            Variant("not tied", spec, interleave(spec), flags),
+        ]
+        series = run(scene, variants, script, repetitions, steps, {"flops": 2.3e9, **paced})
+    levels, pairs, none = (series[name] for name in ("two levels", "pairs", "not tied"))
+    sent = (ethernet(levels) - ethernet(none)) / (ethernet(pairs) - ethernet(none))
+    exposed = {name: [a - b for a, b in zip(series[name].medians, none.medians)] for name in ("two levels", "pairs")}
+    shares = [a / b for a, b in zip(*exposed.values())]
+    share = statistics.median(exposed["two levels"]) / statistics.median(exposed["pairs"])
+    return [
+        Row.median(scene, "bytes that cross for it", [sent], "of pairs'", False, "<= 0.3"),
+        Row.of(scene, "exposed time of it", share, "of pairs'", (min(shares), max(shares)), True, "<= 0.3"),
+        *(Row.median(scene, f"exposed, {name}", found, "s", True) for name, found in exposed.items()),
+        ratio_row(scene, "step, pairs : two levels", pairs, levels, ""),
+        Row.median(scene, "largest loss difference", [max_loss_difference(pairs, levels)], "nats", False, "<= 1e-6"),
+        *step_rows(scene, series),
+    ]
+
+
+def run(
+    scene: str, variants: list[Variant], script: list[str], repetitions: int, steps: int, accelerator: dict
+) -> dict[str, Series]:
+    total = repetitions * len(variants)
+    started = iter(range(1, total + 1))
+    return compare(variants, script, repetitions=repetitions, steps=steps, skip=3, accelerator=accelerator,
+                   on_run=lambda variant, _: tell(f"{scene}: run {next(started)} of {total}: {variant}"))
+
+
+def main() -> int:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--repetitions", type=int, default=3)
+    arguments.add_argument("--steps", type=int, default=24)  # start-up, whose bytes count too, is little beside them
+    given = arguments.parse_args()
+    makers = {"slices": lambda: slices(given.repetitions, given.steps)}
+    for engine in ENGINES:
+        makers[f"tied {engine}"] = lambda engine=engine: tied(engine, given.repetitions, given.steps)
+    rows = [row for name in chosen(given.scenes, makers) for row in makers[name]()]
+    return finish(rows, given.json, "What crosses between clusters, cut (emulated accelerator)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

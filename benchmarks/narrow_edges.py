@@ -1,0 +1,85 @@
+"""Training with narrower pipeline edges between two clusters: loss curves, and the bytes that cross.
+
+    python benchmarks/narrow_edges.py --json FILE [--picture FILE.png] [--steps 1500] [--seeds 3]
+
+examples/deepspeed_pipeline, two stages on 1 + 1 emulated nodes, each way of --holmes-edges from the same weights on the
+same text, float32. Nothing is emulated but the clusters: the losses are those of real training; "off" is the control.
+Needs matplotlib for the picture.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from compression import draw, rows
+from harness import finish, parser, tell
+
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.lab import Lab
+from holmes_ext.lab.samples import examples
+
+KINDS = ("off", "bf16", "int8")
+CLUSTERS = """version = 1
+[ethernet]
+rate = "1Gb/s"
+[[cluster]]
+name = "a"
+kind = "ib"
+rate = "1Gb/s"
+nodes = ["a0"]
+[[cluster]]
+name = "b"
+kind = "roce"
+rate = "1Gb/s"
+nodes = ["b0"]
+"""
+#: 0.23 M parameters; 1024 bytes of text in a step.
+MODEL = "--layers 4 --hidden 64 --heads 4 --sequence 64 --micro-batch 8 --micro-batches 2 --stages 2 --lr 3e-3".split()
+
+
+def train(lab: Lab, file: Path, kind: str, steps: int, seed: int) -> tuple[list[float], float]:
+    """Losses, and the bytes that both Ethernet NICs sent for each step."""
+    with tempfile.TemporaryDirectory() as directory:
+        log, script = Path(directory, "log.jsonl"), str(examples() / "deepspeed_pipeline" / "train.py")
+        command = [sys.executable, script, *MODEL, "--seed", str(seed), "--steps", str(steps), "--log", str(log)]
+        flags = ["--holmes", "--holmes-cluster", str(file), "--holmes-edges", kind]
+        before = lab.counters()
+        env = {"DS_ACCELERATOR": "cpu"}
+        result = lab.run([*command, *flags], env=env, preload=("torch", "deepspeed"), timeout=600)
+        if result.returncode:
+            said = result.outputs[result.first_failed or 0]
+            raise SystemExit(f"narrow_edges.py: status {result.returncode}:\n{said}")
+        after = lab.counters()
+        sent = sum(after[node]["eth0"][1] - before[node]["eth0"][1] for node in after)
+        return [json.loads(line)["loss"] for line in log.read_text().splitlines()], sent / steps
+
+
+def main() -> int:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--picture", type=Path, metavar="FILE", help="draw the curves there (png)")
+    arguments.add_argument("--steps", type=int, default=1500)
+    arguments.add_argument("--seeds", type=int, default=3, help="how many, of weights and of the order of the text")
+    args = arguments.parse_args()
+    losses: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+    sent: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "cluster.toml")
+        file.write_text(CLUSTERS)
+        with Lab(load_spec(file)) as lab:
+            for seed in range(1, args.seeds + 1):
+                for kind in KINDS:
+                    tell(f"edges: seed {seed}, {kind}")
+                    one, bytes_of_step = train(lab, file, kind, args.steps, seed)
+                    losses[kind].append(one)
+                    sent[kind].append(bytes_of_step)
+    if args.picture:
+        draw(losses, args.picture, "Edges narrowed between the clusters")
+    title = f"Narrower edges between two clusters, {args.steps} steps, {args.seeds} seeds"
+    return finish(rows("narrow edges", losses, sent), args.json, title)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

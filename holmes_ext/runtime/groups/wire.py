@@ -1,0 +1,147 @@
+"""What of an activation, or of its gradient, travels over an edge between clusters: this tensor rank's part of it, in
+fewer bits where the user says so.
+
+Without sequence parallelism every tensor rank of a stage has the same tensor to send. Its rows (all dimensions but the
+last) are cut among them, and the tensor ranks that receive gather the whole, inside their node:
+
+    stage s        rank 0 [ a b ]      rank 1 [ a b ]
+                          | a               | b           across: 1 / t of the bytes each; rows are padded to a multiple
+    stage s + 1    rank 0 [ a . ] ---- rank 1 [ . b ]     of t
+                          [ a b ]             [ a b ]     inside: all-gather over the tensor group
+
+Order and freedom from deadlock: the gather is one more collective of the pass that the message is for. It is launched
+where the schedule waits for the message, by the thread and on the stream that launch the pass; all tensor ranks of a
+stage run one schedule, so their tensor group sees the same collectives in the same order. What a gather waits for are
+the messages to the other tensor ranks of its stage. Those were sent after the same pass of the stage before, by ranks
+that needed each other's collectives to get through that pass: no rank's message is further in the schedule than
+another's, and the order of all passes has no circle (patches/deepspeed/edges.py).
+
+Under NCCL (read, not run): waiting for the message lets the current stream wait for the pair's; the gather is enqueued
+behind it on the tensor group's own stream, and the current stream waits for that, as for every collective of a tensor
+group. It is done in place (a rank's part is a view of the whole), so nothing is allocated on one stream and used on
+another, but for padding.
+
+Narrower (--holmes-edges): "bf16" rounds float32 to bfloat16; "int8" to 1/127 of the largest magnitude of the row, whose
+float32 scale travels before the rows. A NaN or infinity makes its row NaN. What a rank receives it decodes before the
+gather, so all tensor ranks go on with the same numbers.
+
+A part that is sent is a view with a TensorImpl of its own: a framework that frees its output by `.data =`
+(megatron-core's deallocate_pipeline_outputs) leaves the storage to the view, which the operation holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from holmes_ext.errors import HolmesError
+
+#: What to do once a message is there, on the stream of the pass that needs it.
+Finish = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How tensors travel to and from one neighbour. parts: tensor ranks that share one out, this one being the
+    `place`-th of `group`. narrow: "off", "bf16" or "int8"; edge: what an error calls it."""
+
+    parts: int = 1
+    place: int = 0
+    group: Any = None
+    narrow: str = "off"
+    edge: str = "the edge"
+
+    def outgoing(self, tensor: Any) -> Any:
+        """What is to be sent of `tensor`, contiguous; to be kept until it is sent. HolmesError: it cannot be narrowed.
+        """
+        narrow = self._narrow(tensor)
+        if self.parts == 1 and narrow == "off":
+            return tensor.detach()
+        rows = _rows(tensor.detach().contiguous())
+        each = -(-len(rows) // self.parts)
+        mine = rows[self.place * each : (self.place + 1) * each]
+        if len(mine) < each:
+            padded = rows.new_zeros(each, rows.shape[1])
+            padded[: len(mine)] = mine
+            mine = padded
+        return _encode(mine, narrow)
+
+    def incoming(self, tensor: Any) -> tuple[Any, Finish]:
+        """For `tensor`, contiguous, to be filled: what to receive into, and what to do when that has come."""
+        import torch.distributed as dist
+
+        narrow = self._narrow(tensor)
+        if self.parts == 1 and narrow == "off":
+            return tensor.detach(), lambda: None
+        rows = _rows(tensor.detach())
+        each = -(-len(rows) // self.parts)
+        whole = rows if len(rows) == each * self.parts else rows.new_empty(each * self.parts, rows.shape[1])
+        mine = whole[self.place * each : (self.place + 1) * each]
+        sent = _buffer(mine, narrow)
+
+        def finish() -> None:
+            if sent is not mine:
+                _decode(sent, mine)
+            if self.parts > 1:
+                dist.all_gather_into_tensor(whole, mine, group=self.group)
+            if whole is not rows:
+                rows.copy_(whole[: len(rows)])
+
+        return sent, finish
+
+    def _narrow(self, tensor: Any) -> str:
+        """How it is narrowed: not where it is as narrow already, nor a single number (DeepSpeed's first message)."""
+        import torch
+
+        if tensor.dim() == 0:
+            return "off"
+        dtype = tensor.dtype
+        if self.narrow == "int8" and dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            sends = f"{self.edge} sends {str(dtype).removeprefix('torch.')}"
+            way_out = "only float32, bf16 and fp16 can be rounded to int8, use --holmes-edges bf16 or off"
+            raise HolmesError(f"--holmes-edges int8: {sends}; {way_out}")
+        return "off" if self.narrow == "bf16" and dtype != torch.float32 else self.narrow
+
+
+PLAIN = Wire()
+
+
+def _rows(tensor: Any) -> Any:
+    return tensor.view(-1, tensor.shape[-1])
+
+
+def _buffer(rows: Any, narrow: str) -> Any:
+    """Where the wire form of `rows` [rows, row's length] is received."""
+    import torch
+
+    if narrow == "bf16":
+        return torch.empty_like(rows, dtype=torch.bfloat16)
+    return rows.new_empty(4 * len(rows) + rows.numel(), dtype=torch.uint8) if narrow == "int8" else rows
+
+
+def _encode(rows: Any, narrow: str) -> Any:
+    import torch
+
+    wire = _buffer(rows, narrow)
+    if narrow == "bf16":
+        wire.copy_(rows)
+    elif narrow == "int8":
+        cut, values = 4 * len(rows), rows.float()
+        scales = values.abs().amax(1).div_(127)
+        wire[:cut].view(torch.float32).copy_(scales)
+        steps = (values / torch.where(scales == 0, 1.0, scales)[:, None]).round_().nan_to_num_(0.0, 0.0, 0.0)
+        wire[cut:].view(torch.int8).copy_(steps.view(-1))
+    return wire
+
+
+def _decode(wire: Any, rows: Any) -> None:
+    """Into `rows`."""
+    import torch
+
+    if wire.dtype is torch.bfloat16:
+        rows.copy_(wire)
+        return
+    cut = 4 * len(rows)
+    scales, steps = wire[:cut].view(torch.float32), wire[cut:].view(torch.int8)
+    rows.copy_(steps.view(rows.shape).float().mul_(scales[:, None]))

@@ -1,0 +1,60 @@
+"""The gradient of a weight that several stages share, summed over all their ranks in two levels.
+
+Engines let every rank of the first stage sum it with its twin of the last one: d data-parallel ranks send the whole
+gradient across, d times. What is wanted in the end is the average over the d ranks of those sums:
+
+    1  inside each stage's cluster: rank k gets the stage's sum of block k        two_level.py, two_level_nccl.py
+    2  across: the two owners of a block sum it; every rank sends 1 / d of the bytes
+    3  inside: all ranks gather the blocks; all is divided by d beforehand
+
+Every rank then has what the engine's own average over its data-parallel group makes of it, so that may follow: the
+average of equal values is that value. Where an engine averages first, its d copies count 1 / d each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from holmes_ext.plan.reductions import tied_reduction, tied_sums
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.reduce.straddling import TwoLevel, two_level_of
+
+
+class TiedSum:
+    """tied_sum(gradient, divisor) leaves the sum over all of `ranks`, divided, in it.
+
+    ranks: of both stages; twins: data-parallel ranks of one. least: bytes of a gradient from which on this is faster
+    than the engine's way.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], all_reduce: TwoLevel, least: int):
+        self.ranks, self.twins, self.least, self._all_reduce = ranks, len(ranks) // 2, least, all_reduce
+
+    @property
+    def bytes_across(self) -> int:
+        """What this rank has sent to the other cluster so far (over gloo), without headers."""
+        return self._all_reduce.bytes_across
+
+    def takes(self, gradient: Any) -> bool:
+        return gradient.is_contiguous() and gradient.numel() * gradient.element_size() >= self.least
+
+    def __call__(self, gradient: Any, divisor: int) -> None:
+        self._all_reduce(gradient.view(-1).div_(divisor)).wait()
+
+
+def tied_sum_of(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
+    """For the ranks of `group`, which share a weight; None where the plan leaves it to the engine. Collective over all
+    ranks of their stages where it does not; the same on all of them."""
+    current, carrier = session.active(), carrier_of(backend_of(group, device_type))
+    if current is None or not carrier:
+        return None
+    plan, own = current.plan_for(sizes), set(dist.get_process_group_ranks(group))
+    way, alike = tied_reduction(plan, carrier), [ranks for ranks in tied_sums(sizes) if own <= set(ranks)]
+    if way is None or len(own) != 2 or len(alike) != 1 or set(way.clusters) != set(plan.by_cluster(own)):
+        return None
+    all_reduce = two_level_of(alike[0], way, carrier, "embedding")
+    return TiedSum(alike[0], all_reduce, way.two_level_from) if all_reduce is not None else None

@@ -1,0 +1,88 @@
+"""--holmes-edges under DeepSpeed's real pipeline engine, 2 processes on loopback: bytes, losses near stock's, and what
+int8 refuses."""
+
+import contextlib
+import io
+import sys
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.errors import HolmesError
+from holmes_ext.lab.samples import examples
+from holmes_ext.options import Options
+from holmes_ext.patches import Registry
+from holmes_ext.patches.deepspeed import edges as deepspeed_edges
+from holmes_ext.patches.deepspeed import narrow as deepspeed_narrow
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.runtime import session
+from holmes_ext.runtime.start.launcher import Process
+
+pytest.importorskip("deepspeed")
+on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
+overlap = pytest.importorskip("integration_tests.deepspeed.test_overlap")
+TOML = 'version = 1\n[ethernet]\nrate = "1Gb/s"\n' + "".join(
+    f'[[cluster]]\nname = "{name}"\nkind = "{kind}"\nrate = "1Gb/s"\nnodes = ["{name}0"]\n'
+    for name, kind in (("a", "ib"), ("b", "roce"))
+)
+WAYS = [("off", "off"), ("bf16", "off"), ("int8", "off"), ("int8", "auto")]
+
+
+@contextlib.contextmanager
+def counting(sent):
+    """Floating-point bytes that isend and send carry meanwhile, and int8's."""
+    isend, send = torch.distributed.isend, torch.distributed.send
+
+    def count(original):
+        def call(tensor, *args, **kwargs):
+            sent[0] += tensor.nbytes if tensor.dtype != torch.int32 else 0
+            return original(tensor, *args, **kwargs)
+
+        return call
+
+    torch.distributed.isend, torch.distributed.send = count(isend), count(send)
+    try:
+        yield
+    finally:
+        torch.distributed.isend, torch.distributed.send = isend, send
+
+
+def all_ways(rank):
+    sys.path.insert(0, str(examples() / "deepspeed_pipeline"))
+    on_cpu.prepare()
+    site, found = site_from_spec(parse_spec(TOML, "test")), {}
+    for narrow, inflight in WAYS:
+        options = Options(edges=narrow, inflight=inflight)
+        plan = build_plan(site, Sizes(2), options=options)
+        registry = Registry((*deepspeed_edges.PATCHES, *deepspeed_narrow.PATCHES))
+        registry.enable(["deepspeed-edges", "deepspeed-narrow"], required=True, disabled=frozenset())
+        session.set_active(session.Session(options, Process(rank, 2, 0, 1, "", 0, "test"), site, plan, rank))
+        sent = [0]
+        with contextlib.redirect_stdout(io.StringIO()), counting(sent):
+            engine = overlap.engine_for({}, {})
+            data = overlap.batches(0, overlap.STEPS)
+            found[narrow, inflight] = [engine.train_batch(data).item() for _ in range(overlap.STEPS)], sent[0]
+        try:
+            deepspeed_narrow._wire_to(1 - rank).outgoing(torch.zeros(2, 2, dtype=torch.bool))
+            refused = ""
+        except HolmesError as error:
+            refused = str(error)
+        session.set_active(None)
+        registry.undo()
+    return found, refused
+
+
+def test_fewer_bytes_and_losses_that_are_near():
+    for found, refused in run_ranks(all_ways, 2, timeout_s=120):
+        losses, sent = found["off", "off"]
+        for (narrow, inflight), (others, bytes_) in found.items():
+            limit = {"off": 0, "bf16": 2e-3, "int8": 2e-2}[narrow]
+            assert max(abs(a - b) for a, b in zip(losses, others)) <= limit, (narrow, losses, others)
+            share = {"off": 1, "bf16": 0.5, "int8": (1 + 4 / 32) / 4}[narrow]
+            assert bytes_ == pytest.approx(share * sent, abs=8), (narrow, inflight)  # and a loss, of 4 bytes
+            assert narrow == "off" or others != losses
+        assert "int8: stage " in refused and "sends bool" in refused and "\n" not in refused

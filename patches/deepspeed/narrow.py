@@ -1,0 +1,101 @@
+"""DeepSpeed's pipeline edges between clusters with fewer bits (--holmes-edges bf16, int8).
+
+Around p2p.send and p2p.recv of the engine's own or over a pair's group: what is sent is the narrowed tensor, what is
+received is decoded into the engine's buffer (runtime/groups/wire.py). Where edges.py's mailbox carries a message, it
+does that. The engine's messages about shapes, integers, pass as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holmes_ext.patches.deepspeed import edges
+from holmes_ext.patches.deepspeed.features import NARROW
+from holmes_ext.patches.deepspeed.p2p import grid_sizes
+from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.wire import PLAIN, Wire
+
+#: Whether the engine sends or receives shapes now.
+_shapes = False
+
+
+def _about_shapes(wrapped, instance, args, kwargs):
+    """_send_tensor_meta, _recv_tensor_meta."""
+    global _shapes
+    _shapes = True
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        _shapes = False
+
+
+def _wire_to(stage: int) -> Wire:
+    """Of this rank's edge to `stage`, a neighbour."""
+    current, carrier = session.active(), carrier_of(backend_of())
+    if current is None or not carrier or _shapes:
+        return PLAIN
+    from deepspeed.runtime.pipe import p2p
+
+    grid: Any = p2p._grid
+    own, stages = grid.get_stage_id(), grid.pipe_parallel_size
+    sizes = grid_sizes(current, stages, grid.get_slice_parallel_world_size())
+    planned = current.plan_for(sizes).traffic_of(carrier).edges
+    before = min(own, stage) if abs(own - stage) == 1 else stages - 1
+    narrow = planned[before % len(planned)].narrow
+    return Wire(narrow=narrow, edge=f"stage {own}'s edge to stage {stage}") if narrow != "off" else PLAIN
+
+
+def _wire_to_rank(peer: int) -> Wire:
+    from deepspeed.runtime.pipe import p2p
+
+    grid: Any = p2p._grid
+    own = grid.get_stage_id()
+    near = (stage % grid.pipe_parallel_size for stage in (own - 1, own + 1))
+    return _wire_to(next(stage for stage in near if grid.stage_to_global(stage_id=stage) == peer))
+
+
+def _in_mailbox() -> bool:
+    """Whether edges.py's mailbox carries the message; then it does the rest."""
+    box = edges.opened()
+    if box is not None:
+        box.wire_to = _wire_to_rank
+    return box is not None
+
+
+def _send(wrapped, instance, args, kwargs):
+    def call(tensor, dest_stage, async_op=False):
+        return wrapped(tensor if _in_mailbox() else _wire_to(dest_stage).outgoing(tensor), dest_stage, async_op)
+
+    return call(*args, **kwargs)
+
+
+def _recv(wrapped, instance, args, kwargs):
+    def call(tensor, src_stage, async_op=False):
+        if _in_mailbox():
+            return wrapped(tensor, src_stage, async_op)
+        part, finish = _wire_to(src_stage).incoming(tensor)
+        done = wrapped(part, src_stage, async_op)
+        finish()
+        return done
+
+    return call(*args, **kwargs)
+
+
+_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
+
+PATCHES = (
+    Patch(
+        NARROW, "deepspeed.runtime.pipe.p2p:send", "activations and gradients cross as wide as they are computed",
+        _send, parameters=("tensor", "dest_stage", "async_op"),
+    ),
+    Patch(
+        NARROW, "deepspeed.runtime.pipe.p2p:recv", "what was narrowed is widened", _recv,
+        parameters=("tensor", "src_stage", "async_op"),
+    ),
+    *(
+        Patch(NARROW, f"{_ENGINE}.{name}", "shapes, which are no activations, pass as they are", _about_shapes)
+        for name in ("_send_tensor_meta", "_recv_tensor_meta")
+    ),
+)  # fmt: skip

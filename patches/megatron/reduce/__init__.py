@@ -1,0 +1,1 @@
+"""How megatron-core reduces gradients under a plan."""
