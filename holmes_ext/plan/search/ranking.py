@@ -14,7 +14,8 @@ from math import inf
 from holmes_ext.plan.search.result import Candidate, Certificate, Outcome
 from holmes_ext.plan.search.space import Shape
 from holmes_ext.plan.simulate.execution import Execution
-from holmes_ext.plan.simulate.step import Step, simulate
+from holmes_ext.plan.simulate.pipelines import Pipelines
+from holmes_ext.plan.simulate.step import Job, Step
 
 #: Candidates simulated at least (those that a table shows) and at most, each of another shape, and the passes (forward
 #: and backward, of all stages) of all of them together.
@@ -22,8 +23,8 @@ SHOWN, COUNT = 10, 30
 WORK = 60_000
 
 
-def simulated(outcome: Outcome, candidate: Candidate) -> Step:
-    """One step of `candidate`."""
+def job_of(outcome: Outcome, candidate: Candidate) -> Job:
+    """One step of `candidate`, to be simulated."""
     shape, ground = candidate.shape, outcome.ground
     two_level = "two-level" in candidate.reductions
     execution = Execution(
@@ -36,7 +37,14 @@ def simulated(outcome: Outcome, candidate: Candidate) -> Step:
     )
     nodes, sizes = candidate.arrangement.nodes(ground), shape.sizes(candidate.arrangement.order)
     costs, model = outcome.costs(candidate, sharded=False), shape.model(outcome.model)
-    return simulate(ground.site, nodes, sizes, model, execution, ground.links, ground.only, costs)
+    pipelines = ground.remember(
+        ("pipelines", nodes, sizes), lambda: Pipelines(ground.site, nodes, sizes.complete(ground.world), ground.only))
+    return Job(ground.site, nodes, sizes, model, execution, ground.links, ground.only, costs, pipelines)
+
+
+def simulated(outcome: Outcome, candidate: Candidate) -> Step:
+    """One step of `candidate`."""
+    return job_of(outcome, candidate).step()
 
 
 def passes(candidate: Candidate, layers: int) -> int:
