@@ -8,6 +8,7 @@ not simulated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
@@ -23,18 +24,23 @@ SHOWN, COUNT = 10, 30
 WORK = 60_000
 
 
-def job_of(outcome: Outcome, candidate: Candidate) -> Job:
-    """One step of `candidate`, to be simulated."""
-    shape, ground = candidate.shape, outcome.ground
-    two_level = "two-level" in candidate.reductions
-    execution = Execution(
+def execution_of(outcome: Outcome, shape: Shape, split: Sequence[int], reductions: Sequence[str]) -> Execution:
+    """How a candidate is simulated; reductions: of its stages."""
+    two_level = "two-level" in reductions
+    return Execution(
         virtual=shape.virtual,
-        stage_layers=candidate.split if shape.virtual == 1 else (),
+        stage_layers=tuple(split) if shape.virtual == 1 else (),
         overlap=outcome.reducing or ("on" if outcome.overlap else "off"),
         gather_overlap=outcome.gather_overlap,
         two_level="rings" if two_level else "off",
         zero=0 if two_level else shape.zero,  # scattered inside, all-reduced across, gathered inside: as two levels
     )
+
+
+def job_of(outcome: Outcome, candidate: Candidate) -> Job:
+    """One step of `candidate`, to be simulated."""
+    shape, ground = candidate.shape, outcome.ground
+    execution = execution_of(outcome, shape, candidate.split, candidate.reductions)
     nodes, sizes = candidate.arrangement.nodes(ground), shape.sizes(candidate.arrangement.order)
     costs, model = outcome.costs(candidate, sharded=False), shape.model(outcome.model)
     pipelines = ground.remember(

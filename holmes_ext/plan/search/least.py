@@ -1,0 +1,201 @@
+"""What no simulated step of a shape under an arrangement beats, however its layers are split over the stages: the bound
+that a search by simulated time rests on.
+
+f, b: forward and backward of a micro-batch on one stage, w both; x: an edge there, x' as far as it holds up who sends;
+u: micro-batches that a stage begins before its first backward; m: all of them. Stage s takes at least
+
+    down to s, f_s, on and back    sum above (f + x) + f_s + sum below (w + 2 x)      until its first backward
+    its own passes                 m b_s + (m - u_s) f_s
+    blocked, unless edges hide     (m - u_s) (x'_s + x'_(s-1)) + (u_s - 1) x'_(s-1)    Megatron's pairs of messages
+    then one of                    up again: sum above (b + x), and what stage 0 does after it
+                                   its reductions that its last backward does not hide, optimizer, gathers
+
+All are linear in the layers of s, and what the other stages hold takes at least as much as the layers take where they
+are cheapest. So a time T gives each stage a most number of layers, and where these are fewer than the model's, no split
+takes T. What stages share is counted once: a NIC carries the messages of one kind of pipeline at a time, whatever
+others do, and a link between clusters the reductions of one stage (tests/plan/search/test_least.py: no simulated step
+is below).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import floor, inf
+
+from holmes_ext.plan.cost.network import FREE, WORTH, Price, message
+from holmes_ext.plan.search.arrangement import PIPELINES_FIRST, Arrangement
+from holmes_ext.plan.search.bounds import Bounds
+from holmes_ext.plan.search.pricing import Pricing
+from holmes_ext.plan.simulate.execution import Execution
+
+#: The bound is found up to this fraction.
+CLOSE = 5e-4
+
+
+@dataclass(frozen=True)
+class _After:
+    """What a stage does when its last backward begins: seconds at least, of a block and besides. reduce: its gradients'
+    reductions, hidden under that backward where `hidden`; rest: optimizer and gathers."""
+
+    reduce: tuple[float, float]
+    rest: tuple[float, float]
+    hidden: bool
+
+
+class Least:
+    """Of one shape under an arrangement. run: how it is simulated; costs of `bounds` are those of the simulation."""
+
+    def __init__(self, pricing: Pricing, arrangement: Arrangement, bounds: Bounds, run: Execution):
+        self.pricing, self.arrangement, self.bounds, self.run = pricing, arrangement, bounds, run
+        self.count, self.layers, self.m = bounds.count, bounds.costs.blocks, bounds.micro_batches
+        held = run.in_flight or [self.count - stage for stage in range(self.count)]
+        self.ahead = [min(one, self.m) for one in held]
+        self.edges, self.gone = _edges(pricing, arrangement)
+        if run.in_flight:
+            self.gone = [0.0] * len(self.gone)
+        self.after = [self._after(stage) for stage in range(self.count)]
+        self._lines()
+
+    def _after(self, stage: int) -> _After:
+        pricing, content, order = self.pricing, self.arrangement.contents[stage], self.arrangement.order
+        portion, processes = pricing.portion, pricing.processes
+        way, whole = pricing._reduction(content, order, 1)
+        own = min(processes, pricing.stage_ranks)  # ranks of this stage on a node
+        if order == PIPELINES_FIRST:
+            own = max(1, processes // pricing.shape.pipeline) if pricing._step(order) < processes else own
+        factor = (WORTH if pricing.ground.wan else 1.0) * min(1.0, own / processes)
+        if self.run.two_level != "off" and way == "flat" and len(content) > 1:
+            whole = FREE  # a simulation sums it in two levels: not priced here
+        whole = Price(factor * whole.byte_s, whole.latency_s)
+        zero, weights = self.run.zero, pricing.model.activation_width / pricing.model.gradient_width
+        half = whole.scaled(0.5)
+        reduce = (whole, half, FREE, FREE)[zero]
+        gather = Price(weights * half.byte_s, half.latency_s) if zero in (1, 2) else FREE
+        if zero == 1 and self.run.gather_overlap:
+            gather = FREE
+        share = portion.shards if zero else 1
+        seconds = [self.run.parameter_s * layer.parameters / share + gather.byte_s * size
+                   for layer, size in zip(portion.layers, portion.reduced_bytes)]
+        bytes_s = [reduce.byte_s * size for size in portion.reduced_bytes]
+        ends = (stage == 0) * 1, (stage == self.count - 1) * 1
+
+        def split(each: Sequence[float], fixed_s: float) -> tuple[float, float]:
+            return each[1], ends[0] * each[0] + ends[1] * each[2] + fixed_s
+
+        hidden = self.run.buckets_on(stage)
+        return _After(split(bytes_s, reduce.latency_s), split(seconds, gather.latency_s), hidden)
+
+    def _lines(self) -> None:
+        """Of every stage: (seconds, seconds of a layer) of what its own layers decide, to the end of the way up, and of
+        its own reductions; without what the others hold."""
+        bounds, m = self.bounds, self.m
+        there, back = [0.0, *accumulate(self.edges)], sum(self.edges)
+        self.up: list[tuple[float, float]] = []
+        self.own: list[list[tuple[float, float]]] = []
+        first = self.after[0]
+        tail_s = max(0.0, sum(first.reduce) - first.hidden * (bounds.backward[0] + bounds.extra_backward[0]))
+        tail_s += sum(first.rest)
+        for stage in range(self.count):
+            begun, above = self.ahead[stage] - 1, self.gone[stage - 1] if stage else 0.0
+            below = self.gone[stage] if stage < self.count - 1 else 0.0
+            blocked = (m - begun - 1) * (below + above) + begun * above
+            each = (m - 1) * bounds.each[stage] - begun * bounds.forward[stage]
+            fixed = (m - 1) * bounds.extra[stage] - begun * bounds.extra_forward[stage] + blocked
+            self.up.append((fixed + 2 * back + tail_s, each))
+            after, fixed = self.after[stage], fixed + 2 * back - there[stage]
+            reduce, rest, hides = after.reduce, after.rest, after.hidden
+            exposed = reduce[1] - hides * bounds.extra_backward[stage], reduce[0] - hides * bounds.backward[stage]
+            plain = fixed + rest[1], each + rest[0]
+            self.own.append([plain, (plain[0] + exposed[0], plain[1] + exposed[1])])
+
+    def seconds(self, known: float = inf) -> float:
+        """That no split beats; inf where none fits. known: beyond it nothing is asked."""
+        most = self.bounds.most
+        if sum(most) < self.layers or min(most) < 1:
+            return inf
+        low = self._work(most) + 2 * sum(self.edges)
+        low = max(low, ((self.m - 1) // max(self.ahead) + 1) * low)
+        high = min(known, 2 * low)
+        while high < known and not self._possible(high):
+            low, high = high, min(known, 2 * high)
+        if high == known and not self._possible(high):
+            return high
+        while high - low > CLOSE * low:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._possible(middle) else (middle, high)
+        return low
+
+    def _work(self, most: Sequence[int], from_stage: int = 0) -> float:
+        """Of one micro-batch at least, with at most so many layers on each stage; the stages before from_stage forward
+        only."""
+        bounds = self.bounds
+        cost = [bounds.forward[stage] if stage < from_stage else bounds.each[stage] for stage in range(self.count)]
+        total, left = sum(cost), self.layers - self.count
+        total += sum(bounds.extra[from_stage:]) + sum(bounds.extra_forward[:from_stage])
+        for stage in sorted(range(self.count), key=cost.__getitem__):
+            taken = min(left, most[stage] - 1)
+            total, left = total + taken * cost[stage], left - taken
+            if not left:
+                break
+        return total
+
+    def _possible(self, step_s: float) -> bool:
+        """Whether some split could take no longer, as far as this knows."""
+        most = list(self.bounds.most)
+        for _ in range(2):
+            before = sum(most)
+            if before < self.layers:
+                return False
+            work = self._work(most)
+            for stage in range(self.count):
+                lines = [(work + self.up[stage][0], self.up[stage][1])]
+                ahead = self._work(most, stage) if stage else work
+                lines += [(ahead + fixed, each) for fixed, each in self.own[stage]]
+                for fixed, each in lines:
+                    if each > 0:
+                        most[stage] = min(most[stage], floor((step_s - fixed) / each * (1 + 1e-12)))
+                    elif fixed + each * most[stage] > step_s:
+                        return False
+                if most[stage] < 1:
+                    return False
+            if sum(most) == before:
+                break
+        return sum(most) >= self.layers
+
+
+def _edges(pricing: Pricing, arrangement: Arrangement) -> tuple[list[float], list[float]]:
+    """Seconds of an activation to the next stage at least, and those in which who sends it is held up: of pipelines
+    that send at the same time, those that are alike, the others being still."""
+    ground, size, step = pricing.ground, pricing.block.activation_bytes, pricing._step(arrangement.order)
+    sharers = min(pricing.processes, step)
+    contents = arrangement.contents
+    borders = sorted({0, *(at for content in contents for at in accumulate(ranks for _, ranks in content))})
+    columns = [(low, high - low) for low, high in zip(borders, borders[1:])]
+    known: dict[tuple[object, ...], tuple[float, float]] = {}
+    found = []
+    for stage, (one, other) in enumerate(zip(contents, contents[1:])):
+        if (stage + 1) * step % pricing.processes != 0:
+            found.append((pricing.edges(arrangement)[stage],) * 2)
+            continue
+        if (one, other) not in known:
+            both = []
+            for low, width in columns:
+                pair = _cluster_at(one, low), _cluster_at(other, low)
+                fabric = ground.fabric(pair)
+                (way,) = ground.crossing(fabric, pair, width) or ((),)
+                price = message(fabric, sharers if width % sharers == 0 else 1, way=way)
+                both.append((price.seconds(size), Price(price.byte_s, fabric.latency_s).seconds(size)))
+            known[one, other] = min(seconds for seconds, _ in both), min(gone for _, gone in both)
+        found.append(known[one, other])
+    return [seconds for seconds, _ in found], [gone for _, gone in found]
+
+
+def _cluster_at(content: Sequence[tuple[int, int]], rank: int) -> int:
+    """Whose rank of a stage it is."""
+    for index, ranks in content:
+        if rank < ranks:
+            return index
+        rank -= ranks
+    raise AssertionError("a rank beyond the stage")
