@@ -15,6 +15,7 @@ from math import inf
 from holmes_ext.plan.search.result import Candidate, Certificate, Outcome
 from holmes_ext.plan.search.space import Shape
 from holmes_ext.plan.simulate.execution import Execution
+from holmes_ext.plan.simulate.fold import folded_s
 from holmes_ext.plan.simulate.pipelines import Pipelines
 from holmes_ext.plan.simulate.step import Job, Step
 
@@ -64,7 +65,7 @@ def timed(outcome: Outcome, candidate: Candidate) -> Candidate:
     """`candidate`, simulated unless that is too much work."""
     if passes(candidate, outcome.model.layers) > WORK:
         return candidate
-    return replace(candidate, simulated_s=simulated(outcome, candidate).step_s)
+    return replace(candidate, simulated_s=folded_s(job_of(outcome, candidate)))
 
 
 def rank(outcome: Outcome, count: int = COUNT) -> Outcome:
@@ -80,7 +81,7 @@ def rank(outcome: Outcome, count: int = COUNT) -> Outcome:
             continue
         left -= work
         seen.add(one.shape)
-        done[index] = replace(one, simulated_s=simulated(outcome, one).step_s)
+        done[index] = replace(one, simulated_s=folded_s(job_of(outcome, one)))
         best = min(best, done[index].simulated_s)
     if outcome.yours is not None:
         outcome = replace(outcome, yours=timed(outcome, outcome.yours))

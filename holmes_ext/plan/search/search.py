@@ -26,7 +26,7 @@ from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.memory import under_way
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.pipeline import uniform
-from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.cost.stages import StageCosts, estimate
 from holmes_ext.plan.search.arrangement import Arrangement, Ground, arrangements, launcher
 from holmes_ext.plan.search.balanced import balanced
 from holmes_ext.plan.search.bounds import Bounds
@@ -111,7 +111,7 @@ class _Run:
             for shape in self.only or every:
                 outcome.shapes += 1
                 pricing = self.outcome.pricing(shape)
-                ideal = self._ideal(pricing)
+                ideal = ideal_s(outcome, pricing)
                 if ideal < inf:
                     self._push(ideal, shape)
                 else:
@@ -136,46 +136,6 @@ class _Run:
     def _push(self, bound: float, item: Shape | _Arranged) -> None:
         heapq.heappush(self.heap, (bound, next(self.number), item))
 
-    def _ideal(self, pricing: Pricing) -> float:
-        """Seconds that no arrangement beats: each cluster's stages compute and talk inside stages as if they were
-        alone, layers are divisible, activations take the fastest network, nothing is reduced; inf where no stages have
-        room for the layers."""
-        ground, shape, block, layers = self.outcome.ground, pricing.shape, pricing.block, pricing.portion.blocks
-        size = ground.world // shape.pipeline
-        prices = [pricing.stage(((index, size),), DEFAULT_ORDER) for index in range(len(ground.ranks))]
-        forward = [block.forward_flops / p.flops + p.collective_s / 2 for p in prices]
-        each = [f + block.backward_flops / p.flops + p.collective_s / 2 for f, p in zip(forward, prices)]
-        if not self._has_room(pricing, max(price.limit_bytes for price in prices)):
-            return inf
-        stages = [ranks / size for ranks in ground.ranks]
-        room = sum(count / seconds for count, seconds in zip(stages, each))
-        m, v, edge, edges = shape.micro_batches, shape.virtual, pricing.least_edge_s(), shape.pipeline - 1
-        if v > 1:
-            slowest = max(each) * layers / shape.pipeline
-            alike = max(0.0, sum(count for count, seconds in zip(stages, each) if seconds == max(each)) - 1)
-            # at most two edges at each border between clusters leave one: with many more, two neighbouring ones are on
-            # one network
-            both = 2 if edges // 2 > 2 * (len(stages) - 1) else 1
-            return max(slowest * (m + alike / v) + 2 * alike * edge, m * v * both * edge)
-        share = max(f / seconds for f, seconds in zip(forward, each))
-        share = min(1.0, share * 1.2)  # embedding and output may have a greater one
-        weight = m - 1 - (min(shape.pipeline, m) - 1) * share
-        once, rounds = layers * min(each) + 2 * edges * edge, (m - 1) // min(shape.pipeline, m) + 1
-        return max(once + max(weight, 0.0) * layers / room, m * layers / room, rounds * once, m * edge)
-
-    def _has_room(self, pricing: Pricing, limit: float) -> bool:
-        """Whether the stages could hold all layers if each had the largest memory, without embedding and output."""
-        shape, portion = pricing.shape, pricing.portion
-        if limit == inf:
-            return True
-        state, kept, room, layers = portion.state_bytes[1], portion.block.kept_bytes, limit - portion.working_bytes, 0
-        for stage in range(shape.pipeline):
-            keep = under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
-            layers += int(max(0.0, room) // (state + keep * kept))
-            if layers >= portion.blocks:
-                return True
-        return False
-
     def _expand(self, shape: Shape, ideal: float) -> None:
         """Every arrangement's bound; the one with the least is worked out at once, for a good step to compare with."""
         outcome, fitting = self.outcome, []
@@ -183,9 +143,8 @@ class _Run:
         found, complete = arrangements(outcome.ground, shape.pipeline, shape.tensor * shape.context)
         if not complete:
             self.floor = min(self.floor, ideal)
-        allowed = outcome.limits.of
         for arrangement in found:
-            if not (allowed("clusters", [_across(arrangement)]) and allowed("order", [arrangement.order])):
+            if not allowed(outcome.limits, arrangement):
                 continue
             bounds = Bounds(pricing.costs(arrangement, outcome.overlap))
             bound, split = bounds.bound()
@@ -218,17 +177,7 @@ class _Run:
             self.least_need = need, shape
 
     def _work_out(self, one: _Arranged, bound: float) -> None:
-        costs, bounds, split = one.bounds.costs, one.bounds, one.split
-        step, exact = estimate(costs, split).step_s, costs.virtual > 1 or costs.stages == 1
-        if not exact and step > bound * (1 + EQUAL) and bound < self.best:
-            if costs.stages * costs.blocks <= EXACT_WORK:
-                split, exact = balanced(costs), True
-            else:
-
-                def seconds_of(moved: Sequence[int]) -> float:
-                    return estimate(costs, moved).step_s if bounds.fits(moved) else inf
-
-                split = improved(split, seconds_of, lambda moved: _full_to_empty(bounds, moved), TRIES)
+        split, exact = partitioned(one.bounds.costs, one.bounds, one.split, bound, self.best)
         least = None if exact else bound
         self.outcome.candidates.append(self.outcome.candidate(one.pricing, one.arrangement, split, least, one.bound_s))
         self.best = min(self.best, self.outcome.candidates[-1].formula_s)
@@ -287,7 +236,72 @@ class _Run:
         )
 
 
-def _full_to_empty(bounds: Bounds, split: Sequence[int]) -> Iterator[tuple[int, int]]:
+def ideal_s(outcome: Outcome, pricing: Pricing) -> float:
+    """Seconds that no arrangement beats: each cluster's stages compute and talk inside stages as if they were
+    alone, layers are divisible, activations take the fastest network, nothing is reduced; inf where no stages have
+    room for the layers."""
+    ground, shape, block, layers = outcome.ground, pricing.shape, pricing.block, pricing.portion.blocks
+    size = ground.world // shape.pipeline
+    prices = [pricing.stage(((index, size),), DEFAULT_ORDER) for index in range(len(ground.ranks))]
+    forward = [block.forward_flops / p.flops + p.collective_s / 2 for p in prices]
+    each = [f + block.backward_flops / p.flops + p.collective_s / 2 for f, p in zip(forward, prices)]
+    if not _has_room(pricing, max(price.limit_bytes for price in prices)):
+        return inf
+    stages = [ranks / size for ranks in ground.ranks]
+    room = sum(count / seconds for count, seconds in zip(stages, each))
+    m, v, edge, edges = shape.micro_batches, shape.virtual, pricing.least_edge_s(), shape.pipeline - 1
+    if v > 1:
+        slowest = max(each) * layers / shape.pipeline
+        alike = max(0.0, sum(count for count, seconds in zip(stages, each) if seconds == max(each)) - 1)
+        # at most two edges at each border between clusters leave one: with many more, two neighbouring ones are on
+        # one network
+        both = 2 if edges // 2 > 2 * (len(stages) - 1) else 1
+        return max(slowest * (m + alike / v) + 2 * alike * edge, m * v * both * edge)
+    share = max(f / seconds for f, seconds in zip(forward, each))
+    share = min(1.0, share * 1.2)  # embedding and output may have a greater one
+    weight = m - 1 - (min(shape.pipeline, m) - 1) * share
+    once, rounds = layers * min(each) + 2 * edges * edge, (m - 1) // min(shape.pipeline, m) + 1
+    return max(once + max(weight, 0.0) * layers / room, m * layers / room, rounds * once, m * edge)
+
+
+def _has_room(pricing: Pricing, limit: float) -> bool:
+    """Whether the stages could hold all layers if each had the largest memory, without embedding and output."""
+    shape, portion = pricing.shape, pricing.portion
+    if limit == inf:
+        return True
+    state, kept, room, layers = portion.state_bytes[1], portion.block.kept_bytes, limit - portion.working_bytes, 0
+    for stage in range(shape.pipeline):
+        keep = under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
+        layers += int(max(0.0, room) // (state + keep * kept))
+        if layers >= portion.blocks:
+            return True
+    return False
+
+
+def partitioned(
+    costs: StageCosts, bounds: Bounds, split: tuple[int, ...], bound: float, best: float
+) -> tuple[tuple[int, ...], bool]:
+    """A good split by the closed form, starting from `split`, and whether none is better; bound: of all splits. Where
+    that is not below `best` the start will do."""
+    if costs.virtual > 1 or costs.stages == 1:
+        return split, True
+    if estimate(costs, split).step_s <= bound * (1 + EQUAL) or bound >= best:
+        return split, False
+    if costs.stages * costs.blocks <= EXACT_WORK:
+        return balanced(costs), True
+
+    def seconds_of(moved: Sequence[int]) -> float:
+        return estimate(costs, moved).step_s if bounds.fits(moved) else inf
+
+    return improved(split, seconds_of, lambda moved: full_to_empty(bounds, moved), TRIES), False
+
+
+def allowed(limits: Limits, arrangement: Arrangement) -> bool:
+    """Whether the limits that arrangements know let it be."""
+    return bool(limits.of("clusters", [_across(arrangement)]) and limits.of("order", [arrangement.order]))
+
+
+def full_to_empty(bounds: Bounds, split: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Pairs of stages: those with the most work give, those with the least take; and the ends, whose reductions may be
     exposed."""
     work = [n * each for n, each in zip(split, bounds.each)]
