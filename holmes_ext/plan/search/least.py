@@ -13,8 +13,8 @@ u: micro-batches that a stage begins before its first backward; m: all of them. 
 All are linear in the layers of s, and what the other stages hold takes at least as much as the layers take where they
 are cheapest. So a time T gives each stage a most number of layers, and where these are fewer than the model's, no split
 takes T. What stages share is counted once: a NIC carries the messages of one kind of pipeline at a time, whatever
-others do, and a link between clusters the reductions of one stage (tests/plan/search/test_least.py: no simulated step
-is below).
+others do, and a link between clusters the reductions of one stage. Stages of one node must all be reduced through its
+NIC after the first of their last backwards began (tests/plan/search/test_least.py: no simulated step is below).
 """
 
 from __future__ import annotations
@@ -56,6 +56,10 @@ class Least:
         if run.in_flight:
             self.gone = [0.0] * len(self.gone)
         self.after = [self._after(stage) for stage in range(self.count)]
+        step = pricing._step(arrangement.order)
+        here = max(1, pricing.processes // step)  # stages of a node
+        stages = range(self.count)
+        self.together = [list(stages[low : low + here]) for low in range(0, self.count, here)] if here > 1 else []
         self._lines()
 
     def _after(self, stage: int) -> _After:
@@ -64,7 +68,8 @@ class Least:
         way, whole = pricing._reduction(content, order, 1)
         own = min(processes, pricing.stage_ranks)  # ranks of this stage on a node
         if order == PIPELINES_FIRST:
-            own = max(1, processes // pricing.shape.pipeline) if pricing._step(order) < processes else own
+            step = pricing._step(order)
+            own = min(processes, step * max(1, processes // (step * pricing.shape.pipeline)))
         factor = (WORTH if pricing.ground.wan else 1.0) * min(1.0, own / processes)
         if self.run.two_level != "off" and way == "flat" and len(content) > 1:
             whole = FREE  # a simulation sums it in two levels: not priced here
@@ -94,6 +99,7 @@ class Least:
         there, back = [0.0, *accumulate(self.edges)], sum(self.edges)
         self.up: list[tuple[float, float]] = []
         self.own: list[list[tuple[float, float]]] = []
+        self.starts: list[tuple[float, float]] = []  # seconds to the end of its last forward, likewise
         first = self.after[0]
         tail_s = max(0.0, sum(first.reduce) - first.hidden * (bounds.backward[0] + bounds.extra_backward[0]))
         tail_s += sum(first.rest)
@@ -105,6 +111,9 @@ class Least:
             fixed = (m - 1) * bounds.extra[stage] - begun * bounds.extra_forward[stage] + blocked
             self.up.append((fixed + 2 * back + tail_s, each))
             after, fixed = self.after[stage], fixed + 2 * back - there[stage]
+            pairs = m - begun - 1
+            way = 2 * back - there[stage] + max(0, pairs - 1) * (below + above) - bounds.extra_backward[stage]
+            self.starts.append((way + pairs * bounds.extra[stage], pairs * bounds.each[stage] - bounds.backward[stage]))
             reduce, rest, hides = after.reduce, after.rest, after.hidden
             exposed = reduce[1] - hides * bounds.extra_backward[stage], reduce[0] - hides * bounds.backward[stage]
             plain = fixed + rest[1], each + rest[0]
@@ -162,7 +171,20 @@ class Least:
                     return False
             if sum(most) == before:
                 break
-        return sum(most) >= self.layers
+        return sum(most) >= self.layers and all(self._reduced(stages, most, step_s) for stages in self.together)
+
+    def _reduced(self, stages: Sequence[int], most: Sequence[int], step_s: float) -> bool:
+        """Whether a node can reduce what its stages hold from the first of all last backwards on. Of what the stages
+        could hold at most they lack `spare` layers in all, so one lacks no more than its share, and no last backward of
+        any stage begins before that one's last forward is over."""
+        spare = sum(most) - self.layers
+        total = max(len(stages), sum(most[stage] for stage in stages) - spare)
+        begun = []
+        for stage in range(self.count):
+            fixed, each = self.starts[stage]
+            layers = max(1, most[stage] - spare // self.count)
+            begun.append(self._work(most, stage) + fixed + max(0.0, each) * layers)
+        return min(begun) + total * min(self.after[stage].reduce[0] for stage in stages) <= step_s
 
 
 def _edges(pricing: Pricing, arrangement: Arrangement) -> tuple[list[float], list[float]]:
