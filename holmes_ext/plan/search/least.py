@@ -25,6 +25,7 @@ from itertools import accumulate
 from math import floor, inf
 
 from holmes_ext.plan.cost.network import FREE, WORTH, Price, message
+from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.search.arrangement import PIPELINES_FIRST, Arrangement
 from holmes_ext.plan.search.bounds import Bounds
 from holmes_ext.plan.search.pricing import Pricing
@@ -52,7 +53,9 @@ class Least:
         self.count, self.layers, self.m = bounds.count, bounds.costs.blocks, bounds.micro_batches
         held = run.in_flight or [self.count - stage for stage in range(self.count)]
         self.ahead = [min(one, self.m) for one in held]
-        self.edges, self.gone = _edges(pricing, arrangement)
+        found = _edges(pricing, arrangement)
+        self.edges, self.gone, self.flow = ([one[part] for one in found[:-1]] for part in range(3))
+        self.around = found[-1]
         if run.in_flight:
             self.gone = [0.0] * len(self.gone)
         self.after = [self._after(stage) for stage in range(self.count)]
@@ -122,6 +125,8 @@ class Least:
     def seconds(self, known: float = inf) -> float:
         """That no split beats; inf where none fits. known: beyond it nothing is asked."""
         most = self.bounds.most
+        if self.run.virtual > 1:
+            return self._of_chunks()
         if sum(most) < self.layers or min(most) < 1:
             return inf
         low = self._work(most) + 2 * sum(self.edges)
@@ -135,6 +140,28 @@ class Least:
             middle = (low + high) / 2
             low, high = (low, middle) if self._possible(middle) else (middle, high)
         return low
+
+    def _of_chunks(self) -> float:
+        """seconds of an interleaved schedule, which hides messages and splits evenly: its own passes, after the first
+        chunks came down, and up again or what it reduces, hidden from the first chunk's last backward on; or what the
+        NICs send."""
+        bounds, v, m = self.bounds, self.run.virtual, self.m
+        down = up = least = 0.0
+        split = uniform(self.layers, self.count)
+        if not bounds.fits(split):
+            return inf
+        for stage, n in enumerate(split):
+            forward = n * bounds.forward[stage] + bounds.extra_forward[stage]
+            backward = n * bounds.backward[stage] + bounds.extra_backward[stage]
+            after = self.after[stage]
+            (each, fixed), (rest, once) = after.reduce, after.rest
+            hidden = ((v - 1) * self.count + 1) * backward / v if after.hidden else 0.0
+            left = max(0.0, n * each + fixed - hidden) + n * rest + once
+            least = max(least, down + m * (forward + backward) + max(up, left))
+            if stage < self.count - 1:
+                down += bounds.forward[stage] * n / v + self.edges[stage]
+                up += bounds.backward[stage] * n / v + self.edges[stage]
+        return max([least, *(m * v * seconds for seconds in self.flow), m * (v - 1) * self.around[2]])
 
     def _work(self, most: Sequence[int], from_stage: int = 0) -> float:
         """Of one micro-batch at least, with at most so many layers on each stage; the stages before from_stage forward
@@ -187,31 +214,34 @@ class Least:
         return min(begun) + total * min(self.after[stage].reduce[0] for stage in stages) <= step_s
 
 
-def _edges(pricing: Pricing, arrangement: Arrangement) -> tuple[list[float], list[float]]:
-    """Seconds of an activation to the next stage at least, and those in which who sends it is held up: of pipelines
-    that send at the same time, those that are alike, the others being still."""
+def _edges(pricing: Pricing, arrangement: Arrangement) -> list[tuple[float, float, float]]:
+    """Seconds of an activation to the next stage at least, of them those in which who sends it is held up, and those in
+    which it flows: of pipelines that send at the same time, those that are alike, the others being still. The last one:
+    from the last stage to the first."""
     ground, size, step = pricing.ground, pricing.block.activation_bytes, pricing._step(arrangement.order)
     sharers = min(pricing.processes, step)
     contents = arrangement.contents
     borders = sorted({0, *(at for content in contents for at in accumulate(ranks for _, ranks in content))})
     columns = [(low, high - low) for low, high in zip(borders, borders[1:])]
-    known: dict[tuple[object, ...], tuple[float, float]] = {}
+    known: dict[tuple[object, ...], tuple[float, float, float]] = {}
     found = []
-    for stage, (one, other) in enumerate(zip(contents, contents[1:])):
-        if (stage + 1) * step % pricing.processes != 0:
-            found.append((pricing.edges(arrangement)[stage],) * 2)
+    local = [*pricing.edges(arrangement), 0.0]
+    for stage, (one, other) in enumerate(zip(contents, (*contents[1:], contents[0]))):
+        if (stage + 1) * step % pricing.processes != 0 or len(contents) * step <= pricing.processes:
+            found.append((local[stage], local[stage], 0.0))
             continue
         if (one, other) not in known:
-            both = []
+            every = []
             for low, width in columns:
                 pair = _cluster_at(one, low), _cluster_at(other, low)
                 fabric = ground.fabric(pair)
                 (way,) = ground.crossing(fabric, pair, width) or ((),)
                 price = message(fabric, sharers if width % sharers == 0 else 1, way=way)
-                both.append((price.seconds(size), Price(price.byte_s, fabric.latency_s).seconds(size)))
-            known[one, other] = min(seconds for seconds, _ in both), min(gone for _, gone in both)
+                flow = size * price.byte_s
+                every.append((price.seconds(size), flow + fabric.latency_s, flow))
+            known[one, other] = min(each[0] for each in every), min(e[1] for e in every), min(e[2] for e in every)
         found.append(known[one, other])
-    return [seconds for seconds, _ in found], [gone for _, gone in found]
+    return found
 
 
 def _cluster_at(content: Sequence[tuple[int, int]], rank: int) -> int:

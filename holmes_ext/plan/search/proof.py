@@ -72,11 +72,9 @@ class Work:
         for arrangement in every:
             if allowed(outcome.limits, arrangement):
                 bounds = Bounds(pricing.costs(arrangement, outcome.overlap))
-                bound, split = bounds.bound() if shape.virtual > 1 else (ideal, (1,))
-                if shape.virtual == 1:
-                    bound = max(bound, self._least(pricing, arrangement, bounds).seconds(best))
-                if split is not None and bound < best * (1 - EQUAL):
-                    found.append((max(bound, ideal), Arranged(shape, arrangement)))
+                bound = max(ideal, self._least(pricing, arrangement, bounds).seconds(best))
+                if bound < best * (1 - EQUAL):
+                    found.append((bound, Arranged(shape, arrangement)))
         return found, [], inf if complete else ideal
 
     def _least(self, pricing: Any, arrangement: Arrangement, bounds: Bounds) -> Least:
