@@ -17,7 +17,7 @@ from holmes_ext.plan.search.search import ideal_s
 from holmes_ext.plan.search.space import Limits, shapes
 from holmes_ext.plan.simulate.fold import folded_s
 
-SEEDS = 24
+SEEDS = 14
 
 
 def scene(pick):
