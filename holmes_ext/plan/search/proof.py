@@ -25,12 +25,12 @@ from multiprocessing import get_context
 from typing import Any
 
 from holmes_ext.plan.search.arrangement import Arrangement, arrangements
-from holmes_ext.plan.search.bounds import Bounds
+from holmes_ext.plan.search.bounds import Bounds, ideal_s
 from holmes_ext.plan.search.least import Least
 from holmes_ext.plan.search.partition import improved
 from holmes_ext.plan.search.ranking import execution_of, job_of, passes
 from holmes_ext.plan.search.result import EQUAL, Candidate, Certificate, Outcome
-from holmes_ext.plan.search.search import allowed, full_to_empty, ideal_s, partitioned
+from holmes_ext.plan.search.search import allowed, full_to_empty, partitioned
 from holmes_ext.plan.search.space import Shape, shapes
 from holmes_ext.plan.simulate.fold import folded_s
 
@@ -154,7 +154,7 @@ class _Proof:
     def go(self) -> None:
         outcome, work = self.outcome, Work(self.outcome)
         for shape in shapes(outcome.ground, outcome.model, outcome.global_batch, outcome.limits):
-            ideal = ideal_s(outcome, outcome.pricing(shape))
+            ideal = ideal_s(outcome.ground, outcome.pricing(shape))
             if ideal < self.best * (1 - EQUAL):
                 self._push(ideal, shape)
         several = min(PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)

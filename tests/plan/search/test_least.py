@@ -9,11 +9,10 @@ import pytest
 from holmes_ext.cluster.wan import Between, Wan
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.search.arrangement import Ground, arrangements
-from holmes_ext.plan.search.bounds import Bounds
+from holmes_ext.plan.search.bounds import Bounds, ideal_s
 from holmes_ext.plan.search.least import Least
 from holmes_ext.plan.search.ranking import execution_of, job_of
 from holmes_ext.plan.search.result import Outcome
-from holmes_ext.plan.search.search import ideal_s
 from holmes_ext.plan.search.space import Limits, shapes
 from holmes_ext.plan.simulate.fold import folded_s
 
@@ -61,7 +60,7 @@ def test_no_simulated_step_is_below_the_bound(seed):
             bounds = Bounds(pricing.costs(arrangement, outcome.overlap))
             ways = [price.way for price in pricing.stages(arrangement)]
             run = execution_of(outcome, shape, (), ways)
-            least = max(ideal_s(outcome, pricing), Least(pricing, arrangement, bounds, run).seconds())
+            least = max(ideal_s(outcome.ground, pricing), Least(pricing, arrangement, bounds, run).seconds())
             layers = outcome.model.layers
             for split in splits(pick, layers, shape.pipeline) if shape.virtual == 1 else [bounds.bound()[1]]:
                 step = folded_s(job_of(outcome, outcome.candidate(pricing, arrangement, split)))
