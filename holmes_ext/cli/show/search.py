@@ -26,6 +26,7 @@ from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.search.arrangement import Ground
 from holmes_ext.plan.search.as_plan import plan_of
 from holmes_ext.plan.search.given import given, shape_of
+from holmes_ext.plan.search.proof import prove
 from holmes_ext.plan.search.ranking import rank, timed
 from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.search.search import search
@@ -35,6 +36,8 @@ from holmes_ext.report import pictures
 
 #: Seconds of silence before the progress bar shows.
 SILENCE_S = 2.0
+#: Part of the seconds in which the closed form looks for what is simulated first.
+FIRST = 0.4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only these values, such as tensor=1,2 or pipeline=2,tensor=1 or recompute=none; memory=60GB; repeat")
     add("--for", dest="framework", choices=tuple(LIMITS),
         help="only what this framework can do (default: the one whose flags the command line has)")
-    add("--seconds", type=float, default=inf, metavar="S", help="the best after so long (default: until it is proven)")
+    add("--seconds", type=float, default=60.0, metavar="S",
+        help="the best after so long, or when it is proven (default 60); Ctrl-C ends it before")
     add("--rows", type=int, default=10, metavar="N", help="of the table (default 10)")
     add("--pictures", metavar="DIR", help="placement, timeline, clusters and ethernet.png there (needs matplotlib)")
     what = "a Megatron or DeepSpeed command line that names the model; its sizes are your layout"
@@ -78,12 +82,13 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     site, links, overlap = site_from_spec(spec), Links.of_spec(spec), args.overlap == "on"
     batch, limits = _global_batch(args, job, site), _limits(args.limit, args.framework or job.framework)
     with _Bar(quiet=args.json) as bar:
-        how = {"overlap": overlap, "hides": job.hides}
-        outcome = search(site, job.model, batch, limits, seconds=args.seconds, progress=bar.told, rows=args.rows,
-                         links=links, **how)
-    outcome, job = beside(outcome, job)
-    if not outcome.interrupted:
-        outcome = rank(outcome)
+        end = time.monotonic() + args.seconds
+        first_s = FIRST * args.seconds
+        how = {"links": links, "hides": job.hides}
+        outcome = search(site, job.model, batch, limits, overlap, first_s, bar.searched, args.rows, **how)
+        outcome, job = beside(outcome, job)
+        if not outcome.interrupted:
+            outcome = prove(rank(outcome), end - time.monotonic(), bar.proved)
     plan = plan_of(outcome, outcome.best)
     if args.output:
         plan.save(args.output)
@@ -177,8 +182,14 @@ class _Bar(Progress):
                          transient=True, disable=not shown)
         self.begin, self.task = time.monotonic(), self.add_task("searching", visible=False)
 
-    def told(self, done: int, left: int, best: float) -> None:
+    def searched(self, done: int, left: int, best: float) -> None:
         """search's Progress."""
-        text = "searching" if best == inf else f"best so far {best:.4g} s"
+        self._told(done, left, "searching" if best == inf else f"best so far {best:.4g} s")
+
+    def proved(self, done: int, left: int, best: float, gap: float) -> None:
+        """prove's Progress."""
+        self._told(done, left, f"best so far {best:.4g} s, simulated; at most {gap:.1%} can be saved")
+
+    def _told(self, done: int, left: int, text: str) -> None:
         visible = time.monotonic() - self.begin > SILENCE_S
         self.update(self.task, description=text, completed=done, total=done + left, visible=visible)

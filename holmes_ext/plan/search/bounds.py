@@ -22,8 +22,12 @@ import heapq
 from collections.abc import Sequence
 from math import ceil, floor, inf
 
+from holmes_ext.plan.cost.memory import under_way
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import Rows, StageCosts, estimate
+from holmes_ext.plan.search.arrangement import Ground
+from holmes_ext.plan.search.pricing import Pricing
+from holmes_ext.plan.sizes import DEFAULT_ORDER
 
 Bound = tuple[float, tuple[int, ...] | None]
 
@@ -60,8 +64,8 @@ class Bounds:
                 first = self.extra_forward[stage] + n * self.forward[stage]
                 share = max(share, first / (first + self.extra_backward[stage] + n * self.backward[stage] or 1.0))
         share = max([share, *(f / each for f, each in zip(self.forward, self.each))])
-        ahead = self._under_way()
-        weights = [more - (held - 1) * share for held in ahead]
+        begun = self.ahead()
+        weights = [more - (held - 1) * share for held in begun]
         least, _ = self._room([max(weight, 0.0) for weight in weights])
         _, split = self._room([float(more or 1)] * self.count)
         if split is None:
@@ -71,11 +75,11 @@ class Bounds:
         least = max(least, self._room_for_reductions(weights, least, 1 - share))
         fewest = sum(self.extra) + self._least_work()
         once = fewest + 2 * sum(self.edges)
-        rounds = more // ahead[0] + 1
+        rounds = more // begun[0] + 1
         loads = self.edges if self.costs.hidden is None else self.costs.hidden
         return max(once + least, rounds * once, self.micro_batches * max(loads)), split
 
-    def _under_way(self) -> list[int]:
+    def ahead(self) -> list[int]:
         """Micro-batches that no stage has more of before its first backward."""
         found = [self.count - stage for stage in range(self.count)]
         if self.costs.hidden is not None:
@@ -172,6 +176,50 @@ class Bounds:
             if counts[stage] < self.most[stage]:
                 heapq.heappush(heap, (base[stage] + (counts[stage] + 1) * each[stage], stage))
         return max(b + n * e for b, n, e in zip(base, counts, each)), tuple(counts)
+
+
+def ideal_s(ground: Ground, pricing: Pricing) -> float:
+    """Seconds that no arrangement beats: each cluster's stages compute and talk inside stages as if they were
+    alone, layers are divisible, activations take the fastest network, nothing is reduced; inf where no stages have
+    room for the layers."""
+    shape, block, layers = pricing.shape, pricing.block, pricing.portion.blocks
+    size = ground.world // shape.pipeline
+    prices = [pricing.stage(((index, size),), DEFAULT_ORDER) for index in range(len(ground.ranks))]
+    forward = [block.forward_flops / p.flops + p.collective_s / 2 for p in prices]
+    each = [f + block.backward_flops / p.flops + p.collective_s / 2 for f, p in zip(forward, prices)]
+    if not _has_room(pricing, max(price.limit_bytes for price in prices)):
+        return inf
+    stages = [ranks / size for ranks in ground.ranks]
+    room = sum(count / seconds for count, seconds in zip(stages, each))
+    m, v, edge, edges = shape.micro_batches, shape.virtual, pricing.least_edge_s(), shape.pipeline - 1
+    if v > 1:
+        slowest = max(each) * layers / shape.pipeline
+        alike = max(0.0, sum(count for count, seconds in zip(stages, each) if seconds == max(each)) - 1)
+        # at most two edges at each border between clusters leave one: with many more, two neighbouring ones are on
+        # one network
+        both = 2 if edges // 2 > 2 * (len(stages) - 1) else 1
+        return max(slowest * (m + alike / v) + 2 * alike * edge, m * v * both * edge)
+    share = max(f / seconds for f, seconds in zip(forward, each))
+    share = min(1.0, share * 1.2)  # embedding and output may have a greater one
+    ahead = m if pricing.hides and edges else min(shape.pipeline, m)  # at most, whatever the edges are
+    load = pricing.least_edge_s(False) if pricing.hides else edge
+    weight = m - 1 - (ahead - 1) * share
+    once, rounds = layers * min(each) + 2 * edges * edge, (m - 1) // ahead + 1
+    return max(once + max(weight, 0.0) * layers / room, m * layers / room, rounds * once, m * load)
+
+
+def _has_room(pricing: Pricing, limit: float) -> bool:
+    """Whether the stages could hold all layers if each had the largest memory, without embedding and output."""
+    shape, portion = pricing.shape, pricing.portion
+    if limit == inf:
+        return True
+    state, kept, room, layers = portion.state_bytes[1], portion.block.kept_bytes, limit - portion.working_bytes, 0
+    for stage in range(shape.pipeline):
+        keep = under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
+        layers += int(max(0.0, room) // (state + keep * kept))
+        if layers >= portion.blocks:
+            return True
+    return False
 
 
 def _of(rows: Rows) -> tuple[list[float], list[float]]:

@@ -8,6 +8,7 @@ not simulated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
@@ -16,7 +17,9 @@ from holmes_ext.plan.cost.workload import StageLoad
 from holmes_ext.plan.search.result import Candidate, Certificate, Outcome
 from holmes_ext.plan.search.space import Shape
 from holmes_ext.plan.simulate.execution import Execution
-from holmes_ext.plan.simulate.step import Step, simulate
+from holmes_ext.plan.simulate.fold import folded_s
+from holmes_ext.plan.simulate.pipelines import Pipelines
+from holmes_ext.plan.simulate.step import Job, Step
 
 #: Candidates simulated at least (those that a table shows) and at most, each of another shape, and the passes (forward
 #: and backward, of all stages) of all of them together.
@@ -24,22 +27,37 @@ SHOWN, COUNT = 10, 30
 WORK = 60_000
 
 
-def simulated(outcome: Outcome, candidate: Candidate, hides: bool = True) -> Step:
-    """One step of `candidate`; hides: as it is, or with the framework's own schedule."""
-    shape, ground = candidate.shape, outcome.ground
-    two_level = "two-level" in candidate.reductions
-    costs, model = outcome.costs(candidate, sharded=False), shape.model(outcome.model)
-    execution = Execution(
+def execution_of(
+    outcome: Outcome, shape: Shape, split: Sequence[int], reductions: Sequence[str], in_flight: Sequence[int] = ()
+) -> Execution:
+    """How a candidate is simulated; reductions, in_flight (micro-batches under way): of its stages."""
+    two_level = "two-level" in reductions
+    return Execution(
         virtual=shape.virtual,
-        stage_layers=candidate.split if shape.virtual == 1 else (),
-        in_flight=costs.in_flight(candidate.split) if hides else (),
+        stage_layers=tuple(split) if shape.virtual == 1 else (),
+        in_flight=tuple(in_flight),
         overlap=outcome.reducing or ("on" if outcome.overlap else "off"),
         gather_overlap=outcome.gather_overlap,
         two_level="rings" if two_level else "off",
         zero=0 if two_level else shape.zero,  # scattered inside, all-reduced across, gathered inside: as two levels
     )
+
+
+def job_of(outcome: Outcome, candidate: Candidate, hides: bool = True) -> Job:
+    """One step of `candidate`, to be simulated; hides: as it is, or with the framework's own schedule."""
+    shape, ground = candidate.shape, outcome.ground
+    costs, model = outcome.costs(candidate, sharded=False), shape.model(outcome.model)
+    held = costs.in_flight(candidate.split) if hides else ()
+    execution = execution_of(outcome, shape, candidate.split, candidate.reductions, held)
     nodes, sizes = candidate.arrangement.nodes(ground), shape.sizes(candidate.arrangement.order)
-    return simulate(ground.site, nodes, sizes, model, execution, ground.links, ground.only, costs)
+    pipelines = ground.remember(
+        ("pipelines", nodes, sizes), lambda: Pipelines(ground.site, nodes, sizes.complete(ground.world), ground.only))
+    return Job(ground.site, nodes, sizes, model, execution, ground.links, ground.only, costs, pipelines)
+
+
+def simulated(outcome: Outcome, candidate: Candidate, hides: bool = True) -> Step:
+    """One step of `candidate`; hides: as it is, or with the framework's own schedule."""
+    return job_of(outcome, candidate, hides).step()
 
 
 def passes(candidate: Candidate, layers: int) -> int:
@@ -52,18 +70,23 @@ def passes(candidate: Candidate, layers: int) -> int:
 def timed(outcome: Outcome, candidate: Candidate) -> Candidate:
     """`candidate` with its micro-batches under way and the memory that they take; simulated unless that is too much
     work."""
+    large = passes(candidate, outcome.model.layers) > WORK
+    step_s = candidate.simulated_s if large else folded_s(job_of(outcome, candidate))
+    return under_way(outcome, replace(candidate, simulated_s=step_s))
+
+
+def under_way(outcome: Outcome, candidate: Candidate) -> Candidate:
+    """`candidate` with its micro-batches under way and the memory that they take."""
     costs, memory = outcome.costs(candidate), candidate.memory_bytes
     if held := costs.in_flight(candidate.split):
         memory = tuple(map(StageLoad.bytes_of, costs.loads(candidate.split), held))
-    large = passes(candidate, outcome.model.layers) > WORK
-    step_s = candidate.simulated_s if large else simulated(outcome, candidate).step_s
-    return replace(candidate, simulated_s=step_s, in_flight=held, memory_bytes=memory)
+    return replace(candidate, in_flight=held, memory_bytes=memory)
 
 
 def step_without(outcome: Outcome, candidate: Candidate) -> float:
     """Seconds of its step with the framework's own pipeline schedule, simulated if the candidate is."""
     if candidate.simulated_s:
-        return simulated(outcome, candidate, hides=False).step_s
+        return folded_s(job_of(outcome, candidate, hides=False))
     return estimate(replace(outcome.costs(candidate), hidden=None), candidate.split).step_s
 
 

@@ -26,15 +26,14 @@ from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.memory import under_way
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.pipeline import uniform
-from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.cost.stages import StageCosts, estimate
 from holmes_ext.plan.search.arrangement import Arrangement, Ground, arrangements, launcher
 from holmes_ext.plan.search.balanced import balanced
-from holmes_ext.plan.search.bounds import Bounds
+from holmes_ext.plan.search.bounds import Bounds, ideal_s
 from holmes_ext.plan.search.partition import improved
 from holmes_ext.plan.search.pricing import Pricing
 from holmes_ext.plan.search.result import EQUAL, Certificate, Outcome
 from holmes_ext.plan.search.space import Limits, Shape, shapes
-from holmes_ext.plan.sizes import DEFAULT_ORDER
 from holmes_ext.units import format_bytes
 
 #: Stages x layers up to which the best partition is worked out exactly while searching.
@@ -53,6 +52,8 @@ FIXES = {
 }
 #: Candidates worked out at least, for the table.
 ROWS = 12
+#: Shapes above which one of each depth is worked out first.
+MANY = 5000
 
 
 #: Told from time to time: shapes and arrangements looked at, those left, the best step so far (inf: none).
@@ -99,6 +100,7 @@ class _Run:
     def __init__(self, outcome: Outcome, rows: int, only: Sequence[Shape] = ()):
         self.outcome, self.rows, self.only = outcome, rows, only
         self.heap: list[tuple[float, int, Shape | _Arranged]] = []
+        self.expanded: set[Shape] = set()
         self.number = itertools.count()
         self.best = inf
         self.floor = inf  # the least bound of what was left out: orders beyond MAX_ORDERS, partitions not proven
@@ -108,17 +110,24 @@ class _Run:
     def go(self, start: float, seconds: float, progress: Progress | None) -> None:
         outcome = self.outcome
         done = 0
+        first: dict[int, tuple[float, Shape]] = {}  # of each depth of the pipeline, the one with the least bound
         try:
             every = shapes(outcome.ground, outcome.model, outcome.global_batch, outcome.limits)
             for shape in self.only or every:
                 outcome.shapes += 1
                 pricing = self.outcome.pricing(shape)
-                ideal = self._ideal(pricing)
+                ideal = ideal_s(outcome.ground, pricing)
                 if ideal < inf:
                     self._push(ideal, shape)
+                    if shape.virtual == 1 and shape.pipeline > 1:
+                        first[shape.pipeline] = min(first.get(shape.pipeline, (inf, shape)), (ideal, shape))
                 else:
                     outcome.misfits += 1
                     self._least(pricing)
+            if len(self.heap) > MANY:  # one of each depth, so that there is something to compare with
+                for ideal, shape in sorted(first.values()):
+                    if time.monotonic() - start < seconds / 2:
+                        self._expand(shape, ideal)
             while self.heap:
                 bound, number, item = self.current = self.heap[0]
                 if bound >= self.best * (1 - EQUAL) and len(outcome.candidates) >= self.rows:
@@ -138,58 +147,18 @@ class _Run:
     def _push(self, bound: float, item: Shape | _Arranged) -> None:
         heapq.heappush(self.heap, (bound, next(self.number), item))
 
-    def _ideal(self, pricing: Pricing) -> float:
-        """Seconds that no arrangement beats: each cluster's stages compute and talk inside stages as if they were
-        alone, layers are divisible, activations take the fastest network, nothing is reduced; inf where no stages have
-        room for the layers."""
-        ground, shape, block, layers = self.outcome.ground, pricing.shape, pricing.block, pricing.portion.blocks
-        size = ground.world // shape.pipeline
-        prices = [pricing.stage(((index, size),), DEFAULT_ORDER) for index in range(len(ground.ranks))]
-        forward = [block.forward_flops / p.flops + p.collective_s / 2 for p in prices]
-        each = [f + block.backward_flops / p.flops + p.collective_s / 2 for f, p in zip(forward, prices)]
-        if not self._has_room(pricing, max(price.limit_bytes for price in prices)):
-            return inf
-        stages = [ranks / size for ranks in ground.ranks]
-        room = sum(count / seconds for count, seconds in zip(stages, each))
-        m, v, edge, edges = shape.micro_batches, shape.virtual, pricing.least_edge_s(), shape.pipeline - 1
-        load = pricing.least_edge_s(False) if pricing.hides else edge
-        if v > 1:
-            slowest = max(each) * layers / shape.pipeline
-            alike = max(0.0, sum(count for count, seconds in zip(stages, each) if seconds == max(each)) - 1)
-            # at most two edges at each border between clusters leave one: with many more, two neighbouring ones are on
-            # one network
-            both = 2 if edges // 2 > 2 * (len(stages) - 1) else 1
-            return max(slowest * (m + alike / v) + 2 * alike * edge, m * v * both * edge)
-        share = max(f / seconds for f, seconds in zip(forward, each))
-        share = min(1.0, share * 1.2)  # embedding and output may have a greater one
-        under_way = m if pricing.hides and edges else min(shape.pipeline, m)  # at most, whatever the edges are
-        weight = m - 1 - (under_way - 1) * share
-        once, rounds = layers * min(each) + 2 * edges * edge, (m - 1) // under_way + 1
-        return max(once + max(weight, 0.0) * layers / room, m * layers / room, rounds * once, m * load)
-
-    def _has_room(self, pricing: Pricing, limit: float) -> bool:
-        """Whether the stages could hold all layers if each had the largest memory, without embedding and output."""
-        shape, portion = pricing.shape, pricing.portion
-        if limit == inf:
-            return True
-        state, kept, room, layers = portion.state_bytes[1], portion.block.kept_bytes, limit - portion.working_bytes, 0
-        for stage in range(shape.pipeline):
-            keep = under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
-            layers += int(max(0.0, room) // (state + keep * kept))
-            if layers >= portion.blocks:
-                return True
-        return False
-
     def _expand(self, shape: Shape, ideal: float) -> None:
         """Every arrangement's bound; the one with the least is worked out at once, for a good step to compare with."""
         outcome, fitting = self.outcome, []
+        if shape in self.expanded:
+            return
+        self.expanded.add(shape)
         pricing = outcome.pricing(shape)
         found, complete = arrangements(outcome.ground, shape.pipeline, shape.tensor * shape.context)
         if not complete:
             self.floor = min(self.floor, ideal)
-        allowed = outcome.limits.of
         for arrangement in found:
-            if not (allowed("clusters", [_across(arrangement)]) and allowed("order", [arrangement.order])):
+            if not allowed(outcome.limits, arrangement):
                 continue
             bounds = Bounds(pricing.costs(arrangement, outcome.overlap))
             bound, split = bounds.bound()
@@ -222,17 +191,7 @@ class _Run:
             self.least_need = need, shape
 
     def _work_out(self, one: _Arranged, bound: float) -> None:
-        costs, bounds, split = one.bounds.costs, one.bounds, one.split
-        step, exact = estimate(costs, split).step_s, costs.virtual > 1 or costs.stages == 1
-        if not exact and step > bound * (1 + EQUAL) and bound < self.best:
-            if costs.stages * costs.blocks <= EXACT_WORK:
-                split, exact = balanced(costs), True
-            else:
-
-                def seconds_of(moved: Sequence[int]) -> float:
-                    return estimate(costs, moved).step_s if bounds.fits(moved) else inf
-
-                split = improved(split, seconds_of, lambda moved: _full_to_empty(bounds, moved), TRIES)
+        split, exact = partitioned(one.bounds.costs, one.bounds, one.split, bound, self.best)
         least = None if exact else bound
         self.outcome.candidates.append(self.outcome.candidate(one.pricing, one.arrangement, split, least, one.bound_s))
         self.best = min(self.best, self.outcome.candidates[-1].formula_s)
@@ -291,7 +250,30 @@ class _Run:
         )
 
 
-def _full_to_empty(bounds: Bounds, split: Sequence[int]) -> Iterator[tuple[int, int]]:
+def partitioned(
+    costs: StageCosts, bounds: Bounds, split: tuple[int, ...], bound: float, best: float
+) -> tuple[tuple[int, ...], bool]:
+    """A good split by the closed form, starting from `split`, and whether none is better; bound: of all splits. Where
+    that is not below `best` the start will do."""
+    if costs.virtual > 1 or costs.stages == 1:
+        return split, True
+    if estimate(costs, split).step_s <= bound * (1 + EQUAL) or bound >= best:
+        return split, False
+    if costs.stages * costs.blocks <= EXACT_WORK:
+        return balanced(costs), True
+
+    def seconds_of(moved: Sequence[int]) -> float:
+        return estimate(costs, moved).step_s if bounds.fits(moved) else inf
+
+    return improved(split, seconds_of, lambda moved: full_to_empty(bounds, moved), TRIES), False
+
+
+def allowed(limits: Limits, arrangement: Arrangement) -> bool:
+    """Whether the limits that arrangements know let it be."""
+    return bool(limits.of("clusters", [_across(arrangement)]) and limits.of("order", [arrangement.order]))
+
+
+def full_to_empty(bounds: Bounds, split: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Pairs of stages: those with the most work give, those with the least take; and the ends, whose reductions may be
     exposed."""
     work = [n * each for n, each in zip(split, bounds.each)]

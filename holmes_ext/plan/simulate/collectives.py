@@ -70,9 +70,9 @@ class Reductions:
 
     def __init__(
         self, flows: Flows, execution: Execution, ranges: Sequence[tuple[int, int]], layers: Sequence[Layer],
-        model: Model, sizes: Sizes, micro_batches: int,
+        model: Model, sizes: Sizes,
     ):
-        self.flows, self.execution, self.ranges, self.micro_batches = flows, execution, ranges, micro_batches
+        self.flows, self.execution, self.ranges = flows, execution, ranges
         self.stages, self.width = flows.pipelines.stages, model.gradient_width
         self.weights = model.activation_width / model.gradient_width  # bytes for each of gradients
         self.parameters = [layer.parameters for layer in layers]
@@ -135,13 +135,12 @@ class Reductions:
                 self._ring(groups, ("gather", *tag[1:]), [self.weights * size for size in one.sizes], 0.5)
 
     def _make_shards(self, groups: DataGroups) -> None:
-        """What ZeRO 2 and 3 send for every layer and micro-batch."""
-        for micro_batch in range(self.micro_batches):
-            for layer in range(*self.ranges[groups.stage]):
-                of_layer, size = (groups.stage, groups.kinds, micro_batch, layer), sum(self.reduced[layer])
-                self._ring(groups, ("scatter", *of_layer), [size], 0.5)
-                for letter in "FB" if self.execution.zero == 3 else "":
-                    self._ring(groups, ("weights", *of_layer, letter), [self.weights * size], 0.5)
+        """What ZeRO 2 and 3 send for every layer, in each micro-batch."""
+        for layer in range(*self.ranges[groups.stage]):
+            of_layer, size = (groups.stage, groups.kinds, layer), sum(self.reduced[layer])
+            self._ring(groups, ("scatter", *of_layer), [size], 0.5)
+            for letter in "FB" if self.execution.zero == 3 else "":
+                self._ring(groups, ("weights", *of_layer, letter), [self.weights * size], 0.5)
 
     def _ring(self, groups: DataGroups, tag: Tag, sizes: Sequence[float], part: float) -> None:
         self.transfers[tag] = self.flows.ring(groups, sizes, part, tag[:3])
@@ -178,12 +177,12 @@ class Reductions:
         needs: Operations = {}
         launches: Operations = {}
         for layer in range(*self.ranges[stage]):
-            of_layer = (stage, self._groups[kind, stage].kinds, micro_batch, layer)
+            of_layer = (stage, self._groups[kind, stage].kinds, layer)
             if self.execution.zero == 3:
-                weights = ("weights", *of_layer, letter)
+                weights = (("weights", *of_layer, letter), micro_batch)
                 needs[layer] = [("post", weights), ("wait", weights, "gather", micro_batch)]
             if letter == "B":
-                scatter = ("scatter", *of_layer)
+                scatter = (("scatter", *of_layer), micro_batch)
                 launches[layer] = [("post", scatter), ("wait", scatter, "reduce", micro_batch)]
         return needs, launches
 

@@ -16,7 +16,7 @@ on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
@@ -65,6 +65,25 @@ class Transfer:
     since: float = field(default=0.0, init=False)
     version: int = field(default=0, init=False)
     waiting: list[tuple[int, float, Op]] = field(default_factory=list, init=False)
+
+    def fresh(self) -> Transfer:
+        """The same, not begun."""
+        ways = self.uses, self.channel, self.then, self.across, self.latency_s, self.buffered
+        return Transfer(self.parties, self.fixed_s, self.bits, self.limit_bps, *ways)
+
+
+class Transfers(dict[Hashable, Transfer]):
+    """Of one simulation, made when they are first named. templates: by tag, or by the first of a tag (what,
+    micro-batch)."""
+
+    def __init__(self, templates: Mapping[Hashable, Transfer]):
+        super().__init__()
+        self.templates = templates
+
+    def __missing__(self, tag: Any) -> Transfer:
+        template = self.templates[tag] if tag in self.templates else self.templates[tag[0]]
+        found = self[tag] = template.fresh()
+        return found
 
 
 class Simulation:
@@ -156,17 +175,28 @@ class Simulation:
             self._end(tag)
             return
         transfer.left, transfer.since = transfer.bits, self.now
+        alone, rate = True, transfer.limit_bps
         for nic, weight in transfer.uses:
-            self.flows.setdefault(nic, {})[tag] = transfer
+            others = self.flows.setdefault(nic, {})
+            alone = alone and not others
+            others[tag] = transfer
             self.carried[nic] = self.carried.get(nic, 0.0) + weight * transfer.bits
-        self._share({tag: transfer})
+            if weight > 1e-9:
+                rate = min(rate, self.capacities[nic] / weight)
+        if alone:
+            transfer.rate, transfer.version = rate, transfer.version + 1
+            self._at(self.now + transfer.bits / rate, 2, tag, transfer.version)
+        else:
+            self._share({tag: transfer})
 
     def _end(self, tag: Hashable) -> None:
         transfer = self.transfers[tag]
         transfer.gone = self.now
-        for nic, _ in transfer.uses:
-            self.flows.get(nic, {}).pop(tag, None)
-        around = {other: flow for nic, _ in transfer.uses for other, flow in self.flows.get(nic, {}).items()}
+        around: dict[Hashable, Transfer] = {}
+        for nic, _ in transfer.uses if transfer.bits > 0 else ():
+            others = self.flows[nic]
+            del others[tag]
+            around.update(others)
         if around:
             self._share(around)
         if transfer.channel is not None:

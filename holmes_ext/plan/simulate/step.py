@@ -11,7 +11,7 @@ when it does collectives.py's.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -23,7 +23,7 @@ from holmes_ext.plan.cost.nodes import costs_on_site, slices_of
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.simulate.collectives import Operations, Reductions
-from holmes_ext.plan.simulate.events import Op, Simulation, Span, Transfer
+from holmes_ext.plan.simulate.events import Op, Simulation, Span, Transfer, Transfers
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.flows import Flows
 from holmes_ext.plan.simulate.pipelines import Pipelines
@@ -81,35 +81,59 @@ def simulate(
 ) -> Step:
     """See the module. costs: seconds by stage and layer if they are known better than costs_on_site knows them.
     HolmesError: what does not fit together."""
-    sizes, run = sizes.complete(site.world_size), execution
-    if run.zero > 1 and sizes.pipeline > 1:
-        given = f"zero is {run.zero} with {sizes.pipeline} pipeline stages"
-        raise HolmesError(f"{given}; under a pipeline it can be 0 or 1")
-    costs = costs or costs_on_site(site, order, sizes, model, only=only)
-    pipelines = Pipelines(site, order, sizes, only)
-    slices = slices_of(sizes, model.copies(sizes), site.processes) if only is None and run.cut else 0
-    flows = Flows(pipelines, links, model, run.message_s, slices)
-    layers = model.layers_of(sizes)
-    ranges = costs.ranges(_blocks(run.stage_layers, costs.blocks, sizes.pipeline * run.virtual))
-    reductions = Reductions(flows, run, ranges, layers, model, sizes, costs.micro_batches)
-    messages = _messages(flows, run, costs.micro_batches, layers[0].activation_bytes)
-    transfers = {**messages, **reductions.transfers}
-    actors = [(kind, stage) for kind in range(len(pipelines.kinds)) for stage in range(sizes.pipeline)]
-    programs = []
-    for kind, stage in actors:
-        ops = _program(kind, stage, run, costs, ranges, reductions)
-        cores = run.cores, pipelines.count[kind], (kind, stage), links.core_bps
-        programs.append(list(_software(ops, transfers, *cores)))
-    shared = {*flows.hops, CORES}
-    fabrics = {nic for transfer in transfers.values() for nic, _ in transfer.uses if nic not in shared}
-    capacities = {nic: flows.capacity(only or site.fabric_by_name[nic[1]]) for nic in fabrics}  # type: ignore[index]
-    simulation = Simulation(programs, transfers, {**capacities, **flows.hops, CORES: run.cores or inf})
-    lines = []
-    for (kind, stage), spans in zip(actors, simulation.run()):
-        node = pipelines.kinds[kind][stage]
-        lines.append(Timeline(stage, pipelines.ranks(kind, stage), node, pipelines.cluster(node), tuple(spans)))
-    step_s = max(line.spans[-1].end for line in lines if line.spans)
-    return Step(step_s, tuple(lines), {nic: bits / 8 for nic, bits in simulation.carried.items() if nic != CORES})
+    return Job(site, order, sizes, model, execution, links, only, costs).step()
+
+
+class Job:
+    """What is simulated, of any number of micro-batches: see simulate. pipelines: of the same order and sizes, where
+    they are known. actors: (kind, stage)."""
+
+    def __init__(
+        self, site: Site, order: Sequence[str], sizes: Sizes, model: Model, execution: Execution = Execution(),
+        links: Links = Links(), only: Fabric | None = None, costs: StageCosts | None = None,
+        pipelines: Pipelines | None = None,
+    ):
+        sizes, self.run, self.links = sizes.complete(site.world_size), execution, links
+        if execution.zero > 1 and sizes.pipeline > 1:
+            given = f"zero is {execution.zero} with {sizes.pipeline} pipeline stages"
+            raise HolmesError(f"{given}; under a pipeline it can be 0 or 1")
+        self.costs = costs or costs_on_site(site, order, sizes, model, only=only)
+        self.pipelines = pipelines or Pipelines(site, order, sizes, only)
+        slices = slices_of(sizes, model.copies(sizes), site.processes) if only is None and execution.cut else 0
+        flows, virtual = Flows(self.pipelines, links, model, execution.message_s, slices), execution.virtual
+        layers, parts = model.layers_of(sizes), sizes.pipeline * virtual
+        self.ranges = self.costs.ranges(_blocks(execution.stage_layers, self.costs.blocks, parts))
+        self.reductions = Reductions(flows, execution, self.ranges, layers, model, sizes)
+        self.templates = {**_messages(flows, execution, layers[0].activation_bytes), **self.reductions.transfers}
+        self.actors = [(kind, stage) for kind in range(len(self.pipelines.kinds)) for stage in range(sizes.pipeline)]
+        shared = {*flows.hops, CORES}
+        fabrics = {nic for transfer in self.templates.values() for nic, _ in transfer.uses if nic not in shared}
+        nics = {nic: flows.capacity(only or site.fabric_by_name[nic[1]]) for nic in fabrics}  # type: ignore[index]
+        self.capacities = {**nics, **flows.hops, CORES: execution.cores or inf}
+
+    def simulation(self, micro_batches: int) -> Simulation:
+        """Of so many, not yet run."""
+        transfers, programs = Transfers(self.templates), []
+        for kind, stage in self.actors:
+            ops = _program(kind, stage, micro_batches, self.run, self.costs, self.ranges, self.reductions)
+            cores = self.run.cores, self.pipelines.count[kind], (kind, stage), self.links.core_bps
+            programs.append(list(_software(ops, transfers, *cores)))
+        return Simulation(programs, transfers, self.capacities)
+
+    def step(self) -> Step:
+        """Of all micro-batches."""
+        simulation, lines = self.simulation(self.costs.micro_batches), []
+        for (kind, stage), spans in zip(self.actors, simulation.run()):
+            node = self.pipelines.kinds[kind][stage]
+            cluster = self.pipelines.cluster(node)
+            lines.append(Timeline(stage, self.pipelines.ranks(kind, stage), node, cluster, tuple(spans)))
+        carried = {nic: bits / 8 for nic, bits in simulation.carried.items() if nic != CORES}
+        return Step(end_of(line.spans for line in lines), tuple(lines), carried)
+
+
+def end_of(spans: Iterable[Sequence[Span]]) -> float:
+    """Of the last actor; seconds."""
+    return max(own[-1].end for own in spans if own)
 
 
 def _blocks(blocks: Sequence[int], layers: int, parts: int) -> Sequence[int]:
@@ -121,32 +145,32 @@ def _blocks(blocks: Sequence[int], layers: int, parts: int) -> Sequence[int]:
     return blocks
 
 
-def _messages(flows: Flows, run: Execution, micro_batches: int, size: float) -> dict[Hashable, Transfer]:
-    """Activations to the next (virtual) stage and their gradients back."""
+def _messages(flows: Flows, run: Execution, size: float) -> dict[Hashable, Transfer]:
+    """Activations to the next (virtual) stage and their gradients back, by (letter, place, kind)."""
     found: dict[Hashable, Transfer] = {}
     stages = flows.pipelines.stages
     for kind in range(len(flows.pipelines.kinds)):
         for place in range(stages * run.virtual - 1):
             one, two = place % stages, (place + 1) % stages
             for letter, ends in (("a", (one, two)), ("g", (two, one))):
-                message = replace(flows.message(kind, *ends, size), buffered=size <= run.buffer_bytes)
-                for micro_batch in range(micro_batches):
-                    found[letter, place, micro_batch, kind] = replace(message)
+                message = flows.message(kind, *ends, size)
+                found[letter, place, kind] = replace(message, buffered=size <= run.buffer_bytes)
     return found
 
 
 def _program(
-    kind: int, stage: int, run: Execution, costs: StageCosts, ranges: Sequence[tuple[int, int]], reductions: Reductions
+    kind: int, stage: int, micro_batches: int, run: Execution, costs: StageCosts, ranges: Sequence[tuple[int, int]],
+    reductions: Reductions,
 ) -> Iterator[Op]:
     """All that a rank of a kind and stage does."""
-    stages, last = costs.stages, costs.micro_batches - 1
+    stages, last = costs.stages, micro_batches - 1
     sums = {"F": costs.sums["forward_s"][stage], "B": costs.sums["backward_s"][stage]}
     yield from reductions.before(kind, stage)
     held = run.in_flight[stage] if run.in_flight else 0
-    for op in program(run.engine, stage, stages, costs.micro_batches, run.virtual, held):
+    for op in program(run.engine, stage, stages, micro_batches, run.virtual, held):
         if op[0] in ("post", "wait"):
             message, place, micro_batch = op[1]
-            sends, tag = (place if message == "a" else place + 1) % stages == stage, (*op[1], kind)
+            sends, tag = (place + (message == "g")) % stages == stage, ((message, place, kind), micro_batch)
             if op[0] == "post":
                 yield ("post", tag) if sends else ("post", tag, True)
             else:
@@ -155,8 +179,9 @@ def _program(
         letter, micro_batch, chunk = op
         low, high = ranges[chunk * stages + stage]
         along = reductions.along(kind, stage, chunk, letter, micro_batch, letter == "B" and micro_batch == last)
-        blocks = min(high, costs.before + costs.blocks) - max(low, costs.before)
-        yield ("software", _KINDS[letter], run.block_s * blocks, micro_batch, chunk)
+        if run.block_s:
+            blocks = min(high, costs.before + costs.blocks) - max(low, costs.before)
+            yield ("software", _KINDS[letter], run.block_s * blocks, micro_batch, chunk)
         for seconds, ops in _pieces(sums[letter], low, high, letter == "F", *along):
             yield ("compute", _KINDS[letter], seconds, micro_batch, chunk)
             yield from ops

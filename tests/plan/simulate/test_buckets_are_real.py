@@ -61,7 +61,7 @@ def simulated(stage, tied, bucket_bytes):
     sizes, order = Sizes(pipeline=2, data=2), [node.name for node in SITE.nodes]
     execution = Execution("deepspeed", overlap="on", bucket_bytes=bucket_bytes or 0)
     flows, ranges = Flows(Pipelines(SITE, order, sizes), Links(), model, 0.0), [(0, 4), (4, 8)]
-    reductions = Reductions(flows, execution, ranges, model.layers_of(sizes), model, sizes, 8)
+    reductions = Reductions(flows, execution, ranges, model.layers_of(sizes), model, sizes)
     ((_, leaving),) = [item for item in reductions._leaving.items() if item[0][1] == stage]
     late = [one.after is None for one in leaving]
     assert late == sorted(late) and any(late) == tied, "a tied weight is sent after the backward pass"

@@ -1,0 +1,71 @@
+"""The seconds of a step whose middle repeats: only the micro-batches before and after it are simulated.
+
+    few micro-batches    F F F F B F B F B F B F B B B B          the same operations up to the last forward pass;
+    k more of them       F F F F B F B F B F B F B F B B B B      what then is under way decides all that follows
+
+Where at the last forward pass all that is under way stands as it did k micro-batches before, D seconds earlier, a step
+of few + n k micro-batches takes n D longer than one of few (max-plus systems become periodic: Baccelli et al. 1992,
+chapter 3). It stands so if every pass of the last two lifetimes of a micro-batch ended D later than the one k before.
+tests/plan/simulate/test_fold.py compares with whole simulations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holmes_ext.plan.simulate.events import Span
+from holmes_ext.plan.simulate.step import Job, end_of
+
+#: Periods that are looked for, in micro-batches (interleaved: rounds of them).
+PERIODS = 4
+#: How many times more micro-batches are simulated if those did not settle, and the part of all from which all are.
+MORE, MOST = 3, 0.5
+#: Fraction of a step up to which moments are equal.
+ROUNDING = 1e-11
+_PASSES = ("forward", "backward")
+
+
+def folded_s(job: Job) -> float:
+    """Seconds of the step."""
+    stages, total = job.costs.stages, job.costs.micro_batches
+    unit = stages if job.run.virtual > 1 else 1
+    under_way = max((*job.run.in_flight, stages))
+    few = (6 if unit > 1 else 3) * under_way + 4
+    while few < MOST * total:
+        count = total - (total - few) // unit * unit
+        spans = job.simulation(count).run()
+        for period in range(unit, PERIODS * unit + 1, unit):
+            if (total - count) % period == 0 and (longer := _longer_s(spans, stages, period)):
+                return end_of(spans) + (total - count) // period * longer
+        few *= MORE
+    return end_of(job.simulation(total).run())
+
+
+def _longer_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> float:
+    """What `period` micro-batches more take, where the middle repeats; else 0."""
+    ends = {(actor, span.kind, span.chunk, span.micro_batch): span.end
+            for actor, own in enumerate(spans) for span in own if span.kind in _PASSES}
+    same_until = min(max(span.end for span in own if span.kind == "forward") for own in spans)
+    lived = 0.0
+    for first in range(0, len(spans), stages):  # of first stages
+        begins: dict[int, float] = {}
+        last = -1
+        for span in spans[first]:
+            if span.kind == "forward":
+                begins.setdefault(span.micro_batch, span.start)
+            elif span.kind == "backward" and span.chunk == 0 and span.end <= same_until:
+                last = max(last, span.micro_batch)
+        if last < 0:
+            return 0.0
+        lived = max(lived, ends[first, "backward", 0, last] - begins[last])
+    since = same_until - 2 * lived
+    if since <= 0:
+        return 0.0
+    longer, rounding = 0.0, ROUNDING * same_until
+    for (actor, kind, chunk, micro_batch), end in ends.items():
+        if since < end <= same_until:
+            before = ends.get((actor, kind, chunk, micro_batch - period))
+            longer = longer or (end - before if before is not None else 0.0)
+            if before is None or abs(end - before - longer) > rounding:
+                return 0.0
+    return longer

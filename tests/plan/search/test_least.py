@@ -1,0 +1,87 @@
+"""plan/search/least.py: no simulated step of any split is below the bound of its arrangement, over random sites."""
+
+import random
+from dataclasses import replace
+
+import clusters
+import pytest
+
+from holmes_ext.cluster.wan import Between, Wan
+from holmes_ext.plan.cost.model import Gpu, Model
+from holmes_ext.plan.search.arrangement import Ground, arrangements
+from holmes_ext.plan.search.bounds import Bounds, ideal_s
+from holmes_ext.plan.search.least import Least
+from holmes_ext.plan.search.ranking import execution_of, job_of
+from holmes_ext.plan.search.result import Outcome
+from holmes_ext.plan.search.space import Limits, shapes
+from holmes_ext.plan.simulate.fold import folded_s
+
+SEEDS = 14
+
+
+def scene(pick):
+    """A random outcome without candidates: two or three clusters, flat or with links between, GPUs that differ."""
+    names = "abc"[: pick.choice((2, 2, 3))]
+    rates = [pick.choice(("20Gb/s", "100Gb/s", "400Gb/s")) for _ in names]
+    kinds, each = pick.choice((("ib", "roce", "ib"), ("roce", "ib", "roce"))), pick.choice((2, 4))
+    lines = [f"{name} {kind} {rate} {name}[0-{each - 1}]" for name, kind, rate in zip(names, kinds, rates)]
+    site = clusters.site(*lines, ethernet=pick.choice(("1Gb/s", "5Gb/s", "25Gb/s")), processes=pick.choice((1, 2, 4)))
+    if pick.random() < 0.4:
+        pairs = [(one, two) for one in names for two in names if one < two]
+        between = [Between(pair, pick.choice((10**8, 10**9, 10**10)), pick.choice((1e-4, 0.01))) for pair in pairs]
+        site = replace(site, wan=Wan((), tuple(between)))
+    gpus = {name: Gpu(pick.choice((10e12, 20e12, 60e12)), link_bps=pick.choice((0.0, 1e11))) for name in names}
+    model = Model(layers=pick.choice((8, 12)), hidden=512, heads=8, sequence=512, vocabulary=pick.choice((512, 20000)),
+                  tied=pick.random() < 0.3, flash=True, micro_batches=1, gpu=Gpu(20e12), gpus=gpus)
+    batch = site.world_size * pick.choice((1, 2, 4))
+    outcome = Outcome(Ground.of(site, model), model, batch, Limits({"recompute": ("none",)}), pick.random() < 0.7)
+    return replace(outcome, gather_overlap=pick.random() < 0.3)
+
+
+def splits(pick, layers, stages):
+    """Random ones, even ones first."""
+    yield tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+    for _ in range(3):
+        borders = sorted(pick.sample(range(1, layers), stages - 1))
+        yield tuple(high - low for low, high in zip((0, *borders), (*borders, layers)))
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_no_simulated_step_is_below_the_bound(seed):
+    pick = random.Random(seed)
+    outcome = scene(pick)
+    every = list(shapes(outcome.ground, outcome.model, outcome.global_batch, outcome.limits))
+    pipelines = [shape for shape in every if shape.virtual == 1 and shape.pipeline > 1]
+    compared = 0
+    for shape in [*pick.sample(pipelines, min(6, len(pipelines))), *pick.sample(every, min(3, len(every)))]:
+        pricing = outcome.pricing(shape)
+        found, _ = arrangements(outcome.ground, shape.pipeline, shape.tensor * shape.context)
+        for arrangement in pick.sample(found, min(2, len(found))):
+            bounds = Bounds(pricing.costs(arrangement, outcome.overlap))
+            ways = [price.way for price in pricing.stages(arrangement)]
+            run = execution_of(outcome, shape, (), ways, bounds.ahead() if bounds.costs.hidden is not None else ())
+            least = max(ideal_s(outcome.ground, pricing), Least(pricing, arrangement, bounds, run).seconds())
+            layers = outcome.model.layers
+            for split in splits(pick, layers, shape.pipeline) if shape.virtual == 1 else [bounds.bound()[1]]:
+                step = folded_s(job_of(outcome, outcome.candidate(pricing, arrangement, split)))
+                assert step >= least * (1 - 1e-9), (shape, arrangement.describe(outcome.ground), split, ways)
+                compared += 1
+    assert compared
+
+
+def test_a_time_below_the_bound_is_not_possible_and_one_above_the_step_is():
+    """It can fail both ways: a bound of nothing, and one above a step."""
+    pick = random.Random(3)
+    outcome = scene(pick)
+    shape = next(one for one in shapes(outcome.ground, outcome.model, outcome.global_batch, outcome.limits)
+                 if one.pipeline == 2 and one.virtual == 1)
+    pricing = outcome.pricing(shape)
+    arrangement = arrangements(outcome.ground, 2, shape.tensor * shape.context)[0][0]
+    bounds = Bounds(pricing.costs(arrangement, outcome.overlap))
+    ways = [price.way for price in pricing.stages(arrangement)]
+    run = execution_of(outcome, shape, (), ways, bounds.ahead())
+    least = Least(pricing, arrangement, bounds, run)
+    seconds, split = least.seconds(), bounds.bound()[1]
+    step = folded_s(job_of(outcome, outcome.candidate(pricing, arrangement, split)))
+    assert 0.5 * step < seconds <= step
+    assert least.seconds(0.9 * seconds) == pytest.approx(0.9 * seconds), "known: beyond it nothing is asked"

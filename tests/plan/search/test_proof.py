@@ -1,0 +1,64 @@
+"""plan/search/proof.py: the certificate of simulated steps, against every plan of a small space simulated."""
+
+from dataclasses import replace
+from itertools import combinations
+
+import clusters
+import pytest
+
+from holmes_ext.plan.cost.model import Gpu, Model
+from holmes_ext.plan.search import proof
+from holmes_ext.plan.search.arrangement import arrangements
+from holmes_ext.plan.search.bounds import Bounds
+from holmes_ext.plan.search.proof import prove
+from holmes_ext.plan.search.ranking import job_of, rank
+from holmes_ext.plan.search.search import search
+from holmes_ext.plan.search.space import Limits, shapes
+from holmes_ext.plan.simulate.fold import folded_s
+
+SITE = clusters.site("a ib 100Gb/s a[0-1]", "b roce 50Gb/s b[0-1]", ethernet="2Gb/s", processes=2)
+MODEL = Model(layers=6, hidden=512, heads=8, sequence=512, vocabulary=2000, tied=False, micro_batches=1, flash=True,
+              gpu=Gpu(20e12), gpus={"a": Gpu(40e12)})
+LIMITS = Limits({"recompute": ("none",), "micro_batch": (1, 2), "context": (1,), "zero": (0, 1)})
+
+
+def ranked():
+    return rank(search(SITE, MODEL, 32, LIMITS, True, rows=1), 1)
+
+
+def steps(outcome):
+    """Of every plan: all splits of all arrangements of all shapes."""
+    for shape in shapes(outcome.ground, MODEL, 32, LIMITS):
+        pricing = outcome.pricing(shape)
+        for arrangement in arrangements(outcome.ground, shape.pipeline, shape.tensor)[0]:
+            fits = Bounds(pricing.costs(arrangement, True)).fits
+            borders = combinations(range(1, 6), shape.pipeline - 1)
+            every = [tuple(high - low for low, high in zip((0, *at), (*at, 6))) for at in borders]
+            for split in every if shape.virtual == 1 else [(6 // shape.pipeline,) * shape.pipeline]:
+                if fits(split):
+                    yield folded_s(job_of(outcome, outcome.candidate(pricing, arrangement, split)))
+
+
+@pytest.mark.parametrize("alone_s", [1e9, 0.0], ids=["one process", "two"])
+def test_what_is_proven_holds_for_every_plan(alone_s, monkeypatch):
+    monkeypatch.setattr(proof, "ALONE_S", alone_s)
+    first, told = ranked(), []
+    found = prove(first, progress=lambda *said: told.append(said))
+    least = min(steps(first))
+    assert found.simulated.bound_s <= least * (1 + 1e-9) and found.best.simulated_s <= first.best.simulated_s
+    assert found.best.simulated_s <= least * 1.01 and found.simulated.gap < 0.1
+    assert found.simulated.step_s == found.best.simulated_s == min(one.simulated_s or 1e9 for one in found.candidates)
+    assert told and told[-1][1] == 0 and told[-1][2] == found.best.simulated_s
+    assert len({(one.shape, one.arrangement, one.split) for one in found.candidates}) == len(found.candidates)
+
+
+def test_ctrl_c_and_the_end_of_the_time_keep_what_was_found():
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    first = ranked()
+    for found in (prove(first, progress=stop), prove(first, seconds=0.0)):
+        assert found.best.simulated_s <= first.best.simulated_s
+        assert found.simulated.bound_s <= found.best.simulated_s
+    assert prove(first, progress=stop).interrupted and not found.interrupted
+    assert prove(replace(first, interrupted=True)).interrupted, "nothing more is done"
