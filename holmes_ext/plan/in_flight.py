@@ -5,15 +5,16 @@ from __future__ import annotations
 from holmes_ext.cluster.site import Site
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.nodes import Predictor
-from holmes_ext.plan.cost.pipeline import in_flight
+from holmes_ext.plan.cost.pipeline import in_flight, worth_hiding
 from holmes_ext.plan.layout import Layout
 from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.traffic import SOCKETS
 
 
 def under_way(plan: Plan, site: Site, options: Options) -> tuple[int, ...]:
-    """On each stage, site: of the plan, for one carrier. () under the framework's own schedule. As many as 1F1B has
-    where nobody told the model, whose activations fill memory; what the user asked for is taken as it is."""
+    """On each stage, site: of the plan, for one carrier. () under the framework's own schedule, and where no edge is
+    worth hiding. As many as 1F1B has where nobody told the model, whose activations fill memory; what the user asked
+    for is taken as it is."""
     sizes, work = plan.sizes, plan.workload
     if sizes is None or sizes.pipeline == 1 or options.inflight == "off":
         return ()
@@ -25,6 +26,8 @@ def under_way(plan: Plan, site: Site, options: Options) -> tuple[int, ...]:
     edges, size = predictor.edges(predictor.parts(plan.nodes)), work.activation_bytes
     busy = [load.busy_s for load in plan.loads] or [work.forward_s + work.backward_s] * sizes.pipeline
     seconds, sent = [edge.seconds(size) for edge in edges], [edge.byte_s * size for edge in edges]
+    if not worth_hiding(busy, seconds):
+        return ()
     return in_flight(busy, seconds, work.micro_batches, sent, [load.most for load in plan.loads])
 
 

@@ -78,3 +78,12 @@ def test_a_command_lines_model_is_enough():
     assert len(four.loads) == 4 and len(four.traffic_of("sockets").in_flight) == 4
     nobody = build_plan(SITE, sizes)
     assert with_loads(nobody, Options(), None) is nobody and nobody.traffic_of("sockets").in_flight == (2, 1)
+
+
+def test_edges_that_take_next_to_nothing_are_the_frameworks():
+    """One cluster: nothing is worth hiding, the plan's step is that of the framework's own schedule."""
+    site = site_from_spec(parse_spec(SLOW[: SLOW.index("[[cluster]]", SLOW.index("[[cluster]]") + 1)]))
+    plan = build_plan(site, Sizes(2), model=MODEL)
+    assert plan.traffic_of("sockets").in_flight == () and plan.loads
+    off = build_plan(site, Sizes(2), model=MODEL, options=Options(inflight="off"))
+    assert plan.predicted == off.predicted

@@ -23,6 +23,8 @@ from holmes_ext.errors import HolmesError
 #: (kind "F" or "B", micro-batch, chunk)
 Pass = tuple[str, int, int]
 Seconds = Sequence[float]
+#: Part of a stage's forward and backward that an edge may take unhidden: what holmes's own sends cost is about as much.
+SMALL = 0.01
 
 
 def uniform(layers: int, parts: int) -> tuple[int, ...]:
@@ -57,6 +59,11 @@ def in_flight(
             fast, slow = (fast, middle) if enough else (middle, slow)
         found = _held(busy, transfer, slow)
     return tuple(min(count, micro_batches) for count in found)
+
+
+def worth_hiding(busy: Seconds, transfer: Seconds) -> bool:
+    """Whether an edge takes so much of a stage's time that the framework's own schedule should not carry it."""
+    return max(transfer, default=0.0) > SMALL * max(busy)
 
 
 def _held(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:

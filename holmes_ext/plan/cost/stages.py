@@ -19,7 +19,7 @@ from holmes_ext.plan.cost.buckets import buffer_bytes
 from holmes_ext.plan.cost.memory import state_bytes, under_way, working_bytes
 from holmes_ext.plan.cost.model import Layer, Model
 from holmes_ext.plan.cost.network import FREE, Price
-from holmes_ext.plan.cost.pipeline import Estimate, formula_ends, in_flight, step_of, walked_ends
+from holmes_ext.plan.cost.pipeline import Estimate, formula_ends, in_flight, step_of, walked_ends, worth_hiding
 from holmes_ext.plan.cost.workload import StageLoad
 from holmes_ext.plan.sizes import Sizes
 
@@ -223,12 +223,15 @@ class StageCosts:
         return tuple(found)
 
     def in_flight(self, stage_layers: Sequence[int]) -> tuple[int, ...]:
-        """Micro-batches under way on each stage, with so many blocks; () under the framework's own schedule."""
+        """Micro-batches under way on each stage, with so many blocks; () under the framework's own schedule, which will
+        do where no edge is worth hiding."""
         if self.hidden is None:
             return ()
         loads, ranges = self.loads(stage_layers), self.ranges(stage_layers)
         transfer = [row[high - 1] for row, (_, high) in zip(self.transfer, ranges[:-1])]
         busy, most = [load.busy_s for load in loads], [load.most for load in loads]
+        if not worth_hiding(busy, transfer):
+            return ()
         return in_flight(busy, transfer, self.micro_batches, self.hidden, most)
 
     @property

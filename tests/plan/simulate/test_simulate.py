@@ -127,7 +127,7 @@ def test_agrees_with_the_analytic_model_of_1f1b(ethernet, fast):
     for hides in (False, True):
         costs, layers = costs_on_site(site, order, sizes, gpt, hides=hides), [2, 2, 2, 2]
         held = costs.in_flight(layers)
-        assert bool(held) == hides
+        assert bool(held) == (hides and ethernet != "100Gb/s")  # whose edges are not worth it
         run = Execution(engine="async", parameter_s=0.0, in_flight=held)
         step = simulate(site, order, sizes, gpt, run)
         assert step.step_s == pytest.approx(estimate(costs, layers).step_s, rel=0.1)
