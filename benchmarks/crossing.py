@@ -78,7 +78,7 @@ def slices(repetitions: int, steps: int) -> list[Row]:
         share = ethernet(cut) / ethernet(whole)
         target = ">= 1.2" if name == "own schedule" else ""
         rows += [
-            Row.median("slices", f"bytes that cross, {name}", [share], "of whole ones'", False, "<= 0.55"),
+            Row.median("slices", f"crossing bytes, {name}", [share], "of whole ones'", False, "<= 0.55"),
             ratio_row("slices", f"step, whole : slices, {name}", whole, cut, target),
         ]
     difference = max(max_loss_difference(series["whole, own schedule"], one) for one in series.values())
@@ -107,7 +107,7 @@ def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
     shares = [a / b for a, b in zip(*exposed.values())]
     share = statistics.median(exposed["two levels"]) / statistics.median(exposed["pairs"])
     return [
-        Row.median(scene, "bytes that cross for it", [sent], "of pairs'", False, "<= 0.3"),
+        Row.median(scene, "crossing bytes of it", [sent], "of pairs'", False, "<= 0.3"),
         Row.of(scene, "exposed time of it", share, "of pairs'", (min(shares), max(shares)), True, "<= 0.3"),
         *(Row.median(scene, f"exposed, {name}", found, "s", True) for name, found in exposed.items()),
         ratio_row(scene, "step, pairs : two levels", pairs, levels, ""),

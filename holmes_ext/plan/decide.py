@@ -177,7 +177,7 @@ def _edges(plan: Plan, carrier: str, options: Options) -> tuple[Edge, ...]:
             frameworks = {"pipeline": pair in pairs, "world": fabrics[-1] != world}
             own.append("+".join(name for name, gets_one in frameworks.items() if gets_one))
         crosses = ETHERNET in fabrics
-        slices = slices_of(sizes, plan.workload.copies, plan.processes) if crosses else 1
+        slices = slices_of(sizes, plan.workload.copies, plan.processes) if sizes is not None and crosses else 1
         pair, narrow = (stage, (stage + 1) % stages), options.edges if crosses else "off"
         found.append(Edge(pair, same(tuple(fabrics)), same(tuple(own)), slices, narrow))
     return tuple(found)

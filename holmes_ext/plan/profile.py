@@ -110,7 +110,7 @@ class Profile:
 
     def workload(self) -> Workload:
         """One rank's work on the average stage: what placement compares orders with."""
-        count, none = len(self.stages), dict(tensor_bytes=0.0, context_bytes=0.0, expert_bytes=0.0)
+        count, none = len(self.stages), dict[str, Any](tensor_bytes=0.0, context_bytes=0.0, expert_bytes=0.0)
         forward = sum(sum(stage.forward_s) + stage.before_s[0] + stage.after_s[0] for stage in self.stages)
         backward = sum(sum(stage.backward_s) + stage.before_s[1] + stage.after_s[1] for stage in self.stages)
         gradients = sum(self.gradient_bytes) / count

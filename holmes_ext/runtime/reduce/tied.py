@@ -22,6 +22,7 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
 from holmes_ext.runtime.reduce.straddling import TwoLevel, two_level_of
+from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 
 
 class TiedSum:
@@ -37,6 +38,7 @@ class TiedSum:
     @property
     def bytes_across(self) -> int:
         """What this rank has sent to the other cluster so far (over gloo), without headers."""
+        assert isinstance(self._all_reduce, TwoLevelAllReduce)
         return self._all_reduce.bytes_across
 
     def takes(self, gradient: Any) -> bool:

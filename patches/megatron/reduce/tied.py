@@ -67,8 +67,8 @@ def _own_chunk(model: list[Any], pipeline: Any) -> Any:
         return None
     ends = {0: model[0], pipeline.size() - 1: model[-1]}
     chunk = ends.get(pipeline.rank())
-    config = getattr(chunk, "ddp_config", None)
-    own = config is not None and not config.use_megatron_fsdp and hasattr(chunk, "buffers")
+    config: Any = getattr(chunk, "ddp_config", None)
+    own = config is not None and not config.use_megatron_fsdp and isinstance(getattr(chunk, "buffers", None), list)
     return chunk if own and config.num_distributed_optimizer_instances == 1 else None
 
 
