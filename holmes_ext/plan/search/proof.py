@@ -177,7 +177,8 @@ class _Proof:
                 self.current[self.pool.submit(_done, item, bound, self.best)] = bound, item
             if not self.current:
                 break
-            finished, _ = wait(self.current, max(0.0, self.end - time.monotonic()), FIRST_COMPLETED)
+            left_s = min(60.0, max(0.0, self.end - time.monotonic()))
+            finished, _ = wait(self.current, left_s, FIRST_COMPLETED)
             for future in finished:
                 del self.current[future]
                 self._take(future.result())
