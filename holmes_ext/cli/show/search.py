@@ -24,8 +24,7 @@ from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.search.arrangement import Ground
-from holmes_ext.plan.search.as_plan import plan_of
-from holmes_ext.plan.search.given import given, shape_of
+from holmes_ext.plan.search.as_plan import given, plan_of, shape_of
 from holmes_ext.plan.search.proof import prove
 from holmes_ext.plan.search.ranking import rank, timed
 from holmes_ext.plan.search.result import Outcome
