@@ -17,7 +17,7 @@ from holmes_ext.plan.search.space import Shape
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.fold import folded_s
 from holmes_ext.plan.simulate.pipelines import Pipelines
-from holmes_ext.plan.simulate.step import Job, Step
+from holmes_ext.plan.simulate.step import JobStep, Step
 
 #: Candidates simulated at least (those that a table shows) and at most, each of another shape, and the passes (forward
 #: and backward, of all stages) of all of them together.
@@ -38,7 +38,7 @@ def execution_of(outcome: Outcome, shape: Shape, split: Sequence[int], reduction
     )
 
 
-def job_of(outcome: Outcome, candidate: Candidate) -> Job:
+def job_of(outcome: Outcome, candidate: Candidate) -> JobStep:
     """One step of `candidate`, to be simulated."""
     shape, ground = candidate.shape, outcome.ground
     execution = execution_of(outcome, shape, candidate.split, candidate.reductions)
@@ -46,7 +46,7 @@ def job_of(outcome: Outcome, candidate: Candidate) -> Job:
     costs, model = outcome.costs(candidate, sharded=False), shape.model(outcome.model)
     pipelines = ground.remember(
         ("pipelines", nodes, sizes), lambda: Pipelines(ground.site, nodes, sizes.complete(ground.world), ground.only))
-    return Job(ground.site, nodes, sizes, model, execution, ground.links, ground.only, costs, pipelines)
+    return JobStep(ground.site, nodes, sizes, model, execution, ground.links, ground.only, costs, pipelines)
 
 
 def simulated(outcome: Outcome, candidate: Candidate) -> Step:
