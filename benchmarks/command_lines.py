@@ -24,7 +24,7 @@ from holmes_ext.patches.megatron.command_line.flags import READ
 from holmes_ext.patches.megatron.command_line.not_read import NOT_READ
 from holmes_ext.patches.megatron.command_line.settings import words
 from holmes_ext.plan.search.arrangement import Ground
-from holmes_ext.plan.search.given import given, shape_of
+from holmes_ext.plan.search.as_plan import given, shape_of
 from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.search.space import Limits
 from holmes_ext.plan.sizes import Sizes

@@ -19,7 +19,7 @@ from holmes_ext.patches.megatron.command_line import arguments
 from holmes_ext.patches.megatron.command_line.describe import describe
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.plan import Plan, check_plan, load_plan
-from holmes_ext.plan.search.given import shape_of
+from holmes_ext.plan.search.as_plan import shape_of
 from holmes_ext.plan.sizes import parse_sizes
 
 

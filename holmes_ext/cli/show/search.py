@@ -24,8 +24,7 @@ from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.search.arrangement import Ground
-from holmes_ext.plan.search.as_plan import plan_of
-from holmes_ext.plan.search.given import given, shape_of
+from holmes_ext.plan.search.as_plan import given, plan_of, shape_of
 from holmes_ext.plan.search.proof import prove
 from holmes_ext.plan.search.ranking import rank, timed
 from holmes_ext.plan.search.result import Outcome
@@ -84,8 +83,9 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     with _Bar(quiet=args.json) as bar:
         end = time.monotonic() + args.seconds
         first_s = FIRST * args.seconds
-        how = {"links": links, "hides": job.hides}
-        outcome = search(site, job.model, batch, limits, overlap, first_s, bar.searched, args.rows, **how)
+        outcome = search(
+            site, job.model, batch, limits, overlap, first_s, bar.searched, args.rows, links, hides=job.hides
+        )
         outcome, job = beside(outcome, job)
         if not outcome.interrupted:
             outcome = prove(rank(outcome), end - time.monotonic(), bar.proved)

@@ -55,7 +55,7 @@ Item = Shape | Arranged
 Found = tuple[list[tuple[float, Item]], list[Candidate], float]
 
 
-class Work:
+class Judge:
     """The two kinds of work, wherever they are done."""
 
     def __init__(self, outcome: Outcome):
@@ -109,13 +109,13 @@ class Work:
         return [], [*known.values()], bound
 
 
-_work: Work | None = None  # of a process that another one started
+_work: Judge | None = None  # of a process that another one started
 
 
 def _begin(outcome: Outcome) -> None:
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started it
-    _work = Work(outcome)
+    _work = Judge(outcome)
 
 
 def _done(item: Item, bound: float, best: float) -> Found:
@@ -153,7 +153,7 @@ class _Proof:
         self.current: dict[Future[Found], tuple[float, Item]] = {}
 
     def go(self) -> None:
-        outcome, work = self.outcome, Work(self.outcome)
+        outcome, work = self.outcome, Judge(self.outcome)
         for shape in shapes(outcome.ground, outcome.model, outcome.global_batch, outcome.limits):
             ideal = ideal_s(outcome.ground, outcome.pricing(shape))
             if ideal < self.best * (1 - EQUAL):
@@ -178,7 +178,8 @@ class _Proof:
                 self.current[self.pool.submit(_done, item, bound, self.best)] = bound, item
             if not self.current:
                 break
-            finished, _ = wait(self.current, max(0.0, self.end - time.monotonic()), FIRST_COMPLETED)
+            left_s = min(60.0, max(0.0, self.end - time.monotonic()))
+            finished, _ = wait(self.current, left_s, FIRST_COMPLETED)
             for future in finished:
                 del self.current[future]
                 self._take(future.result())

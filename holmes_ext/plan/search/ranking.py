@@ -19,7 +19,7 @@ from holmes_ext.plan.search.space import Shape
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.fold import folded_s
 from holmes_ext.plan.simulate.pipelines import Pipelines
-from holmes_ext.plan.simulate.step import Job, Step
+from holmes_ext.plan.simulate.step import JobStep, Step
 
 #: Candidates simulated at least (those that a table shows) and at most, each of another shape, and the passes (forward
 #: and backward, of all stages) of all of them together.
@@ -43,7 +43,7 @@ def execution_of(
     )
 
 
-def job_of(outcome: Outcome, candidate: Candidate, hides: bool = True) -> Job:
+def job_of(outcome: Outcome, candidate: Candidate, hides: bool = True) -> JobStep:
     """One step of `candidate`, to be simulated; hides: as it is, or with the framework's own schedule."""
     shape, ground = candidate.shape, outcome.ground
     costs, model = outcome.costs(candidate, sharded=False), shape.model(outcome.model)
@@ -52,7 +52,7 @@ def job_of(outcome: Outcome, candidate: Candidate, hides: bool = True) -> Job:
     nodes, sizes = candidate.arrangement.nodes(ground), shape.sizes(candidate.arrangement.order)
     pipelines = ground.remember(
         ("pipelines", nodes, sizes), lambda: Pipelines(ground.site, nodes, sizes.complete(ground.world), ground.only))
-    return Job(ground.site, nodes, sizes, model, execution, ground.links, ground.only, costs, pipelines)
+    return JobStep(ground.site, nodes, sizes, model, execution, ground.links, ground.only, costs, pipelines)
 
 
 def simulated(outcome: Outcome, candidate: Candidate, hides: bool = True) -> Step:

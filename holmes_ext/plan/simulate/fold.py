@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holmes_ext.plan.simulate.events import Span
-from holmes_ext.plan.simulate.step import Job, end_of
+from holmes_ext.plan.simulate.step import JobStep, end_of
 
 #: Periods that are looked for, in micro-batches (interleaved: rounds of them).
 PERIODS = 4
@@ -25,7 +25,7 @@ ROUNDING = 1e-11
 _PASSES = ("forward", "backward")
 
 
-def folded_s(job: Job) -> float:
+def folded_s(job: JobStep) -> float:
     """Seconds of the step."""
     stages, total = job.costs.stages, job.costs.micro_batches
     unit = stages if job.run.virtual > 1 else 1

@@ -81,10 +81,10 @@ def simulate(
 ) -> Step:
     """See the module. costs: seconds by stage and layer if they are known better than costs_on_site knows them.
     HolmesError: what does not fit together."""
-    return Job(site, order, sizes, model, execution, links, only, costs).step()
+    return JobStep(site, order, sizes, model, execution, links, only, costs).step()
 
 
-class Job:
+class JobStep:
     """What is simulated, of any number of micro-batches: see simulate. pipelines: of the same order and sizes, where
     they are known. actors: (kind, stage)."""
 

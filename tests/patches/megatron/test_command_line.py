@@ -9,8 +9,8 @@ from holmes_ext.patches.megatron.command_line.describe import describe
 from holmes_ext.patches.megatron.command_line.flags import DS_CONFIG, READ
 from holmes_ext.patches.megatron.command_line.not_read import NO_BEARING, NO_BEARING_KEYS, NOT_READ, UNLESS
 from holmes_ext.plan.search.arrangement import Ground
+from holmes_ext.plan.search.as_plan import given, shape_of
 from holmes_ext.plan.search.explanation import causes, stock_like
-from holmes_ext.plan.search.given import given, shape_of
 from holmes_ext.plan.search.ranking import timed
 from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.search.space import Limits

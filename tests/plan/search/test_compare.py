@@ -7,8 +7,8 @@ import pytest
 
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.pipeline import uniform
+from holmes_ext.plan.search.as_plan import arrangement_of, given, shape_of
 from holmes_ext.plan.search.compare import explain, thin_stages, what_if
-from holmes_ext.plan.search.given import arrangement_of, given, shape_of
 from holmes_ext.plan.search.ranking import rank, timed
 from holmes_ext.plan.search.search import search
 from holmes_ext.plan.search.space import Limits

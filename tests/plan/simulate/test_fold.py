@@ -7,7 +7,7 @@ from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.simulate import fold
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.fold import folded_s
-from holmes_ext.plan.simulate.step import Job
+from holmes_ext.plan.simulate.step import JobStep
 from holmes_ext.plan.sizes import Sizes
 
 CASES = [
@@ -24,7 +24,7 @@ def job(sizes, execution, micro_batches, ethernet, mixed=False):
     order = [site.nodes[index].name for index in ((0, 2, 1, 3) if mixed else range(4))]
     model = Model(layers=8, hidden=256, heads=4, sequence=128, vocabulary=256, micro_batches=micro_batches, tied=False,
                   gpu=Gpu(2e11))
-    return Job(site, order, sizes, model, execution)
+    return JobStep(site, order, sizes, model, execution)
 
 
 @pytest.mark.parametrize("sizes, execution, micro_batches", CASES)
@@ -36,8 +36,8 @@ def test_a_folded_step_takes_what_the_whole_one_does(sizes, execution, micro_bat
 
 @pytest.mark.parametrize("sizes, execution, micro_batches", [*CASES[:2], *CASES[4:9]])
 def test_few_micro_batches_are_simulated_where_the_middle_repeats(sizes, execution, micro_batches, monkeypatch):
-    simulated, simulation = [], Job.simulation
-    monkeypatch.setattr(Job, "simulation", lambda self, count: simulated.append(count) or simulation(self, count))
+    simulated, simulation = [], JobStep.simulation
+    monkeypatch.setattr(JobStep, "simulation", lambda self, count: simulated.append(count) or simulation(self, count))
     folded_s(job(sizes, execution, micro_batches, "1Gb/s"))
     assert max(simulated) < micro_batches
 
