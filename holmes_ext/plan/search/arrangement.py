@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, combinations, groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any, TypeVar
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
@@ -32,8 +32,8 @@ Content = tuple[tuple[int, int], ...]
 PIPELINES_FIRST = "tp-cp-ep-pp-dp"
 #: Distinct orders of clusters that are looked at for one way to group them, times stages.
 MAX_ORDERS = 9600
-#: The same where the network between clusters is not flat, which makes them differ: chains over good links stand first.
-MOST_CHAINED = 60
+#: Orders where the network between clusters is not flat, which makes them all differ: chains over good links first.
+MOST_CHAINED = 9
 
 
 @dataclass(frozen=True)
@@ -199,22 +199,21 @@ def arrangement_of(ground: Ground, nodes: Sequence[str], sizes: Sizes) -> Arrang
 
 
 def _chained(ground: Ground, together: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Where the network between the clusters is not flat: their chain over the best links, both ways, and those that
-    differ from it by a pair."""
+    """Where the network between the clusters is not flat: their chain over the best links in groups of neighbours, both
+    ways, and those that differ from it by a pair of neighbouring groups."""
     names = ground.site.clusters
-    if together > 1 or not ground.wan or len(names) < 3:
+    if not ground.wan or len(names) < 3:
         return
 
     def cost(pair: tuple[int, int]) -> tuple[float, float]:
         hops = ground.wan.hops(*(names[index] for index in pair))
         return max((1 / hop.rate_bps for hop in hops), default=0.0), sum(hop.latency_s for hop in hops)
 
-    best = best_order(range(len(names)), cost)
-    yield from (tuple((index,) for index in order) for order in (best, best[::-1]))
-    for one, two in combinations(range(len(best)), 2):
-        swapped = list(best)
-        swapped[one], swapped[two] = best[two], best[one]
-        yield tuple((index,) for index in swapped)
+    line = ground.remember("chain", lambda: best_order(range(len(names)), cost))
+    groups = tuple(line[at : at + together] for at in range(0, len(line), together))
+    yield from (groups, groups[::-1])
+    for place in range(len(groups) - 1):
+        yield (*groups[:place], groups[place + 1], groups[place], *groups[place + 2 :])
 
 
 def _orders(ground: Ground, together: int) -> Iterator[tuple[tuple[int, ...], ...]]:

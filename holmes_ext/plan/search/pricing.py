@@ -165,21 +165,30 @@ class Pricing:
             return "none", FREE
         if count <= here:
             return "local", self._inside(count, clusters)
-        fabric = self.ground.fabric(clusters)
-        groups = alike * (self.stage_ranks // count)
-        ways = self.ground.crossing(fabric, clusters, groups, ring=True)
-        flat = all_reduce(count, fabric, self.processes // here, ways)
         possible = self.ground.only is None and "two-level" in self.reductions and self.shape.zero < 2
         typical = sum(self.portion.reduced_bytes) + (self.portion.blocks - 1) * self.portion.reduced_bytes[1]
         typical /= self.shape.pipeline
-        two = self._two_level(content, here, fabric, typical, groups) if possible else None
-        if two and ("flat" not in self.reductions or two.seconds(typical) < flat.seconds(typical)):
+        known = content, count, here, alike * (self.stage_ranks // count), typical, possible
+        key = "reduction", self.shape.tensor, "flat" in self.reductions, known
+        return self.ground.remember(key, lambda: self._straddling(*known))
+
+    def _straddling(
+        self, content: Content, count: int, here: int, groups: int, size: float, possible: bool
+    ) -> tuple[str, Price]:
+        """Of `groups` groups of `count` ranks at once, `here` of each on a node. size: bytes that are typical."""
+        clusters = [index for index, _ in content]
+        fabric = self.ground.fabric(clusters)
+        ways = self.ground.crossing(fabric, clusters, groups, ring=True)
+        flat = all_reduce(count, fabric, self.processes // here, ways)
+        two = self._two_level(content, here, fabric, size, groups) if possible else None
+        if two and ("flat" not in self.reductions or two.seconds(size) < flat.seconds(size)):
             return "two-level", two
         return "flat", flat
 
     def _two_level(self, content: Content, here: int, across: Fabric, size: float, groups: int) -> Price | None:
-        """Inside each cluster on its own fabric, across only the sums, as NCCL makes them (runtime/reduce/two_level_nccl.py,
-        which needs as many ranks in each cluster); None where no cluster's own fabric is faster."""
+        """Inside each cluster on its own fabric, across only the sums, as NCCL makes them
+        (runtime/reduce/two_level_nccl.py, which needs as many ranks in each cluster); None where no cluster's own
+        fabric is faster."""
         inner = {index: self.ground.fabric([index]) for index, _ in content}
         faster = any(fabric.preference > across.preference for fabric in inner.values()) or self.ground.wan
         if len(inner) < 2 or not faster:
