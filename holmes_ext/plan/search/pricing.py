@@ -97,6 +97,22 @@ class Pricing:
 
         return ground.remember(("edge", size), least)
 
+    def least_crossing_s(self) -> float:
+        """Seconds of a step that no arrangement beats, of what crosses clusters of equal size where the network between
+        them is not flat; 0 where nothing is known. Either the pipeline passes all of them, or stages are shared by
+        some, and the pipeline passes from these to others, or all share every stage and reduce together."""
+        ground, shape, size = self.ground, self.shape, self.stage_ranks
+        count, ranks = len(ground.ranks), ground.ranks[0]
+        if not ground.wan or shape.pipeline == 1 or len(set(ground.ranks)) > 1 or size % ranks and ranks % size:
+            return 0.0
+        best_bps, narrow_bps, into_bps, latency_s = ground.ways
+        every_bit = 8 * shape.micro_batches * self.block.activation_bytes
+        chains = [(size, narrow_bps) if size <= ranks else (ranks, best_bps)]
+        chains += [(size / together, best_bps) for together in range(2, count) if count % together == 0]
+        reduced = sum(self.portion.reduced_bytes) + (self.portion.blocks - 1) * self.portion.reduced_bytes[1]
+        together_s = 8 * shape.tensor * reduced * (0.5 if shape.zero else 1.0) / into_bps
+        return min([together_s, *(shape.micro_batches * latency_s + flows * every_bit / bps for flows, bps in chains)])
+
     def tied_s(self, arrangement: Arrangement) -> float:
         """All-reduce of the tied embedding's gradient between the first and the last stage."""
         size, step = self.model.tied_bytes(self.sizes), self._step(arrangement.order)

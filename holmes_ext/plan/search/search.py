@@ -111,7 +111,7 @@ class _Run:
             for shape in self.only or every:
                 outcome.shapes += 1
                 pricing = self.outcome.pricing(shape)
-                ideal = self._ideal(pricing)
+                ideal = max(self._ideal(pricing), pricing.least_crossing_s())
                 if ideal < inf:
                     self._push(ideal, shape)
                 else:
@@ -142,7 +142,7 @@ class _Run:
         room for the layers."""
         ground, shape, block, layers = self.outcome.ground, pricing.shape, pricing.block, pricing.portion.blocks
         size = ground.world // shape.pipeline
-        prices = [pricing.stage(((index, size),), DEFAULT_ORDER) for index in range(len(ground.ranks))]
+        prices = [pricing.stage(((index, size),), DEFAULT_ORDER) for index in ground.inside_alike]
         forward = [block.forward_flops / p.flops + p.collective_s / 2 for p in prices]
         each = [f + block.backward_flops / p.flops + p.collective_s / 2 for f, p in zip(forward, prices)]
         if not self._has_room(pricing, max(price.limit_bytes for price in prices)):
