@@ -54,8 +54,8 @@ FIXES = {
 #: Candidates worked out at least, for the table.
 ROWS = 12
 #: Where the network between clusters is not flat, bounds know little of what crosses: after so many shapes and
-#: arrangements without a better step the best is taken, and the certificate says what is open.
-PATIENCE = 60
+#: arrangements without a step that is better by this part the best is taken; the certificate says what is open.
+PATIENCE, GAIN = 60, 0.01
 
 
 #: Told from time to time: shapes and arrangements looked at, those left, the best step so far (inf: none).
@@ -131,7 +131,7 @@ class _Run:
                 self._expand(item, bound) if isinstance(item, Shape) else self._work_out(item, bound)
                 self.current = None
                 done += 1
-                if self.best < best:
+                if self.best < best * (1 - GAIN):
                     best, improved = self.best, done
                 if progress and done % 16 == 0:
                     progress(done, len(self.heap), self.best)

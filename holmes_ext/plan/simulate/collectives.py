@@ -217,7 +217,8 @@ class Reductions:
         if stage < last and ("loss", kind, stage) in self.transfers:
             return [("post", ("loss", kind, stage), True), ("wait", ("loss", kind, stage), "send", -1)]
         tags = [("loss", kind, other) for other in range(last) if ("loss", kind, other) in self.transfers]
-        return [("post", tag) for tag in tags] + [("wait", tag, "send", -1, True) for tag in tags]
+        posts: list[Op] = [("post", tag) for tag in tags]
+        return [*posts, *(("wait", tag, "send", -1, True) for tag in tags)]
 
     def _reduce(self, kind: int, stage: int) -> list[Op]:
         tags = self._tags(kind, stage, "reduce") if self.execution.zero < 2 else []
