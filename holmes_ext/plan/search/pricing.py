@@ -107,7 +107,7 @@ class Pricing:
             return 0.0
         best_bps, narrow_bps, into_bps, latency_s = ground.ways
         every_bit = 8 * shape.micro_batches * self.block.activation_bytes
-        chains = [(size, narrow_bps) if size <= ranks else (ranks, best_bps)]
+        chains: list[tuple[float, float]] = [(size, narrow_bps) if size <= ranks else (ranks, best_bps)]
         chains += [(size / together, best_bps) for together in range(2, count) if count % together == 0]
         reduced = sum(self.portion.reduced_bytes) + (self.portion.blocks - 1) * self.portion.reduced_bytes[1]
         together_s = 8 * shape.tensor * reduced * (0.5 if shape.zero else 1.0) / into_bps
