@@ -134,8 +134,9 @@ def _pair(rank: int, sides: tuple[_Cluster, _Cluster] | None, server: socket.soc
 
 
 def _median(rates: Sequence[_Rates]) -> float:
-    """Bits/s of these together, over the parts of the time."""
-    return statistics.median(map(sum, zip(*rates))) if rates else 0.0
+    """Bits/s of these together, over the parts of the time; their mean where most parts brought nothing."""
+    together = list(map(sum, zip(*rates))) or [0.0]
+    return statistics.median(together) or statistics.mean(together)
 
 
 def _connect(address: tuple[str, int], kind: bytes, lead: float = 0.0, window: float = 0.0) -> socket.socket:

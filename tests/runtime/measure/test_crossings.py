@@ -53,6 +53,7 @@ def test_both_ends_pass_the_same_barriers_and_the_sender_knows_what_arrived(monk
 def test_what_piled_up_and_came_at_once_is_no_rate_of_the_link():
     steady, burst = (50e6,) * 10, (50e6,) * 4 + (0.0, 0.0, 0.0, 300e6) + (50e6,) * 2
     assert crossings._median([steady, burst]) == 100e6 and crossings._median([]) == 0.0
+    assert crossings._median([(0.0,) * 9 + (10e6,)]) == 1e6
 
 
 def test_a_receiver_that_goes_away_is_an_error():
