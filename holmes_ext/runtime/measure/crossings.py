@@ -135,7 +135,7 @@ def _pair(rank: int, sides: tuple[_Cluster, _Cluster] | None, server: socket.soc
 
 def _median(rates: Sequence[_Rates]) -> float:
     """Bits/s of these together, over the parts of the time; their mean where most parts brought nothing."""
-    together = list(map(sum, zip(*rates))) or [0.0]
+    together = [float(sum(part)) for part in zip(*rates)] or [0.0]
     return statistics.median(together) or statistics.mean(together)
 
 
