@@ -7,7 +7,7 @@
     delay line   CPU of the process between the clusters while 500 Mb/s pass: with whole frames, and with 8 KB frames
     probe        holmes probe on a lab of 4 clusters: largest error of its matrix
     probe 8      its time on a lab of 8 clusters
-    reduction, placement   links_across.py
+    reduction, never slower, placement   links_across.py
 """
 
 from __future__ import annotations

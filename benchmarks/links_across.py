@@ -18,6 +18,7 @@ from harness import Row, tell
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.lab import Lab
+from holmes_ext.lab.compare import tuned
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.across import Across
@@ -30,28 +31,44 @@ BYTES = 10 * 2**20
 TODAY, FLAT, PLANNED = "two levels, directly (no links known)", "flat ring", "as the plan has it"
 
 
+#: Whose ways to sum are compared besides: flat ones as in reduction.py, and those of prediction_links.py.
+FLAT_FILES = "two_clusters_8", "three_clusters_8"
+LINK_FILES = "links_uplinks_2ms", "links_two_20ms", "links_two_80ms"
+
+
 def reduction(repetitions: int) -> list[Row]:
     """An all-reduce of 10 MiB over 2 + 2 + 2 nodes whose links are 4 : 4 : 1, 20 ms each."""
-    spec = load_spec(examples() / "clusters" / "three_links_6.toml")
-    scene, rows = "reduction", []
+    return _reduction("reduction", "three_links_6", repetitions, ">= 1.3")
+
+
+def never_slower(repetitions: int) -> list[Row]:
+    """The same on other networks, flat ones and such with links: what the plan takes against two levels directly."""
+    files = (*FLAT_FILES, *LINK_FILES)
+    return [row for file in files for row in _reduction(f"reduction, {file}", file, repetitions, ">= 0.97")]
+
+
+def _reduction(scene: str, file: str, repetitions: int, target: str) -> list[Row]:
+    own = Path(__file__).parent / f"{file}.toml"
+    spec, rows = load_spec(own if own.exists() else examples() / "clusters" / f"{file}.toml"), []
     ways = {FLAT: {}, TODAY: {"clusters": True}, PLANNED: _planned(spec)}
-    with Lab(spec, realtime=True) as lab:
+    with tuned(spec) as lab:
         seconds = _sums(lab, spec, ways, repetitions)
     for name, values in seconds.items():
         rows.append(Row.median(scene, f"10 MiB, {name}", values, "s", True))
-    for name, target in ((TODAY, ">= 1.3"), (FLAT, "")):
+    for name, wanted in ((TODAY, target), (FLAT, "")):
         ratios = [a / b for a, b in zip(seconds[name], seconds[PLANNED])]
-        rows.append(Row.median(scene, f"{name} / {PLANNED}", ratios, "x", True, target))
+        rows.append(Row.median(scene, f"{name} / {PLANNED}", ratios, "x", True, wanted))
     return rows
 
 
 def _planned(spec: SiteSpec) -> dict[str, Any]:
-    """What the plan of a job whose one group has all nodes says of 10 MiB."""
+    """What the plan of a job whose one group has all nodes says of 10 MiB; {}: a flat ring."""
     plan = build_plan(site_from_spec(spec), Sizes(pipeline=1), Workload(gradient_bytes=BYTES))
     way = plan.traffic_of(SOCKETS).reductions[0]
     tell(f"the plan: {way}")
-    across = asdict(way.across) if way.across else None
-    return {"clusters": True, "chunk_bytes": way.chunk_bytes, "across": across}
+    if not way.clusters:
+        return {}
+    return {"clusters": True, "chunk_bytes": way.chunk_bytes, "across": asdict(way.across) if way.across else None}
 
 
 def _sums(lab: Lab, spec: SiteSpec, ways: dict[str, dict[str, Any]], repetitions: int) -> dict[str, list[float]]:
@@ -124,7 +141,7 @@ def rank(way: dict[str, Any], members: dict[str, list[int]], times: int) -> None
     os._exit(0)
 
 
-SCENES = {"reduction": reduction, "placement": placement}
+SCENES = {"reduction": reduction, "never slower": never_slower, "placement": placement}
 
 if __name__ == "__main__":
     assert sys.argv[1:2] == ["--rank"], f"run {Path(__file__).with_name('links.py')}"

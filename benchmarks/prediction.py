@@ -33,8 +33,8 @@ from prediction_recorded import recorded_rows
 
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec, parse_spec
-from holmes_ext.lab import Lab, interleave
-from holmes_ext.lab.compare import Variant, all_rdma, compare
+from holmes_ext.lab import interleave
+from holmes_ext.lab.compare import Variant, all_rdma, compare, tuned
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
@@ -234,7 +234,7 @@ def measure(scene: Scene) -> list[float]:
 
 def probe(spec: SiteSpec, file: Path) -> str:
     """cluster.toml with the curves that `holmes probe` measured in its lab."""
-    with tempfile.TemporaryDirectory() as directory, Lab(spec, realtime=True) as lab:
+    with tempfile.TemporaryDirectory() as directory, tuned(spec) as lab:
         copy = Path(directory, "cluster.toml")
         copy.write_text(file.read_text())
         result = lab.run(

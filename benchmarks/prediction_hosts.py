@@ -16,7 +16,7 @@ from math import ceil
 from pathlib import Path
 
 from holmes_ext.cluster.spec import SiteSpec
-from holmes_ext.lab import Lab
+from holmes_ext.lab.compare import tuned
 
 SIZE, SECONDS, REPETITIONS = 4 * 2**20, 0.8, 7
 
@@ -33,7 +33,7 @@ def measure_hosts(spec: SiteSpec) -> dict[str, float]:
     phases = [
         group for group in (fast, {"ethernet": ["eth0", list(range(len(order))), spec.ethernet_rate_bps]}) if group
     ]
-    with Lab(spec, realtime=True) as lab:
+    with tuned(spec) as lab:
         result = lab.run([sys.executable, __file__, json.dumps(phases)], order=order, preload=("torch",), timeout=120)
         if result.returncode:
             raise SystemExit(f"prediction_hosts.py: an all-reduce failed: {result.outputs[result.first_failed or 0]}")

@@ -25,11 +25,13 @@ ENOUGH, LONG_S = 0.9, 5e-3
 
 @dataclass(frozen=True)
 class TcpLimits:
-    """Of a network namespace. wmem, rmem: maxima in bytes; idle_restart: a window shrinks while its stream is idle."""
+    """Of a network namespace. wmem, rmem: maxima in bytes; idle_restart: a window shrinks while its stream is idle;
+    paced: BBR, which sends after a pause no faster than what was sent before it arrived."""
 
     wmem: int
     rmem: int
     idle_restart: bool
+    paced: bool = False
 
     def stream_bps(self, trip_s: float) -> float:
         """What one stream carries at most, bits/s, between two hosts with these limits."""
@@ -84,7 +86,8 @@ def read_limits(root: str | Path = "/proc/sys/net/ipv4") -> TcpLimits:
     """Of the caller's network namespace; BBR keeps its window while a stream is idle, whatever the kernel is told."""
     wmem, rmem, (restart,), (control,) = (Path(root, f"tcp_{name}").read_text().split() for name in (
         "wmem", "rmem", "slow_start_after_idle", "congestion_control"))
-    return TcpLimits(int(wmem[2]), int(rmem[2]), restart != "0" and not control.startswith("bbr"))
+    bbr = control.startswith("bbr")
+    return TcpLimits(int(wmem[2]), int(rmem[2]), restart != "0" and not bbr, bbr)
 
 
 def sockets(environ: Mapping[str, str]) -> int:

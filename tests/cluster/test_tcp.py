@@ -52,6 +52,6 @@ def test_limits_are_read_as_the_kernel_writes_them(tmp_path):
     for name, text in (("tcp_slow_start_after_idle", "0\n"), ("tcp_congestion_control", "bbr\n")):
         before = (tmp_path / name).read_text()
         (tmp_path / name).write_text(text)
-        assert read_limits(tmp_path) == TcpLimits(4194304, 6291456, False)
+        assert read_limits(tmp_path) == TcpLimits(4194304, 6291456, False, text == "bbr\n")
         (tmp_path / name).write_text(before)
     assert read_limits().wmem > 0

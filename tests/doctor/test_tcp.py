@@ -31,3 +31,11 @@ def test_tuned_hosts_and_several_sockets_are_fine():
     assert not list(check_tcp(SPEC, "a0", TcpLimits(256 << 20, 256 << 20, False), {}))
     many = {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "16"}
     assert not [each for each in check_tcp(SPEC, "a0", SMALL, many) if each.level == "problem"]
+
+
+def test_bbr_paces_small_messages_where_round_trips_are_long():
+    paced = TcpLimits(256 << 20, 256 << 20, False, True)
+    (finding,) = check_tcp(SPEC, "a0", paced, {})
+    assert finding.level == "note" and "BBR" in finding.what and "cubic" in finding.mend
+    near = replace(SPEC, wan=Wan((), tuple(replace(link, latency_s=1e-4) for link in SPEC.wan.between)))
+    assert not list(check_tcp(near, "a0", paced, {}))

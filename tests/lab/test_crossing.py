@@ -129,3 +129,8 @@ def test_each_cluster_has_a_network_and_a_router_of_its_own():
     assert [each["uplink_bps"] for each in told["clusters"]] == [10**9, 0, 0]  # scale 0.5, twice as much on the wire
     assert told["links"] == [[0, 1, 1e8, 0.02], [0, 2, 1e8, 0.02], [1, 2, 1e8, 0.02]]
     Router(**told)
+
+
+@pytest.mark.parametrize("latency, quantum", [(0.0, 400e-6), (2e-3, 400e-6), (6e-3, 600e-6), (80e-3, 1e-3)])
+def test_it_sleeps_a_tenth_of_the_least_latency_within_limits(latency, quantum):
+    assert router([[0, 1, 0, latency], [0, 2, 0, 1.0], [1, 2, 0, 1.0]]).quantum_s == pytest.approx(quantum)

@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, combinations, groupby, islice
+from itertools import chain, groupby, islice
+from math import inf
 from typing import Any, TypeVar
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
@@ -32,8 +33,8 @@ Content = tuple[tuple[int, int], ...]
 PIPELINES_FIRST = "tp-cp-ep-pp-dp"
 #: Distinct orders of clusters that are looked at for one way to group them, times stages.
 MAX_ORDERS = 9600
-#: The same where the network between clusters is not flat, which makes them differ: chains over good links stand first.
-MOST_CHAINED = 60
+#: Orders where the network between clusters is not flat, which makes them all differ: chains over good links first.
+MOST_CHAINED = 9
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,36 @@ class Ground:
     def wan(self) -> Wan:
         """Between the clusters, as measured where that was."""
         return self.links.site(self.site).wan
+
+    @cached_property
+    def inside_alike(self) -> tuple[int, ...]:
+        """For each cluster the first one whose nodes are like its own, whatever lies between clusters."""
+        looks = [(self.gpus[index], self._look_of([index])) for index in range(len(self.ranks))]
+        return tuple(map(looks.index, looks))
+
+    def _look_of(self, clusters: Sequence[int]) -> Hashable:
+        fabric = self.fabric(clusters)
+        return fabric.kind, fabric.rate_bps, fabric.latency_s
+
+    @cached_property
+    def ways(self) -> tuple[float, float, float, float]:
+        """Where the network between clusters is not flat. Bits/s: of the best link; of the worst of those that no chain
+        over all clusters is without; into the cluster that gets least over all its links. Seconds: the least latency.
+        """
+        names, every = self.site.clusters, range(len(self.ranks))
+        pairs = [(a, b) for a in every for b in every if a != b]
+        slow = [pair for pair in pairs if self.fabric(pair).name == ETHERNET]
+        hops = {pair: self.wan.hops(*(names[index] for index in pair)) if pair in slow else () for pair in pairs}
+        rate = {pair: min((hop.rate_bps for hop in own), default=inf) for pair, own in hops.items()}
+        joined, narrowest = {0}, inf
+        while len(joined) < len(every):  # the spanning tree of the best links (Prim 1957)
+            one, two = max((pair for pair in rate if pair[0] in joined and pair[1] not in joined), key=rate.__getitem__)
+            joined.add(two)
+            narrowest = min(narrowest, rate[one, two])
+        into = [sum(rate[a, b] for a in every if a != b) for b in every]
+        into = [min(bps, self.wan.uplink_of.get(name, inf)) if bps < inf else inf for bps, name in zip(into, names)]
+        latency_s = min(sum(hop.latency_s for hop in own) for own in hops.values())
+        return max(rate.values()), narrowest, min(into), latency_s
 
     def _between_alike(self, one: int, two: int) -> bool:
         """Whether all ways between clusters stay as they are when these two change places."""
@@ -199,22 +230,21 @@ def arrangement_of(ground: Ground, nodes: Sequence[str], sizes: Sizes) -> Arrang
 
 
 def _chained(ground: Ground, together: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Where the network between the clusters is not flat: their chain over the best links, both ways, and those that
-    differ from it by a pair."""
+    """Where the network between the clusters is not flat: their chain over the best links in groups of neighbours, both
+    ways, and those that differ from it by a pair of neighbouring groups."""
     names = ground.site.clusters
-    if together > 1 or not ground.wan or len(names) < 3:
+    if not ground.wan or len(names) < 3:
         return
 
     def cost(pair: tuple[int, int]) -> tuple[float, float]:
         hops = ground.wan.hops(*(names[index] for index in pair))
         return max((1 / hop.rate_bps for hop in hops), default=0.0), sum(hop.latency_s for hop in hops)
 
-    best = best_order(range(len(names)), cost)
-    yield from (tuple((index,) for index in order) for order in (best, best[::-1]))
-    for one, two in combinations(range(len(best)), 2):
-        swapped = list(best)
-        swapped[one], swapped[two] = best[two], best[one]
-        yield tuple((index,) for index in swapped)
+    line = ground.remember("chain", lambda: best_order(range(len(names)), cost))
+    groups = tuple(line[at : at + together] for at in range(0, len(line), together))
+    yield from (groups, groups[::-1])
+    for place in range(len(groups) - 1):
+        yield (*groups[:place], groups[place + 1], groups[place], *groups[place + 2 :])
 
 
 def _orders(ground: Ground, together: int) -> Iterator[tuple[tuple[int, ...], ...]]:

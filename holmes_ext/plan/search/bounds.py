@@ -184,7 +184,7 @@ def ideal_s(ground: Ground, pricing: Pricing) -> float:
     room for the layers."""
     shape, block, layers = pricing.shape, pricing.block, pricing.portion.blocks
     size = ground.world // shape.pipeline
-    prices = [pricing.stage(((index, size),), DEFAULT_ORDER) for index in range(len(ground.ranks))]
+    prices = [pricing.stage(((index, size),), DEFAULT_ORDER) for index in ground.inside_alike]
     forward = [block.forward_flops / p.flops + p.collective_s / 2 for p in prices]
     each = [f + block.backward_flops / p.flops + p.collective_s / 2 for f, p in zip(forward, prices)]
     if not _has_room(pricing, max(price.limit_bytes for price in prices)):

@@ -101,6 +101,23 @@ class Pricing:
 
         return ground.remember(("edge", size, self._slices(ground.site.fabric_by_name[ETHERNET]), with_latency), least)
 
+    def least_crossing_s(self) -> float:
+        """Seconds of a step that no arrangement beats, of what crosses clusters of equal size where the network between
+        them is not flat; 0 where nothing is known. Either the pipeline passes all of them, or stages are shared by
+        some, and the pipeline passes from these to others, or all share every stage and reduce together."""
+        ground, shape, size = self.ground, self.shape, self.stage_ranks
+        count, ranks = len(ground.ranks), ground.ranks[0]
+        if not ground.wan or shape.pipeline == 1 or len(set(ground.ranks)) > 1 or size % ranks and ranks % size:
+            return 0.0
+        best_bps, narrow_bps, into_bps, latency_s = ground.ways
+        latency_s *= not self.hides  # under what computes
+        every_bit = 8 * shape.micro_batches * self.block.activation_bytes / shape.tensor  # as much as slices leave
+        chains: list[tuple[float, float]] = [(size, narrow_bps) if size <= ranks else (ranks, best_bps)]
+        chains += [(size / together, best_bps) for together in range(2, count) if count % together == 0]
+        reduced = sum(self.portion.reduced_bytes) + (self.portion.blocks - 1) * self.portion.reduced_bytes[1]
+        together_s = 8 * shape.tensor * reduced * (0.5 if shape.zero else 1.0) / into_bps
+        return min([together_s, *(shape.micro_batches * latency_s + flows * every_bit / bps for flows, bps in chains)])
+
     def tied_s(self, arrangement: Arrangement) -> float:
         """All-reduce of the tied embedding's gradient between the first and the last stage."""
         size, step = self.model.tied_bytes(self.sizes), self._step(arrangement.order)
@@ -180,15 +197,23 @@ class Pricing:
             return "none", FREE
         if count <= here:
             return "local", self._inside(count, clusters)
-        fabric = self.ground.fabric(clusters)
-        groups = alike * (self.stage_ranks // count)
-        ways = self.ground.crossing(fabric, clusters, groups, ring=True)
-        flat = all_reduce(count, fabric, self.processes // here, ways)
         possible = self.ground.only is None and "two-level" in self.reductions and self.shape.zero < 2
         typical = sum(self.portion.reduced_bytes) + (self.portion.blocks - 1) * self.portion.reduced_bytes[1]
         typical /= self.shape.pipeline
-        two = self._two_level(content, here, fabric, typical, groups) if possible else None
-        if two and ("flat" not in self.reductions or two.seconds(typical) < flat.seconds(typical)):
+        known = content, count, here, alike * (self.stage_ranks // count), typical, possible
+        key = "reduction", self.shape.tensor, "flat" in self.reductions, known
+        return self.ground.remember(key, lambda: self._straddling(*known))
+
+    def _straddling(
+        self, content: Content, count: int, here: int, groups: int, size: float, possible: bool
+    ) -> tuple[str, Price]:
+        """Of `groups` groups of `count` ranks at once, `here` of each on a node. size: bytes that are typical."""
+        clusters = [index for index, _ in content]
+        fabric = self.ground.fabric(clusters)
+        ways = self.ground.crossing(fabric, clusters, groups, ring=True)
+        flat = all_reduce(count, fabric, self.processes // here, ways)
+        two = self._two_level(content, here, fabric, size, groups) if possible else None
+        if two and ("flat" not in self.reductions or two.seconds(size) < flat.seconds(size)):
             return "two-level", two
         return "flat", flat
 

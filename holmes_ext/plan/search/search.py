@@ -6,9 +6,9 @@ layers.
          `- partition     layers of each stage                    the step itself
 
 What has the least bound is looked at next; when the least bound left is no better than the best step found, that step
-is the best: nothing that was not looked at can beat it. With a time limit, or where only some orders of clusters or
-some partitions were tried, the certificate says within which fraction the best lies. Everything looked at is kept, and
-of the rest its bound.
+is the best: nothing that was not looked at can beat it. With a time limit, on a network between clusters that is not
+flat, or where only some orders of clusters or some partitions were tried, the certificate says within which fraction
+the best lies. Everything looked at is kept, and of the rest its bound.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ FIXES = {
 ROWS = 12
 #: Shapes above which one of each depth is worked out first.
 MANY = 5000
+#: Where the network between clusters is not flat, bounds know little of what crosses: after so many shapes and
+#: arrangements without a step that is better by this part the best is taken; the certificate says what is open.
+PATIENCE, GAIN = 60, 0.01
 
 
 #: Told from time to time: shapes and arrangements looked at, those left, the best step so far (inf: none).
@@ -109,14 +112,15 @@ class _Run:
 
     def go(self, start: float, seconds: float, progress: Progress | None) -> None:
         outcome = self.outcome
-        done = 0
+        done, best, improved = 0, inf, 0
+        patience = PATIENCE if outcome.ground.wan else inf
         first: dict[int, tuple[float, Shape]] = {}  # of each depth of the pipeline, the one with the least bound
         try:
             every = shapes(outcome.ground, outcome.model, outcome.global_batch, outcome.limits)
             for shape in self.only or every:
                 outcome.shapes += 1
                 pricing = self.outcome.pricing(shape)
-                ideal = ideal_s(outcome.ground, pricing)
+                ideal = max(ideal_s(outcome.ground, pricing), pricing.least_crossing_s())
                 if ideal < inf:
                     self._push(ideal, shape)
                     if shape.virtual == 1 and shape.pipeline > 1:
@@ -132,12 +136,14 @@ class _Run:
                 bound, number, item = self.current = self.heap[0]
                 if bound >= self.best * (1 - EQUAL) and len(outcome.candidates) >= self.rows:
                     break
-                if time.monotonic() - start > seconds and outcome.candidates:
+                if (time.monotonic() - start > seconds or done - improved > patience) and outcome.candidates:
                     break
                 heapq.heappop(self.heap)
                 self._expand(item, bound) if isinstance(item, Shape) else self._work_out(item, bound)
                 self.current = None
                 done += 1
+                if self.best < best * (1 - GAIN):
+                    best, improved = self.best, done
                 if progress and done % 16 == 0:
                     progress(done, len(self.heap), self.best)
             self._polish()

@@ -5,6 +5,8 @@
                 next forward)
     ZeRO 2, 3   each micro-batch: a layer's gradients are scattered after its backward, (3) its weights gathered before
                 forward and backward; once a step: (2) weights are gathered
+    small ones  megatron: the gradients' norm among a pipeline's stages before the optimizer; both: the loss from the
+                last stage to the others at the step's end, who wait for it (a round trip between clusters)
     overlap     a layer's gradients are final in the last micro-batch's backward; full buckets leave at once, in that
                 order. Where they end is plan/cost/buckets.py's cut: GradientReducer's, or megatron-core's
 """
@@ -24,6 +26,8 @@ from holmes_ext.plan.sizes import Sizes
 
 #: Beyond so many chunks of a stage they are simulated as larger ones: their pipeline's fill is overrated by under 1/32.
 MOST_CHUNKS = 32
+#: Engines whose every stage is told the loss.
+REPORTING = ("deepspeed", "megatron")
 Tag = tuple[Hashable, ...]
 Place = tuple[int, int]  # (chunk, layer)
 Operations = dict[int, list[Op]]  # by layer
@@ -88,9 +92,14 @@ class Reductions:
             for groups in flows.pipelines.groups(stage):
                 if groups.ranks > 1:
                     self._make(groups)
-        if self.tied_bytes:
-            for kind in range(len(flows.pipelines.kinds)):
+        for kind in range(len(flows.pipelines.kinds)):
+            if self.tied_bytes:
                 self.transfers["tied", kind] = flows.tied(kind, self.tied_bytes)
+            if self.stages > 1 and execution.engine in REPORTING:
+                if execution.engine == "megatron":
+                    self.transfers["norm", kind] = flows.norm(kind)
+                for stage in range(self.stages - 1):
+                    self.transfers["loss", kind, stage] = flows.number(kind, self.stages - 1, stage)
 
     def gradients(self, stage: int) -> list[Gradient]:
         """Of a stage, in the order in which they become final: the reverse of the forward pass."""
@@ -191,6 +200,8 @@ class Reductions:
         steps = [self._reduce(kind, stage), self._tie(kind, stage)]
         for ops in reversed(steps) if self.execution.engine == "deepspeed" else steps:
             yield from ops
+        if ("norm", kind) in self.transfers:
+            yield from (("post", ("norm", kind)), ("wait", ("norm", kind), "reduce", -1))
         share = self._groups[kind, stage].ranks if self.execution.zero and (kind, stage) in self._groups else 1
         ranges = self.ranges[stage :: self.stages]
         own = sum(self.parameters[layer] for low_high in ranges for layer in range(*low_high))
@@ -198,6 +209,15 @@ class Reductions:
         if self.execution.zero in (1, 2) and not self._late_gather:
             for tag in self._tags(kind, stage, "gather"):
                 yield from (("post", tag), ("wait", tag, "gather", -1))
+
+    def told(self, kind: int, stage: int) -> list[Op]:
+        """The loss, at the end of all."""
+        last = self.stages - 1
+        if stage < last and ("loss", kind, stage) in self.transfers:
+            return [("post", ("loss", kind, stage), True), ("wait", ("loss", kind, stage), "send", -1)]
+        tags = [("loss", kind, other) for other in range(last) if ("loss", kind, other) in self.transfers]
+        posts: list[Op] = [("post", tag) for tag in tags]
+        return [*posts, *(("wait", tag, "send", -1, True) for tag in tags)]
 
     def _reduce(self, kind: int, stage: int) -> list[Op]:
         tags = self._tags(kind, stage, "reduce") if self.execution.zero < 2 else []

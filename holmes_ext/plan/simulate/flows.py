@@ -10,6 +10,7 @@ known. Two levels: runtime/reduce/two_level.py's four steps, chunk after chunk.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 
 from holmes_ext.cluster.site import ETHERNET, Fabric
@@ -85,6 +86,19 @@ class Flows:
         own = self.pipelines.fabric(tuple(groups.members))
         here, sharers = max(groups.members.values()), max(groups.alike.values())
         return slowest_inside(own, groups.ranks, here, sharers, False).seconds(size)
+
+    def number(self, kind: int, stage: int, other: int) -> Transfer:
+        """One number from a stage to another: its latency, and no bytes to speak of."""
+        return replace(self.message(kind, stage, other, 4.0), bits=0.0, uses=(), channel=None)
+
+    def norm(self, kind: int) -> Transfer:
+        """All-reduce of one number among all stages of one kind of pipeline: round a ring twice; the first message of
+        all waits until its receiver is known to be there."""
+        count = self.pipelines.stages
+        hops = [self.number(kind, stage, (stage + 1) % count) for stage in range(count)]
+        each = [hop.fixed_s + hop.latency_s for hop in hops]
+        seconds = 2 * (sum(each) - min(each)) + max(hop.latency_s for hop in hops)
+        return Transfer(count, seconds, across=any(hop.across for hop in hops))
 
     def ring(self, groups: DataGroups, sizes: Sequence[float], part: float, channel: Hashable) -> Transfer:
         """Buckets of `sizes` bytes, one after the other; part: 1 of an all-reduce, 1/2 of a reduce-scatter or a gather.

@@ -187,6 +187,7 @@ def _program(
             yield from ops
     yield from reductions.after(kind, stage)
     yield ("software", "optimizer", run.step_s, -1, 0)
+    yield from reductions.told(kind, stage)
 
 
 def _pieces(

@@ -4,7 +4,9 @@
 
 For each pair: round trips of one byte, then one stream of one node, then as many nodes as both have (MOST_NODES at
 most) with STREAMS among them. Of a stream what arrives in WINDOW_S (WINDOW_TRIPS round trips at least) counts, once TCP
-has had LEAD_S and LEAD_TRIPS round trips to open its window. One process of each node takes part, the others wait.
+has had LEAD_S and LEAD_TRIPS round trips to open its window: of PARTS equal parts of that time the median, so that what
+piled up behind a lost packet or a busy host and then came at once is no rate of the link. One process of each node
+takes part, the others wait.
 Where streams move PROGRAM_BPS each, this program may be what bounds them: then the stated rate counts, if it is higher.
 """
 
@@ -24,7 +26,7 @@ from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.runtime.session import Session
 
 PINGS, STREAMS, MOST_NODES = 11, 8, 8
-LEAD_S, LEAD_TRIPS, WINDOW_S, WINDOW_TRIPS = 0.8, 15, 1.0, 10
+LEAD_S, LEAD_TRIPS, WINDOW_S, WINDOW_TRIPS, PARTS = 0.8, 15, 1.0, 10, 10
 #: Seconds after which a peer that says nothing has gone.
 PATIENCE_S = 60.0
 #: A pair whose one-way latency is above this many seconds, or whose nodes together get less than this part of their
@@ -34,7 +36,8 @@ FLAT_S, FLAT_SHARE = 1e-3, 0.8
 PROGRAM_BPS = 4e9
 _CHUNK = bytes(1 << 18)
 _HEAD = struct.Struct("cdd")  # b"p" (echo bytes) or b"f" (flood), lead and window in seconds
-_RATE = struct.Struct("d")
+_RATES = struct.Struct(f"{PARTS}d")
+_Rates = Sequence[float]
 _Cluster = Sequence[int]
 
 
@@ -97,7 +100,7 @@ def measure(session: Session, tell: Callable[[str], None] = lambda text: None) -
         for a, b in pairs:
             ends = list(zip(clusters[a], clusters[b]))[:MOST_NODES]
             trip, stream, _ = everyone[ends[0][0]][number]
-            together = sum(everyone[sender][number][2] for sender, _ in ends)
+            together = _median([everyone[sender][number][2] for sender, _ in ends])
             names = site.clusters[a], site.clusters[b]
             if together >= PROGRAM_BPS * len(ends) * streams_of(len(ends)):
                 together = max(together, stated_bps(site, *names, len(ends)))
@@ -107,9 +110,9 @@ def measure(session: Session, tell: Callable[[str], None] = lambda text: None) -
 
 
 def _pair(rank: int, sides: tuple[_Cluster, _Cluster] | None, server: socket.socket, addresses: Sequence[Any],
-          barrier: Callable[[], object]) -> tuple[float, float, float]:
-    """(seconds of a round trip, bits/s of one stream, bits/s of all this sender's streams); zeros where not measured.
-    All ranks pass the same barriers, also those without a part."""
+          barrier: Callable[[], object]) -> tuple[float, float, _Rates]:
+    """(seconds of a round trip, bits/s of one stream, bits/s of all this sender's streams in each part of the time);
+    zeros where not measured. All ranks pass the same barriers, also those without a part."""
     ends = list(zip(*sides))[:MOST_NODES] if sides else []
     receiver = next((there for here, there in ends if here == rank), None)
     receives = rank in [there for _, there in ends]
@@ -126,8 +129,14 @@ def _pair(rank: int, sides: tuple[_Cluster, _Cluster] | None, server: socket.soc
         elif part and receives:
             _serve(server, streams)
     barrier()
-    stream = results[0] if leads and results else 0.0
-    return trip, stream, results[-1] if results else 0.0
+    stream = _median(results[:1]) if leads else 0.0
+    return trip, stream, results[-1] if results else (0.0,) * PARTS
+
+
+def _median(rates: Sequence[_Rates]) -> float:
+    """Bits/s of these together, over the parts of the time; their mean where most parts brought nothing."""
+    together = [float(sum(part)) for part in zip(*rates)] or [0.0]
+    return statistics.median(together) or statistics.mean(together)
 
 
 def _connect(address: tuple[str, int], kind: bytes, lead: float = 0.0, window: float = 0.0) -> socket.socket:
@@ -148,9 +157,9 @@ def _ping(address: tuple[str, int]) -> float:
     return statistics.median(times[1:])
 
 
-def _flood(address: tuple[str, int], streams: int, trip: float) -> float:
-    """Bits/s that arrived of all the streams together; trip: seconds of a round trip."""
-    rates: list[float] = []
+def _flood(address: tuple[str, int], streams: int, trip: float) -> _Rates:
+    """Bits/s that arrived of all the streams together, in each part of the time; trip: seconds of a round trip."""
+    rates: list[_Rates] = []
     lead, window = max(LEAD_S, LEAD_TRIPS * trip), max(WINDOW_S, WINDOW_TRIPS * trip)
 
     def send() -> None:
@@ -159,12 +168,12 @@ def _flood(address: tuple[str, int], streams: int, trip: float) -> float:
             while time.monotonic() - begin < lead + window:
                 connection.sendall(_CHUNK)
             connection.shutdown(socket.SHUT_WR)
-            rates.append(_RATE.unpack(_exactly(connection, _RATE.size))[0])
+            rates.append(_RATES.unpack(_exactly(connection, _RATES.size)))
 
     _together([send] * streams)
     if len(rates) < streams:
         raise OSError(f"a stream to {address[0]} broke off")
-    return sum(rates)
+    return tuple(map(sum, zip(*rates)))
 
 
 def _serve(server: socket.socket, streams: int) -> None:
@@ -181,10 +190,11 @@ def _answer(connection: socket.socket) -> None:
             while connection.recv(1):
                 connection.sendall(b"\0")
             return
-        buffer, begin, counted = bytearray(1 << 20), time.monotonic(), 0
+        buffer, begin, part_s, counted = bytearray(1 << 20), time.monotonic() + lead, window / PARTS, [0] * PARTS
         while size := connection.recv_into(buffer):
-            counted += size * (lead <= time.monotonic() - begin < lead + window)
-        connection.sendall(_RATE.pack(8 * counted / window))
+            if 0 <= (passed := time.monotonic() - begin) < window:
+                counted[min(PARTS - 1, int(passed / part_s))] += size
+        connection.sendall(_RATES.pack(*(8 * size / part_s for size in counted)))
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

@@ -51,7 +51,7 @@ def test_a_slow_edge_keeps_the_stages_beside_it_thin():
     activation crosses."""
     site = clusters.site("a ib 100Gb/s a[0-3]", "b roce 100Gb/s b[0-3]", ethernet="1Gb/s", processes=2)
     only = Limits({**PIPELINE.allowed, "pipeline": (4,), "tensor": (2,)})
-    outcome = rank(search(site, replace(MODEL, layers=24, sequence=2048), 32, only, True))
+    outcome = rank(search(site, replace(MODEL, layers=24, sequence=2048), 32, only, True, hides=False))
     said = " ".join(thin_stages(outcome, outcome.best))
     assert min(outcome.best.split) == min(outcome.best.split[1:3]), outcome.best.split
     assert "activation and gradient take" in said

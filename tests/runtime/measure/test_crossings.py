@@ -46,8 +46,14 @@ def test_both_ends_pass_the_same_barriers_and_the_sender_knows_what_arrived(monk
 
     crossings._together([lambda rank=rank: part(rank) for rank in range(3)])
     trip, stream, together = found[0]
-    assert 0 < trip < 10 and stream > 0 and together > 0
-    assert found[1] == found[2] == (0.0, 0.0, 0.0)
+    assert 0 < trip < 10 and stream > 0 and len(together) == crossings.PARTS and sum(together) > 0
+    assert found[1] == found[2] == (0.0, 0.0, (0.0,) * crossings.PARTS)
+
+
+def test_what_piled_up_and_came_at_once_is_no_rate_of_the_link():
+    steady, burst = (50e6,) * 10, (50e6,) * 4 + (0.0, 0.0, 0.0, 300e6) + (50e6,) * 2
+    assert crossings._median([steady, burst]) == 100e6 and crossings._median([]) == 0.0
+    assert crossings._median([(0.0,) * 9 + (10e6,)]) == 1e6
 
 
 def test_a_receiver_that_goes_away_is_an_error():
