@@ -53,6 +53,7 @@ class Buckets:
         self.registered = False  # the program has registered its hook
         self.wire: Any = None
         self.joining: Any = None  # the count of ranks that still have inputs, under join()
+        self.later: list[tuple[Any, ...]] | None = None  # of a pipeline's step: what finish() ends
         self._sent: dict[int, Any] = {}
         self._side: Any = None
 
@@ -70,6 +71,9 @@ class Buckets:
             work = self.all_reduce(sent)
         except RuntimeError as error:
             raise HolmesError(self._failed(bucket.index(), error)) from error
+        if self.later is not None:
+            self.later.append((bucket.index(), work, sent, flat, bucket.parameters(), bucket.gradients()))
+            return _completed(flat)
         if flat.is_cuda:
             return self._completed_on_stream(work, sent, flat)
 
@@ -81,6 +85,20 @@ class Buckets:
             return flat if sent is flat else flat.copy_(sent)
 
         return work.get_future().then(store)
+
+    def finish(self) -> None:
+        """End what a pipeline's step has begun: DDP has gone on, and taken what it found in its buckets. On CUDA what
+        it copied meanwhile is copied anew, by the stream that has waited."""
+        for index, work, sent, flat, parameters, gradients in self.later or ():
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise HolmesError(self._failed(index, error)) from error
+            if sent is not flat:
+                flat.copy_(sent)
+            for parameter, gradient in zip(parameters, gradients):
+                if parameter.grad is not None and parameter.grad.data_ptr() != gradient.data_ptr():
+                    parameter.grad.copy_(gradient)
 
     def _completed_on_stream(self, work: Any, sent: Any, flat: Any) -> Any:
         """A future whose value the stream that asks for it waits for."""
@@ -116,6 +134,36 @@ class Buckets:
         ranks = group_ranks(self._group)
         fabric = session.require().fabric_of(ranks, backend_of(self._group))
         return describe_failure(f"DistributedDataParallel's bucket {index}", ranks, fabric, str(error))
+
+
+def _completed(flat: Any) -> Any:
+    """A future that has its value."""
+    import torch
+
+    future: Any = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+    future.set_result(flat)
+    return future
+
+
+def let_finish_later(ddp: Any) -> None:
+    """Before its first backward: a pipeline's stage, whose reduction may end when the schedule does."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not isinstance(ddp, DistributedDataParallel) or ddp in _installed or ddp._comm_hooks:
+        return
+    given = {"module": ddp.module, "process_group": ddp.process_group, "mixed_precision": ddp.mixed_precision}
+    if ddp.process_group.size() > 1 and not _stays_stock(given):
+        _show(ddp)
+
+
+def begin_later(ddp: Any) -> Buckets | None:
+    """The buckets of a pipeline's stage, which finish() ends from now on; None where DDP ends them itself: a hook of
+    the program's own, or unused parameters, of which only DDP knows."""
+    state = _installed.get(ddp)
+    if state is None or state.user or state.power or ddp.find_unused_parameters or ddp.static_graph:
+        return None
+    state.later = []
+    return state
 
 
 def two_level_hook(state, bucket):
