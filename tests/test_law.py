@@ -45,7 +45,8 @@ ALLOWED_INSIDE = {
     "patches/deepspeed/reduce.py": (1, "`holmes patches` works without torch, GradientReducer does not"),
     "patches/deepspeed/two_level.py": (2, "`holmes patches` works without torch, two levels and failures do not"),
     "holmes_ext/runtime/outer/training.py": (1, "a job that is not joined must not load what joining needs"),
-    "patches/torch/ddp.py": (4, "the same"),
+    "patches/torch/ddp.py": (3, "the same"),
+    "patches/torch/buckets.py": (1, "the same"),
     "holmes_ext/lab/process/zygote.py": (1, "a rank that runs without holmes must not have it in its template"),
 }
 #: Files that import by a name that is worked out: what for.

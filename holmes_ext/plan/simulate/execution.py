@@ -13,10 +13,11 @@ TWO_LEVELS = ("off", "rings", "direct")
 
 @dataclass(frozen=True)
 class Execution:
-    """virtual: chunks of a stage; above 1 the schedule is interleaved, else 1F1B. engine: whose sends, receives,
-    buckets and order of reductions. stage_layers: blocks of each stage (interleaved: of each virtual stage, chunk by
-    chunk), () for as even as can be. in_flight: micro-batches that each stage begins before its first backward ends,
-    where sends do not block (patches/deepspeed/edges.py); () for 1F1B as the engine has it.
+    """virtual: chunks of a stage; above 1 the schedule is interleaved, else 1F1B; breadth_first: that order instead
+    (plan/cost/pipeline.py). engine: whose sends, receives, buckets and order of reductions. stage_layers: blocks of
+    each stage (interleaved: of each virtual stage, chunk by chunk), () for as even as can be. in_flight: micro-batches
+    that each stage begins before its first backward ends, where sends do not block (patches/deepspeed/edges.py); () for
+    1F1B as the engine has it.
 
     overlap: of reductions with the last backward: "off", "first" (megatron's: the first stage in buckets, the others in
     one piece) or "on". bucket_bytes: 0 for plan/cost/buckets.py's rule. two_level: of groups that straddle clusters:
@@ -32,6 +33,7 @@ class Execution:
 
     engine: str = "megatron"
     virtual: int = 1
+    breadth_first: bool = False
     stage_layers: tuple[int, ...] = ()
     in_flight: tuple[int, ...] = ()
     overlap: str = "off"
@@ -55,8 +57,9 @@ class Execution:
             value = getattr(self, item.name)
             if isinstance(value, float) and not 0 <= value < 1e9:
                 raise HolmesError(f"{item.name} is {value}; it must be 0 or more, and finite")
-        if self.in_flight and self.virtual > 1:
-            raise HolmesError(f"in_flight is {self.in_flight}, but an interleaved schedule has its own order")
+        if self.in_flight and (self.virtual > 1 or self.breadth_first):
+            schedule = "a breadth-first" if self.breadth_first else "an interleaved"
+            raise HolmesError(f"in_flight is {self.in_flight}, but {schedule} schedule has its own order")
         if self.virtual < 1 or self.cores < 0:
             raise HolmesError("virtual must be 1 or more and cores 0 or more")
 

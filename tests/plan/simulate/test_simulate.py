@@ -82,6 +82,32 @@ def test_interleaving_divides_the_bubble_by_the_chunks(stages, micro_batches, vi
     assert step.step_s / work - 1 == pytest.approx((stages - 1) / (virtual * micro_batches))
 
 
+@pytest.mark.parametrize("stages,micro_batches,virtual", [(2, 4, 2), (4, 8, 1), (4, 6, 3)])
+def test_breadth_first_has_the_same_bubble(stages, micro_batches, virtual):
+    costs = flat_costs(stages, stages * virtual, micro_batches)
+    step = simulate(one_node(stages), ["a0"], Sizes(pipeline=stages), model(stages * virtual, micro_batches),
+                    Execution(virtual=virtual, breadth_first=True, parameter_s=0.0), costs=costs)
+    assert step.step_s / (3.0 * micro_batches * virtual) - 1 == pytest.approx((stages - 1) / (virtual * micro_batches))
+
+
+@pytest.mark.parametrize("virtual, least, most", [(4, 0.2, 0.35), (2, 0.45, 0.6)])
+def test_breadth_first_hides_the_reduction_of_all_but_the_first_chunk(virtual, least, most):
+    """Pipelines of 4 nodes inside clusters, replicas across: a stage's gradients cross, an eighth of its backward's
+    time for each layer, of which 1F1B's last backward hides one in eight."""
+    site, sizes, gpt = two_clusters(4, 4, ethernet="50Mb/s"), Sizes(pipeline=4, order="tp-cp-ep-pp-dp"), model(16, 8)
+    order = [node.name for node in site.nodes]
+    costs = replace(flat_costs(4, 16, 8, 0.05, 0.1), micro_batches=8)
+
+    def exposed(**options):
+        options = {"engine": "async", "parameter_s": 0.0, "overlap": "on", **options}
+        crossing, without = (
+            simulate(one, order, sizes, gpt, Execution(**options), costs=costs).step_s
+            for one in (site, two_clusters(4, 4, ethernet="1000Gb/s", fast="1000Gb/s")))
+        return crossing - without
+
+    assert least < exposed(virtual=virtual, breadth_first=True) / exposed() < most
+
+
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_every_micro_batch_passes_every_stage_once_and_in_order(virtual):
     for stage, stages in ((0, 4), (1, 4), (3, 4)):

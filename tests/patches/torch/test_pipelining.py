@@ -1,0 +1,163 @@
+"""torch.distributed.pipelining over two clusters of two: the same weights as stock's under every schedule, messages
+over the pairs' groups, and reductions that end with the schedule."""
+
+import io
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from clusters import site
+from ranks import RankError, run_ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.nn.parallel import DistributedDataParallel
+
+from holmes_ext.options import Options
+from holmes_ext.patches import registry
+from holmes_ext.patches.torch import ddp as ddp_patches
+from holmes_ext.patches.torch import pipelining
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.sizes import parse_sizes
+from holmes_ext.runtime import session
+from holmes_ext.runtime.start.launcher import Process
+
+MICRO_BATCHES = 4
+CLUSTERS = ("a ib 100Gb/s a[0-1]", "b roce 100Gb/s b[0-1]")
+
+
+@contextmanager
+def holmes(rank, clusters=CLUSTERS, sizes="", features=("pipelining", "ddp")):
+    here = site(*clusters)
+    planned = parse_sizes(sizes, "the test").complete(4) if sizes else None
+    current = session.Session(Options(), Process(rank, 4, 0, 1, "", 0, "test"), here, build_plan(here, planned), rank)
+    session.set_active(current)
+    registry().enable(list(features), required=True)
+    try:
+        yield current
+    finally:
+        registry().undo()
+        session.set_active(None)
+
+
+def make(index, stages, mesh, data, options):
+    torch.manual_seed(index)
+    module = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 48))
+    if data == "ddp":
+        module = DistributedDataParallel(module, process_group=mesh["dp"].get_group(), **options)
+    elif data == "fsdp":
+        module = fully_shard(module, mesh=mesh["dp"])
+    return PipelineStage(module, index, stages, torch.device("cpu"), group=mesh["pp"].get_group())
+
+
+def train(pipeline, schedule, chunks=1, data="ddp", order=("pp", "dp"), options=None, steps=3, hook=None):
+    """Weights after some steps. The group of this rank's pipeline, and those of its data-parallel stages."""
+    sizes = {"pp": pipeline, "dp": dist.get_world_size() // pipeline}
+    mesh = init_device_mesh("cpu", tuple(sizes[name] for name in order), mesh_dim_names=order)
+    place, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    count = pipeline * chunks
+    stages = [make(index, count, mesh, data, options or {}) for index in range(place, count, pipeline)]
+    if hook:
+        for stage in stages:
+            stage.submod.register_comm_hook(stage.submod.process_group, hook)
+    cls = schedules.get_schedule_class(schedule)
+    single = issubclass(cls, schedules.PipelineScheduleSingle)
+    run = cls(stages[0] if single else stages, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+    weights = [p for stage in stages for p in stage.submod.parameters()]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + replica)
+        x, y = torch.randn(2, 8, 48, generator=generator)
+        given = {"target": y, "losses": []} if stages[-1].is_last else {}
+        run.step(*([x] if stages[0].is_first else []), **given)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return [getattr(p, "_local_tensor", p).detach().clone() for p in weights], stages
+
+
+def both(rank, *args, clusters=CLUSTERS, **more):
+    stock, _ = train(*args, **more)
+    with holmes(rank, clusters):
+        ours, stages = train(*args, **more)
+        pairs = {peer: dist.get_process_group_ranks(group) for peer, group in
+                 pipelining._pairs[stages[0].group].items()}
+    difference = max(float((a - b).abs().max()) for a, b in zip(stock, ours, strict=True))
+    return difference, pairs
+
+
+def both_with(rank, args, more):
+    return both(rank, *args, **more)
+
+
+@pytest.mark.parametrize("args, more", [
+    pytest.param((2, "1F1B"), {}, id="1F1B"),
+    pytest.param((4, "1F1B"), {"data": ""}, id="four stages"),
+    pytest.param((2, "Interleaved1F1B", 2), {}, id="interleaved"),
+    pytest.param((2, "LoopedBFS", 2), {}, id="breadth first"),
+    pytest.param((2, "LoopedBFS", 2), {"order": ("dp", "pp")}, id="breadth first, replicas across"),
+    pytest.param((2, "LoopedBFS", 2), {"options": {"gradient_as_bucket_view": True}}, id="gradients as views"),
+    pytest.param((2, "LoopedBFS", 2), {"options": {"find_unused_parameters": True}}, id="unused parameters"),
+    pytest.param((2, "LoopedBFS", 2), {"hook": default_hooks.fp16_compress_hook}, id="a hook of the program's"),
+    pytest.param((2, "LoopedBFS", 2), {"data": "fsdp"}, id="FSDP"),
+    pytest.param((4, "InterleavedZeroBubble", 2), {"data": "fsdp"}, id="zero bubble"),
+])
+def test_weights_are_stock_s(args, more):
+    for difference, _ in run_ranks(both_with, 4, args, more):
+        assert difference < 1e-6
+
+
+def test_pairs_of_stages_have_groups_where_one_is_inside_a_cluster():
+    found = run_ranks(both_with, 4, (4, "1F1B"), {"data": ""})
+    assert [pairs for _, pairs in found] == [
+        {1: [0, 1], 3: [0, 3]}, {0: [0, 1], 2: [1, 2]}, {1: [1, 2], 3: [2, 3]}, {0: [0, 3], 2: [2, 3]}]
+    one = run_ranks(both_with, 4, (4, "1F1B"), {"data": "", "clusters": ("a ib 100Gb/s a[0-3]",)})
+    assert [pairs for _, pairs in one] == [{}] * 4
+
+
+
+
+def scaled_at(rank, args):
+    """(what happened in a step), in order: a reduction that starts, ends, a stage's backward."""
+    events = []
+    with holmes(rank):
+        buckets = ddp_patches.Buckets
+        reduce, finish, backward = buckets.reduce, buckets.finish, PipelineStage.backward_one_chunk
+        buckets.reduce = lambda self, bucket: events.append("reduce") or reduce(self, bucket)
+        buckets.finish = lambda self: events.append("finish") or finish(self)
+        PipelineStage.backward_one_chunk = lambda self, *a, **k: events.append(
+            f"backward {self.stage_index}") or backward(self, *a, **k)
+        train(*args, order=("dp", "pp"), steps=1)
+        buckets.reduce, buckets.finish, PipelineStage.backward_one_chunk = reduce, finish, backward
+    return events
+
+
+def test_breadth_first_reductions_end_with_the_schedule():
+    events = run_ranks(scaled_at, 4, (2, "LoopedBFS", 2))[0]
+    assert events == ["backward 2"] * 4 + ["reduce"] + ["backward 0"] * 4 + ["reduce", "finish", "finish"]
+
+
+def test_1f1b_is_as_it_was():
+    events = run_ranks(scaled_at, 4, (2, "1F1B"))[0]
+    assert events == ["backward 0"] * 4, "torch's own hook: nothing crosses but what torch sends"
+
+
+def planned(rank, order, sizes):
+    said = sys.stderr = io.StringIO()
+    with holmes(rank, sizes=sizes):
+        train(2, "1F1B", order=order, steps=1)
+    return said.getvalue()
+
+
+def test_an_order_that_straddles_is_told_with_the_way_out():
+    assert run_ranks(planned, 4, ("pp", "dp"), "")[0] == ""
+    told = run_ranks(planned, 4, ("dp", "pp"), "")[0]
+    assert "2 data groups straddle clusters" in told and "--holmes-sizes pipeline=2,order=tp-cp-ep-pp-dp" in told
+
+
+def test_other_sizes_than_planned_are_refused():
+    with pytest.raises(RankError, match="pipeline"):
+        run_ranks(planned, 4, ("pp", "dp"), "pipeline=4")
