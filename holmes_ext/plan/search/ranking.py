@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
+from holmes_ext.plan.cost.memory import under_way
 from holmes_ext.plan.search.result import Candidate, Certificate, Outcome
 from holmes_ext.plan.search.space import Shape
 from holmes_ext.plan.simulate.execution import Execution
@@ -28,6 +29,7 @@ def simulated(outcome: Outcome, candidate: Candidate) -> Step:
     two_level = "two-level" in candidate.reductions
     execution = Execution(
         virtual=shape.virtual,
+        breadth_first=candidate.breadth_first,
         stage_layers=candidate.split if shape.virtual == 1 else (),
         overlap=outcome.reducing or ("on" if outcome.overlap else "off"),
         gather_overlap=outcome.gather_overlap,
@@ -77,3 +79,27 @@ def rank(outcome: Outcome, count: int = COUNT) -> Outcome:
     least = min([outcome.left_s, *(one.least_s for one in rest)], default=inf)
     certificate = Certificate(ranked[0].simulated_s, min(least, ranked[0].simulated_s))
     return replace(outcome, candidates=[*ranked, *rest], simulated=certificate)
+
+
+def with_breadth_first(outcome: Outcome) -> Outcome:
+    """`outcome`, ranked, for a stack that has breadth-first order (arXiv 2211.05953): first the simulated candidate
+    that it makes faster than the best one, if there is one. The certificate still speaks of 1F1B's orders."""
+    piped = [one for one in outcome.candidates if one.simulated_s and one.shape.pipeline > 1]
+    found = [_in_breadth_first(outcome, one) for one in piped]
+    ahead = [replace(one, simulated_s=simulated(outcome, one).step_s) for one in found if one is not None]
+    best = min(ahead, key=lambda one: one.simulated_s, default=None)
+    if best is None or best.simulated_s >= outcome.best.step_s:
+        return outcome
+    return replace(outcome, candidates=[best, *outcome.candidates])
+
+
+def _in_breadth_first(outcome: Outcome, one: Candidate) -> Candidate | None:
+    """None where a stage has no memory for all micro-batches at once."""
+    shape, pricing = one.shape, outcome.pricing(one.shape)
+    sizes = []
+    for stage, (layers, used) in enumerate(zip(one.split, one.memory_bytes)):
+        now = under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
+        sizes.append(used + pricing.memory(stage, layers).activations * (shape.micro_batches / now - 1))
+    if any(used > limit for used, limit in zip(sizes, one.limit_bytes)):
+        return None
+    return replace(one, breadth_first=True, memory_bytes=tuple(sizes))
