@@ -78,7 +78,13 @@ def make_stage(index: int, stages: int, args: argparse.Namespace, device: torch.
         module = fully_shard(module, mesh=data)
     elif data.size() > 1 and args.data_parallel == "ddp":
         module = DistributedDataParallel(module, process_group=data.get_group())
-    return PipelineStage(module, index, stages, device, group=mesh["pp"].get_group())
+    # Messages' shapes are given: torch 2.13 otherwise runs the stage once to see them, in which DistributedDataParallel
+    # prepares for a backward that does not come, and ends with an internal error in the second step.
+    tokens = torch.empty(args.micro_batch, args.sequence, dtype=torch.int64, device=device)
+    hidden = torch.empty(*tokens.shape, args.hidden, device=device, requires_grad=True)
+    logits = torch.empty(*tokens.shape, 256, device=device, requires_grad=True)
+    given = {"input_args": hidden if index else tokens, "output_args": hidden if index < stages - 1 else logits}
+    return PipelineStage(module, index, stages, device, group=mesh["pp"].get_group(), **given)
 
 
 def batch(text: torch.Tensor, args: argparse.Namespace, number: int, device: torch.device):
