@@ -6,13 +6,15 @@
     ZeRO 2, 3   each micro-batch: a layer's gradients are scattered after its backward, (3) its weights gathered before
                 forward and backward; once a step: (2) weights are gathered
     overlap     a layer's gradients are final in the last micro-batch's backward; full buckets leave at once, in that
-                order. Where they end is plan/cost/buckets.py's cut: GradientReducer's, or megatron-core's
+                order. Where they end is plan/cost/buckets.py's cut: GradientReducer's, or megatron-core's; chunks
+                of an interleaved stage (megatron-core's, torch's) share none
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from holmes_ext.plan.cost.buckets import bucket_bytes, cut
 from holmes_ext.plan.cost.model import Layer, Model
@@ -112,7 +114,8 @@ class Reductions:
         limit: float = self.execution.bucket_bytes or bucket_bytes(fabric, groups.ranks, total)
         if two_level and not self.execution.bucket_bytes:
             limit = self.flows.summed(groups, self.execution.two_level == "direct")[1].chunk_bytes
-        return leaving(gradients, limit, self.execution.engine == "megatron")
+        chunks = [list(own) for _, own in groupby(gradients, lambda gradient: gradient.place[0])]  # each has its own
+        return [one for own in chunks for one in leaving(own, limit, self.execution.engine == "megatron")]
 
     def _make(self, groups: DataGroups) -> None:
         zero, spread = self.execution.zero, any(len(nodes) > 1 for nodes in groups.clusters.values())

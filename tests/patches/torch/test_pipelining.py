@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.parallel import DistributedDataParallel
 
-from holmes_ext.options import Options
+from holmes_ext.options import Options, options_from
 from holmes_ext.patches import registry
 from holmes_ext.patches.torch import ddp as ddp_patches
 from holmes_ext.patches.torch import pipelining
@@ -34,7 +34,8 @@ CLUSTERS = ("a ib 100Gb/s a[0-1]", "b roce 100Gb/s b[0-1]")
 def holmes(rank, clusters=CLUSTERS, sizes="", features=("pipelining", "ddp")):
     here = site(*clusters)
     planned = parse_sizes(sizes, "the test").complete(4) if sizes else None
-    current = session.Session(Options(), Process(rank, 4, 0, 1, "", 0, "test"), here, build_plan(here, planned), rank)
+    options = options_from(sizes=sizes) if sizes else Options()
+    current = session.Session(options, Process(rank, 4, 0, 1, "", 0, "test"), here, build_plan(here, planned), rank)
     session.set_active(current)
     registry().enable(list(features), required=True)
     try:
@@ -132,19 +133,20 @@ def scaled_at(rank, args):
         buckets.finish = lambda self: events.append("finish") or finish(self)
         PipelineStage.backward_one_chunk = lambda self, *a, **k: events.append(
             f"backward {self.stage_index}") or backward(self, *a, **k)
-        train(*args, order=("dp", "pp"), steps=1)
+        train(*args, order=("dp", "pp"), steps=2)
         buckets.reduce, buckets.finish, PipelineStage.backward_one_chunk = reduce, finish, backward
     return events
 
 
 def test_breadth_first_reductions_end_with_the_schedule():
     events = run_ranks(scaled_at, 4, (2, "LoopedBFS", 2))[0]
-    assert events == ["backward 2"] * 4 + ["reduce"] + ["backward 0"] * 4 + ["reduce", "finish", "finish"]
+    passes = ["backward 2"] * 4 + ["reduce"] + ["backward 0"] * 4 + ["reduce"]
+    assert events == [*passes, *passes, "finish", "finish"], "the hooks are in place from the first step on"
 
 
 def test_1f1b_is_as_it_was():
     events = run_ranks(scaled_at, 4, (2, "1F1B"))[0]
-    assert events == ["backward 0"] * 4, "torch's own hook: nothing crosses but what torch sends"
+    assert events == ["backward 0"] * 8, "torch's own hook: nothing crosses but what torch sends"
 
 
 def planned(rank, order, sizes):
