@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import stacks_prediction as prediction
 from harness import Row, chosen, finish, parser, tell
 from two_clusters import one_cluster_toml, ratio_row, step_rows
 
@@ -33,6 +35,8 @@ JOB = Path(__file__).with_name("stacks_job.py")
 FSDP2 = examples() / "fsdp2" / "train.py"
 #: FLOP/s of the emulated GPU at which stock's flat reduction takes half of its step.
 DDP_FLOPS, FSDP_FLOPS = 4.3e8, 2e9
+#: The variant that predictions are fitted to: stock, all nodes on one fast network.
+ONE = "one cluster"
 PIPELINE = examples() / "torch_pipelining" / "train.py"
 #: 2.1 MB of gradients and 10 ms of forward pass a layer.
 PIPELINE_MODEL = "--layers 16 --hidden 208 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 8".split()
@@ -63,7 +67,7 @@ def data_parallel(stack: str, args) -> list[Row]:
     """`stack` stock and under holmes, and GradientReducer in a plain loop on the same model."""
     spec, order, flags = of_clusters()
     with_stack, with_reducer = (["--stack", name] for name in (stack, "reducer"))
-    variants = [
+    variants = [replace(all_rdma(spec), name=ONE, flags=tuple(with_stack)),
         Variant("stock", spec, order, tuple(with_stack)), Variant("holmes", spec, order, (*with_stack, *flags)),
         Variant("GradientReducer", spec, order, (*with_reducer, *flags)),
     ]
@@ -72,7 +76,17 @@ def data_parallel(stack: str, args) -> list[Row]:
         ratio_row(stack, "holmes : stock", series["stock"], series["holmes"], ">= 1.35"),
         ratio_row(stack, "holmes : GradientReducer", series["GradientReducer"], series["holmes"], ">= 0.95"),
         loss_row(stack, series, "holmes"), *step_rows(stack, series),
+        *predicted(stack, series, prediction.data_parallel, DDP_FLOPS, {"stock": {}, "holmes": {}}),
     ]
+
+
+def predicted(scene: str, series: dict[str, Series], step: Callable[..., float], flops: float, ways) -> list[Row]:
+    """ways: variant -> what it is for `step`, one of benchmarks/stacks_prediction.py's."""
+    ground = prediction.Ground.of(CLUSTERS)
+    block_s = prediction.fitted(lambda seconds: step(ground, ONE, flops, seconds), series[ONE].median)
+    seconds = {name: step(ground, "stock" if name == "stock" else "holmes", flops, block_s, **more)
+               for name, more in ways.items()}
+    return prediction.rows(scene, seconds, {name: series[name].median for name in seconds})
 
 
 def one_cluster(args) -> list[Row]:
@@ -99,12 +113,13 @@ def sharded(args) -> list[Row]:
     scene = "fsdp2"
     spec, order, flags = of_clusters()
     variants = [Variant("stock", spec, order), Variant("hybrid", spec, order, (*flags, "--holmes-fsdp", "hybrid")),
-                Variant("holmes", spec, order, flags)]
+                Variant("holmes", spec, order, flags), replace(all_rdma(spec), name=ONE)]
     series = run(scene, variants, [str(FSDP2), *MODEL], "Block", FSDP_FLOPS, args)
     return [
         ratio_row(scene, "hybrid : stock", series["stock"], series["hybrid"], ">= 2"),
         ratio_row(scene, "holmes without hybrid : stock", series["stock"], series["holmes"], ""),
         loss_row(scene, series, "hybrid"), loss_row(scene, series, "holmes"), *predictions(scene, series),
+        *predicted(scene, series, prediction.sharded, FSDP_FLOPS, {"stock": {}, "hybrid": {"hybrid": True}}),
         *step_rows(scene, series),
     ]
 

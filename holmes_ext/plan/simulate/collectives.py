@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -85,6 +86,7 @@ class Reductions:
         self.transfers: dict[Hashable, Transfer] = {}
         self._starts: dict[Tag, list[Hashable]] = {}  # what is posted to start a collective, where it is not its tag
         self._groups: dict[tuple[int, int], DataGroups] = {}  # by (kind, stage)
+        self._shards_of: dict[tuple[int, int], DataGroups] = {}  # over which ZeRO 2 and 3 shard
         self._leaving: dict[tuple[int, int], list[Leaving]] = {}
         for stage in range(self.stages):
             for groups in flows.pipelines.groups(stage):
@@ -133,18 +135,47 @@ class Reductions:
                 found, self._starts[tag] = self.flows.two_levels(groups, one.sizes, direct, most, tag)
                 self.transfers.update(found)
             else:
-                self._ring(groups, tag, one.sizes, 0.5 if scatter else 1.0)
+                self._ring(groups, tag, one.sizes, self.execution.scatter if scatter else 1.0)
             if zero:
                 self._ring(groups, ("gather", *tag[1:]), [self.weights * size for size in one.sizes], 0.5)
 
     def _make_shards(self, groups: DataGroups) -> None:
         """What ZeRO 2 and 3 send for every layer and micro-batch."""
+        hybrid = self.execution.replicas == "clusters" and len(groups.clusters) > 1
+        inside = [self._inside(groups, name) for name in groups.clusters] if hybrid else [groups]
+        for own in inside:
+            for kind in own.kinds:
+                self._shards_of[kind, groups.stage] = own
+        across = self._across(groups) if hybrid else None
         for micro_batch in range(self.micro_batches):
             for layer in range(*self.ranges[groups.stage]):
-                of_layer, size = (groups.stage, groups.kinds, micro_batch, layer), sum(self.reduced[layer])
-                self._ring(groups, ("scatter", *of_layer), [size], 0.5)
-                for letter in "FB" if self.execution.zero == 3 else "":
-                    self._ring(groups, ("weights", *of_layer, letter), [self.weights * size], 0.5)
+                of_layer, size = (micro_batch, layer), sum(self.reduced[layer])
+                for own in inside:
+                    of_group = groups.stage, own.kinds, *of_layer
+                    self._ring(own, ("scatter", *of_group), [size], self.execution.scatter)
+                    for letter in "FB" if self.execution.zero == 3 else "":
+                        self._ring(own, ("weights", *of_group, letter), [self.weights * size], 0.5)
+                if across is not None:
+                    self._ring(across, ("across", groups.stage, groups.kinds, *of_layer), [size / inside[0].ranks], 1.0)
+
+    def _inside(self, groups: DataGroups, cluster: str) -> DataGroups:
+        """The part of a group that lies in one cluster; where clusters are equal, of kinds that are in no other."""
+        nodes = groups.clusters[cluster]
+        kinds = tuple(kind for kind in groups.kinds if self.flows.pipelines.kinds[kind][groups.stage] in nodes)
+        assert kinds and len(set(groups.ranks_of.values())) == 1, "replicas are equal: boxes()"
+        members, alike = ({node: of[node] for node in nodes} for of in (groups.members, groups.alike))
+        ranks, clusters = sum(members.values()), {cluster: nodes}
+        return DataGroups(groups.stage, kinds, ranks, members, alike, clusters, groups.count, {})
+
+    @staticmethod
+    def _across(groups: DataGroups) -> DataGroups:
+        """The owners of one shard, a rank in each cluster; a node has as many such groups as ranks in `groups`."""
+        names, first = list(groups.clusters), [nodes[0] for nodes in groups.clusters.values()]
+        alike = {node: groups.alike[node] * groups.members[node] for node in first}
+        ring = Counter(zip(names, (*names[1:], names[0])))
+        shards = next(iter(groups.ranks_of.values()))
+        return DataGroups(groups.stage, groups.kinds, len(names), dict.fromkeys(first, 1), alike,
+                          {name: (node,) for name, node in zip(names, first)}, groups.count * shards, dict(ring))
 
     def _ring(self, groups: DataGroups, tag: Tag, sizes: Sequence[float], part: float) -> None:
         self.transfers[tag] = self.flows.ring(groups, sizes, part, tag[:3])
@@ -180,14 +211,16 @@ class Reductions:
         """along, of ZeRO 2 and 3: each layer's weights before it, its gradients after it, and both awaited."""
         needs: Operations = {}
         launches: Operations = {}
+        own, whole = self._shards_of[kind, stage], self._groups[kind, stage]
         for layer in range(*self.ranges[stage]):
-            of_layer = (stage, self._groups[kind, stage].kinds, micro_batch, layer)
+            of_layer = (stage, own.kinds, micro_batch, layer)
             if self.execution.zero == 3:
                 weights = ("weights", *of_layer, letter)
                 needs[layer] = [("post", weights), ("wait", weights, "gather", micro_batch)]
             if letter == "B":
-                scatter = ("scatter", *of_layer)
-                launches[layer] = [("post", scatter), ("wait", scatter, "reduce", micro_batch)]
+                tags = [("scatter", *of_layer), ("across", stage, whole.kinds, micro_batch, layer)]
+                tags = [tag for tag in tags if tag in self.transfers]
+                launches[layer] = [op for tag in tags for op in (("post", tag), ("wait", tag, "reduce", micro_batch))]
         return needs, launches
 
     def after(self, kind: int, stage: int) -> Iterator[Op]:

@@ -23,8 +23,10 @@ class Execution:
     one piece) or "on". bucket_bytes: 0 for plan/cost/buckets.py's rule. two_level: of groups that straddle clusters:
     "off", or how the steps inside clusters are made: "rings" (NCCL) or "direct" (gloo). zero: 0 to 3; 2 and 3 without a
     pipeline, where every micro-batch's gradients are scattered layer by layer, and (3) weights gathered before each
-    layer's forward and backward, while nothing is computed. gather_overlap: ZeRO-1's weights travel under the next
-    forward.
+    layer's forward and backward, while nothing is computed. scatter: what of an all-reduce's bytes a reduce-scatter
+    moves (gloo's is an all-reduce: 1). replicas: "clusters" where ZeRO 2 and 3 shard inside each cluster and all-reduce
+    each shard across (--holmes-fsdp hybrid), "" where over all ranks. gather_overlap: ZeRO-1's weights travel under the
+    next forward.
 
     block_s, message_s, step_s: seconds that software adds to a block's forward or backward, a message, a step.
     parameter_s: optimizer's seconds of one parameter. cores: CPU cores that all ranks share for block_s, parameter_s,
@@ -40,6 +42,8 @@ class Execution:
     bucket_bytes: int = 0
     two_level: str = "off"
     zero: int = 0
+    scatter: float = 0.5
+    replicas: str = ""
     gather_overlap: bool = False
     block_s: float = 0.0
     message_s: float = 0.0
@@ -51,6 +55,8 @@ class Execution:
         for name, known in (("engine", ENGINES), ("overlap", OVERLAPS), ("two_level", TWO_LEVELS)):
             if getattr(self, name) not in known:
                 raise HolmesError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
+        if self.replicas not in ("", "clusters"):
+            raise HolmesError(f"replicas {self.replicas!r} is neither '' nor 'clusters'")
         if self.zero not in (0, 1, 2, 3):
             raise HolmesError(f"zero is {self.zero}; ZeRO's stages are 0, 1, 2 and 3")
         for item in fields(self):

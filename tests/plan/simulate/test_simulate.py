@@ -349,6 +349,20 @@ def test_bytes_of_zero(zero, parts):
     assert step.causes["reduce_across"] == pytest.approx(8 * expected / 1e9, rel=0.05) and step.causes["bubble"] < 1e-9
 
 
+def test_bytes_of_shards_inside_clusters():
+    """By hand, for each of 2 + 2 ranks, 4 bytes a gradient and 2 a weight: inside, half of both weights' gathers and of
+    an all-reduce (gloo's reduce-scatter) twice; across, an all-reduce of two ranks of half the gradients."""
+    site, gpt = two_clusters(2, 2), model(micro_batches=1)
+    step = simulate(site, [node.name for node in site.nodes], Sizes(), gpt,
+                    Execution(zero=3, scatter=1.0, replicas="clusters"))
+    total = sum(layer.parameters for layer in gpt.costs())
+    sent = {fabric: value for (_, fabric, way), value in step.carried.items() if way == "out"}
+    assert sent == pytest.approx({"ethernet": 4 * total / 2, "a": (2 * 2 * total + 2 * 4 * total) / 2,
+                                  "b": (2 * 2 * total + 2 * 4 * total) / 2})
+    with pytest.raises(HolmesError, match="replicas"):
+        Execution(replicas="nodes")
+
+
 def test_experts_are_reduced_only_where_they_are_held():
     """8 experts, 2 on each rank: their gradients are reduced by no one, all else by all 4; 4 all-to-alls a block and
     micro-batch pace the step."""
