@@ -5,8 +5,9 @@
     messages   schedules send over the pipeline's group, which is on Ethernet once it crosses: each pair of neighbours
                gets a group of its own on what the two share (runtime/groups/pairs.py)
     gradients  a stage in DistributedDataParallel reduces in the backward of its last micro-batch and waits for it at
-               that pass's end. Where a rank has several stages (interleaved, LoopedBFS) it goes on to the others'
-               backward passes here, and all is awaited, and scaled, at the end of the schedule
+               that pass's end: before it sends its gradient on to the stage before, so the stages reduce one after
+               another, and before the backward passes of the rank's other stages. Here it goes on; all is awaited,
+               and scaled, at the end of the schedule
 
 Breadth-first order (LoopedBFS; arXiv 2211.05953) makes the gradients of a rank's later stages final long before those
 of its first: then only the first one's reduction is left to wait for. FSDP's stages (perform_reduce_grad) reduce and
@@ -54,9 +55,8 @@ def _prepare(current, wrapped, instance, args, kwargs):
             if (sizes := _sizes(current, group_ranks(group))) is not None:
                 check_grid(current, sizes)
             _pairs[group] = pair_groups(current, group)
-        if len(stages) > 1:
-            for stage in stages:
-                ddp.let_finish_later(stage.submod)
+        for stage in stages:
+            ddp.let_finish_later(stage.submod)
         return wrapped(stages, *rest, **more)
 
     return call(*args, **kwargs)
@@ -92,9 +92,10 @@ def _over_pairs(wrapped, instance, args, kwargs):
 
 
 def _schedule(wrapped, instance, args, kwargs):
-    """_step_microbatches of schedules of several stages on a rank."""
+    """_step_microbatches, of schedules of one stage on a rank and of several."""
     global _open
-    stages = instance._stages if instance._has_backward and session.active() is not None else ()
+    own = getattr(instance, "_stages", None) or [instance._stage]
+    stages = own if instance._has_backward and session.active() is not None else ()
     waiting = {stage: state for stage in stages if (state := ddp.begin_later(stage.submod))}
     if not waiting:
         return wrapped(*args, **kwargs)
@@ -132,9 +133,12 @@ PATCHES = (
         "all goes over the pipeline's group, which is on Ethernet as soon as it crosses clusters", _over_pairs,
         parameters=("p2p_ops",),
     ),
-    Patch(
-        PIPELINING, f"{_SCHEDULES}:_PipelineScheduleRuntime._step_microbatches",
-        "a stage's reduction is awaited before the rank's next stage goes on", _schedule,
+    *(
+        Patch(
+            PIPELINING, f"{_SCHEDULES}:{schedule}._step_microbatches",
+            "a stage's reduction is awaited before the pipeline goes on", _schedule,
+        )
+        for schedule in ("ScheduleGPipe", "Schedule1F1B", "_PipelineScheduleRuntime")
     ),
     Patch(
         PIPELINING, "torch.distributed.pipelining.stage:_PipelineStageBase.perform_reduce_grad",

@@ -144,9 +144,9 @@ def test_breadth_first_reductions_end_with_the_schedule():
     assert events == [*passes, *passes, "finish", "finish"], "the hooks are in place from the first step on"
 
 
-def test_1f1b_is_as_it_was():
+def test_1f1b_s_reductions_end_with_the_schedule_too():
     events = run_ranks(scaled_at, 4, (2, "1F1B"))[0]
-    assert events == ["backward 0"] * 8, "torch's own hook: nothing crosses but what torch sends"
+    assert events == [*["backward 0"] * 4, "reduce", *["backward 0"] * 4, "reduce", "finish"]
 
 
 def planned(rank, order, sizes):
