@@ -92,35 +92,41 @@ def both(rank, *args, clusters=CLUSTERS, **more):
     return difference, pairs
 
 
-def both_with(rank, args, more):
-    return both(rank, *args, **more)
+#: name -> (arguments of train, its options)
+CASES = {
+    "1F1B": ((2, "1F1B"), {}),
+    "four stages": ((4, "1F1B"), {"data": ""}),
+    "four stages in one cluster": ((4, "1F1B"), {"data": "", "clusters": ("a ib 100Gb/s a[0-3]",)}),
+    "interleaved": ((2, "Interleaved1F1B", 2), {}),
+    "breadth first": ((2, "LoopedBFS", 2), {}),
+    "replicas across": ((2, "LoopedBFS", 2), {"order": ("dp", "pp")}),
+    "gradients as views": ((2, "LoopedBFS", 2), {"options": {"gradient_as_bucket_view": True}}),
+    "unused parameters": ((2, "LoopedBFS", 2), {"options": {"find_unused_parameters": True}}),
+    "a hook of the program's": ((2, "LoopedBFS", 2), {"hook": default_hooks.fp16_compress_hook}),
+    "FSDP": ((2, "LoopedBFS", 2), {"data": "fsdp"}),
+    "zero bubble": ((4, "InterleavedZeroBubble", 2), {"data": "fsdp"}),
+}
 
 
-@pytest.mark.parametrize("args, more", [
-    pytest.param((2, "1F1B"), {}, id="1F1B"),
-    pytest.param((4, "1F1B"), {"data": ""}, id="four stages"),
-    pytest.param((2, "Interleaved1F1B", 2), {}, id="interleaved"),
-    pytest.param((2, "LoopedBFS", 2), {}, id="breadth first"),
-    pytest.param((2, "LoopedBFS", 2), {"order": ("dp", "pp")}, id="breadth first, replicas across"),
-    pytest.param((2, "LoopedBFS", 2), {"options": {"gradient_as_bucket_view": True}}, id="gradients as views"),
-    pytest.param((2, "LoopedBFS", 2), {"options": {"find_unused_parameters": True}}, id="unused parameters"),
-    pytest.param((2, "LoopedBFS", 2), {"hook": default_hooks.fp16_compress_hook}, id="a hook of the program's"),
-    pytest.param((2, "LoopedBFS", 2), {"data": "fsdp"}, id="FSDP"),
-    pytest.param((4, "InterleavedZeroBubble", 2), {"data": "fsdp"}, id="zero bubble"),
-])
-def test_weights_are_stock_s(args, more):
-    for difference, _ in run_ranks(both_with, 4, args, more):
-        assert difference < 1e-6
+def all_cases(rank):
+    sys.stderr = io.StringIO()
+    return {name: both(rank, *args, **more) for name, (args, more) in CASES.items()}
 
 
-def test_pairs_of_stages_have_groups_where_one_is_inside_a_cluster():
-    found = run_ranks(both_with, 4, (4, "1F1B"), {"data": ""})
-    assert [pairs for _, pairs in found] == [
+@pytest.fixture(scope="module")
+def results():
+    return run_ranks(all_cases, 4, timeout_s=240)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_stock_s(results, name):
+    assert all(of_rank[name][0] < 1e-6 for of_rank in results)
+
+
+def test_pairs_of_stages_have_groups_where_one_is_inside_a_cluster(results):
+    assert [of_rank["four stages"][1] for of_rank in results] == [
         {1: [0, 1], 3: [0, 3]}, {0: [0, 1], 2: [1, 2]}, {1: [1, 2], 3: [2, 3]}, {0: [0, 3], 2: [2, 3]}]
-    one = run_ranks(both_with, 4, (4, "1F1B"), {"data": "", "clusters": ("a ib 100Gb/s a[0-3]",)})
-    assert [pairs for _, pairs in one] == [{}] * 4
-
-
+    assert all(of_rank["four stages in one cluster"][1] == {} for of_rank in results)
 
 
 def scaled_at(rank, args):
