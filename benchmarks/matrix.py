@@ -57,7 +57,7 @@ class Pair:
 
 
 DEEPSPEED_TESTS = tuple(f"integration_tests/deepspeed/test_{name}.py"
-                        for name in ("overlap", "zero", "partition", "resume", "two_clusters"))
+                        for name in ("overlap", "zero", "partition", "resume", "two_clusters", "joined"))
 MEGATRON_TESTS = ("integration_tests/megatron/test_core.py",)
 PRETRAIN_TESTS = ("integration_tests/megatron_deepspeed", "-k", "same_losses or overlapped or pass_between")
 DEEPSPEED = ("0.14.5", "0.15.4", "0.16.0", "0.16.9", "0.17.0", "0.17.6", "0.18.0", "0.18.9", "0.19.0", "0.19.8")

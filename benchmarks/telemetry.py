@@ -1,25 +1,28 @@
 """What telemetry and the watchdog cost a healthy step: holmes without them against holmes with both.
 
-    python benchmarks/telemetry.py --json FILE [--repetitions 5] [--steps 14]
+    python benchmarks/telemetry.py --json FILE [--scenes operation,2+2,turns] [--repetitions 5] [--steps 14]
 
-The 2+2 scene of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator), the variants in turn; and the time
-of one small operation over gloo in one process, which is what the patched methods of torch's process groups add to
-each.
+    operation  one small operation over gloo in one process: what the patched methods of torch's process groups add
+    2+2        that scene of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator), the variants in turn
+    turns      the same scene, with every second step of a run written down (telemetry_turns.py): what a run's
+               start, place and neighbours do to its steps does not count; as noise a run that writes nothing down
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
-from harness import Row, chosen, finish, parser
-from two_clusters import SCENES, run
+from harness import Row, chosen, finish, parser, tell
+from two_clusters import SCENES, run, script
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import interleave
-from holmes_ext.lab.compare import Variant, max_loss_difference
+from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
 
 SMALL = """
@@ -72,6 +75,27 @@ def steps(repetitions: int, count: int) -> list[Row]:
     return rows
 
 
+def turns(repetitions: int, count: int) -> list[Row]:
+    """Of each run the median of the steps that are written down against that of the steps between them."""
+    scene = next(one for one in SCENES if one.name == "2+2")
+    file = examples() / "clusters" / scene.file
+    spec = load_spec(file)
+    flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}")
+    with tempfile.TemporaryDirectory() as directory:
+        variants = [Variant("on", spec, interleave(spec), (*flags, "--holmes-telemetry", directory)),
+                    Variant("off", spec, interleave(spec), (*flags, "--holmes-watchdog", "off"))]
+        series = compare(variants, [str(Path(__file__).with_name("telemetry_turns.py")), *script(scene)],
+                         repetitions=repetitions, steps=4 * count, skip=4,
+                         accelerator={"flops": scene.flops, "classes": ["Block"]},
+                         on_run=lambda variant, _: tell(f"turns: {variant}"))
+
+    def added(one: Series) -> list[float]:
+        return [statistics.median(run[::2]) / statistics.median(run[1::2]) - 1 for run in one.steps]
+
+    return [Row.median("turns", "what the recorder adds to a step", added(series["on"]), "of a step", True, "<= 0.005"),
+            Row.median("turns", "the same without one (noise)", added(series["off"]), "of a step", True)]
+
+
 def operation(repetitions: int) -> list[Row]:
     """Seconds of an all-reduce of 16 bytes in one process: with the patches off, on without a recorder, watched, and
     written down."""
@@ -98,7 +122,8 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=14)
     args = arguments.parse_args()
-    makers = {"operation": lambda: operation(args.repetitions), "2+2": lambda: steps(args.repetitions, args.steps)}
+    makers = {"operation": lambda: operation(args.repetitions), "2+2": lambda: steps(args.repetitions, args.steps),
+              "turns": lambda: turns(args.repetitions, args.steps)}
     rows = [row for name in chosen(args.scenes, makers) for row in makers[name]()]
     return finish(rows, args.json, "What telemetry and the watchdog cost")
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holmes_ext.patches.deepspeed.features import JOINED
+from holmes_ext.patches.deepspeed.versions import ask, offsets
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.runtime.outer import training
 from holmes_ext.runtime.outer.settings import OuterSettings
@@ -111,17 +112,17 @@ def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
 
     kind = type(optimizer).__name__
     if kind == "DeepSpeedZeroOptimizer":
-        flats = optimizer.single_partition_of_fp32_groups
+        flats, places = optimizer.single_partition_of_fp32_groups, ask("offsets", optimizer)
         for i, (group, flat) in enumerate(zip(optimizer.round_robin_bit16_groups, flats)):
             rank = dist.get_rank(group=optimizer.real_dp_process_group[i])
-            yield from _cut(group, optimizer.round_robin_bit16_offsets[i], flat, rank * flat.numel())
+            yield from _cut(group, places[i], flat, rank * flat.numel())
     elif kind == "BF16_Optimizer":
         for i, (group, flat) in enumerate(zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)):
             rank = dist.get_rank(group=optimizer.real_dp_process_group[i])
-            yield from _cut(group, _offsets(group), flat, rank * flat.numel())
+            yield from _cut(group, offsets(group), flat, rank * flat.numel())
     elif kind == "FP16_Optimizer":
         for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat):
-            yield from _cut(group, _offsets(group), flat, 0)
+            yield from _cut(group, offsets(group), flat, 0)
     else:
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -137,15 +138,6 @@ def _is_plain(optimizer: Any) -> bool:
     from torch.optim import Optimizer
 
     return isinstance(optimizer, Optimizer)
-
-
-def _offsets(group: list[Any]) -> list[int]:
-    """Of parameters that stand one after the other."""
-    found, at = [], 0
-    for p in group:
-        found.append(at)
-        at += p.numel()
-    return found
 
 
 def _cut(group: list[Any], offsets: list[int], flat: Any, begin: int) -> Iterator[tuple[Any, int, Any]]:

@@ -6,6 +6,7 @@ A line stands for the version that it names and every later one, up to the next 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 from packaging.version import Version
@@ -19,6 +20,15 @@ def _muon(zero: Any) -> bool:
     return isinstance(zero.optimizer, MuonWithAuxAdam)
 
 
+def offsets(group: list[Any]) -> list[int]:
+    """First elements of parameters that stand one after the other."""
+    return [end - p.numel() for p, end in zip(group, accumulate(p.numel() for p in group))]
+
+
+def _one_after_the_other(zero: Any) -> list[list[int]]:
+    return list(map(offsets, zero.round_robin_bit16_groups))
+
+
 def _never(_: Any) -> bool:
     return False
 
@@ -28,7 +38,7 @@ def _compact(zero: Any) -> bool:
 
 
 #: name -> ((first version, how an engine or optimizer answers there), ...), the oldest first.
-_TABLE: dict[str, tuple[tuple[str, Callable[[Any], bool]], ...]] = {
+_TABLE: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {
     # of an engine
     "dynamic_shape": (("0", _never), ("0.15.0", lambda engine: engine.dynamic_shape)),
     "deepcompile": (("0", _never), ("0.16.6", lambda engine: engine.is_deepcompile_enabled())),
@@ -42,11 +52,13 @@ _TABLE: dict[str, tuple[tuple[str, Callable[[Any], bool]], ...]] = {
     # of ZeRO's optimizer (stages 1 and 2): whether get_gradient_for_reduction gives a copy, or gradients that lie in
     # another buffer than the one that is reduced
     "accumulates_apart": (("0", lambda zero: zero.use_grad_accum_attribute), ("0.19.8", _compact)),
+    # where each group's parameters stand in it, aligned for some partitions since 0.19.7
+    "offsets": (("0", _one_after_the_other), ("0.19.7", lambda zero: zero.round_robin_bit16_offsets)),
     "muon": (("0", _never), ("0.17.6", _muon)),
 }
 
 
-def ask(name: str, of: Any) -> bool:
+def ask(name: str, of: Any) -> Any:
     """What the installed version answers to `name` of the table, of an engine or an optimizer."""
     version = Version(installed_version("deepspeed") or "0")
-    return bool(next(how for since, how in reversed(_TABLE[name]) if Version(since) <= version)(of))
+    return next(how for since, how in reversed(_TABLE[name]) if Version(since) <= version)(of)

@@ -178,7 +178,8 @@ class Pricing:
         return "flat", flat
 
     def _two_level(self, content: Content, here: int, across: Fabric, size: float, groups: int) -> Price | None:
-        """Inside each cluster on its own fabric, across only the sums; None where no cluster's own fabric is faster."""
+        """Inside each cluster on its own fabric, across only the sums, as runtime/reduce/two_level_nccl.py makes them, which
+        needs as many ranks in each cluster; None where no cluster's own fabric is faster."""
         inner = {index: self.ground.fabric([index]) for index, _ in content}
         faster = any(fabric.preference > across.preference for fabric in inner.values()) or self.ground.wan
         if len(inner) < 2 or not faster:
@@ -186,6 +187,8 @@ class Pricing:
         if any(ranks % self.shape.tensor or ranks // self.shape.tensor < here for _, ranks in content):
             return None
         members = [ranks // self.shape.tensor for _, ranks in content]
+        if len(set(members)) > 1:
+            return None
         inside = [
             all_reduce(count, inner[index], self.processes // here) if count > here else self._inside(count, [index])
             for (index, _), count in zip(content, members)
@@ -193,7 +196,8 @@ class Pricing:
         names = [self.ground.site.clusters[index] for index, _ in content]
         slowest = max(inside, key=lambda price: price.byte_s)
         return summed_across(
-            size, slowest, across, dict(zip(names, members)), self.processes, wan=self.ground.wan, groups=groups
+            size, slowest, across, dict(zip(names, members)), self.processes, direct=False, wan=self.ground.wan,
+            groups=groups,
         )[1].pipelined
 
     def _inside(self, count: int, clusters: Sequence[int]) -> Price:
