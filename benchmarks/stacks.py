@@ -38,9 +38,10 @@ DDP_FLOPS, FSDP_FLOPS = 4.3e8, 2e9
 #: The variant that predictions are fitted to: stock, all nodes on one fast network.
 ONE = "one cluster"
 PIPELINE = examples() / "torch_pipelining" / "train.py"
-#: 2.1 MB of gradients and 10 ms of forward pass a layer.
-PIPELINE_MODEL = "--layers 16 --hidden 208 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 8".split()
-PIPELINE_FLOPS = 1.7e9
+#: 4 MB of gradients and 16 ms of forward pass a layer: a stage's sum takes 0.51 s.
+PIPELINE_HIDDEN, PIPELINE_FLOPS = 288, 2e9
+PIPELINE_MODEL = ["--hidden", str(PIPELINE_HIDDEN)]
+PIPELINE_MODEL += "--layers 16 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 8".split()
 PRELOAD = ("torch", "transformers.trainer", "lightning")
 
 
@@ -180,7 +181,7 @@ def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
     order, endless = [node.name for node in site.nodes], 1e15
     free = replace(site, fabrics=tuple(  # pipelines inside clusters: only sums are on Ethernet
         replace(fabric, rate_bps=endless) if fabric.name == ETHERNET else fabric for fabric in site.fabrics))
-    layers, hidden, micro_batches = 16, 208, 8
+    layers, hidden, micro_batches = 16, PIPELINE_HIDDEN, 8
     gpt = Model(layers, hidden, 4, 16, 256, micro_batches=micro_batches, activation_width=4, tied=False)
     forward = (2 * 16 * (12 * hidden**2 + 13 * hidden) + 4 * 16 * 16 * hidden) / PIPELINE_FLOPS
     row = lambda seconds: ((0.0, *[seconds] * layers, 0.0),) * 4  # noqa: E731
