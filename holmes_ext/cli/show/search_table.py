@@ -245,6 +245,7 @@ def _row(one: Candidate, outcome: Outcome, ground: Ground) -> dict[str, Any]:
         **asdict(one.shape),
         "clusters": one.arrangement.describe(ground),
         "order": one.arrangement.order,
+        "breadth_first": one.breadth_first,
         "stage_layers": list(one.split),
         "reductions": list(one.reductions),
         "step_seconds": one.step_s,
