@@ -32,7 +32,7 @@ from holmes_ext.patches.torch.features import PIPELINING
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import group_ranks
-from holmes_ext.runtime.groups.grid import check_grid
+from holmes_ext.runtime.groups.grid import check_grid, tell
 from holmes_ext.runtime.groups.pairs import pair_groups
 
 #: Pipeline innermost but for tensor parallelism: each pipeline on neighbouring ranks.
@@ -57,6 +57,8 @@ def _prepare(current, wrapped, instance, args, kwargs):
             _pairs[group] = pair_groups(current, group)
         for stage in stages:
             ddp.let_finish_later(stage.submod)
+        if text := _unreduced(instance, stages):
+            tell(current, text, once=text)
         return wrapped(stages, *rest, **more)
 
     return call(*args, **kwargs)
@@ -72,6 +74,20 @@ def _sizes(current: session.Session, ranks: list[int]) -> Sizes | None:
     orders = {world // len(ranks): DEFAULT_ORDER, 1: PIPELINES_FIRST}
     order = orders.get(ranks[1] - ranks[0])
     return Sizes(pipeline=len(ranks), order=order).complete(world) if order else None
+
+
+def _unreduced(schedule: Any, stages: Any) -> str:
+    """A line on torch's own gap; "" where there is none."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    modules = [stage.submod for stage in stages if isinstance(stage.submod, DistributedDataParallel)]
+    orders = getattr(schedule, "pipeline_order", {}).values()
+    passes = {action.computation_type.name for order in orders for action in order if action is not None}
+    if "BACKWARD_WEIGHT" not in passes or all(module.process_group.size() == 1 for module in modules):
+        return ""
+    name = type(schedule).__name__
+    return (f"{name} computes weight gradients where DistributedDataParallel's hooks do not see them: torch leaves them"
+            " unreduced, so replicas drift apart; use fully_shard")
 
 
 def _over_pairs(wrapped, instance, args, kwargs):

@@ -155,11 +155,16 @@ def test_1f1b_s_reductions_end_with_the_schedule_too():
     assert events == [*["backward 0"] * 4, "reduce", *["backward 0"] * 4, "reduce", "finish"]
 
 
-def planned(rank, order, sizes):
+def planned(rank, order, sizes, schedule=(2, "1F1B")):
     said = sys.stderr = io.StringIO()
     with holmes(rank, sizes=sizes):
-        train(2, "1F1B", order=order, steps=1)
+        train(*schedule, order=order, steps=1)
     return said.getvalue()
+
+
+def test_gradients_that_torch_leaves_unreduced_are_told():
+    told = run_ranks(planned, 4, ("pp", "dp"), "", (2, "InterleavedZeroBubble", 2))[0]
+    assert told.count("torch leaves them unreduced") == 1
 
 
 def test_an_order_that_straddles_is_told_with_the_way_out():
