@@ -38,8 +38,8 @@ DDP_FLOPS, FSDP_FLOPS = 4.3e8, 2e9
 #: The variant that predictions are fitted to: stock, all nodes on one fast network.
 ONE = "one cluster"
 PIPELINE = examples() / "torch_pipelining" / "train.py"
-#: 4 MB of gradients and 16 ms of forward pass a layer: a stage's sum takes 0.51 s.
-PIPELINE_HIDDEN, PIPELINE_FLOPS = 288, 2e9
+#: 2.1 MB of gradients and 10 ms of forward pass a layer: a stage's sum takes 0.27 s.
+PIPELINE_HIDDEN, PIPELINE_FLOPS = 208, 1.7e9
 PIPELINE_MODEL = ["--hidden", str(PIPELINE_HIDDEN)]
 PIPELINE_MODEL += "--layers 16 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 8".split()
 PRELOAD = ("torch", "transformers.trainer", "lightning")
