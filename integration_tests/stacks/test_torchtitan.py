@@ -40,7 +40,8 @@ mode = "none"
 seed = 1
 """
 #: A cache for each node: ranks that make the same data set in one place at once disturb each other.
-LAUNCH = (f"HF_HOME=cache$NODE_RANK exec {sys.executable} -m torch.distributed.run --nproc-per-node 1 --nnodes 4 --node-rank $NODE_RANK"
+LAUNCH = ("HF_HOME=cache$NODE_RANK exec"
+          f" {sys.executable} -m torch.distributed.run --nproc-per-node 1 --nnodes 4 --node-rank $NODE_RANK"
           " --master-addr $MASTER_ADDR --master-port $MASTER_PORT -m torchtitan.train --job.config_file config.toml")
 HSDP = "--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree 2"
 PIPELINE = ("--parallelism.pipeline_parallel_degree 2 --parallelism.data_parallel_shard_degree 2"
