@@ -1,6 +1,6 @@
 # make demo   stock against holmes on two emulated clusters, from a fresh clone, with one command
 # make test   everything that is tested; make unit: what needs no emulated network
-# make stacks Hugging Face's Trainer, Accelerate and Lightning: installs them into .venv (300 MB) and runs their tests
+# make stacks Hugging Face's Trainer, Accelerate, Lightning, torchtitan: installs them (600 MB) and runs their tests
 # make check  lint and types
 # make nccl   what only a GPU can show; writes nccl-report.json to send back (two nodes: NODE=0 or 1, MASTER_ADDR, CLUSTER)
 # make matrix the versions of the frameworks, each in an environment of its own (benchmarks/matrix.py)
@@ -39,6 +39,7 @@ nccl:
 
 stacks: tools .venv
 	@$(PIP) -c requirements/constraints.txt -r requirements/torch.txt -r requirements/stacks.txt $(TORCH_ARGS)
+	@test -d build/torchtitan || $(PIP) --no-deps --target build/torchtitan -r requirements/torchtitan.txt
 	$(BIN)/python -m pytest --timeout=900 integration_tests/stacks $(PYTEST_ARGS)
 
 check: .venv

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import stacks_prediction as prediction
 from harness import Row, chosen, finish, parser, tell
 from two_clusters import one_cluster_toml, ratio_row, step_rows
 
+from holmes_ext.cluster.site import ETHERNET, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.stages import StageCosts
+from holmes_ext.plan.search.arrangement import PIPELINES_FIRST
+from holmes_ext.plan.simulate.execution import Execution
+from holmes_ext.plan.simulate.step import simulate
+from holmes_ext.plan.sizes import Sizes
 
 CLUSTERS = examples() / "clusters" / "two_clusters_8.toml"
 #: 5.5 M parameters: 22 MB of gradients.
@@ -25,6 +35,13 @@ JOB = Path(__file__).with_name("stacks_job.py")
 FSDP2 = examples() / "fsdp2" / "train.py"
 #: FLOP/s of the emulated GPU at which stock's flat reduction takes half of its step.
 DDP_FLOPS, FSDP_FLOPS = 4.3e8, 2e9
+#: The variant that predictions are fitted to: stock, all nodes on one fast network.
+ONE = "one cluster"
+PIPELINE = examples() / "torch_pipelining" / "train.py"
+#: 2.1 MB of gradients and 10 ms of forward pass a layer: a stage's sum takes 0.27 s.
+PIPELINE_HIDDEN, PIPELINE_FLOPS = 208, 1.7e9
+PIPELINE_MODEL = ["--hidden", str(PIPELINE_HIDDEN)]
+PIPELINE_MODEL += "--layers 16 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 8".split()
 PRELOAD = ("torch", "transformers.trainer", "lightning")
 
 
@@ -51,7 +68,7 @@ def data_parallel(stack: str, args) -> list[Row]:
     """`stack` stock and under holmes, and GradientReducer in a plain loop on the same model."""
     spec, order, flags = of_clusters()
     with_stack, with_reducer = (["--stack", name] for name in (stack, "reducer"))
-    variants = [
+    variants = [replace(all_rdma(spec), name=ONE, flags=tuple(with_stack)),
         Variant("stock", spec, order, tuple(with_stack)), Variant("holmes", spec, order, (*with_stack, *flags)),
         Variant("GradientReducer", spec, order, (*with_reducer, *flags)),
     ]
@@ -60,7 +77,17 @@ def data_parallel(stack: str, args) -> list[Row]:
         ratio_row(stack, "holmes : stock", series["stock"], series["holmes"], ">= 1.35"),
         ratio_row(stack, "holmes : GradientReducer", series["GradientReducer"], series["holmes"], ">= 0.95"),
         loss_row(stack, series, "holmes"), *step_rows(stack, series),
+        *predicted(stack, series, prediction.data_parallel, DDP_FLOPS, {"stock": {}, "holmes": {}}),
     ]
+
+
+def predicted(scene: str, series: dict[str, Series], step: Callable[..., float], flops: float, ways) -> list[Row]:
+    """ways: variant -> what it is for `step`, one of benchmarks/stacks_prediction.py's."""
+    ground = prediction.Ground.of(CLUSTERS)
+    block_s = prediction.fitted(lambda seconds: step(ground, ONE, flops, seconds), series[ONE].median)
+    seconds = {name: step(ground, "stock" if name == "stock" else "holmes", flops, block_s, **more)
+               for name, more in ways.items()}
+    return prediction.rows(scene, seconds, {name: series[name].median for name in seconds})
 
 
 def one_cluster(args) -> list[Row]:
@@ -87,12 +114,13 @@ def sharded(args) -> list[Row]:
     scene = "fsdp2"
     spec, order, flags = of_clusters()
     variants = [Variant("stock", spec, order), Variant("hybrid", spec, order, (*flags, "--holmes-fsdp", "hybrid")),
-                Variant("holmes", spec, order, flags)]
+                Variant("holmes", spec, order, flags), replace(all_rdma(spec), name=ONE)]
     series = run(scene, variants, [str(FSDP2), *MODEL], "Block", FSDP_FLOPS, args)
     return [
         ratio_row(scene, "hybrid : stock", series["stock"], series["hybrid"], ">= 2"),
         ratio_row(scene, "holmes without hybrid : stock", series["stock"], series["holmes"], ""),
         loss_row(scene, series, "hybrid"), loss_row(scene, series, "holmes"), *predictions(scene, series),
+        *predicted(scene, series, prediction.sharded, FSDP_FLOPS, {"stock": {}, "hybrid": {"hybrid": True}}),
         *step_rows(scene, series),
     ]
 
@@ -119,6 +147,53 @@ def placed(args) -> list[Row]:
             loss_row(scene, series, "holmes"), *step_rows(scene, series)]
 
 
+def breadth_first(args) -> list[Row]:
+    """torch.distributed.pipelining: pipelines inside clusters, each stage's gradients across. What the sums add to a
+    step, in 1F1B and in breadth-first order (LoopedBFS), with holmes's part in it and as torch waits for them."""
+    scene = "breadth first"
+    spec, order, flags = of_clusters()
+    flags = (*flags, "--mesh", "dp,pp", "--pipeline", "4")  # without sizes the plan keeps clusters as blocks
+    orders = {"1F1B": flags, "breadth first": (*flags, "--schedule", "LoopedBFS", "--chunks", "4")}
+    variants = [Variant(name, spec, order, given) for name, given in orders.items()]
+    variants += [Variant(f"{name}, torch's waits", spec, order, given, {"HOLMES_DISABLE": "pipelining"})
+                 for name, given in orders.items()]
+    variants += [Variant(f"{name}, nothing reduced", spec, order, (*given, "--data-parallel", "none"))
+                 for name, given in orders.items()]
+    series = run(scene, variants, [str(PIPELINE), *PIPELINE_MODEL], "Block", PIPELINE_FLOPS, args)
+    exposed = {}
+    for name in (one.name for one in variants[:4]):
+        alone = series[f"{name.split(',')[0]}, nothing reduced"]
+        exposed[name] = [with_sums - least for with_sums, least in zip(series[name].medians, alone.medians)]
+    ratios = {other: [ours / theirs for ours, theirs in zip(exposed["breadth first"], exposed[other])]
+              for other in ("1F1B", "1F1B, torch's waits")}
+    return [
+        *(Row.median(scene, f"exposed reduction, breadth first : {name}", found, "x", True, "<= 0.5")
+          for name, found in ratios.items()),
+        *(Row.median(scene, f"exposed reduction, {name}", seconds, "s", True) for name, seconds in exposed.items()),
+        *(Row.of(scene, f"exposed reduction, {name}, simulated", seconds, "s", (seconds, seconds), True)
+          for name, seconds in simulated_exposure(spec).items()),
+        *(loss_row(scene, series, name, "1F1B, torch's waits") for name in orders), *step_rows(scene, series)]
+
+
+def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
+    """Of the two orders, from the cluster file's own rates."""
+    site, sizes = site_from_spec(spec), Sizes(pipeline=4, order=PIPELINES_FIRST).complete(8)
+    order, endless = [node.name for node in site.nodes], 1e15
+    free = replace(site, fabrics=tuple(  # pipelines inside clusters: only sums are on Ethernet
+        replace(fabric, rate_bps=endless) if fabric.name == ETHERNET else fabric for fabric in site.fabrics))
+    layers, hidden, micro_batches = 16, PIPELINE_HIDDEN, 8
+    gpt = Model(layers, hidden, 4, 16, 256, micro_batches=micro_batches, activation_width=4, tied=False)
+    forward = (2 * 16 * (12 * hidden**2 + 13 * hidden) + 4 * 16 * 16 * hidden) / PIPELINE_FLOPS
+    row = lambda seconds: ((0.0, *[seconds] * layers, 0.0),) * 4  # noqa: E731
+    costs = StageCosts(row(forward), row(2 * forward), row(0.0), row(0.0), micro_batches)
+    found = {}
+    for name, more in {"1F1B": {}, "breadth first": {"virtual": 4, "breadth_first": True}}.items():
+        run = Execution("async", overlap="on", bucket_bytes=25 * 2**20, **more)  # DistributedDataParallel's buckets
+        with_sums, least = (simulate(one, order, sizes, gpt, run, costs=costs).step_s for one in (site, free))
+        found[name] = with_sums - least
+    return found
+
+
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
@@ -128,6 +203,7 @@ def main() -> int:
     makers = {
         "trainer": lambda: data_parallel("trainer", args), "lightning": lambda: data_parallel("lightning", args),
         "one cluster": lambda: one_cluster(args), "fsdp2": lambda: sharded(args), "hsdp": lambda: placed(args),
+        "breadth first": lambda: breadth_first(args),
     }
     rows = [row for name in chosen(args.scenes, makers) for row in makers[name]()]
     return finish(rows, args.json, "Scripts that know nothing of holmes (step times on the emulated accelerator)")

@@ -11,6 +11,7 @@ from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.search.arrangement import PIPELINES_FIRST
 from holmes_ext.plan.search.result import Candidate
+from holmes_ext.plan.sizes import DEFAULT_ORDER
 
 #: Limits of the search (plan/search/space.py) under which each framework can run the winner.
 _DEEPSPEED: dict[str, tuple] = {
@@ -19,19 +20,27 @@ _DEEPSPEED: dict[str, tuple] = {
 _DATA_ONLY: dict[str, tuple] = {
     **dict.fromkeys(("pipeline", "tensor", "context", "expert", "virtual"), (1,)), "recompute": ("none", "full"),
 }  # fmt: skip
+_TORCH: dict[str, tuple] = {
+    **dict.fromkeys(("tensor", "context", "expert"), (1,)), "zero": (0,), "recompute": ("none", "full"),
+}  # fmt: skip
 LIMITS = {
     "megatron-lm": {"zero": (0, 1)}, "deepspeed": _DEEPSPEED, "megatron-deepspeed": _DEEPSPEED,
-    "ddp": {**_DATA_ONLY, "zero": (0,)}, "fsdp2": {**_DATA_ONLY, "zero": (3,)},
+    "ddp": {**_DATA_ONLY, "zero": (0,)}, "fsdp2": {**_DATA_ONLY, "zero": (3,)}, "torch": _TORCH,
+    "torchtitan": {"zero": (1, 3), "clusters": ("pipeline", "data"), "order": (DEFAULT_ORDER,)},
 }  # fmt: skip
+#: Frameworks whose pipelines run on torch.distributed.pipelining's schedules, LoopedBFS among them.
+BREADTH_FIRST = ("torch", "torchtitan")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """flags: for the script's command line. config: the ds_config, if there is one. lacks: what it cannot do."""
+    """flags: for the script's command line. config: the ds_config, if there is one. lacks: what it cannot do. script:
+    what the script itself must do: its mesh, its schedule."""
 
     flags: tuple[str, ...]
     config: dict = field(default_factory=dict)
     lacks: tuple[str, ...] = ()
+    script: str = ""
 
 
 def launches(
@@ -39,6 +48,7 @@ def launches(
 ) -> dict[str, Launch]:
     """How to start `candidate`, by framework; cluster and plan: the files' names, plan "" where none is written."""
     shape, holmes = candidate.shape, added(candidate, cluster, plan)
+    own_layers = added(candidate, cluster, plan, layers=False)
     overlapped = ["--holmes-overlap", "on" if overlap else "off"]
     lm_flags, lm_lacks = _megatron_lm(candidate, model, global_batch)
     lm_flags += ["--overlap-grad-reduce"] if overlap else []
@@ -54,16 +64,20 @@ def launches(
         "megatron-lm": Launch((*lm_flags, *holmes), lacks=tuple(lm_lacks)),
         "deepspeed": Launch(tuple(ds_flags), {**config, **own}, lacks),
         "megatron-deepspeed": Launch(tuple(both), config, lacks),
-        **{name: Launch(tuple(holmes), lacks=_data_only_lacks(candidate, name)) for name in ("ddp", "fsdp2")},
+        "ddp": Launch(tuple(holmes), lacks=_limited(candidate, "ddp")),
+        "fsdp2": Launch(tuple(holmes), lacks=_limited(candidate, "fsdp2"), script=_fsdp2_script(candidate)),
+        "torch": Launch(tuple(own_layers), lacks=_limited(candidate, "torch"), script=_torch_script(candidate)),
+        "torchtitan": _torchtitan(candidate, global_batch, own_layers),
     }
 
 
-def added(candidate: Candidate, cluster: str, plan: str) -> list[str]:
-    """What holmes needs on the command line. Without a plan the job makes one when it starts, for the same layers."""
+def added(candidate: Candidate, cluster: str, plan: str, layers: bool = True) -> list[str]:
+    """What holmes needs on the command line. Without a plan the job makes one when it starts, for the same layers,
+    unless (not layers) the script alone says which a stage has."""
     split = candidate.split
-    uneven = candidate.shape.virtual == 1 and split != uniform(sum(split), len(split))
-    layers = ["--holmes-partition", ",".join(map(str, split))] if uneven else []
-    return ["--holmes", "--holmes-cluster", cluster, *(["--holmes-plan", plan] if plan else layers)]
+    uneven = layers and candidate.shape.virtual == 1 and split != uniform(sum(split), len(split))
+    partition = ["--holmes-partition", ",".join(map(str, split))] if uneven else []
+    return ["--holmes", "--holmes-cluster", cluster, *(["--holmes-plan", plan] if plan else partition)]
 
 
 def _sizes(candidate: Candidate, model: Model, global_batch: int) -> list[str]:
@@ -134,13 +148,78 @@ def _deepspeed_lacks(candidate: Candidate) -> tuple[str, ...]:
     return tuple(lacks)
 
 
-def _data_only_lacks(candidate: Candidate, name: str) -> tuple[str, ...]:
-    """What DistributedDataParallel ("ddp": Hugging Face's Trainer, Lightning) or "fsdp2" cannot do of the plan."""
+def _limited(candidate: Candidate, name: str) -> tuple[str, ...]:
+    """What a framework cannot do of the plan's shape: "ddp" (DistributedDataParallel: Hugging Face's Trainer,
+    Lightning), "fsdp2", "torch" (torch.distributed.pipelining), "torchtitan"."""
     shape, limits = candidate.shape, LIMITS[name]
     return tuple(
         f"{axis} {value} (limit {axis}={','.join(map(str, limits[axis]))})"
-        for axis in limits if (value := getattr(shape, axis)) not in limits[axis]
+        for axis in limits if (value := getattr(shape, axis, None)) is not None and value not in limits[axis]
     )  # fmt: skip
+
+
+def _replicas(candidate: Candidate) -> int:
+    """Clusters over which each stage's data-parallel groups lie, in equal parts; 1 where no group crosses, 0 where the
+    parts or the stages differ."""
+    contents = candidate.arrangement.contents
+    found = {len(content) if len({ranks for _, ranks in content}) == 1 else 0 for content in contents}
+    return found.pop() if len(found) == 1 else 0
+
+
+def _fsdp2_script(candidate: Candidate) -> str:
+    replicas, data = _replicas(candidate), candidate.shape.data
+    if replicas < 2 or data % replicas:
+        return ""
+    mesh = f"a mesh (replicate {replicas}, shard {data // replicas}), or one dimension and --holmes-fsdp hybrid,"
+    return f"{mesh} keeps shards inside clusters, for {replicas} x their memory; the job says what each takes"
+
+
+def schedule_of(candidate: Candidate) -> str:
+    """torch.distributed.pipelining's."""
+    return "LoopedBFS" if candidate.breadth_first else "Interleaved1F1B" if candidate.shape.virtual > 1 else "1F1B"
+
+
+def _torch_script(candidate: Candidate) -> str:
+    shape = candidate.shape
+    if shape.pipeline == 1:
+        return ""
+    sizes = [f"pp {shape.pipeline}", f"dp {shape.data}"]
+    mesh = ", ".join(sizes[::-1] if candidate.arrangement.order == PIPELINES_FIRST else sizes)
+    stages = f"{schedule_of(candidate)} with {shape.virtual} stage{'s' * (shape.virtual > 1)} on each rank"
+    layers = "" if len(set(candidate.split)) == 1 else f"; layers {' '.join(map(str, candidate.split))}"
+    return f"a mesh ({mesh}), outermost first; {stages}, {shape.micro_batches} x {shape.micro_batch} sequences{layers}"
+
+
+def _torchtitan(candidate: Candidate, global_batch: int, holmes: list[str]) -> Launch:
+    """Version 0.3.0's names."""
+    shape, lacks = candidate.shape, list(_limited(candidate, "torchtitan"))
+    replicas = 1
+    if "two-level" in candidate.reductions:
+        replicas = _replicas(candidate) if set(candidate.reductions) == {"two-level"} else 0
+        if not replicas or shape.data % replicas:
+            lacks.append("two-level reduction over unequal clusters, or of some stages only (limit reduction=flat)")
+    if candidate.arrangement.order == PIPELINES_FIRST:
+        lacks.append("pipelines one after the other (limit clusters=pipeline)")
+    degrees = {
+        "data_parallel_replicate": replicas, "data_parallel_shard": shape.data // max(1, replicas),
+        "tensor_parallel": shape.tensor, "context_parallel": shape.context, "expert_parallel": shape.expert,
+        "pipeline_parallel": shape.pipeline,
+    }  # fmt: skip
+    flags = [text for name, value in degrees.items() for text in (f"--parallelism.{name}_degree", str(value))]
+    split, script, pipe = candidate.split, "", {}
+    if shape.pipeline > 1:
+        pipe = {"schedule": schedule_of(candidate), "microbatch_size": shape.micro_batch}
+        if len(set(split)) > 1:
+            script = f"module_fqns_per_model_part in its config: {' '.join(map(str, split))} layers in the stages"
+        else:
+            ends = {"first_stage_less_layers": 0, "last_stage_less_layers": 0}
+            pipe |= {"layers_per_stage": split[0] // shape.virtual, **ends}
+    flags += [text for name, value in pipe.items() for text in (f"--parallelism.pipeline_parallel_{name}", str(value))]
+    reshard = "always" if shape.zero == 3 else "never"
+    flags += ["--parallelism.fsdp_reshard_after_forward", reshard]
+    local = shape.micro_batch * (shape.micro_batches if shape.pipeline > 1 else 1)
+    flags += ["--training.local_batch_size", str(local), "--training.global_batch_size", str(global_batch)]
+    return Launch((*flags, *holmes), lacks=tuple(lacks), script=script)
 
 
 def _megatron_deepspeed(candidate: Candidate, model: Model, global_batch: int) -> list[str]:

@@ -15,16 +15,18 @@ from ranks import run_ranks
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.patches import Registry
+from holmes_ext.patches import Registry, all_patches
 from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.traffic import Reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
+from holmes_ext.runtime.start.launcher import Process
 
 torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
 on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
+groups = pytest.importorskip("deepspeed.utils.groups")
 STEPS, MICRO_BATCHES, WIDTH = 4, 2, 32
 
 
@@ -174,6 +176,32 @@ def test_zero_3_says_what_its_collectives_take(results):
         assert (f"ZeRO 3 gathers {weights:.3g} kB of weights across clusters a, b in every" in text) == (rank == 0)
         assert ("; with zero_hpz_partition_size 2 the backward pass gathers inside clusters" in text) == (rank == 0)
         assert "ZeRO 3" not in of_rank["ZeRO 2"][3]
+
+
+def hierarchical(rank):
+    """Losses of ZeRO 3 with zero_hpz_partition_size 2, stock and under holmes; its groups of two and their fabrics."""
+    on_cpu.prepare()
+    found = []
+    for features in ([], ["nics", "two-level"]):
+        here = site(*TWO)
+        current = session.Session(Options(), Process(rank, 4, 0, 1, "", 0, "test"), here, build_plan(here), rank)
+        registry = Registry(all_patches())
+        if features:
+            session.set_active(current)
+            registry.enable(features, required=True)
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # of the engine before
+        found.append(train(rank, zero(3, zero_hpz_partition_size=2))[0])
+        registry.undo()
+        session.set_active(None)
+    made = {(record.ranks, record.transport.fabric) for record in current.groups if len(record.ranks) == 2}
+    return *found, made
+
+
+def test_hierarchical_partitions_lie_inside_clusters_on_their_fabrics():
+    found = run_ranks(hierarchical, 4, timeout_s=240)
+    for rank, (stock, ours, made) in enumerate(found):
+        assert stock == ours
+        assert made == {((0, 1), "a") if rank < 2 else ((2, 3), "b")}
 
 
 def stage_3_of(size, nodes):

@@ -1,14 +1,8 @@
 """megatron-core's pipeline send and receive under a plan: every pair of stages on the fastest fabric that the two
-share.
+share (runtime/groups/pairs.py).
 
 pipeline_parallel/p2p_communication.py sends over the pipeline group, which crosses clusters and so is on Ethernet as a
-whole:
-
-    stage 0 === stage 1 --- stage 2 === stage 3        === inside a cluster: the pair's own group, on its fabric
-       cluster a        |       cluster b              --- across: the pair's own group, on Ethernet
-
-Every pair of neighbours gets a group where one needs it: the first batch over the pipeline group would make NCCL's
-communicator of all its ranks, and those that only use pairs would never come (plan/decide.py, own_pairs).
+whole.
 
 Where edges.py carries the messages of training, its groups (two for each pair) carry those of evaluation too.
 
@@ -25,12 +19,13 @@ from typing import Any
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron.features import EDGES, P2P
-from holmes_ext.plan.decide import own_pair, own_pairs
+from holmes_ext.plan.decide import own_pair
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.members import members_group
+from holmes_ext.runtime.groups.pairs import options_of, pair_groups
 
 #: The order in which megatron-core issues unbatched operations: by parity of the pipeline rank, so that every send
 #: meets its receive.
@@ -57,18 +52,14 @@ def mailbox_of(group: Any) -> Mailbox:
         import torch.distributed as dist
 
         ranks = dist.get_process_group_ranks(group)
-        stages, backend = {rank: stage for stage, rank in enumerate(ranks)}, backend_of(group)
-        options = {"backend": backend, "timeout": _timeout(group, backend)}
-        _boxes[group] = mailbox.of_pairs(zip(ranks, ranks[1:]), dist.get_rank(), stages, **options)
+        stages = {rank: stage for stage, rank in enumerate(ranks)}
+        _boxes[group] = mailbox.of_pairs(zip(ranks, ranks[1:]), dist.get_rank(), stages, **options_of(group))
     return _boxes[group]
 
 
 def pairs_of(group) -> _Pairs:
     """The pair groups of this rank in a pipeline group. Made on the first call, which all of the group's ranks must
-    reach.
-
-    A pair is made by its two ranks alone, in the same order everywhere, so that no circle of ranks waits.
-    """
+    reach."""
     current = session.active()
     if group not in _made:
         _made[group] = _make(current, group) if current is not None else _Pairs()
@@ -78,20 +69,14 @@ def pairs_of(group) -> _Pairs:
 def _make(current: session.Session, group) -> _Pairs:
     import torch.distributed as dist
 
-    pairs, ranks, backend = _Pairs(), dist.get_process_group_ranks(group), backend_of(group)
-    if len(ranks) < 2 or current.rank not in ranks or not (carrier := carrier_of(backend)):
-        return pairs
+    ranks, carrier = dist.get_process_group_ranks(group), carrier_of(backend_of(group))
+    if len(ranks) < 2 or current.rank not in ranks or not carrier:
+        return _Pairs()
     if registry().is_on(EDGES.name) and not _interleaved():
         return _Pairs(mailbox_of(group).by_peer)
-    options = {"backend": backend, "timeout": _timeout(group, backend)}
-    if len(ranks) == 2:
-        if own_pair(current.plan, ranks, range(current.plan.world_size), carrier):
-            pairs.twin = members_group(ranks, "pipeline twin", **options)
-        return pairs
-    for pair in own_pairs(current.plan, ranks, carrier):
-        if current.rank in pair:
-            pairs.by_peer[pair[current.rank == pair[0]]] = members_group(pair, "pipeline pair", **options)
-    return pairs
+    if len(ranks) == 2 and own_pair(current.plan, ranks, range(current.plan.world_size), carrier):
+        return _Pairs(twin=members_group(ranks, "pipeline twin", **options_of(group)))
+    return _Pairs(pair_groups(current, group))
 
 
 def _interleaved() -> bool:
@@ -99,14 +84,6 @@ def _interleaved() -> bool:
     from megatron.core import parallel_state
 
     return (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1) > 1
-
-
-def _timeout(group, backend: str):
-    """The pipeline group's own timeout; None, torch's default, where its backend does not tell."""
-    import torch
-
-    own = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu"))
-    return getattr(getattr(own, "options", None), "_timeout", None)
 
 
 def _batched(wrapped, instance, args, kwargs):

@@ -14,3 +14,4 @@ JOINED = Feature("joined-torch", "torch>=2.4", ("2.13.0",), "join", ("",), bindi
 TELEMETRY = _of("telemetry")
 DDP = Feature("ddp", "torch>=2.13", tried=("2.13.0",))
 FSDP = Feature("fsdp", "torch>=2.13", tried=("2.13.0",))
+PIPELINING = Feature("pipelining", "torch>=2.13", tried=("2.13.0",))

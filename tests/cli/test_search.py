@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -264,3 +265,41 @@ def test_what_an_edge_gains(capsys, monkeypatch, tmp_path):
         assert json.loads(said.out)["traffic"][0]["in_flight"] == []
     _, said = holmes(capsys, *asked, "--json")
     assert json.loads(said.out)["predicted"]["step_seconds"] == pytest.approx(float(ours), rel=1e-3)
+EIGHT = str(EXAMPLES / "clusters" / "two_clusters_8.toml")
+
+
+def across(framework, *more):
+    """A search in which gradients cross."""
+    return ["plan", "--cluster", EIGHT, "--model", MODEL, "--global-batch", "32", "--for", framework, *more,
+            "--limit", "clusters=data", "--limit", "pipeline=2", "--json"]
+
+
+def test_breadth_first_order_is_proposed_where_the_stack_has_it_and_it_is_faster(capsys):
+    found = {name: json.loads(holmes(capsys, *across(name))[1].out) for name in ("torch", "megatron-lm")}
+    first, second, *_ = found["torch"]["candidates"]
+    assert first["breadth_first"] and not second["breadth_first"]
+    assert first["step_seconds"] < second["step_seconds"] == found["torch"]["certificate"]["step_seconds"]
+    assert "LoopedBFS with 3 stages on each rank" in found["torch"]["launch"]["torch"]["script"]
+    assert not any(one["breadth_first"] for one in found["megatron-lm"]["candidates"])
+
+
+def test_breadth_first_order_needs_memory_for_all_its_micro_batches(capsys):
+    """69.3 MB in that order; 65 are room for 1F1B's."""
+    found = json.loads(holmes(capsys, *across("torch", "--limit", "memory=0.065GB"))[1].out)
+    assert not found["candidates"][0]["breadth_first"]
+    assert found["launch"]["torch"]["script"].count("Interleaved1F1B") <= 1
+
+
+def test_flags_of_torchtitan(capsys):
+    found = json.loads(holmes(capsys, *across("torchtitan", "--limit", "zero=1"))[1].out)
+    flags = found["launch"]["torchtitan"]["flags"]
+    given = dict(zip(flags, flags[1:]))
+    sizes = [int(given[f"--parallelism.{name}_degree"]) for name in (
+        "data_parallel_replicate", "data_parallel_shard", "pipeline_parallel", "tensor_parallel", "context_parallel")]
+    assert prod(sizes) == 8 and sizes[0] == 2, "two clusters of equal size: a replica in each"
+    assert given["--parallelism.pipeline_parallel_schedule"] in ("1F1B", "Interleaved1F1B", "LoopedBFS")
+
+
+def test_mesh_of_fsdp2(capsys):
+    status, said = holmes(capsys, *across("fsdp2")[:9])
+    assert status == 0 and "a mesh (replicate 2, shard 4), or one dimension and --holmes-fsdp hybrid" in said.out

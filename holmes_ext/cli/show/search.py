@@ -19,14 +19,14 @@ from holmes_ext.cli.show.training import Training, sizes_given
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.launch_flags import LIMITS
+from holmes_ext.patches.launch_flags import BREADTH_FIRST, LIMITS
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.search.arrangement import Ground
 from holmes_ext.plan.search.as_plan import given, plan_of, shape_of
 from holmes_ext.plan.search.proof import prove
-from holmes_ext.plan.search.ranking import rank, timed
+from holmes_ext.plan.search.ranking import rank, timed, with_breadth_first
 from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.search.search import search
 from holmes_ext.plan.search.space import Limits, parse_limits
@@ -89,6 +89,8 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         outcome, job = beside(outcome, job)
         if not outcome.interrupted:
             outcome = prove(rank(outcome), end - time.monotonic(), bar.proved)
+            if args.framework in BREADTH_FIRST:
+                outcome = with_breadth_first(outcome)
     plan = plan_of(outcome, outcome.best)
     if args.output:
         plan.save(args.output)

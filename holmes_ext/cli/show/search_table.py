@@ -75,6 +75,10 @@ def show(outcome: Outcome, args: argparse.Namespace, job: Training) -> None:
     screen.line(f"{counts} bound, {outcome.misfits} too large, {outcome.seconds:.1f} s")
     if ground.links.measured:
         screen.line(f"networks as holmes probe measured them: {', '.join(ground.links.measured)}")
+    if best.breadth_first:
+        before = next(one for one in outcome.candidates if not one.breadth_first)
+        text = f"breadth-first order (LoopedBFS): {best.step_s:.4g} s, {before.step_s:.4g} s without"
+        screen.line(f"{text}; the certificate is of 1F1B's orders", "bold")
     screen.line(f"best plan: {best.arrangement.describe(ground)}; layers of the stages: {split_text(best.split)}")
     for line in (*edge_lines(outcome, best), *thin_stages(outcome, best)):
         screen.line(line)
@@ -113,6 +117,8 @@ def _show_launches(screen: Screen, outcome: Outcome, args: argparse.Namespace, j
         screen.line("  " + shlex.join(launch.flags))
         if launch.config:
             screen.line(f"  ds_config.json: {json.dumps(launch.config)}")
+        if launch.script:
+            screen.line(f"  in the script: {launch.script}")
 
 
 def _table(screen: Screen, outcome: Outcome, rows: Sequence[tuple[str, Candidate]]) -> None:
@@ -257,6 +263,7 @@ def _row(one: Candidate, outcome: Outcome, ground: Ground) -> dict[str, Any]:
         **asdict(one.shape),
         "clusters": one.arrangement.describe(ground),
         "order": one.arrangement.order,
+        "breadth_first": one.breadth_first,
         "stage_layers": list(one.split),
         "reductions": list(one.reductions),
         "in_flight": list(one.in_flight),

@@ -7,6 +7,8 @@ for after that.
 
     1F1B         F F B F B F B B                 Narayanan et al. 2019 (PipeDream-flush); bubble (p - 1) / m of the work
     interleaved  the same, v chunks a stage      Narayanan et al. 2021 (arXiv 2104.04473, section 2.2); (p - 1) / (v m)
+    breadth      F F F F B B B B, chunk by chunk Lamy-Poirier 2022 (arXiv 2211.05953): gradients of a chunk are final
+    first                                        when all its backward passes are over, long before those of the first
 
 All in seconds, tuples by stage; transfer: of one activation over each edge between stages, as long as its gradient's
 way back.
@@ -78,9 +80,15 @@ def _held(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
     return found
 
 
-def passes(stage: int, stages: int, micro_batches: int, virtual: int = 1, held: int = 0) -> list[Pass]:
+def passes(
+    stage: int, stages: int, micro_batches: int, virtual: int = 1, held: int = 0, breadth_first: bool = False
+) -> list[Pass]:
     """Of one stage, in order: 1F1B, interleaved with `virtual` chunks a stage. held: micro-batches in flight, where
-    they are not 1F1B's stages - stage."""
+    they are not 1F1B's stages - stage. breadth_first: all micro-batches of a chunk before the next chunk (torch's
+    ScheduleLoopedBFS, whose backward takes them in the opposite order: that changes no time)."""
+    if breadth_first:
+        each = [(kind, chunk) for kind in "FB" for chunk in range(virtual)[:: 1 if kind == "F" else -1]]
+        return [(kind, micro_batch, chunk) for kind, chunk in each for micro_batch in range(micro_batches)]
     if virtual == 1:
         total, ahead = micro_batches, min((held or stages - stage) - 1, micro_batches)
     elif micro_batches % stages:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
+from holmes_ext.plan.cost import memory as of_memory
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.cost.workload import StageLoad
 from holmes_ext.plan.search.result import Candidate, Certificate, Outcome
@@ -28,12 +29,14 @@ WORK = 60_000
 
 
 def execution_of(
-    outcome: Outcome, shape: Shape, split: Sequence[int], reductions: Sequence[str], in_flight: Sequence[int] = ()
+    outcome: Outcome, shape: Shape, split: Sequence[int], reductions: Sequence[str], in_flight: Sequence[int] = (),
+    breadth_first: bool = False,
 ) -> Execution:
     """How a candidate is simulated; reductions, in_flight (micro-batches under way): of its stages."""
     two_level = "two-level" in reductions
     return Execution(
         virtual=shape.virtual,
+        breadth_first=breadth_first,
         stage_layers=tuple(split) if shape.virtual == 1 else (),
         in_flight=tuple(in_flight),
         overlap=outcome.reducing or ("on" if outcome.overlap else "off"),
@@ -47,8 +50,8 @@ def job_of(outcome: Outcome, candidate: Candidate, hides: bool = True) -> JobSte
     """One step of `candidate`, to be simulated; hides: as it is, or with the framework's own schedule."""
     shape, ground = candidate.shape, outcome.ground
     costs, model = outcome.costs(candidate, sharded=False), shape.model(outcome.model)
-    held = costs.in_flight(candidate.split) if hides else ()
-    execution = execution_of(outcome, shape, candidate.split, candidate.reductions, held)
+    held = costs.in_flight(candidate.split) if hides and not candidate.breadth_first else ()
+    execution = execution_of(outcome, shape, candidate.split, candidate.reductions, held, candidate.breadth_first)
     nodes, sizes = candidate.arrangement.nodes(ground), shape.sizes(candidate.arrangement.order)
     pipelines = ground.remember(
         ("pipelines", nodes, sizes), lambda: Pipelines(ground.site, nodes, sizes.complete(ground.world), ground.only))
@@ -114,3 +117,28 @@ def rank(outcome: Outcome, count: int = COUNT) -> Outcome:
     least = min([outcome.left_s, *(one.least_s for one in rest)], default=inf)
     certificate = Certificate(ranked[0].simulated_s, min(least, ranked[0].simulated_s))
     return replace(outcome, candidates=[*ranked, *rest], simulated=certificate)
+
+
+def with_breadth_first(outcome: Outcome) -> Outcome:
+    """`outcome`, ranked, for a stack that has breadth-first order (arXiv 2211.05953): first the simulated candidate
+    that it makes faster than the best one, if there is one. The certificate still speaks of 1F1B's orders."""
+    piped = [one for one in outcome.candidates if one.simulated_s and one.shape.pipeline > 1]
+    found = [_in_breadth_first(outcome, one) for one in piped]
+    ahead = [replace(one, simulated_s=simulated(outcome, one).step_s) for one in found if one is not None]
+    best = min(ahead, key=lambda one: one.simulated_s, default=None)
+    if best is None or best.simulated_s >= outcome.best.step_s:
+        return outcome
+    return replace(outcome, candidates=[best, *outcome.candidates])
+
+
+def _in_breadth_first(outcome: Outcome, one: Candidate) -> Candidate | None:
+    """None where a stage has no memory for all micro-batches at once."""
+    shape, pricing = one.shape, outcome.pricing(one.shape)
+    sizes = []
+    for stage, (layers, used) in enumerate(zip(one.split, one.memory_bytes)):
+        now = of_memory.under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
+        now = one.in_flight[stage] if one.in_flight else now
+        sizes.append(used + pricing.memory(stage, layers).activations * (shape.micro_batches / now - 1))
+    if any(used > limit for used, limit in zip(sizes, one.limit_bytes)):
+        return None
+    return replace(one, breadth_first=True, in_flight=(), memory_bytes=tuple(sizes))

@@ -22,9 +22,9 @@ EQUAL = 1e-9
 @dataclass(frozen=True)
 class Candidate:
     """One plan. formula_s: its step in closed form; bound_s: no partition of it is faster in closed form; least_s: no
-    1F1B step of any partition takes less. simulated_s: of plan/simulate/step.py, 0 when it was not simulated.
-    memory_bytes, limit_bytes, reductions (the way of plan/cost/stages.py's StagePrice), and in_flight (micro-batches
-    under way, () under the framework's own schedule): by stage."""
+    1F1B step of any partition takes less. simulated_s: of plan/simulate/step.py, 0 when it was not simulated;
+    breadth_first: in that order (ranking.py). memory_bytes, limit_bytes, reductions (the way of plan/cost/stages.py's
+    StagePrice), and in_flight (micro-batches under way, () under the framework's own schedule): by stage."""
 
     shape: Shape
     arrangement: Arrangement
@@ -37,6 +37,7 @@ class Candidate:
     reductions: tuple[str, ...]
     simulated_s: float = 0.0
     in_flight: tuple[int, ...] = ()
+    breadth_first: bool = False
 
     @property
     def step_s(self) -> float:

@@ -8,13 +8,16 @@
     small ones  megatron: the gradients' norm among a pipeline's stages before the optimizer; both: the loss from the
                 last stage to the others at the step's end, who wait for it (a round trip between clusters)
     overlap     a layer's gradients are final in the last micro-batch's backward; full buckets leave at once, in that
-                order. Where they end is plan/cost/buckets.py's cut: GradientReducer's, or megatron-core's
+                order. Where they end is plan/cost/buckets.py's cut: GradientReducer's, or megatron-core's; chunks
+                of an interleaved stage (megatron-core's, torch's) share none
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from holmes_ext.plan.cost.buckets import bucket_bytes, cut
 from holmes_ext.plan.cost.model import Layer, Model
@@ -87,6 +90,7 @@ class Reductions:
         self.transfers: dict[Hashable, Transfer] = {}
         self._starts: dict[Tag, list[Hashable]] = {}  # what is posted to start a collective, where it is not its tag
         self._groups: dict[tuple[int, int], DataGroups] = {}  # by (kind, stage)
+        self._shards_of: dict[tuple[int, int], DataGroups] = {}  # over which ZeRO 2 and 3 shard
         self._leaving: dict[tuple[int, int], list[Leaving]] = {}
         for stage in range(self.stages):
             for groups in flows.pipelines.groups(stage):
@@ -121,7 +125,8 @@ class Reductions:
         limit: float = self.execution.bucket_bytes or bucket_bytes(fabric, groups.ranks, total)
         if two_level and not self.execution.bucket_bytes:
             limit = self.flows.summed(groups, self.execution.two_level == "direct")[1].chunk_bytes
-        return leaving(gradients, limit, self.execution.engine == "megatron")
+        chunks = [list(own) for _, own in groupby(gradients, lambda gradient: gradient.place[0])]  # each has its own
+        return [one for own in chunks for one in leaving(own, limit, self.execution.engine == "megatron")]
 
     def _make(self, groups: DataGroups) -> None:
         zero, spread = self.execution.zero, any(len(nodes) > 1 for nodes in groups.clusters.values())
@@ -139,17 +144,46 @@ class Reductions:
                 found, self._starts[tag] = self.flows.two_levels(groups, one.sizes, direct, most, tag)
                 self.transfers.update(found)
             else:
-                self._ring(groups, tag, one.sizes, 0.5 if scatter else 1.0)
+                self._ring(groups, tag, one.sizes, self.execution.scatter if scatter else 1.0)
             if zero:
                 self._ring(groups, ("gather", *tag[1:]), [self.weights * size for size in one.sizes], 0.5)
 
     def _make_shards(self, groups: DataGroups) -> None:
         """What ZeRO 2 and 3 send for every layer, in each micro-batch."""
+        hybrid = self.execution.replicas == "clusters" and len(groups.clusters) > 1
+        inside = [self._inside(groups, name) for name in groups.clusters] if hybrid else [groups]
+        for own in inside:
+            for kind in own.kinds:
+                self._shards_of[kind, groups.stage] = own
+        across = self._across(groups) if hybrid else None
         for layer in range(*self.ranges[groups.stage]):
-            of_layer, size = (groups.stage, groups.kinds, layer), sum(self.reduced[layer])
-            self._ring(groups, ("scatter", *of_layer), [size], 0.5)
-            for letter in "FB" if self.execution.zero == 3 else "":
-                self._ring(groups, ("weights", *of_layer, letter), [self.weights * size], 0.5)
+            size = sum(self.reduced[layer])
+            for own in inside:
+                of_layer = groups.stage, own.kinds, layer
+                self._ring(own, ("scatter", *of_layer), [size], self.execution.scatter)
+                for letter in "FB" if self.execution.zero == 3 else "":
+                    self._ring(own, ("weights", *of_layer, letter), [self.weights * size], 0.5)
+            if across is not None:
+                self._ring(across, ("across", groups.stage, groups.kinds, layer), [size / inside[0].ranks], 1.0)
+
+    def _inside(self, groups: DataGroups, cluster: str) -> DataGroups:
+        """The part of a group that lies in one cluster; where clusters are equal, of kinds that are in no other."""
+        nodes = groups.clusters[cluster]
+        kinds = tuple(kind for kind in groups.kinds if self.flows.pipelines.kinds[kind][groups.stage] in nodes)
+        assert kinds and len(set(groups.ranks_of.values())) == 1, "replicas are equal: boxes()"
+        members, alike = ({node: of[node] for node in nodes} for of in (groups.members, groups.alike))
+        ranks, clusters = sum(members.values()), {cluster: nodes}
+        return DataGroups(groups.stage, kinds, ranks, members, alike, clusters, groups.count, {})
+
+    @staticmethod
+    def _across(groups: DataGroups) -> DataGroups:
+        """The owners of one shard, a rank in each cluster; a node has as many such groups as ranks in `groups`."""
+        names, first = list(groups.clusters), [nodes[0] for nodes in groups.clusters.values()]
+        alike = {node: groups.alike[node] * groups.members[node] for node in first}
+        ring = Counter(zip(names, (*names[1:], names[0])))
+        shards = next(iter(groups.ranks_of.values()))
+        return DataGroups(groups.stage, groups.kinds, len(names), dict.fromkeys(first, 1), alike,
+                          {name: (node,) for name, node in zip(names, first)}, groups.count * shards, dict(ring))
 
     def _ring(self, groups: DataGroups, tag: Tag, sizes: Sequence[float], part: float) -> None:
         self.transfers[tag] = self.flows.ring(groups, sizes, part, tag[:3])
@@ -185,14 +219,16 @@ class Reductions:
         """along, of ZeRO 2 and 3: each layer's weights before it, its gradients after it, and both awaited."""
         needs: Operations = {}
         launches: Operations = {}
+        own, whole = self._shards_of[kind, stage], self._groups[kind, stage]
         for layer in range(*self.ranges[stage]):
-            of_layer = (stage, self._groups[kind, stage].kinds, layer)
+            of_layer = (stage, own.kinds, layer)
             if self.execution.zero == 3:
                 weights = (("weights", *of_layer, letter), micro_batch)
                 needs[layer] = [("post", weights), ("wait", weights, "gather", micro_batch)]
             if letter == "B":
-                scatter = (("scatter", *of_layer), micro_batch)
-                launches[layer] = [("post", scatter), ("wait", scatter, "reduce", micro_batch)]
+                tags = [("scatter", *of_layer), ("across", stage, whole.kinds, layer)]
+                each = [(tag, micro_batch) for tag in tags if tag in self.transfers]
+                launches[layer] = [op for tag in each for op in (("post", tag), ("wait", tag, "reduce", micro_batch))]
         return needs, launches
 
     def after(self, kind: int, stage: int) -> Iterator[Op]:

@@ -13,17 +13,20 @@ TWO_LEVELS = ("off", "rings", "direct")
 
 @dataclass(frozen=True)
 class Execution:
-    """virtual: chunks of a stage; above 1 the schedule is interleaved, else 1F1B. engine: whose sends, receives,
-    buckets and order of reductions. stage_layers: blocks of each stage (interleaved: of each virtual stage, chunk by
-    chunk), () for as even as can be. in_flight: micro-batches that each stage begins before its first backward ends,
-    where sends do not block (patches/deepspeed/edges.py); () for 1F1B as the engine has it.
+    """virtual: chunks of a stage; above 1 the schedule is interleaved, else 1F1B; breadth_first: that order instead
+    (plan/cost/pipeline.py). engine: whose sends, receives, buckets and order of reductions. stage_layers: blocks of
+    each stage (interleaved: of each virtual stage, chunk by chunk), () for as even as can be. in_flight: micro-batches
+    that each stage begins before its first backward ends, where sends do not block (patches/deepspeed/edges.py); () for
+    1F1B as the engine has it.
 
     overlap: of reductions with the last backward: "off", "first" (megatron's: the first stage in buckets, the others in
     one piece) or "on". bucket_bytes: 0 for plan/cost/buckets.py's rule. two_level: of groups that straddle clusters:
     "off", or how the steps inside clusters are made: "rings" (NCCL) or "direct" (gloo). zero: 0 to 3; 2 and 3 without a
     pipeline, where every micro-batch's gradients are scattered layer by layer, and (3) weights gathered before each
-    layer's forward and backward, while nothing is computed. gather_overlap: ZeRO-1's weights travel under the next
-    forward.
+    layer's forward and backward, while nothing is computed. scatter: what of an all-reduce's bytes a reduce-scatter
+    moves (gloo's is an all-reduce: 1). replicas: "clusters" where ZeRO 2 and 3 shard inside each cluster and all-reduce
+    each shard across (--holmes-fsdp hybrid), "" where over all ranks. gather_overlap: ZeRO-1's weights travel under the
+    next forward.
 
     cut: whether tensor ranks share out what crosses, and tied weights are summed in two levels, as holmes does it.
 
@@ -36,12 +39,15 @@ class Execution:
 
     engine: str = "megatron"
     virtual: int = 1
+    breadth_first: bool = False
     stage_layers: tuple[int, ...] = ()
     in_flight: tuple[int, ...] = ()
     overlap: str = "off"
     bucket_bytes: int = 0
     two_level: str = "off"
     zero: int = 0
+    scatter: float = 0.5
+    replicas: str = ""
     gather_overlap: bool = False
     buffer_bytes: int = 0
     block_s: float = 0.0
@@ -55,14 +61,17 @@ class Execution:
         for name, known in (("engine", ENGINES), ("overlap", OVERLAPS), ("two_level", TWO_LEVELS)):
             if getattr(self, name) not in known:
                 raise HolmesError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
+        if self.replicas not in ("", "clusters"):
+            raise HolmesError(f"replicas {self.replicas!r} is neither '' nor 'clusters'")
         if self.zero not in (0, 1, 2, 3):
             raise HolmesError(f"zero is {self.zero}; ZeRO's stages are 0, 1, 2 and 3")
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, float) and not 0 <= value < 1e9:
                 raise HolmesError(f"{item.name} is {value}; it must be 0 or more, and finite")
-        if self.in_flight and self.virtual > 1:
-            raise HolmesError(f"in_flight is {self.in_flight}, but an interleaved schedule has its own order")
+        if self.in_flight and (self.virtual > 1 or self.breadth_first):
+            schedule = "a breadth-first" if self.breadth_first else "an interleaved"
+            raise HolmesError(f"in_flight is {self.in_flight}, but {schedule} schedule has its own order")
         if self.virtual < 1 or self.cores < 0:
             raise HolmesError("virtual must be 1 or more and cores 0 or more")
 

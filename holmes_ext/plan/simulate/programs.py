@@ -16,13 +16,14 @@ Message = tuple[str, int, int]
 
 
 def program(
-    engine: str, stage: int, stages: int, micro_batches: int, virtual: int = 1, held: int = 0
+    engine: str, stage: int, stages: int, micro_batches: int, virtual: int = 1, held: int = 0,
+    breadth_first: bool = False,
 ) -> Iterator[Op]:
     """deepspeed: each operation waits until its message has gone or come, in TrainSchedule's order. megatron: 1F1B's
     pairs (send forward, receive backward and so on) are awaited together. async: receives are posted beforehand and
     awaited before use, sends by nobody (megatron's overlap_p2p_comm, its interleaved schedule here). held: as async,
-    with so many micro-batches in flight (patches/deepspeed/edges.py)."""
-    order, last = passes(stage, stages, micro_batches, virtual, held), stages * virtual - 1
+    with so many micro-batches in flight (patches/deepspeed/edges.py). breadth_first: as async, in that order."""
+    order, last = passes(stage, stages, micro_batches, virtual, held, breadth_first), stages * virtual - 1
 
     def comes(unit: Pass) -> list[Message]:
         """The message that a pass needs."""
@@ -40,7 +41,7 @@ def program(
             return [("a", place, micro_batch)] if place < last else []
         return [("g", place - 1, micro_batch)] if place else []
 
-    if virtual > 1 or engine == "async" or held:
+    if virtual > 1 or engine == "async" or held or breadth_first:
         yield from (("post", message) for unit in order for message in comes(unit))
         for unit in order:
             yield from (("wait", message) for message in comes(unit))

@@ -167,7 +167,7 @@ def _program(
     sums = {"F": costs.sums["forward_s"][stage], "B": costs.sums["backward_s"][stage]}
     yield from reductions.before(kind, stage)
     held = run.in_flight[stage] if run.in_flight else 0
-    for op in program(run.engine, stage, stages, micro_batches, run.virtual, held):
+    for op in program(run.engine, stage, stages, micro_batches, run.virtual, held, run.breadth_first):
         if op[0] in ("post", "wait"):
             message, place, micro_batch = op[1]
             sends, tag = (place + (message == "g")) % stages == stage, ((message, place, kind), micro_batch)

@@ -13,7 +13,7 @@ from holmes_ext.patches.megatron import p2p
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.layout import groups
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups import mailbox
+from holmes_ext.runtime.groups import mailbox, pairs
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process
 
@@ -36,9 +36,10 @@ def used(monkeypatch, site, plan, rank, ranks, ring, edges=False):
     monkeypatch.setattr(mailbox, "members_group", lambda members, purpose, **options: Group(members, rank, purpose))
     monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
     monkeypatch.setattr(session, "_active", Session(Options(), Process(0, 1, 0, 1, "", 0, ""), site, plan, rank))
-    monkeypatch.setattr(p2p, "members_group", lambda members, purpose, **options: Group(members, rank))
-    monkeypatch.setattr(p2p, "backend_of", lambda group: "nccl")
-    monkeypatch.setattr(p2p, "_timeout", lambda group, backend: None)
+    for module in (p2p, pairs):
+        monkeypatch.setattr(module, "members_group", lambda members, purpose, **options: Group(members, rank))
+        monkeypatch.setattr(module, "backend_of", lambda group: "nccl")
+        monkeypatch.setattr(module, "options_of", lambda group: {})
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: list(group.ranks))
     group, over = Group(ranks, rank), []
 

@@ -82,6 +82,32 @@ def test_interleaving_divides_the_bubble_by_the_chunks(stages, micro_batches, vi
     assert step.step_s / work - 1 == pytest.approx((stages - 1) / (virtual * micro_batches))
 
 
+@pytest.mark.parametrize("stages,micro_batches,virtual", [(2, 4, 2), (4, 8, 1), (4, 6, 3)])
+def test_breadth_first_has_the_same_bubble(stages, micro_batches, virtual):
+    costs = flat_costs(stages, stages * virtual, micro_batches)
+    step = simulate(one_node(stages), ["a0"], Sizes(pipeline=stages), model(stages * virtual, micro_batches),
+                    Execution(virtual=virtual, breadth_first=True, parameter_s=0.0), costs=costs)
+    assert step.step_s / (3.0 * micro_batches * virtual) - 1 == pytest.approx((stages - 1) / (virtual * micro_batches))
+
+
+@pytest.mark.parametrize("virtual, least, most", [(4, 0.2, 0.35), (2, 0.45, 0.6)])
+def test_breadth_first_hides_the_reduction_of_all_but_the_first_chunk(virtual, least, most):
+    """Pipelines of 4 nodes inside clusters, replicas across: a stage's gradients cross, an eighth of its backward's
+    time for each layer, of which 1F1B's last backward hides one in eight."""
+    site, sizes, gpt = two_clusters(4, 4, ethernet="50Mb/s"), Sizes(pipeline=4, order="tp-cp-ep-pp-dp"), model(16, 8)
+    order = [node.name for node in site.nodes]
+    costs = replace(flat_costs(4, 16, 8, 0.05, 0.1), micro_batches=8)
+
+    def exposed(**options):
+        options = {"engine": "async", "parameter_s": 0.0, "overlap": "on", **options}
+        crossing, without = (
+            simulate(one, order, sizes, gpt, Execution(**options), costs=costs).step_s
+            for one in (site, two_clusters(4, 4, ethernet="1000Gb/s", fast="1000Gb/s")))
+        return crossing - without
+
+    assert least < exposed(virtual=virtual, breadth_first=True) / exposed() < most
+
+
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_every_micro_batch_passes_every_stage_once_and_in_order(virtual):
     for stage, stages in ((0, 4), (1, 4), (3, 4)):
@@ -328,6 +354,20 @@ def test_bytes_of_zero(zero, parts):
     sent = [value for (_, fabric, way), value in step.carried.items() if way == "out"]
     assert sent == pytest.approx([expected] * len(sent)) and sent
     assert step.causes["reduce_across"] == pytest.approx(8 * expected / 1e9, rel=0.05) and step.causes["bubble"] < 1e-9
+
+
+def test_bytes_of_shards_inside_clusters():
+    """By hand, for each of 2 + 2 ranks, 4 bytes a gradient and 2 a weight: inside, half of both weights' gathers and of
+    an all-reduce (gloo's reduce-scatter) twice; across, an all-reduce of two ranks of half the gradients."""
+    site, gpt = two_clusters(2, 2), model(micro_batches=1)
+    step = simulate(site, [node.name for node in site.nodes], Sizes(), gpt,
+                    Execution(zero=3, scatter=1.0, replicas="clusters"))
+    total = sum(layer.parameters for layer in gpt.costs())
+    sent = {fabric: value for (_, fabric, way), value in step.carried.items() if way == "out"}
+    assert sent == pytest.approx({"ethernet": 4 * total / 2, "a": (2 * 2 * total + 2 * 4 * total) / 2,
+                                  "b": (2 * 2 * total + 2 * 4 * total) / 2})
+    with pytest.raises(HolmesError, match="replicas"):
+        Execution(replicas="nodes")
 
 
 def test_experts_are_reduced_only_where_they_are_held():

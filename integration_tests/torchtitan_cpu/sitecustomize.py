@@ -1,0 +1,57 @@
+"""Lets torchtitan 0.2.2, which is written for accelerators, train on CPUs; nothing here knows of holmes. On PYTHONPATH.
+
+    torchtitan/models/moe/kernels.py     imports triton, which torch's CPU build does not bring: no expert runs here
+    torch.cpu                            lacks what a device module of an accelerator tells of names and memory
+    FSDPModule.set_gradient_divide_factor  makes sums PREMUL_SUM, which gloo does not know: divided before and after
+"""
+
+import collections
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+
+import wrapt
+
+KERNELS = "torchtitan.models.moe.kernels"
+
+
+class _Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name == KERNELS else None
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.generate_permute_indices = None
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+def _device_type(module):
+    module._get_available_device_type = lambda: "cpu"
+
+
+def _device(module):
+    module.get_device_name = lambda device=None: "cpu"
+    module.get_device_properties = lambda device=None: types.SimpleNamespace(name="cpu", total_memory=2**34)
+    module.memory_stats = lambda device=None: collections.defaultdict(int)
+    module.reset_peak_memory_stats = module.empty_cache = module.set_device = lambda device=None: None
+    module.current_device = lambda: 0
+
+
+def _fsdp(module):
+    own = module.FSDPModule.set_gradient_divide_factor
+
+    def divided(self, factor):
+        own(self, factor)
+        self.set_force_sum_reduction_for_comms(True)
+
+    module.FSDPModule.set_gradient_divide_factor = divided
+
+
+sys.meta_path.insert(0, _Kernels())
+wrapt.register_post_import_hook(_device_type, "torch._utils")
+wrapt.register_post_import_hook(_device, "torch.cpu")
+wrapt.register_post_import_hook(_fsdp, "torch.distributed.fsdp._fully_shard._fully_shard")

@@ -1,0 +1,119 @@
+"""How the buckets of a DistributedDataParallel are averaged: its comm hook's state (ddp.py puts it there)."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks
+
+
+class Buckets:
+    """How the buckets of one DistributedDataParallel are averaged; its comm hook's state.
+
+    all_reduce: what sums a flat tensor; clusters: [] where that is torch's. user: (state, hook) that the program
+    registered, and that reduces instead. power: PowerSGD across. wire: dtype that travels, None: the gradients'. CUDA:
+    the two levels run on streams of their own; a side stream waits for them and completes the future, so that neither
+    the backward pass nor the host does.
+    """
+
+    def __init__(self, ddp: Any, all_reduce: Any, clusters: list[list[int]]):
+        self._ddp, self._group = weakref.ref(ddp), ddp.process_group
+        self.all_reduce, self.clusters = all_reduce, clusters
+        self.user: tuple[Any, Any] | None = None
+        self.power: Any = None
+        self.registered = False  # the program has registered its hook
+        self.wire: Any = None
+        self.joining: Any = None  # the count of ranks that still have inputs, under join()
+        self.later: list[tuple[Any, ...]] | None = None  # of a pipeline's step: what finish() ends
+        self._sent: dict[int, Any] = {}
+        self._side: Any = None
+
+    def reduce(self, bucket: Any) -> Any:
+        """Start the average of `bucket`; the future of its buffer."""
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        ddp, flat = self._ddp(), bucket.buffer()
+        assert ddp is not None, "its reducer has called"
+        if flat.is_sparse or ddp.process_group is not self._group:  # another group: after _update_process_group()
+            return allreduce_hook(ddp.process_group, bucket)
+        sent = flat if self.wire is None else self._as_wire(bucket.index(), flat)
+        sent.div_(self._divisor(ddp))
+        try:
+            work = self.all_reduce(sent)
+        except RuntimeError as error:
+            raise HolmesError(self._failed(bucket.index(), error)) from error
+        if self.later is not None:
+            self.later.append((bucket.index(), work, sent, flat, bucket.parameters(), bucket.gradients()))
+            return _completed(flat)
+        if flat.is_cuda:
+            return self._completed_on_stream(work, sent, flat)
+
+        def store(done: Any) -> Any:
+            try:
+                done.value()
+            except RuntimeError as error:
+                raise HolmesError(self._failed(bucket.index(), error)) from error
+            return flat if sent is flat else flat.copy_(sent)
+
+        return work.get_future().then(store)
+
+    def finish(self) -> None:
+        """End what a pipeline's step has begun: DDP has gone on, and taken what it found in its buckets. On CUDA what
+        it copied meanwhile is copied anew, by the stream that has waited."""
+        for index, work, sent, flat, parameters, gradients in self.later or ():
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise HolmesError(self._failed(index, error)) from error
+            if sent is not flat:
+                flat.copy_(sent)
+            for parameter, gradient in zip(parameters, gradients):
+                if parameter.grad is not None and parameter.grad.data_ptr() != gradient.data_ptr():
+                    parameter.grad.copy_(gradient)
+
+    def _completed_on_stream(self, work: Any, sent: Any, flat: Any) -> Any:
+        """A future whose value the stream that asks for it waits for."""
+        import torch
+
+        if self._side is None:
+            self._side = torch.cuda.Stream(flat.device)
+        future: Any = torch.futures.Future(devices=[flat.device])
+        with torch.cuda.stream(self._side):
+            work.wait()
+            future.set_result(flat if sent is flat else flat.copy_(sent))
+        return future
+
+    def _as_wire(self, index: int, flat: Any) -> Any:
+        """`flat` as it travels, in the same buffer at every step (int8's residuals belong to a buffer)."""
+        import torch
+
+        kept = self._sent.get(index)
+        if kept is None or kept.numel() != flat.numel():
+            kept = self._sent[index] = torch.empty_like(flat, dtype=self.wire)
+        return kept.copy_(flat)
+
+    def _divisor(self, ddp: Any) -> int:
+        """The ranks of the group; under join(divide_by_initial_world_size=False) those that still have inputs."""
+        if self.joining is None or ddp._divide_by_initial_world_size:
+            return self._group.size()
+        self.joining.wait()
+        return int(self.joining.result()[0])
+
+    def _failed(self, index: int, error: RuntimeError) -> str:
+        from holmes_ext.runtime.watch.failure import describe_failure  # torch is there by now
+
+        ranks = group_ranks(self._group)
+        fabric = session.require().fabric_of(ranks, backend_of(self._group))
+        return describe_failure(f"DistributedDataParallel's bucket {index}", ranks, fabric, str(error))
+
+
+def _completed(flat: Any) -> Any:
+    """A future that has its value."""
+    import torch
+
+    future: Any = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+    future.set_result(flat)
+    return future

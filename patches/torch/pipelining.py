@@ -1,0 +1,164 @@
+"""torch.distributed.pipelining under a plan.
+
+    ranks      a mesh's outermost dimension "pp", or groups of every n-th rank: the plan's order puts its stages on
+               clusters; where another order of the ranks would keep more inside, one line says so
+    messages   schedules send over the pipeline's group, which is on Ethernet once it crosses: each pair of neighbours
+               gets a group of its own on what the two share (runtime/groups/pairs.py)
+    gradients  a stage in DistributedDataParallel reduces in the backward of its last micro-batch and waits for it at
+               that pass's end: before it sends its gradient on to the stage before, so the stages reduce one after
+               another, and before the backward passes of the rank's other stages. Here it goes on; all is awaited,
+               and scaled, at the end of the schedule
+
+Breadth-first order (LoopedBFS; arXiv 2211.05953) makes the gradients of a rank's later stages final long before those
+of its first: then only the first one's reduction is left to wait for. FSDP's stages (perform_reduce_grad) reduce and
+wait as torch does it: on streams of its own with NCCL, at once with gloo.
+
+Under NCCL (read, not run): torch launches a stage's all-reduces as its last backward makes its gradients, all ranks of
+a data-parallel group in the same order, since they run the same schedule. The pair groups keep the order of messages
+that the pipeline's group had in each direction of a pair.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.torch import ddp
+from holmes_ext.patches.torch.features import PIPELINING
+from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
+from holmes_ext.runtime import session
+from holmes_ext.runtime.groups.backend import group_ranks
+from holmes_ext.runtime.groups.grid import check_grid, tell
+from holmes_ext.runtime.groups.pairs import pair_groups
+
+#: Pipeline innermost but for tensor parallelism: each pipeline on neighbouring ranks.
+PIPELINES_FIRST = "tp-cp-ep-pp-dp"
+#: pipeline group -> the other's rank -> the pair's group.
+_pairs: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+#: Of the schedule that runs: stage -> what scales its gradients once they are reduced; None outside.
+_open: dict[Any, Callable[[], Any] | None] | None = None
+
+
+@with_session
+def _prepare(current, wrapped, instance, args, kwargs):
+    """_warmup_p2p(stages, ...): the first thing that all ranks of a pipeline do together."""
+
+    def call(stages, *rest, **more):
+        import torch.distributed as dist
+
+        group = stages[0].group or dist.group.WORLD
+        if group not in _pairs:
+            if (sizes := _sizes(current, group_ranks(group))) is not None:
+                check_grid(current, sizes)
+            _pairs[group] = pair_groups(current, group)
+        for stage in stages:
+            ddp.let_finish_later(stage.submod)
+        if text := _unreduced(instance, stages):
+            tell(current, text, once=text)
+        return wrapped(stages, *rest, **more)
+
+    return call(*args, **kwargs)
+
+
+def _sizes(current: session.Session, ranks: list[int]) -> Sizes | None:
+    """Complete sizes of the job whose pipelines are like `ranks`; None where those do not tell its grid."""
+    world, planned = current.plan.world_size, current.plan.sizes
+    if len(ranks) < 2 or world % len(ranks):
+        return None
+    if planned is not None and planned.group(ranks[0], "pp") == tuple(ranks):
+        return planned
+    orders = {world // len(ranks): DEFAULT_ORDER, 1: PIPELINES_FIRST}
+    order = orders.get(ranks[1] - ranks[0])
+    return Sizes(pipeline=len(ranks), order=order).complete(world) if order else None
+
+
+def _unreduced(schedule: Any, stages: Any) -> str:
+    """A line on torch's own gap; "" where there is none."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    modules = [stage.submod for stage in stages if isinstance(stage.submod, DistributedDataParallel)]
+    orders = getattr(schedule, "pipeline_order", {}).values()
+    passes = {action.computation_type.name for order in orders for action in order if action is not None}
+    if "BACKWARD_WEIGHT" not in passes or all(module.process_group.size() == 1 for module in modules):
+        return ""
+    name = type(schedule).__name__
+    return (f"{name} computes weight gradients where DistributedDataParallel's hooks do not see them: torch leaves them"
+            " unreduced, so replicas drift apart; use fully_shard")
+
+
+def _over_pairs(wrapped, instance, args, kwargs):
+    """_batch_p2p(p2p_ops, desc): those of each pair over its group; a batch has one group."""
+
+    def call(p2p_ops, *rest, **more):
+        if not p2p_ops or not (own := _pairs.get(p2p_ops[0].group)):
+            return wrapped(p2p_ops, *rest, **more)
+        import torch.distributed as dist
+
+        of_group = defaultdict(list)
+        for op in p2p_ops:
+            over = own.get(op.peer, op.group)  # a skip connection's ends are no neighbours
+            of_group[over].append(dist.P2POp(op.op, op.tensor, op.peer, over, op.tag))
+        return [work for ops in of_group.values() for work in wrapped(ops, *rest, **more)]
+
+    return call(*args, **kwargs)
+
+
+def _schedule(wrapped, instance, args, kwargs):
+    """_step_microbatches, of schedules of one stage on a rank and of several."""
+    global _open
+    own = getattr(instance, "_stages", None) or [instance._stage]
+    stages = own if instance._has_backward and session.active() is not None else ()
+    waiting = {stage: state for stage in stages if (state := ddp.begin_later(stage.submod))}
+    if not waiting:
+        return wrapped(*args, **kwargs)
+    _open = dict.fromkeys(waiting)
+    try:
+        result = wrapped(*args, **kwargs)
+        for stage, state in waiting.items():
+            state.finish()
+            if (scale := _open[stage]) is not None:
+                scale()
+    finally:
+        _open = None
+        for state in waiting.values():
+            state.later = None
+    return result
+
+
+def _reduce_grad(wrapped, instance, args, kwargs):
+    """perform_reduce_grad(grad_scale_factor), which divides gradients by the number of micro-batches."""
+    if _open is None or instance not in _open:
+        return wrapped(*args, **kwargs)
+    _open[instance] = lambda: wrapped(*args, **kwargs)
+    return None
+
+
+_SCHEDULES = "torch.distributed.pipelining.schedules"
+
+PATCHES = (
+    Patch(
+        PIPELINING, f"{_SCHEDULES}:_PipelineSchedule._warmup_p2p",
+        "the pair groups are made where a pipeline's ranks first meet", _prepare, parameters=("stages",),
+    ),
+    Patch(
+        PIPELINING, f"{_SCHEDULES}:_batch_p2p",
+        "all goes over the pipeline's group, which is on Ethernet as soon as it crosses clusters", _over_pairs,
+        parameters=("p2p_ops",),
+    ),
+    *(
+        Patch(
+            PIPELINING, f"{_SCHEDULES}:{schedule}._step_microbatches",
+            "a stage's reduction is awaited before the pipeline goes on", _schedule,
+        )
+        for schedule in ("ScheduleGPipe", "Schedule1F1B", "_PipelineScheduleRuntime")
+    ),
+    Patch(
+        PIPELINING, "torch.distributed.pipelining.stage:_PipelineStageBase.perform_reduce_grad",
+        "gradients are scaled as soon as a stage's last backward is over", _reduce_grad,
+        parameters=("grad_scale_factor",),
+    ),
+)  # fmt: skip

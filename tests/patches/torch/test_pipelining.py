@@ -1,0 +1,179 @@
+"""torch.distributed.pipelining over two clusters of two: the same weights as stock's under every schedule, messages
+over the pairs' groups, and reductions that end with the schedule."""
+
+import io
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from clusters import site
+from ranks import RankError, run_ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.nn.parallel import DistributedDataParallel
+
+from holmes_ext.options import Options, options_from
+from holmes_ext.patches import registry
+from holmes_ext.patches.torch import ddp as ddp_patches
+from holmes_ext.patches.torch import pipelining
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.sizes import parse_sizes
+from holmes_ext.runtime import session
+from holmes_ext.runtime.start.launcher import Process
+
+MICRO_BATCHES = 4
+CLUSTERS = ("a ib 100Gb/s a[0-1]", "b roce 100Gb/s b[0-1]")
+
+
+@contextmanager
+def holmes(rank, clusters=CLUSTERS, sizes="", features=("pipelining", "ddp")):
+    here = site(*clusters)
+    planned = parse_sizes(sizes, "the test").complete(4) if sizes else None
+    options = options_from(sizes=sizes) if sizes else Options()
+    current = session.Session(options, Process(rank, 4, 0, 1, "", 0, "test"), here, build_plan(here, planned), rank)
+    session.set_active(current)
+    registry().enable(list(features), required=True)
+    try:
+        yield current
+    finally:
+        registry().undo()
+        session.set_active(None)
+        pipelining._pairs.clear()  # a mesh's dimension over all ranks is the default group, which the next case has too
+
+
+def make(index, stages, mesh, data, options):
+    torch.manual_seed(index)
+    module = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 48))
+    if data == "ddp":
+        module = DistributedDataParallel(module, process_group=mesh["dp"].get_group(), **options)
+    elif data == "fsdp":
+        module = fully_shard(module, mesh=mesh["dp"])
+    message = torch.empty(8 // MICRO_BATCHES, 48, requires_grad=True)  # torch 2.13 must not try out DDP's forward
+    return PipelineStage(module, index, stages, torch.device("cpu"), message if index else message.detach(), message,
+                         group=mesh["pp"].get_group())
+
+
+def train(pipeline, schedule, chunks=1, data="ddp", order=("pp", "dp"), options=None, steps=3, hook=None):
+    """Weights after some steps. The group of this rank's pipeline, and those of its data-parallel stages."""
+    sizes = {"pp": pipeline, "dp": dist.get_world_size() // pipeline}
+    mesh = init_device_mesh("cpu", tuple(sizes[name] for name in order), mesh_dim_names=order)
+    place, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    count = pipeline * chunks
+    stages = [make(index, count, mesh, data, options or {}) for index in range(place, count, pipeline)]
+    if hook:
+        for stage in stages:
+            stage.submod.register_comm_hook(stage.submod.process_group, hook)
+    cls = schedules.get_schedule_class(schedule)
+    single = issubclass(cls, schedules.PipelineScheduleSingle)
+    run = cls(stages[0] if single else stages, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+    weights = [p for stage in stages for p in stage.submod.parameters()]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + replica)
+        x, y = torch.randn(2, 8, 48, generator=generator)
+        given = {"target": y, "losses": []} if stages[-1].is_last else {}
+        run.step(*([x] if stages[0].is_first else []), **given)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return [getattr(p, "_local_tensor", p).detach().clone() for p in weights], stages
+
+
+def both(rank, *args, clusters=CLUSTERS, **more):
+    stock, _ = train(*args, **more)
+    with holmes(rank, clusters):
+        ours, stages = train(*args, **more)
+        pairs = {peer: dist.get_process_group_ranks(group) for peer, group in
+                 pipelining._pairs[stages[0].group].items()}
+    difference = max(float((a - b).abs().max()) for a, b in zip(stock, ours, strict=True))
+    return difference, pairs
+
+
+#: name -> (arguments of train, its options)
+CASES = {
+    "1F1B": ((2, "1F1B"), {}),
+    "four stages": ((4, "1F1B"), {"data": ""}),
+    "four stages in one cluster": ((4, "1F1B"), {"data": "", "clusters": ("a ib 100Gb/s a[0-3]",)}),
+    "interleaved": ((2, "Interleaved1F1B", 2), {}),
+    "breadth first": ((2, "LoopedBFS", 2), {}),
+    "replicas across": ((2, "LoopedBFS", 2), {"order": ("dp", "pp")}),
+    "gradients as views": ((2, "LoopedBFS", 2), {"options": {"gradient_as_bucket_view": True}}),
+    "unused parameters": ((2, "LoopedBFS", 2), {"options": {"find_unused_parameters": True}}),
+    "a hook of the program's": ((2, "LoopedBFS", 2), {"hook": default_hooks.fp16_compress_hook}),
+    "FSDP": ((2, "LoopedBFS", 2), {"data": "fsdp"}),
+    "zero bubble": ((4, "InterleavedZeroBubble", 2), {"data": "fsdp"}),
+}
+
+
+def all_cases(rank):
+    sys.stderr = io.StringIO()
+    return {name: both(rank, *args, **more) for name, (args, more) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_ranks(all_cases, 4, timeout_s=240)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_stock_s(results, name):
+    assert all(of_rank[name][0] < 1e-6 for of_rank in results)
+
+
+def test_pairs_of_stages_have_groups_where_one_is_inside_a_cluster(results):
+    assert [of_rank["four stages"][1] for of_rank in results] == [
+        {1: [0, 1], 3: [0, 3]}, {0: [0, 1], 2: [1, 2]}, {1: [1, 2], 3: [2, 3]}, {0: [0, 3], 2: [2, 3]}]
+    assert all(of_rank["four stages in one cluster"][1] == {} for of_rank in results)
+
+
+def scaled_at(rank, args):
+    """(what happened in a step), in order: a reduction that starts, ends, a stage's backward."""
+    events = []
+    with holmes(rank):
+        buckets = ddp_patches.Buckets
+        reduce, finish, backward = buckets.reduce, buckets.finish, PipelineStage.backward_one_chunk
+        buckets.reduce = lambda self, bucket: events.append("reduce") or reduce(self, bucket)
+        buckets.finish = lambda self: events.append("finish") or finish(self)
+        PipelineStage.backward_one_chunk = lambda self, *a, **k: events.append(
+            f"backward {self.stage_index}") or backward(self, *a, **k)
+        train(*args, order=("dp", "pp"), steps=2)
+        buckets.reduce, buckets.finish, PipelineStage.backward_one_chunk = reduce, finish, backward
+    return events
+
+
+def test_breadth_first_reductions_end_with_the_schedule():
+    events = run_ranks(scaled_at, 4, (2, "LoopedBFS", 2))[0]
+    passes = ["backward 2"] * 4 + ["reduce"] + ["backward 0"] * 4 + ["reduce"]
+    assert events == [*passes, *passes, "finish", "finish"], "the hooks are in place from the first step on"
+
+
+def test_1f1b_s_reductions_end_with_the_schedule_too():
+    events = run_ranks(scaled_at, 4, (2, "1F1B"))[0]
+    assert events == [*["backward 0"] * 4, "reduce", *["backward 0"] * 4, "reduce", "finish"]
+
+
+def planned(rank, order, sizes, schedule=(2, "1F1B")):
+    said = sys.stderr = io.StringIO()
+    with holmes(rank, sizes=sizes):
+        train(*schedule, order=order, steps=1)
+    return said.getvalue()
+
+
+def test_gradients_that_torch_leaves_unreduced_are_told():
+    told = run_ranks(planned, 4, ("pp", "dp"), "", (2, "InterleavedZeroBubble", 2))[0]
+    assert told.count("torch leaves them unreduced") == 1
+
+
+def test_an_order_that_straddles_is_told_with_the_way_out():
+    assert run_ranks(planned, 4, ("pp", "dp"), "")[0] == ""
+    told = run_ranks(planned, 4, ("dp", "pp"), "")[0]
+    assert "2 data groups straddle clusters" in told and "--holmes-sizes pipeline=2,order=tp-cp-ep-pp-dp" in told
+
+
+def test_other_sizes_than_planned_are_refused():
+    with pytest.raises(RankError, match="pipeline"):
+        run_ranks(planned, 4, ("pp", "dp"), "pipeline=4")
