@@ -12,6 +12,7 @@ from typing import Any
 
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.doctor.command import split_command
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import state
 from holmes_ext.lab.lab import Lab
@@ -19,6 +20,9 @@ from holmes_ext.lab.measure import CrossingRow, LinkRow, measure
 from holmes_ext.lab.process.ranks import interleave
 from holmes_ext.units import format_rate, format_seconds
 
+#: Commands that start the processes of a job.
+LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed", "srun", "mpirun", "mpiexec",
+             "accelerate")
 QUIET_TAIL = 20  # lines that --quiet shows of a rank that failed
 
 
@@ -66,6 +70,7 @@ def _run(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise HolmesError("holmes lab run: no command; write it after --, for example: -- python train.py")
+    refuse_launcher(command)
     env = dict(_key_value(text) for text in args.env)
     order = interleave(spec) if args.interleave else args.order.split(",") if args.order else None
     preload = args.preload.split(",") if args.preload else ()
@@ -81,6 +86,22 @@ def _run(args: argparse.Namespace) -> int:
     elif result.first_failed is not None:
         printer.failed(result.first_failed, result.returncode, result.lines)
     return result.returncode
+
+
+def refuse_launcher(command: Sequence[str]) -> None:
+    """HolmesError for a launcher that would start a job of its own on every node of the lab. torchrun with --nnodes is
+    an agent of one job, which may be meant."""
+    words = [Path(word).name for word in command]
+    known = next((name for name in LAUNCHERS if name in words[:3]), "")
+    if not known or "torch" in known and any(word.startswith(("--nnodes", "--nnode-")) for word in words):
+        return
+    try:
+        said = split_command(command)
+        script = " ".join(["python", *([said.script] if said.script else ["-m"]), *said.arguments])
+    except HolmesError:
+        script = "python train.py"
+    raise HolmesError(f"holmes lab run starts every process itself, as a launcher does; {known} in it would make a job of"
+                      f" its own on each node. Without it: holmes lab run --cluster ... [--processes N] -- {script:.200}")
 
 
 def _labels(lab: Lab, spec: SiteSpec, order: Sequence[str] | None, processes: int | None) -> list[str]:

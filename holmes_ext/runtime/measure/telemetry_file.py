@@ -27,6 +27,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from holmes_ext.cluster.node_report import lab_scale
 from holmes_ext.runtime.measure.telemetry import Op, Recorder, union_s
 from holmes_ext.runtime.session import Session
 
@@ -163,15 +164,16 @@ class Writer:
 
 def open_writer(current: Session, run: str, recorder: Recorder) -> Writer:
     """This rank's, in the folder `run` below --holmes-telemetry's; OSError when it cannot be written."""
-    site, node, sizes = current.site, current.node, current.plan.sizes
+    site, node, sizes, scale = current.site, current.node, current.plan.sizes, lab_scale(os.environ)
     folder = Path(current.options.telemetry).absolute() / run
     head = {
         "run": run, "rank": current.rank, "world": current.process.world_size, "node": node.name,
         "cluster": node.cluster, "wall": time.time(),
         "sizes": {axis: getattr(sizes, axis) for axis in _AXES} if sizes else None,
-        "fabrics": {fabric.name: [fabric.kind, fabric.rate_bps] for fabric in site.fabrics},
+        **({"scale": scale} if scale != 1 else {}),
+        "fabrics": {fabric.name: [fabric.kind, round(fabric.rate_bps * scale)] for fabric in site.fabrics},
         "between": [
-            [one, two, min((hop.rate_bps for hop in hops if hop.rate_bps < inf), default=0),
+            [one, two, min((hop.rate_bps for hop in hops if hop.rate_bps < inf), default=0) * scale,
              sum(hop.latency_s for hop in hops)]
             for one, two in permutations(site.clusters, 2) if (hops := current.plan.wan.hops(one, two))
         ],

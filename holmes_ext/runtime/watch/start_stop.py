@@ -10,6 +10,7 @@ import time
 import uuid
 from typing import Any
 
+from holmes_ext.cluster.node_report import lab_scale
 from holmes_ext.runtime.measure import clock, telemetry
 from holmes_ext.runtime.measure.telemetry_file import Writer, open_writer
 from holmes_ext.runtime.session import Session
@@ -112,7 +113,7 @@ def _watchdog(current: Session, recorder: telemetry.Recorder, factor: float, flo
     first = plan.nodes.index(current.site.nodes[0].name) * plan.processes  # the rank that the launcher's rank 0 has now
     return Watchdog(
         recorder, factor, floor_s, connect=lambda: connect(process, 10.0), prefix=f"{current.round}/watchdog",
-        node_of=plan.node_of, rates={fabric.name: fabric.rate_bps for fabric in current.site.fabrics},
+        node_of=plan.node_of, rates={one.name: round(one.rate_bps * lab_scale(os.environ)) for one in current.site.fabrics},
         carried=lambda: nics.bytes_carried(current.node), host=None if process.agent_store else first,
     )  # fmt: skip
 
