@@ -96,7 +96,8 @@ def test_the_bare_install_asks_for_small_libraries_only(metadata):
 
 
 def test_extras(metadata):
-    assert set(metadata.metadata.get_all("Provides-Extra")) == {"deepspeed", "megatron", "lab", "plot", "test"}
+    extras = {"deepspeed", "megatron", "lab", "plot", "metrics", "docs", "test"}
+    assert set(metadata.metadata.get_all("Provides-Extra")) == extras
     requirements = {str(Requirement(line)) for line in metadata.requires}
     assert {'deepspeed>=0.14.4; extra == "deepspeed"', 'megatron-core>=0.11; extra == "megatron"'} <= requirements
     assert not any(Requirement(line).name == "torch" for line in metadata.requires)

@@ -48,7 +48,9 @@ Exit status: 0 nothing wrong (notes do not count), 1 a problem was found, 2 bad 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "doctor", help="check this machine, its environment and a command, without starting a job", description=__doc__,
+        "doctor", help="check this machine, its environment and a command, without starting a job",
+        description="Says what would keep this machine, its environment and a command from a job over several clusters."
+        " Nothing is started.",
         epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", metavar="FILE", help="cluster.toml: check the nodes and the command against it")
     parser.add_argument("--nodes", metavar="FILE", nargs="+", default=[],

@@ -20,10 +20,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from holmes_ext.cluster.keys import DEFAULT_LATENCY
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, Nic
 from holmes_ext.cluster.node_report import NodeReport, short_name
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site, fabrics_of_spec
-from holmes_ext.cluster.spec import DEFAULT_LATENCY, ClusterSpec, NodeOverride, SiteSpec
+from holmes_ext.cluster.spec import ClusterSpec, NodeOverride, SiteSpec
 from holmes_ext.cluster.sysfs.node import select
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate

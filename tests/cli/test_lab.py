@@ -28,7 +28,7 @@ def parse(tmp_path):
         (["run", "--cluster", "FILE", "--env", "X", "--", "true"], "--env: 'X'"),
         (["run", "--cluster", "FILE", "--scale", "0", "--", "true"], "--scale"),
         (["run", "--cluster", "FILE", "--", "torchrun", "--nproc-per-node", "2", "t.py", "--x"], "-- python t.py --x$"),
-        (["run", "--cluster", "FILE", "--", "python", "-m", "torch.distributed.run", "t.py"], "would make a job of its own"),
+        (["run", "--cluster", "FILE", "--", "python", "-m", "torch.distributed.run", "t.py"], "a job of its own"),
         (["run", "--cluster", "FILE", "--", "/usr/bin/deepspeed", "--num_gpus", "2", "t.py"], "-- python t.py$"),
         (["measure", "--cluster", "no.toml"], "no.toml"),
     ],
