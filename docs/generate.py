@@ -1,34 +1,47 @@
-"""Writes what the pages take from the code and from benchmarks/results: between <!-- generated: NAME --> and its end.
+"""Writes what the pages take from the code and from benchmarks/results, between <!-- generated: NAME --> and
+<!-- /generated -->; and what a `holmes` command prints, below the command between <!-- run --> and <!-- /run -->.
 
     .venv/bin/python docs/generate.py            rewrites the blocks of README.md and docs/*.md
     .venv/bin/python docs/generate.py --check    status 1, and the blocks that differ, when there are any
 
-tests/test_docs.py checks the same. Blocks are the functions of BLOCKS; results() is a page of the site alone (hooks.py).
+tests/test_docs.py checks the same, commands under <!-- run: slow --> with HOLMES_TEST_FULL=1 only. Blocks are the
+functions of BLOCKS; results() is a page of the site alone (hooks.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import contextlib
 import inspect
+import io
 import json
+import os
 import re
+import shlex
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import holmes_ext
-from holmes_ext.cli.main import COMMANDS, parser_of
+from holmes_ext.cli.main import COMMANDS, main, parser_of
 from holmes_ext.cluster.keys import KEYS
 from holmes_ext.cluster.spec import VERSIONS
 from holmes_ext.options import HELP, VARIABLES, Options, flag, variable
 from holmes_ext.patches import all_patches
+from holmes_ext.plan import plan
+from holmes_ext.runtime.measure import telemetry_file
 from holmes_ext.runtime.watch.metrics import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- /generated -->)", re.DOTALL)
+_RUN = re.compile(r"(<!-- run(?:: (slow))? -->\n((?:    .*\n)+?)\n)(.*?)(<!-- /run -->)", re.DOTALL)
+#: How long a search took here, which no page says.
+_TOOK = re.compile(r"^(\d+ shapes, .*), [\d.]+ s$")
+#: Characters of a line of a command's output; a longer one is cut, and ends in dots.
+_COLUMNS, _CUT = 110, 150
 #: Where a flag has a page of its own.
 PAGES = {
     "cluster": "clusters.md", "plan": "plan.md", "partition": "plan.md#layers-of-each-stage", "metrics": "metrics.md",
@@ -131,7 +144,8 @@ def public() -> str:
             own = [one for one in vars(value) if not one.startswith("_")]
             lines.append(f"- `{name}`" + (f": `{', '.join(sorted(own))}`" if own else ""))
         else:
-            lines.append(f"- `{name}{str(inspect.signature(value)).replace(chr(39), '')}`" if callable(value) else f"- `{name}`")
+            signature = str(inspect.signature(value)).replace("'", "") if callable(value) else ""
+            lines.append(f"- `{name}{signature}`")
     lines += ["\n## Flags and variables\n", f"`--holmes`, {', '.join(f'`{flag(name)}`' for name in HELP)};",
               f"{', '.join(f'`{variable(name)}`' for name in HELP)}, {', '.join(f'`{name}`' for name in VARIABLES)}"]
     lines += ["\n## Commands and their options\n"]
@@ -139,9 +153,7 @@ def public() -> str:
         for parser in _parsers(parser_of(name)):
             words = sorted(word for one in parser._actions for word in one.option_strings if word.startswith("--"))
             lines.append(f"- `{parser.prog}`: {', '.join(f'`{word}`' for word in words if word != '--help')}")
-    versions = {name: getattr(importlib.import_module(f"holmes_ext.{module}"), attribute) for name, module, attribute in (
-        ("plan.json", "plan.plan", "VERSION"), ("telemetry's rank*.jsonl", "runtime.measure.telemetry_file", "VERSION"),
-    )}
+    versions = {"plan.json": plan.VERSION, "telemetry's rank*.jsonl": telemetry_file.VERSION}
     lines += ["\n## Files, and the versions that are read\n", f"- cluster.toml: {_numbers(VERSIONS)}; its keys:"
               f" {', '.join(f'`{key.table}{key.name}`' for key in KEYS)}"]
     lines += [f"- {name}: {_numbers(value)}" for name, value in versions.items()]
@@ -173,7 +185,8 @@ MEASURED = (
 
 
 def _ratio(rows: list[dict[str, Any]], scene: str, metric: str) -> str:
-    found = [row for row in rows if row["scene"] == scene and row["metric"] in (metric, metric.replace("holmes", "hybrid"))]
+    metrics = metric, metric.replace("holmes", "hybrid")
+    found = [row for row in rows if row["scene"] == scene and row["metric"] in metrics]
     return _spread(found[0], 2) if found else ""
 
 
@@ -191,7 +204,7 @@ def measured() -> str:
     lines = [(what, _ratio(_rows(file), scene, _STOCK), _ratio(_rows(file), scene, _BOUND))
              for what, file, scene in MEASURED]
     control = _row("two_clusters.json", "control: one cluster", "what holmes adds to a step")["value"]
-    error, worst = (_row("prediction.json", "31 lab scenes", f"{which} error")["value"] for which in ("median", "worst"))
+    error, worst = (_row("prediction.json", "31 lab scenes", what)["value"] for what in ("median error", "worst error"))
     lines.append(("one cluster, as control", f"step {100 * control:+.1f} %", ""))
     lines.append(("`holmes plan` against measured steps, 31 scenes", f"median error {100 * error:.1f} %",
                   f"worst {100 * worst:.1f} %"))
@@ -226,12 +239,34 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def renewed(text: str) -> str:
+def printed(command: str) -> str:
+    """What a `holmes` command line prints, run here in the folder of README.md."""
+    words, out = shlex.split(command), io.StringIO()
+    before, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), str(_COLUMNS)
+    folder = os.getcwd()
+    try:
+        os.chdir(ROOT)
+        with contextlib.redirect_stdout(out):
+            status = main(words[1:])
+    finally:
+        os.chdir(folder)
+        os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
+    assert words[0] == "holmes" and status == 0, f"{command}: status {status}"
+    lines = [_TOOK.sub(r"\1", line.rstrip()) for line in out.getvalue().splitlines()]
+    return "\n".join(line if len(line) <= _CUT else f"{line[:_CUT]} ..." for line in lines) + "\n"
+
+
+def renewed(text: str, slow: bool = True) -> str:
     """A page with its blocks as they should be."""
-    return _BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]]() + found[4], text)
+    def run(found: re.Match[str]) -> str:
+        if found[2] and not slow:
+            return found[0]
+        return found[1] + textwrap.indent(printed(textwrap.dedent(found[3])), "    ") + found[5]
+
+    return _RUN.sub(run, _BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]]() + found[4], text))
 
 
-def main(argv: list[str]) -> int:
+def write(argv: list[str]) -> int:
     old = {page: page.read_text() for page in pages()}
     changed = {page: text for page, before in old.items() if (text := renewed(before)) != before}
     for page, text in changed.items():
@@ -242,4 +277,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(write(sys.argv[1:]))

@@ -236,7 +236,7 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
             continue
         key = _BY_FLAG.get(name, "")
         if not key:
-            near = did_you_mean(name.removeprefix(f"{PREFIX}-"), NAMES, flag)
+            near = did_you_mean(name.removeprefix(f"{PREFIX}-"), [known.rstrip("_") for known in NAMES], flag)
             raise HolmesError(f"{name} is not a flag of holmes; {near}")
         if not equals:
             value = next(items, "--")

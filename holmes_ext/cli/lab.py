@@ -29,8 +29,8 @@ QUIET_TAIL = 20  # lines that --quiet shows of a rank that failed
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "lab", help="emulate the clusters of a cluster.toml on this machine",
-        description="Emulates the clusters of a cluster.toml on this machine: each node is a network namespace with NICs"
-        " of the file's rates. Needs root or user namespaces, and iproute2.")
+        description="Emulates the clusters of a cluster.toml on this machine: each node is a network namespace with"
+        " NICs of the file's rates. Needs root or user namespaces, and iproute2.")
     actions = parser.add_subparsers(dest="lab_action", required=True, metavar="ACTION")
 
     start = actions.add_parser(

@@ -47,9 +47,9 @@ def run(args: argparse.Namespace) -> int:
              fit.patch.feature.versions, fit.installed or "-", fit.state, fit.reason or fit.patch.reason)
             for fit in fits])
     else:
-        screen, of = Screen(), {fit.patch.feature.name: [] for fit in fits}
+        screen, of = Screen(), dict[str, list[Fit]]()
         for fit in fits:
-            of[fit.patch.feature.name].append(fit)
+            of.setdefault(fit.patch.feature.name, []).append(fit)
         screen.table(FEATURES, [_feature(group) for group in of.values()])
         screen.line(f"{len(fits)} functions of {len(of)} features; --all shows each with its reason", "dim")
         if any(fit.state == "unknown" for fit in fits):

@@ -43,8 +43,8 @@ _WORKLOAD = {  # field of Workload -> (option, what it is)
     "context_bytes": ("context-bytes", "passed around a context ring for one micro-batch on one stage"),
     "expert_bytes": ("expert-bytes", "sent by one rank in all-to-alls for one micro-batch on one stage"),
 }
-_ABOUT = """Says where each stage of a job should run, over which network, and what that is worth: for a training command
-after --, for sizes, or searched for a model."""
+_ABOUT = """Says where each stage of a job should run, over which network, and what that is worth: for a training
+command after --, for sizes, or searched for a model."""
 
 
 def add_parser(subparsers: Any) -> None:

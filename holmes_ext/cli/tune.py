@@ -1,8 +1,4 @@
-"""`holmes tune -- COMMAND`: run the job for a few steps, measure its stages, leave the plan to start the real run with.
-
-COMMAND is the whole command (torchrun ..., deepspeed ..., holmes lab run ...); it runs under holmes, ends by itself
-after the steps that are measured, and needs no flag. On several machines run it on each, with the same files.
-"""
+"""`holmes tune -- COMMAND`: a few measured steps of a job, and the plan to start the real run with."""
 
 from __future__ import annotations
 
@@ -19,9 +15,10 @@ from holmes_ext.options import STOP
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.profile import load_profile
 from holmes_ext.plan.search import partition as stages
-_ABOUT = """Runs the job for a few steps, measures its stages, and leaves the plan to start the real run with. COMMAND is
-the whole command (torchrun ..., deepspeed ..., holmes lab run ...); it runs under holmes, ends by itself after the steps
-that are measured, and needs no flag. On several machines run it on each, with the same files."""
+
+_ABOUT = """Runs the job for a few steps, measures its stages, and leaves the plan to start the real run with. COMMAND
+is the whole command (torchrun ..., deepspeed ..., holmes lab run ...); it runs under holmes, ends by itself after the
+steps that are measured, and needs no flag. On several machines run it on each, with the same files."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
