@@ -3,6 +3,8 @@
 import json
 import re
 import socket
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -119,9 +121,22 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch):
         port = taken.getsockname()[1]
         with pytest.raises(HolmesError, match=f"127.0.0.1:{port} cannot be listened on .Address already in use."):
             open_metrics(Options(metrics=f"127.0.0.1:{port}"), ALONE)
-    monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(HolmesError, match="not installed; pip install 'holmes_ext.metrics.'"):
         open_metrics(Options(metrics="9400"), ALONE)
+
+
+def test_a_port_that_is_taken_ends_the_job_with_status_2(tmp_path):
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        flags = ["--holmes", "--holmes-metrics", f"127.0.0.1:{taken.getsockname()[1]}"]
+        command = [sys.executable, "-m", "holmes_ext", str(tmp_path / "train.py"), *flags]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 2 and not ended.stdout, ended.stderr
+    assert ended.stderr.startswith("holmes: ") and ended.stderr.count("\n") == 1, ended.stderr
+    assert "cannot be listened on" in ended.stderr
 
 
 def test_one_rank_of_a_node_tells_and_nobody_by_default():
