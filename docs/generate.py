@@ -37,7 +37,7 @@ from holmes_ext.runtime.watch.metrics import FAMILIES
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- /generated -->)", re.DOTALL)
-_RUN = re.compile(r"(<!-- run(?:: (slow))? -->\n((?:    .*\n)+?)\n)(.*?)(<!-- /run -->)", re.DOTALL)
+_RUN = re.compile(r"(<!-- run(?:: (slow))? -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /run -->)", re.DOTALL)
 #: How long a search took here, which no page says.
 _TOOK = re.compile(r"^(\d+ shapes, .*), [\d.]+ s$")
 #: Characters of a line of a command's output; a longer one is cut, and ends in dots.
@@ -135,17 +135,39 @@ def commands() -> str:
     return "\n" + "\n".join(parts) + "\n"
 
 
+def _signature(name: str, value: Any) -> str:
+    return name + (str(inspect.signature(value)).replace("'", "") if callable(value) else "")
+
+
+def _public_names() -> Iterator[tuple[str, Any]]:
+    """(name, what it is); None for megatron.core's function, which only a job needs to load."""
+    for name in sorted(holmes_ext.__all__):
+        yield name, None if name == "initialize_model_parallel" else getattr(holmes_ext, name)
+
+
+def api() -> str:
+    """The docstrings of the public names, and of their public methods."""
+    parts = []
+    for name, value in _public_names():
+        methods = [(f"{name}.{one}", getattr(value, one)) for one in sorted(vars(value)) if not one.startswith("_")] \
+            if inspect.isclass(value) else []
+        parts.append(f"\n## {name}\n")
+        for title, each in [(name, value), *methods]:
+            said = inspect.getdoc(each) or "megatron.core.parallel_state's function, with its arguments: it switches" \
+                " holmes on where nothing else did, before the groups are made."
+            parts.append(f"```text\n{_signature(title, each)}\n\n{textwrap.indent(said, '    ')}\n```\n")
+    return "\n".join(parts) + "\n"
+
+
 def public() -> str:
     """What users, tests and scripts may rely on: a change of this list is a change of the contract."""
     lines = ["\n## Names of the package `holmes_ext`\n"]
-    for name in sorted(holmes_ext.__all__):
-        value = None if name == "initialize_model_parallel" else getattr(holmes_ext, name)  # that is megatron.core's
+    for name, value in _public_names():
         if inspect.isclass(value):
             own = [one for one in vars(value) if not one.startswith("_")]
             lines.append(f"- `{name}`" + (f": `{', '.join(sorted(own))}`" if own else ""))
         else:
-            signature = str(inspect.signature(value)).replace("'", "") if callable(value) else ""
-            lines.append(f"- `{name}{signature}`")
+            lines.append(f"- `{_signature(name, value)}`")
     lines += ["\n## Flags and variables\n", f"`--holmes`, {', '.join(f'`{flag(name)}`' for name in HELP)};",
               f"{', '.join(f'`{variable(name)}`' for name in HELP)}, {', '.join(f'`{name}`' for name in VARIABLES)}"]
     lines += ["\n## Commands and their options\n"]
@@ -232,7 +254,7 @@ def _result(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 BLOCKS = {one.__name__: one for one in (
-    flags, variables, features, cluster_keys, metrics, commands, public, measured)}
+    flags, variables, features, cluster_keys, metrics, commands, api, public, measured)}
 
 
 def pages() -> list[Path]:
