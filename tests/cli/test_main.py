@@ -45,7 +45,7 @@ def test_a_socket_that_breaks_is_no_closed_pipe(monkeypatch):
 
     monkeypatch.setattr(module, "_parse", parse)
     with pytest.raises(BrokenPipeError):
-        main([])
+        main(["discover"])
 
 
 def test_a_misspelt_command_is_named(capsys):
