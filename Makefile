@@ -2,6 +2,7 @@
 # make test   everything that is tested; make unit: what needs no emulated network
 # make stacks Hugging Face's Trainer, Accelerate, Lightning, torchtitan: installs them (600 MB) and runs their tests
 # make check  lint and types
+# make docs   the site of docs/ into build/site, strictly: a link to nothing, or a block that differs from the code, fails
 # make nccl   what only a GPU can show; writes nccl-report.json to send back (two nodes: NODE=0 or 1, MASTER_ADDR, CLUSTER)
 # make matrix the versions of the frameworks, each in an environment of its own (benchmarks/matrix.py)
 # make .venv  the environment that all use (Python 3.10 to 3.13; PYTHON=... chooses the interpreter)
@@ -14,7 +15,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-inp
 STAMP := .venv/installed
 TESTS := $(wildcard tests integration_tests)
 
-.PHONY: demo test unit nccl check matrix stacks .venv tools clean
+.PHONY: demo test unit nccl check docs matrix stacks .venv tools clean
 
 demo: tools .venv
 	$(BIN)/holmes demo
@@ -45,6 +46,11 @@ stacks: tools .venv
 check: .venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: .venv
+	@$(PIP) -c requirements/constraints.txt -r requirements/docs.txt
+	$(BIN)/python docs/generate.py --check
+	$(BIN)/python -m mkdocs build --strict
 
 # Every version of the frameworks that holmes supports: an hour or more, not part of `make test`.
 matrix: tools .venv

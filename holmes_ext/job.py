@@ -21,7 +21,7 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.outer import training
 from holmes_ext.runtime.start import launcher
 from holmes_ext.runtime.start.rank import Request, start
-from holmes_ext.runtime.watch import failure, start_stop
+from holmes_ext.runtime.watch import failure, metrics, start_stop
 
 #: Environment variables before activation, to be put back by disable().
 _before: dict[str, str | None] = {}
@@ -125,6 +125,7 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
     if config is not None:
         agreed["content of the --deepspeed_config file"] = config.digest
     joins: list[str] = []
+    told: metrics.Metrics | None = None
     request = Request(options, overlap=arguments.overlaps(options.overlap, argv))
     try:
         try:
@@ -134,6 +135,7 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
                 request.model = arguments.model_from_arguments(argv, needed=options.needs_model)
             joins = training.request(options)
             registry.enable_asked_for(options)
+            told = metrics.open_metrics(options, process)
         except HolmesError as error:
             trouble = trouble or error
         current, lines = start(request, process, agreed, trouble)
@@ -144,7 +146,9 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
             lines += ds_config.checked(config, current)
     except BaseException:
         registry.undo()
+        if told is not None:
+            told.close()
         raise
     if options.fsdp == "hybrid":
         atexit.register(fsdp.tell_unused, current)
-    banner.show(current, lines + start_stop.start(current))
+    banner.show(current, lines + start_stop.start(current, told))

@@ -10,6 +10,16 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.words import did_you_mean
 
 PREFIX = "--holmes"
+#: Variables of the environment that are no twins of flags, for users.
+VARIABLES = {
+    "HOLMES": "1: the same as `--holmes`; 0: off",
+    "HOLMES_DISABLE": "feature,...: leave these off (`holmes patches` lists the features)",
+    "HOLMES_NODE": "the name of this node, in place of its host name",
+    "HOLMES_SYSFS": "root of the /sys tree to read NICs from; `holmes lab` sets it",
+    "HOLMES_JOIN_TOKEN": "the token that `holmes join serve` printed",
+    "HOLMES_JOIN_TOKEN_FILE": "a file that holds it",
+    "HOLMES_JOIN_PORT": "the port on which local rank 0 listens for joined jobs; rank n takes the n-th after it",
+}
 PARTITIONS = ("uniform", "speed", "balanced")
 #: After --holmes-profile's file: end the job when it is written.
 STOP = ",stop"
@@ -72,6 +82,9 @@ class Options:
         " 0: no limit)")
     telemetry: str = _option(
         "", "DIR: where each rank writes what its steps and messages took; `holmes report DIR` shows it")
+    metrics: str = _option(
+        "", "PORT, HOST:PORT or FILE.prom: what the steps take and how the NICs are, for Prometheus, from one rank of"
+        " each node (extra `metrics`)")
     watchdog: str = _option(
         "5,10", "K or K,SECONDS: a step that takes over K times the median (and over SECONDS) is explained in one line"
         " while it hangs (default 5,10); or off")
@@ -105,6 +118,8 @@ class Options:
             "bucket": not 0.001 <= bucket <= 10_000 and "is not a number of megabytes from 0.001 to 10000",
             "watchdog": self.watchdog != "off" and not self.watchdog_limits
             and "is neither off nor K or K,SECONDS with K of 1.5 or more and SECONDS of 1 or more",
+            "metrics": self.metrics and not self.metrics.endswith(".prom") and not 0 < self.metrics_address[1] < 65536
+            and "is neither PORT nor HOST:PORT (1 to 65535) nor FILE.prom",
             "profile": self.profile and not 0 < self.profile_steps < 100_000
             and "is not a number of steps, 1 or more, nor N,FILE",
         }
@@ -118,6 +133,12 @@ class Options:
         factor, comma, floor = self.watchdog.replace(" ", "").partition(",")
         limits = _decimal(factor), _decimal(floor) if comma else 10.0
         return limits if 1.5 <= limits[0] <= 1e6 and 1 <= limits[1] <= 1e6 else None
+
+    @property
+    def metrics_address(self) -> tuple[str, int]:
+        """(host, port) to listen on; port 0 where the text has none."""
+        host, _, port = self.metrics.rpartition(":")
+        return host.strip("[]") or "0.0.0.0", int(port) if port.isdecimal() and len(port) < 6 else 0
 
     @property
     def profile_steps(self) -> int:
@@ -219,7 +240,7 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
             continue
         key = _BY_FLAG.get(name, "")
         if not key:
-            near = did_you_mean(name.removeprefix(f"{PREFIX}-"), NAMES, flag)
+            near = did_you_mean(name.removeprefix(f"{PREFIX}-"), [known.rstrip("_") for known in NAMES], flag)
             raise HolmesError(f"{name} is not a flag of holmes; {near}")
         if not equals:
             value = next(items, "--")

@@ -1,14 +1,19 @@
 """README.md and docs/: what they link to and name is there, and no flag or command is left out."""
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from jobs import FULL
 
 from holmes_ext.cli.main import COMMANDS
-from holmes_ext.options import NAMES, flag
+from holmes_ext.options import NAMES, flag, variable
 
 ROOT = Path(__file__).resolve().parents[1]
+_SPEC = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+generate = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(generate)
 FOLDERS = ("docs", "benchmarks", "examples", "integration_tests")
 PAGES = [ROOT / "README.md", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md")))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -46,7 +51,37 @@ def test_every_page_is_linked_from_the_readme():
     assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= set(linked)
 
 
+@pytest.mark.parametrize("page", generate.pages(), ids=lambda page: page.name)
+def test_what_is_generated_is_what_the_code_and_the_results_say(page):
+    """Flags, variables, features, commands, keys, metrics, the public list, README's figures, what commands print."""
+    text = page.read_text()
+    way_out = ".venv/bin/python docs/generate.py writes it; a change of docs/public.md belongs into CHANGELOG.md, too"
+    assert generate.renewed(text, slow=FULL) == text, way_out
+
+
 def test_every_flag_and_every_command_is_listed():
-    text = (ROOT / "docs" / "flags.md").read_text()
-    assert not [name for name in NAMES if f"| `{flag(name)}" not in text]
-    assert not [name for name in COMMANDS if f"| `holmes {name}" not in text]
+    flags, commands = ((ROOT / "docs" / name).read_text() for name in ("flags.md", "commands.md"))
+    assert not [name for name in (*map(flag, NAMES), *map(variable, NAMES)) if f"| `{name}`" not in flags]
+    assert not [name for name in COMMANDS if f"\n## holmes {name}" not in commands]
+
+
+def test_every_block_is_on_a_page_and_every_page_in_the_site():
+    texts = "".join(page.read_text() for page in generate.pages())
+    assert not [name for name in generate.BLOCKS if f"<!-- generated: {name} -->" not in texts]
+    listed = set(re.findall(r"[\w]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]))
+    assert listed == {path.name for path in (ROOT / "docs").glob("*.md")} | {"index.md", "results.md"}
+
+
+#: Words that a newcomer does not know -> where they are explained.
+TERMS = {"straddle": r"straddl\w+", "closed-form": r"closed form\w*", "two-levels": r"two[ -]levels?",
+         "certificate": r"certificate"}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", generate.pages(), ids=lambda page: page.name)
+def test_the_first_use_of_a_hard_word_is_linked(page):
+    text = re.sub(r"<!-- generated.*?<!-- /generated -->", "", page.read_text(), flags=re.DOTALL)
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith("    "))
+    for anchor, pattern in TERMS.items() if page.name != "glossary.md" else ():
+        first = re.search(pattern, prose)
+        link = re.search(rf"\[[^\]]*\]\((docs/)?glossary.md#{anchor}\)", prose)
+        assert not first or link and link.start() < first.end() < link.end(), (anchor, first)

@@ -67,7 +67,7 @@ def test_agreed_lists_every_option():
 def test_an_option_whose_name_is_a_word_of_python():
     assert parse_flags(["--holmes-try", "overlap"], {})[0].try_ == "overlap"
     assert parse_flags([], {"HOLMES_TRY": "overlap"})[0].try_ == "overlap"
-    with pytest.raises(HolmesError, match="known: .*--holmes-try,"):
+    with pytest.raises(HolmesError, match="did you mean --holmes-try"):
         parse_flags(["--holmes-tri", "overlap"], {})
     with pytest.raises(HolmesError, match="is not a flag"):
         parse_flags(["--holmes-try_", "overlap"], {})

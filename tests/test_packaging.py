@@ -9,7 +9,12 @@ from importlib.metadata import PathDistribution
 
 import pytest
 import venvs
+from jobs import full
 from packaging.requirements import Requirement
+
+from holmes_ext import __version__
+
+CLUSTER = str(venvs.ROOT / "examples" / "clusters" / "two_clusters_4.toml")
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +27,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def metadata(built):
-    return PathDistribution(zipfile.Path(built[1], "holmes_ext-0.1.0.dist-info/"))
+    return PathDistribution(zipfile.Path(built[1], f"holmes_ext-{__version__}.dist-info/"))
 
 
 @pytest.fixture(scope="module", params=["wheel", "editable"])
@@ -53,7 +58,8 @@ def test_what_is_released_can_be_built_and_uploaded(built, tmp_path):
     made = subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", sources], **options)
     assert made.returncode == 0, made.stdout + made.stderr
     files = sorted((tmp_path / "dist").iterdir())
-    assert [file.name for file in files] == ["holmes_ext-0.1.0-py3-none-any.whl", "holmes_ext-0.1.0.tar.gz"]
+    assert [file.name for file in files] == [
+        f"holmes_ext-{__version__}-py3-none-any.whl", f"holmes_ext-{__version__}.tar.gz"]
     checked = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], **options)
     assert checked.returncode == 0 and checked.stdout.count("PASSED") == 2, checked.stdout + checked.stderr
     assert zipfile.ZipFile(files[0]).namelist() == zipfile.ZipFile(built[1]).namelist()
@@ -75,7 +81,7 @@ def test_installed(python, built, tmp_path):
     site_packages = next(python.parent.parent.glob("lib/*/site-packages"))
     assert (site_packages / "holmes_ext.pth").read_text() == (built[0] / "holmes_ext.pth").read_text()
     result = venvs.run(python.parent / "holmes", "--version", cwd=tmp_path)
-    assert (result.returncode, result.stdout) == (0, "holmes_ext 0.1.0\n")
+    assert (result.returncode, result.stdout) == (0, f"holmes_ext {__version__}\n")
 
 
 def test_without_the_flag_nothing_of_holmes_is_imported(python, tmp_path):
@@ -96,10 +102,48 @@ def test_the_bare_install_asks_for_small_libraries_only(metadata):
 
 
 def test_extras(metadata):
-    assert set(metadata.metadata.get_all("Provides-Extra")) == {"deepspeed", "megatron", "lab", "plot", "test"}
+    extras = {"deepspeed", "megatron", "lab", "plot", "metrics", "docs", "test"}
+    assert set(metadata.metadata.get_all("Provides-Extra")) == extras
     requirements = {str(Requirement(line)) for line in metadata.requires}
     assert {'deepspeed>=0.14.4; extra == "deepspeed"', 'megatron-core>=0.11; extra == "megatron"'} <= requirements
     assert not any(Requirement(line).name == "torch" for line in metadata.requires)
+
+
+#: Extra -> what it brings, as it is imported.
+EXTRAS = {"deepspeed": "deepspeed", "megatron": "megatron.core", "lab": "psutil", "plot": "matplotlib",
+          "metrics": "prometheus_client", "docs": "mkdocs, material", "test": "pytest, scipy"}  # fmt: skip
+
+
+@full
+@pytest.mark.parametrize("extra", ["", *EXTRAS])
+@pytest.mark.parametrize("release", ["wheel", "sdist"])
+def test_a_release_installs_in_a_clean_environment(built, release, extra, tmp_path):
+    """As a user does, from an index: pip install FILE[extra], and the commands work. The sdist once, without extras."""
+    if release == "sdist" and extra:
+        pytest.skip("what differs is the build, not the extras")
+    file = built[1]
+    if release == "sdist":
+        made = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", str(tmp_path), str(built[0])]
+        subprocess.run(made, check=True, capture_output=True, env=venvs.clean_environ())
+        (file,) = tmp_path.glob("*.tar.gz")
+    python = venvs.make(tmp_path / "venv")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-input"]
+    torch = ["torch==2.13.0"] if extra in ("deepspeed", "megatron") else []  # or pip would take the CUDA build
+    subprocess.run([*pip, f"{file}[{extra}]" if extra else str(file), *torch], check=True, env=venvs.clean_environ())
+    imported = venvs.run(python, "-c", f"import {EXTRAS.get(extra, 'holmes_ext')}", cwd=tmp_path)
+    assert imported.returncode == 0, imported.stderr
+    for words in (["--version"], ["discover"], ["patches"], ["plan", "--cluster", CLUSTER, "--pipeline", "2"]):
+        done = venvs.run(python.parent / "holmes", *words, cwd=tmp_path)
+        assert done.returncode in (0, 1) and "Traceback" not in done.stderr, (words, done.stderr)
+
+
+def test_the_version_stands_in_one_place():
+    """And CHANGELOG.md says what is in it."""
+    said = re.compile(rf"(?<![\d.]){re.escape(__version__)}(?![\d.])")
+    folders = (*venvs.ROOT.glob("*.toml"), *venvs.ROOT.glob("*.py"), *(venvs.ROOT / "holmes_ext").rglob("*.py"))
+    assert [path.name for path in folders if said.search(path.read_text())] == ["__init__.py"]
+    newest = re.search(r"^## (\S+)", (venvs.ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest and newest[1] == __version__
 
 
 def test_every_requirement_has_one_pin():

@@ -13,6 +13,7 @@ from typing import Any
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.addresses import captured_addresses
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, KINDS, Nic
+from holmes_ext.cluster.node_report import lab_remark, sysfs_root
 from holmes_ext.cluster.sysfs.node import read_nics, select
 from holmes_ext.doctor.finding import Finding
 from holmes_ext.doctor.nics import DEFAULT_PREFIX, check_nics
@@ -49,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
         "discover", help="show the NICs of this node and which of them a job would use",
         description="Show the NICs of this node and which of them a job would use.",
         epilog=_EPILOG.replace("%", "%%"), formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sysfs", metavar="DIR", default="/sys",
+    parser.add_argument("--sysfs", metavar="DIR", default=sysfs_root(os.environ),
                         help="root of a /sys tree captured on another machine (how: see below), with its addresses "
                              "in DIR/ip_addr.json; default: this machine's")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -76,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     if default := [finding.about for finding in findings if finding.what == DEFAULT_PREFIX]:
         screen.line(f"note: {', '.join(default)}: InfiniBand subnet prefix {DEFAULT_SUBNET_PREFIX} is the default; two"
                     " clusters with this prefix cannot be told apart: say which nodes belong together in cluster.toml")
+    if remark := lab_remark(os.environ):
+        screen.line(f"note: {remark}")
     if no_addresses:
         missing = f"{args.sysfs} holds no ip_addr.json (write it there with `ip -j addr`)"
         screen.line(f"note: IP addresses are unknown: {missing}")

@@ -19,15 +19,15 @@ from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.addresses import captured_addresses, egress_interface, interface_addresses
 from holmes_ext.cluster.nccl import nccl_of_node
 from holmes_ext.cluster.nic import Nic
-from holmes_ext.cluster.node_report import NodeReport, node_identity, node_name
+from holmes_ext.cluster.node_report import NodeReport, lab_remark, node_identity, node_name, sysfs_root
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.cluster.sysfs.node import read_nics
 from holmes_ext.cluster.tcp import read_limits
 from holmes_ext.doctor import frameworks, nccl, variables
 from holmes_ext.doctor.command import check_command
 from holmes_ext.doctor.finding import Finding
-from holmes_ext.doctor.nics import check_hcas, check_nics, rdma_limits
-from holmes_ext.doctor.side_by_side import NodeCheck, compare, load_check
+from holmes_ext.doctor.nics import check_hcas, check_machine, check_nics, rdma_limits
+from holmes_ext.doctor.side_by_side import NodeCheck, compare, kind_of, load_check
 from holmes_ext.doctor.tcp import check_tcp
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
@@ -48,12 +48,14 @@ Exit status: 0 nothing wrong (notes do not count), 1 a problem was found, 2 bad 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "doctor", help="check this machine, its environment and a command, without starting a job", description=__doc__,
+        "doctor", help="check this machine, its environment and a command, without starting a job",
+        description="Says what would keep this machine, its environment and a command from a job over several clusters."
+        " Nothing is started.",
         epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", metavar="FILE", help="cluster.toml: check the nodes and the command against it")
     parser.add_argument("--nodes", metavar="FILE", nargs="+", default=[],
                         help="what `holmes doctor --json` printed on other nodes: compare them")
-    parser.add_argument("--sysfs", metavar="DIR", default=os.environ.get("HOLMES_SYSFS") or "/sys",
+    parser.add_argument("--sysfs", metavar="DIR", default=sysfs_root(os.environ),
                         help="root of a /sys tree (default: this machine's)")
     parser.add_argument("--check", action="store_true",
                         help="import the frameworks and check the real functions, not their source")
@@ -99,6 +101,7 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
     nics = read_nics(args.sysfs, None if captured else interface_addresses())
     findings = [*check_nics(nics), *check_hcas(args.sysfs)]
     findings += rdma_limits(nics) if live else []
+    findings += check_machine(nics, kind_of(node_name(os.environ), spec), live)
     findings += variables.check_variables(os.environ, nics)
     if spec and (spec.wan or spec.pairs):
         findings += check_tcp(spec, node_name(os.environ), read_limits(), os.environ)
@@ -154,6 +157,8 @@ def _print(together: Sequence[NodeCheck], differences: Sequence[Finding]) -> Non
         screen.line(Text("what NCCL would be given on this node:", "bold"))
         for line in together[0].nccl:
             screen.line(f"    {line}")
+    if remark := lab_remark(os.environ):
+        screen.line(f"note: {remark}")
     levels = Counter(finding.level for finding, names in owners.items() for _ in names)
     counts = ", ".join(f"{levels[level]} {level}{'s' * (levels[level] != 1)}" for level in ("problem", "note"))
     versions = ", ".join(f"{name} {version}" for name, version in together[0].versions.items())

@@ -31,17 +31,22 @@ COLUMNS = (
     Column("steps/s", right=True, drop=2), Column("sends", right=True, drop=3), Column("drift", right=True, drop=4),
     Column("heard, s ago", right=True, drop=1),
 )  # fmt: skip
+_ABOUT = "The meeting point of jobs that train one model together, each on a cluster of its own."
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "join", help="the meeting point of jobs that train one model together", description=__doc__, epilog=_EPILOG,
+        "join", help="the meeting point of jobs that train one model together", description=_ABOUT, epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
-    serve = actions.add_parser("serve", help="keep the meeting point (may be restarted: jobs come back by themselves)")
+    serve = actions.add_parser("serve", help="keep the meeting point (may be restarted: jobs come back by themselves)",
+                               description="Keeps the meeting point of joined jobs, on a machine that all reach. It may"
+                               " be restarted: jobs come back by themselves.")
     serve.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
     serve.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; 0: any, and say which")
-    status = actions.add_parser("status", help="who is in, which round, how fast, how late")
+    status = actions.add_parser("status", help="who is in, which round, how fast, how late",
+                                description="Which jobs are in, at which round, how fast and how late. Exit status 1"
+                                " when one is late or gone.")
     here = f"127.0.0.1:{PORT}"
     status.add_argument("where", metavar="HOST:PORT", nargs="?", default=here, help="of the meeting point")
     status.add_argument("--json", action="store_true", help="print JSON")

@@ -12,6 +12,7 @@ from typing import Any
 
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.doctor.command import split_command
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import state
 from holmes_ext.lab.lab import Lab
@@ -19,14 +20,25 @@ from holmes_ext.lab.measure import CrossingRow, LinkRow, measure
 from holmes_ext.lab.process.ranks import interleave
 from holmes_ext.units import format_rate, format_seconds
 
+#: Commands that start the processes of a job.
+LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed", "srun", "mpirun", "mpiexec",
+             "accelerate")
 QUIET_TAIL = 20  # lines that --quiet shows of a rank that failed
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser("lab", help="emulate the clusters of a cluster.toml on this machine")
+    parser = subparsers.add_parser(
+        "lab", help="emulate the clusters of a cluster.toml on this machine",
+        description="Emulates the clusters of a cluster.toml on this machine: each node is a network namespace with"
+        " NICs of the file's rates. Needs root or user namespaces, and iproute2.")
     actions = parser.add_subparsers(dest="lab_action", required=True, metavar="ACTION")
 
-    start = actions.add_parser("run", help="run a command once for each process, in network namespaces")
+    start = actions.add_parser(
+        "run", help="run a command once for each process of each node",
+        description="Runs COMMAND once for each process of each node, with torchrun's variables set: it takes the place"
+        " of torchrun. Exit status: that of the first process that failed, 124 after --timeout.",
+        epilog="holmes lab run --cluster examples/clusters/two_clusters_4.toml -- python train.py --holmes",
+        formatter_class=argparse.RawDescriptionHelpFormatter)
     _add_site(start)
     order = start.add_mutually_exclusive_group()
     order.add_argument("--order", metavar="a0,b0,...", help="nodes in the launcher's order (default: the file's)")
@@ -40,13 +52,18 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     start.add_argument("--logs", type=Path, metavar="DIR", help="write each rank's output to DIR/rankN.log")
     start.add_argument("--timeout", type=float, metavar="SECONDS", help="end the job after this time (status 124)")
     start.add_argument("--quiet", action="store_true", help="only rank 0's output; of others the end, when they fail")
-    start.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    start.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND",
+                       help="what every process runs: python train.py ARGUMENTS")
 
-    links = actions.add_parser("measure", help="achieved against configured bandwidth of every kind of link")
+    links = actions.add_parser(
+        "measure", help="achieved against configured bandwidth of every kind of link",
+        description="Sends over every kind of link and compares with the file. Exit status 1 when one is off by more"
+        " than 10 %%.")
     _add_site(links)
     links.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
-    down = actions.add_parser("down", help="end labs whose owner is gone and remove their files")
+    down = actions.add_parser("down", help="end labs whose owner is gone and remove their files",
+                              description="Ends labs whose owner is gone, and removes their files.")
     down.add_argument("--all", action="store_true", help="also end the labs that are in use")
     down.add_argument("--json", action="store_true", help="print JSON")
 
@@ -66,6 +83,7 @@ def _run(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise HolmesError("holmes lab run: no command; write it after --, for example: -- python train.py")
+    refuse_launcher(command)
     env = dict(_key_value(text) for text in args.env)
     order = interleave(spec) if args.interleave else args.order.split(",") if args.order else None
     preload = args.preload.split(",") if args.preload else ()
@@ -81,6 +99,23 @@ def _run(args: argparse.Namespace) -> int:
     elif result.first_failed is not None:
         printer.failed(result.first_failed, result.returncode, result.lines)
     return result.returncode
+
+
+def refuse_launcher(command: Sequence[str]) -> None:
+    """HolmesError for a launcher that would start a job of its own on every node of the lab. torchrun with --nnodes is
+    an agent of one job, which may be meant."""
+    words = [Path(word).name for word in command]
+    known = next((name for name in LAUNCHERS if name in words[:3]), "")
+    if not known or "torch" in known and any(word.startswith(("--nnodes", "--nnode-")) for word in words):
+        return
+    try:
+        said = split_command(command)
+        script = " ".join(["python", *([said.script] if said.script else ["-m"]), *said.arguments])
+    except HolmesError:
+        script = "python train.py"
+    raise HolmesError(f"holmes lab run starts every process itself, as a launcher does; {known} in it would make a job"
+                      f" of its own on each node. Without it: holmes lab run --cluster FILE [--processes N] --"
+                      f" {script:.200}")
 
 
 def _labels(lab: Lab, spec: SiteSpec, order: Sequence[str] | None, processes: int | None) -> list[str]:

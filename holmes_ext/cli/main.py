@@ -20,6 +20,18 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.words import did_you_mean
 
 COMMANDS = ("discover", "doctor", "plan", "probe", "lab", "demo", "join", "patches", "report", "tune")
+#: What `holmes` alone prints.
+FIRST = """\
+holmes: one LLM training job over several GPU clusters whose NICs differ. What to do first:
+
+  holmes demo                                 see it: stock against holmes on emulated clusters, 5 minutes, no GPU
+  holmes discover                             which NICs this node has, and which of them a job would use
+  holmes doctor -- YOUR COMMAND               whether this machine and the command are fit for it; starts nothing
+  holmes plan --cluster FILE -- YOUR COMMAND  what a step takes today, with holmes, and with the best sizes
+  YOUR COMMAND --holmes                       the job itself: the flag after the script's name
+
+FILE is a cluster.toml (docs/clusters.md); `holmes --help` lists all commands, `holmes COMMAND --help` explains one.
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,6 +49,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         try:
+            if not argv:
+                print(FIRST, end="")
+                return 0
             args = _parse(argv)
             return args.run(args)
         finally:
@@ -75,10 +90,21 @@ def _parse(argv):
     parser.add_argument("--version", action="version", version=f"holmes_ext {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in [command] if command else COMMANDS:
-        module = importlib.import_module(f"holmes_ext.cli.{name}")
-        module.add_parser(subparsers)
-        subparsers.choices[name].set_defaults(run=module.run)
+        _add(name, subparsers)
     return parser.parse_args(argv)
+
+
+def _add(name: str, subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    module = importlib.import_module(f"holmes_ext.cli.{name}")
+    module.add_parser(subparsers)
+    added = subparsers.choices[name]
+    added.set_defaults(run=module.run)
+    return added
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser of a command, for what documents it."""
+    return _add(name, _Parser(prog="holmes").add_subparsers())
 
 
 if __name__ == "__main__":

@@ -12,6 +12,12 @@ from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.doctor.frameworks import Fit, fit_of
 from holmes_ext.patches import all_patches
 
+#: One row a feature; readable on 80 columns.
+FEATURES = (
+    Column("feature"), Column("state"), Column("installed", drop=1), Column("functions", right=True, drop=3),
+    Column("asked for by", drop=4), Column("supports", drop=2), Column("what it does, or why not", wrap=30),
+)
+#: One row a function, of --all.
 COLUMNS = (
     Column("feature"), Column("asked for by", wrap=16, drop=3), Column("target", wrap=18, drop=1),
     Column("supports", wrap=16, drop=2), Column("installed"),
@@ -24,6 +30,7 @@ def add_parser(subparsers: Any) -> None:
         "patches", help="the changes made to the frameworks, and whether they fit what is installed",
         description="State: fits, off (with the reason), or unknown (needs --check). "
         "Exit status 1 when a framework is installed that a patch does not fit.")
+    parser.add_argument("--all", action="store_true", help="a row for every function that is changed")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--check", action="store_true",
                         help="import the frameworks and check the real functions, not their source")
@@ -34,12 +41,29 @@ def run(args: argparse.Namespace) -> int:
         fits = [fit_of(patch, args.check) for patch in all_patches()]
     if args.json:
         print(json.dumps({"version": 1, "patches": [_document(fit) for fit in fits]}, indent=2))
-    else:
+    elif args.all:
         Screen().table(COLUMNS, [
             (fit.patch.feature.name, fit.patch.feature.asked_by or "every job", fit.patch.target,
              fit.patch.feature.versions, fit.installed or "-", fit.state, fit.reason or fit.patch.reason)
             for fit in fits])
+    else:
+        screen, of = Screen(), dict[str, list[Fit]]()
+        for fit in fits:
+            of.setdefault(fit.patch.feature.name, []).append(fit)
+        screen.table(FEATURES, [_feature(group) for group in of.values()])
+        screen.line(f"{len(fits)} functions of {len(of)} features; --all shows each with its reason", "dim")
+        if any(fit.state == "unknown" for fit in fits):
+            screen.line("unknown: the version shows only when the framework is imported; --check does that", "dim")
     return 1 if any(fit.state == "off" and fit.installed for fit in fits) else 0
+
+
+def _feature(fits: list[Fit]) -> tuple[str, ...]:
+    """A row of FEATURES. All of a feature's functions are changed or none: the first that does not fit says why."""
+    told = min(fits, key=lambda fit: ("off", "unknown", "fits", "other version").index(fit.state))
+    feature, reason = told.patch.feature, told.reason if told.state == "off" else ""
+    package = f"{feature.requirement.name} {told.installed}" if told.installed else "-"
+    what = feature.what + (f" ({reason})" if reason else "")
+    return (feature.name, told.state, package, str(len(fits)), feature.asked_by or "every job", feature.versions, what)
 
 
 def _document(fit: Fit) -> dict[str, Any]:
@@ -47,4 +71,4 @@ def _document(fit: Fit) -> dict[str, Any]:
     return {"feature": feature.name, "asked_by": feature.asked_by, "target": patch.target, "versions": feature.versions,
             "tried": list(feature.tried),
             "read": list(feature.read), "only": patch.only, "installed": fit.installed, "state": fit.state,
-            "parameters": list(patch.parameters), "purpose": patch.reason, "reason": fit.reason}
+            "parameters": list(patch.parameters), "purpose": patch.reason, "what": feature.what, "reason": fit.reason}

@@ -45,12 +45,14 @@ _WORKLOAD = {  # field of Workload -> (option, what it is)
     "copies": ("copies", "tensor ranks that have the same activation to send (1 with sequence parallelism)"),
     "expert_bytes": ("expert-bytes", "sent by one rank in all-to-alls for one micro-batch on one stage"),
 }
+_ABOUT = """Says where each stage of a job should run, over which network, and what that is worth: for a training
+command after --, for sizes, or searched for a model."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Teach `holmes` the command `plan`."""
     what = "order the nodes for a job and say what crosses which network"
-    parser = subparsers.add_parser("plan", help=what, description=__doc__)
+    parser = subparsers.add_parser("plan", help=what, description=_ABOUT)
     add = parser.add_argument
     add("--cluster", required=True, metavar="FILE", help="cluster.toml")
     add("--sizes", metavar="TEXT", help='parallel sizes, such as "pipeline=2,tensor=1"; what is left is data')

@@ -1,8 +1,4 @@
-"""`holmes tune -- COMMAND`: run the job for a few steps, measure its stages, leave the plan to start the real run with.
-
-COMMAND is the whole command (torchrun ..., deepspeed ..., holmes lab run ...); it runs under holmes, ends by itself
-after the steps that are measured, and needs no flag. On several machines run it on each, with the same files.
-"""
+"""`holmes tune -- COMMAND`: a few measured steps of a job, and the plan to start the real run with."""
 
 from __future__ import annotations
 
@@ -20,10 +16,14 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.profile import load_profile
 from holmes_ext.plan.search import partition as stages
 
+_ABOUT = """Runs the job for a few steps, measures its stages, and leaves the plan to start the real run with. COMMAND
+is the whole command (torchrun ..., deepspeed ..., holmes lab run ...); it runs under holmes, ends by itself after the
+steps that are measured, and needs no flag. On several machines run it on each, with the same files."""
+
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
-        "tune", help="measure a job for a few steps and leave the plan to start the real run with", description=__doc__)
+        "tune", help="measure a job for a few steps and leave the plan to start the real run with", description=_ABOUT)
     add = parser.add_argument
     add("--cluster", metavar="FILE", help="cluster.toml, unless COMMAND names one or the nodes' NICs tell")
     add("--steps", type=int, default=5, metavar="N", help="steps to measure, after 2 of warm-up (default 5)")

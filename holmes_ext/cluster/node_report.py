@@ -46,6 +46,23 @@ def short_name(host: str) -> str:
     return host.split(".")[0]
 
 
+def sysfs_root(environ: Mapping[str, str]) -> str:
+    """HOLMES_SYSFS (the emulated NICs of `holmes lab`, a captured tree), else this machine's."""
+    return environ.get("HOLMES_SYSFS") or "/sys"
+
+
+def lab_scale(environ: Mapping[str, str]) -> float:
+    """What carries of each announced rate: in the lab the factor of --scale, 1 elsewhere."""
+    return float(environ.get("HOLMES_LAB_SCALE") or 1)
+
+
+def lab_remark(environ: Mapping[str, str]) -> str:
+    """A line for every command that shows NICs inside `holmes lab`; "" elsewhere."""
+    scale = f"; they carry {lab_scale(environ):g} x the rates that they announce (--scale)"
+    return f"NICs are emulated (holmes lab){scale if lab_scale(environ) != 1 else ''}" \
+        if environ.get("HOLMES_LAB_NODE") else ""
+
+
 def node_identity() -> str:
     """Boot id and network namespace: two hosts (or pods, or lab nodes) of one name still differ in it."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -54,6 +71,6 @@ def node_identity() -> str:
 
 def report_node(environ: Mapping[str, str], master_addr: str) -> NodeReport:
     """This node's report; its NICs from HOLMES_SYSFS (default /sys)."""
-    nics = read_nics(environ.get("HOLMES_SYSFS") or "/sys", interface_addresses())
+    nics = read_nics(sysfs_root(environ), interface_addresses())
     where = node_name(environ), node_identity(), egress_interface(master_addr)
     return NodeReport(*where, nics, nccl=nccl_of_node(environ, nics))

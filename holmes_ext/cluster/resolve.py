@@ -4,7 +4,7 @@ With cluster.toml, a node's cluster names the fabric and its kind, and the repor
 fabrics are worked out from the NICs:
 
     InfiniBand   same subnet prefix, unless it is the default one, which says nothing: then holmes asks
-    RoCE         same IP subnet
+    RoCE         same IP subnet; a fabric is called after its kind, where there are several after its first node, too
     Ethernet     one network that reaches all (each node's interface towards the master)
 
 Rail-wise subnets (NIC i of every node in subnet i) give fabrics with the same nodes: they count as one fabric.
@@ -20,10 +20,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from holmes_ext.cluster.keys import DEFAULT_LATENCY
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, Nic
 from holmes_ext.cluster.node_report import NodeReport, short_name
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site, fabrics_of_spec
-from holmes_ext.cluster.spec import DEFAULT_LATENCY, ClusterSpec, NodeOverride, SiteSpec
+from holmes_ext.cluster.spec import ClusterSpec, NodeOverride, SiteSpec
 from holmes_ext.cluster.sysfs.node import select
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate
@@ -65,6 +66,17 @@ def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[tupl
                 runs = f"{some_of(nic.name for nic in nics)} run{'s' * (len(nics) == 1)} at {format_rate(stated)}"
                 said = f"the rate of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}"
                 found.append((node.name, f"{runs}, but {said}"))
+    return found
+
+
+def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
+    """Where cluster.toml gives a node with several fast NICs the rate of one of them."""
+    found = []
+    for port in site.node_by_name[report.name].ports:
+        rates = [nic.rate_bps for nic in report.nics if nic.up and nic.name in port.hcas]
+        if len(rates) > 1 and min(rates) <= port.rate_bps / ENOUGH and port.rate_bps * ENOUGH <= max(rates):
+            found.append(f"its {len(rates)} fast NICs run at {format_rate(sum(rates))} together, but the rate of fabric"
+                         f" {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}, that of one of them")
     return found
 
 
@@ -246,7 +258,8 @@ def _merge_rails(by_fabric: _Members) -> tuple[list[Fabric], dict[str, list[Port
     fabrics: list[Fabric] = []
     ports: dict[str, list[Port]] = {}
     for (kind, _), of_node in merged.items():
-        name = f"{kind}{sum(fabric.kind == kind for fabric in fabrics)}"
+        several = sum(other == kind for other, _ in merged) > 1
+        name = f"{kind}-{next(iter(of_node))}" if several else kind  # no net device's name, which "ib0" would be
         rates = {node: sum(nic.rate_bps for nic in nics) for node, nics in of_node.items()}
         fabrics.append(Fabric(name, kind, min(rates.values()), DEFAULT_LATENCY[kind]))
         for node, nics in of_node.items():

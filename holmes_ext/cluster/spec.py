@@ -12,12 +12,7 @@
     nodes = ["a[0-3]"]             # host names
     processes = 8                  # for each node, one a GPU
 
-Optional: `name`, `[ethernet] latency` and `interface`; for each cluster `fabric` (clusters that name the same fabric
-can talk over it; default: the cluster's own), `latency`, `gpu`, `gpu_flops`, `gpu_memory_bytes`, `nvlink`
-(cluster/gpu.py), `include`, `exclude` (NIC patterns), `net` (NCCL's name of the network, where a plugin carries it:
-"AWS Libfabric", or "auto" to let NCCL choose); `[node.HOST]` with `include`, `exclude`, `ethernet` (interface) for a
-host that differs from its cluster; `uplink` of a cluster and `[[between]]` (cluster/wan.py); `[link.FABRIC]` and
-`[[measured]]`, which `holmes probe` measures (cluster/measured.py). Version 1 had no uplinks and no [[between]].
+Every key with its kind and default: keys.py. Version 1 had no uplinks and no [[between]].
 """
 
 from __future__ import annotations
@@ -30,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from holmes_ext.cluster.gpu import Accelerator
+from holmes_ext.cluster.keys import DEFAULT_LATENCY
 from holmes_ext.cluster.measured import MeasuredLink, MeasuredPair, parse_links, parse_pairs
 from holmes_ext.cluster.nic import KINDS
 from holmes_ext.cluster.wan import Wan, latency_of, notes, parse_wan
@@ -40,8 +36,6 @@ from holmes_ext.words import nearest
 VERSIONS = (1, 2)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _RANGE = re.compile(r"(.*)\[([0-9]{1,18})-([0-9]{1,18})\](.*)")
-#: Seconds that one message waits on the wire and in the stack when cluster.toml says nothing.
-DEFAULT_LATENCY = {"ib": 2e-6, "roce": 4e-6, "ethernet": 30e-6}
 MAX_NODES = 100_000
 
 

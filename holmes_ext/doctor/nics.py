@@ -48,6 +48,18 @@ def check_nics(nics: Sequence[Nic]) -> Iterator[Finding]:
                       "see `holmes discover` for the reason of each")
 
 
+def check_machine(nics: Sequence[Nic], kind: str = "", live: bool = True) -> Iterator[Finding]:
+    """What a node that trains has and this one lacks. kind: of its cluster, "" where no cluster.toml tells; live: the
+    running machine is looked at, not a captured or emulated tree."""
+    if live and not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
+        yield note("GPUs", "this machine has none (no /dev/nvidia0, no /dev/kfd)", "a job here would train on the CPU",
+                   "look at the nodes that train; on a login node or a laptop nothing is wrong")
+    if kind != "ethernet" and not any(nic.fast for nic in nics):
+        yield note("NICs", "none is InfiniBand or RoCE", "every process group of this node would go over Ethernet",
+                   "right for a cluster of kind ethernet; else `lspci | grep -i mell` and `holmes discover` say what is"
+                   " there, and whether its RDMA driver is loaded")
+
+
 def _check_state(nic: Nic) -> Iterator[Finding]:
     """The first thing that is wrong with it."""
     if nic.kind == "ib" and nic.state_text.startswith("INIT"):

@@ -13,7 +13,7 @@ from typing import Any
 
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.cluster.node_report import NodeReport, short_name
-from holmes_ext.cluster.resolve import resolve_site, slower_than_declared
+from holmes_ext.cluster.resolve import rate_of_one_nic, resolve_site, slower_than_declared
 from holmes_ext.cluster.spec import ClusterSpec, SiteSpec
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.document import Table, load_json
@@ -89,6 +89,12 @@ def _owners(spec: SiteSpec) -> dict[str, ClusterSpec]:
     return {short_name(host): cluster for cluster in reversed(spec.clusters) for host in cluster.nodes}
 
 
+def kind_of(node: str, spec: SiteSpec | None) -> str:
+    """Of the fast NICs that cluster.toml gives the node; "" where there is none, or it does not know the node."""
+    cluster = _owners(spec).get(short_name(node)) if spec else None
+    return cluster.kind if cluster else ""
+
+
 def _fast(check: NodeCheck) -> list[Nic]:
     return [nic for nic in check.node.nics if nic.fast and nic.usable]
 
@@ -147,6 +153,9 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
         for _, text in slower_than_declared(site, [node]):
             yield problem(node.name, text, "the plan counts on the file's rate: groups on this NIC take longer",
                           "check cable, switch port and PCIe slot, or write the lower rate into the file")
+        for text in rate_of_one_nic(site, node):
+            yield note(node.name, text, "a rate is of a whole node: plans count on less than there is",
+                       "write the sum of the node's fast NICs as the cluster's rate, or exclude those not for training")
 
 
 def only(spec: SiteSpec, node: str) -> SiteSpec:

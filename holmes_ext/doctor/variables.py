@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.doctor.finding import Finding, note, problem
-from holmes_ext.options import NAMES
+from holmes_ext.options import NAMES, VARIABLES
 from holmes_ext.options import variable as twin
 from holmes_ext.words import nearest
 
@@ -21,8 +21,7 @@ COMPARED = (
     "TP_SOCKET_IFNAME", "CUDA_DEVICE_MAX_CONNECTIONS", "HOLMES", "HOLMES_DISABLE",
 )
 #: HOLMES_* that are no twins of flags.
-_OWN = ("HOLMES", "HOLMES_NODE", "HOLMES_SYSFS", "HOLMES_DISABLE", "HOLMES_WORKER_PID", "HOLMES_JOIN_TOKEN",
-        "HOLMES_JOIN_TOKEN_FILE", "HOLMES_JOIN_PORT")
+_OWN = (*VARIABLES, "HOLMES_WORKER_PID")
 _LEFT_ALONE = "holmes leaves a setting of yours alone"
 
 

@@ -172,7 +172,8 @@ class Lab:
 
     def _places(self, node: network.LabNode) -> dict[str, str]:
         sysfs = str(self.sysfs(node.name))
-        return {"HOLMES_SYSFS": sysfs, "HOLMES_LAB_NODE": node.name, "HOLMES_LAB_CLUSTER": node.cluster}
+        return {"HOLMES_SYSFS": sysfs, "HOLMES_LAB_NODE": node.name, "HOLMES_LAB_CLUSTER": node.cluster,
+                "HOLMES_LAB_SCALE": f"{self.scale:g}"}
 
     def sysfs(self, node: str) -> Path:
         """The node's captured-style sysfs tree."""

@@ -92,6 +92,9 @@ def load(directory: str | Path) -> Run:
     unaligned = sorted({one.node for one in ranks} - {one.node for one in ranks if one.clock})
     if unaligned:
         notes.append(f"clocks of {', '.join(unaligned)} were not compared with rank 0's: their times are not aligned")
+    if (scale := Table(ranks[0].head, f"{ranks[0].path}: line 1").take("scale", float, 1.0)) != 1:
+        notes.append(f"NICs were emulated (holmes lab) and carried {scale:g} x their rates (--scale); `of` says what"
+                     " they carried")
     run = Run(ranks, notes)
     if not run.steps:
         raise HolmesError(f"{files[0].parent}: no step is finished on all of its {len(ranks)} ranks")

@@ -20,7 +20,8 @@ OVERHEAD = (1.0, 1.2)
 
 def everything(clusters, directory):
     """The flags of all of it."""
-    return (*clusters.holmes, "--holmes-telemetry", str(directory), "--holmes-watchdog", "2,5")
+    metrics = ("--holmes-metrics", str(directory.parent / "holmes.prom"))
+    return (*clusters.holmes, "--holmes-telemetry", str(directory), "--holmes-watchdog", "2,5", *metrics)
 
 
 def told(directory):
@@ -57,6 +58,8 @@ def check_report(directory, capsys):
     assert {event["name"] for event in events} >= {"forward", "backward", "optimizer", "all_reduce"}
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in events if event["ph"] == "X")
     assert len({event["pid"] for event in events}) == 4
+    told = (directory.parent / "holmes.prom").read_text()  # of the node that wrote last
+    assert re.search(r'holmes_sent_bytes_total{.*kind="pipeline".*} [1-9]', told) and "holmes_nic_up{" in told
     return figures
 
 

@@ -39,6 +39,7 @@ class Feature:
                 or run from a source tree. Called once a target's module is imported, and instead of
                 the installed distribution's metadata. None: another framework's module of that name; the feature
                 is off without a warning.
+    what        what it does for the user, in a few words; the patches' reasons tell why each function is changed.
     binding     once its framework is imported it must fit: where it does not, the job ends instead of training without.
     """
 
@@ -50,6 +51,7 @@ class Feature:
     version_of: Callable[[], str | None] | None = None
     read: tuple[str, ...] = ()
     binding: bool = False
+    what: str = ""
 
     def __post_init__(self):
         Requirement(self.versions)  # InvalidRequirement is a ValueError

@@ -50,30 +50,39 @@ _core = partial(Feature, versions=f"megatron-core{_RANGE}", tried=_TRIED, read=_
 #: Megatron-LM is run from its checkout: megatron-core, which is also installed alone, has no megatron.training.
 _lm = partial(Feature, versions="megatron-lm>=0.14,<0.21", tried=("0.16.1", "0.20.0"), version_of=loaded_version)
 
-GROUPS = _core("megatron-groups")
-LAYERS = _core("megatron-layers")
-REDUCTION = _core("megatron-reduction")
-GATHER = _core("megatron-gather", option="overlap", idle=("off", "auto"))
-P2P = _core("megatron-p2p")
-TIED = Feature("megatron-tied", "megatron-core>=0.14,<0.17", tried=("0.16.1",), version_of=loaded_version)
+GROUPS = _core("megatron-groups", what="checks that the groups made are those planned for")
+LAYERS = _core("megatron-layers", what="layers of each stage as planned")
+REDUCTION = _core("megatron-reduction", what="reductions overlap, and go in two levels across clusters")
+GATHER = _core("megatron-gather", option="overlap", idle=("off", "auto"),
+    what="updated weights travel during the next forward pass")
+P2P = _core("megatron-p2p", what="stages of one cluster send over its fabric")
+TIED = Feature(
+    "megatron-tied", "megatron-core>=0.14,<0.17", tried=("0.16.1",), version_of=loaded_version,
+    what="tied weights' gradients cross clusters once, in parts",
+)  # fmt: skip
 #: Where sends and receives are a class's (P2P_CLASS below), as far as the schedule was read.
-SLICES = Feature("megatron-slices", "megatron-core>=0.14,<0.17", tried=("0.16.1",), version_of=loaded_version)
+SLICES = Feature(
+    "megatron-slices", "megatron-core>=0.14,<0.17", tried=("0.16.1",), version_of=loaded_version,
+    what="tensor ranks share out what crosses clusters",
+)  # fmt: skip
 EDGES = Feature(
     "megatron-edges", "megatron-core>=0.14,<0.17", tried=("0.16.1",), option="inflight", idle=("off",),
-    version_of=loaded_version,
+    version_of=loaded_version, what="sends between stages do not block",
 )  # fmt: skip
-PROFILE = _core("megatron-profile", option="profile", idle=("",))
+PROFILE = _core("megatron-profile", option="profile", idle=("",), what="measures layers for holmes plan --profile")
 JOINED = Feature(
     "joined-megatron", "megatron-core>=0.16,<0.17", ("0.16.1",), "join", ("",), version_of=loaded_version, binding=True,
+    what="jobs that join: the optimizer takes new weights",
 )  # fmt: skip
-TELEMETRY = _core("telemetry-megatron")
-LM = _lm("megatron-lm")
-LM_CHECKPOINTS = _lm("megatron-lm-checkpoints")
+TELEMETRY = _core("telemetry-megatron", what="where a step begins and ends")
+LM = _lm("megatron-lm", what="--holmes flags in pretrain_gpt.py's --help")
+LM_CHECKPOINTS = _lm("megatron-lm-checkpoints", what="the plan is kept in checkpoints")
 _mds = partial(
     Feature, versions="megatron-deepspeed==0.2.*", tried=("0.2.0",), version_of=megatron_deepspeed_version
 )
-MEGATRON_DEEPSPEED_FLAGS = _mds("megatron-deepspeed-flags")
-MEGATRON_DEEPSPEED_IMPORTS = _mds("megatron-deepspeed-imports")
+MEGATRON_DEEPSPEED_FLAGS = _mds("megatron-deepspeed-flags", what="--holmes flags in pretrain_gpt.py's --help")
+MEGATRON_DEEPSPEED_IMPORTS = _mds("megatron-deepspeed-imports",
+    what="imports that newer DeepSpeed and a GPT lack are served empty")
 
 
 # --------------------------------------------------------------------------- what the versions have or lack

@@ -27,6 +27,9 @@ def parse(tmp_path):
         (["run", "--cluster", "no.toml", "--", "true"], "no.toml"),
         (["run", "--cluster", "FILE", "--env", "X", "--", "true"], "--env: 'X'"),
         (["run", "--cluster", "FILE", "--scale", "0", "--", "true"], "--scale"),
+        (["run", "--cluster", "FILE", "--", "torchrun", "--nproc-per-node", "2", "t.py", "--x"], "-- python t.py --x$"),
+        (["run", "--cluster", "FILE", "--", "python", "-m", "torch.distributed.run", "t.py"], "a job of its own"),
+        (["run", "--cluster", "FILE", "--", "/usr/bin/deepspeed", "--num_gpus", "2", "t.py"], "-- python t.py$"),
         (["measure", "--cluster", "no.toml"], "no.toml"),
     ],
 )
@@ -34,6 +37,12 @@ def test_bad_usage_is_one_line(parse, words, message):
     args = parse(*words)
     with pytest.raises(HolmesError, match=message):
         lab.run(args)
+
+
+def test_agents_of_one_job_and_plain_scripts_are_no_launcher_of_their_own():
+    for words in (["torchrun", "--nnodes=4", "--rdzv-endpoint", "a0:29400", "t.py"], ["python", "deepspeed.py"],
+                  ["sh", "-c", "torchrun t.py"], ["python", "t.py", "deepspeed"][:2]):
+        lab.refuse_launcher(words)
 
 
 def test_the_command_keeps_its_own_flags(parse):

@@ -1,6 +1,8 @@
 """cli/main.py: how any command ends when nobody reads it, when the disk is full, and when its name is misspelt."""
 
+import argparse
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holmes_ext.cli import main as module
-from holmes_ext.cli.main import COMMANDS, main
+from holmes_ext.cli.main import COMMANDS, main, parser_of
 
 CLUSTER = str(Path(__file__).parents[2] / "examples/clusters/two_clusters_4.toml")
 PRINTING = [
@@ -43,7 +45,7 @@ def test_a_socket_that_breaks_is_no_closed_pipe(monkeypatch):
 
     monkeypatch.setattr(module, "_parse", parse)
     with pytest.raises(BrokenPipeError):
-        main([])
+        main(["discover"])
 
 
 def test_a_misspelt_command_is_named(capsys):
@@ -51,3 +53,26 @@ def test_a_misspelt_command_is_named(capsys):
     assert capsys.readouterr().err == "holmes: there is no command 'discovr'; did you mean 'discover'?\n"
     assert main(["zzz"]) == 2
     assert "known: discover, doctor" in capsys.readouterr().err
+
+
+def test_holmes_alone_says_what_to_do_first(capsys):
+    """Its commands are there, and it fits 120 columns."""
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert set(re.findall(r"^  holmes (\w+)", said, re.MULTILINE)) <= set(COMMANDS)
+    assert all(words in said for words in ("holmes demo", "holmes plan --cluster", "YOUR COMMAND --holmes"))
+    assert max(map(len, said.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_whole_sentences_and_says_every_option(name):
+    """Each command has a description, each of its options a help text; no code of the documentation is in it."""
+    parsers = [parser_of(name)]
+    for parser in parsers:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+            else:
+                assert action.help, (parser.prog, action.option_strings)
+        assert parser.description and parser.description.strip().endswith("."), parser.prog
+        assert "(runtime/" not in parser.format_help() and "holmes_ext/" not in parser.format_help()

@@ -6,7 +6,7 @@ import pytest
 from holmes_ext.cluster.nccl import NcclOfNode
 from holmes_ext.cluster.nic import Gid, Nic
 from holmes_ext.cluster.node_report import NodeReport
-from holmes_ext.cluster.resolve import nccl_remarks, resolve_site, slower_than_declared
+from holmes_ext.cluster.resolve import nccl_remarks, rate_of_one_nic, resolve_site, slower_than_declared
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
@@ -244,3 +244,18 @@ def test_alone_on_its_infiniband_a_node_uses_what_it_shares():
     reports = (report("n0", ib(), roce(device="mlx5_9")), report("n1", roce()))
     site = resolve_site(reports, None)
     assert build_plan(site, Sizes()).fabric_of([0, 1], VERBS).kind == "roce"
+
+
+def test_a_clusters_name_without_a_file_is_no_net_devices():
+    reports = [report(f"n{i}", ib(lid=i + 1, prefix=f"fe80:0000:0000:000{1 + i // 2}")) for i in range(4)]
+    assert resolve_site([*reports, report("r0", roce())], None).clusters == ("ib-n0", "ib-n2", "roce")
+
+
+def test_a_rate_that_is_one_nics_of_several():
+    """The file's rates are of a whole node; 200 Gb/s for two HCAs of 200 Gb/s each is one HCA's."""
+    two = report("a0", ib(), ib(device="mlx5_1"))
+    site = resolve_site([two, *GOOD[1:]], spec())
+    (text,) = rate_of_one_nic(site, two)
+    assert "2 fast NICs run at 400 Gb/s together, but the rate of fabric 'a' is 200 Gb/s in c.toml" in text
+    assert rate_of_one_nic(resolve_site(GOOD, spec()), GOOD[0]) == []
+    assert rate_of_one_nic(resolve_site([two, *GOOD[1:]], spec("200Gb/s", "400Gb/s")), two) == []

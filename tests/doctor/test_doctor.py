@@ -6,6 +6,7 @@ import sys
 import types
 from pathlib import Path
 
+import nics
 import pytest
 import ranks
 from sysfs_builder import dgx_a100, ports_down
@@ -14,6 +15,7 @@ from holmes_ext.cli.main import main
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.doctor import frameworks as health
 from holmes_ext.doctor.command import check_command, split_command
+from holmes_ext.doctor.nics import check_machine
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches import Feature, Patch, all_patches
 from holmes_ext.runtime.start import launcher
@@ -53,6 +55,29 @@ def test_json_of_two_nodes_side_by_side(doctor, tmp_path, monkeypatch):
     assert len(json.loads(output.out)["nodes"]) == 2
     status, output = doctor("--nodes", tmp_path / "n0.json", tmp_path / "n0.json")
     assert status == 2 and output.err.count("\n") == 1 and "two of the checks are of a node called 'n0'" in output.err
+
+
+def test_a_machine_without_gpu_and_fast_nic_is_told_so(monkeypatch):
+    ethernet = (nics.ETHERNET,)
+    monkeypatch.setattr("holmes_ext.doctor.nics.Path.glob", lambda *_: iter(()))
+    assert [finding.about for finding in check_machine(ethernet)] == ["GPUs", "NICs"]
+    assert [finding.about for finding in check_machine(ethernet, "ethernet")] == ["GPUs"]
+    assert [finding.about for finding in check_machine((nics.IB,), live=False)] == []
+
+
+def test_discover_and_doctor_tell_emulated_nics_alike(doctor, capsys, tmp_path, monkeypatch):
+    """Inside the lab (HOLMES_SYSFS): the same NICs, and that they carry a part of what they announce."""
+    monkeypatch.setenv("HOLMES_SYSFS", str(dgx_a100(tmp_path / "a0")))
+    monkeypatch.setenv("HOLMES_LAB_NODE", "a0")
+    monkeypatch.setenv("HOLMES_LAB_SCALE", "0.01")
+    main(["discover"])
+    discovered, (_, judged) = capsys.readouterr().out, doctor("--json")
+    node = json.loads(judged.out)["node"]
+    assert "mlx5_0:1" in discovered and "mlx5_0" in {nic["device"] for nic in node["nics"]}
+    remark = "note: NICs are emulated (holmes lab); they carry 0.01 x the rates that they announce (--scale)"
+    assert remark in discovered and remark in doctor()[1].out
+    monkeypatch.delenv("HOLMES_LAB_NODE")
+    assert "emulated" not in doctor()[1].out
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def no_files(monkeypatch, tmp_path):
 def test_variables_and_the_network_of_each_kind_of_group(spec):
     lines = nccl.handed_over(NODE, spec and parse_spec(spec, "c.toml"), {})
     assert lines[:3] == ["NCCL_SOCKET_IFNAME==eth0", "NCCL_IB_HCA==mlx5_0:1", "NCCL_IB_GID_INDEX=3"]
-    fabric = "b" if spec else "roce0"
+    fabric = "b" if spec else "roce"
     assert f"groups on {fabric} (roce): network 'IB'" in lines
     assert "groups on ethernet (ethernet): network 'Socket'" in lines
     assert "nvidia-nccl-cu12 2.27.5 takes each group's network by name" in lines[-1]

@@ -32,6 +32,12 @@ def test_figures(tmp_path):
     assert summary.ranks[0].exposed_s == pytest.approx(0.5)
 
 
+def test_scaled_rates_of_the_lab_are_told(tmp_path, capsys):
+    write(tmp_path, scale=0.01)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "note: NICs were emulated (holmes lab) and carried 0.01 x their rates" in capsys.readouterr().out
+
+
 def test_a_reducers_own_figure_counts_where_its_threads_wait(tmp_path):
     place = write(tmp_path)
     for path in place.glob("*.jsonl"):

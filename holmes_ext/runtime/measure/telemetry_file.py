@@ -27,6 +27,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from holmes_ext.cluster.node_report import lab_scale
 from holmes_ext.runtime.measure.telemetry import Op, Recorder, union_s
 from holmes_ext.runtime.session import Session
 
@@ -49,17 +50,20 @@ class Writer:
     """Writes one rank's file from a thread of its own, and TensorBoard's copy of the totals where make_board() gives a
     SummaryWriter. What goes wrong is one line on stderr: training goes on.
 
-    head: what the first line says besides the version. cluster_of(rank): its cluster's name.
+    path: None where only take(document) wants to know, which is given every line. head: what the first line says
+    besides the version. cluster_of(rank): its cluster's name.
     """
 
     def __init__(
-        self, path: Path, head: dict[str, Any], recorder: Recorder, cluster_of: Callable[[int], str],
+        self, path: Path | None, head: dict[str, Any], recorder: Recorder, cluster_of: Callable[[int], str],
         make_board: Callable[[], Any] = lambda: None, limit: int = LIMIT_BYTES,
+        take: Callable[[dict[str, Any]], None] = lambda document: None,
     ):  # fmt: skip
-        self.path, self.recorder, self.cluster_of, self.limit = path, recorder, cluster_of, limit
-        self.written = 0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        self.path, self.recorder, self.cluster_of, self.limit, self.take = path, recorder, cluster_of, limit, take
+        self.written, self._file = 0, -1
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._line({"holmes_telemetry": VERSION, **head})
         self._thread = threading.Thread(target=self._serve, args=(make_board,), name="holmes telemetry", daemon=True)
@@ -81,12 +85,12 @@ class Writer:
     def _serve(self, make_board: Callable[[], Any]) -> None:
         board, first = None, True
         while (item := self._queue.get()) is not None:
-            if self._file >= 0:
-                document = item if isinstance(item, dict) else self._step(*item)
-                self._line(document)
-                if "step" in document:
-                    board, first = (make_board() if first else board), False
-                    _add_scalars(board, document)
+            document = item if isinstance(item, dict) else self._step(*item)
+            self._line(document)
+            self.take(document)
+            if "step" in document:
+                board, first = (make_board() if first else board), False
+                _add_scalars(board, document)
         if self._file >= 0:
             self._line({"end": "closed"})
             os.close(self._file)
@@ -95,6 +99,8 @@ class Writer:
             board.close()
 
     def _line(self, document: dict[str, Any]) -> None:
+        if self._file < 0:
+            return
         data = (json.dumps(document, separators=(",", ":")) + "\n").encode()
         try:
             if self.written + len(data) > self.limit:
@@ -116,7 +122,7 @@ class Writer:
             document["between"] = crossed
         if reduction:
             document["reduction"] = reduction
-        if traced(step) and self.written < self.limit / 2:
+        if self._file >= 0 and traced(step) and self.written < self.limit / 2:
             document["spans"] = spans[:_LISTED]
             document["ops"] = [self._op(op) for op in done[:_LISTED]]
         return document
@@ -161,17 +167,21 @@ class Writer:
         return [*place, op.name, op.group.name, op.number, op.peer, *times, round(op.sent)]
 
 
-def open_writer(current: Session, run: str, recorder: Recorder) -> Writer:
-    """This rank's, in the folder `run` below --holmes-telemetry's; OSError when it cannot be written."""
-    site, node, sizes = current.site, current.node, current.plan.sizes
+def open_writer(
+    current: Session, run: str, recorder: Recorder, take: Callable[[dict[str, Any]], None] = lambda document: None
+) -> Writer:
+    """This rank's, in the folder `run` below --holmes-telemetry's ("": no files, take(document) alone); OSError when it
+    cannot be written."""
+    site, node, sizes, scale = current.site, current.node, current.plan.sizes, lab_scale(os.environ)
     folder = Path(current.options.telemetry).absolute() / run
     head = {
         "run": run, "rank": current.rank, "world": current.process.world_size, "node": node.name,
         "cluster": node.cluster, "wall": time.time(),
         "sizes": {axis: getattr(sizes, axis) for axis in _AXES} if sizes else None,
-        "fabrics": {fabric.name: [fabric.kind, fabric.rate_bps] for fabric in site.fabrics},
+        **({"scale": scale} if scale != 1 else {}),
+        "fabrics": {fabric.name: [fabric.kind, round(fabric.rate_bps * scale)] for fabric in site.fabrics},
         "between": [
-            [one, two, min((hop.rate_bps for hop in hops if hop.rate_bps < inf), default=0),
+            [one, two, min((hop.rate_bps for hop in hops if hop.rate_bps < inf), default=0) * scale,
              sum(hop.latency_s for hop in hops)]
             for one, two in permutations(site.clusters, 2) if (hops := current.plan.wan.hops(one, two))
         ],
@@ -180,8 +190,9 @@ def open_writer(current: Session, run: str, recorder: Recorder) -> Writer:
     def cluster_of(rank: int) -> str:
         return site.node_by_name[current.plan.node_of(rank)].cluster
 
-    make_board = partial(tensorboard_writer, folder / "tensorboard") if current.rank == 0 else lambda: None
-    writer = Writer(folder / f"rank{current.rank}.jsonl", head, recorder, cluster_of, make_board)
+    make_board = partial(tensorboard_writer, folder / "tensorboard") if run and current.rank == 0 else lambda: None
+    path = folder / f"rank{current.rank}.jsonl" if run else None
+    writer = Writer(path, head, recorder, cluster_of, make_board, take=take)
     recorder.on_step, recorder.on_round = writer.on_step, writer.put
     return writer
 

@@ -8,13 +8,17 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from holmes_ext.cluster.node_report import lab_scale
 from holmes_ext.runtime.measure import clock, telemetry
 from holmes_ext.runtime.measure.telemetry_file import Writer, open_writer
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.store import connect
 from holmes_ext.runtime.watch import nics
+from holmes_ext.runtime.watch.metrics import Metrics
 from holmes_ext.runtime.watch.nic_watch import NicWatch
 from holmes_ext.runtime.watch.watchdog import Watchdog
 from holmes_ext.words import why
@@ -31,18 +35,25 @@ class _Running:
     writer: Writer | None = None
     watchdog: Watchdog | None = None
     nics: NicWatch | None = None
+    metrics: Metrics | None = None
     hooks: list[Any] = []
 
 
-def start(current: Session) -> list[str]:
-    """Switch on what the options ask for; returns lines for the user. Who is alone waits for nobody."""
+def start(current: Session, metrics: Metrics | None = None) -> list[str]:
+    """Switch on what the options ask for, and tell `metrics`; returns lines for the user. Who is alone waits for
+    nobody."""
     several = current.process.world_size > 1
     limits = current.options.watchdog_limits if several else None
     lines: list[str] = []
-    if current.options.telemetry or limits is not None:
+    _Running.metrics = metrics
+    if current.options.telemetry or limits is not None or metrics is not None:
         recorder = telemetry.Recorder(current.rank, current.plan.sizes)
         if current.options.telemetry:
             lines = _start_telemetry(current, recorder)
+        if metrics is not None:
+            lines.append(f"metrics: {metrics.place}, of local rank 0 on every node")
+            if _Running.writer is None:
+                _Running.writer = open_writer(current, "", recorder, metrics.take)
         telemetry.set_recorder(recorder)
         hook_optimizers(recorder)
         atexit.register(stop)  # a thread that comes to Python while the interpreter ends aborts it
@@ -68,7 +79,9 @@ def stop() -> None:
         _Running.watchdog.stop()
     if _Running.writer is not None:
         _Running.writer.close()
-    _Running.writer = _Running.watchdog = None
+    if _Running.metrics is not None:
+        _Running.metrics.close()
+    _Running.writer = _Running.watchdog = _Running.metrics = None
 
 
 def watch_nics(patience_s: float) -> None:
@@ -112,9 +125,14 @@ def _watchdog(current: Session, recorder: telemetry.Recorder, factor: float, flo
     first = plan.nodes.index(current.site.nodes[0].name) * plan.processes  # the rank that the launcher's rank 0 has now
     return Watchdog(
         recorder, factor, floor_s, connect=lambda: connect(process, 10.0), prefix=f"{current.round}/watchdog",
-        node_of=plan.node_of, rates={fabric.name: fabric.rate_bps for fabric in current.site.fabrics},
+        node_of=plan.node_of,
+        rates={one.name: round(one.rate_bps * lab_scale(os.environ)) for one in current.site.fabrics},
         carried=lambda: nics.bytes_carried(current.node), host=None if process.agent_store else first,
     )  # fmt: skip
+
+
+def _taker() -> Callable[[dict[str, Any]], None]:
+    return _Running.metrics.take if _Running.metrics is not None else lambda document: None
 
 
 def _start_telemetry(current: Session, recorder: telemetry.Recorder) -> list[str]:
@@ -127,7 +145,7 @@ def _start_telemetry(current: Session, recorder: telemetry.Recorder) -> list[str
         if process.world_size > 1:
             store = connect(process, _START_S)
             run = store.compare_set(f"{prefix}/run", "", run).decode()
-        _Running.writer = writer = open_writer(current, run, recorder)
+        _Running.writer = writer = open_writer(current, run, recorder, _taker())
     except (OSError, RuntimeError) as error:  # of this rank alone, so rank 0 does not tell it
         told = f"rank {current.rank} trains without telemetry ({why(error).splitlines()[0]})"
         print(f"holmes: --holmes-telemetry {directory}: {told}", file=sys.stderr, flush=True)
@@ -135,7 +153,7 @@ def _start_telemetry(current: Session, recorder: telemetry.Recorder) -> list[str
     if store is not None and process.local_rank == 0:
         arguments = (current, store, prefix, writer)
         threading.Thread(target=_compare_clocks, args=arguments, name="holmes clock", daemon=True).start()
-    return [f"telemetry: {writer.path.parent} (holmes report {directory})"]
+    return [f"telemetry: {Path(directory).absolute() / run} (holmes report {directory})"]
 
 
 def _compare_clocks(current: Session, store: Any, prefix: str, writer: Writer) -> None:

@@ -464,8 +464,8 @@ def test_holmes_patches_prints_the_table(fw, monkeypatch, capsys):
     from holmes_ext.cli.main import main
 
     patches = (patch_of(fw, parameters=("tensor",)), patch_of(fw, "comm:Engine.step", parameters=("gone",)))
-    monkeypatch.setattr("holmes_ext.patches.all_patches", lambda: patches)
-    assert main(["patches"]) == 0
+    monkeypatch.setattr("holmes_ext.cli.patches.all_patches", lambda: patches)
+    assert main(["patches", "--all"]) == 0
     assert f"{fw}.comm:send" in capsys.readouterr().out
     assert fw not in sys.modules
     assert main(["patches", "--json", "--check"]) == 1
@@ -477,8 +477,8 @@ def test_holmes_patches_prints_the_table(fw, monkeypatch, capsys):
 def test_the_command_line_reports_bad_usage_in_one_line(capsys):
     from holmes_ext.cli.main import main
 
-    for argv, message in [(["patchs"], "there is no command 'patchs'; did you mean 'patches'?"), ([], "COMMAND"),
-                          (["patches", "--nope"], "--nope")]:
+    for argv, message in [(["patchs"], "there is no command 'patchs'; did you mean 'patches'?"),
+                          (["lab"], "ACTION"), (["patches", "--nope"], "--nope")]:
         assert main(argv) == 2
         error = capsys.readouterr().err
         assert message in error and error.startswith("holmes: ") and error.count("\n") == 1

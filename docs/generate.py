@@ -1,0 +1,302 @@
+"""Writes what the pages take from the code and from benchmarks/results, between <!-- generated: NAME --> and
+<!-- /generated -->; and what a `holmes` command prints, below the command between <!-- run --> and <!-- /run -->.
+
+    .venv/bin/python docs/generate.py            rewrites the blocks of README.md and docs/*.md
+    .venv/bin/python docs/generate.py --check    status 1, and the blocks that differ, when there are any
+
+tests/test_docs.py checks the same, commands under <!-- run: slow --> with HOLMES_TEST_FULL=1 only. Blocks are the
+functions of BLOCKS; results() is a page of the site alone (hooks.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import io
+import json
+import os
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import holmes_ext
+from holmes_ext.cli.main import COMMANDS, main, parser_of
+from holmes_ext.cluster.keys import KEYS
+from holmes_ext.cluster.spec import VERSIONS
+from holmes_ext.options import HELP, VARIABLES, Options, flag, variable
+from holmes_ext.patches import all_patches
+from holmes_ext.plan import plan
+from holmes_ext.runtime.measure import telemetry_file
+from holmes_ext.runtime.watch.metrics import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+_BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- /generated -->)", re.DOTALL)
+_RUN = re.compile(r"(<!-- run(?:: (slow))? -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /run -->)", re.DOTALL)
+#: How long a search took here, which no page says.
+_TOOK = re.compile(r"^(\d+ shapes, .*), [\d.]+ s$")
+#: Characters of a line of a command's output; a longer one is cut, and ends in dots.
+_COLUMNS, _CUT = 110, 150
+#: Where a flag has a page of its own.
+PAGES = {
+    "cluster": "clusters.md", "plan": "plan.md", "partition": "plan.md#layers-of-each-stage", "metrics": "metrics.md",
+    "preflight": "trouble.md#before-training-the-preflight", "watchdog": "trouble.md#it-hangs-the-watchdog",
+    "telemetry": "step.md", "join": "joined.md", "outer": "joined.md#how-they-update-each-other",
+    "profile": "plan.md#from-the-job-itself-holmes-tune", "try_": "versions.md#a-version-that-is-newer",
+}
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """In Markdown; bars in cells are escaped."""
+    titles = list(head)
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def flags() -> str:
+    """Every --holmes flag with its twin."""
+    defaults, rows = Options(), [("`--holmes`", "`HOLMES=1`", "", "switch it on; nothing is imported without it")]
+    for name, text in HELP.items():
+        page = f" ([more]({PAGES[name]}))" if name in PAGES else ""
+        text = re.sub(r" ?\(default:? [^)]*\)| \(default\)", "", text) if getattr(defaults, name) else text
+        default = f"`{getattr(defaults, name)}`" if getattr(defaults, name) else ""
+        rows.append((f"`{flag(name)}`", f"`{variable(name)}`", default, text + page))
+    return table(("flag", "variable", "default", "value and what it does"), rows)
+
+
+def variables() -> str:
+    """Variables that are no twins of flags."""
+    return table(("variable", "what it does"), ((f"`{name}`", text) for name, text in VARIABLES.items()))
+
+
+def features() -> str:
+    """What HOLMES_DISABLE, --holmes-require and --holmes-try take."""
+    found = {patch.feature.name: patch.feature for patch in all_patches()}
+    rows = ((f"`{name}`", one.what, f"`{one.versions}`", f"`{one.asked_by}`" if one.asked_by else "every job")
+            for name, one in found.items())
+    return table(("feature", "what it does", "versions", "asked for by"), rows)
+
+
+def cluster_keys() -> str:
+    """The keys of cluster.toml."""
+    rows = ((f"`{key.table}`" if key.table else "top", f"`{key.name}`", key.kind, key.default or "**needed**", key.what)
+            for key in KEYS)
+    return table(("table", "key", "value", "left out", "what it says"), rows)
+
+
+def metrics() -> str:
+    """What --holmes-metrics tells."""
+    return table(("metric", "kind", "labels", "what it is"), (
+        (f"`{name}`", one.kind, ", ".join(f"`{label}`" for label in one.labels), one.help)
+        for name, one in FAMILIES.items()))
+
+
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """The parsers of a command that take arguments: itself, or its actions'."""
+    below = next((one.choices for one in parser._actions if isinstance(one, argparse._SubParsersAction)), {})
+    if not below:
+        yield parser
+    for each in below.values():
+        yield from _parsers(each)
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    """On lines of 100 characters, whatever the terminal."""
+    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=100)
+    return parser.format_usage().removeprefix("usage: ")
+
+
+def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    for action in parser._actions:
+        if "--help" in action.option_strings:
+            continue
+        value = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
+        choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else value
+        names = ", ".join(action.option_strings) or str(value)
+        shown = f"{names} {choices}" if action.option_strings and action.nargs != 0 else names
+        yield f"`{shown}`", (action.help or "").replace("%%", "%") % {"default": action.default}
+
+
+def commands() -> str:
+    """Every command with its options, as its --help has them."""
+    parts = []
+    for name in COMMANDS:
+        top = parser_of(name)
+        for parser in _parsers(top):
+            title = parser.prog.removeprefix("holmes ")
+            about = parser.description or top.description or ""
+            parts.append(f"## holmes {title}\n\n{' '.join(about.split())}\n\n```text\n{_usage(parser)}```\n\n"
+                         + table(("argument", "what it does"), _arguments(parser)))
+    return "\n" + "\n".join(parts) + "\n"
+
+
+def _signature(name: str, value: Any) -> str:
+    return name + (str(inspect.signature(value)).replace("'", "") if callable(value) else "")
+
+
+def _public_names() -> Iterator[tuple[str, Any]]:
+    """(name, what it is); None for megatron.core's function, which only a job needs to load."""
+    for name in sorted(holmes_ext.__all__):
+        yield name, None if name == "initialize_model_parallel" else getattr(holmes_ext, name)
+
+
+def api() -> str:
+    """The docstrings of the public names, and of their public methods."""
+    parts = []
+    for name, value in _public_names():
+        methods = [(f"{name}.{one}", getattr(value, one)) for one in sorted(vars(value)) if not one.startswith("_")] \
+            if inspect.isclass(value) else []
+        parts.append(f"\n## {name}\n")
+        for title, each in [(name, value), *methods]:
+            said = inspect.getdoc(each) or "megatron.core.parallel_state's function, with its arguments: it switches" \
+                " holmes on where nothing else did, before the groups are made."
+            parts.append(f"```text\n{_signature(title, each)}\n\n{textwrap.indent(said, '    ')}\n```\n")
+    return "\n".join(parts) + "\n"
+
+
+def public() -> str:
+    """What users, tests and scripts may rely on: a change of this list is a change of the contract."""
+    lines = ["\n## Names of the package `holmes_ext`\n"]
+    for name, value in _public_names():
+        if inspect.isclass(value):
+            own = [one for one in vars(value) if not one.startswith("_")]
+            lines.append(f"- `{name}`" + (f": `{', '.join(sorted(own))}`" if own else ""))
+        else:
+            lines.append(f"- `{_signature(name, value)}`")
+    lines += ["\n## Flags and variables\n", f"`--holmes`, {', '.join(f'`{flag(name)}`' for name in HELP)};",
+              f"{', '.join(f'`{variable(name)}`' for name in HELP)}, {', '.join(f'`{name}`' for name in VARIABLES)}"]
+    lines += ["\n## Commands and their options\n"]
+    for name in COMMANDS:
+        for parser in _parsers(parser_of(name)):
+            words = sorted(word for one in parser._actions for word in one.option_strings if word.startswith("--"))
+            lines.append(f"- `{parser.prog}`: {', '.join(f'`{word}`' for word in words if word != '--help')}")
+    versions = {"plan.json": plan.VERSION, "telemetry's rank*.jsonl": telemetry_file.VERSION}
+    lines += ["\n## Files, and the versions that are read\n", f"- cluster.toml: {_numbers(VERSIONS)}; its keys:"
+              f" {', '.join(f'`{key.table}{key.name}`' for key in KEYS)}"]
+    lines += [f"- {name}: {_numbers(value)}" for name, value in versions.items()]
+    lines += [f"- metrics: {', '.join(f'`{name}`' for name in FAMILIES)}"]
+    return "\n".join(lines) + "\n\n"
+
+
+def _numbers(value: Any) -> str:
+    return ", ".join(map(str, value if isinstance(value, (tuple, list, set, frozenset)) else (value,)))
+
+
+def _rows(file: str) -> list[dict[str, Any]]:
+    document = json.loads((RESULTS / file).read_text())
+    return document.get("rows", [])
+
+
+#: README's table: what a row is called, its file and scene.
+_STOCK, _BOUND = "holmes : stock", "holmes : all-RDMA"
+MEASURED = (
+    ("DeepSpeed, 4+4 nodes, pipeline 2", "two_clusters.json", "4+4"),
+    ("DeepSpeed, 4+4, RoCE much slower (where the paper has 1.38)", "two_clusters.json", "4+4 slow RoCE"),
+    ("DeepSpeed, 2+4 nodes, pipeline 3", "two_clusters.json", "2+4 pipeline 3"),
+    ("DeepSpeed, three clusters of 2, 2 and 4 nodes, pipeline 4", "two_clusters.json", "three clusters"),
+    ("megatron-core, 4+4 nodes, pipeline 2", "megatron_two_clusters.json", "4+4"),
+    ("Megatron-DeepSpeed's pretrain_gpt.py, 4+4 nodes", "megatron_deepspeed.json", "4+4"),
+    ("Hugging Face's Trainer (DistributedDataParallel), 4+4 nodes", "stacks.json", "trainer"),
+    ("FSDP2, 4+4 nodes, `--holmes-fsdp hybrid`", "stacks.json", "fsdp2"),
+)
+
+
+def _ratio(rows: list[dict[str, Any]], scene: str, metric: str) -> str:
+    metrics = metric, metric.replace("holmes", "hybrid")
+    found = [row for row in rows if row["scene"] == scene and row["metric"] in metrics]
+    return _spread(found[0], 2) if found else ""
+
+
+def _spread(row: dict[str, Any], digits: int, factor: float = 1) -> str:
+    value, low, high = (f"{factor * number:.{digits}f}" for number in (row["value"], *row["spread"]))
+    return value if low == high else f"{value} ({low}-{high})"
+
+
+def _row(file: str, scene: str, metric: str) -> dict[str, Any]:
+    return next(row for row in _rows(file) if row["scene"] == scene and row["metric"] == metric)
+
+
+def measured() -> str:
+    """README's table, from benchmarks/results."""
+    lines = [(what, _ratio(_rows(file), scene, _STOCK), _ratio(_rows(file), scene, _BOUND))
+             for what, file, scene in MEASURED]
+    control = _row("two_clusters.json", "control: one cluster", "what holmes adds to a step")["value"]
+    error, worst = (_row("prediction.json", "31 lab scenes", what)["value"] for what in ("median error", "worst error"))
+    lines.append(("one cluster, as control", f"step {100 * control:+.1f} %", ""))
+    lines.append(("`holmes plan` against measured steps, 31 scenes", f"median error {100 * error:.1f} %",
+                  f"worst {100 * worst:.1f} %"))
+    return table(("2 cores, torch 2.13.0, gloo, compute emulated", _STOCK, _BOUND), lines)
+
+
+def results() -> str:
+    """The page of the site that has every row with a target or a ratio of every file in benchmarks/results."""
+    parts = ["# All results\n\nMade from benchmarks/results when the site was built. Each row: the value, its least and"
+             " greatest, and the target where one was stated. [How each number is made](numbers.md).\n"]
+    for file in sorted(RESULTS.glob("*.json")):
+        document = json.loads(file.read_text())
+        kept = [row for row in document.get("rows", ()) if "target" in row or row["unit"] == "x"]
+        if kept:
+            machine = ", ".join(map(str, document["machine"].values())) if isinstance(document["machine"], dict) else ""
+            parts.append(f"## {file.name}\n\n{machine}\n\n" + table(
+                ("scene", "what", "value", "spread", "emulated", "target", "met"), map(_result, kept)))
+    return "\n".join(parts)
+
+
+def _result(row: dict[str, Any]) -> tuple[str, ...]:
+    low, high = row["spread"]
+    return (row["scene"], row["metric"], f"{row['value']:.4g} {row['unit']}", f"{low:.4g} to {high:.4g}",
+            "yes" if row["emulated"] else "", row.get("target", ""), {True: "yes", False: "no"}.get(row.get("met"), ""))
+
+
+BLOCKS = {one.__name__: one for one in (
+    flags, variables, features, cluster_keys, metrics, commands, api, public, measured)}
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def printed(command: str) -> str:
+    """What a `holmes` command line prints, run here in the folder of README.md."""
+    words, out = shlex.split(command), io.StringIO()
+    before, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), str(_COLUMNS)
+    folder = os.getcwd()
+    try:
+        os.chdir(ROOT)
+        with contextlib.redirect_stdout(out):
+            status = main(words[1:])
+    finally:
+        os.chdir(folder)
+        os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
+    assert words[0] == "holmes" and status == 0, f"{command}: status {status}"
+    lines = [_TOOK.sub(r"\1", line.rstrip()) for line in out.getvalue().splitlines()]
+    return "\n".join(line if len(line) <= _CUT else f"{line[:_CUT]} ..." for line in lines) + "\n"
+
+
+def renewed(text: str, slow: bool = True) -> str:
+    """A page with its blocks as they should be."""
+    def run(found: re.Match[str]) -> str:
+        if found[2] and not slow:
+            return found[0]
+        return found[1] + textwrap.indent(printed(textwrap.dedent(found[3])), "    ") + found[5]
+
+    return _RUN.sub(run, _BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]]() + found[4], text))
+
+
+def write(argv: list[str]) -> int:
+    old = {page: page.read_text() for page in pages()}
+    changed = {page: text for page, before in old.items() if (text := renewed(before)) != before}
+    for page, text in changed.items():
+        print(f"{page.relative_to(ROOT)}: {'differs from the code' if argv else 'written'}")
+        if not argv:
+            page.write_text(text)
+    return 1 if argv and changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(write(sys.argv[1:]))

@@ -1,0 +1,208 @@
+"""What Prometheus is told while a job runs: --holmes-metrics, one rank of each node (local rank 0), off by default.
+
+    PORT, HOST:PORT   http://NODE:PORT/metrics, for Prometheus to ask
+    FILE.prom         the same text in a file, for node_exporter's textfile collector; written whole, at most once a
+                      second, and when the job ends
+
+All but the states of NICs comes from the documents that telemetry_file.py makes of steps and rounds; each NIC is looked
+at when somebody asks. Counters count from the job's start. prometheus_client is an extra: pip install
+'holmes_ext[metrics]'.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holmes_ext import __version__
+from holmes_ext.cluster.node_report import lab_scale
+from holmes_ext.errors import HolmesError
+from holmes_ext.options import Options
+from holmes_ext.runtime import session
+from holmes_ext.runtime.start.launcher import Process
+from holmes_ext.runtime.watch import nics
+from holmes_ext.words import why
+
+#: Seconds between two writings of the file.
+_EVERY_S = 1.0
+
+
+class Family(NamedTuple):
+    """A metric: gauge, or a counter (whose name ends in _total); labels beside node and cluster."""
+
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+_GROUP, _WAY = ("kind", "where", "fabric"), ("from", "to")
+FAMILIES = {
+    "holmes_job_info": Family("gauge", "1; which job this is", ("rank", "world_size", "version")),
+    "holmes_steps_total": Family("counter", "steps that this rank has finished"),
+    "holmes_step_seconds_total": Family("counter", "seconds that these steps took"),
+    "holmes_last_step_seconds": Family("gauge", "seconds of the last step"),
+    "holmes_tokens_total": Family("counter", "tokens that all ranks together trained in, where the framework tells"),
+    "holmes_exposed_seconds_total": Family("counter", "seconds that the program stood still for them", _GROUP),
+    "holmes_under_way_seconds_total": Family("counter", "seconds with one or more of them under way", _GROUP),
+    "holmes_sent_bytes_total": Family("counter", "bytes that this rank's operations sent", _GROUP),
+    "holmes_operations_total": Family("counter", "operations of a kind of group, where, on a fabric", _GROUP),
+    "holmes_reducer_exposed_seconds_total": Family("counter", "seconds that GradientReducer's threads were waited for"),
+    "holmes_between_sent_bytes_total": Family("counter", "bytes that this rank sent from a cluster to another", _WAY),
+    "holmes_between_exposed_seconds_total": Family("counter", "seconds that the program stood still for them", _WAY),
+    "holmes_rounds_total": Family("counter", "rounds with joined jobs, by how they ended", ("verdict",)),
+    "holmes_round_sent_bytes_total": Family("counter", "bytes sent in rounds with joined jobs"),
+    "holmes_round_seconds_total": Family("counter", "seconds that these rounds were under way"),
+    "holmes_round_exposed_seconds_total": Family("counter", "seconds that the program stood still for them"),
+    "holmes_nic_up": Family("gauge", "1: the NIC carries data now; 0: it has no link, or is down", ("nic", "fabric")),
+    "holmes_nic_errors_total": Family("counter", "the kernel's error counters of a NIC", ("nic", "counter")),
+    "holmes_nic_bytes_total": Family("counter", "bytes that an interface and its HCAs carried", ("interface",)),
+    "holmes_fabric_bits_per_second": Family("gauge", "a node's rate on a fabric, as planned with", ("fabric",)),
+}
+
+
+class Collector:
+    """A collector of prometheus_client's: sums over the documents taken, and what the NICs say when it is asked."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._lock = threading.Lock()
+
+    def take(self, document: dict[str, Any]) -> None:
+        """A line of telemetry_file.py: of a step, or of a round with other jobs; others say nothing here."""
+        with self._lock:
+            if "step" in document:
+                self._take_step(document)
+            elif "outer" in document:
+                told = document["outer"]
+                self._add("rounds", 1, str(told["verdict"]))
+                for name, key in (("sent_bytes", "bytes"), ("seconds", "seconds"), ("exposed_seconds", "exposed")):
+                    self._add(f"round_{name}", told[key])
+
+    def _take_step(self, document: dict[str, Any]) -> None:
+        seconds = document["end"] - document["begin"]
+        self._sums["holmes_last_step_seconds", ()] = seconds
+        self._add("steps", 1)
+        self._add("step_seconds", seconds)
+        self._add("tokens", document["tokens"])
+        for kind, fabric, where, operations, _, sent, busy, exposed in document["groups"]:
+            values = {"operations": operations, "sent_bytes": sent, "under_way_seconds": busy}
+            values["exposed_seconds"] = exposed
+            for name, value in values.items():
+                self._add(name, value, kind, where, fabric)
+        for one, two, sent, exposed in document.get("between", ()):
+            self._add("between_sent_bytes", sent, one, two)
+            self._add("between_exposed_seconds", exposed, one, two)
+        if exposed := (document.get("reduction") or {}).get("exposed"):
+            self._add("reducer_exposed_seconds", exposed)
+
+    def _add(self, name: str, value: float, *labels: str) -> None:
+        key = f"holmes_{name}_total", labels
+        self._sums[key] = self._sums.get(key, 0.0) + value
+
+    def collect(self) -> Iterator[Any]:
+        """prometheus_client's metric families."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        current = session.active()
+        if current is None:  # it was switched off
+            return
+        with self._lock:
+            found = dict(self._sums)
+        found |= {(name, labels): value for name, labels, value in _of_now(current)}
+        for name, family in FAMILIES.items():
+            make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+            made = make(name, family.help, labels=("node", "cluster", *family.labels))
+            for (of, labels), value in sorted(found.items()):
+                if of == name:
+                    made.add_metric((current.node.name, current.node.cluster, *labels), value)
+            if made.samples:
+                yield made
+
+
+def _of_now(current: session.Session) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """(metric, labels, value) of what does not come from steps."""
+    yield "holmes_job_info", (str(current.rank), str(current.process.world_size), __version__), 1
+    ports = nics.in_use(current)
+    for port in ports:
+        yield "holmes_nic_up", (port.name, port.fabric), float(not nics.trouble(port))
+    for name, counters in nics.counters(ports).items():
+        for counter, value in counters.items():
+            yield "holmes_nic_errors_total", (name, counter), value
+    used = {port.interface for port in ports}
+    for interface, count in nics.bytes_carried(current.node).items():
+        if interface in used:
+            yield "holmes_nic_bytes_total", (interface,), count
+    rates = {fabric.name: fabric.rate_bps for fabric in current.site.fabrics}
+    for port in ports:
+        yield "holmes_fabric_bits_per_second", (port.fabric,), rates[port.fabric] * lab_scale(os.environ)
+
+
+class Metrics:
+    """Tells what a Collector knows. place: for the user; write: into the file, None where a port is open; shut: closes
+    the port."""
+
+    def __init__(self, collector: Collector, place: str, write: Callable[[], None] | None, shut: Callable[[], None]):
+        self.place, self._collector, self._write, self._shut = place, collector, write, shut
+        self._written = float("-inf")
+
+    def take(self, document: dict[str, Any]) -> None:
+        """From telemetry's thread."""
+        self._collector.take(document)
+        if time.monotonic() - self._written >= _EVERY_S:
+            self.write()
+
+    def write(self) -> None:
+        """The file, where there is one; what goes wrong ends it with one line, and training goes on."""
+        if self._write is None:
+            return
+        self._written = time.monotonic()
+        try:
+            self._write()
+        except OSError as error:
+            print(f"holmes: --holmes-metrics {self.place}: no more metrics ({why(error)}); training goes on",
+                  file=sys.stderr, flush=True)
+            self._write = None
+
+    def close(self) -> None:
+        self.write()
+        self._shut()
+
+
+def open_metrics(options: Options, process: Process) -> Metrics | None:
+    """Of this process, None where it tells nothing; before any rank waits for another, so that bad input ends all.
+
+    HolmesError: prometheus_client is missing, the port is taken, the file's folder is not there.
+    """
+    if not options.metrics or process.local_rank:
+        return None
+    flag = f"--holmes-metrics {options.metrics}"
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
+    except ModuleNotFoundError:
+        raise HolmesError(f"{flag}: prometheus_client is not installed; pip install 'holmes_ext[metrics]'") from None
+    collector, registry = Collector(), CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    if options.metrics.endswith(".prom"):
+        path = Path(options.metrics).absolute()
+        if not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
+            raise HolmesError(f"{flag}: {path.parent} is no folder that can be written; name a file in node_exporter's"
+                              " --collector.textfile.directory")
+        return Metrics(collector, str(path), lambda: write_to_textfile(str(path), registry), lambda: None)
+    host, port = options.metrics_address
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise HolmesError(f"{flag}: {host}:{port} cannot be listened on ({why(error)}); name another port, and each job"
+                          " of a node its own") from None
+
+    def shut() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
+
+    return Metrics(collector, f"http://{host}:{port}/metrics", None, shut)

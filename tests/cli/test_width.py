@@ -1,0 +1,54 @@
+"""Every table that a command prints keeps to COLUMNS, through a pipe too; `holmes patches` is one row a feature."""
+
+from pathlib import Path
+
+import pytest
+from sysfs_builder import dgx_a100, ports_down
+from telemetry_files import write
+
+from holmes_ext.cli.main import main
+from holmes_ext.patches import all_patches
+
+CLUSTER = str(Path(__file__).parents[2] / "examples/clusters/two_clusters_4.toml")
+SIZES = ["--sizes", "pipeline=2"]
+
+
+@pytest.fixture
+def commands(tmp_path):
+    """name -> its words, on data that make wide tables."""
+    write(tmp_path / "telemetry", between=[["a", "b", 1e8, 0.02], ["b", "a", 1e8, 0.02]])
+    dgx = str(dgx_a100(tmp_path / "dgx"))
+    return {
+        "discover": ["discover", "--sysfs", dgx], "discover of a node that is down": [
+            "discover", "--sysfs", str(ports_down(tmp_path / "down"))],
+        "patches": ["patches"], "patches --all": ["patches", "--all"],
+        "report": ["report", str(tmp_path / "telemetry")],
+        "plan": ["plan", "--cluster", CLUSTER, *SIZES],
+    }
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_tables_keep_to_columns(commands, capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for name, words in commands.items():
+        main(words)
+        lines = capsys.readouterr().out.splitlines()
+        rules = [n for n, line in enumerate(lines) if line.strip().startswith("───")]
+        assert rules, name
+        for n in rules:
+            rows = [line for line in lines[n - 1 : n + 3] if "too narrow" not in line]
+            assert max(map(len, rows)) <= width, (name, rows)
+
+
+def test_one_row_a_feature(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["patches"])
+    out = capsys.readouterr().out
+    names = [patch.feature.name for patch in all_patches()]
+    firsts = [line.split()[0] for line in out.splitlines()[2:] if line[:1].isalpha()]
+    assert firsts[: len(set(names))] == list(dict.fromkeys(names))
+    assert f"{len(names)} functions of {len(set(names))} features; --all" in out
+    monkeypatch.delenv("COLUMNS")
+    main(["patches", "--all"])
+    shown = capsys.readouterr().out
+    assert all(patch.target in shown and patch.feature.what for patch in all_patches())
