@@ -22,8 +22,8 @@ _MODULES = {
     ),
     "lightning": ("ranks",),
     "megatron": (
-        "megatron_deepspeed", "unused", "core", "reduction", "gather", "p2p", "edges", "joined", "profile",
-        "megatron_lm", "telemetry",
+        "megatron_deepspeed", "unused", "core", "reduction", "gather", "p2p", "edges", "experts", "joined",
+        "profile", "megatron_lm", "telemetry",
     ),
 }  # fmt: skip
 

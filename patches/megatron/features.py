@@ -60,6 +60,7 @@ EDGES = Feature(
     "megatron-edges", "megatron-core>=0.14,<0.17", tried=("0.16.1",), option="inflight", idle=("off",),
     version_of=loaded_version,
 )  # fmt: skip
+EXPERTS = _core("megatron-experts", option="experts", idle=("",), binding=True)
 PROFILE = _core("megatron-profile", option="profile", idle=("",))
 JOINED = Feature(
     "joined-megatron", "megatron-core>=0.16,<0.17", ("0.16.1",), "join", ("",), version_of=loaded_version, binding=True,

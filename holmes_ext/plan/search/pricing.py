@@ -178,8 +178,8 @@ class Pricing:
         return "flat", flat
 
     def _two_level(self, content: Content, here: int, across: Fabric, size: float, groups: int) -> Price | None:
-        """Inside each cluster on its own fabric, across only the sums, as NCCL makes them (runtime/reduce/two_level_nccl.py,
-        which needs as many ranks in each cluster); None where no cluster's own fabric is faster."""
+        """Inside each cluster on its own fabric, across only the sums, as runtime/reduce/two_level_nccl.py, which
+        needs as many ranks in each cluster; None where no cluster's own fabric is faster."""
         inner = {index: self.ground.fabric([index]) for index, _ in content}
         faster = any(fabric.preference > across.preference for fabric in inner.values()) or self.ground.wan
         if len(inner) < 2 or not faster:
