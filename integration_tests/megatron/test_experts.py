@@ -29,7 +29,8 @@ def test_experts_live_near_their_tokens_and_learn_the_same(two_clusters, tmp_pat
     traffic, order = tmp_path / "traffic.json", tmp_path / "experts.json"
     traffic.write_text(json.dumps({"version": 1, "rows": "rank", "counts": stock["counts"]}))
     plan = [sys.executable, "-m", "holmes_ext.cli.main", "plan", "--cluster", two_clusters.holmes[-1], "--sizes",
-            "expert=4", "--experts", str(traffic), "--experts-output", str(order), "--experts-balance", "4"]  # fmt: skip
+            "expert=4", "--experts", str(traffic), "--experts-output", str(order), "--experts-balance",
+            "4"]  # fmt: skip
     done = subprocess.run(plan, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0 and "written" in done.stdout, done.stdout + done.stderr
     assert json.loads(order.read_text())["order"] != list(range(8))

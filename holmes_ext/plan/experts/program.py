@@ -24,8 +24,9 @@ from types import ModuleType
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.experts.places import INSIDE, Places
+from holmes_ext.plan.experts.places import INSIDE, Places, places_of
 from holmes_ext.plan.experts.traffic import RANK, Counts
+from holmes_ext.plan.plan import Plan, load_plan
 
 #: What HiGHS need not improve on.
 GAP = 0.002
@@ -73,6 +74,16 @@ def solve(counts: Counts, places: Places, balance: float = 1.1, seconds: float =
     if not balance >= 1:
         raise HolmesError(f"a balance of {balance:g} leaves no order: give 1 or more")
     return _Problem(counts, places, balance).answer(seconds)
+
+
+def place_experts(
+    counts: Sequence[Sequence[float]], plan: Plan | str, rows: str = RANK, balance: float = 1.1
+) -> Placed:
+    """The order of experts with the least traffic. counts: [ranks, experts] tokens ([experts, experts] with rows
+    "expert", see traffic.py); plan: a Plan or the path of a plan.json, with an expert-parallel size. `order[s]` is the
+    expert of slot s; slots are those of the group's first rank, then those of the second. HolmesError as solve()."""
+    known = load_plan(plan) if isinstance(plan, str) else plan
+    return solve(Counts(rows, tuple(tuple(map(float, row)) for row in counts)), places_of(known), balance).best
 
 
 def _libraries() -> tuple[ModuleType, ModuleType, ModuleType]:
@@ -137,7 +148,7 @@ class _Problem:
         return float((self.table * weights[rank_of][:, rank_of]).sum() / 2)
 
     def way(self, name: str, held: dict[int, list[int]]) -> Placed:
-        np, every = self.np, self.table.sum() / (1 if self.of_ranks else 2) or 1.0
+        np, every = self.np, float(self.table.sum()) / (1 if self.of_ranks else 2) or 1.0
         loads = [self.load[held[rank]].sum() for rank in sorted(held)]
         crossing, moving = (self.total(held, np.array(w)) / every for w in (self.places.crossing, self.places.moving))
         order = tuple(int(expert) for rank in sorted(held) for expert in held[rank])
@@ -159,7 +170,7 @@ class _Problem:
             bound = self.companions()
         allowed = [start for start in starts if self.fits(start)]
         best = min((self.way(PLACED, self.held(place)) for place in allowed), key=lambda way: way.cost)
-        return Answer((*known, best), bound)
+        return Answer((*known, best), min(bound, best.cost))  # not above it by rounding
 
     def fits(self, place: Any) -> bool:
         loads = self.np.bincount(place, self.load, len(self.room))
