@@ -54,8 +54,10 @@ def rows(scene: str, found: list[tuple[Answer, float]]) -> list[Row]:
     def parts(name: str) -> list[float]:
         return [answer.best.crossing / of(answer, name) for answer, _ in found if of(answer, name)]
 
+    costs = [answer.best.cost / next(way.cost for way in answer.ways if way.name == EPLB) for answer, _ in found]
     return [
-        Row.median(scene, "tokens across clusters, placed : EPLB", parts(EPLB), "x", False, "<= 1"),
+        Row.median(scene, "tokens by the slowness of their links, placed : EPLB", costs, "x", False, "<= 1"),
+        Row.median(scene, "tokens across clusters, placed : EPLB", parts(EPLB), "x", False),
         Row.median(scene, "tokens across clusters, placed : identity", parts(IDENTITY), "x", False),
         Row.median(scene, "proven within", [answer.gap for answer, _ in found], "of the cost", False, "<= 0.02"),
         Row.median(scene, "fullest rank : mean", [answer.best.fullest for answer, _ in found], "x", False),
