@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from integration_tests.jobs import PRELOAD_MEGATRON, ROOT, SCRIPTS
+from integration_tests.jobs import PRELOAD_MEGATRON, ROOT, SCRIPTS, full
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("scipy")
@@ -23,6 +23,7 @@ def trained(clusters, out, *flags, returncode=0):
     return (json.loads(out.read_text()) if out.exists() else None), crossed, text
 
 
+@full
 def test_experts_live_near_their_tokens_and_learn_the_same(two_clusters, tmp_path):
     sizes = ("--holmes-sizes", "expert=4")
     stock, crossed, _ = trained(two_clusters, tmp_path / "stock.json", *two_clusters.holmes, *sizes)
@@ -41,6 +42,7 @@ def test_experts_live_near_their_tokens_and_learn_the_same(two_clusters, tmp_pat
     assert less < 0.7 * crossed, (less, crossed)
 
 
+@full
 def test_an_order_of_another_size_is_refused_in_one_line(two_clusters, tmp_path):
     order = tmp_path / "experts.json"
     order.write_text(json.dumps({"version": 1, "ranks": 2, "order": [1, 0, 3, 2]}))

@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-EXPERTS, HIDDEN, TOKENS, STEPS = 8, 32, 256, 4
+EXPERTS, HIDDEN, TOKENS, STEPS = 8, 32, 2048, 4
 
 
 def layer_of(ranks):
