@@ -10,7 +10,7 @@ from typing import Any
 __version__ = "0.1.0"
 __all__ = [
     "GradientReducer", "HolmesError", "disable", "enable", "initialize_model_parallel", "joined_state_dict",
-    "load_joined_state_dict", "step_done",
+    "load_joined_state_dict", "place_experts", "step_done",
 ]  # fmt: skip
 
 #: Public name -> its module, imported when the name is used: importing holmes_ext alone stays cheap.
@@ -21,6 +21,7 @@ _HOMES = {
     "enable": "holmes_ext.job",
     "joined_state_dict": "holmes_ext.runtime.outer.training",
     "load_joined_state_dict": "holmes_ext.runtime.outer.training",
+    "place_experts": "holmes_ext.plan.experts.program",
     "step_done": "holmes_ext.runtime.measure.telemetry",
 }
 

@@ -16,6 +16,7 @@ from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.command_line import arguments
 from holmes_ext.patches.torch import fsdp, joined
+from holmes_ext.plan.experts.traffic import load_order
 from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.outer import training
@@ -134,6 +135,8 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
             if not options.model:
                 request.model = arguments.model_from_arguments(argv, needed=options.needs_model)
             joins = training.request(options)
+            if options.experts:
+                agreed["content of the --holmes-experts file"] = load_order(options.experts).digest
             registry.enable_asked_for(options)
             told = metrics.open_metrics(options, process)
         except HolmesError as error:

@@ -65,6 +65,8 @@ class Options:
     fsdp: str = _option(
         "stock", "stock (default): FSDP shards over the ranks that the program says; hybrid: inside each cluster, and"
         " gradients are summed across (more memory, told beforehand)", ("stock", "hybrid"))
+    experts: str = _option(
+        "", "FILE: where each expert of megatron-core's MoE layers lives, as `holmes plan --experts` placed them")
     partition: str = _option(
         "uniform", "uniform (the framework decides), speed (the Holmes paper's formula), balanced (least predicted"
         " step), or layers of each stage: 5,3")

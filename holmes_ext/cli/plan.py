@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
-from holmes_ext.cli.show import explain, search, search_table
+from holmes_ext.cli.show import experts, explain, search, search_table
 from holmes_ext.cli.show.matrix import show_wan
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cli.show.training import training_of
@@ -68,6 +68,7 @@ def add_parser(subparsers: Any) -> None:
         kind = int if field.name == "micro_batches" else float
         add(f"--{option}", dest=field.name, type=kind, metavar="N", help=text)
     explain.add_arguments(parser)
+    experts.add_arguments(parser)
     search.add_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -78,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     site, links = site_from_spec(spec), Links.of_spec(spec)
     measured = links.site(site)
     job = training_of(args, spec)
+    if args.experts:
+        return experts.run(args, build_plan(site, job.sizes, _workload(args), links=links))
     if search.wanted(args):
         return search.run(args, spec, job)
     sizes, model, workload = job.sizes, job.model, _workload(args)

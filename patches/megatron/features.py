@@ -69,6 +69,10 @@ EDGES = Feature(
     "megatron-edges", "megatron-core>=0.14,<0.17", tried=("0.16.1",), option="inflight", idle=("off",),
     version_of=loaded_version, what="sends between stages do not block",
 )  # fmt: skip
+EXPERTS = Feature(
+    "megatron-experts", "megatron-core>=0.14,<0.17", tried=("0.16.1",), option="experts", idle=("",),
+    version_of=loaded_version, binding=True, what="experts live where holmes plan --experts placed them",
+)  # fmt: skip
 PROFILE = _core("megatron-profile", option="profile", idle=("",), what="measures layers for holmes plan --profile")
 JOINED = Feature(
     "joined-megatron", "megatron-core>=0.16,<0.17", ("0.16.1",), "join", ("",), version_of=loaded_version, binding=True,

@@ -1,0 +1,96 @@
+"""Experts placed by traffic: what crosses clusters, against EPLB and the identity; what is proven; seconds.
+
+    python benchmarks/experts.py --json FILE [--scenes cases,large] [--cases 20] [--large 5]
+
+    cases   random counts, a row for each of 6 to 64 ranks on sites of examples/clusters, 2 to 8 experts each: from even
+            to skewed, with and without tokens that belong to ranks
+    large   256 experts over 64 GPUs in four regions, with links of their own
+
+Counts are drawn, no router's. EPLB here is its balanced packing without copies of experts, from its description.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+
+from harness import Row, chosen, finish, parser, tell
+
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.lab.samples import examples
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.cost.links import Links
+from holmes_ext.plan.experts.places import Places, places_of
+from holmes_ext.plan.experts.program import EPLB, IDENTITY, Answer, solve
+from holmes_ext.plan.experts.traffic import RANK, Counts
+from holmes_ext.plan.sizes import Sizes
+
+SITES = {"two_clusters_8": 8, "three_clusters_8": 8, "two_clusters_3_5": 8, "three_links_6": 6, "eight_cities_64": 64,
+         "four_us_regions_64": 64}
+
+
+def places(name: str, expert: int) -> Places:
+    spec = load_spec(examples() / "clusters" / f"{name}.toml")
+    site = site_from_spec(spec)
+    sizes = Sizes(expert=expert).complete(site.world_size)
+    return places_of(build_plan(site, sizes, links=Links.of_spec(spec)))
+
+
+def counts(rng: random.Random, ranks: int, experts: int) -> Counts:
+    skew, kinds = rng.choice((0.5, 1, 2, 3)), rng.choice((0.0, 0.0, 2.0, 10.0))
+    load = [rng.expovariate(1) ** skew for _ in range(experts)]
+    liked = [rng.sample(range(experts), max(1, experts // ranks)) for _ in range(ranks)]
+    return Counts(RANK, tuple(
+        tuple(1000 * load[e] * rng.uniform(0.5, 1.5) * (1 + kinds * (e in liked[rank])) for e in range(experts))
+        for rank in range(ranks)))
+
+
+def rows(scene: str, found: list[tuple[Answer, float]]) -> list[Row]:
+    def of(answer: Answer, name: str) -> float:
+        return next(way.crossing for way in answer.ways if way.name == name)
+
+    def parts(name: str) -> list[float]:
+        return [answer.best.crossing / of(answer, name) for answer, _ in found if of(answer, name)]
+
+    costs = [answer.best.cost / next(way.cost for way in answer.ways if way.name == EPLB) for answer, _ in found]
+    return [
+        Row.median(scene, "tokens by the slowness of their links, placed : EPLB", costs, "x", False, "<= 1"),
+        Row.median(scene, "tokens across clusters, placed : EPLB", parts(EPLB), "x", False),
+        Row.median(scene, "tokens across clusters, placed : identity", parts(IDENTITY), "x", False),
+        Row.median(scene, "proven within", [answer.gap for answer, _ in found], "of the cost", False, "<= 0.02"),
+        Row.median(scene, "fullest rank : mean", [answer.best.fullest for answer, _ in found], "x", False),
+        Row.median(scene, "seconds", [seconds for _, seconds in found], "s", False, "<= 10"),
+    ]
+
+
+def measure(scene: str, names: list[str], each: tuple[int, ...], cases: int) -> list[Row]:
+    found = []
+    for seed in range(cases):
+        rng = random.Random(seed)
+        name = rng.choice(names)
+        where = places(name, SITES[name])
+        given = counts(rng, where.ranks, where.ranks * rng.choice(each))
+        begin = time.monotonic()
+        found.append((solve(given, where), time.monotonic() - begin))
+        answer, seconds = found[-1]
+        tell(f"{scene} {seed}: {name}, {given.experts} experts: gap {answer.gap:.2%}, {seconds:.1f} s")
+    return rows(scene, found)
+
+
+def main() -> int:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--cases", type=int, default=20)
+    arguments.add_argument("--large", type=int, default=5)
+    args = arguments.parse_args()
+    makers = {
+        "cases": lambda: measure("cases", list(SITES), (2, 4, 8), args.cases),
+        "large": lambda: measure("large", ["four_us_regions_64"], (4,), args.large),
+    }
+    found = [row for name in chosen(args.scenes, makers) for row in makers[name]()]
+    return finish(found, args.json, "Experts placed by traffic")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""`holmes plan --experts TRAFFIC`: which expert should live on which rank, and how good that is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from holmes_ext.cli.show.table import Column, Screen
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.experts.places import places_of
+from holmes_ext.plan.experts.program import Answer, Placed, solve
+from holmes_ext.plan.experts.traffic import EVERY, ExpertOrder, load_traffic
+from holmes_ext.plan.plan import Plan
+
+COLUMNS = (
+    Column("layer"), Column("experts"), Column("tokens across clusters", right=True),
+    Column("across nodes", right=True, drop=2), Column("fullest rank : mean", right=True, drop=1),
+    Column("proven within", right=True),
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `holmes plan` about experts."""
+    what = "which expert lives on which rank (needs scipy and the parallel sizes)"
+    add = parser.add_argument_group(what).add_argument
+    add("--experts", metavar="FILE", help="JSON: tokens that go from each rank, or expert, to each expert")
+    add("--experts-output", metavar="FILE", help="write the order here, for --holmes-experts FILE")
+    add("--experts-balance", type=float, default=1.1, metavar="X",
+        help="times the mean of tokens that a cluster may get (default 1.1; what EPLB gives it where that is more)")
+    add("--experts-per-rank", type=int, default=0, metavar="N", help="that a rank can hold (default: as many as must)")
+    add("--experts-seconds", type=float, default=10.0, metavar="S", help="for each layer (default 10)")
+
+
+def run(args: argparse.Namespace, plan: Plan) -> int:
+    """Print (or write) the order. HolmesError on bad input."""
+    places, answers = places_of(plan), {}
+    for number, counts in load_traffic(args.experts).items():
+        try:
+            answers[number] = solve(counts, places, args.experts_balance, args.experts_seconds, args.experts_per_rank)
+        except HolmesError as error:
+            layer = f": layer {number}" if number != EVERY else ""
+            raise HolmesError(f"{args.experts}{layer}: {error}") from None
+    order = ExpertOrder(places.ranks, {number: answer.best.order for number, answer in answers.items()})
+    if args.experts_output:
+        order.save(args.experts_output)
+    if args.json:
+        print(json.dumps({"ranks": places.ranks, "layers": {str(n): _document(one) for n, one in answers.items()}}))
+        return 0
+    screen = Screen()
+    experts = len(next(iter(order.layers.values())))
+    each = f"{experts // places.ranks} on each of {places.ranks} expert-parallel ranks"
+    screen.line(f"{experts} experts, {each}, at {len(places.of)} places that differ")
+    screen.table(COLUMNS, [row for number, answer in sorted(answers.items()) for row in _rows(number, answer)])
+    if args.experts_output:
+        screen.line(f"written: {args.experts_output}; start with --holmes-experts {args.experts_output}")
+    return 0
+
+
+def _rows(number: int, answer: Answer) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for way in answer.ways:
+        layer = ("all" if number == EVERY else str(number)) if way is answer.ways[0] else ""
+        proven = f"{answer.gap:.2%}" if way is answer.best else ""
+        rows.append((layer, way.name, f"{way.crossing:.1%}", f"{way.moving:.1%}", f"{way.fullest:.2f}", proven))
+    return rows
+
+
+def _document(answer: Answer) -> dict[str, object]:
+    def of(way: Placed) -> dict[str, object]:
+        return {"across_clusters": way.crossing, "across_nodes": way.moving, "fullest": way.fullest, "cost": way.cost}
+
+    ways = {way.name: of(way) for way in answer.ways}
+    return {"order": answer.best.order, "bound": answer.bound, "gap": answer.gap, "ways": ways}

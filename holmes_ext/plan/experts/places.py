@@ -1,0 +1,78 @@
+"""Where experts can live, and how far it is: the expert-parallel ranks of a plan, those on one node taken together.
+
+An expert has one place in the expert-parallel group, the same in all groups of the job (its weights are reduced over
+them), so a distance is the mean over the groups:
+
+    0                                        ranks on one node
+    INSIDE                                   nodes of one cluster
+    rate of the fastest way / rate of it     clusters: 1 where the network between them is flat
+
+A token that crosses clusters counts more than any that stays, so the least sum is the least crossing, over the slow
+links least of all; among those the one with the fewest tokens between nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.layout import groups
+from holmes_ext.plan.plan import Plan
+
+#: Of a token between nodes of a cluster, where one that crosses counts 1 or more.
+INSIDE = 1e-4
+
+
+@dataclass(frozen=True)
+class Places:
+    """of: expert-parallel ranks of each place, () never; far[i][j]: of a token from rank i to rank j; crossing, moving:
+    likewise, the part of the groups in which that crosses clusters, or nodes."""
+
+    of: tuple[tuple[int, ...], ...]
+    far: tuple[tuple[float, ...], ...]
+    crossing: tuple[tuple[float, ...], ...]
+    moving: tuple[tuple[float, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.far)
+
+
+def places_of(plan: Plan) -> Places:
+    """HolmesError where the plan has no expert-parallel groups."""
+    if plan.sizes is None or plan.sizes.expert < 2:
+        raise HolmesError("experts are not spread over ranks here: give the expert-parallel size (--expert N)")
+    found, size = groups(plan.sizes, "expert"), plan.sizes.expert
+    clusters, nodes = list(plan.clusters), [[plan.node_of(rank) for rank in ranks] for ranks in found]
+    rates = {(a, b): _rate(plan, a, b) for a in clusters for b in clusters if a != b}
+    fastest = max(rates.values(), default=1.0)
+    home = {node: name for name, members in plan.clusters.items() for node in members}
+    tables = tuple([[0.0] * size for _ in range(size)] for _ in range(3))
+    for names in nodes:
+        for i, one in enumerate(names):
+            for j, two in enumerate(names):
+                pair, apart = (home[one], home[two]), float(one != two)
+                crosses = float(pair[0] != pair[1])
+                distance = fastest / rates[pair] if crosses else INSIDE * apart
+                for table, value in zip(tables, (distance, crosses, apart)):
+                    table[i][j] += value / len(nodes)
+    far, crossing, moving = (tuple(map(tuple, table)) for table in tables)
+    return Places(_together(far), far, crossing, moving)
+
+
+def _rate(plan: Plan, one: str, two: str) -> float:
+    """Bits/s of the slowest thing between nodes of two clusters."""
+    first, second = (next(i for i, node in enumerate(plan.nodes) if node in plan.clusters[name]) for name in (one, two))
+    fabric = plan.fabric_of((first * plan.processes, second * plan.processes))
+    assert fabric is not None
+    return min([fabric.rate_bps, *(hop.rate_bps for hop in plan.wan.hops(one, two))])
+
+
+def _together(far: tuple[tuple[float, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Ranks with nothing between them, which are as far from all others."""
+    found: dict[tuple[float, ...], list[int]] = {}
+    for rank, row in enumerate(far):
+        found.setdefault(row, []).append(rank)
+    whole = [ranks for ranks in found.values() if all(far[ranks[0]][other] == 0 for other in ranks)]
+    alone = [(rank,) for ranks in found.values() if ranks not in whole for rank in ranks]
+    return tuple(sorted([*map(tuple, whole), *alone]))

@@ -1,0 +1,69 @@
+"""One MoE layer of megatron-core over all ranks, whose tokens come in kinds, a kind for each rank.
+
+    experts.py OUT     writes {"losses", "counts"} to OUT: tokens of each rank that go to each expert
+"""
+
+import json
+import sys
+
+import megatron_cpu_shim  # noqa: F401
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+EXPERTS, HIDDEN, TOKENS, STEPS = 8, 32, 2048, 4
+
+
+def layer_of(ranks):
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, expert_model_parallel_size=ranks,
+        num_moe_experts=EXPERTS, moe_router_topk=1, moe_router_pre_softmax=True, moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall", add_bias_linear=False, use_cpu_initialization=True,
+        gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False)
+    return build_module(spec, config=config, layer_number=1).mlp
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    layer = layer_of(ranks)
+    counts = torch.zeros(ranks, EXPERTS)
+    router = layer.router.forward
+
+    def counted(*args, **more):
+        probs, routing_map = router(*args, **more)
+        counts[rank] += routing_map.sum(0)
+        return probs, routing_map
+
+    layer.router.forward = counted
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(rank)
+    kind = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(100 + rank))
+    losses = []
+    for _ in range(STEPS):
+        tokens = kind + 0.2 * torch.randn(TOKENS, 1, HIDDEN, generator=generator)
+        optimizer.zero_grad()
+        output, _ = layer(tokens)
+        loss = (output - tokens).square().mean()
+        loss.backward()
+        dist.all_reduce(layer.router.weight.grad)
+        optimizer.step()
+        dist.all_reduce(told := loss.detach().clone())
+        losses.append(told.item() / ranks)
+    dist.all_reduce(counts)
+    if rank == 0:
+        with open(sys.argv[1], "w", encoding="utf-8") as file:
+            json.dump({"losses": losses, "counts": counts.tolist()}, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
