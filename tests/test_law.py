@@ -47,7 +47,6 @@ ALLOWED_INSIDE = {
     "patches/megatron/reduce/tied.py": (1, "the same"),
     "holmes_ext/runtime/outer/training.py": (1, "a job that is not joined must not load what joining needs"),
     "patches/torch/ddp.py": (3, "the same"),
-    "patches/torch/buckets.py": (1, "the same"),
     "holmes_ext/lab/process/zygote.py": (1, "a rank that runs without holmes must not have it in its template"),
 }
 #: Files that import by a name that is worked out: what for.

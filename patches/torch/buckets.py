@@ -8,6 +8,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
+from holmes_ext.runtime.watch.failure import describe_failure
 
 
 class Buckets:
@@ -103,8 +104,6 @@ class Buckets:
         return int(self.joining.result()[0])
 
     def _failed(self, index: int, error: RuntimeError) -> str:
-        from holmes_ext.runtime.watch.failure import describe_failure  # torch is there by now
-
         ranks = group_ranks(self._group)
         fabric = session.require().fabric_of(ranks, backend_of(self._group))
         return describe_failure(f"DistributedDataParallel's bucket {index}", ranks, fabric, str(error))
