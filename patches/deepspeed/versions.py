@@ -43,7 +43,7 @@ _TABLE: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {
     "dynamic_shape": (("0", _never), ("0.15.0", lambda engine: engine.dynamic_shape)),
     "deepcompile": (("0", _never), ("0.16.6", lambda engine: engine.is_deepcompile_enabled())),
     "torch_autocast": (("0", _never), ("0.17.2", lambda engine: engine.torch_autocast_enabled())),
-    "zenflow": (("0", _never), ("0.17.5", lambda engine: engine.zenflow)),
+    "zenflow": (("0", _never), ("0.17.5", lambda engine: bool(engine.zenflow))),
     "immediate_grad_update": (
         ("0", lambda engine: engine._config.bfloat16_immediate_grad_update),
         ("0.17.1", lambda engine: engine._config.bfloat16_config.immediate_grad_update),

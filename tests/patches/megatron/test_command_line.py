@@ -82,7 +82,7 @@ MOVES = [
     (BF16, "--sequence-parallel", "memory", "down"),
     (BF16, "--sequence-parallel", "send_across", "same"),  # tensor ranks share out what crosses without it too
     (BF16, "--recompute-granularity full", "memory", "down"),
-    (BF16, "--recompute-granularity full", "step", "up"),
+    (LONG, "--recompute-granularity full", "step", "up"),
     (f"{BF16} --transformer-impl local", "--recompute-granularity selective", "memory", "down"),
     (f"{BF16} --transformer-impl local", "--recompute-activations", "memory", "down"),
     (BF16, "--checkpoint-activations", "memory", "down"),
