@@ -10,6 +10,9 @@ u: micro-batches that a stage begins before its first backward; m: all of them. 
     then one of                    up again: sum above (b + x), and what stage 0 does after it
                                    its reductions that its last backward does not hide, optimizer, gathers
 
+And whatever hides them, all activations flow over each edge, one after the other, between the first one's way there
+and the last one's way on and back.
+
 All are linear in the layers of s, and what the other stages hold takes at least as much as the layers take where they
 are cheapest. So a time T gives each stage a most number of layers, and where these are fewer than the model's, no split
 takes T. What stages share is counted once: a NIC carries the messages of one kind of pipeline at a time, whatever
@@ -130,7 +133,7 @@ class Least:
         if sum(most) < self.layers or min(most) < 1:
             return inf
         low = self._work(most) + 2 * sum(self.edges)
-        low = max(low, ((self.m - 1) // max(self.ahead) + 1) * low)
+        low = max(((self.m - 1) // max(self.ahead) + 1) * low, low + (self.m - 1) * max(self.flow, default=0.0))
         high = min(known, 2 * low)
         while high < known and not self._possible(high):
             low, high = high, min(known, 2 * high)
