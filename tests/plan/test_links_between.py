@@ -24,6 +24,7 @@ from holmes_ext.plan.plan import load_plan
 from holmes_ext.plan.search import arrangement
 from holmes_ext.plan.search.arrangement import Ground
 from holmes_ext.plan.search.search import search
+from holmes_ext.plan.search.space import Limits
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
@@ -199,7 +200,7 @@ def test_the_search_knows_the_links():
 
 def test_no_arrangement_beats_the_bound_of_what_crosses():
     site = site_from_spec(load_spec(examples() / "clusters" / "three_links_6.toml"))
-    found = search(site, load_model(examples() / "models" / "gpt_7.5b.toml"), 96)
+    found = search(site, load_model(examples() / "models" / "gpt_7.5b.toml"), 96, Limits({"pipeline": (3, 6)}))
     bounds = [found.pricing(one.shape).least_crossing_s() for one in found.candidates]
     assert max(bounds) > 1 and all(one.formula_s >= least for one, least in zip(found.candidates, bounds))
 
