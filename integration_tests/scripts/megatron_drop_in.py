@@ -43,7 +43,7 @@ report = {
     "rank": rank, "before": before, "node": socket.gethostname(), "local_rank": os.environ["LOCAL_RANK"],
     "data": dist.get_process_group_ranks(data), "sum": value.item(), "fabric": made.transport.kind,
     "grid": grid.ranks, "grid_fabric": grid.transport.kind, "chain": chain[0, 0, 0].item(),
-    "pairs": [record.transport.kind for record in records if record.name == "pipeline pair"],
+    "pairs": [record.transport.kind for record in records if record.name in ("pipeline pair", "pipeline activations")],
 }
 print(json.dumps(report), flush=True)
 dist.destroy_process_group()
