@@ -6,6 +6,7 @@ The recorder is set aside outside of everything that holmes put around the engin
 down costs one look at None for each operation.
 """
 
+import os
 import runpy
 import sys
 
@@ -29,4 +30,5 @@ def in_turn(*args, **kwargs):
 
 PipelineEngine.train_batch = in_turn
 sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
