@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harness import Row, finish, parser, tell
@@ -45,6 +46,21 @@ def train(lab: Lab, kind: str, steps: int, seed: int) -> tuple[list[float], floa
         after = lab.counters()
         sent = sum(after[node]["eth0"][1] - before[node]["eth0"][1] for node in lab.spec.clusters[0].nodes)
         return [json.loads(line)["loss"] for line in log.read_text().splitlines()], sent / steps
+
+
+def curves(
+    what: str, kinds: Sequence[str], seeds: int, train: Callable[[str, int], tuple[list[float], float]]
+) -> tuple[dict[str, list[list[float]]], dict[str, list[float]]]:
+    """What train(kind, seed) gives, by kind: losses, and bytes sent for each step; the kinds in turn for each seed."""
+    losses: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
+    sent: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for seed in range(1, seeds + 1):
+        for kind in kinds:
+            tell(f"{what}: seed {seed}, {kind}")
+            one, bytes_of_step = train(kind, seed)
+            losses[kind].append(one)
+            sent[kind].append(bytes_of_step)
+    return losses, sent
 
 
 def means(losses: list[float]) -> list[float]:
@@ -107,15 +123,9 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=1500)
     arguments.add_argument("--seeds", type=int, default=3, help="how many, of weights and of the order of the text")
     args = arguments.parse_args()
-    losses: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
-    sent: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with Lab(load_spec(CLUSTERS), realtime=True) as lab:
-        for seed in range(1, args.seeds + 1):
-            for kind in KINDS:
-                tell(f"compression: seed {seed}, {kind}")
-                one, bytes_of_step = train(lab, kind, args.steps, seed)
-                losses[kind].append(one)
-                sent[kind].append(bytes_of_step)
+        losses, sent = curves("compression", KINDS, args.seeds,
+                              lambda kind, seed: train(lab, kind, args.steps, seed))
     if args.picture:
         draw(losses, args.picture, "Gradients compressed between the clusters")
     title = f"Compressed gradients between two clusters, {args.steps} steps, {args.seeds} seeds"

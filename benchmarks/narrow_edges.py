@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from compression import draw, rows
-from harness import finish, parser, tell
+from compression import curves, draw, rows
+from harness import finish, parser
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import Lab
@@ -63,18 +63,12 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=1500)
     arguments.add_argument("--seeds", type=int, default=3, help="how many, of weights and of the order of the text")
     args = arguments.parse_args()
-    losses: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
-    sent: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "cluster.toml")
         file.write_text(CLUSTERS)
         with Lab(load_spec(file)) as lab:
-            for seed in range(1, args.seeds + 1):
-                for kind in KINDS:
-                    tell(f"edges: seed {seed}, {kind}")
-                    one, bytes_of_step = train(lab, file, kind, args.steps, seed)
-                    losses[kind].append(one)
-                    sent[kind].append(bytes_of_step)
+            losses, sent = curves("edges", KINDS, args.seeds,
+                                  lambda kind, seed: train(lab, file, kind, args.steps, seed))
     if args.picture:
         draw(losses, args.picture, "Edges narrowed between the clusters")
     title = f"Narrower edges between two clusters, {args.steps} steps, {args.seeds} seeds"

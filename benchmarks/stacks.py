@@ -23,10 +23,9 @@ from holmes_ext.lab.compare import Series, Variant, all_rdma, compare, max_loss_
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.stages import StageCosts
-from holmes_ext.plan.search.arrangement import PIPELINES_FIRST
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.step import simulate
-from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.sizes import PIPELINES_FIRST, Sizes
 
 CLUSTERS = examples() / "clusters" / "two_clusters_8.toml"
 #: 5.5 M parameters: 22 MB of gradients.

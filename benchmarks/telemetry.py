@@ -18,9 +18,9 @@ import tempfile
 from pathlib import Path
 
 from harness import Row, chosen, finish, parser, tell
-from two_clusters import SCENES, run, script
+from two_clusters import SCENES, Scene, run, script
 
-from holmes_ext.cluster.spec import load_spec
+from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
@@ -48,12 +48,17 @@ print(sorted(times)[len(times) // 2])
 """
 
 
-def steps(repetitions: int, count: int) -> list[Row]:
-    """A step with neither, with both, and with neither once more (the noise)."""
+def two_and_two() -> tuple[Scene, SiteSpec, tuple[str, ...]]:
+    """The scene, its clusters, and what switches holmes on in it."""
     scene = next(one for one in SCENES if one.name == "2+2")
     file = examples() / "clusters" / scene.file
-    spec = load_spec(file)
-    flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}")
+    sizes = ("--holmes-sizes", f"pipeline={scene.stages}")
+    return scene, load_spec(file), ("--holmes", "--holmes-cluster", str(file), *sizes)
+
+
+def steps(repetitions: int, count: int) -> list[Row]:
+    """A step with neither, with both, and with neither once more (the noise)."""
+    scene, spec, flags = two_and_two()
     with tempfile.TemporaryDirectory() as directory:
         variants = [
             Variant("neither", spec, interleave(spec), (*flags, "--holmes-watchdog", "off")),
@@ -77,10 +82,7 @@ def steps(repetitions: int, count: int) -> list[Row]:
 
 def turns(repetitions: int, count: int) -> list[Row]:
     """Of each run the median of the steps that are written down against that of the steps between them."""
-    scene = next(one for one in SCENES if one.name == "2+2")
-    file = examples() / "clusters" / scene.file
-    spec = load_spec(file)
-    flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}")
+    scene, spec, flags = two_and_two()
     with tempfile.TemporaryDirectory() as directory:
         variants = [Variant("on", spec, interleave(spec), (*flags, "--holmes-telemetry", directory)),
                     Variant("off", spec, interleave(spec), (*flags, "--holmes-watchdog", "off"))]

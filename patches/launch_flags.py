@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.pipeline import uniform
-from holmes_ext.plan.search.arrangement import PIPELINES_FIRST
 from holmes_ext.plan.search.result import Candidate
-from holmes_ext.plan.sizes import DEFAULT_ORDER
+from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST
 
 #: Limits of the search (plan/search/space.py) under which each framework can run the winner.
 _DEEPSPEED: dict[str, tuple] = {

@@ -17,6 +17,8 @@ from holmes_ext.errors import HolmesError
 
 AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+#: Where whole pipelines follow each other (Megatron-LM's --use-tp-pp-dp-mapping).
+PIPELINES_FIRST = "tp-cp-ep-pp-dp"
 
 
 @dataclass(frozen=True)

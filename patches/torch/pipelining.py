@@ -29,14 +29,12 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.torch import ddp
 from holmes_ext.patches.torch.features import PIPELINING
-from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
+from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import group_ranks
 from holmes_ext.runtime.groups.grid import check_grid, tell
 from holmes_ext.runtime.groups.pairs import pair_groups
 
-#: Pipeline innermost but for tensor parallelism: each pipeline on neighbouring ranks.
-PIPELINES_FIRST = "tp-cp-ep-pp-dp"
 #: pipeline group -> the other's rank -> the pair's group.
 _pairs: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 #: Of the schedule that runs: stage -> what scales its gradients once they are reduced; None outside.

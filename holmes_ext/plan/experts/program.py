@@ -108,21 +108,25 @@ class _Problem:
         self.load, self.ways = self.table.sum(0), np.array(places.far)
         self.room = np.array([len(ranks) * self.slots for ranks in places.of])
         self.first = [ranks[0] for ranks in places.of]
-        eplb = self.place_of(self.packed(range(counts.experts), range(places.ranks)))
+        self.place_of_rank = {rank: place for place, ranks in enumerate(places.of) for rank in ranks}
+        self.eplb = self.packed(range(counts.experts), range(places.ranks))
         self.far = self.far_between(self.first)
         regions = list(dict.fromkeys(tuple(np.flatnonzero(row <= INSIDE)) for row in self.far))
         apart = sum(map(len, regions)) == len(self.far) and 1 < len(regions) < len(self.far)
         self.regions = [list(region) for region in regions] if apart else []
         self.balance = balance
-        self.limit = self.limits(eplb, [[place] for place in range(len(self.room))])
-        self.limits_of_regions = self.limits(eplb, self.regions) if self.regions else self.limit
+        alone = [[place] for place in range(len(self.room))]
+        self.limit = self.limits(alone)
+        self.limits_of_regions = self.limits(self.regions) if self.regions else self.limit
+        self.limited = list(zip(self.regions or alone, self.limits_of_regions))
 
     def far_between(self, ranks: Sequence[int]) -> Any:
         return self.ways[list(ranks)][:, list(ranks)]
 
-    def limits(self, eplb: Any, regions: list[list[int]]) -> Any:
+    def limits(self, regions: list[list[int]]) -> Any:
         """Loads that each region may have: what EPLB needs for the fullest, or `balance` times its share."""
-        np, rooms = self.np, self.np.array([self.room[region].sum() for region in regions])
+        np, eplb = self.np, self.place_of(self.eplb)
+        rooms = np.array([self.room[region].sum() for region in regions])
         loads = np.array([self.load[np.isin(eplb, region)].sum() for region in regions])
         return rooms * max([self.balance * self.load.mean(), *(loads / rooms)])
 
@@ -139,11 +143,10 @@ class _Problem:
         return held
 
     def place_of(self, held: dict[int, list[int]]) -> Any:
-        """[experts] the place of each."""
+        """[experts] the place of each that is held."""
         found = self.np.zeros(len(self.load), int)
-        for place, ranks in enumerate(self.places.of):
-            for rank in ranks:
-                found[held[rank]] = place
+        for rank, experts in held.items():
+            found[experts] = self.place_of_rank[rank]
         return found
 
     def held(self, place: Any) -> dict[int, list[int]]:
@@ -172,15 +175,14 @@ class _Problem:
     # The program
 
     def answer(self, seconds: float) -> Answer:
-        every, ranks = len(self.load), range(self.places.ranks)
+        ranks = range(self.places.ranks)
         identity = {rank: list(range(rank * self.slots, (rank + 1) * self.slots)) for rank in ranks}
-        eplb = self.packed(range(every), ranks)
-        known = [self.way(IDENTITY, identity), self.way(EPLB, eplb)]
+        known = [self.way(IDENTITY, identity), self.way(EPLB, self.eplb)]
         if self.of_ranks:
             found, bound = self.linear(seconds)
-            starts = [self.place_of(eplb)] if found is None else [found, self.place_of(eplb)]
+            starts = [one for one in (found, self.place_of(self.eplb)) if one is not None]
         else:
-            starts = [self.swapped(self.place_of(held)) for held in (eplb, identity)]
+            starts = [self.swapped(self.place_of(held)) for held in (self.eplb, identity)]
             bound = self.companions()
         allowed = [start for start in starts if self.fits(start)]
         best = min((self.way(PLACED, self.held(place)) for place in allowed), key=lambda way: way.cost)
@@ -188,8 +190,7 @@ class _Problem:
 
     def fits(self, place: Any) -> bool:
         """Whether no region (where there are none, no place) has more than its limit."""
-        levels = self.regions or [[p] for p in range(len(self.room))], self.limits_of_regions
-        return all(self.load[self.np.isin(place, region)].sum() <= limit * (1 + 1e-6) for region, limit in zip(*levels))
+        return all(self.load[self.np.isin(place, region)].sum() <= limit * (1 + 1e-6) for region, limit in self.limited)
 
     def linear(self, seconds: float) -> tuple[Any, float]:
         """([experts] places or None, bound). Where there are regions (places that are INSIDE of each other: clusters),
@@ -211,8 +212,7 @@ class _Problem:
     def inside(self, cost: Any, mine: Any, region: list[int], seconds: float) -> Any:
         """Places, counted in the region, of its experts: no place gets more than the fullest when they are packed."""
         held = self.packed(list(mine), [rank for place in region for rank in self.places.of[place]])
-        packed = self.np.array([[any(e in held[rank] for rank in self.places.of[place]) for place in region]
-                                for e in mine]).argmax(1)  # fmt: skip
+        packed = self.np.searchsorted(region, self.place_of(held)[mine])  # regions are ascending
         room, load = self.room[region], self.load[mine]
         fullest = (self.np.bincount(packed, load, len(region)) / room).max()
         limit = room * max(fullest, self.balance * self.load.mean())

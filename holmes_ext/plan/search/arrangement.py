@@ -25,12 +25,10 @@ from holmes_ext.plan.cost.across import best_order, neighbours
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Way, crossing
-from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
+from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, Sizes
 
 T = TypeVar("T")
 Content = tuple[tuple[int, int], ...]
-#: Order of the axes where whole pipelines follow each other (Megatron-LM's --use-tp-pp-dp-mapping).
-PIPELINES_FIRST = "tp-cp-ep-pp-dp"
 #: Distinct orders of clusters that are looked at for one way to group them, times stages.
 MAX_ORDERS = 9600
 #: Orders where the network between clusters is not flat, which makes them all differ: chains over good links first.

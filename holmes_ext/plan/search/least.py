@@ -29,10 +29,11 @@ from math import floor, inf
 
 from holmes_ext.plan.cost.network import FREE, WORTH, Price, message
 from holmes_ext.plan.cost.pipeline import uniform
-from holmes_ext.plan.search.arrangement import PIPELINES_FIRST, Arrangement
+from holmes_ext.plan.search.arrangement import Arrangement
 from holmes_ext.plan.search.bounds import Bounds
 from holmes_ext.plan.search.pricing import Pricing
 from holmes_ext.plan.simulate.execution import Execution
+from holmes_ext.plan.sizes import PIPELINES_FIRST
 
 #: The bound is found up to this fraction.
 CLOSE = 5e-4

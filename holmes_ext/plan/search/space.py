@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.memory import states
 from holmes_ext.plan.cost.model import RECOMPUTE, Model
-from holmes_ext.plan.search.arrangement import PIPELINES_FIRST, Ground
-from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
+from holmes_ext.plan.search.arrangement import Ground
+from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, Sizes
 from holmes_ext.words import did_you_mean
 
 T = TypeVar("T")
