@@ -1,10 +1,13 @@
 """Writes what the pages take from the code and from benchmarks/results, between <!-- generated: NAME --> and
-<!-- /generated -->; and what a `holmes` command prints, below the command between <!-- run --> and <!-- /run -->.
+<!-- /generated -->; and what a `holmes` command prints, below the command between <!-- run --> and <!-- /run -->; and
+what a job prints in the lab, between <!-- lab --> and <!-- /lab -->.
 
-    .venv/bin/python docs/generate.py            rewrites the blocks of README.md and docs/*.md
+    .venv/bin/python docs/generate.py            rewrites the blocks of README.md and docs/, not those of the lab
     .venv/bin/python docs/generate.py --check    status 1, and the blocks that differ, when there are any
+    .venv/bin/python docs/generate.py --lab docs/start.md ...    runs the lab's blocks of these pages, and rewrites them
 
-tests/test_docs.py checks the same, commands under <!-- run: slow --> with HOLMES_TEST_FULL=1 only. Blocks are the
+tests/test_docs.py checks the same, commands under <!-- run: slow --> with HOLMES_TEST_FULL=1 only; so does
+integration_tests/commands/test_pages.py with the lab's, whose times differ each time. Blocks are the
 functions of BLOCKS; those of results take arguments (tables.py).
 """
 
@@ -17,7 +20,9 @@ import io
 import os
 import re
 import shlex
+import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +45,7 @@ from tables import table  # noqa: E402
 
 _BLOCK = re.compile(r"(<!-- generated: (\w+)(?: ([^>]+?))? -->\n)(.*?)(<!-- /generated -->)", re.DOTALL)
 _RUN = re.compile(r"(<!-- run(?:: (slow))? -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /run -->)", re.DOTALL)
+_LAB = re.compile(r"(<!-- lab -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /lab -->)", re.DOTALL)
 #: How long a search took here, which no page says.
 _TOOK = re.compile(r"^(\d+ shapes, .*), [\d.]+ s$")
 #: Characters of a line of a command's output; a longer one is cut, and ends in dots.
@@ -204,7 +210,11 @@ def printed(command: str) -> str:
         os.chdir(folder)
         os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
     assert words[0] == "holmes" and status == 0, f"{command}: status {status}"
-    lines = [_TOOK.sub(r"\1", line.rstrip()) for line in out.getvalue().splitlines()]
+    return _cut(out.getvalue())
+
+
+def _cut(printed: str) -> str:
+    lines = [_TOOK.sub(r"\1", line.rstrip()) for line in printed.splitlines()]
     return "\n".join(line if len(line) <= _CUT else f"{line[:_CUT]} ..." for line in lines) + "\n"
 
 
@@ -221,7 +231,33 @@ def renewed(text: str, slow: bool = True) -> str:
     return _RUN.sub(run, _BLOCK.sub(made, text))
 
 
+def in_lab(text: str, folder: Path) -> Iterator[tuple[str, str, str]]:
+    """(command, what the page says that it prints, what it prints) of a page's blocks, run in turn in a folder that has
+    the examples; HolmesError's and others' output too. AssertionError where one fails."""
+    for name in ("examples", "integration_tests"):
+        (folder / name).symlink_to(ROOT / name)
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    env = {**os.environ, "PATH": path, "COLUMNS": str(_COLUMNS), "OMP_NUM_THREADS": "1"}
+    for found in _LAB.finditer(text):
+        command = textwrap.dedent(found[2])
+        done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], cwd=folder, env=env, text=True,
+                              timeout=300, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert done.returncode == 0, f"{command}{done.stdout}"
+        yield command, textwrap.dedent(found[3]), _cut(done.stdout)
+
+
+def write_lab(pages: list[str]) -> None:
+    for page in map(Path, pages):
+        text = page.read_text()
+        with tempfile.TemporaryDirectory() as folder:
+            outputs = [textwrap.indent(printed, "    ") for _, _, printed in in_lab(text, Path(folder))]
+        page.write_text(_LAB.sub(lambda found, left=iter(outputs): found[1] + next(left) + found[4], text))
+
+
 def write(argv: list[str]) -> int:
+    if argv[:1] == ["--lab"]:
+        write_lab(argv[1:])
+        return 0
     old = {page: page.read_text() for page in pages()}
     changed = {page: text for page, before in old.items() if (text := renewed(before)) != before}
     for page, text in changed.items():
