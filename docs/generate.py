@@ -130,7 +130,7 @@ def commands() -> str:
         top = parser_of(name)
         for parser in _parsers(top):
             title = parser.prog.removeprefix("holmes ")
-            about = parser.description or top.description or ""
+            about = (parser.description or top.description or "").replace("%%", "%")
             parts.append(f"## holmes {title}\n\n{' '.join(about.split())}\n\n```text\n{_usage(parser)}```\n\n"
                          + table(("argument", "what it does"), _arguments(parser)))
     return "\n" + "\n".join(parts) + "\n"
