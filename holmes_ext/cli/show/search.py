@@ -46,16 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "search (when no sizes are given, and --model or a command line says what to train)"
     add = parser.add_argument_group(what).add_argument
     add("--global-batch", type=int, metavar="N", help="sequences of a step (default: the model's)")
-    add("--search", action="store_true", help="although sizes are given: your layout beside the best")
+    add("--search", action="store_true", help="search although sizes are given: your layout beside the best")
     add("--limit", action="append", default=[], metavar="NAME=V,...",
-        help="only these values, such as tensor=1,2 or pipeline=2,tensor=1 or recompute=none; memory=60GB; repeat")
+        help="search only these values: tensor=1,2 or pipeline=2,tensor=1 or recompute=none or memory=60GB; repeatable")
     add("--for", dest="framework", choices=tuple(LIMITS),
-        help="only what this framework can do (default: the one whose flags the command line has)")
+        help="search only what this framework can do (default: the one whose flags the command line has)")
     add("--seconds", type=float, default=60.0, metavar="S",
-        help="the best after so long, or when it is proven (default 60); Ctrl-C ends it before")
-    add("--rows", type=int, default=10, metavar="N", help="of the table (default 10)")
-    add("--html", metavar="FILE", help="one page: placement, timeline, seconds, what if, flags (needs matplotlib)")
-    add("--pictures", metavar="DIR", help="placement, timeline, clusters and ethernet.png there (needs matplotlib)")
+        help="search so long, less where the best is proven before (default 60); Ctrl-C: the best so far")
+    add("--rows", type=int, default=10, metavar="N", help="rows of the table (default 10)")
+    add("--html", metavar="FILE", help="write one page with all of it, and pictures (needs matplotlib)")
+    add("--pictures", metavar="DIR", help="write placement, timeline, clusters and ethernet.png (needs matplotlib)")
     what = "a Megatron or DeepSpeed command line that names the model; its sizes are your layout"
     parser.add_argument("command", nargs="*", metavar="-- SCRIPT ARGS", help=what)
 
