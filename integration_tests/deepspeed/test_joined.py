@@ -103,7 +103,8 @@ def expected():
 
 @pytest.mark.parametrize("east, west", [
     pytest.param((2, 0, False), (1, 0, False), marks=full), ((2, 1, False), (1, 2, False)),
-    pytest.param((2, 2, False), (1, 1, False), marks=full),
+    pytest.param((2, 2, False), (1, 1, False), marks=full), ((2, 3, False), (1, 3, False)),
+    pytest.param((3, 3, False), (2, 1, False), marks=full),
 ])  # fmt: skip
 def test_every_stage_is_what_plain_torch_is(east, west, expected):
     found = run({"east": east, "west": west})
