@@ -15,6 +15,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.report import pictures
 from holmes_ext.report.figures import JoinedRow, Summary, summarize
 from holmes_ext.report.files import Run, load
+from holmes_ext.report.rounds import rounds_figure
 from holmes_ext.report.trace import chosen_step, pictured, trace
 from holmes_ext.units import format_rate, format_seconds
 
@@ -146,4 +147,5 @@ def _document(job: Run, summary: Summary, step: int) -> str:
         table([column.name for column in GROUPS], _cells(summary)),
         *([table([column.name for column in PAIRS], _pair_cells(summary))] if summary.pairs else []),
         table([column.name for column in RANKS], _rank_cells(summary)), f"<p>{html.escape(_verdict(summary))}</p>",
-        pictures.inline(pictures.png(figure), "timeline of one step"))
+        pictures.inline(pictures.png(figure), "timeline of one step"),
+        *([pictures.inline(pictures.png(rounds_figure(job)), "rounds with other jobs")] if summary.joined else []))
