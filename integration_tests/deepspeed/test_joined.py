@@ -56,7 +56,8 @@ def rank_of(rank, ranks, stage, dtype, job, name, port, steps=9, outer=OUTER, sa
     config = {
         "train_micro_batch_size_per_gpu": ROWS // ranks, "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,  # 1.0 is DeepSpeed's default
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100}, "bf16": {"enabled": dtype == "bf16"},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
+        "bf16": {"enabled": dtype == "bf16"},
         "fp16": {"enabled": dtype == "fp16", "initial_scale_power": 24, "hysteresis": 1},
     }  # fmt: skip
     engine, *_ = deepspeed.initialize(
