@@ -77,8 +77,9 @@ POINTS: dict[str, tuple[Any, str, str, bool]] = {
 
 @dataclass
 class Job:
-    """Of `ranks` processes, which end together as under a launcher. place: directory of its files; load: from its
-    checkpoint; save: every so many steps, into at most disk_bytes (0: no bound); ahead_s: of its clocks."""
+    """Of `ranks` processes, which end together as under a launcher. place: directory of its files;
+    faulty_lives: the fault is in so many of its starts; load: from its checkpoint; save: every so many steps, into at
+    most disk_bytes (0: no bound); ahead_s: of its clocks."""
 
     place: Path
     name: str
@@ -87,6 +88,7 @@ class Job:
     ranks: int = 1
     outer: str = OUTER
     fault: Fault | None = None
+    faulty_lives: int = 1
     load: bool = False
     save: int = 0
     disk_bytes: int = 0
@@ -177,7 +179,7 @@ def _train(job: Job, rank: int, life: int, tell: Callable[..., None]) -> None:
         model.load_state_dict(saved["model"])
         training.load_joined_state_dict(saved["outer"])
         first = saved["step"]
-    if job.fault is not None and job.fault.rank == rank and life == 1:
+    if job.fault is not None and job.fault.rank == rank and life <= job.faulty_lives:
         _plant(job.fault, model, tell)
     generator = torch.Generator().manual_seed(100 * job.seed + 10 * life + rank)
     for step in range(first + 1, first + job.steps + 1):
