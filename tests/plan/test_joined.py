@@ -58,7 +58,20 @@ def test_samples_go_by_ranks_in_whole_micro_batches():
     assert {node.cluster for node in joined.apart(site(0, 2), "b").nodes} == {"b"}
 
 
-MODEL = "layers = 4\nhidden = 64\nheads = 4\nvocabulary = 512\nsequence = 32\nmicro_batch = 2\nglobal_batch = 32\n"
+MODEL = """version = 1
+name = "small"
+layers = 4
+hidden = 64
+heads = 4
+vocabulary = 512
+sequence = 32
+[training]
+micro_batch = 2
+global_batch = 32
+[gpu]
+flops = 1e12
+memory_bytes = 1e9
+"""
 
 
 def test_holmes_plan_joined(tmp_path, capsys):
