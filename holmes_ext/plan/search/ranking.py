@@ -8,24 +8,31 @@ not simulated.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby, islice, permutations
 from math import inf
 
 from holmes_ext.plan.cost import memory as of_memory
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.cost.workload import StageLoad
+from holmes_ext.plan.search.arrangement import Arrangement, Content
+from holmes_ext.plan.search.bounds import Bounds
 from holmes_ext.plan.search.result import Candidate, Certificate, Outcome
 from holmes_ext.plan.search.space import Shape
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.fold import folded_s
 from holmes_ext.plan.simulate.pipelines import Pipelines
 from holmes_ext.plan.simulate.step import JobStep, Step
+from holmes_ext.plan.spread import Stages, spread
 
 #: Candidates simulated at least (those that a table shows) and at most, each of another shape, and the passes (forward
 #: and backward, of all stages) of all of them together.
 SHOWN, COUNT = 10, 30
 WORK = 60_000
+#: Shapes whose nodes are spread over stages, and orders of stages looked at for each.
+SPREAD, SPREAD_TRIES = 4, 400
 
 
 def execution_of(
@@ -142,3 +149,50 @@ def _in_breadth_first(outcome: Outcome, one: Candidate) -> Candidate | None:
     if any(used > limit for used, limit in zip(sizes, one.limit_bytes)):
         return None
     return replace(one, breadth_first=True, in_flight=(), memory_bytes=tuple(sizes))
+
+
+def with_spread(outcome: Outcome) -> Outcome:
+    """`outcome`, ranked, where the network between clusters is not flat: of the fastest shapes also nodes spread over
+    stages as plan/spread.py finds them by the closed form, simulated. The certificate speaks of whole clusters."""
+    if not outcome.ground.wan or len(outcome.ground.ranks) < 2 or outcome.simulated is None:
+        return outcome
+    fastest = {one.shape: one for one in reversed(outcome.candidates) if one.simulated_s and one.shape.pipeline > 1}
+    more = [_spread(outcome, one) for one in islice(reversed(list(fastest.values())), SPREAD)]
+    known = {one.arrangement.contents for one in outcome.candidates}
+    found = [timed(outcome, one) for one in more if one is not None and one.arrangement.contents not in known]
+    ranked = sorted([*found, *outcome.candidates], key=lambda one: one.simulated_s or inf)
+    best = ranked[0].simulated_s
+    return replace(outcome, candidates=ranked, simulated=Certificate(best, min(best, outcome.simulated.bound_s)))
+
+
+def _spread(outcome: Outcome, one: Candidate) -> Candidate | None:
+    """The shape and the split of `one` with its nodes spread; None where a stage does not hold whole nodes."""
+    ground, shape, pricing = outcome.ground, one.shape, outcome.pricing(one.shape)
+    unit, size = max(ground.processes, shape.tensor * shape.context), ground.world // shape.pipeline
+    if size % unit or any(ranks % unit for ranks in ground.ranks):
+        return None
+
+    def seconds_of(stages: Stages) -> float:
+        costs = pricing.costs(laid(stages, unit), outcome.overlap)
+        return estimate(costs, one.split).step_s if Bounds(costs).fits(one.split) else inf
+
+    chain = list(dict.fromkeys(index for content in one.arrangement.contents for index, _ in content))
+    stages, seconds = spread([ranks // unit for ranks in ground.ranks], shape.pipeline, seconds_of, SPREAD_TRIES, chain)
+    if seconds == inf:
+        return None
+    return outcome.candidate(pricing, laid(stages, unit), one.split)
+
+
+def laid(stages: Stages, unit: int) -> Arrangement:
+    """Stages of units of `unit` ranks, each with its clusters in the order in which most of its ranks face one of their
+    own cluster in the stage before."""
+    contents: list[Content] = []
+    before: list[int] = []
+    for stage in stages:
+        counts = Counter(stage)
+        orders = islice(permutations(counts), 120)
+        runs = [[index for index in order for _ in range(counts[index])] for order in orders]
+        before = max(runs, key=lambda run: sum(a == b for a, b in zip(run, before)))  # noqa: B023
+        contents.append(tuple((index, unit * counts[index]) for index, _ in groupby(before)))
+    groups = tuple(tuple(index for index, _ in content) for content, _ in groupby(contents))
+    return Arrangement(groups, tuple(contents))
