@@ -1,5 +1,5 @@
-"""DT-FM's own search (github.com/DS3Lab/DT-FM, MIT) for one of its cases, as it is: a process of its own that imports its
-scheduler.py from where it was fetched. Prints one line of JSON.
+"""DT-FM's own search (github.com/DS3Lab/DT-FM, MIT) for one of its cases, as it is: a process of its own that imports
+its scheduler.py from where it was fetched. Prints one line of JSON.
 
     python benchmarks/placement_dtfm.py FOLDER CASE SEED [TRIALS]
 
