@@ -27,7 +27,7 @@ from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.search.arrangement import Ground
 from holmes_ext.plan.search.as_plan import given, plan_of, shape_of
 from holmes_ext.plan.search.proof import prove
-from holmes_ext.plan.search.ranking import rank, timed, with_breadth_first
+from holmes_ext.plan.search.ranking import rank, timed, with_breadth_first, with_spread
 from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.search.search import search
 from holmes_ext.plan.search.space import Limits, parse_limits
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         )
         outcome, job = beside(outcome, job)
         if not outcome.interrupted:
-            outcome = prove(rank(outcome), end - time.monotonic(), bar.proved)
+            outcome = prove(with_spread(rank(outcome)), end - time.monotonic(), bar.proved)
             if args.framework in BREADTH_FIRST:
                 outcome = with_breadth_first(outcome)
     joined = joined_plan.beside(outcome, FIRST * args.seconds) if args.joined and not outcome.interrupted else None
