@@ -275,6 +275,7 @@ def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) ->
         block_s=overhead[0],
         parameter_s=overhead[1],
         step_s=overhead[2],
+        sums=1 if scene.engine == "plain" else 0,
         cores=CORES,
     )
     only = stock_fabric(site) if scene.way != "holmes" else None

@@ -100,6 +100,13 @@ class Flows:
         seconds = 2 * (sum(each) - min(each)) + max(hop.latency_s for hop in hops)
         return Transfer(count, seconds, across=any(hop.across for hop in hops))
 
+    def number_summed(self, groups: DataGroups) -> Transfer:
+        """All-reduce of one number in such a group: round the ring twice, as norm()."""
+        ring = self.ring(groups, [4.0], 1.0, None)
+        first = max((self._longer_s(self.pipelines.fabric(tuple(groups.members)), pair) for pair in groups.crossed),
+                    default=0.0)
+        return replace(ring, fixed_s=ring.fixed_s + first, bits=0.0, uses=())
+
     def ring(self, groups: DataGroups, sizes: Sequence[float], part: float, channel: Hashable) -> Transfer:
         """Buckets of `sizes` bytes, one after the other; part: 1 of an all-reduce, 1/2 of a reduce-scatter or a gather.
         """
