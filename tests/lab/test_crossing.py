@@ -19,10 +19,10 @@ def router(links, uplinks=(0, 0, 0)):
     return Router(names, links, MACS)
 
 
-def frame(target, size=1000, gso=0, kind=b"\x08\x00"):
+def frame(target, size=1000, gso=0, kind=b"\x08\x00", source="0.0.0.0"):
     """A frame of `size` bytes to `target`, virtio-net header first; gso: TCP data for each segment."""
     header = struct.pack("<BBHHHH", 1, 1 if gso else 0, 0, gso, 34, 16)
-    ip = bytes(16) + bytes(map(int, target.split(".")))
+    ip = bytes(12) + bytes(int(part) for address in (source, target) for part in address.split("."))
     tcp = bytes(12) + b"\x80" + bytes(19)  # data offset 8: 32 bytes
     return header + bytes(12) + kind + ip + tcp + bytes(size - 14 - 20 - 32)
 
@@ -61,6 +61,17 @@ def test_an_uplink_is_shared_by_the_ways_to_all_clusters_each_way():
     into.take(frame(A0), 1, 1.0)
     into.take(frame(A1), 2, 1.0)
     assert arrivals(into) == [(1.001, 0), (1.002, 0)]
+
+
+def test_pairs_of_nodes_share_a_link_fairly_and_each_ones_frames_keep_their_order():
+    """Of A0 five frames wait when A1 sends two of half the size."""
+    net = router([[0, 1, 8_000_000, 0.0]], (0, 0, 0))
+    for size, source in ((1000, A0), (1001, A0), (1002, A0), (1003, A0), (1004, A0), (500, A1), (501, A1)):
+        net.take(frame(B0, size, source=source), 0, 1.0)
+    sizes = []
+    while net.next_due is not None:
+        sizes += [12 + len(pieces[1]) for _, pieces in net.due(net.next_due)]
+    assert sizes == [500, 1000, 501, 1001, 1002, 1003, 1004]
 
 
 def test_what_comes_from_near_does_not_wait_for_what_is_still_far():
