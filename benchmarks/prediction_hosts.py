@@ -77,9 +77,10 @@ def rank_main(phases: list[dict]) -> None:
 
 
 def busy_seconds() -> float:
-    """CPU seconds that this machine's cores have not been idle since it started, interrupts included."""
-    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    """CPU seconds that this machine's cores have not been idle since it started, interrupts included, programs of a
+    lower priority (nice) not: a lab has none."""
+    user, _, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
+    return (user + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 unequal links, shared uplinks.
 
     python benchmarks/prediction_links.py --json FILE [--scenes NAME,...] [--store FILE] [--predict] [--within S]
+                                          [--runs N]
 
 Everything as in prediction.py, whose calibration runs and store these scenes share: nothing is tuned for them. Each
 cluster file is probed once in its lab; the links between clusters are taken as measured there. Nodes' TCP is tuned for
@@ -56,6 +57,7 @@ def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--store", type=Path, default=STORE, metavar="FILE", help="what was measured")
     arguments.add_argument("--predict", action="store_true", help="measure nothing: scenes that are in the store")
+    arguments.add_argument("--runs", type=int, default=1, metavar="N", help="of each scene")
     arguments.add_argument("--within", type=float, default=inf, metavar="S", help="begin nothing after S seconds")
     args = arguments.parse_args()
     measured, known = Measured.load(args.store), Measured.load(prediction.STORE)
@@ -66,7 +68,7 @@ def main() -> int:
     wanted = [name for name in args.scenes.split(",") if name]
     scenes = [scene for scene in SCENES if not wanted or any(name in scene.name for name in wanted)]
     if not args.predict:
-        prediction.measure_missing(scenes, measured, args.store, time.monotonic() + args.within)
+        prediction.measure_missing(scenes, measured, args.store, time.monotonic() + args.within, args.runs)
     scenes = [scene for scene in scenes if measured.knows(scene)]
     if not scenes:
         tell("prediction_links.py: none of these scenes was measured yet")
