@@ -159,7 +159,7 @@ class Flows:
                 parties, then = len(groups.kinds) if phase == 0 else 1, phases[phase + 1] if phase < 3 else None
                 seconds, uses = halves[phase - 1] if phase in (1, 2) else (fixed, tuple(inside.items()))
                 way_s = longer if phase in (1, 2) else 0.0
-                fixed_s, latency_s = (seconds + way_s, 0.0) if price.stalls else (seconds, way_s)
+                fixed_s, latency_s = (seconds + 2 * way_s, 0.0) if price.stalls else (seconds, way_s)  # as two_levels()
                 channel, bits = (tag[:3], phase), 8 * size
                 transfers[one] = Transfer(parties, fixed_s, bits, inf, uses, channel, then, True, latency_s)
         return transfers, starts
