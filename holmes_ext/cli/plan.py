@@ -31,7 +31,7 @@ from holmes_ext.plan.profile import load_profile
 from holmes_ext.plan.search.as_plan import times
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import LOCAL
-from holmes_ext.report.pictures import draw_partitions
+from holmes_ext.report.plan_pictures import draw_partitions
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
 _WORKLOAD = {  # field of Workload -> (option, what it is)
@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     job = training_of(args, spec)
     if args.experts:
         return experts.run(args, build_plan(site, job.sizes, _workload(args), links=links))
+    search.check_pictures(args, job)
     if search.wanted(args):
         return search.run(args, spec, job)
     sizes, model, workload = job.sizes, job.model, _workload(args)
@@ -129,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         for path in filter(None, (args.picture, args.output)):
             print(f"written: {path}")
     if alone:
-        search.draw(alone, args)
+        search.draw(alone, args, job)
     return 1 if plan.straddling else 0
 
 

@@ -14,7 +14,7 @@ from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.plan.cost.pipeline import Estimate
 from holmes_ext.plan.cost.stages import StageCosts, predict
 from holmes_ext.plan.search.partition import METHODS, partition
-from holmes_ext.report.pictures import memory_text
+from holmes_ext.report.plan_pictures import memory_text
 
 COLUMNS = (
     Column("stage"), Column("layers", right=True), Column("compute", right=True), Column("send", right=True, drop=2),
