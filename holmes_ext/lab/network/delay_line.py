@@ -37,7 +37,7 @@ _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _OFFLOADS = 0x01 | 0x02 | 0x04  # checksum, TCP over IPv4 and over IPv6 in segments to be cut later
 _VNET, _MACS, _FRAME = struct.Struct("<BBHHHH"), 12, 10 + 14 + (1 << 16)
 _IPV4 = b"\x08\x00"
-_PR_SET_TIMERSLACK = 29
+_PR_SET_TIMERSLACK, _M_TRIM_THRESHOLD = 29, -1
 
 
 class Passing:
@@ -189,7 +189,10 @@ def open_tap(name: str) -> int:
 
 def run(router: Router, taps: Sequence[int]) -> None:
     """Carry frames between `taps` (of the clusters in order) for ever."""
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1_000, 0, 0, 0)  # nanoseconds
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_TIMERSLACK, 1_000, 0, 0, 0)  # nanoseconds
+    if hasattr(libc, "mallopt"):  # glibc's: frames come and go, and fresh pages cost as much as reading into them
+        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
     gc.disable()  # nothing here refers to itself
     quantum = router.quantum_s
     while True:
