@@ -46,6 +46,8 @@ from tables import table  # noqa: E402
 _BLOCK = re.compile(r"(<!-- generated: (\w+)(?: ([^>]+?))? -->\n)(.*?)(<!-- /generated -->)", re.DOTALL)
 _RUN = re.compile(r"(<!-- run(?:: (slow))? -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /run -->)", re.DOTALL)
 _LAB = re.compile(r"(<!-- lab -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /lab -->)", re.DOTALL)
+#: Progress bars, and warnings of frameworks.
+_NOISE = re.compile(r"%\||Warning: |^\s+warnings\.warn\(")
 #: How long a search took here, which no page says.
 _TOOK = re.compile(r"^(\d+ shapes, .*), [\d.]+ s$")
 #: Characters of a line of a command's output; a longer one is cut, and ends in dots.
@@ -249,7 +251,7 @@ def in_lab(text: str, folder: Path) -> Iterator[tuple[str, str, str]]:
         done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], cwd=folder, env=env, text=True,
                               timeout=300, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert done.returncode == 0, f"{command}{done.stdout}"
-        lines = [line for line in done.stdout.replace(f"{folder}/", "").splitlines() if "%|" not in line]
+        lines = [line for line in done.stdout.replace(f"{folder}/", "").splitlines() if not _NOISE.search(line)]
         yield command, textwrap.dedent(found[3]), _cut(re.sub(r"\n\n+", "\n\n", "\n".join(lines)))
 
 
