@@ -47,7 +47,7 @@ _BLOCK = re.compile(r"(<!-- generated: (\w+)(?: ([^>]+?))? -->\n)(.*?)(<!-- /gen
 _RUN = re.compile(r"(<!-- run(?:: (slow))? -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /run -->)", re.DOTALL)
 _LAB = re.compile(r"(<!-- lab -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /lab -->)", re.DOTALL)
 #: Progress bars, and warnings of frameworks.
-_NOISE = re.compile(r"%\||Warning: |\[WARNING\]|^\[transformers\]|^\s+warnings\.warn\(")
+_NOISE = re.compile(r"%\||Warning: |\[WARNING\]|^\[transformers\]|^\s+warnings\.warn\(|site-packages/| Tip: |^-+$")
 #: How long a search took here, which no page says.
 _TOOK = re.compile(r"^(\d+ shapes, .*), [\d.]+ s$")
 #: Characters of a line of a command's output; a longer one is cut, and ends in dots.
