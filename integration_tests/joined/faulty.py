@@ -272,8 +272,8 @@ def check(place: Path, events: list[str]) -> dict[str, int]:
     """All jobs have the same bits of the same version of a fragment; rounds of a job are in order; every committed
     round was applied by its members, or they died in it. Returns counts.
 
-    A job may be alone for a while, at a meeting point that is new or whose jobs are all gone: what it has then is its
-    own, if it takes the fragment from another job later, or dies.
+    What a job made in a round alone is its own: at a meeting point that is new, or while all others are gone, it does
+    not know of versions that are the same number to others.
     """
     sums: dict[tuple[int, int], dict[str, int]] = defaultdict(dict)
     applied: dict[str, set[int]] = defaultdict(set)
@@ -282,23 +282,21 @@ def check(place: Path, events: list[str]) -> dict[str, int]:
     for first in sorted(place.glob("*.0.jsonl")):
         name, life = first.name.split(".")[:2]
         ranks = [read(file) for file in sorted(place.glob(f"{name}.{life}.*.jsonl"))]
-        lived = any("end" in line for line in ranks[0])
-        deaths[name] += not lived
+        deaths[name] += not any("end" in line for line in ranks[0])
         for verdict in (line["verdict"] for line in ranks[0] if "verdict" in line):
             counts[verdict] += 1
         changes = [[line for line in lines if "anchor" in line] for lines in ranks]
-        took = {line["anchor"]: k for k, line in enumerate(changes[0]) if line["how"] == "replace"}  # the last time
-        for k, together in enumerate(zip(*changes)):  # the ranks' shares add up to the job's
+        others = {line["round"] for line in ranks[0] if "verdict" in line and len(line["jobs"]) > 1}
+        for together in zip(*changes):  # the ranks' shares add up to the job's
             (key,) = {(line["anchor"], line["version"]) for line in together}
             applied[name].add(key[1])
-            alone = k < took.get(key[0], -1) or not (lived or key[0] in took)
-            sums[key][f"{name}.{life}{' (own)' if alone else ''}"] = sum(line["sum"] for line in together) % 2**64
+            if together[0]["how"] == "replace" or key[1] in others:
+                sums[key][f"{name}.{life}"] = sum(line["sum"] for line in together) % 2**64
         rounds = [line["round"] for line in ranks[0] if "verdict" in line]
         assert rounds == sorted(set(rounds)), f"{name}: rounds out of order: {rounds}"
     for (fragment, version), found in sums.items():
-        shared = {job: value for job, value in found.items() if "own" not in job}
-        counts["states compared"] += len(shared)
-        assert len(set(shared.values())) < 2, f"fragment {fragment}, version {version}: different bits: {shared}"
+        counts["states compared"] += len(found)
+        assert len(set(found.values())) == 1, f"fragment {fragment}, version {version}: different bits: {found}"
     for event in events:
         if commit := re.search(r"round (\d+): commit \((.*)\)", event):
             number = int(commit[1])

@@ -149,8 +149,8 @@ class Meeting:
         return self._verdict(known, name, now)
 
     def _catch_up(self, member: Member, number: int, now: float) -> Reply | None:
-        """What a job that is behind takes, which is at round `number`: once the round that is under way without it has ended. Taken before, the
-        round's fragment would be old again by then, and the job behind for ever."""
+        """What a job takes that is behind, at its round `number`: once the round has ended that is under way without
+        it. Taken before, that round's fragment would be old again by then, and the job behind for ever."""
         if member.awaits is None:
             member.awaits, member.expected_from = self.number, max(self.number, number) + 1
         under_way = self.rounds.get(member.awaits)
