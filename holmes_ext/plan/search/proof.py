@@ -7,8 +7,8 @@ can, or the time is over.
                                                                        closed form and moves of single blocks give
 
 The least bound is looked at first. Where an arrangement has one split only (no pipeline, or chunks) its simulation
-settles it; else its bound stays in the certificate. Where the network between clusters is not flat it ends
-after PATIENCE of them that were no better, as in search.py. Where that takes more than ALONE_S, two processes share the work.
+settles it; else its bound stays in the certificate. Where the network between clusters is not flat it ends after
+PATIENCE of them that were no better, as in search.py. Where that takes more than ALONE_S, two processes share the work.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from multiprocessing import get_context
 from typing import Any
 
 from holmes_ext.plan.search.arrangement import Arrangement, arrangements
-from holmes_ext.plan.search.bounds import Bounds, ideal_s
+from holmes_ext.plan.search.bounds import Bounds
 from holmes_ext.plan.search.least import Least
 from holmes_ext.plan.search.partition import improved
 from holmes_ext.plan.search.ranking import execution_of, job_of, passes, under_way
 from holmes_ext.plan.search.result import EQUAL, Candidate, Certificate, Outcome
 from holmes_ext.plan.search.search import GAIN, allowed, full_to_empty, partitioned
-from holmes_ext.plan.search.space import Shape, shapes
+from holmes_ext.plan.search.space import Shape
 from holmes_ext.plan.simulate.fold import folded_s
 
 #: Seconds that one process works before another is started, and processes at most.
@@ -158,16 +158,14 @@ class _Proof:
 
     def go(self) -> None:
         outcome, work = self.outcome, Judge(self.outcome)
-        for shape in shapes(outcome.ground, outcome.model, outcome.global_batch, outcome.limits):
-            pricing = outcome.pricing(shape)
-            ideal = max(ideal_s(outcome.ground, pricing), pricing.least_crossing_s())
+        for shape, ideal in outcome.ideals.items():
             if ideal < self.best * (1 - EQUAL):
                 self._push(ideal, shape)
         several = min(PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
         patience = PATIENCE if outcome.ground.wan else inf
         while time.monotonic() < self.end and self.done - self.improved < patience:
             if several > 1 and self.pool is None and time.monotonic() > self.begin + ALONE_S:
-                bare = replace(outcome, candidates=[], unseen=[])
+                bare = replace(outcome, candidates=[], unseen=[], ideals={})
                 self.pool = ProcessPoolExecutor(several, get_context("spawn"), _begin, (bare,))
             if self.pool is None:
                 if not (given := next(self._next(), None)):
