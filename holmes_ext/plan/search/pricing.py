@@ -118,7 +118,7 @@ class Pricing:
         latency_s *= not self.hides  # under what computes
         every_bit = 8 * shape.micro_batches * self.block.activation_bytes / shape.tensor  # as much as slices leave
         reduced = sum(self.portion.reduced_bytes) + (self.portion.blocks - 1) * self.portion.reduced_bytes[1]
-        summed = 8 * shape.tensor * reduced * (1 - 1 / self.shards)
+        summed = 0.0 if self.model.experts else 8 * shape.tensor * reduced * (1 - 1 / self.shards)
         found = []
         for together in (n for n in range(max(1, size // ranks), count + 1) if count % n == 0):
             seconds = summed * together / count / into[together - 2][together - 1] if together > 1 else 0.0
