@@ -15,6 +15,7 @@ again (--predict runs nothing, --within S begins nothing after S seconds), so th
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -275,6 +276,7 @@ def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) ->
         block_s=overhead[0],
         parameter_s=overhead[1],
         step_s=overhead[2],
+        sums=1 if scene.engine == "plain" else 0,
         cores=CORES,
     )
     only = stock_fabric(site) if scene.way != "holmes" else None
@@ -315,9 +317,12 @@ def overheads(scenes: Sequence[Scene], seconds: Sequence[float], links: Links = 
     return found
 
 
-def measure_missing(scenes: Sequence[Scene], measured: Measured, store: Path, until: float = inf) -> None:
-    """Measure what is not in the store; begin nothing after `until` (time.monotonic)."""
-    for scene in scenes:
+def measure_missing(
+    scenes: Sequence[Scene], measured: Measured, store: Path, until: float = inf, runs: int = 1
+) -> None:
+    """Measure what is not in the store, `runs` runs of each scene, in turns; begin nothing after `until`
+    (time.monotonic)."""
+    for run, scene in itertools.product(range(1, runs + 1), scenes):
         if time.monotonic() > until:
             tell(f"no time left for {scene.name} and those after it: run again")
             return
@@ -330,9 +335,9 @@ def measure_missing(scenes: Sequence[Scene], measured: Measured, store: Path, un
             tell(f"measuring the hosts of {scene.file}")
             measured.hosts[scene.file] = measure_hosts(load_spec(cluster_file(scene.file)))
             measured.save(store)
-        if scene.name not in measured.steps:
+        if len(measured.steps.get(scene.name, ())) < run * (STEPS - SKIP):
             tell(f"measuring {scene.name}")
-            measured.steps[scene.name] = measure(scene)
+            measured.steps.setdefault(scene.name, []).extend(measure(scene))
             measured.save(store)
 
 

@@ -16,6 +16,7 @@ from math import ceil
 from pathlib import Path
 
 from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import tuned
 
 SIZE, SECONDS, REPETITIONS = 4 * 2**20, 0.8, 7
@@ -24,7 +25,7 @@ SIZE, SECONDS, REPETITIONS = 4 * 2**20, 0.8, 7
 def measure_hosts(spec: SiteSpec) -> dict[str, float]:
     """Fabric -> CPU seconds of this machine for a byte that a node of its lab sends on it: one number for the clusters'
     fabrics, one for Ethernet."""
-    order = [node for cluster in spec.clusters for node in cluster.nodes]
+    order = list(interleave(spec))  # over Ethernet every byte goes from cluster to cluster
     fast = {
         cluster.name: [f"{cluster.kind}0", list(map(order.index, cluster.nodes)), cluster.rate_bps]
         for cluster in spec.clusters
@@ -76,9 +77,10 @@ def rank_main(phases: list[dict]) -> None:
 
 
 def busy_seconds() -> float:
-    """CPU seconds that this machine's cores have not been idle since it started, interrupts included."""
-    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    """CPU seconds that this machine's cores have not been idle since it started, interrupts included, programs of a
+    lower priority (nice) not: a lab has none."""
+    user, _, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
+    return (user + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

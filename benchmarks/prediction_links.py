@@ -2,11 +2,12 @@
 unequal links, shared uplinks.
 
     python benchmarks/prediction_links.py --json FILE [--scenes NAME,...] [--store FILE] [--predict] [--within S]
+                                          [--runs N]
 
-Everything as in prediction.py, whose calibration runs and store these scenes share: nothing is tuned for them. Each
-cluster file is probed once in its lab; the links between clusters are taken as measured there. Nodes' TCP is tuned for
-long links (holmes_ext/lab/network/crossing.py): else a connection that was idle begins anew with a small window, and a
-message of 18 KiB takes 37 ms over a link of 20.
+Everything as in prediction.py, with the same calibration runs: nothing is tuned for these scenes. They have a store of
+their own, because CPU seconds are one machine's. Each cluster file is probed once in its lab; the links between
+clusters are taken as measured there. Nodes' TCP is tuned for long links (holmes_ext/lab/network/crossing.py): else a
+connection that was idle begins anew with a small window, and a message of 18 KiB takes 37 ms over a link of 20.
 """
 
 from __future__ import annotations
@@ -56,18 +57,18 @@ def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--store", type=Path, default=STORE, metavar="FILE", help="what was measured")
     arguments.add_argument("--predict", action="store_true", help="measure nothing: scenes that are in the store")
+    arguments.add_argument("--runs", type=int, default=1, metavar="N", help="of each scene")
     arguments.add_argument("--within", type=float, default=inf, metavar="S", help="begin nothing after S seconds")
     args = arguments.parse_args()
-    measured, known = Measured.load(args.store), Measured.load(prediction.STORE)
-    for scene in CALIBRATION:
-        measured.steps.setdefault(scene.name, known.steps[scene.name])
-        measured.probes.setdefault(scene.file, known.probes[scene.file])
-        measured.hosts.setdefault(scene.file, known.hosts[scene.file])
+    measured = Measured.load(args.store)
     wanted = [name for name in args.scenes.split(",") if name]
     scenes = [scene for scene in SCENES if not wanted or any(name in scene.name for name in wanted)]
     if not args.predict:
-        prediction.measure_missing(scenes, measured, args.store, time.monotonic() + args.within)
-    scenes = [scene for scene in scenes if measured.knows(scene)]
+        engines, until = {scene.engine for scene in scenes}, time.monotonic() + args.within
+        prediction.measure_missing([one for one in CALIBRATION if one.engine in engines], measured, args.store, until)
+        prediction.measure_missing(scenes, measured, args.store, until, args.runs)
+    missing = {scene.engine for scene in CALIBRATION if not measured.knows(scene)}
+    scenes = [scene for scene in scenes if measured.knows(scene) and scene.engine not in missing]
     if not scenes:
         tell("prediction_links.py: none of these scenes was measured yet")
         return 2

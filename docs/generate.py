@@ -1,11 +1,14 @@
 """Writes what the pages take from the code and from benchmarks/results, between <!-- generated: NAME --> and
-<!-- /generated -->; and what a `holmes` command prints, below the command between <!-- run --> and <!-- /run -->.
+<!-- /generated -->; and what a `holmes` command prints, below the command between <!-- run --> and <!-- /run -->; and
+what a job prints in the lab, between <!-- lab --> and <!-- /lab -->.
 
-    .venv/bin/python docs/generate.py            rewrites the blocks of README.md and docs/*.md
+    .venv/bin/python docs/generate.py            rewrites the blocks of README.md and docs/, not those of the lab
     .venv/bin/python docs/generate.py --check    status 1, and the blocks that differ, when there are any
+    .venv/bin/python docs/generate.py --lab docs/start.md ...    runs the lab's blocks of these pages, and rewrites them
 
-tests/test_docs.py checks the same, commands under <!-- run: slow --> with HOLMES_TEST_FULL=1 only. Blocks are the
-functions of BLOCKS; results() is a page of the site alone (hooks.py).
+tests/test_docs.py checks the same, commands under <!-- run: slow --> with HOLMES_TEST_FULL=1 only; so does
+integration_tests/commands/test_pages.py with the lab's, whose times differ each time. Blocks are the
+functions of BLOCKS; those of results take arguments (tables.py).
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ import argparse
 import contextlib
 import inspect
 import io
-import json
 import os
 import re
 import shlex
+import subprocess
 import sys
+import tempfile
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +39,13 @@ from holmes_ext.runtime.measure import telemetry_file
 from holmes_ext.runtime.watch.metrics import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-_BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- /generated -->)", re.DOTALL)
+sys.path.insert(0, str(ROOT / "docs"))  # where this is loaded as a module
+import tables  # noqa: E402
+from tables import table  # noqa: E402
+
+_BLOCK = re.compile(r"(<!-- generated: (\w+)(?: ([^>]+?))? -->\n)(.*?)(<!-- /generated -->)", re.DOTALL)
 _RUN = re.compile(r"(<!-- run(?:: (slow))? -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /run -->)", re.DOTALL)
+_LAB = re.compile(r"(<!-- lab -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /lab -->)", re.DOTALL)
 #: How long a search took here, which no page says.
 _TOOK = re.compile(r"^(\d+ shapes, .*), [\d.]+ s$")
 #: Characters of a line of a command's output; a longer one is cut, and ends in dots.
@@ -49,13 +57,6 @@ PAGES = {
     "telemetry": "step.md", "join": "joined.md", "outer": "joined.md#how-they-update-each-other",
     "profile": "plan.md#from-the-job-itself-holmes-tune", "try_": "versions.md#a-version-that-is-newer",
 }
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """In Markdown; bars in cells are escaped."""
-    titles = list(head)
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
 def flags() -> str:
@@ -129,7 +130,7 @@ def commands() -> str:
         top = parser_of(name)
         for parser in _parsers(top):
             title = parser.prog.removeprefix("holmes ")
-            about = parser.description or top.description or ""
+            about = (parser.description or top.description or "").replace("%%", "%")
             parts.append(f"## holmes {title}\n\n{' '.join(about.split())}\n\n```text\n{_usage(parser)}```\n\n"
                          + table(("argument", "what it does"), _arguments(parser)))
     return "\n" + "\n".join(parts) + "\n"
@@ -187,78 +188,18 @@ def _numbers(value: Any) -> str:
     return ", ".join(map(str, value if isinstance(value, (tuple, list, set, frozenset)) else (value,)))
 
 
-def _rows(file: str) -> list[dict[str, Any]]:
-    document = json.loads((RESULTS / file).read_text())
-    return document.get("rows", [])
-
-
-#: README's table: what a row is called, its file and scene.
-_STOCK, _BOUND = "holmes : stock", "holmes : all-RDMA"
-MEASURED = (
-    ("DeepSpeed, 4+4 nodes, pipeline 2", "two_clusters.json", "4+4"),
-    ("DeepSpeed, 4+4, RoCE much slower (where the paper has 1.38)", "two_clusters.json", "4+4 slow RoCE"),
-    ("DeepSpeed, 2+4 nodes, pipeline 3", "two_clusters.json", "2+4 pipeline 3"),
-    ("DeepSpeed, three clusters of 2, 2 and 4 nodes, pipeline 4", "two_clusters.json", "three clusters"),
-    ("megatron-core, 4+4 nodes, pipeline 2", "megatron_two_clusters.json", "4+4"),
-    ("Megatron-DeepSpeed's pretrain_gpt.py, 4+4 nodes", "megatron_deepspeed.json", "4+4"),
-    ("Hugging Face's Trainer (DistributedDataParallel), 4+4 nodes", "stacks.json", "trainer"),
-    ("FSDP2, 4+4 nodes, `--holmes-fsdp hybrid`", "stacks.json", "fsdp2"),
-)
-
-
-def _ratio(rows: list[dict[str, Any]], scene: str, metric: str) -> str:
-    metrics = metric, metric.replace("holmes", "hybrid")
-    found = [row for row in rows if row["scene"] == scene and row["metric"] in metrics]
-    return _spread(found[0], 2) if found else ""
-
-
-def _spread(row: dict[str, Any], digits: int, factor: float = 1) -> str:
-    value, low, high = (f"{factor * number:.{digits}f}" for number in (row["value"], *row["spread"]))
-    return value if low == high else f"{value} ({low}-{high})"
-
-
-def _row(file: str, scene: str, metric: str) -> dict[str, Any]:
-    return next(row for row in _rows(file) if row["scene"] == scene and row["metric"] == metric)
-
-
-def measured() -> str:
-    """README's table, from benchmarks/results."""
-    lines = [(what, _ratio(_rows(file), scene, _STOCK), _ratio(_rows(file), scene, _BOUND))
-             for what, file, scene in MEASURED]
-    control = _row("two_clusters.json", "control: one cluster", "what holmes adds to a step")["value"]
-    error, worst = (_row("prediction.json", "31 lab scenes", what)["value"] for what in ("median error", "worst error"))
-    lines.append(("one cluster, as control", f"step {100 * control:+.1f} %", ""))
-    lines.append(("`holmes plan` against measured steps, 31 scenes", f"median error {100 * error:.1f} %",
-                  f"worst {100 * worst:.1f} %"))
-    return table(("2 cores, torch 2.13.0, gloo, compute emulated", _STOCK, _BOUND), lines)
-
-
-def results() -> str:
-    """The page of the site that has every row with a target or a ratio of every file in benchmarks/results."""
-    parts = ["# All results\n\nMade from benchmarks/results when the site was built. Each row: the value, its least and"
-             " greatest, and the target where one was stated. [How each number is made](numbers.md).\n"]
-    for file in sorted(RESULTS.glob("*.json")):
-        document = json.loads(file.read_text())
-        kept = [row for row in document.get("rows", ()) if "target" in row or row["unit"] == "x"]
-        if kept:
-            machine = ", ".join(map(str, document["machine"].values())) if isinstance(document["machine"], dict) else ""
-            parts.append(f"## {file.name}\n\n{machine}\n\n" + table(
-                ("scene", "what", "value", "spread", "emulated", "target", "met"), map(_result, kept)))
-    return "\n".join(parts)
-
-
-def _result(row: dict[str, Any]) -> tuple[str, ...]:
-    low, high = row["spread"]
-    return (row["scene"], row["metric"], f"{row['value']:.4g} {row['unit']}", f"{low:.4g} to {high:.4g}",
-            "yes" if row["emulated"] else "", row.get("target", ""), {True: "yes", False: "no"}.get(row.get("met"), ""))
+def source(path: str) -> str:
+    """A file of this repository, whole."""
+    return f"```python\n{(ROOT / path).read_text().rstrip()}\n```\n"
 
 
 BLOCKS = {one.__name__: one for one in (
-    flags, variables, features, cluster_keys, metrics, commands, api, public, measured)}
+    flags, variables, features, cluster_keys, metrics, commands, api, public, source, tables.measured, tables.rows,
+    tables.cells, tables.about)}
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def printed(command: str) -> str:
@@ -274,8 +215,13 @@ def printed(command: str) -> str:
         os.chdir(folder)
         os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
     assert words[0] == "holmes" and status == 0, f"{command}: status {status}"
-    lines = [_TOOK.sub(r"\1", line.rstrip()) for line in out.getvalue().splitlines()]
-    return "\n".join(line if len(line) <= _CUT else f"{line[:_CUT]} ..." for line in lines) + "\n"
+    return _cut(out.getvalue())
+
+
+def _cut(printed: str) -> str:
+    lines = [_TOOK.sub(r"\1", line.rstrip()) for line in printed.splitlines()]
+    whole = [len(line) <= _CUT or line.startswith("  --") for line in lines]  # flags are there to be copied
+    return "\n".join(line if fits else f"{line[:_CUT]} ..." for line, fits in zip(lines, whole)) + "\n"
 
 
 def renewed(text: str, slow: bool = True) -> str:
@@ -285,10 +231,39 @@ def renewed(text: str, slow: bool = True) -> str:
             return found[0]
         return found[1] + textwrap.indent(printed(textwrap.dedent(found[3])), "    ") + found[5]
 
-    return _RUN.sub(run, _BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]]() + found[4], text))
+    def made(found: re.Match[str]) -> str:
+        return found[1] + (BLOCKS[found[2]](found[3]) if found[3] else BLOCKS[found[2]]()) + found[5]
+
+    return _RUN.sub(run, _BLOCK.sub(made, text))
+
+
+def in_lab(text: str, folder: Path) -> Iterator[tuple[str, str, str]]:
+    """(command, what the page says that it prints, what it prints) of a page's blocks, run in turn in a folder that has
+    the examples; HolmesError's and others' output too. AssertionError where one fails."""
+    for name in ("examples", "integration_tests"):
+        (folder / name).symlink_to(ROOT / name)
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    env = {**os.environ, "PATH": path, "COLUMNS": str(_COLUMNS), "OMP_NUM_THREADS": "1"}
+    for found in _LAB.finditer(text):
+        command = textwrap.dedent(found[2])
+        done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], cwd=folder, env=env, text=True,
+                              timeout=300, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert done.returncode == 0, f"{command}{done.stdout}"
+        yield command, textwrap.dedent(found[3]), _cut(done.stdout)
+
+
+def write_lab(pages: list[str]) -> None:
+    for page in map(Path, pages):
+        text = page.read_text()
+        with tempfile.TemporaryDirectory() as folder:
+            outputs = [textwrap.indent(printed, "    ") for _, _, printed in in_lab(text, Path(folder))]
+        page.write_text(_LAB.sub(lambda found, left=iter(outputs): found[1] + next(left) + found[4], text))
 
 
 def write(argv: list[str]) -> int:
+    if argv[:1] == ["--lab"]:
+        write_lab(argv[1:])
+        return 0
     old = {page: page.read_text() for page in pages()}
     changed = {page: text for page, before in old.items() if (text := renewed(before)) != before}
     for page, text in changed.items():

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from holmes_ext import banner, patches
@@ -53,13 +54,18 @@ def activate(argv: list[str]) -> None:
 def _one_line(show: Callable[..., Any]) -> Callable[..., Any]:
     """An excepthook that tells a HolmesError raised inside the script (from a hook of ours) as one line, with status 2.
 
-    An error of the framework's own communication gets a line after its traceback: which NIC, which node.
+    An error of the framework's own communication gets a line after its traceback: which NIC, which node. Where it
+    failed because another rank refused bad input, that rank's line is all that is told.
     """
 
     def hook(kind, error, traceback):
         if not issubclass(kind, HolmesError):
+            line = _explain(error)
+            if line and line.startswith(failure.INPUT):
+                print(line, file=sys.__stderr__, flush=True)
+                raise SystemExit(2)
             show(kind, error, traceback)
-            if line := _explain(error):
+            if line:
                 sys.stderr.write(f"holmes: {line}\n")
                 sys.stderr.flush()
             return
@@ -138,6 +144,7 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
             if options.experts:
                 agreed["content of the --holmes-experts file"] = load_order(options.experts).digest
             registry.enable_asked_for(options)
+            request.options = replace(options, off=registry.switched_off())
             told = metrics.open_metrics(options, process)
         except HolmesError as error:
             trouble = trouble or error

@@ -31,7 +31,8 @@ def _option(default: str, text: str, choices: tuple[str, ...] = ()) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for, as text. `given` names the options that were set on purpose."""
+    """What the user asked for, as text. `given` names the options that were set on purpose; `off`
+    the features of frameworks that HOLMES_DISABLE switches off: the Plan does not count on them."""
 
     cluster: str = _option(
         "", "FILE: cluster.toml, the clusters and their nodes (default: worked out from the nodes' NICs)")
@@ -101,6 +102,7 @@ class Options:
         " docs/joined.md)")
     verbose: str = _option("off", "on: one line for every process group and the fabric it got", ("on", "off"))
     given: frozenset[str] = frozenset()
+    off: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name in NAMES:
@@ -172,6 +174,10 @@ class Options:
         parts = self.partition.replace(" ", "").split(",")
         listed = all(part.isdecimal() and 0 < len(part) < 6 and int(part) for part in parts)
         return tuple(map(int, parts)) if listed else ()
+
+    def counts_on(self, *features: str) -> bool:
+        """Whether none of these is switched off."""
+        return self.off.isdisjoint(features)
 
     @property
     def needs_model(self) -> bool:
@@ -249,7 +255,7 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
             if value.startswith("--"):
                 raise HolmesError(f"{name} needs a value: {HELP[key]}")
         values[key] = value
-    return Options(**values, given=frozenset(values)), rest
+    return Options(**values, given=frozenset(values), off=frozenset()), rest
 
 
 def options_from(**values: Any) -> Options:
@@ -258,4 +264,4 @@ def options_from(**values: Any) -> Options:
         if name not in NAMES:
             raise HolmesError(f"enable({name}=...) is not an option of holmes; {did_you_mean(name, NAMES)}")
     texts = {name: str(value) for name, value in values.items() if value is not None}
-    return Options(**texts, given=frozenset(texts))
+    return Options(**texts, given=frozenset(texts), off=frozenset())

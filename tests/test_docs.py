@@ -46,9 +46,13 @@ def test_the_readme_is_two_screens_and_says_in_its_third_line_what_was_not_run()
     assert "not run on a GPU" in lines[2]
 
 
-def test_every_page_is_linked_from_the_readme():
+def test_every_page_is_reached_from_the_readme():
+    """Its own from README.md, those of a folder from a page of docs/."""
     linked = LINK.findall((ROOT / "README.md").read_text())
-    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= set(linked)
+    own = list((ROOT / "docs").glob("*.md"))
+    assert {f"docs/{path.name}" for path in own} <= set(linked)
+    below = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").glob("*/*.md")}
+    assert below <= {target for path in own for target in LINK.findall(path.read_text())}
 
 
 @pytest.mark.parametrize("page", generate.pages(), ids=lambda page: page.name)
@@ -67,9 +71,10 @@ def test_every_flag_and_every_command_is_listed():
 
 def test_every_block_is_on_a_page_and_every_page_in_the_site():
     texts = "".join(page.read_text() for page in generate.pages())
-    assert not [name for name in generate.BLOCKS if f"<!-- generated: {name} -->" not in texts]
-    listed = set(re.findall(r"[\w]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]))
-    assert listed == {path.name for path in (ROOT / "docs").glob("*.md")} | {"index.md", "results.md"}
+    assert not [name for name in generate.BLOCKS if not re.search(f"<!-- generated: {name}[ >]", texts)]
+    listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]))
+    docs = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert listed == docs | {"index.md", "results.md"}
 
 
 #: Words that a newcomer does not know -> where they are explained.
@@ -83,5 +88,5 @@ def test_the_first_use_of_a_hard_word_is_linked(page):
     prose = "\n".join(line for line in text.splitlines() if not line.startswith("    "))
     for anchor, pattern in TERMS.items() if page.name != "glossary.md" else ():
         first = re.search(pattern, prose)
-        link = re.search(rf"\[[^\]]*\]\((docs/)?glossary.md#{anchor}\)", prose)
+        link = re.search(rf"\[[^\]]*\]\((docs/|\.\./)?glossary.md#{anchor}\)", prose)
         assert not first or link and link.start() < first.end() < link.end(), (anchor, first)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import html
 import itertools
 import json
 import tempfile
@@ -14,7 +13,6 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holmes_ext.cli.show import joined_demo
-from holmes_ext.cli.show.page import page, table
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
@@ -26,6 +24,7 @@ from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.report import pictures
+from holmes_ext.report.page import heading, page, paragraphs, picture, table
 
 #: The job: examples/deepspeed_pipeline with these arguments; 6.15 M parameters, float32.
 SCRIPT = "--stages 2 --layers 6 --hidden 288 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 8".split()
@@ -44,9 +43,13 @@ def add_parser(subparsers: Any) -> None:
         description="Trains examples/deepspeed_pipeline on 4 emulated nodes (2 with InfiniBand, 2 with RoCE, Ethernet"
         " between) with DeepSpeed's pipeline engine: stock, with --holmes, and on one all-InfiniBand cluster (the"
         " bound). Needs root (or user namespaces) and iproute2; takes about 4 minutes on 2 cores.")
-    parser.add_argument("--repetitions", type=int, default=4, help="runs of each variant, alternating (default 4)")
-    parser.add_argument("--steps", type=int, default=12, help="of each run, the first 3 not measured (default 12)")
-    parser.add_argument("--output", default="report.html", metavar="FILE", help="the pictures (default report.html)")
+    parser.add_argument("--repetitions", type=int, default=4, metavar="N",
+                        help="runs of each variant, alternating (default 4)")
+    parser.add_argument("--steps", type=int, default=12, metavar="N",
+                        help="steps of each run, the first 3 not measured (default 12)")
+    parser.add_argument("--output", default="report.html", metavar="FILE",
+                        help="the page with table and pictures (default report.html)")
+    parser.add_argument("--timeline", metavar="OUT.svg", help="one step of stock and of holmes, as a picture alone")
     parser.add_argument("--joined", action="store_true",
                         help="two jobs that train one model over 40 ms and 20 Mb/s, one of them killed and back")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -55,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """The table on the screen, the report in a file; 1 when the losses differ."""
     if args.joined:
-        return joined_demo.run(args.json, max(args.steps, 160))
+        return joined_demo.run(args.json, max(args.steps, 160), args.output)
     if args.repetitions < 1 or args.steps < 6:
         raise HolmesError("holmes demo: --repetitions must be 1 or more and --steps 6 or more")
     screen = Screen(stderr=args.json)
@@ -63,6 +66,9 @@ def run(args: argparse.Namespace) -> int:
         variants, series = _measure(args, Path(directory), screen)
         result = _result(series)
         save(args.output, _report(variants, series, result, Path(directory)), "the report")
+        if args.timeline:
+            both = {name: pictures.load_traces(Path(directory) / name) for name in ("stock", "holmes")}
+            save(args.timeline, pictures.svg_file(pictures.timeline_figure(both)), "the picture")
     screen.table([Column(name, right=name != "run") for name in HEAD], _rows(series), title=
                  f"holmes: {result['ratio_to_stock']:.2f} x stock, {result['ratio_to_bound']:.2f} x all-RDMA;"
                  f" losses differ by {result['max_loss_difference']:.0e}\n")
@@ -135,15 +141,17 @@ def _report(variants: list[Variant], series: dict[str, Series], result: dict[str
         site = replace(site, nodes=tuple(site.node_by_name[name] for name in variant.order))
         nodes = build_plan(site).nodes if variant.name == "holmes" else variant.order
         panels.append((variant.name, site, nodes, variant.name == "holmes"))
-    placement = pictures.png(pictures.placement_figure(panels, Sizes(pipeline=2).complete(4)))
-    timeline = pictures.png(pictures.timeline_figure({v.name: pictures.load_traces(traces / v.name) for v in variants}))
+    placement = pictures.svg(pictures.placement_figure(panels, Sizes(pipeline=2).complete(4)))
+    timeline = pictures.svg(pictures.timeline_figure({v.name: pictures.load_traces(traces / v.name) for v in variants}))
     said = next((line for line in series["holmes"].lines if line.startswith("holmes:")), "")
+    about = (
+        "4 emulated nodes, DeepSpeed's pipeline engine, pipeline 2 x data 2, 6.15 M parameters, real text. Times are"
+        " emulated: layers sleep as long as the emulated accelerator would compute; the sockets, their limited rates"
+        " and the losses are real. Largest difference of the loss to stock's at any step:"
+        f" {result['max_loss_difference']:.1e}.")
+    ratios = f"{result['ratio_to_stock']:.2f} x stock, {result['ratio_to_bound']:.2f} x the all-RDMA bound"
     return page(
-        "holmes demo", f"<h1>One GPT on two clusters: {result['ratio_to_stock']:.2f} x stock,"
-        f" {result['ratio_to_bound']:.2f} x the all-RDMA bound</h1>",
-        f"""<p>4 emulated nodes, DeepSpeed's pipeline engine, pipeline 2 x data 2, 6.15 M parameters, real text. Times
-are emulated: layers sleep as long as the emulated accelerator would compute; the sockets, their limited rates and the
-losses are real. Largest difference of the loss to stock's at any step: {result['max_loss_difference']:.1e}.</p>""",
-        table(HEAD, _rows(series)), f"<p><code>{html.escape(said)}</code></p>",
-        f"<h2>Who sits where, over which NIC</h2>{pictures.inline(placement, 'placement of the ranks')}",
-        f"<h2>One step</h2>{pictures.inline(timeline, 'timeline of one step of each run')}")
+        "holmes demo", heading(f"One GPT on two clusters: {ratios}", 1), paragraphs([about]),
+        table(HEAD, _rows(series)), paragraphs([said]),
+        heading("Who sits where, over which NIC"), picture(placement, "placement of the ranks"),
+        heading("One step"), picture(timeline, "timeline of one step of each run"))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import html
 import json
 from dataclasses import asdict
 from typing import Any
 
-from holmes_ext.cli.show.page import page, table
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
 from holmes_ext.report import pictures
 from holmes_ext.report.figures import JoinedRow, Summary, summarize
 from holmes_ext.report.files import Run, load
+from holmes_ext.report.page import heading, page, paragraphs, picture, table
+from holmes_ext.report.rounds import rounds_figure
 from holmes_ext.report.trace import chosen_step, pictured, trace
 from holmes_ext.units import format_rate, format_seconds
 
@@ -139,11 +139,15 @@ def _verdict(summary: Summary) -> str:
 def _document(job: Run, summary: Summary, step: int) -> str:
     """One HTML file: the tables, and one step of every rank as in `holmes demo`."""
     figure = pictures.timeline_figure({f"step {step}": pictured(job, step)}, "seconds of one step (rank 0's clock)")
+    joined = [_joined(summary.joined)] if summary.joined else []
     return page(
-        "holmes report", f"<h1>{html.escape(_headline(summary))}</h1>",
-        *(f"<p>note: {html.escape(note)}</p>" for note in job.notes),
-        *([f"<p>{html.escape(_joined(summary.joined))}</p>"] if summary.joined else []),
+        "holmes report", heading(_headline(summary), 1),
+        paragraphs([*(f"note: {note}" for note in job.notes), *joined, _verdict(summary)]),
+        heading("Groups: means of a step on a rank that has them"),
         table([column.name for column in GROUPS], _cells(summary)),
-        *([table([column.name for column in PAIRS], _pair_cells(summary))] if summary.pairs else []),
-        table([column.name for column in RANKS], _rank_cells(summary)), f"<p>{html.escape(_verdict(summary))}</p>",
-        pictures.inline(pictures.png(figure), "timeline of one step"))
+        *([heading("Between clusters"), table([column.name for column in PAIRS], _pair_cells(summary))]
+          if summary.pairs else []),
+        heading("Ranks"), table([column.name for column in RANKS], _rank_cells(summary)),
+        heading("One step"), picture(pictures.svg(figure), "timeline of one step"),
+        *([heading("Rounds with other jobs"), picture(pictures.svg(rounds_figure(job)), "rounds with other jobs")]
+          if summary.joined else []))

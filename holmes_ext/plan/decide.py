@@ -24,7 +24,7 @@ from holmes_ext.plan.in_flight import under_way
 from holmes_ext.plan.layout import INSIDE, Layout, groups
 from holmes_ext.plan.placement import straddling_groups
 from holmes_ext.plan.plan import NOMINAL, Plan
-from holmes_ext.plan.reductions import in_two_levels, tied_reduction
+from holmes_ext.plan.reductions import FLAT, in_two_levels, tied_reduction
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import CARRIERS, LOCAL, SOCKETS, VERBS, Edge, PlannedFabric, Reduction, Traffic, same
 
@@ -134,7 +134,8 @@ def _traffic(plan: Plan, carrier: str, options: Options) -> Traffic:
         transports.setdefault(kind, []).append(_name(plan.fabric_of(ranks, carrier)))
     listed = {kind: same(tuple(names)) for kind, names in transports.items()}
     edges, held = _edges(plan, carrier, options), under_way(plan, site_of(plan, carrier), options)
-    return Traffic((carrier,), listed, _reductions(plan, carrier, options), edges, held, _tied(plan, carrier))
+    tied = _tied(plan, carrier) if options.counts_on("deepspeed-tied", "megatron-tied") else ()
+    return Traffic((carrier,), listed, _reductions(plan, carrier, options), edges, held, tied)
 
 
 def _name(fabric: Fabric | None) -> str:
@@ -177,8 +178,10 @@ def _edges(plan: Plan, carrier: str, options: Options) -> tuple[Edge, ...]:
             frameworks = {"pipeline": pair in pairs, "world": fabrics[-1] != world}
             own.append("+".join(name for name, gets_one in frameworks.items() if gets_one))
         crosses = ETHERNET in fabrics
-        slices = slices_of(sizes, plan.workload.copies, plan.processes) if sizes is not None and crosses else 1
-        pair, narrow = (stage, (stage + 1) % stages), options.edges if crosses else "off"
+        cut = crosses and options.counts_on("megatron-slices")
+        slices = slices_of(sizes, plan.workload.copies, plan.processes) if sizes is not None and cut else 1
+        pair = (stage, (stage + 1) % stages)
+        narrow = options.edges if crosses and options.counts_on("deepspeed-narrow") else "off"
         found.append(Edge(pair, same(tuple(fabrics)), same(tuple(own)), slices, narrow))
     return tuple(found)
 
@@ -204,7 +207,7 @@ def reduction_of(
 
 def _reductions(plan: Plan, carrier: str, options: Options) -> tuple[Reduction, ...]:
     sizes = plan.sizes or Sizes().complete(plan.world_size)
-    reduces = sizes.data * sizes.context > 1
+    reduces = sizes.data * sizes.context > 1 and options.counts_on("overlap", "megatron-reduction")
     if options.overlap == "auto" and reduces:
         wanted = exposed_stages(site_of(plan, carrier), plan.nodes, sizes, plan.workload)
     else:
@@ -224,7 +227,9 @@ def _reduction(
     plan: Plan, found: Sequence[Sequence[int]], carrier: str, options: Options, overlap: bool, total_bytes: float
 ) -> Reduction:
     """Of groups that do the same at once: in two levels where that is faster for each that lies on several clusters."""
-    clusters, least, chunk, across, streams = in_two_levels(plan, found, carrier, options.compress, total_bytes)
+    on = options.counts_on("two-level", "megatron-reduction")
+    way = in_two_levels(plan, found, carrier, options.compress, total_bytes) if on else FLAT
+    clusters, least, chunk, across, streams = way
     fabrics = [fabric for ranks in found if (fabric := plan.fabric_of(ranks, carrier)) is not None]
     slowest = min(fabrics, key=lambda fabric: fabric.preference, default=None)
     size = bucket_bytes(slowest, len(found[0]), total_bytes) if slowest is not None else INSIDE_BYTES

@@ -16,7 +16,8 @@ def under_way(plan: Plan, site: Site, options: Options) -> tuple[int, ...]:
     worth hiding. As many as 1F1B has where nobody told the model, whose activations fill memory; what the user asked
     for is taken as it is."""
     sizes, work = plan.sizes, plan.workload
-    if sizes is None or sizes.pipeline == 1 or options.inflight == "off":
+    on = options.inflight != "off" and options.counts_on("deepspeed-edges", "megatron-edges")
+    if sizes is None or sizes.pipeline == 1 or not on:
         return ()
     if asked := asked_in_flight(options, sizes.pipeline, work.micro_batches):
         return asked

@@ -21,6 +21,9 @@ MOST_STREAMS, STREAM_SHARE = 8, 0.8
 #: Sums for which two levels are compared with a flat ring: 1 KiB to 1 GiB.
 _SUMS = tuple(2**power for power in range(10, 31))
 
+#: What in_two_levels() returns for one flat ring.
+FLAT: tuple[tuple[str, ...], int, int, Across | None, int] = (), 0, 0, None, 1
+
 
 def in_two_levels(
     plan: Plan, found: Sequence[Sequence[int]], carrier: str, compress: str, total_bytes: float, pairs: bool = False
@@ -43,7 +46,7 @@ def in_two_levels(
         clusters = {name: len(part) for name, part in parts.items()}
         nothing_inside = across in inside and not plan.wan
         if nothing_inside or not (inside or pairs) or carrier == VERBS and len(set(clusters.values())) > 1:
-            return (), 0, 0, None, 1
+            return FLAT
         here = max(Counter(map(plan.node_of, ranks)).values())
         sharers, direct = max(1, plan.processes // here), carrier == SOCKETS
         slowest = min(inside, key=lambda f: f.rate_bps, default=None)  # none: each cluster's ranks are in one node
@@ -61,7 +64,7 @@ def in_two_levels(
         )
         slower = [size for size in _SUMS if best.seconds(size) >= flat.seconds(size)]
         if _SUMS[-1] in slower:
-            return (), 0, 0, None, 1
+            return FLAT
         names.update(dict.fromkeys(parts))
         ways[frozenset(parts)] = way
         if direct:

@@ -19,10 +19,11 @@ LATENCIES = (30e-6, 1e-3, 5e-3, 20e-3, 80e-3, 200e-3)
 _PLANNED, _STOCK = "#4c78a8", "#d62728"
 
 
-def draw_clusters(plt: Any, site: Site, colors: tuple[str, ...]) -> Any:
+def draw_clusters(plt: Any, site: Site, colors: tuple[str, ...], paper: str) -> Any:
     """The clusters on a circle; a line for each pair, the wider the faster, with its rate and latency."""
     names, ethernet = site.clusters, site.fabric_by_name[ETHERNET]
-    figure, axis = plt.subplots(figsize=(7, 7), layout="constrained")
+    side = min(7.0, 4 + 0.5 * len(names))
+    figure, axis = plt.subplots(figsize=(side, side), layout="constrained")
     place = {name: (cos(2 * pi * i / len(names)), sin(2 * pi * i / len(names))) for i, name in enumerate(names)}
     way = {pair: site.wan.hops(*pair) for pair in combinations(names, 2)}
     rates = {pair: min([hop.rate_bps for hop in hops] or [inf]) for pair, hops in way.items()}
@@ -36,12 +37,12 @@ def draw_clusters(plt: Any, site: Site, colors: tuple[str, ...]) -> Any:
             rate = format_rate(rates[one, two], 3) if rates[one, two] < inf else "no limit"
             text = f"{rate}\n{format_seconds(sum(hop.latency_s for hop in hops))}"
             axis.text(*spot, text, ha="center", va="center", fontsize=6,
-                      bbox={"boxstyle": "round", "fc": "white", "ec": "none", "pad": 0.1, "alpha": 0.8})
+                      bbox={"boxstyle": "round", "fc": paper, "ec": "none", "pad": 0.1, "alpha": 0.8})
     for index, name in enumerate(names):
         count = sum(node.cluster == name for node in site.nodes)
         uplink = site.wan.uplink_of.get(name)
         text = f"{name}\n{count} nodes" + (f"\nuplink {format_rate(uplink)}" if uplink else "")
-        axis.scatter(*place[name], s=3200, color=colors[index % len(colors)], zorder=2)
+        axis.scatter(*place[name], s=2600, color=colors[index % len(colors)], zorder=2)
         axis.text(*place[name], text, ha="center", va="center", fontsize=7, color="white", zorder=3)
     title = f"{site.processes} GPU{'s' * (site.processes > 1)} a node, {format_rate(ethernet.rate_bps)} a NIC"
     axis.set_title(title + ("" if site.wan else ": flat, only NICs limit it"), loc="left", fontsize=10)
@@ -61,13 +62,13 @@ def draw_what_if(plt: Any, outcome: Outcome) -> Any:
     names = times if site.wan else [f"{now * factor / 1e9:.3g}" for factor in FACTORS]
     _curves(left, FACTORS, by_rate, "times the rates of cluster.toml" if site.wan else "Ethernet of a node, Gb/s")
     left.axvline(1, color="#999999", linestyle=":")
-    left.text(1, left.get_ylim()[1], " now", va="top", fontsize=8, color="#666666")
+    left.text(1, 1, " now", va="top", fontsize=8, color="#808080", transform=left.get_xaxis_transform())
     left.set_xscale("log", base=2)
     left.set_xticks(FACTORS, names)
     by_latency = [with_site(outcome, best, with_latency(site, seconds)) for seconds in LATENCIES]
     _curves(right, LATENCIES, by_latency, "one way between clusters, all links")
     right.set_xscale("log")
-    right.set_xticks(LATENCIES, [format_seconds(seconds) for seconds in LATENCIES])
+    right.set_xticks(LATENCIES, [format_seconds(seconds) for seconds in LATENCIES], fontsize=8)
     every = [seconds for pair in (*by_rate, *by_latency) for seconds in pair]
     low, high = min(every), max(every)
     ticks = [float(f"{low * (high / low) ** (i / 4):.{2 if high > 1.5 * low else 4}g}") for i in range(5)]

@@ -1,31 +1,22 @@
-"""Pictures: who sits where and over which NIC, one step of every rank or stage on one time axis, what a plan is worth.
+"""Pictures of a run: who sits where and over which NIC, one step of every rank on one time axis; and what all pictures
+share. Of a plan: plan_pictures.py, between.py.
 
-    of a run     placement_figure(), timeline_figure()       `holmes demo`, `holmes report`
-    of a plan    draw_search(): placement, timeline, clusters, what if Ethernet were faster (between.py);
-                 draw_partitions()                                                                         `holmes plan`
-
-matplotlib is imported when a picture is wanted: no command needs it otherwise.
+svg() makes a picture a part of a page (page.py). matplotlib is imported when one is wanted: no command needs it
+otherwise.
 """
 
 from __future__ import annotations
 
-import base64
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
-from math import inf
 from pathlib import Path
 from typing import Any
 
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.pipeline import Estimate
-from holmes_ext.plan.cost.stages import StageCosts
-from holmes_ext.plan.search.ranking import simulated
-from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.report import between
-from holmes_ext.units import format_bytes
 from holmes_ext.words import why
 
 #: What a rank or stage does: colour, label; what stands later is drawn over what stands before.
@@ -44,6 +35,11 @@ FABRIC_COLORS = {"ib": "#2a6f97", "roce": "#2a9d8f", "ethernet": "#d62728"}
 #: Of the clusters, in the launcher's order; again from the start beyond.
 CLUSTERS = ("#4c78a8", "#e8a33d", "#72b7b2", "#b07aa1", "#9c755f", "#54a24b", "#bab0ac", "#d37295")
 
+#: Of texts and lines, and behind them; a page puts its own there (svg).
+INK, PAPER = "#1f2328", "#fefefe"
+#: Bars of one timeline above which the picture has them as an image.
+MANY = 4000
+
 #: (what it is called, [(kind of KINDS, start, end)]), seconds from the step's begin.
 Row = tuple[str, list[tuple[str, float, float]]]
 
@@ -57,23 +53,32 @@ def pyplot(what: str = "pictures need") -> Any:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    for name in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"):
+        plt.rcParams[name] = INK
     return plt
 
 
-def png(figure: Any) -> bytes:
-    """The figure as PNG."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
+def svg(figure: Any) -> str:
+    """The figure as an <svg> element whose texts stay texts, in the page's own colours (INK, PAPER)."""
+    buffer = io.StringIO()
+    with pyplot().rc_context({"svg.fonttype": "none", "svg.hashsalt": "holmes"}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     pyplot().close(figure)
-    return buffer.getvalue()
+    text = buffer.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*">', "<g>", text)  # the same names in every figure
+    text = re.sub(r"'DejaVu Sans'[^;\"]*", "sans-serif", text)
+    return text.replace(INK, "currentColor").replace(PAPER, "var(--paper)").rstrip()
 
 
-def inline(image: bytes, alt: str) -> str:
-    """An <img> element that carries the picture itself."""
-    return f'<img alt="{alt}" src="data:image/png;base64,{base64.b64encode(image).decode()}">'
+def svg_file(figure: Any) -> str:
+    """The figure as a file of its own, light or dark as the reader is."""
+    dark = "@media(prefers-color-scheme:dark){svg{color:#e6e6e6;--paper:#16181d}}"
+    style = f"<style>svg{{color:{INK};--paper:#fff}}{dark}</style>"
+    return re.sub(r"(<svg[^>]*>)", lambda found: found[1] + style, svg(figure), count=1) + "\n"
 
 
-def _write(figure: Any, path: str | Path, advice: str) -> Path:
+def write(figure: Any, path: str | Path, advice: str) -> Path:
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
@@ -83,13 +88,11 @@ def _write(figure: Any, path: str | Path, advice: str) -> Path:
     return Path(path)
 
 
-def _rows(axis: Any, names: Sequence[str]) -> None:
+def name_rows(axis: Any, names: Sequence[str]) -> None:
     """A row for each, the first on top."""
     axis.set_yticks(range(len(names)), names, fontsize=7)
     axis.invert_yaxis()
 
-
-# Of a run
 
 
 def placement_figure(panels: Sequence[tuple[str, Site, Sequence[str], bool]], sizes: Sizes) -> Any:
@@ -97,13 +100,13 @@ def placement_figure(panels: Sequence[tuple[str, Site, Sequence[str], bool]], si
     with their ranks; lines are data-parallel groups (thick) and pipeline edges (thin), coloured by the kind of network
     that carries them. Without a NIC for each group all is on Ethernet, unless the site is one cluster."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.6), squeeze=False)
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.8 * len(panels), 3.6), squeeze=False)
     for axis, (title, site, nodes, chooses) in zip(axes[0], panels):
         axis.set_title(title, fontsize=10)
         _placement_panel(axis, site, nodes, chooses, sizes)
     handles = [plt.Line2D([], [], color=color, lw=3, label=kind) for kind, color in FABRIC_COLORS.items()]
-    handles += [plt.Line2D([], [], color="black", lw=4, label="data-parallel group (gradients)")]
-    handles += [plt.Line2D([], [], color="black", lw=1.2, ls="--", label="pipeline edge (activations)")]
+    handles += [plt.Line2D([], [], color=INK, lw=4, label="data-parallel group (gradients)")]
+    handles += [plt.Line2D([], [], color=INK, lw=1.2, ls="--", label="pipeline edge (activations)")]
     figure.legend(handles=handles, loc="lower center", ncols=5, frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     return figure
@@ -129,7 +132,7 @@ def _placement_panel(axis: Any, site: Site, nodes: Sequence[str], chooses: bool,
             axis.annotate("", place[right], place[left], arrowprops=look)
     for name, (x, y) in place.items():
         rank = list(nodes).index(name)
-        axis.add_patch(_box(x - 0.62, y - 0.26, 1.24, 0.52, "white", 1.0, "black"))
+        axis.add_patch(_box(x - 0.62, y - 0.26, 1.24, 0.52, PAPER, 1.0, INK))
         axis.text(x, y, f"{name}: rank {rank}\nstage {sizes.stage(rank)}", ha="center", va="center", fontsize=8)
     axis.set_xlim(-1.3, 3 * len(boxes) - 1.7)
     axis.set_ylim(-0.8, height + 0.1)
@@ -183,114 +186,28 @@ def timeline_figure(
             spans = [(kind, max(start, begin) - begin, min(stop, end) - begin) for kind, start, stop, _ in within]
             rows.append((f"rank of {trace['node']}", spans))
         panels[f"{name}: {end - begin:.3f} s"] = rows, end - begin
-    return _timeline(panels, label)
+    return timeline(panels, label)
 
 
-def _timeline(panels: Mapping[str, tuple[list[Row], float]], label: str) -> Any:
+def timeline(panels: Mapping[str, tuple[list[Row], float]], label: str) -> Any:
     """One panel for each title: (rows, seconds of the step)."""
     plt = pyplot()
     height = 0.32 * max(len(rows) for rows, _ in panels.values()) + 0.9
-    figure, axes = plt.subplots(len(panels), 1, figsize=(11, height * len(panels)), sharex=True, squeeze=False)
+    figure, axes = plt.subplots(len(panels), 1, figsize=(11, height * len(panels) + 0.4), sharex=True, squeeze=False,
+                                layout="constrained")
     used: set[str] = set()
+    as_image = sum(len(spans) for rows, _ in panels.values() for _, spans in rows) > MANY
     for axis, (title, (rows, seconds)) in zip(axes[:, 0], panels.items()):
         for number, (_, spans) in enumerate(rows):
             for kind, (color, _) in KINDS.items():
                 if bars := [(start, end - start) for what, start, end in spans if what == kind]:
-                    axis.broken_barh(bars, (number - 0.4, 0.8), color=color, lw=0)
+                    axis.broken_barh(bars, (number - 0.4, 0.8), color=color, lw=0, rasterized=as_image)
                     used.add(kind)
-        axis.axvline(seconds, color="black", lw=1)
-        _rows(axis, [name for name, _ in rows])
+        axis.axvline(seconds, color=INK, lw=1)
+        name_rows(axis, [name for name, _ in rows])
         axis.set_title(title, loc="left", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel(label)
     handles = [plt.Rectangle((0, 0), 1, 1, color=c, label=text) for kind, (c, text) in KINDS.items() if kind in used]
-    figure.legend(handles=handles, loc="lower center", ncols=7, frameon=False, fontsize=8)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     return figure
-
-
-# Of a plan
-
-
-def draw_search(outcome: Outcome, folder: Path) -> list[Path]:
-    """Write placement.png, timeline.png, clusters.png and ethernet.png of the best plan; their paths. HolmesError: it
-    cannot be."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HolmesError(f"{folder}: the pictures cannot be written: {why(error)}; name another directory") from None
-    def clusters(outcome: Outcome) -> Any:
-        return between.draw_clusters(pyplot(), outcome.ground.links.site(outcome.ground.site), CLUSTERS)
-
-    def what_if(outcome: Outcome) -> Any:
-        return between.draw_what_if(pyplot(), outcome)
-
-    figures = (("placement", _stage_bars), ("timeline", _step), ("clusters", clusters), ("ethernet", what_if))
-    return [_write(paint(outcome), folder / f"{name}.png", "name another directory") for name, paint in figures]
-
-
-def _stage_bars(outcome: Outcome) -> Any:
-    """A bar for each stage, as long as its ranks, in the colours of the clusters that hold them."""
-    plt, best, ground, shown = pyplot(), outcome.best, outcome.ground, set()
-    size = (9, max(2.2, 0.28 * len(best.split) + 1.4))
-    figure, axis = plt.subplots(figsize=size, layout="constrained")
-    for stage, content in enumerate(best.arrangement.contents):
-        left = 0
-        for index, ranks in content:
-            label = None if index in shown else ground.site.clusters[index]
-            axis.barh(stage, ranks, left=left, color=CLUSTERS[index % len(CLUSTERS)], edgecolor="white", label=label)
-            shown.add(index)
-            left += ranks
-        memory = f"{best.split[stage]} layers, {format_bytes(best.memory_bytes[stage])}"
-        axis.text(left * 1.01, stage, f"{memory}, gradients: {best.reductions[stage]}", va="center", fontsize=7)
-    axis.set_xlim(0, ground.world // best.shape.pipeline * 1.5)
-    _rows(axis, [f"stage {stage}" for stage in range(len(best.split))])
-    axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
-    axis.set_xlabel("GPUs of the stage")
-    what = f"{best.arrangement.describe(ground)}: predicted step {best.step_s:.4g} s"
-    axis.set_title(what, loc="left", fontsize=10)
-    figure.legend(loc="outside lower center", ncols=8, frameon=False, fontsize=8)
-    return figure
-
-
-def _step(outcome: Outcome) -> Any:
-    """The simulated step of each stage's first ranks."""
-    shape, step = outcome.best.shape, simulated(outcome, outcome.best)
-    rows: dict[int, Row] = {}
-    for line in step.ranks:
-        own = [span for span in line.spans if span.kind != "idle"]
-        kinds = [span.kind if span.kind in KINDS and span.kind not in ("send", "reduce") else "" for span in own]
-        spans = [(kind or ("across" if s.across else "inside"), s.start, s.end) for kind, s in zip(kinds, own)]
-        rows.setdefault(line.stage, (f"stage {line.stage}", spans))
-    chunks = f", {shape.virtual} chunks a stage" if shape.virtual > 1 else ""
-    title = f"one step, {shape.micro_batches} micro-batches{chunks}; white: waiting for others"
-    return _timeline({title: ([rows[stage] for stage in sorted(rows)], step.step_s)}, "seconds")
-
-
-def memory_text(one: Estimate, costs: StageCosts, stage: int) -> str:
-    """ "41.2 GB of 80 GB", with a "!" when it does not fit."""
-    limit = costs.limit_bytes[stage]
-    of = "" if limit == inf else f" of {format_bytes(limit)}"
-    return f"{format_bytes(one.memory_bytes[stage])}{of}" + ("" if one.fits[stage] else " !")
-
-
-def draw_partitions(costs: StageCosts, found: Mapping[str, Estimate], path: str) -> None:
-    """A panel for each partition: a bar for each stage, as long as the step, cut into computing, communication, idle.
-    """
-    plt, height = pyplot("--picture needs"), max(1.6, 0.3 * costs.stages + 0.9)
-    figure, axes = plt.subplots(len(found), 1, figsize=(9, height * len(found) + 0.5), sharex=True, squeeze=False)
-    for axis, (name, one) in zip(axes[:, 0], found.items()):
-        left = [0.0] * costs.stages
-        parts = ("compute", "#4c78a8"), ("communication", "#d62728"), ("idle", "#d9d9d9")
-        for (kind, color), values in zip(parts, (one.compute_s, one.exposed_s, one.idle_s)):
-            axis.barh(range(costs.stages), values, left=left, color=color, label=kind)
-            left = [a + b for a, b in zip(left, values)]
-        for stage, count in enumerate(one.stage_layers):
-            text = f" {count} layers, {memory_text(one, costs, stage)}"
-            axis.text(0, stage, text, va="center", fontsize=7, color="white")
-        _rows(axis, costs.names)
-        axis.set_title(f"{name}: {one.step_s:.4g} s", loc="left", fontsize=10)
-    axes[-1, 0].set_xlabel("predicted seconds of one step (a stage's idle time is spread over it)")
-    axes[0, 0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=8)
-    figure.tight_layout()
-    _write(figure, path, "name a .png, .svg or .pdf")

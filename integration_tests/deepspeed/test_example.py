@@ -64,7 +64,7 @@ def test_the_loss_falls(two_by_two):
     pytest.param(1, "--stages 1 --micro-batches 8", id="one process"),
     pytest.param(4, "--stages 4 --micro-batches 8", id="pipeline 4"),
     pytest.param(4, "--stages 2 --micro-batches 4 --partition-method type:Embedding --activation-checkpoint 2",
-                 id="7+1 layers, recomputed"),
+                 id="7+1 layers, recomputed", marks=full),
 ])
 def test_every_split_of_the_same_batch_has_the_same_loss(folder, two_by_two, processes, options):
     assert train(folder, processes, *options.split()) == pytest.approx(two_by_two, abs=1e-5)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from integration_tests.jobs import TRAIN, launch
+from integration_tests.jobs import TRAIN, full, launch
 
 SIZE = "--layers 4 --hidden 128 --heads 4 --sequence 16 --micro-batch 2 --micro-batches 4 --steps 4 --stages 2".split()
 
@@ -26,6 +26,7 @@ def by_step(log):
     return {entry["step"]: entry["loss"] for entry in map(json.loads, log.read_text().splitlines())}
 
 
+@full
 def test_zero_1_under_another_partition(two_clusters, tmp_path):
     saved = tmp_path / "saved"
     trained(two_clusters, tmp_path / "whole", "3,1", "--save", str(saved), "--save-every", "2")

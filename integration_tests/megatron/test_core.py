@@ -23,8 +23,6 @@ SPLITS = {
     "tensor 2 pipeline 2": "--tensor 2 --pipeline 2 --micro-batches 8 --steps 3",
     "pipeline 4": "--pipeline 4 --micro-batches 8 --steps 3",
     "interleaved": "--pipeline 2 --virtual-pipeline 2 --micro-batches 4 --steps 3",
-    "interleaved inside clusters":
-        "--pipeline 2 --virtual-pipeline 2 --order tp-cp-ep-pp-dp --micro-batches 4 --steps 3",
     "overlap": "--pipeline 2 --overlap --micro-batches 4 --steps 3",
     "distributed optimizer, both overlaps, interleaved":
         "--pipeline 2 --virtual-pipeline 2 --distributed-optimizer --overlap --micro-batches 4 --steps 4",
@@ -46,6 +44,8 @@ OTHERS = {
         "--hidden 128 --pipeline 4 --distributed-optimizer --micro-batches 8 --steps 4 --load {results}/wide",
 }
 HEAVY = {
+    "interleaved inside clusters":
+        "--pipeline 2 --virtual-pipeline 2 --order tp-cp-ep-pp-dp --micro-batches 4 --steps 3",
     "data 4": "--micro-batches 2 --steps 3",
     "data 4, instances": "--distributed-optimizer --instances 2 --micro-batches 2 --steps 3",
     "tied": "--pipeline 2 --tied --micro-batches 4 --steps 3",

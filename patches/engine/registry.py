@@ -169,6 +169,10 @@ class Registry:
                 progress.off = "undone" if progress.off is None else progress.off
                 progress.required = progress.anyway = False
 
+    def switched_off(self) -> frozenset[str]:
+        """The features that HOLMES_DISABLE leaves off."""
+        return disabled_features(os.environ, self._features)
+
     def is_on(self, name: str) -> bool:
         """Whether this feature is applied, or will be."""
         return self._features[name].off is None

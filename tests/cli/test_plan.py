@@ -22,6 +22,15 @@ def test_table(capsys):
         assert part in text
 
 
+def test_the_network_between_clusters_is_a_matrix_and_a_flat_one_is_none(capsys):
+    assert holmes("--sizes", "pipeline=3", sample="three_links_6") == 0
+    table = capsys.readouterr().out.partition("between clusters, one way")[2]
+    rows = {line.split()[0]: " ".join(line.split()) for line in table.splitlines() if line[:2] in ("a ", "b ", "c ")}
+    assert rows == {"a": "a 200 Mb/s 20 ms 50 Mb/s 20 ms", "b": "b 200 Mb/s 20 ms 200 Mb/s 20 ms",
+                    "c": "c 50 Mb/s 20 ms 200 Mb/s 20 ms"}
+    assert holmes("--sizes", "pipeline=2") == 0 and "between clusters, one way" not in capsys.readouterr().out
+
+
 def test_straddling_exits_1(capsys):
     assert holmes("--pipeline", "2", sample="two_clusters_3_5") == 1
     assert "1 data group straddles (one has a0, b4): on ethernet, costs" in capsys.readouterr().out.replace("\n", " ")

@@ -60,7 +60,7 @@ def test_a_step_reaches_from_the_last_optimizers_end_to_the_next(traced):
     assert (begin, end) == pytest.approx((1.85, 2.85))
 
 
-def test_pictures_are_drawn(traced):
+def test_pictures_are_drawn(traced, monkeypatch):
     site = site_from_spec(SPEC)
     nodes = [node.name for node in site.nodes]
     bound = site_from_spec(all_rdma(SPEC).spec)
@@ -68,10 +68,13 @@ def test_pictures_are_drawn(traced):
     figure = pictures.placement_figure([("x", site, nodes, True), ("y", bound, nodes, False)], sizes)
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert "a0: rank 0\nstage 0" in texts and "b1: rank 3\nstage 1" in texts
-    assert pictures.png(figure).startswith(b"\x89PNG")
+    assert "a0: rank 0" in pictures.svg(figure)
     timeline = pictures.timeline_figure({"stock": traced})
     assert len(timeline.axes[0].collections) == 2 * 5
-    assert pictures.inline(pictures.png(timeline), "t").startswith('<img alt="t" src="data:image/png;base64,')
+    monkeypatch.setattr(pictures, "MANY", 3)
+    assert "<image" in pictures.svg(pictures.timeline_figure({"stock": traced}))
+    alone = pictures.svg_file(timeline)
+    assert alone.startswith("<svg") and "prefers-color-scheme" in alone and "gradient reduction" in alone
 
 
 def test_traced_calls_count_once_and_until_their_wait():

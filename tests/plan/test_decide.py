@@ -88,6 +88,25 @@ def test_edges_and_reductions_of_a_random_job_are_what_is_looked_up(seed):
                 assert own_pair(plan, pair, range(plan.world_size), carrier) == ("world" in own)
 
 
+def test_the_plan_does_not_count_on_what_is_switched_off():
+    """HOLMES_DISABLE: tensor ranks that cut what crosses, tied weights, edges, overlap, two levels."""
+    nodes = tuple(Node(node.name, node.cluster, 2, node.ports) for node in sample("two_clusters_8").nodes)
+    site = replace(sample("two_clusters_8"), nodes=nodes)
+    model = replace(load_model(str(EXAMPLES / "models" / "gpt_7.5b.toml")), tied=True)
+    sizes, off = Sizes(2, 2, data=4), {
+        "megatron-slices": lambda traffic: max(edge.slices for edge in traffic.edges) > 1,
+        "megatron-tied": lambda traffic: bool(traffic.tied),
+        "megatron-edges": lambda traffic: bool(traffic.in_flight),
+        "overlap": lambda traffic: any(way.overlap for way in traffic.reductions),
+        "deepspeed-narrow": lambda traffic: any(edge.narrow == "bf16" for edge in traffic.edges),
+    }
+    for name, counted in off.items():
+        wanted = Options(overlap="on", inflight="1", edges="bf16")
+        assert counted(build_plan(site, sizes, model=model, options=wanted).traffic_of(SOCKETS)), name
+        without = replace(wanted, off=frozenset([name]))
+        assert not counted(build_plan(site, sizes, model=model, options=without).traffic_of(SOCKETS)), name
+
+
 def test_at_equal_rates_rdma_goes_before_ethernet():
     """Site.shared_fabric said so, transport.choose took the last name of the alphabet."""
     both = [("z", "10.1.0.1", True)], [("a", "10.1.0.1", True)]

@@ -13,11 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from holmes_ext.cli.show import search_table
+from holmes_ext.cli.show import joined_plan, plan_page, search_table
 from holmes_ext.cli.show.matrix import show_wan
 from holmes_ext.cli.show.training import Training, sizes_given
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.launch_flags import BREADTH_FIRST, LIMITS
 from holmes_ext.plan.cost.links import Links
@@ -31,7 +32,8 @@ from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.search.search import search
 from holmes_ext.plan.search.space import Limits, parse_limits
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.report import pictures
+from holmes_ext.report.pictures import pyplot
+from holmes_ext.report.plan_pictures import draw_search
 
 #: Seconds of silence before the progress bar shows.
 SILENCE_S = 2.0
@@ -44,25 +46,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "search (when no sizes are given, and --model or a command line says what to train)"
     add = parser.add_argument_group(what).add_argument
     add("--global-batch", type=int, metavar="N", help="sequences of a step (default: the model's)")
-    add("--search", action="store_true", help="although sizes are given: your layout beside the best")
+    add("--search", action="store_true", help="search although sizes are given: your layout beside the best")
     add("--limit", action="append", default=[], metavar="NAME=V,...",
-        help="only these values, such as tensor=1,2 or pipeline=2,tensor=1 or recompute=none; memory=60GB; repeat")
+        help="search only these values: tensor=1,2 or pipeline=2,tensor=1 or recompute=none or memory=60GB; repeatable")
     add("--for", dest="framework", choices=tuple(LIMITS),
-        help="only what this framework can do (default: the one whose flags the command line has)")
+        help="search only what this framework can do (default: the one whose flags the command line has)")
     add("--seconds", type=float, default=60.0, metavar="S",
-        help="the best after so long, or when it is proven (default 60); Ctrl-C ends it before")
-    add("--rows", type=int, default=10, metavar="N", help="of the table (default 10)")
-    add("--pictures", metavar="DIR", help="placement, timeline, clusters and ethernet.png there (needs matplotlib)")
+        help="search so long, less where the best is proven before (default 60); Ctrl-C: the best so far")
+    add("--rows", type=int, default=10, metavar="N", help="rows of the table (default 10)")
+    add("--html", metavar="FILE", help="write one page with all of it, and pictures (needs matplotlib)")
+    add("--pictures", metavar="DIR", help="write placement, timeline, clusters and ethernet.png (needs matplotlib)")
+    add("--joined", action="store_true", help="beside it: one job in each cluster, joined (docs/joined.md)")
     what = "a Megatron or DeepSpeed command line that names the model; its sizes are your layout"
     parser.add_argument("command", nargs="*", metavar="-- SCRIPT ARGS", help=what)
 
 
 def wanted(args: argparse.Namespace) -> bool:
     """Whether these arguments ask for a search: something says what to train, no option says the sizes."""
-    of_search = args.global_batch is not None or args.limit or args.framework or args.pictures or args.command
+    drawn = args.pictures or args.html
+    of_search = args.global_batch is not None or args.limit or args.framework or drawn or args.command
     if args.picture or (args.explain and not of_search and not args.model):
         return False
-    asked = args.search or bool(args.limit)
+    asked = args.search or args.joined or bool(args.limit)
     return asked or (bool(args.model or args.command or args.global_batch) and not sizes_given(args))
 
 
@@ -72,8 +77,6 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         raise HolmesError(f"--rows is {args.rows}; it must be 1 or more")
     if not args.seconds > 0:
         raise HolmesError(f"--seconds is {args.seconds}; it must be above 0")
-    if args.pictures:
-        pictures.pyplot("--pictures needs")
     if job.model is None:
         what = "the command line names no model (--num-layers, --hidden-size, ...)"
         what = what if args.command else "nothing says what to train"
@@ -91,23 +94,40 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
             outcome = prove(with_spread(rank(outcome)), end - time.monotonic(), bar.proved)
             if args.framework in BREADTH_FIRST:
                 outcome = with_breadth_first(outcome)
+    joined = joined_plan.beside(outcome, FIRST * args.seconds) if args.joined and not outcome.interrupted else None
     plan = plan_of(outcome, outcome.best)
     if args.output:
         plan.save(args.output)
     if args.json:
-        print(search_table.document(outcome, plan, args, job))
+        print(search_table.document(outcome, plan, args, job, joined))
     else:
         search_table.show(outcome, args, job)
         show_wan(links.site(outcome.ground.site), spec.notes)
-    draw(outcome, args)
+        if joined is not None:
+            joined_plan.show(joined)
+    draw(outcome, args, job)
     if args.output and not args.json:
         print(f"written: {args.output}")
     return 130 if outcome.interrupted else 0
 
 
-def draw(outcome: Outcome, args: argparse.Namespace) -> None:
-    """The pictures of --pictures."""
-    for path in pictures.draw_search(outcome, Path(args.pictures)) if args.pictures else ():
+def check_pictures(args: argparse.Namespace, job: Training) -> None:
+    """HolmesError where --html or --pictures lacks a model or matplotlib: before the search, not after it."""
+    for name in ("html", "pictures"):
+        if getattr(args, name):
+            pyplot(f"--{name} needs")
+            if job.model is None:
+                advice = "give --model FILE (examples/models has some)"
+                raise HolmesError(f"--{name} needs to know the model: {advice} or a command line after --")
+
+
+def draw(outcome: Outcome, args: argparse.Namespace, job: Training) -> None:
+    """The page of --html and the pictures of --pictures."""
+    written = draw_search(outcome, Path(args.pictures)) if args.pictures else []
+    if args.html:
+        save(args.html, plan_page.document(outcome, args, job), "the page")
+        written.append(Path(args.html))
+    for path in written:
         print(f"written: {path}", file=sys.stderr if args.json else sys.stdout)
 
 

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from math import inf
 from typing import Any
 
+from holmes_ext.cli.show.joined_plan import Beside
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cli.show.training import Training, sizes_given
 from holmes_ext.patches.launch_flags import Launch, added, launches
@@ -37,6 +38,7 @@ LEGEND = (
     "T tensor, P pipeline, C context, E expert, V chunks a stage, D data; batch: sequences x micro-batches; of each"
     " shape the best arrangement; step: simulated, ~ in closed form only"
 )
+DOES_NOT_FIT, CANNOT = "your layout does not fit", "cannot do this plan"
 
 
 def distinct(outcome: Outcome) -> list[Candidate]:
@@ -45,6 +47,12 @@ def distinct(outcome: Outcome) -> list[Candidate]:
     for one in outcome.candidates:
         found.setdefault(one.shape, one)
     return list(found.values())
+
+
+def ranked(outcome: Outcome, count: int) -> list[tuple[str, Candidate]]:
+    """The rows of the table: the user's layout, then the best `count` by number."""
+    first = [("yours", outcome.yours)] if outcome.yours else []
+    return first + [(str(index), one) for index, one in enumerate(distinct(outcome)[:count], 1)]
 
 
 def sizes_text(shape: Shape) -> str:
@@ -62,9 +70,7 @@ def show(outcome: Outcome, args: argparse.Namespace, job: Training) -> None:
     """Print all of it."""
     screen, ground, best, yours = Screen(), outcome.ground, outcome.best, outcome.yours
     job.show(screen)
-    rows = [("yours", yours)] if yours else []
-    rows += [(str(index), one) for index, one in enumerate(distinct(outcome)[: args.rows], 1)]
-    _table(screen, outcome, rows)
+    _table(screen, outcome, ranked(outcome, args.rows))
     if outcome.interrupted:
         screen.line("interrupted: the best so far", "yellow")
     if outcome.simulated:
@@ -109,31 +115,43 @@ def show_given(outcome: Outcome, args: argparse.Namespace, job: Training) -> Non
 
 
 def _show_launches(screen: Screen, outcome: Outcome, args: argparse.Namespace, job: Training) -> None:
-    for name, launch in _launches(outcome, args, job).items():
+    for name, lines in launch_lines(outcome, args, job).items():
         screen.line(f"{name}:", "bold")
+        for line in lines:
+            screen.line(f"  {line}")
+
+
+def launch_lines(outcome: Outcome, args: argparse.Namespace, job: Training) -> dict[str, list[str]]:
+    """For each framework its flags, what its config file and script need; or why it cannot do this plan."""
+    found = {}
+    for name, launch in _launches(outcome, args, job).items():
         if launch.lacks:
-            screen.line(f"  cannot do this plan: {'; '.join(launch.lacks)}; or search with --for {name}")
+            found[name] = [f"{CANNOT}: {'; '.join(launch.lacks)}; or search with --for {name}"]
             continue
-        screen.line("  " + shlex.join(launch.flags))
-        if launch.config:
-            screen.line(f"  ds_config.json: {json.dumps(launch.config)}")
-        if launch.script:
-            screen.line(f"  in the script: {launch.script}")
+        found[name] = [shlex.join(launch.flags)]
+        found[name] += [f"ds_config.json: {json.dumps(launch.config)}"] if launch.config else []
+        found[name] += [f"in the script: {launch.script}"] if launch.script else []
+    return found
 
 
 def _table(screen: Screen, outcome: Outcome, rows: Sequence[tuple[str, Candidate]]) -> None:
-    ground = outcome.ground
-    title = f"{outcome.model.name}: {ground.world} GPUs, {len(ground.ranks)} clusters"
-    cells, styles = [_cells(name, one, outcome) for name, one in rows], ["" if fits(one) else "red" for _, one in rows]
-    screen.table(COLUMNS, cells, f"{title}, global batch {outcome.global_batch}", styles)
+    cells = [row_cells(name, one, outcome) for name, one in rows]
+    styles = ["" if fits(one) else "red" for _, one in rows]
+    screen.table(COLUMNS, cells, title(outcome), styles)
     screen.line(LEGEND + ("; yours: with holmes, as it is" if outcome.yours else ""), "dim")
+
+
+def title(outcome: Outcome) -> str:
+    ground = outcome.ground
+    where = f"{ground.world} GPUs, {len(ground.ranks)} clusters"
+    return f"{outcome.model.name}: {where}, global batch {outcome.global_batch}"
 
 
 def fits(one: Candidate) -> bool:
     return all(used <= limit for used, limit in zip(one.memory_bytes, one.limit_bytes))
 
 
-def _cells(name: str, one: Candidate, outcome: Outcome) -> tuple[str, ...]:
+def row_cells(name: str, one: Candidate, outcome: Outcome) -> tuple[str, ...]:
     """A row of the table."""
     shape, where = one.shape, one.arrangement.describe(outcome.ground)
     batch, reductions = f"{shape.micro_batch}x{shape.micro_batches}", ", ".join(dict.fromkeys(one.reductions))
@@ -153,36 +171,55 @@ def reasons(outcome: Outcome) -> dict[str, dict[str, float]]:
 
 
 def _show_why(screen: Screen, outcome: Outcome) -> None:
-    best, why = outcome.best, reasons(outcome)
+    title, head, rows = why_table(outcome)
+    screen.table([Column(head[0]), *(Column(name, right=True) for name in head[1:])], rows, title,
+                 ["", *[""] * (len(rows) - 2), "bold"])
+    for line in why_lines(outcome):
+        screen.line(line, "red" if line.startswith(DOES_NOT_FIT) else "")
+
+
+def named_reasons(outcome: Outcome) -> dict[str, dict[str, float]]:
+    """reasons(), by what a reader calls them."""
+    yours, alone = outcome.yours, outcome.yours is outcome.best
+    names = {"holmes": "your layout" if alone else "this plan", "yours": "your layout",
+             "stock": "your layout, stock" if yours else "stock, same sizes"}
+    return {names[who]: causes for who, causes in reasons(outcome).items()}
+
+
+def why_table(outcome: Outcome) -> tuple[str, list[str], list[tuple[str, ...]]]:
+    """Where a step's seconds go: title, head, rows; the last row is the step."""
+    best, why = outcome.best, named_reasons(outcome)
     parts = {text: [why[who][part] for who in why] for part, text in CAUSES.items()}
     parts["step"] = [sum(each) for each in zip(*parts.values())]
     rows = [(text, *(f"{s:.4g}" for s in both)) for text, both in parts.items() if max(both) > 1e-4 * best.step_s]
     how = "simulated, mean of all ranks" if best.simulated_s else "closed form, mean of the stages"
-    yours, alone = outcome.yours, outcome.yours is best
-    names = {"holmes": "your layout" if alone else "this plan", "yours": "your layout",
-             "stock": "your layout, stock" if yours else "stock, same sizes"}
-    columns = (Column(""), *(Column(names[who], right=True) for who in why))
-    screen.table(columns, rows, f"where a step's seconds go ({how})", ["", *[""] * (len(rows) - 2), "bold"])
-    total, *others, before = parts["step"]
+    return f"where a step's seconds go ({how})", ["", *why], rows
+
+
+def why_lines(outcome: Outcome) -> list[str]:
+    """What the plan is worth against stock, and what it takes of the memory."""
+    best, yours, alone = outcome.best, outcome.yours, outcome.yours is outcome.best
+    total, *others, before = (sum(causes.values()) for causes in reasons(outcome).values())
     stock = "the launcher's order, all traffic on the network that all nodes share, layers "
     stock += "as yours" if yours else "even"
     whose = "your layout as stock runs it" if yours and not alone else "stock"
-    screen.line(f"{before / total:.2f} x {whose} ({stock})")
+    lines = [f"{before / total:.2f} x {whose} ({stock})"]
     if others:
-        screen.line(f"{others[0] / total:.2f} x your layout with holmes")
+        lines.append(f"{others[0] / total:.2f} x your layout with holmes")
     if not alone and (least := best_stock(outcome)):
         ratio, sizes = least.step_s / total, sizes_text(least.shape)
-        screen.line(f"{ratio:.2f} x stock with the sizes that suit it best ({sizes}: {least.step_s:.4g} s)")
+        lines.append(f"{ratio:.2f} x stock with the sizes that suit it best ({sizes}: {least.step_s:.4g} s)")
     stage = _fullest(best)
     limit = best.limit_bytes[stage]
     of = "" if limit == inf else f" of {format_bytes(limit)}"
     terms = _terms(memory_terms(outcome, best))
-    screen.line(f"memory of the fullest stage: {format_bytes(best.memory_bytes[stage])}{of} ({terms})")
+    lines.append(f"memory of the fullest stage: {format_bytes(best.memory_bytes[stage])}{of} ({terms})")
     if yours and not fits(yours):
         stage = _fullest(yours)
         needs, has = (format_bytes(each) for each in (yours.memory_bytes[stage], yours.limit_bytes[stage]))
         what = f"stage {stage} needs {needs} of {has} ({_terms(memory_terms(outcome, yours))})"
-        screen.line(f"your layout does not fit: {what}", "red")
+        lines.append(f"{DOES_NOT_FIT}: {what}")
+    return lines
 
 
 def _terms(found: dict[str, float]) -> str:
@@ -223,7 +260,9 @@ def _launches(outcome: Outcome, args: argparse.Namespace, job: Training) -> dict
     return {name: launch for name, launch in found.items() if not framework or name == framework}
 
 
-def document(outcome: Outcome, plan: Plan, args: argparse.Namespace, job: Training) -> str:
+def document(
+    outcome: Outcome, plan: Plan, args: argparse.Namespace, job: Training, joined: Beside | None = None
+) -> str:
     """Everything that was found, as JSON; a memory limit of null means none. step_seconds is the simulated step where
     there is one, closed_form_seconds the other; certificate is the former's, closed_form the latter's."""
     found = {
@@ -250,6 +289,7 @@ def document(outcome: Outcome, plan: Plan, args: argparse.Namespace, job: Traini
         "framework_schedule_seconds": step_without(outcome, outcome.best),
         "launch": {name: asdict(launch) for name, launch in _launches(outcome, args, job).items()},
         "plan": json.loads(plan.to_json()),
+        **({"joined": joined.document()} if joined else {}),
     }
     return json.dumps(found)
 

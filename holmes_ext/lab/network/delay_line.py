@@ -5,8 +5,9 @@
 
 It reads frames from one TAP, holds each until it has passed what lies on its way, and writes it to the other cluster's.
 The TAPs exchange frames of up to 64 KiB whole (virtio-net headers, checksum and segmentation left to the receiver), so
-few system calls carry much. A link or an uplink is a clock for each direction: it is busy until `free`, and everything
-that passes, of all nodes, waits for it in turn; what would wait longer than its buffer is dropped, as a router does.
+few system calls carry much. A link or an uplink is a clock for each direction, and everything that passes waits for it
+in turn, every pair of nodes with the same share: what is small does not wait behind all that a large message has sent
+before. What would wait longer than its buffer is dropped, as a router does.
 Needs only the standard library (the lab's keeper forks it); the kernel needs TUN/TAP, not netem.
 """
 
@@ -20,38 +21,73 @@ import os
 import select
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 TUN_DEVICE = "/dev/net/tun"
 #: Seconds that it sleeps after each round of work, so that frames come and go in handfuls, half of it early or late:
 #: the tenth part of the least latency, between these.
 QUANTA_S = 400e-6, 1e-3
-#: A clock's buffer holds so many seconds of its rate at least; else two round trips of its longest way.
-LEAST_BUFFER_S = 0.1
+#: A clock's buffer holds so many seconds of its rate at least; else two round trips of its longest way. Much, so that a
+#: link is its rate and its latency and no more: for each loss Reno halves its window, and wins a segment back in a
+#: round trip (over 20 ms and 100 Mb/s sums of 10 MB took 3 to 12 % longer with 0.1 s, docs/numbers.md).
+LEAST_BUFFER_S = 3.0
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _OFFLOADS = 0x01 | 0x02 | 0x04  # checksum, TCP over IPv4 and over IPv6 in segments to be cut later
 _VNET, _MACS, _FRAME = struct.Struct("<BBHHHH"), 12, 10 + 14 + (1 << 16)
 _IPV4 = b"\x08\x00"
-_PR_SET_TIMERSLACK = 29
+_PR_SET_TIMERSLACK, _M_TRIM_THRESHOLD = 29, -1
+
+
+class Passing:
+    """A frame on its way. flow: who sends to whom; hops: clocks that it still has to pass on the near side; end: when
+    its last bit has left what it has passed."""
+
+    __slots__ = "bits", "end", "flow", "hops", "latency_s", "pieces", "target"
+
+    def __init__(self, pieces: tuple, bits: int, flow: bytes, target: int, way: tuple[Sequence[Clock], float],
+                 end: float):
+        self.pieces, self.bits, self.flow, self.target, self.end = pieces, bits, flow, target, end
+        self.hops, self.latency_s = iter(way[0]), way[1]
 
 
 class Clock:
-    """One direction of something that has a rate, shared by all that passes. rate_bps on the wire; seconds."""
+    """One direction of something that has a rate: frames leave one after the other, those of flows that wait at once in
+    turn, so that each gets the same rate (self-clocked fair queueing, Golestani 1994). rate_bps on the wire; seconds.
+    """
 
     def __init__(self, rate_bps: float, buffer_s: float):
-        self.second_per_bit, self.buffer_s, self.free = 1.0 / rate_bps, buffer_s, 0.0
+        self.second_per_bit, self.most_bits, self.free = 1.0 / rate_bps, buffer_s * rate_bps, 0.0
+        self.waiting: list[tuple[float, int, Passing]] = []
+        self._bits = self._count = 0
+        self._virtual = 0.0  # the tag of what left last
+        self._tags: dict[bytes, float] = {}  # of each flow's last frame
 
-    def passes(self, now: float) -> bool:
-        """Whether the buffer takes what arrives at `now`."""
-        return self.free - now <= self.buffer_s
+    def take(self, passing: Passing, when: float) -> bool:
+        """Whether its buffer takes a frame that comes at `when`."""
+        if not self.waiting:
+            if self.free <= when:
+                self.free, self._virtual = when, 0.0
+                self._tags.clear()
+        elif self._bits > self.most_bits:
+            return False
+        tag = max(self._virtual, self._tags.get(passing.flow, 0.0)) + passing.bits
+        self._tags[passing.flow] = tag
+        self._bits += passing.bits
+        self._count += 1
+        heapq.heappush(self.waiting, (tag, self._count, passing))
+        return True
 
-    def carry(self, begin: float, bits: int) -> float:
-        """When `bits` whose first one comes at `begin` start to leave; it is busy until they all have left."""
-        begin = max(begin, self.free)
-        self.free = begin + bits * self.second_per_bit
-        return begin
+    def leaving(self, now: float) -> Iterator[tuple[float, Passing]]:
+        """(when, frame) of those whose first bit leaves by `now`; what they have passed includes this clock then."""
+        while self.waiting and self.free <= now:
+            self._virtual, _, passing = heapq.heappop(self.waiting)
+            self._bits -= passing.bits
+            begin = self.free
+            self.free = begin + passing.bits * self.second_per_bit
+            passing.end = max(passing.end, self.free)
+            yield begin, passing
 
 
 class Router:
@@ -67,13 +103,15 @@ class Router:
         out = [clock(cluster["uplink_bps"], trip[index]) for index, cluster in enumerate(clusters)]
         self._into = [clock(cluster["uplink_bps"], trip[index]) for index, cluster in enumerate(clusters)]
         self._ways: dict[tuple[int, int], tuple[list[Clock], float]] = {}
+        between = []
         for one, two, rate, latency in links:
             for a, b in ((int(one), int(two)), (int(two), int(one))):
-                shared = clock(rate, 4 * latency)
-                self._ways[a, b] = ([each for each in (out[a], shared) if each is not None], latency)
+                between.append(clock(rate, 4 * latency))
+                self._ways[a, b] = ([each for each in (out[a], between[-1]) if each is not None], latency)
+        self._near, self._far = ([each for each in all_ if each] for all_ in ([*out, *between], self._into))
         self._nodes = {bytes(map(int, address.split("."))): (cluster, _mac(mac) + _mac(clusters[cluster]["mac"]))
                        for address, (cluster, mac) in nodes.items()}
-        self._heap: list[tuple[float, int, int, int, bool, tuple]] = []
+        self._heap: list[tuple[float, int, bool, Passing]] = []  # (when it arrives, ..., past the far uplink)
         self._count = 0
         self.dropped = 0
         least = min((link[3] for link in links), default=0.0)
@@ -82,7 +120,8 @@ class Router:
     @property
     def next_due(self) -> float | None:
         """When something is due to leave; None while nothing is on its way."""
-        return self._heap[0][0] if self._heap else None
+        due = [clock.free for clock in (*self._near, *self._far) if clock.waiting]
+        return min([*due, self._heap[0][0]] if self._heap else due, default=None)
 
     def take(self, frame: bytes, source: int, now: float) -> None:
         """A frame that cluster `source` sends (virtio-net header first); what no node elsewhere gets is dropped."""
@@ -90,36 +129,43 @@ class Router:
         if found is None or found[0] == source:
             return
         target, macs = found
-        clocks, latency = self._ways[source, target]
-        bits = wire_bits(frame)
-        begin = end = now
-        for clock in clocks:
-            if not clock.passes(begin):
-                self.dropped += 1
-                return
-        for clock in clocks:  # its first bytes are on the next one while the last are still on this one
-            begin = clock.carry(begin, bits)
-            end = max(end, clock.free)
-        self._push(end + latency, target, bits, False, (frame[:10] + macs, memoryview(frame)[10 + _MACS:]))
+        pieces = frame[:10] + macs, memoryview(frame)[10 + _MACS:]
+        way = self._ways[source, target]
+        self._go_on(Passing(pieces, wire_bits(frame), frame[36:44], target, way, now), now)
+
+    def _go_on(self, passing: Passing, when: float) -> None:
+        """To the next clock on the near side, else on the long way."""
+        clock = next(passing.hops, None)
+        if clock is None:
+            self._push(passing.end + passing.latency_s, False, passing)
+        elif not clock.take(passing, when):
+            self.dropped += 1
 
     def due(self, now: float) -> list[tuple[int, tuple]]:
         """(cluster, pieces of the frame) of what has arrived by `now`, in order."""
-        arrived = []
-        while self._heap and self._heap[0][0] <= now:
-            when, _, target, bits, last, pieces = heapq.heappop(self._heap)
-            clock = None if last else self._into[target]
-            if clock is None:
-                arrived.append((target, pieces))
-            elif clock.passes(when):
-                clock.carry(when, bits)
-                self._push(clock.free, target, bits, True, pieces)
-            else:
-                self.dropped += 1
-        return arrived
+        for clock in self._near:  # uplinks first: a frame's first bytes are on the link while the last are still on one
+            for when, passing in clock.leaving(now):
+                self._go_on(passing, when)
+        arrived = self._arrived(now)
+        for clock in self._far:
+            for _, passing in clock.leaving(now):
+                self._push(clock.free, True, passing)
+        return arrived + self._arrived(now)
 
-    def _push(self, when: float, target: int, bits: int, last: bool, pieces: tuple) -> None:
+    def _arrived(self, now: float) -> list[tuple[int, tuple]]:
+        found = []
+        while self._heap and self._heap[0][0] <= now:
+            when, _, last, passing = heapq.heappop(self._heap)
+            clock = None if last else self._into[passing.target]
+            if clock is None:
+                found.append((passing.target, passing.pieces))
+            elif not clock.take(passing, when):
+                self.dropped += 1
+        return found
+
+    def _push(self, when: float, last: bool, passing: Passing) -> None:
         self._count += 1
-        heapq.heappush(self._heap, (when, self._count, target, bits, last, pieces))
+        heapq.heappush(self._heap, (when, self._count, last, passing))
 
 
 def wire_bits(frame: bytes) -> int:
@@ -143,7 +189,10 @@ def open_tap(name: str) -> int:
 
 def run(router: Router, taps: Sequence[int]) -> None:
     """Carry frames between `taps` (of the clusters in order) for ever."""
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1_000, 0, 0, 0)  # nanoseconds
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_TIMERSLACK, 1_000, 0, 0, 0)  # nanoseconds
+    if hasattr(libc, "mallopt"):  # glibc's: frames come and go, and fresh pages cost as much as reading into them
+        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
     gc.disable()  # nothing here refers to itself
     quantum = router.quantum_s
     while True:

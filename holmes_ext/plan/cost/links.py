@@ -145,10 +145,10 @@ class Links:
         return replace(site, fabrics=tuple(map(self.line, site.fabrics)), wan=site.wan.measured(self.pairs))
 
     def on_cores(self, fabric: Fabric, senders: float) -> tuple[tuple[str, float], ...]:
-        """What a flow that `senders` nodes send at once uses of shared cores: (CORES, cores for each bit/s), if
-        anything."""
+        """What a flow that `senders` nodes send at once uses of shared cores: (CORES, bit/s of the core_bps that are
+        a core, for each bit/s), if anything."""
         seconds = self.of(fabric).host_s
-        return ((CORES, seconds / 8 * senders),) if seconds else ()
+        return ((CORES, seconds / 8 * senders * self.core_bps),) if seconds else ()
 
     @property
     def core_bps(self) -> float:

@@ -171,6 +171,7 @@ def two_levels(
 
     half_s = across.latency_s(lambda pair: sum(hop.latency_s for hop in wan.hops(*pair)) or fabric.latency_s)
     stalls = bool(wan) and direct and across.way == "direct"
+    half_s *= 2 if stalls else 1  # receives are posted with the sends: gloo's sender hears of one a latency later
     return TwoLevels(inside, Price(byte_s(both), 2 * half_s), chunk_bytes(min(clusters.values()), direct), stalls)
 
 

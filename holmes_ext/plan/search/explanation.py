@@ -25,7 +25,7 @@ CAUSES = {
     "send_inside": "sends between stages inside clusters",
     "send_across": "sends between stages across clusters",
     "reduce_inside": "exposed reductions and gathers in one cluster",
-    "reduce_across": "the same across clusters",
+    "reduce_across": "exposed reductions and gathers across clusters",
 }
 
 

@@ -6,7 +6,8 @@
     ZeRO 2, 3   each micro-batch: a layer's gradients are scattered after its backward, (3) its weights gathered before
                 forward and backward; once a step: (2) weights are gathered
     small ones  megatron: the gradients' norm among a pipeline's stages before the optimizer; both: the loss from the
-                last stage to the others at the step's end, who wait for it (a round trip between clusters)
+                last stage to the others at the step's end, who wait for it (a round trip between clusters); what the
+                script sums itself then (Execution.sums)
     overlap     a layer's gradients are final in the last micro-batch's backward; full buckets leave at once, in that
                 order. Where they end is plan/cost/buckets.py's cut: GradientReducer's, or megatron-core's; chunks
                 of an interleaved stage (megatron-core's, torch's) share none
@@ -134,6 +135,8 @@ class Reductions:
         every = self._buckets(groups, two_level)
         for kind in groups.kinds:
             self._groups[kind, groups.stage], self._leaving[kind, groups.stage] = groups, every
+        for number in range(self.execution.sums):
+            self.transfers["sum", groups.stage, groups.kinds, number] = self.flows.number_summed(groups)
         scatter = zero and self.execution.engine != "deepspeed"  # DeepSpeed's ZeRO-1 all-reduces under a pipeline
         if zero > 1:
             self._make_shards(groups)
@@ -246,8 +249,14 @@ class Reductions:
             for tag in self._tags(kind, stage, "gather"):
                 yield from (("post", tag), ("wait", tag, "gather", -1))
 
-    def told(self, kind: int, stage: int) -> list[Op]:
-        """The loss, at the end of all."""
+    def told(self, kind: int, stage: int) -> Iterator[Op]:
+        """The loss, and what the script sums: the end of all."""
+        yield from self._loss(kind, stage)
+        for number in range(self.execution.sums if (kind, stage) in self._groups else 0):
+            tag = self._tag(kind, stage, "sum", number)
+            yield from (("post", tag), ("wait", tag, "reduce", -1))
+
+    def _loss(self, kind: int, stage: int) -> list[Op]:
         last = self.stages - 1
         if stage < last and ("loss", kind, stage) in self.transfers:
             return [("post", ("loss", kind, stage), True), ("wait", ("loss", kind, stage), "send", -1)]

@@ -28,6 +28,8 @@ class Execution:
     each shard across (--holmes-fsdp hybrid), "" where over all ranks. gather_overlap: ZeRO-1's weights travel under the
     next forward.
 
+    sums: all-reduces of one number over a stage's data-parallel ranks that the script makes at a step's end (its loss).
+
     cut: whether tensor ranks share out what crosses, and tied weights are summed in two levels, as holmes does it.
 
     buffer_bytes: messages up to this leave the sender's hands as soon as the receiver is there, because the transport
@@ -54,6 +56,7 @@ class Execution:
     message_s: float = 0.0
     step_s: float = 0.0
     parameter_s: float = 2e-11
+    sums: int = 0
     cut: bool = True
     cores: int = 0
 
@@ -72,8 +75,8 @@ class Execution:
         if self.in_flight and (self.virtual > 1 or self.breadth_first):
             schedule = "a breadth-first" if self.breadth_first else "an interleaved"
             raise HolmesError(f"in_flight is {self.in_flight}, but {schedule} schedule has its own order")
-        if self.virtual < 1 or self.cores < 0:
-            raise HolmesError("virtual must be 1 or more and cores 0 or more")
+        if self.virtual < 1 or self.cores < 0 or self.sums < 0:
+            raise HolmesError("virtual must be 1 or more, cores and sums 0 or more")
 
     def buckets_on(self, stage: int) -> bool:
         """Whether a stage's gradients leave in buckets under its last backward."""

@@ -101,6 +101,13 @@ class Flows:
         seconds = 2 * (sum(each) - min(each)) + max(hop.latency_s for hop in hops)
         return Transfer(count, seconds, across=any(hop.across for hop in hops))
 
+    def number_summed(self, groups: DataGroups) -> Transfer:
+        """All-reduce of one number in such a group: round the ring twice, as norm()."""
+        ring = self.ring(groups, [4.0], 1.0, None)
+        first = max((self._longer_s(self.pipelines.fabric(tuple(groups.members)), pair) for pair in groups.crossed),
+                    default=0.0)
+        return replace(ring, fixed_s=ring.fixed_s + first, bits=0.0, uses=())
+
     def ring(self, groups: DataGroups, sizes: Sequence[float], part: float, channel: Hashable) -> Transfer:
         """Buckets of `sizes` bytes, one after the other; part: 1 of an all-reduce, 1/2 of a reduce-scatter or a gather.
         """
@@ -161,7 +168,7 @@ class Flows:
                 parties, then = len(groups.kinds) if phase == 0 else 1, phases[phase + 1] if phase < 3 else None
                 seconds, uses = halves[phase - 1] if phase in (1, 2) else (fixed, tuple(inside.items()))
                 way_s = longer if phase in (1, 2) else 0.0
-                fixed_s, latency_s = (seconds + way_s, 0.0) if price.stalls else (seconds, way_s)
+                fixed_s, latency_s = (seconds + 2 * way_s, 0.0) if price.stalls else (seconds, way_s)  # as two_levels()
                 channel, bits = (tag[:3], phase), 8 * size
                 transfers[one] = Transfer(parties, fixed_s, bits, inf, uses, channel, then, True, latency_s)
         return transfers, starts

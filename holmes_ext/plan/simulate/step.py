@@ -110,7 +110,7 @@ class JobStep:
         shared = {*flows.hops, CORES}
         fabrics = {nic for transfer in self.templates.values() for nic, _ in transfer.uses if nic not in shared}
         nics = {nic: flows.capacity(only or site.fabric_by_name[nic[1]]) for nic in fabrics}  # type: ignore[index]
-        self.capacities = {**nics, **flows.hops, CORES: execution.cores or inf}
+        self.capacities = {**nics, **flows.hops, CORES: execution.cores * links.core_bps or inf}
 
     def simulation(self, micro_batches: int, begins: Sequence[float] = ()) -> Simulation:
         """Of so many, not yet run. begins: seconds until each kind of pipelines begins."""
@@ -235,5 +235,5 @@ def _software(
             yield ("compute", *op[1:])
         elif op[2] > 0:
             tag = ("software", actor, number)
-            transfers[tag] = Transfer(1, bits=op[2] * core_bps, limit_bps=core_bps, uses=((CORES, ranks / core_bps),))
+            transfers[tag] = Transfer(1, bits=op[2] * core_bps, limit_bps=core_bps, uses=((CORES, ranks),))
             yield from (("post", tag), ("wait", tag, op[1], op[3]))

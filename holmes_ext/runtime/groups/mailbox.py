@@ -25,6 +25,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.groups.wire import PLAIN, Wire
+from holmes_ext.runtime.watch import failure
 
 #: (shape, dtype) of a message.
 Form = tuple[tuple[int, ...], Any]
@@ -171,13 +172,13 @@ class Mailbox:
         return dist.irecv(tensor, peer, group=self._groups[peer, "recv"])
 
     def _wait(self, work: Any, peer: int) -> None:
-        """For what `peer` sends; what fails says at which edge."""
+        """For what `peer` sends. HolmesError where that cannot come: at which edge, and why as far as is known."""
         try:
             work.wait()
         except RuntimeError as error:
             own, other = self._ends[peer]
             edge = f"pipeline edge from stage {other} (rank {peer}) to stage {own}"
-            raise type(error)(f"{edge}: {error}") from None
+            raise HolmesError(failure.broken(edge, str(error)).removeprefix(failure.INPUT)) from error
 
     def _post(self, peer: int) -> None:
         if self._next[peer] < len(self._known[peer]):

@@ -21,6 +21,9 @@ from holmes_ext.runtime.watch import nics
 from holmes_ext.words import some_of
 
 _KEY = "first_failure"
+#: How a line begins that is enough for the user: bad input, not a failure of something.
+INPUT = "holmes: "
+_SEEN = "; first seen as: "
 _STORE_S = 5.0  # its host may be what was lost
 #: What an error of a collective says, whoever raised it (gloo, NCCL, torch's store).
 _OF_COMMUNICATION = re.compile(
@@ -46,7 +49,7 @@ def describe_failure(what: str, ranks: Sequence[int], fabric: Fabric | None, err
 
 def explain(error: BaseException) -> str | None:
     """One line on an error that a framework's own communication ended with, or a full disk; else None, but the others
-    will say what it was."""
+    will say what it was. It begins with INPUT where communication failed because another rank refused bad input."""
     import torch.distributed as dist
 
     current, text = session.active(), str(error)
@@ -55,23 +58,33 @@ def explain(error: BaseException) -> str | None:
     me = f"rank {current.rank} on node {current.node.name}"
     of_torch = isinstance(error, RuntimeError) and _OF_COMMUNICATION.search(text)
     if of_torch or isinstance(error, dist.DistError):
-        lost = _lost_node(text, range(current.plan.world_size))
-        return with_first(f"{me}: communication failed{lost}: {_last_line(text)}{_blamed()}")
+        return broken("communication", text)
     mine = f"{me}: {type(error).__name__}: {_last_line(text)}"
     _first(mine)
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) or _WRITE_FAILED.search(text)
     return f"{mine}; is the disk full?" if full else None
 
 
+def broken(what: str, error: str) -> str:
+    """One line: who sees that `what` failed, what the transport says, which node that means; or what another rank
+    refused, behind INPUT, if that is what ended it."""
+    current = session.active()
+    assert current is not None
+    me, lost = f"rank {current.rank} on node {current.node.name}", _lost_node(error, range(current.plan.world_size))
+    line = with_first(mine := f"{me}: {what} failed{lost}: {_last_line(error)}{_blamed()}")
+    reason = line.removeprefix(f"{mine}{_SEEN}")
+    return f"{reason} ({me} ends with it)" if reason.startswith(INPUT) else line
+
+
 def note(mine: str) -> None:
-    """What this rank ends with, for those that only see it go."""
-    _first(mine)
+    """What this rank refuses and ends with, for those that only see it go."""
+    _first(INPUT + mine)
 
 
 def with_first(mine: str) -> str:
     """`mine`, and what the first rank that saw trouble said, where that was another."""
     first = _first(mine)
-    return mine if first == mine else f"{mine}; first seen as: {first}"
+    return mine if first == mine else f"{mine}{_SEEN}{first}"
 
 
 def _blamed() -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from integration_tests.jobs import some
+
 ROOT = Path(__file__).parents[3]
 CODE = """
 import json, sys
@@ -47,7 +49,7 @@ JOBS = {
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", some(JOBS, "tensor 8, pipeline 8"))
 def test_all_groups_of_16384_ranks(job):
     sizes, unavoidable = JOBS[job]
     cluster = ROOT / "examples" / "clusters" / "eight_clusters_16384.toml"

@@ -390,11 +390,15 @@ def test_experts_are_reduced_only_where_they_are_held():
                                                                  rel=1e-3)  # 3 latencies
 
 
+@pytest.mark.parametrize("host_s", [0.0, 1e-12, 1e-9, 1e-6])
 @pytest.mark.parametrize("cores, crowd", [(0, 1), (1, 4), (2, 2), (8, 1)])
-def test_software_shares_the_cores_that_there_are(cores, crowd):
-    """4 ranks that do the same at the same time; 3 micro-batches of 2 layers, 3 seconds each."""
+def test_software_shares_the_cores_that_there_are(cores, crowd, host_s):
+    """4 ranks that do the same at the same time; 3 micro-batches of 2 layers, 3 seconds each. However little of the
+    cores a byte takes on a network that nobody uses."""
     options = Execution(block_s=0.05, step_s=0.2, parameter_s=0.0, cores=cores)
-    step = simulate(one_node(4), ["a0"], Sizes(), model(2, 3), options, costs=flat_costs(1, 2, 3))
+    site = one_node(4)
+    links = Links({fabric.name: replace(Link.of(fabric), host_s=host_s) for fabric in site.fabrics})
+    step = simulate(site, ["a0"], Sizes(), model(2, 3), options, links, costs=flat_costs(1, 2, 3))
     assert step.step_s == pytest.approx(3 * 2 * 3.0 + (3 * 2 * 0.1 + 0.2) * crowd)
     assert step.causes["compute"] == pytest.approx(3 * 2 * 3.0 + 3 * 2 * 0.1 * crowd) and not step.carried
 
@@ -413,3 +417,15 @@ def test_bytes_cost_the_seconds_of_shared_cores_that_hosts_need_for_them(sizes, 
     assert step.step_s == pytest.approx(1e-6 * sent / 2, rel=1e-6) and sent > 1e7
     own = simulate(site, order, sizes, gpt, replace(options, cores=0), Links(slow), costs=idle)
     assert own.step_s < step.step_s / 100, "where nodes have cores of their own"
+
+
+@pytest.mark.parametrize("sums", [0, 1, 2])
+def test_what_a_script_sums_at_a_steps_end_goes_round_the_ring_twice_and_is_waited_for(sums):
+    """4 nodes, 10 ms from one to the next: 6 messages."""
+    site = two_clusters(2, 2)
+    site = replace(site, fabrics=tuple(replace(fabric, latency_s=0.01) for fabric in site.fabrics))
+    order, idle = [node.name for node in site.nodes], flat_costs(1, 8, 3)
+    options = Execution(engine="async", parameter_s=0.0)
+    without = simulate(site, order, Sizes(), model(micro_batches=3), options, costs=idle).step_s
+    step = simulate(site, order, Sizes(), model(micro_batches=3), replace(options, sums=sums), costs=idle)
+    assert step.step_s == pytest.approx(without + sums * 6 * 0.01)

@@ -12,6 +12,7 @@ from holmes_ext.patches.torch import joined
 from holmes_ext.runtime.outer.enter import join, weights_of
 from holmes_ext.runtime.outer.place import Place
 from holmes_ext.runtime.outer.settings import parse_outer
+from integration_tests.jobs import full
 
 SCRIPT = """
 import torch
@@ -38,9 +39,10 @@ def port():
 @pytest.mark.parametrize("name, outer, token, why", [
     ("west", "every=4", "another", "the token is not the meeting point's; set HOLMES_JOIN_TOKEN"),
     ("first", "every=4", TOKEN, "there is a job named 'first' in this run already"),
-    ("west", "every=4,lr=0.5", TOKEN, "it differs from job 'first' in outer lr (0.5 here, 0.7 in first)"),
+    pytest.param("west", "every=4,lr=0.5", TOKEN, "it differs from job 'first' in outer lr (0.5 here, 0.7 in first)",
+                 marks=full),
     ("west", "every=4,min=3,timeout=1", TOKEN, "has waited 1 s for min=3 jobs, but there are only first, west"),
-    ("west", "every=6,fragments=4", TOKEN, "every=6 is not divisible by fragments=4"),
+    pytest.param("west", "every=6,fragments=4", TOKEN, "every=6 is not divisible by fragments=4", marks=full),
 ])  # fmt: skip
 def test_one_line_and_status_2(name, outer, token, why, port, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.format(width=4))

@@ -184,6 +184,16 @@ def test_a_full_disk_is_named_and_every_error_is_there_for_the_others(current, m
     assert published[-1] == "rank 1 on node b1: ValueError: shapes do not match"
 
 
+def test_where_another_rank_refused_bad_input_only_that_is_told(current, monkeypatch):
+    monkeypatch.setattr(failure, "_first", lambda mine: "holmes: pipeline edge from stage 0 to stage 1: give all")
+    line = failure.explain(RuntimeError("gloo: Connection closed by peer"))
+    assert line == "holmes: pipeline edge from stage 0 to stage 1: give all (rank 1 on node b1 ends with it)"
+    monkeypatch.setattr(failure, "_first", lambda mine: "rank 0 on node a0: ValueError: no")
+    line = failure.explain(RuntimeError("gloo: Connection closed by peer"))
+    assert line.startswith("rank 1 on node b1: communication failed") and line.endswith("; first seen as: rank 0 on"
+                                                                                       " node a0: ValueError: no")
+
+
 def test_other_errors_are_left_alone(current):
     assert failure.explain(RuntimeError("shapes do not match")) is None and failure.explain(ValueError("gloo")) is None
     current.site = replace(current.site)

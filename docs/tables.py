@@ -1,0 +1,170 @@
+"""Tables of the pages made from benchmarks/results/*.json: README's, those of docs/benchmarks/, all rows of all files.
+
+    <!-- generated: rows two_clusters.json; scene=4.4; metric=step .* -->         one row of the table for each row
+    <!-- generated: cells prediction.json; measured=measured step; ... -->        one row for each scene; title=metric
+
+scene and metric are regular expressions that match from the beginning to the end; what a metric's group matches is
+shown behind the value. Without scene and metric: what has a target or is a ratio.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+Row = dict[str, Any]
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """In Markdown; bars in cells are escaped."""
+    titles = list(head)
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def load(file: str) -> list[Row]:
+    return json.loads((RESULTS / file).read_text()).get("rows", [])
+
+
+def spread(row: Row, digits: int, factor: float = 1) -> str:
+    """ "1.68 (1.67-1.69)": with the least and the greatest."""
+    value, low, high = (f"{factor * number:.{digits}f}" for number in (row["value"], *row["spread"]))
+    between = " to " if "-" in low + high else "-"
+    return low if low == high else f"{value} ({low}{between}{high})"
+
+
+def shown(row: Row) -> str:
+    """The value as its unit wants it: seconds to the millisecond, ratios to 1/100, parts in percent."""
+    unit, value = row["unit"], row["value"]
+    if unit in ("s", "CPU s"):
+        return f"{spread(row, 3 if abs(value) < 100 else 0)} {unit}"
+    if unit == "x":
+        return f"{spread(row, 2)} x"
+    if unit == "%" or _part(unit):
+        factor = 100 if _part(unit) else 1
+        percent = factor * abs(value)
+        return f"{spread(row, 1 if percent > 1 or not value else 2 if percent > 0.1 else 3, factor)} %"
+    if unit == "nats" and abs(value) < 1e-3:
+        return f"{value:.2g}"
+    digits = 3 if unit == "nats" else 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{spread(row, 0 if float(value).is_integer() else digits)} {unit}".rstrip()
+
+
+def _part(unit: str) -> bool:
+    """Whether a value is a part of something, which is shown in percent."""
+    return unit.startswith("of ") or unit == "fraction"
+
+
+def target(row: Row) -> str:
+    """ "at most 1 %: met"; empty where none is stated."""
+    if "target" not in row:
+        return ""
+    sign, number = row["target"].split()
+    limit = f"{100 * float(number):g} %" if _part(row["unit"]) else f"{number} %" if row["unit"] == "%" else number
+    word = {"<=": "at most ", ">=": "at least ", "==": ""}[sign]
+    return f"{word}{limit}: {'met' if row.get('met') else '**not met**'}"
+
+
+def _words(said: str) -> tuple[str, dict[str, str]]:
+    """ "FILE; title=regex; ..." """
+    file, *rest = (part.strip() for part in said.split(";"))
+    return file, dict(part.split("=", 1) for part in rest)
+
+
+def rows(said: str) -> str:
+    """See the module."""
+    file, given = _words(said)
+    scene, metric = given.get("scene", ".*"), given.get("metric")
+    chosen = [row for row in load(file) if re.fullmatch(scene, row["scene"]) and (
+        re.fullmatch(metric, row["metric"]) if metric else "target" in row or row["unit"] == "x")]
+    assert chosen, f"no row: {said}"
+    return table(("scene", "what", "value", "target"), (
+        (row["scene"], row["metric"], shown(row), target(row)) for row in chosen))
+
+
+def cells(said: str) -> str:
+    """See the module."""
+    file, columns = _words(said)
+    scene = columns.pop("scene", ".*")
+    scenes: dict[str, list[Row]] = {}
+    for row in load(file):
+        if re.fullmatch(scene, row["scene"]):
+            scenes.setdefault(row["scene"], []).append(row)
+    lines = [[name, *(_cell(found, metric) for metric in columns.values())] for name, found in scenes.items()]
+    kept = [line for line in lines if any(line[1:])]
+    assert kept, f"no row: {said}"
+    return table(("scene", *columns), kept)
+
+
+def _cell(found: list[Row], metric: str) -> str:
+    for row in found:
+        if match := re.fullmatch(metric, row["metric"]):
+            more = f" ({match[1]})" if match.groups() else ""
+            return shown(row) + more + (f", {target(row)}" if "target" in row else "")
+    return ""
+
+
+def about(file: str) -> str:
+    """Where a file's rows were measured."""
+    document = json.loads((RESULTS / file).read_text())
+    machine, versions = document["machine"], document["versions"]
+    made = ", ".join(f"{name} {version}" for name, version in versions.items())
+    load = " ".join(f"{value:.0f}" for value in machine["load_average"])
+    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB"
+    return f"`benchmarks/results/{file}`: {where}, load averages {load} when the last part was written; {made}.\n"
+
+
+#: README's table: what a row is called, its file and scene.
+_STOCK, _BOUND = "holmes : stock", "holmes : all-RDMA"
+MEASURED = (
+    ("DeepSpeed, 4+4 nodes, pipeline 2", "two_clusters.json", "4+4"),
+    ("DeepSpeed, 4+4, RoCE much slower (where the paper has 1.38)", "two_clusters.json", "4+4 slow RoCE"),
+    ("DeepSpeed, 2+4 nodes, pipeline 3", "two_clusters.json", "2+4 pipeline 3"),
+    ("DeepSpeed, three clusters of 2, 2 and 4 nodes, pipeline 4", "two_clusters.json", "three clusters"),
+    ("megatron-core, 4+4 nodes, pipeline 2", "megatron_two_clusters.json", "4+4"),
+    ("Megatron-DeepSpeed's pretrain_gpt.py, 4+4 nodes", "megatron_deepspeed.json", "4+4"),
+    ("Hugging Face's Trainer (DistributedDataParallel), 4+4 nodes", "stacks.json", "trainer"),
+    ("FSDP2, 4+4 nodes, `--holmes-fsdp hybrid`", "stacks.json", "fsdp2"),
+)
+
+
+def _ratio(found: list[Row], scene: str, metric: str) -> str:
+    metrics = metric, metric.replace("holmes", "hybrid")
+    chosen = [row for row in found if row["scene"] == scene and row["metric"] in metrics]
+    return spread(chosen[0], 2) if chosen else ""
+
+
+def _loss(found: list[Row], scene: str) -> str:
+    """The largest difference of any step's loss to stock's."""
+    names = re.compile(r"((holmes|hybrid): )?largest loss difference")
+    values = [row["value"] for row in found if row["scene"] == scene and names.fullmatch(row["metric"])]
+    return f"{max(values):.2g}" if values else ""
+
+
+def measured() -> str:
+    """README's table."""
+    def value(file: str, scene: str, metric: str) -> float:
+        return next(row["value"] for row in load(file) if row["scene"] == scene and row["metric"] == metric)
+
+    lines = [(what, _ratio(load(file), scene, _STOCK), _ratio(load(file), scene, _BOUND), _loss(load(file), scene))
+             for what, file, scene in MEASURED]
+    control = value("two_clusters.json", "control: one cluster", "what holmes adds to a step")
+    error, worst = (value("prediction.json", "31 lab scenes", what) for what in ("median error", "worst error"))
+    lines.append(("one cluster, as control", f"step {100 * control:+.1f} %", "", ""))
+    lines.append(("`holmes plan` against measured steps, 31 scenes", f"median error {100 * error:.1f} %",
+                  f"worst {100 * worst:.1f} %", ""))
+    return table(("2 cores, torch 2.13.0, gloo, compute emulated", _STOCK, _BOUND, "loss differs by"), lines)
+
+
+def results() -> str:
+    """The page of the site that has every row with a target or a ratio of every file in benchmarks/results."""
+    parts = ["# All results\n\nMade from benchmarks/results when the site was built. Each row: the value, its least and"
+             " greatest, and the target where one was stated. [How each number is made](numbers.md).\n"]
+    for file in sorted(RESULTS.glob("*.json")):
+        if any("target" in row or row["unit"] == "x" for row in load(file.name)):
+            parts.append(f"## {file.name}\n\n{about(file.name)}\n{rows(file.name)}")
+    return "\n".join(parts)

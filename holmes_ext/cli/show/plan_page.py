@@ -1,0 +1,50 @@
+"""The page of `holmes plan --html`: where a plan's stages are, one step, where its seconds go, what if the network were
+another, and what to type."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+from holmes_ext.cli.show import search_table as shown
+from holmes_ext.cli.show.training import Training
+from holmes_ext.patches.launch_flags import added
+from holmes_ext.plan.search.compare import thin_stages
+from holmes_ext.plan.search.result import Outcome
+from holmes_ext.report import plan_pictures as pictures
+from holmes_ext.report.page import command, heading, page, paragraphs, picture, table
+from holmes_ext.report.pictures import svg
+
+
+def document(outcome: Outcome, args: argparse.Namespace, job: Training) -> str:
+    """The best plan of a search, or the layout that was given; nothing needs the network."""
+    best, alone = outcome.best, outcome.yours is outcome.best
+    seconds, head, rows = shown.why_table(outcome)
+    certificate = [] if alone else [f"{best.step_s:.4g} s a step: {outcome.certificate}."]
+    where = f"Stages on {best.arrangement.describe(outcome.ground)}; layers {shown.split_text(best.split)}."
+    drawn = {name: picture(svg(paint(outcome)), name) for name, paint in pictures.PAINTED.items()}
+    whys = svg(pictures.seconds(shown.named_reasons(outcome)))
+    found = [shown.row_cells(*row, outcome) for row in shown.ranked(outcome, args.rows)]
+    return page(
+        "holmes plan", heading(shown.title(outcome), 1),
+        paragraphs([*certificate, *shown.why_lines(outcome), *job.lines]),
+        heading("Start it"), *_launches(outcome, args, job),
+        heading("Placement"), paragraphs([where]), drawn["placement"], drawn["clusters"],
+        heading("One step"), paragraphs([*shown.edge_lines(outcome, best), *thin_stages(outcome, best)]),
+        drawn["timeline"],
+        heading(seconds.capitalize()), picture(whys, "seconds by cause"), table(head, rows, strong=-1),
+        heading("What if the network between the clusters were another"), drawn["ethernet"],
+        heading("Your layout" if alone else "The plans found"), table([one.name for one in shown.COLUMNS], found),
+        paragraphs([shown.LEGEND]))
+
+
+def _launches(outcome: Outcome, args: argparse.Namespace, job: Training) -> list[str]:
+    """What is to be copied."""
+    parts = []
+    if outcome.yours:
+        own = shlex.join(added(outcome.yours, args.cluster, (args.output or "") * (outcome.yours is outcome.best)))
+        parts += [heading("your layout: add to your command line", 3), command(own)]
+    for name, lines in shown.launch_lines(outcome, args, job).items():
+        said = paragraphs(lines) if lines[0].startswith(shown.CANNOT) else command("\n".join(lines))
+        parts += [heading(name, 3), said]
+    return parts

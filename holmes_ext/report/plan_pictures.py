@@ -1,0 +1,140 @@
+"""Pictures of a plan: where its stages are, one step of it and of stock, where the seconds go; the clusters and what if
+their network were another are between.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.pipeline import Estimate
+from holmes_ext.plan.cost.stages import StageCosts
+from holmes_ext.plan.search.explanation import CAUSES, stock_like
+from holmes_ext.plan.search.ranking import simulated
+from holmes_ext.plan.search.result import Candidate, Outcome
+from holmes_ext.report import between
+from holmes_ext.report.pictures import CLUSTERS, KINDS, PAPER, Row, name_rows, pyplot, timeline, write
+from holmes_ext.units import format_bytes
+from holmes_ext.words import why
+
+#: Of explanation.CAUSES.
+CAUSE_COLORS = dict(zip(CAUSES, (
+    "#4c78a8", "#72b7b2", "#7f7f7f", "#bab0ac", "#f2b134", "#e45756", "#b07aa1", "#d62728")))
+
+
+def draw_search(outcome: Outcome, folder: Path) -> list[Path]:
+    """Write placement.png, timeline.png, clusters.png and ethernet.png of the best plan; their paths. HolmesError: it
+    cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HolmesError(f"{folder}: the pictures cannot be written: {why(error)}; name another directory") from None
+    return [write(paint(outcome), folder / f"{name}.png", "name another directory") for name, paint in PAINTED.items()]
+
+
+def placement(outcome: Outcome) -> Any:
+    """A bar for each stage, as long as its ranks, in the colours of the clusters that hold them."""
+    plt, best, ground, shown = pyplot(), outcome.best, outcome.ground, set()
+    size = (9, max(2.2, 0.28 * len(best.split) + 1.4))
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
+    for stage, content in enumerate(best.arrangement.contents):
+        left = 0
+        for index, ranks in content:
+            label = None if index in shown else ground.site.clusters[index]
+            axis.barh(stage, ranks, left=left, color=CLUSTERS[index % len(CLUSTERS)], edgecolor=PAPER, label=label)
+            shown.add(index)
+            left += ranks
+        memory = f"{best.split[stage]} layers, {format_bytes(best.memory_bytes[stage])}"
+        axis.text(left * 1.01, stage, f"{memory}, gradients: {best.reductions[stage]}", va="center", fontsize=7)
+    axis.set_xlim(0, ground.world // best.shape.pipeline * 1.5)
+    name_rows(axis, [f"stage {stage}" for stage in range(len(best.split))])
+    axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
+    axis.set_xlabel("GPUs of the stage")
+    what = f"{best.arrangement.describe(ground)}: predicted step {best.step_s:.4g} s"
+    axis.set_title(what, loc="left", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=8, frameon=False, fontsize=8)
+    return figure
+
+
+def step(outcome: Outcome) -> Any:
+    """The simulated step of each stage's first ranks: of this plan, and of stock with its sizes."""
+    panels, stock = {}, stock_like(outcome, outcome.best)
+    for name, (whose, one) in (("this plan", (outcome, outcome.best)), ("stock", stock)):
+        rows, seconds = _rows_of(whose, one)
+        panels[f"{name}: {seconds:.4g} s"] = rows, seconds
+    shape = outcome.best.shape
+    chunks = f", {shape.virtual} chunks a stage" if shape.virtual > 1 else ""
+    return timeline(panels, f"seconds; {shape.micro_batches} micro-batches{chunks}; empty: waiting for others")
+
+
+def _rows_of(outcome: Outcome, one: Candidate) -> tuple[list[Row], float]:
+    found = simulated(outcome, one)
+    rows: dict[int, Row] = {}
+    for line in found.ranks:
+        own = [span for span in line.spans if span.kind != "idle"]
+        kinds = [span.kind if span.kind in KINDS and span.kind not in ("send", "reduce") else "" for span in own]
+        spans = [(kind or ("across" if s.across else "inside"), s.start, s.end) for kind, s in zip(kinds, own)]
+        rows.setdefault(line.stage, (f"stage {line.stage}", spans))
+    return [rows[stage] for stage in sorted(rows)], found.step_s
+
+
+def seconds(found: Mapping[str, Mapping[str, float]]) -> Any:
+    """A bar for each name -> seconds by cause, as long as its step."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(9, 0.45 * len(found) + 1.5), layout="constrained")
+    left, least = dict.fromkeys(found, 0.0), 1e-4 * max(sum(causes.values()) for causes in found.values())
+    for cause, text in CAUSES.items():
+        if max(causes[cause] for causes in found.values()) > least:
+            values = [causes[cause] for causes in found.values()]
+            axis.barh(range(len(found)), values, left=list(left.values()), color=CAUSE_COLORS[cause], label=text)
+            left = {name: left[name] + causes[cause] for name, causes in found.items()}
+    name_rows(axis, list(found))
+    axis.set_xlabel("seconds of one step")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+def clusters(outcome: Outcome) -> Any:
+    return between.draw_clusters(pyplot(), outcome.ground.links.site(outcome.ground.site), CLUSTERS, PAPER)
+
+
+def what_if(outcome: Outcome) -> Any:
+    return between.draw_what_if(pyplot(), outcome)
+
+
+#: File of --pictures -> its picture.
+PAINTED: dict[str, Callable[[Outcome], Any]] = {
+    "placement": placement, "timeline": step, "clusters": clusters, "ethernet": what_if}
+
+
+def memory_text(one: Estimate, costs: StageCosts, stage: int) -> str:
+    """ "41.2 GB of 80 GB", with a "!" when it does not fit."""
+    limit = costs.limit_bytes[stage]
+    of = "" if limit == inf else f" of {format_bytes(limit)}"
+    return f"{format_bytes(one.memory_bytes[stage])}{of}" + ("" if one.fits[stage] else " !")
+
+
+def draw_partitions(costs: StageCosts, found: Mapping[str, Estimate], path: str) -> None:
+    """A panel for each partition: a bar for each stage, as long as the step, cut into computing, communication, idle.
+    """
+    plt, height = pyplot("--picture needs"), max(1.6, 0.3 * costs.stages + 0.9)
+    figure, axes = plt.subplots(len(found), 1, figsize=(9, height * len(found) + 0.5), sharex=True, squeeze=False)
+    for axis, (name, one) in zip(axes[:, 0], found.items()):
+        left = [0.0] * costs.stages
+        parts = ("compute", "#4c78a8"), ("communication", "#d62728"), ("idle", "#d9d9d9")
+        for (kind, color), values in zip(parts, (one.compute_s, one.exposed_s, one.idle_s)):
+            axis.barh(range(costs.stages), values, left=left, color=color, label=kind)
+            left = [a + b for a, b in zip(left, values)]
+        for stage, count in enumerate(one.stage_layers):
+            text = f" {count} layers, {memory_text(one, costs, stage)}"
+            axis.text(0, stage, text, va="center", fontsize=7, color="white")
+        name_rows(axis, costs.names)
+        axis.set_title(f"{name}: {one.step_s:.4g} s", loc="left", fontsize=10)
+    axes[-1, 0].set_xlabel("predicted seconds of one step (a stage's idle time is spread over it)")
+    axes[0, 0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=8)
+    figure.tight_layout()
+    write(figure, path, "name a .png, .svg or .pdf")

@@ -1,0 +1,38 @@
+"""The jobs that pages show: run in the lab as they stand there; what they print has the lines that the page shows."""
+
+import importlib.util
+import re
+
+import pytest
+
+from integration_tests.jobs import ROOT, full
+
+SPEC = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+generate = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(generate)
+PAGES = [page for page in generate.pages() if "<!-- lab -->" in page.read_text()]
+#: What a page needs besides .venv -> how it is named there.
+NEEDS = {"trainer.md": "transformers", "lightning.md": "lightning"}
+
+
+def kinds(text):
+    """Of each line its first three words, without numbers: times, ranks and nodes differ from run to run."""
+    lines = (re.sub(r"\d[\d.]*", "#", line).split() for line in text.splitlines() if line.strip(" \u2500"))
+    return {" ".join(re.sub(r"^[ab]#$", "NODE", word) for word in words[:3]) for words in lines if words[0] != "..."}
+
+
+@full
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_jobs_print_what_the_page_shows(page, tmp_path):
+    pytest.importorskip(NEEDS.get(page.name, "torch"))
+    seen = list(generate.in_lab(page.read_text(), tmp_path))
+    assert seen
+    for command, shown, printed in seen:
+        assert shown.strip() and kinds(shown) <= kinds(printed), (command, kinds(shown) - kinds(printed), printed)
+
+
+def test_what_no_longer_fits_is_seen():
+    """The comparison above can fail."""
+    now = "step 9: loss 5.1, 0.2 s\n  data   across, ethernet 4  1.6 MB\n 3  b1  b  1.3\n"
+    assert kinds("step 6: loss 4.5187, 1.683 s\ndata  across, ethernet  4\n1  b1  b  1.2\n...\n") <= kinds(now)
+    assert not kinds("step 6: accuracy 4.5\n") <= kinds(now)
