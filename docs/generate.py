@@ -130,7 +130,7 @@ def commands() -> str:
         top = parser_of(name)
         for parser in _parsers(top):
             title = parser.prog.removeprefix("holmes ")
-            about = parser.description or top.description or ""
+            about = (parser.description or top.description or "").replace("%%", "%")
             parts.append(f"## holmes {title}\n\n{' '.join(about.split())}\n\n```text\n{_usage(parser)}```\n\n"
                          + table(("argument", "what it does"), _arguments(parser)))
     return "\n" + "\n".join(parts) + "\n"
@@ -188,8 +188,13 @@ def _numbers(value: Any) -> str:
     return ", ".join(map(str, value if isinstance(value, (tuple, list, set, frozenset)) else (value,)))
 
 
+def source(path: str) -> str:
+    """A file of this repository, whole."""
+    return f"```python\n{(ROOT / path).read_text().rstrip()}\n```\n"
+
+
 BLOCKS = {one.__name__: one for one in (
-    flags, variables, features, cluster_keys, metrics, commands, api, public, tables.measured, tables.rows,
+    flags, variables, features, cluster_keys, metrics, commands, api, public, source, tables.measured, tables.rows,
     tables.cells, tables.about)}
 
 
@@ -215,7 +220,8 @@ def printed(command: str) -> str:
 
 def _cut(printed: str) -> str:
     lines = [_TOOK.sub(r"\1", line.rstrip()) for line in printed.splitlines()]
-    return "\n".join(line if len(line) <= _CUT else f"{line[:_CUT]} ..." for line in lines) + "\n"
+    whole = [len(line) <= _CUT or line.startswith("  --") for line in lines]  # flags are there to be copied
+    return "\n".join(line if fits else f"{line[:_CUT]} ..." for line, fits in zip(lines, whole)) + "\n"
 
 
 def renewed(text: str, slow: bool = True) -> str:

@@ -23,7 +23,7 @@ _MODULES = {
     "lightning": ("ranks",),
     "megatron": (
         "megatron_deepspeed", "unused", "core", "reduce.reduction", "reduce.gather", "reduce.tied", "p2p", "slices",
-        "edges", "experts", "joined", "profile", "megatron_lm", "telemetry",
+        "edges", "experts", "joined", "joined_data", "profile", "megatron_lm", "telemetry",
     ),
 }  # fmt: skip
 

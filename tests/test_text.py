@@ -1,4 +1,4 @@
-"""Every block of README.md and docs/ that is neither generated nor run: its commands are known, its flags are there, and
+"""Every block of README.md and docs/ that is neither generated nor run: its commands are known, its flags there, and
 its lines "holmes: ..." are messages of the source. What is none of these stands in KEPT, with the reason."""
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import re
 import shlex
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import pytest
 from test_docs import ROOT, generate
@@ -138,11 +137,19 @@ def test_what_is_kept_is_there():
 
 
 @pytest.mark.parametrize("text", [
-    "    holmes plna --cluster c.toml\n", "    holmes plan --clutser c.toml\n", "    make demos\n", "    step 3: loss 2.1\n",
-    "    torchrun train.py --holmes-clutser c.toml\n", "    python benchmarks/edges.py --scene x\n",
+    "    holmes plna --cluster c.toml\n", "    holmes plan --clutser c.toml\n", "    make demos\n",
+    "    step 3: loss 2.1\n", "    torchrun train.py --holmes-clutser c.toml\n",
+    "    python benchmarks/edges.py --scene x\n",
     "    holmes: the moon is in the way of node b1 and will be for long\n"])
 def test_a_new_block_that_nothing_checks_is_found(text):
     assert unknown(f"# A page\n\n{text}\nand more.\n")
+
+
+def test_jobs_on_pages_have_printed_something():
+    """docs/generate.py --lab PAGE has filled them in; integration_tests/commands/test_pages.py runs them again."""
+    for page in generate.pages():
+        for found in generate._LAB.finditer(page.read_text()):
+            assert found[3].strip(), f"{page}: {found[2]}"
 
 
 def test_variables_on_pages_are_known():

@@ -43,9 +43,12 @@ def add_parser(subparsers: Any) -> None:
         description="Trains examples/deepspeed_pipeline on 4 emulated nodes (2 with InfiniBand, 2 with RoCE, Ethernet"
         " between) with DeepSpeed's pipeline engine: stock, with --holmes, and on one all-InfiniBand cluster (the"
         " bound). Needs root (or user namespaces) and iproute2; takes about 4 minutes on 2 cores.")
-    parser.add_argument("--repetitions", type=int, default=4, help="runs of each variant, alternating (default 4)")
-    parser.add_argument("--steps", type=int, default=12, help="of each run, the first 3 not measured (default 12)")
-    parser.add_argument("--output", default="report.html", metavar="FILE", help="the pictures (default report.html)")
+    parser.add_argument("--repetitions", type=int, default=4, metavar="N",
+                        help="runs of each variant, alternating (default 4)")
+    parser.add_argument("--steps", type=int, default=12, metavar="N",
+                        help="steps of each run, the first 3 not measured (default 12)")
+    parser.add_argument("--output", default="report.html", metavar="FILE",
+                        help="the page with table and pictures (default report.html)")
     parser.add_argument("--timeline", metavar="OUT.svg", help="one step of stock and of holmes, as a picture alone")
     parser.add_argument("--joined", action="store_true",
                         help="two jobs that train one model over 40 ms and 20 Mb/s, one of them killed and back")
@@ -55,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """The table on the screen, the report in a file; 1 when the losses differ."""
     if args.joined:
-        return joined_demo.run(args.json, max(args.steps, 160))
+        return joined_demo.run(args.json, max(args.steps, 160), args.output)
     if args.repetitions < 1 or args.steps < 6:
         raise HolmesError("holmes demo: --repetitions must be 1 or more and --steps 6 or more")
     screen = Screen(stderr=args.json)

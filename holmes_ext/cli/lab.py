@@ -47,7 +47,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     start.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable in every process")
     start.add_argument("--preload", metavar="M,N", help="import these modules once and fork every rank (python)")
     start.add_argument("--accelerator", metavar="JSON", help='emulate a GPU: {"flops": 5e9, "classes": ["Block"]}')
-    start.add_argument("--sysctl", action="append", default=[], metavar="K=V", help="set in every node's network")
+    start.add_argument("--sysctl", action="append", default=[], metavar="K=V",
+                       help="a kernel setting (sysctl) of every node's network")
     start.add_argument("--realtime", action="store_true", help="run the ranks under SCHED_RR where permitted")
     start.add_argument("--logs", type=Path, metavar="DIR", help="write each rank's output to DIR/rankN.log")
     start.add_argument("--timeout", type=float, metavar="SECONDS", help="end the job after this time (status 124)")
@@ -70,7 +71,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def _add_site(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster.toml")
-    parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="factor on every rate (default 1.0)")
+    parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="multiply every rate by S (default 1.0)")
 
 
 def run(args: argparse.Namespace) -> int:

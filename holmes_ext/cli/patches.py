@@ -28,7 +28,8 @@ COLUMNS = (
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "patches", help="the changes made to the frameworks, and whether they fit what is installed",
-        description="State: fits, off (with the reason), or unknown (needs --check). "
+        description="Lists what holmes changes in the frameworks. State: fits, off (with the reason), or unknown"
+        " (needs --check). "
         "Exit status 1 when a framework is installed that a patch does not fit.")
     parser.add_argument("--all", action="store_true", help="a row for every function that is changed")
     parser.add_argument("--json", action="store_true", help="print JSON")

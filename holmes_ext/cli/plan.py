@@ -35,15 +35,15 @@ from holmes_ext.report.plan_pictures import draw_partitions
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
 _WORKLOAD = {  # field of Workload -> (option, what it is)
-    "forward_s": ("forward-seconds", "computing one micro-batch forward on one stage"),
+    "forward_s": ("forward-seconds", "seconds to compute one micro-batch forward on one stage"),
     "backward_s": ("backward-seconds", "the same backward"),
     "micro_batches": ("micro-batches", "micro-batches in a step"),
-    "gradient_bytes": ("gradient-bytes", "gradients of one rank"),
-    "activation_bytes": ("activation-bytes", "what one rank sends to the next stage for one micro-batch"),
-    "tensor_bytes": ("tensor-bytes", "all-reduced by a tensor group for one micro-batch on one stage"),
-    "context_bytes": ("context-bytes", "passed around a context ring for one micro-batch on one stage"),
+    "gradient_bytes": ("gradient-bytes", "bytes of gradients of one rank"),
+    "activation_bytes": ("activation-bytes", "bytes that one rank sends to the next stage for one micro-batch"),
+    "tensor_bytes": ("tensor-bytes", "bytes all-reduced by a tensor group for one micro-batch on one stage"),
+    "context_bytes": ("context-bytes", "bytes passed around a context ring for one micro-batch on one stage"),
     "copies": ("copies", "tensor ranks that have the same activation to send (1 with sequence parallelism)"),
-    "expert_bytes": ("expert-bytes", "sent by one rank in all-to-alls for one micro-batch on one stage"),
+    "expert_bytes": ("expert-bytes", "bytes sent by one rank in all-to-alls for one micro-batch on one stage"),
 }
 _ABOUT = """Says where each stage of a job should run, over which network, and what that is worth: for a training
 command after --, for sizes, or searched for a model."""
@@ -59,7 +59,7 @@ def add_parser(subparsers: Any) -> None:
     for name in ("pipeline", "tensor", "context", "expert"):
         add(f"--{name}", type=int, metavar="N", help=f"{name}-parallel size")
     add("--order", metavar="O", help="order of the axes in the ranks, innermost first (default: tp-cp-ep-dp-pp)")
-    add("--output", metavar="FILE", help="write plan.json here: of the sizes given, else of the best found")
+    add("--output", metavar="FILE", help="write plan.json here: of the sizes given, else of the best plan found")
     add("--json", action="store_true", help="print plan.json instead of the table")
     add = parser.add_argument_group("what the model computes and sends (nominal values unless given)").add_argument
     add("--workload", metavar="FILE", help="TOML with keys like the options below (forward_seconds = 0.03, ...)")

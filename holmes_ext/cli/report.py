@@ -14,6 +14,7 @@ from holmes_ext.report import pictures
 from holmes_ext.report.figures import JoinedRow, Summary, summarize
 from holmes_ext.report.files import Run, load
 from holmes_ext.report.page import heading, page, paragraphs, picture, table
+from holmes_ext.report.rounds import rounds_figure
 from holmes_ext.report.trace import chosen_step, pictured, trace
 from holmes_ext.units import format_rate, format_seconds
 
@@ -147,4 +148,6 @@ def _document(job: Run, summary: Summary, step: int) -> str:
         *([heading("Between clusters"), table([column.name for column in PAIRS], _pair_cells(summary))]
           if summary.pairs else []),
         heading("Ranks"), table([column.name for column in RANKS], _rank_cells(summary)),
-        heading("One step"), picture(pictures.svg(figure), "timeline of one step"))
+        heading("One step"), picture(pictures.svg(figure), "timeline of one step"),
+        *([heading("Rounds with other jobs"), picture(pictures.svg(rounds_figure(job)), "rounds with other jobs")]
+          if summary.joined else []))

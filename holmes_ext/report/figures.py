@@ -114,19 +114,15 @@ def summarize(run: Run) -> Summary:
 
 
 def _joined(run: Run) -> JoinedRow | None:
-    by_round: dict[int, list[dict[str, Any]]] = {}
-    for one in run.ranks:
-        for told in one.rounds:
-            by_round.setdefault(told["round"], []).append(told)
-    if not by_round:
+    if not (rounds := run.rounds):
         return None
-    ends = [told[0] for _, told in sorted(by_round.items())]
+    ends = [told[0] for told in rounds.values()]
     drifts = [end["drift"] for end in ends if isinstance(end.get("drift"), (int, float))]
     return JoinedRow(
-        len(by_round), sum(end["verdict"] == "commit" for end in ends),
-        statistics.median(sum(one["bytes"] for one in told) for told in by_round.values()),
-        statistics.median(max(one["seconds"] for one in told) for told in by_round.values()),
-        statistics.median(max(one["exposed"] for one in told) for told in by_round.values()),
+        len(rounds), sum(end["verdict"] == "commit" for end in ends),
+        statistics.median(sum(one["bytes"] for one in told) for told in rounds.values()),
+        statistics.median(max(one["seconds"] for one in told) for told in rounds.values()),
+        statistics.median(max(one["exposed"] for one in told) for told in rounds.values()),
         drifts[-1] if drifts else None,
     )  # fmt: skip
 

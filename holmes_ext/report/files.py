@@ -58,6 +58,14 @@ class Run:
         """Steps of which every rank lists its operations."""
         return [step for step in self.steps if all("ops" in one.steps[step] for one in self.ranks)]
 
+    @property
+    def rounds(self) -> dict[int, list[dict[str, Any]]]:
+        """What the ranks tell of each round with other jobs (telemetry.outer_round), by its number, in order."""
+        found: dict[int, list[dict[str, Any]]] = {}
+        for told in (told for one in self.ranks for told in one.rounds):
+            found.setdefault(told["round"], []).append(told)
+        return dict(sorted(found.items()))
+
     def offset(self, one: RankFile) -> float:
         """What to add to `one`'s times to have rank 0's; a node's first process has measured it for all of the node."""
         return next((other.clock[0] for other in self.ranks if other.node == one.node and other.clock), 0.0)

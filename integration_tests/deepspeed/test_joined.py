@@ -35,8 +35,8 @@ def attach(name, port, outer):
     registry.enable(["joined-deepspeed"], required=True)
 
 
-def rank_of(rank, ranks, stage, bf16, job, name, port, steps=9, outer=OUTER, save=None, load=None):
-    """One rank; (losses, all weights after the last step)."""
+def rank_of(rank, ranks, stage, dtype, job, name, port, steps=9, outer=OUTER, save=None, load=None):
+    """One rank; all weights after so many real steps. dtype: "fp32", "bf16" or "fp16", which skips its first steps."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_SIZE="1")
     attach(name, port, outer)
     model = model_of()
@@ -52,22 +52,26 @@ def rank_of(rank, ranks, stage, bf16, job, name, port, steps=9, outer=OUTER, sav
     import deepspeed
 
     deepspeed.ops.__compatible_ops__.clear()  # nothing of it is compiled
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True  # torch has it on every CPU
     config = {
         "train_micro_batch_size_per_gpu": ROWS // ranks, "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,  # 1.0 is DeepSpeed's default
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100}, "bf16": {"enabled": bf16},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
+        "bf16": {"enabled": dtype == "bf16"},
+        "fp16": {"enabled": dtype == "fp16", "initial_scale_power": 24, "hysteresis": 1},
     }  # fmt: skip
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), config=config)
     if load:
         engine.load_checkpoint(load)
-    for step in range(engine.global_steps, steps):
+    while (step := engine.global_steps - engine.skipped_steps) < steps:
         inputs, labels = (one[rank::ranks] for one in batch(job, step))
         engine.backward((engine(inputs.to(next(model.parameters()).dtype)).float() - labels).square().mean())
         engine.step()
         if save and engine.global_steps == save[1]:
             engine.save_checkpoint(save[0])
     training.end()
+    assert (engine.skipped_steps > 0) == (dtype == "fp16"), engine.skipped_steps
     if stage == 3:
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             return torch.cat([p.detach().float().flatten() for p in model.parameters()]).tolist()
@@ -75,7 +79,7 @@ def rank_of(rank, ranks, stage, bf16, job, name, port, steps=9, outer=OUTER, sav
 
 
 def run(jobs, *, each=None, **more):
-    """{name: [weights of each rank]}; jobs: {name: (ranks, stage, bf16)}."""
+    """{name: [weights of each rank]}; jobs: {name: (ranks, stage, dtype)}."""
     with meeting_point() as server:
         return in_threads({
             name: lambda k=k, name=name, one=one: run_ranks(
@@ -83,8 +87,8 @@ def run(jobs, *, each=None, **more):
             for k, (name, one) in enumerate(jobs.items())})  # fmt: skip
 
 
-def rank_of_with(rank, ranks, stage, bf16, job, name, port, more):
-    return rank_of(rank, ranks, stage, bf16, job, name, port, **more)
+def rank_of_with(rank, ranks, stage, dtype, job, name, port, more):
+    return rank_of(rank, ranks, stage, dtype, job, name, port, **more)
 
 
 def nothing(rank):
@@ -98,12 +102,13 @@ def server_of_ranks():
 
 @pytest.fixture(scope="module")
 def expected():
-    return run({"east": (1, "plain", False), "west": (1, "plain", False)})
+    return run({"east": (1, "plain", "fp32"), "west": (1, "plain", "fp32")})
 
 
 @pytest.mark.parametrize("east, west", [
-    pytest.param((2, 0, False), (1, 0, False), marks=full), ((2, 1, False), (1, 2, False)),
-    pytest.param((2, 2, False), (1, 1, False), marks=full),
+    pytest.param((2, 0, "fp32"), (1, 0, "fp32"), marks=full), ((2, 1, "fp32"), (1, 2, "fp32")),
+    pytest.param((2, 2, "fp32"), (1, 1, "fp32"), marks=full), ((2, 3, "fp32"), (1, 3, "fp32")),
+    pytest.param((3, 3, "fp32"), (2, 1, "fp32"), marks=full),
 ])  # fmt: skip
 def test_every_stage_is_what_plain_torch_is(east, west, expected):
     found = run({"east": east, "west": west})
@@ -113,9 +118,9 @@ def test_every_stage_is_what_plain_torch_is(east, west, expected):
 
 
 @full
-@pytest.mark.parametrize("stages", [(2, 1), (1, 2)])
-def test_bfloat16(stages, expected):
-    found = run({"east": (2, stages[0], True), "west": (1, stages[1], True)})
+@pytest.mark.parametrize("stages, dtype", [((2, 1), "bf16"), ((1, 2), "bf16"), ((3, 3), "bf16"), ((2, 3), "fp16")])
+def test_sixteen_bits_and_steps_that_are_skipped(stages, dtype, expected):
+    found = run({"east": (2, stages[0], dtype), "west": (1, stages[1], dtype)})
     for name, ranks in found.items():
         assert all(one == ranks[0] for one in ranks)
         torch.testing.assert_close(torch.tensor(ranks[0]), torch.tensor(expected[name][0]), rtol=0.1, atol=0.03)
@@ -124,7 +129,7 @@ def test_bfloat16(stages, expected):
 @full
 def test_outer_state_comes_with_the_checkpoint(tmp_path):
     """Both jobs stop after step 7, with a sum under way, and go on: the same weights as without the stop."""
-    jobs = {"east": (2, 2, False), "west": (1, 1, False)}
+    jobs = {"east": (2, 2, "fp32"), "west": (1, 1, "fp32")}
     straight = run(jobs, steps=12)
     run(jobs, steps=7, each={name: {"save": (str(tmp_path / name), 7)} for name in jobs})
     resumed = run(jobs, steps=12, each={name: {"load": str(tmp_path / name)} for name in jobs})

@@ -4,9 +4,11 @@ float32.
     stage 0, float32     the parameters themselves, on every rank            nothing to bring up to date
     stage 0, fp16        FP16_Optimizer's flat groups, on every rank         copied to the parameters
     bf16, ZeRO 1 and 2   this rank's partition of each flat group            update_lp_params(): copy and all-gather
+    ZeRO 3               this rank's partition of each parameter             copied to what is gathered in the next
+                                                                             forward; what persists is gathered now
 
 The row is the model's parameters in its own order, so that neither the data-parallel size nor the stage matter. A
-step that overflow skips leaves engine._step_applied false. What is not tried is refused: ZeRO 3, offload, experts, hpZ.
+step that overflow skips leaves engine._step_applied false. What is not tried is refused: offload, experts, hpZ.
 """
 
 from __future__ import annotations
@@ -51,12 +53,10 @@ def _stack(engine: Any) -> training.Stack:
 
 def refusal(engine: Any, settings: OuterSettings) -> str | None:
     optimizer, kind = engine.optimizer, type(engine.optimizer).__name__
-    if kind == "DeepSpeedZeroOptimizer_Stage3":
-        return "ZeRO 3 is not supported yet: over two ranks its weights were not those of plain torch; use ZeRO 2"
     if engine.has_moe_layers:
         return "experts are not supported"
-    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
-        return "offloaded optimizer states are not supported"
+    if any(getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer", "offload_param")):
+        return "offloaded optimizer states and parameters are not supported"
     if engine.zero_hpz_partition_size() > 1:
         return "hpZ (zero_hpz_partition_size) is not supported"
     if not hasattr(optimizer, "param_groups") or not _is_plain(optimizer) and kind not in _KINDS:
@@ -100,7 +100,7 @@ def _weights(engine: Any) -> training.Held:
         if flat.numel():
             parts.append((named[p], first, flat.detach()))
             places.append((flat, flat.data_ptr()))
-    tensors = [(name, tuple(p.shape), "float32") for p, name in named.items() if p in seen]
+    tensors = [(name, tuple(getattr(p, "ds_shape", p.shape)), "float32") for p, name in named.items() if p in seen]
     position = f"pipeline {_rank(engine, 'pipe')}, tensor {_rank(engine, 'model')}"
     return training.Held(position, tensors, parts, lambda: any(flat.data_ptr() != at for flat, at in places))
 
@@ -120,6 +120,14 @@ def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
         for i, (group, flat) in enumerate(zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)):
             rank = dist.get_rank(group=optimizer.real_dp_process_group[i])
             yield from _cut(group, offsets(group), flat, rank * flat.numel())
+    elif kind == "DeepSpeedZeroOptimizer_Stage3":
+        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat):
+            place = 0
+            for p in group:  # the same number of elements on each rank, the last ones filled up
+                length = p.partition_numel()
+                first = dist.get_rank(group=p.ds_process_group) * length
+                yield p, min(first, p.ds_numel), flat.narrow(0, place, max(0, min(length, p.ds_numel - first)))
+                place += length
     elif kind == "FP16_Optimizer":
         for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat):
             yield from _cut(group, offsets(group), flat, 0)
@@ -131,7 +139,7 @@ def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
 
 
 #: DeepSpeed's optimizers around a torch optimizer that are known here.
-_KINDS = ("DeepSpeedZeroOptimizer", "BF16_Optimizer", "FP16_Optimizer")
+_KINDS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer", "FP16_Optimizer")
 
 
 def _is_plain(optimizer: Any) -> bool:
@@ -153,6 +161,11 @@ def _written(engine: Any) -> None:
     optimizer, kind = engine.optimizer, type(engine.optimizer).__name__
     if kind in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
         optimizer.update_lp_params()
+    elif kind == "DeepSpeedZeroOptimizer_Stage3":
+        for group in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        if kept := optimizer.persistent_parameters:
+            kept[0].all_gather(kept)
     elif kind == "FP16_Optimizer":
         for p, _, flat in _pieces(optimizer):
             p.data.copy_(flat.view(p.shape))

@@ -78,6 +78,11 @@ JOINED = Feature(
     "joined-megatron", "megatron-core>=0.16,<0.17", ("0.16.1",), "join", ("",), version_of=loaded_version, binding=True,
     what="jobs that join: the optimizer takes new weights",
 )  # fmt: skip
+_PARTS = "joined jobs read different parts of one data set"
+JOINED_LM_DATA = Feature(
+    "joined-megatron-lm", "megatron-lm>=0.16,<0.17", ("0.16.1",), "join", ("",), version_of=loaded_version,
+    binding=True, what=_PARTS,
+)  # fmt: skip
 TELEMETRY = _core("telemetry-megatron", what="where a step begins and ends")
 LM = _lm("megatron-lm", what="--holmes flags in pretrain_gpt.py's --help")
 LM_CHECKPOINTS = _lm("megatron-lm-checkpoints", what="the plan is kept in checkpoints")
@@ -85,6 +90,7 @@ _mds = partial(
     Feature, versions="megatron-deepspeed==0.2.*", tried=("0.2.0",), version_of=megatron_deepspeed_version
 )
 MEGATRON_DEEPSPEED_FLAGS = _mds("megatron-deepspeed-flags", what="--holmes flags in pretrain_gpt.py's --help")
+JOINED_MDS_DATA = _mds("joined-megatron-deepspeed", option="join", idle=("",), binding=True, what=_PARTS)
 MEGATRON_DEEPSPEED_IMPORTS = _mds("megatron-deepspeed-imports",
     what="imports that newer DeepSpeed and a GPT lack are served empty")
 

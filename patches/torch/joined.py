@@ -103,6 +103,7 @@ def _share_out(wrapped, instance, args, kwargs):
     job, jobs = training.part()
     if jobs == 1:
         return wrapped(*args, **kwargs)
+    training.share()
 
     def call(dataset, num_replicas=None, rank=None, *rest, **more):
         import torch.distributed as dist

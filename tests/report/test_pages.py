@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 
 import pytest
 from browser import Browser, chromium
@@ -51,7 +52,8 @@ def pages(tmp_path_factory):
     assert main(["report", str(top / "telemetry"), "--html", str(files["report"])]) == 0
     small, links = (str(CLUSTERS / f"{name}.toml") for name in ("two_clusters_4", "three_links_6"))
     model = ["--model", MODEL, "--global-batch", "24"]
-    assert main(["plan", "--cluster", links, *model, "--seconds", "1", "--html", str(files["plan"])]) == 0
+    few = ["--limit", "tensor=1,pipeline=3,virtual=1", "--seconds", "1"]
+    assert main(["plan", "--cluster", links, *model, *few, "--html", str(files["plan"])]) == 0
     assert main(["plan", "--cluster", small, *model, "--pipeline", "2", "--html", str(files["given"])]) == 0
     return files
 
@@ -63,9 +65,8 @@ def browser(tmp_path_factory):
 
 
 @needs_chromium
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("name", ["demo", "report", "plan", "given"])
+@pytest.mark.parametrize("name, width, dark", [
+    *product(("demo", "report", "plan"), (390, 1280), (False, True)), ("given", 390, True)])
 def test_a_page_is_whole(pages, browser, name, width, dark):
     seen = browser.open(pages[name], width, dark)
     assert not seen["found"] and not browser.errors

@@ -8,6 +8,7 @@ from telemetry_files import write
 from holmes_ext.cli.main import main
 from holmes_ext.report.figures import achieved, summarize
 from holmes_ext.report.files import load
+from holmes_ext.report.rounds import Life
 from holmes_ext.report.trace import chosen_step, pictured, trace
 
 
@@ -200,7 +201,7 @@ def test_without_traced_steps_nothing_is_achieved(tmp_path):
     assert achieved(load(tmp_path)) == {} and summarize(load(tmp_path)).rows[0].achieved_bps == 0
 
 
-def test_rounds_with_other_jobs(tmp_path):
+def test_rounds_with_other_jobs(tmp_path, capsys):
     place = write(tmp_path)
     for rank in (0, 1):
         with open(place / f"rank{rank}.jsonl", "a") as file:
@@ -210,4 +211,10 @@ def test_rounds_with_other_jobs(tmp_path):
                 file.write(json.dumps({"outer": told}) + "\n")
     row = summarize(load(tmp_path)).joined
     assert (row.rounds, row.counted, row.sent, row.seconds, row.exposed_s, row.drift) == (3, 2, 1e6, 3.0, 0.25, 0.5)
+    assert report(capsys, tmp_path, "--html", str(tmp_path / "page.html"))[0] == 0
+    assert "rounds with other jobs" in (tmp_path / "page.html").read_text()
     assert summarize(load(write(tmp_path / "alone").parent)).joined is None
+
+
+def test_the_losses_of_joined_jobs_stand_where_their_steps_ended():
+    assert Life("west", 10.0, [5.0, 1.0, 2.0], [3.0, 2.0, 1.0]).ends == [7.0, 8.0, 10.0]

@@ -23,12 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `holmes plan` about experts."""
     what = "which expert lives on which rank (needs scipy and the parallel sizes)"
     add = parser.add_argument_group(what).add_argument
-    add("--experts", metavar="FILE", help="JSON: tokens that go from each rank, or expert, to each expert")
-    add("--experts-output", metavar="FILE", help="write the order here, for --holmes-experts FILE")
+    add("--experts", metavar="FILE", help="place experts by their traffic: JSON, see docs/plan.md")
+    add("--experts-output", metavar="FILE", help="write here which rank gets which expert, for --holmes-experts")
     add("--experts-balance", type=float, default=1.1, metavar="X",
-        help="times the mean of tokens that a cluster may get (default 1.1; what EPLB gives it where that is more)")
-    add("--experts-per-rank", type=int, default=0, metavar="N", help="that a rank can hold (default: as many as must)")
-    add("--experts-seconds", type=float, default=10.0, metavar="S", help="for each layer (default 10)")
+        help="a cluster gets at most X times the mean number of tokens (default 1.1; or what EPLB gives it)")
+    add("--experts-per-rank", type=int, default=0, metavar="N",
+        help="experts that a rank can hold (default: as many as must)")
+    add("--experts-seconds", type=float, default=10.0, metavar="S", help="seconds to solve for each layer (default 10)")
 
 
 def run(args: argparse.Namespace, plan: Plan) -> int:

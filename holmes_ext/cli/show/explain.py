@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="FILE", help="the model as TOML (examples/models); its times replace the nominal ones")
     add("--profile", metavar="FILE", help="what a job measured with --holmes-profile N; its times replace the model's")
     add("--partition", choices=METHODS, default="uniform", help="how layers go to stages (default: uniform)")
-    add("--alpha", type=float, default=1.0, metavar="X", help="of partition speed (default 1; the paper: 1 to 1.05)")
+    add("--alpha", type=float, default=1.0, metavar="X", help="the paper's alpha, for --partition speed (default 1)")
     add("--overlap", choices=("on", "off"), default="on",
         help="gradients are reduced under the last backward, as --holmes-overlap auto does (default on)")
     add("--inflight", choices=("auto", "off"), default="auto",

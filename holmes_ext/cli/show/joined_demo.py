@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import html
 import json
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from holmes_ext.cli.show.page import page, table
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.spec import load_spec
+from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.joined import CLUSTERS, NODES, LabJob, await_, join_flags, meeting_point, start
 from holmes_ext.lab.lab import Lab
+from holmes_ext.report.pictures import inline, png
+from holmes_ext.report.rounds import Life, losses_figure
 
 OUTER = "every=16,fragments=4,delay=1,timeout=10"
 #: Steps of west until it is killed, and that east makes before west is started again.
@@ -23,8 +28,9 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def run(as_json: bool, steps: int) -> int:
-    """The table; 1 when a job that should have gone on did not, or the one that came back did not take the weights."""
+def run(as_json: bool, steps: int, output: str) -> int:
+    """The table, and the picture in the file `output`; 1 when a job that should have gone on did not, or the one that
+    came back did not take the weights."""
     if steps < 2 * KILLED_AFTER + ALONE:
         raise HolmesError(f"holmes demo --joined: --steps must be {2 * KILLED_AFTER + ALONE} or more")
     screen = Screen(stderr=as_json)
@@ -32,11 +38,14 @@ def run(as_json: bool, steps: int) -> int:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "cluster.toml").write_text(CLUSTERS)
         result = _lived(Path(directory), steps, screen)
-    screen.table(COLUMNS, [_row(one) for one in result["jobs"]])
+    rows = [_row(one) for one in result["jobs"]]
+    save(output, _report(rows, result), "the report")
+    screen.table(COLUMNS, rows)
     for event in result["events"]:
         if "commit" not in event:
             screen.line(event)
-    screen.line(f"{result['rounds']} rounds. Step times are emulated; the network, its delay and the losses are real.")
+    screen.line(f"{result['rounds']} rounds. Step times are emulated; the network, its delay and the losses are real."
+                f"\nPicture: {output}")
     if as_json:
         print(json.dumps(result))
     return 0 if result["came_back"] and result["rounds_of_both"] else 1
@@ -54,7 +63,9 @@ def _lived(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
         return job
 
     def ended(job: LabJob, number: int) -> None:
-        jobs[number] |= {"to": time.monotonic() - begin, "losses": [line["loss"] for line in job.steps()]}
+        lines = job.steps()
+        jobs[number] |= {"to": time.monotonic() - begin, "losses": [line["loss"] for line in lines],
+                         "seconds": [line["seconds"] for line in lines]}
 
     with Lab(load_spec(directory / "cluster.toml")) as lab, meeting_point(lab) as (where, events):
         east, west = begin_job("east", steps, 1), begin_job("west", steps, 2)
@@ -74,6 +85,17 @@ def _lived(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
         "came_back": any("job west begins, with the weights of east" in line for line in events),
         "rounds_of_both": sum("commit (" in line and "east" in line and "west" in line for line in events),
     }  # fmt: skip
+
+
+def _report(rows: list[list[str]], result: dict[str, Any]) -> str:
+    """One HTML file: losses of all jobs over time, the table, what the meeting point said."""
+    lives = [Life(one["job"], one["to"], one["seconds"], one["losses"], number == 1)
+             for number, one in enumerate(result["jobs"])]
+    return page("holmes demo --joined", "<h1>Two jobs that train one model over 40 ms and 20 Mb/s</h1>",
+                inline(png(losses_figure(lives)), "losses over time"),
+                table([column.name for column in COLUMNS], rows),
+                f"<p>{result['rounds']} rounds, {result['rounds_of_both']} of them of both jobs.</p>",
+                *(f"<p>{html.escape(event)}</p>" for event in result["events"] if "commit" not in event))
 
 
 def _row(one: dict[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from holmes_ext.cli.show import plan_page, search_table
+from holmes_ext.cli.show import joined_plan, plan_page, search_table
 from holmes_ext.cli.show.matrix import show_wan
 from holmes_ext.cli.show.training import Training, sizes_given
 from holmes_ext.cluster.site import Site, site_from_spec
@@ -27,7 +27,7 @@ from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.search.arrangement import Ground
 from holmes_ext.plan.search.as_plan import given, plan_of, shape_of
 from holmes_ext.plan.search.proof import prove
-from holmes_ext.plan.search.ranking import rank, timed, with_breadth_first
+from holmes_ext.plan.search.ranking import rank, timed, with_breadth_first, with_spread
 from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.search.search import search
 from holmes_ext.plan.search.space import Limits, parse_limits
@@ -46,16 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "search (when no sizes are given, and --model or a command line says what to train)"
     add = parser.add_argument_group(what).add_argument
     add("--global-batch", type=int, metavar="N", help="sequences of a step (default: the model's)")
-    add("--search", action="store_true", help="although sizes are given: your layout beside the best")
+    add("--search", action="store_true", help="search although sizes are given: your layout beside the best")
     add("--limit", action="append", default=[], metavar="NAME=V,...",
-        help="only these values, such as tensor=1,2 or pipeline=2,tensor=1 or recompute=none; memory=60GB; repeat")
+        help="search only these values: tensor=1,2 or pipeline=2,tensor=1 or recompute=none or memory=60GB; repeatable")
     add("--for", dest="framework", choices=tuple(LIMITS),
-        help="only what this framework can do (default: the one whose flags the command line has)")
+        help="search only what this framework can do (default: the one whose flags the command line has)")
     add("--seconds", type=float, default=60.0, metavar="S",
-        help="the best after so long, or when it is proven (default 60); Ctrl-C ends it before")
-    add("--rows", type=int, default=10, metavar="N", help="of the table (default 10)")
-    add("--html", metavar="FILE", help="one page: placement, timeline, seconds, what if, flags (needs matplotlib)")
-    add("--pictures", metavar="DIR", help="placement, timeline, clusters and ethernet.png there (needs matplotlib)")
+        help="search so long, less where the best is proven before (default 60); Ctrl-C: the best so far")
+    add("--rows", type=int, default=10, metavar="N", help="rows of the table (default 10)")
+    add("--html", metavar="FILE", help="write one page with all of it, and pictures (needs matplotlib)")
+    add("--pictures", metavar="DIR", help="write placement, timeline, clusters and ethernet.png (needs matplotlib)")
+    add("--joined", action="store_true", help="beside it: one job in each cluster, joined (docs/joined.md)")
     what = "a Megatron or DeepSpeed command line that names the model; its sizes are your layout"
     parser.add_argument("command", nargs="*", metavar="-- SCRIPT ARGS", help=what)
 
@@ -66,7 +67,7 @@ def wanted(args: argparse.Namespace) -> bool:
     of_search = args.global_batch is not None or args.limit or args.framework or drawn or args.command
     if args.picture or (args.explain and not of_search and not args.model):
         return False
-    asked = args.search or bool(args.limit)
+    asked = args.search or args.joined or bool(args.limit)
     return asked or (bool(args.model or args.command or args.global_batch) and not sizes_given(args))
 
 
@@ -90,17 +91,20 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         )
         outcome, job = beside(outcome, job)
         if not outcome.interrupted:
-            outcome = prove(rank(outcome), end - time.monotonic(), bar.proved)
+            outcome = prove(with_spread(rank(outcome)), end - time.monotonic(), bar.proved)
             if args.framework in BREADTH_FIRST:
                 outcome = with_breadth_first(outcome)
+    joined = joined_plan.beside(outcome, FIRST * args.seconds) if args.joined and not outcome.interrupted else None
     plan = plan_of(outcome, outcome.best)
     if args.output:
         plan.save(args.output)
     if args.json:
-        print(search_table.document(outcome, plan, args, job))
+        print(search_table.document(outcome, plan, args, job, joined))
     else:
         search_table.show(outcome, args, job)
         show_wan(links.site(outcome.ground.site), spec.notes)
+        if joined is not None:
+            joined_plan.show(joined)
     draw(outcome, args, job)
     if args.output and not args.json:
         print(f"written: {args.output}")

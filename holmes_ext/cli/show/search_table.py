@@ -14,6 +14,7 @@ from dataclasses import asdict
 from math import inf
 from typing import Any
 
+from holmes_ext.cli.show.joined_plan import Beside
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cli.show.training import Training, sizes_given
 from holmes_ext.patches.launch_flags import Launch, added, launches
@@ -259,7 +260,9 @@ def _launches(outcome: Outcome, args: argparse.Namespace, job: Training) -> dict
     return {name: launch for name, launch in found.items() if not framework or name == framework}
 
 
-def document(outcome: Outcome, plan: Plan, args: argparse.Namespace, job: Training) -> str:
+def document(
+    outcome: Outcome, plan: Plan, args: argparse.Namespace, job: Training, joined: Beside | None = None
+) -> str:
     """Everything that was found, as JSON; a memory limit of null means none. step_seconds is the simulated step where
     there is one, closed_form_seconds the other; certificate is the former's, closed_form the latter's."""
     found = {
@@ -286,6 +289,7 @@ def document(outcome: Outcome, plan: Plan, args: argparse.Namespace, job: Traini
         "framework_schedule_seconds": step_without(outcome, outcome.best),
         "launch": {name: asdict(launch) for name, launch in _launches(outcome, args, job).items()},
         "plan": json.loads(plan.to_json()),
+        **({"joined": joined.document()} if joined else {}),
     }
     return json.dumps(found)
 

@@ -8,24 +8,32 @@ not simulated.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby, islice, permutations
 from math import inf
 
+from holmes_ext.cluster.site import ETHERNET
 from holmes_ext.plan.cost import memory as of_memory
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.cost.workload import StageLoad
-from holmes_ext.plan.search.result import Candidate, Certificate, Outcome
+from holmes_ext.plan.search.arrangement import Arrangement, Content, Ground
+from holmes_ext.plan.search.bounds import Bounds
+from holmes_ext.plan.search.result import EQUAL, Candidate, Certificate, Outcome
 from holmes_ext.plan.search.space import Shape
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.fold import folded_s
 from holmes_ext.plan.simulate.pipelines import Pipelines
 from holmes_ext.plan.simulate.step import JobStep, Step
+from holmes_ext.plan.spread import Stages, spread
 
 #: Candidates simulated at least (those that a table shows) and at most, each of another shape, and the passes (forward
 #: and backward, of all stages) of all of them together.
 SHOWN, COUNT = 10, 30
 WORK = 60_000
+#: Shapes whose nodes are spread over stages, and orders of stages looked at for each.
+SPREAD, SPREAD_TRIES = 2, 1500
 
 
 def execution_of(
@@ -142,3 +150,87 @@ def _in_breadth_first(outcome: Outcome, one: Candidate) -> Candidate | None:
     if any(used > limit for used, limit in zip(sizes, one.limit_bytes)):
         return None
     return replace(one, breadth_first=True, in_flight=(), memory_bytes=tuple(sizes))
+
+
+def with_spread(outcome: Outcome) -> Outcome:
+    """`outcome`, ranked, where the network between clusters is not flat: of the fastest shapes also nodes spread over
+    stages as plan/spread.py finds them by what crosses, simulated where the closed form has them ahead. The certificate
+    speaks of whole clusters."""
+    if not outcome.ground.wan or len(outcome.ground.ranks) < 2 or outcome.simulated is None:
+        return outcome
+    fastest: dict[tuple[int, int], Candidate] = {}
+    for one in outcome.candidates:
+        if one.simulated_s and one.shape.pipeline > 1 and one.shape.virtual == 1:
+            fastest.setdefault((one.shape.pipeline, one.shape.tensor * one.shape.context), one)
+    more = [_spread(outcome, one) for one in islice(fastest.values(), SPREAD)]
+    known = {one.arrangement.contents for one in outcome.candidates}
+    found = [timed(outcome, one) for one in more
+             if one is not None and one.formula_s < outcome.best.step_s and one.arrangement.contents not in known]
+    ranked = sorted([*found, *outcome.candidates], key=lambda one: one.simulated_s or inf)
+    best = ranked[0].simulated_s
+    return replace(outcome, candidates=ranked, simulated=Certificate(best, min(best, outcome.simulated.bound_s)))
+
+
+def _spread(outcome: Outcome, one: Candidate) -> Candidate | None:
+    """The shape and the split of `one` with its nodes spread; None where a stage does not hold whole nodes, or nothing
+    was found that crosses faster."""
+    ground, shape, pricing = outcome.ground, one.shape, outcome.pricing(one.shape)
+    unit, size = max(ground.processes, shape.tensor * shape.context), ground.world // shape.pipeline
+    if size % unit or any(ranks % unit for ranks in ground.ranks):
+        return None
+    sent = shape.micro_batches * pricing.block.activation_bytes * unit / shape.tensor
+    reduced = shape.tensor * (0.5 if shape.zero else 1.0) * sum(
+        layer * count for layer, count in zip(pricing.portion.reduced_bytes, (1, pricing.portion.blocks, 1)))
+    seconds_of = _Crossing(ground, sent, reduced / shape.pipeline).seconds
+    now = tuple(tuple(sorted(index for index, ranks in content for _ in range(ranks // unit)))
+                for content in one.arrangement.contents)
+    chain = tuple(dict.fromkeys(index for content in one.arrangement.contents for index, _ in content))
+    units = [ranks // unit for ranks in ground.ranks]
+    stages, seconds = spread(units, shape.pipeline, seconds_of, SPREAD_TRIES, chain)
+    if seconds >= seconds_of(now) * (1 - EQUAL):
+        return None
+    arrangement = laid(stages, unit)
+    fits = Bounds(pricing.costs(arrangement, outcome.overlap)).fits(one.split)
+    return outcome.candidate(pricing, arrangement, one.split) if fits else None
+
+
+class _Crossing:
+    """What of a step passes the links between clusters, by the fullest of them: sent: bytes of a unit's activations
+    (gradients come back the other way); reduced: of a stage's gradients, summed directly between its clusters."""
+
+    def __init__(self, ground: Ground, sent: float, reduced: float):
+        self.sent, self.reduced, every = 8 * sent, 8 * reduced, range(len(ground.ranks))
+        names = ground.site.clusters
+        self.rate = {(a, b): min((hop.rate_bps for hop in ground.wan.hops(names[a], names[b])), default=inf)
+                     if ground.fabric((a, b)).name == ETHERNET else inf for a in every for b in every if a != b}
+
+    def seconds(self, stages: Stages) -> float:
+        pipeline: dict[tuple[int, int], float] = defaultdict(float)
+        data: dict[tuple[int, int], float] = defaultdict(float)
+        for stage in stages:
+            if stage[0] != stage[-1]:
+                clusters = set(stage)
+                for pair in permutations(clusters, 2):
+                    data[pair] += 2 / len(clusters)
+        for one, two in zip(map(Counter, stages), map(Counter, stages[1:])):
+            for a, b in zip((one - two).elements(), (two - one).elements()):
+                pipeline[a, b] += 1
+                pipeline[b, a] += 1
+        parts = ((pipeline, self.sent), (data, self.reduced))
+        return sum(max((bits * load / self.rate[pair] for pair, load in loads.items()), default=0.0)
+                   for loads, bits in parts)
+
+
+def laid(stages: Stages, unit: int) -> Arrangement:
+    """Stages of units of `unit` ranks, each with its clusters in the order in which most of its ranks face one of their
+    own cluster in the stage before."""
+    contents: list[Content] = []
+    before: list[int] = []
+    for stage in stages:
+        counts = Counter(stage)
+        orders = islice(permutations(counts), 120)
+        runs = [[index for index in order for _ in range(counts[index])] for order in orders]
+        before = max(runs, key=lambda run: sum(a == b for a, b in zip(run, before)))  # noqa: B023
+        contents.append(tuple((index, unit * counts[index]) for index, _ in groupby(before)))
+    groups = tuple(tuple(index for index, _ in content) for content, _ in groupby(contents))
+    return Arrangement(groups, tuple(contents))

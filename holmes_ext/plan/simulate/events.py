@@ -64,6 +64,7 @@ class Transfer:
     rate: float = field(default=0.0, init=False)
     since: float = field(default=0.0, init=False)
     version: int = field(default=0, init=False)
+    look: int = field(default=-1, init=False)
     waiting: list[tuple[int, float, Op]] = field(default_factory=list, init=False)
 
     def fresh(self) -> Transfer:
@@ -100,6 +101,8 @@ class Simulation:
         self.flows: dict[Hashable, dict[Hashable, Transfer]] = {}  # NIC -> tag -> flow
         self.channels: dict[Hashable, deque[Hashable]] = {}
         self.carried: dict[Hashable, float] = {}  # NIC -> bits
+        self.looks: dict[Hashable, int] = {}  # (uses, limit) of flows -> a number
+        self.rates: dict[tuple[int, ...], dict[int, float]] = {}  # looks of flows that are tied -> look -> bits/s
 
     def run(self) -> list[list[Span]]:
         for actor in range(len(self.programs)):
@@ -175,6 +178,7 @@ class Simulation:
             self._end(tag)
             return
         transfer.left, transfer.since = transfer.bits, self.now
+        transfer.look = self.looks.setdefault((transfer.uses, transfer.limit_bps), len(self.looks))
         alone, rate = True, transfer.limit_bps
         for nic, weight in transfer.uses:
             others = self.flows.setdefault(nic, {})
@@ -243,8 +247,14 @@ class Simulation:
                         if tag not in tied:
                             tied[tag] = flow
                             todo.append(flow)
-        for tag, rate in _fair(tied, nics, self.capacities).items():
-            flow = tied[tag]
+        key = tuple(sorted([flow.look for flow in tied.values()]))
+        if key not in self.rates:
+            fair = _fair(tied, nics, self.capacities)
+            self.rates[key] = {flow.look: fair[tag] for tag, flow in tied.items()}
+        rates = self.rates[key]
+        for tag, flow in tied.items():
+            if (rate := rates[flow.look]) == flow.rate:
+                continue
             flow.left -= flow.rate * (self.now - flow.since)
             flow.since, flow.rate = self.now, rate
             flow.version += 1

@@ -6,7 +6,9 @@
 Where at the last forward pass all that is under way stands as it did k micro-batches before, D seconds earlier, a step
 of few + n k micro-batches takes n D longer than one of few (max-plus systems become periodic: Baccelli et al. 1992,
 chapter 3). It stands so if every pass of the last two lifetimes of a micro-batch ended D later than the one k before.
-tests/plan/simulate/test_fold.py compares with whole simulations.
+Kinds of pipelines that share no link may each have a D of their own: each begins n D later then, which is when it
+would be as far as that, and they meet where their gradients are reduced. tests/plan/simulate/test_fold.py compares with
+whole simulations.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from holmes_ext.plan.simulate.step import JobStep, end_of
 #: Periods that are looked for, in micro-batches (interleaved: rounds of them).
 PERIODS = 4
 #: How many times more micro-batches are simulated if those did not settle, and the part of all from which all are.
-MORE, MOST = 3, 0.5
+MORE, MOST = 3, 0.35
 #: Fraction of a step up to which moments are equal.
 ROUNDING = 1e-11
 _PASSES = ("forward", "backward")
@@ -34,11 +36,25 @@ def folded_s(job: JobStep) -> float:
     while few < MOST * total:
         count = total - (total - few) // unit * unit
         spans = job.simulation(count).run()
-        for period in range(unit, PERIODS * unit + 1, unit):
-            if (total - count) % period == 0 and (longer := _longer_s(spans, stages, period)):
-                return end_of(spans) + (total - count) // period * longer
+        periods = [period for period in range(unit, PERIODS * unit + 1, unit) if (total - count) % period == 0]
+        more = [_more_s(spans, stages, periods, total - count)]
+        if more[0]:
+            return end_of(spans) + more[0]
+        if len(apart := job.apart()) > 1:
+            own = [[spans[kind * stages + stage] for kind in sorted(kinds) for stage in range(stages)]
+                   for kinds in apart]
+            more = [_more_s(each, stages, periods, total - count) for each in own]
+            if all(more):
+                begins = {kind: seconds for kinds, seconds in zip(apart, more) for kind in kinds}
+                return end_of(job.simulation(count, [begins[kind] for kind in sorted(begins)]).run())
         few *= MORE
     return end_of(job.simulation(total).run())
+
+
+def _more_s(spans: Sequence[Sequence[Span]], stages: int, periods: Sequence[int], left: int) -> float:
+    """What so many micro-batches more take, where the middle repeats; else 0."""
+    found = ((period, _longer_s(spans, stages, period)) for period in periods)
+    return next((left // period * longer for period, longer in found if longer), 0.0)
 
 
 def _longer_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf
 
 from holmes_ext.cluster.site import Fabric, Site
@@ -111,14 +112,31 @@ class JobStep:
         nics = {nic: flows.capacity(only or site.fabric_by_name[nic[1]]) for nic in fabrics}  # type: ignore[index]
         self.capacities = {**nics, **flows.hops, CORES: execution.cores * links.core_bps or inf}
 
-    def simulation(self, micro_batches: int) -> Simulation:
-        """Of so many, not yet run."""
+    def simulation(self, micro_batches: int, begins: Sequence[float] = ()) -> Simulation:
+        """Of so many, not yet run. begins: seconds until each kind of pipelines begins."""
         transfers, programs = Transfers(self.templates), []
         for kind, stage in self.actors:
             ops = _program(kind, stage, micro_batches, self.run, self.costs, self.ranges, self.reductions)
+            if begins:
+                ops = chain([("compute", "idle", begins[kind], -1, 0)], ops)
             cores = self.run.cores, self.pipelines.count[kind], (kind, stage), self.links.core_bps
             programs.append(list(_software(ops, transfers, *cores)))
         return Simulation(programs, transfers, self.capacities)
+
+    def apart(self) -> list[set[int]]:
+        """Kinds of pipelines, those together that share something before their gradients are reduced."""
+        found: list[tuple[set[int], set[Hashable]]] = [({kind}, set()) for kind in range(len(self.pipelines.kinds))]
+        for tag, transfer in self.templates.items():
+            if isinstance(tag, tuple) and tag[0] in ("a", "g"):
+                found[tag[2]][1].update(nic for nic, _ in transfer.uses if self.capacities[nic] < inf)
+        joined: list[tuple[set[int], set[Hashable]]] = []
+        for kinds, uses in found:
+            for other in [one for one in joined if one[1] & uses]:
+                joined.remove(other)
+                kinds, uses = kinds | other[0], uses | other[1]
+            joined.append((kinds, uses))
+        early = self.run.zero == 1 and self.run.gather_overlap or self.run.zero > 1 or self.run.cores
+        return [set(range(len(found)))] if early else [kinds for kinds, _ in joined]
 
     def step(self) -> Step:
         """Of all micro-batches."""

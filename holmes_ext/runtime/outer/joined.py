@@ -145,6 +145,9 @@ class Joined:
         elif outcome.verdict == "void" and self.settings.stale:
             self._write(flight.fragment, None)
             self._carried[flight.fragment] = flight.gradient
+        if self.rounds.job in outcome.left_out and not outcome.norm:  # not finite: other fragments would spoil it again
+            for index in range(len(self.state.fragments)):
+                self._write(index, None)
         self._told(Record(flight.number, flight.fragment, flight.step, exposed, outcome))
         return outcome
 

@@ -65,7 +65,8 @@ class Stack:
 
 @dataclass
 class _Job:
-    """rank 0 tells. saved: outer state of a checkpoint, and where it came from, until the job begins."""
+    """rank 0 tells. saved: outer state of a checkpoint, and where it came from, until the job begins; shared: whether
+    the data were shared out."""
 
     place: Place
     settings: OuterSettings
@@ -73,6 +74,7 @@ class _Job:
     owner: object = None
     joined: Joined | None = None
     saved: tuple[dict[str, Any], str] | None = None
+    shared: bool = False
     began: float = 0.0
     first_step: int = 0
 
@@ -110,6 +112,12 @@ def owner() -> object:
 def part() -> tuple[int, int]:
     """(k, K): this job reads the k-th of K parts of the data; (0, 1): nobody said so."""
     return _job.settings.data_part if _job is not None else (0, 1)
+
+
+def share() -> None:
+    """A patch gives this job its part of the data."""
+    if _job is not None:
+        _job.shared = True
 
 
 def reserve(owner: object) -> None:
@@ -176,6 +184,10 @@ def _begin(job: _Job, stack: Stack) -> None:
     job.began, job.first_step = time.monotonic(), joined.steps
     begun = joined.begin()
     job.joined = joined
+    if not job.shared:
+        k, parts = job.settings.data_part
+        what = f"part={k}/{parts}: no sampler that is known was made" if parts > 1 else "no part=k/K is given"
+        _say(joined, f"{what}; that jobs read different data is the script's part")
     _say(joined, f"job {job.place.job} is in the run: {begun}; {joined.state.host_bytes / 1e6:.1f} MB of outer state on"
                  f" each host's rank 0")  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Every rank reports, the launcher's rank 0 decides, every rank learns the verdict - all through the job's store.
 
-    rank 0:   holmes/round           + 1: this start of the job
+    rank 0:   holmes/round           + 1: this start of the job; holmes/BEFORE/over, for those that wait in the last one
     rank r:   holmes/ROUND/report/r  = who I am, what I was given  (NICs too, from local rank 0)
     rank 0:   waits for all, compares, makes the plan
     rank 0:   holmes/ROUND/verdict   = {"digest": of {"site": ..., "plan": ...}} or {"error": one line}
@@ -11,7 +11,10 @@ A rank that fails before it can report sends its error instead, so that nobody w
 Why rounds: torchrun's agents keep one store over the restarts of a job, and do not agree on TORCHELASTIC_RESTART_COUNT
 (an agent that restarts because another one did does not count it). So a rank may find what the job left there before.
 A verdict that is there before the rank has reported is such a leftover, since none is made without its report: it
-waits for the next round.
+waits for the next round. So does one that reported in a round whose rank 0 did not live to its verdict.
+
+Thousands of ranks wait for one key: a wait that times out costs milliseconds (torch writes down the C++ stack), and
+stands in the way of all others. So nobody waits for less than it has left.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ from holmes_ext.words import some_of
 Decide = Callable[[list[dict[str, Any]], list[NodeReport]], dict[str, Any]]
 _CHUNK = 512
 _ROUND = "holmes/round"
+#: The verdict of a round that the next one overtook.
+_OVER = b"over"
 #: How long a verdict that does not count this rank's report may stand until it is taken for one that gave the rank up,
 #: in seconds.
 _LEFTOVER_SECONDS = 10.0
@@ -83,8 +88,12 @@ def _node(report: dict[str, Any]) -> str:
 
 
 def _lead(store: Any, process: Process, packed: bytes, decide: Decide, timeout_s: float) -> dict[str, Any]:
-    prefix = f"holmes/{store.add(_ROUND, 1)}"
+    number = store.add(_ROUND, 1)
+    prefix, before = f"holmes/{number}", f"holmes/{number - 1}"
     store.set(f"{prefix}/report/0", packed)
+    if number > 1:
+        store.set(f"{before}/over", b"1")
+        store.compare_set(f"{before}/verdict", "", _OVER)
     try:
         decided = _pack(_decide(_collect(store, prefix, process, timeout_s), decide))
         verdict = {"digest": handout.give(store, prefix, decided), "round": prefix}
@@ -97,24 +106,24 @@ def _lead(store: Any, process: Process, packed: bytes, decide: Decide, timeout_s
 
 def _await_verdict(store: Any, process: Process, packed: bytes, timeout_s: float) -> dict[str, Any] | None:
     """Report in the round that is under way, or in the next where the one found is over; None when none came."""
-    started, reported, patience = time.monotonic(), "", 2.0
     # Longer than rank 0, which may itself use up the time and then says who was missing.
-    while (waited := time.monotonic() - started) < timeout_s + 15:
-        if not _wait(store, _ROUND, patience):
-            continue
+    deadline = time.monotonic() + timeout_s + 15
+    if not _wait(store, _ROUND, deadline - time.monotonic()):
+        return None
+    while (left := deadline - time.monotonic()) > 0:
         prefix = f"holmes/{int(store.get(_ROUND))}"
         verdict = f"{prefix}/verdict"
-        if prefix != reported:
-            if store.check([verdict]):
-                if waited > _LEFTOVER_SECONDS and "error" in (given_up := _unpack(store.get(verdict))):
-                    return given_up
-                time.sleep(0.05)
-                continue
-            store.set(f"{prefix}/report/{process.rank}", packed)
-            reported = prefix
-        if _wait(store, verdict, patience):
-            return _unpack(store.get(verdict))
-        patience = min(2 * patience, 30.0)  # thousands of ranks look whether the round is still the same
+        if store.check([verdict]):
+            if not _wait(store, f"{prefix}/over", min(left, _LEFTOVER_SECONDS)):
+                given_up = store.get(verdict)
+                if given_up != _OVER and "error" in (said := _unpack(given_up)):
+                    return said
+            continue
+        store.set(f"{prefix}/report/{process.rank}", packed)
+        if not _wait(store, verdict, left):
+            return None
+        if (said := store.get(verdict)) != _OVER:
+            return _unpack(said)
     return None
 
 
@@ -165,7 +174,7 @@ def _decide(reports: list[dict[str, Any]], decide: Decide) -> dict[str, Any]:
 
 def _compare(reports: list[dict[str, Any]]) -> None:
     first = reports[0]
-    for report in reports[1:]:
+    for report in (one for one in reports[1:] if one["agreed"] != first["agreed"]):
         for key in sorted({*first["agreed"], *report["agreed"]}):
             here, there = first["agreed"].get(key), report["agreed"].get(key)
             if here != there:

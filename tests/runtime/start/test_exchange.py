@@ -118,3 +118,20 @@ def test_a_rank_that_was_given_up_learns_it(monkeypatch):
         exchange(store, base, made[0], lambda *_: {}, 0.1)
     with pytest.raises(RemoteError, match="1 of 2 ranks did not report within 0.1 s: rank 1"):
         exchange(store, replace(base, rank=1), made[1], lambda *_: {}, 30.0)
+
+
+def test_a_rank_that_waits_in_a_round_without_rank_0_goes_on_to_the_next():
+    """Rank 0 counted its start and died; the ranks that reported to it must not wait for its verdict."""
+    store, base, outcome, made = dist.HashStore(), Process(0, 2, 0, 0, "host", 1, "test"), {}, reports(2)
+    store.add("holmes/round", 1)
+
+    def one(rank):
+        outcome[rank] = exchange(store, replace(base, rank=rank), made[rank], lambda *_: {"start": 2}, 30.0)
+
+    waiting = threading.Thread(target=one, args=(1,))
+    waiting.start()
+    store.wait(["holmes/1/report/1"])
+    one(0)
+    waiting.join()
+    assert {rank: (one.round, one.content()) for rank, one in outcome.items()} == dict.fromkeys(
+        (0, 1), ("holmes/2", {"start": 2}))

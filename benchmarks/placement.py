@@ -1,0 +1,278 @@
+"""Stages on link matrices: DT-FM's five cases of 64 GPUs (arXiv 2206.01288), its own search beside ours.
+
+    python benchmarks/placement.py --json FILE [--dtfm FOLDER --seeds 0,1,2]
+
+By DT-FM's objective (8 stages of 8 GPUs, every two GPUs a link of their own): the slowest stage's data-parallel group
++ 2 x the pipeline's path, each edge the worst link of the best matching. Ours: plan/spread.py with that objective. The
+lower bound is of every placement (`least`). Then what `holmes plan` finds for the same sizes by the simulated step, in
+which links between clusters are shared: the step, its cost by DT-FM's objective, and the step of DT-FM's own placement.
+
+FOLDER: DT-FM's scheduler.py and config.py, from scheduler/heuristic_evolutionary_solver of its repository; what it
+found is kept there (theirs_CASE_SEED.json), for it takes minutes. Seconds are of the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations_with_replacement
+from math import inf
+from pathlib import Path
+
+from harness import Row, chosen, finish, parser, tell
+
+from holmes_ext.cluster.site import ETHERNET, Site, site_from_spec
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.lab.samples import examples
+from holmes_ext.plan.cost.links import Links
+from holmes_ext.plan.cost.model_file import load_model
+from holmes_ext.plan.search.arrangement import arrangement_of
+from holmes_ext.plan.search.proof import prove
+from holmes_ext.plan.search.ranking import rank, timed, with_spread
+from holmes_ext.plan.search.result import Candidate, Outcome
+from holmes_ext.plan.search.search import search
+from holmes_ext.plan.search.space import Limits
+from holmes_ext.plan.spread import Stages, spread
+
+CASES = {"datacenter_64": 0, "spot_64": 1, "two_universities_64": 2, "four_us_regions_64": 3, "eight_cities_64": 4}
+STAGES, DATA, TRIES = 8, 8, 10_000
+#: DT-FM's sizes (scheduler.py): gigabytes of a stage's gradients, and of all activations of a pipeline's step.
+GRADIENTS, ACTIVATIONS = 1.3 * 4 * 3 / 24, 2024 * 2048 * 2 * (1.25e5 / 2048) / 2**30
+THEIRS = Path(__file__).with_name("placement_dtfm.py")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A site as DT-FM sees it. places: GPUs with equal links (a node of several, a cluster of nodes of one); units:
+    GPUs of each; delay_s, rate (Gb/s): between GPUs of two places, or of one."""
+
+    units: tuple[int, ...]
+    delay_s: tuple[tuple[float, ...], ...]
+    rate: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def of(cls, site: Site, nvlink_bps: float) -> Matrix:
+        """Of nodes that have several GPUs, or of clusters of nodes of one."""
+        inside = site.processes > 1
+        places = [[node] for node in site.nodes] if inside else [
+            [node for node in site.nodes if node.cluster == name] for name in site.clusters]
+        link = {}
+        for i, one in enumerate(places):
+            for j, two in enumerate(places):
+                fabric = site.shared_fabric([one[0].name, two[0].name])
+                hops = site.wan.hops(one[0].cluster, two[0].cluster) if fabric.name == ETHERNET and i != j else ()
+                link[i, j] = fabric.latency_s, fabric.rate_bps / 1e9
+                if inside and i == j:
+                    link[i, j] = 0.0, nvlink_bps / 1e9
+                elif hops:
+                    link[i, j] = sum(hop.latency_s for hop in hops), min(hop.rate_bps for hop in hops) / 1e9
+        every = range(len(places))
+        delay, rate = (tuple(tuple(link[i, j][part] for j in every) for i in every) for part in (0, 1))
+        return cls(tuple(len(own) * site.processes for own in places), delay, rate)
+
+    @cached_property
+    def _memo(self) -> dict[object, float]:
+        return {}
+
+    @cached_property
+    def pair(self) -> list[list[float]]:
+        """Seconds of a pipeline's activations from a GPU to another, by their places."""
+        every = range(len(self.units))
+        return [[self.delay_s[i][j] + ACTIVATIONS * 8 / self.rate[i][j] for j in every] for i in every]
+
+    def data(self, stage: Sequence[int]) -> float:
+        """Seconds of a data-parallel group; stage: the places of its GPUs, ascending."""
+        if stage not in self._memo:
+            each = {(u, v): 2 * (self.delay_s[u][v] + GRADIENTS * 8 / (self.rate[u][v] * len(stage)))
+                    for u in set(stage) for v in set(stage)}
+            self._memo[stage] = max(sum(each[u, v] for v in stage) - each[u, u] for u in set(stage))
+        return self._memo[stage]
+
+    def edge(self, one: Sequence[int], two: Sequence[int]) -> float:
+        """Seconds of the worst link of the matching of two stages whose worst link is the best."""
+        if (one, two) not in self._memo:
+            values = sorted({self.pair[u][v] for u in one for v in two})
+            low, high = 0, len(values) - 1
+            while low < high:
+                middle = (low + high) // 2
+                low, high = (low, middle) if self._match(one, two, values[middle]) else (middle + 1, high)
+            self._memo[one, two] = self._memo[two, one] = values[low]
+        return self._memo[one, two]
+
+    def _match(self, one: Sequence[int], two: Sequence[int], most: float) -> bool:
+        """Whether all can be paired with links of at most so many seconds (augmenting paths)."""
+        held = [-1] * len(two)
+
+        def augment(u: int, seen: set[int]) -> bool:
+            for v in range(len(two)):
+                if v not in seen and self.pair[one[u]][two[v]] <= most:
+                    seen.add(v)
+                    if held[v] < 0 or augment(held[v], seen):
+                        held[v] = u
+                        return True
+            return False
+
+        return all(augment(u, set()) for u in range(len(one)))
+
+    def cost(self, stages: Stages) -> float:
+        return max(map(self.data, stages)) + 2 * sum(map(self.edge, stages, stages[1:]))
+
+    def least(self) -> float:
+        """That no placement beats. For every limit c of an edge: where the GPUs of a stage are counted by the connected
+        components of links within c, an edge within c joins stages of equal counts. So with k edges beyond c one of
+        k + 1 runs has m >= stages / (k + 1) equal counts, of at most a part 1 / m of each component: the least group of
+        such a stage is a bound for D, the slowest group. Each D allows so many k for every c, and the path is the sum
+        over all limits of what lies above them. No group of places without any link within c joins such an edge."""
+        size = sum(self.units) // STAGES
+        every = range(len(self.units))
+        kinds = [one for one in combinations_with_replacement(every, size)
+                 if all(one.count(u) <= self.units[u] for u in set(one))]
+        seconds = {kind: self.data(kind) for kind in kinds}
+        start = max(min(seconds[kind] for kind in kinds if u in kind) for u in every)
+        limits = sorted({self.pair[u][v] for u in every for v in every})
+        least_of = [self._edges_beyond(limit, kinds, seconds) for limit in limits[:-1]]
+        starts = sorted({start, *(most for own in least_of for most, _ in own if most > start)})
+        best = inf
+        for slowest in starts:
+            path = limits[0] * (STAGES - 1)
+            for low, high, own in zip(limits, limits[1:], least_of):
+                path += (high - low) * min(k for most, k in own if most <= slowest)
+            best = min(best, slowest + 2 * path)
+        return best
+
+    def _edges_beyond(self, limit: float, kinds: list[Sequence[int]], seconds: dict) -> list[tuple[float, int]]:
+        """(slowest group at least, edges that take more than `limit`) of every possible number of them."""
+        every = range(len(self.units))
+        component = list(every)
+        for u in every:
+            for v in every:
+                if u != v and self.pair[u][v] <= limit and component[u] != component[v]:
+                    old, new = component[v], component[u]
+                    component = [new if one == old else one for one in component]
+        alone = [u for u in every if self.pair[u][u] > limit and component.count(component[u]) == 1]
+        forced = -(-sum(self.units[u] for u in alone) * STAGES // sum(self.units))  # stages that hold such GPUs
+        forced = min(forced, STAGES - 1)
+        total = {own: sum(self.units[u] for u in every if component[u] == own) for own in set(component)}
+        counted = [(seconds[kind], [(own, sum(component[u] == own for u in kind)) for own in total]) for kind in kinds]
+        found = []
+        for beyond in range(STAGES):
+            if beyond < forced:
+                continue
+            run = -(-STAGES // (beyond + 1))
+            fits = [each for each, counts in counted if all(n <= total[own] // run for own, n in counts)]
+            if fits or forced:
+                found.append((min(fits) if fits and not forced else 0.0, beyond))
+        return found
+
+
+def planned(site: Site, links: Links) -> tuple[Outcome, float]:
+    """What the search by simulated time finds for 8 stages of 8, and its seconds."""
+    begin = time.process_time()
+    limits = Limits({"pipeline": (STAGES,), "data": (DATA,), "virtual": (1,), "micro_batch": (1,), "zero": (0,)})
+    model = load_model(examples() / "models" / "gpt3_xl.toml")
+    outcome = with_spread(rank(search(site, model, STAGES * 61, limits, links=links)))
+    return prove(outcome, 5.0), time.process_time() - begin
+
+
+def gpus(outcome: Outcome, one: Candidate) -> list[list[int]]:
+    """Numbers of the GPUs of each stage, in the order of cluster.toml."""
+    site, sizes = outcome.ground.site, one.shape.sizes(one.arrangement.order)
+    place = {node.name: at for at, node in enumerate(site.nodes)}
+    nodes, found = one.arrangement.nodes(outcome.ground), [[] for _ in range(STAGES)]
+    for number in range(site.world_size):
+        node, local = divmod(number, site.processes)
+        found[sizes.stage(number)].append(place[nodes[node]] * site.processes + local)
+    return found
+
+
+def simulated(outcome: Outcome, groups: list[list[int]], matrix: Matrix) -> float:
+    """The step with these GPUs in the stages, those of neighbouring stages matched; nodes of one GPU."""
+    site, one = outcome.ground.site, outcome.best
+    place = [index for index, count in enumerate(matrix.units) for _ in range(count)]
+    columns = [list(groups[0])]
+    for group in groups[1:]:
+        left, column = list(group), []
+        for before in columns[-1]:
+            column.append(min(left, key=lambda gpu: matrix.pair[place[before]][place[gpu]]))  # noqa: B023
+            left.remove(column[-1])
+        columns.append(column)
+    nodes = [site.nodes[gpu].name for column in columns for gpu in column]
+    arrangement = arrangement_of(outcome.ground, nodes, one.shape.sizes())
+    return timed(outcome, outcome.candidate(outcome.pricing(one.shape), arrangement, one.split)).simulated_s
+
+
+def theirs(folder: Path, case: int, seed: int) -> dict:
+    """What DT-FM's search found, in a process of its own unless it was kept."""
+    kept = folder / f"theirs_{case}_{seed}.json"
+    if not kept.exists() or not kept.read_text():
+        command = [sys.executable, THEIRS, folder, str(case), str(seed)]
+        kept.write_text(subprocess.run(list(map(str, command)), check=True, text=True, capture_output=True).stdout)
+    return json.loads(kept.read_text())
+
+
+def check(folder: Path, case: int, groups: list[list[int]]) -> float:
+    """The cost of these groups, as DT-FM's own code reckons it."""
+    command = [sys.executable, THEIRS, folder, str(case), "check"]
+    run = subprocess.run(list(map(str, command)), check=True, text=True, capture_output=True, input=json.dumps(groups))
+    return json.loads(run.stdout)["cost"]
+
+
+def measure(name: str, folder: Path | None, seeds: list[int]) -> list[Row]:
+    spec = load_spec(examples() / "clusters" / f"{name}.toml")
+    site, links, case = site_from_spec(spec), Links.of_spec(spec), CASES[name]
+    matrix = Matrix.of(site, spec.clusters[0].accelerator.link_bps if site.processes > 1 else 0.0)
+    begin = time.process_time()
+    stages, cost = spread(matrix.units, STAGES, matrix.cost, TRIES)
+    seconds = time.process_time() - begin
+    least, their = matrix.least(), [theirs(folder, case, seed) for seed in seeds] if folder else []
+    place = [index for index, count in enumerate(matrix.units) for _ in range(count)]
+    free = {index: [gpu for gpu, own in enumerate(place) if own == index] for index in set(place)}
+    ours = [[free[index].pop() for index in stage] for stage in stages]
+    rows = []
+
+    def row(metric: str, values: list[float], unit: str, target: str = "") -> None:
+        rows.append(Row.median(name, metric, values, unit, False, target))
+
+    limit = ""
+    if their:
+        assert abs(check(folder, case, ours) / cost - 1) < 1e-9, "the same objective"
+        costs, times = [one["cost"] for one in their], [one["cpu_seconds"] for one in their]
+        row("DT-FM's objective: DT-FM", costs, "s")
+        row("seconds: DT-FM", times, "s")
+        row("DT-FM's objective: ours", [cost], "s", f"<= {min(costs)}")
+        limit = f"<= {min([min(times) / 10, 1.0])}"
+    else:
+        row("DT-FM's objective: ours", [cost], "s")
+    row("seconds: ours", [seconds], "s", limit or "<= 1")
+    row("gap to a lower bound", [max(0.0, 1 - least / cost)], "fraction")
+    outcome, seconds = planned(site, links)
+    by_place = tuple(tuple(sorted(place[gpu] for gpu in group)) for group in gpus(outcome, outcome.best))
+    row("holmes plan: simulated step", [outcome.best.step_s], "s")
+    row("holmes plan: gap of its certificate", [outcome.certificate.gap], "fraction")
+    row("holmes plan: seconds", [seconds], "s")
+    row("holmes plan: DT-FM's objective", [matrix.cost(by_place)], "s")
+    if site.processes == 1:
+        row("simulated step of ours by DT-FM's objective", [simulated(outcome, ours, matrix)], "s")
+        if their:
+            row("simulated step of DT-FM's", [simulated(outcome, one["groups"], matrix) for one in their], "s")
+    return rows
+
+
+def main() -> int:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--dtfm", type=Path, metavar="FOLDER", help="DT-FM's scheduler.py and config.py")
+    arguments.add_argument("--seeds", default="0", metavar="N,...", help="of DT-FM's search")
+    given, rows = arguments.parse_args(), []
+    for name in chosen(given.scenes, CASES):
+        rows += measure(name, given.dtfm, [int(seed) for seed in given.seeds.split(",")])
+        tell(f"{name}: done")
+    return finish(rows, given.json, "stages of 64 GPUs on DT-FM's link matrices")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""`holmes plan --joined`: one job in each cluster, joined (docs/joined.md), beside the best one job that crosses."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from holmes_ext.cli.show.table import Column, Screen
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan import joined
+from holmes_ext.plan.search.result import Outcome
+from holmes_ext.plan.search.search import search
+
+COLUMNS = (Column("--holmes-outer"), Column("a round, s", right=True), Column("exposed, s a step", right=True),
+           Column("tokens/s", right=True), Column("x crossing", right=True))
+
+
+@dataclass(frozen=True)
+class Beside:
+    """tokens: of a sample; crossing: tokens/s of the best plan of one job."""
+
+    jobs: list[joined.JoinedJob]
+    settings: list[joined.Setting]
+    tokens: int
+    crossing: float
+
+    def document(self) -> dict[str, Any]:
+        """For --json."""
+        rows = [{**asdict(one), "tokens_per_second": one.samples_per_s * self.tokens} for one in self.settings]
+        return {"jobs": [asdict(job) for job in self.jobs], "settings": rows, "crossing": self.crossing}
+
+
+def beside(outcome: Outcome, seconds: float) -> Beside:
+    """The best plan of each cluster alone, in at most so many seconds each; HolmesError where there is one cluster, or
+    the model does not fit one of them."""
+    site, model = outcome.ground.site, outcome.model
+    if len(site.clusters) < 2:
+        raise HolmesError(f"{site.source}: --joined needs two clusters or more; it has {len(site.clusters)}")
+    jobs = []
+    for name, samples in joined.shares(site, outcome.global_batch, model.micro_batch).items():
+        try:
+            found = search(joined.apart(site, name), replace(model, global_batch=samples), samples, outcome.limits,
+                           outcome.overlap, seconds, links=outcome.ground.links, hides=outcome.hides)
+        except HolmesError as error:
+            raise HolmesError(f"--joined: a job on cluster {name} alone: {error}") from None
+        jobs.append(joined.JoinedJob(name, samples, found.best.step_s))
+    settings = joined.settings(outcome.ground.links.site(site), model.parameters, jobs)
+    return Beside(jobs, settings, model.sequence, outcome.tokens_per_s(outcome.best))
+
+
+def show(found: Beside) -> None:
+    screen = Screen()
+    screen.line("joined jobs instead (docs/joined.md), one in each cluster:", "bold")
+    told = ", ".join(f"{job.cluster} {job.step_s:.4g} s a step of {job.samples} samples" for job in found.jobs)
+    screen.line(f"  {told}")
+    rows = []
+    for one in found.settings:
+        rate = one.samples_per_s * found.tokens
+        rows.append([str(one), f"{one.round_s:.3g}", f"{one.exposed_s:.3g}", f"{rate:,.0f}",
+                     f"{rate / found.crossing:.2f}"])
+    screen.table(COLUMNS, rows)
+    hidden = [one for one in found.settings if not one.exposed_s]
+    least = min(hidden, key=lambda one: one.every)
+    text = f"nothing is exposed from {least} on; all wait for the slowest job"
+    if least.delay > joined.DELAY:
+        text += f"; sums older than {joined.DELAY} steps are not known to be harmless"
+    screen.line(text)

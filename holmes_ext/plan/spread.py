@@ -1,0 +1,113 @@
+"""Which nodes of which cluster hold which pipeline stage, where those of one cluster need not stay together.
+
+    cities A B C D, 4 stages     (A)(B)(C)(D)    A | B | C | D           activations cross at every border
+    of 4 nodes                   (A B)(C D)      AB | AB | CD | CD       gradients cross, activations at one border
+                                 exchanged       AAAB | ABBB | CCDD ...  whatever takes least
+
+Nodes of a cluster are interchangeable, so a stage is a multiset of clusters. First groups of clusters whose nodes are
+mixed evenly over the group's stages: clusters change places, groups join and part. From the best of them on single
+nodes change places, and stages. Both by simulated annealing (Kirkpatrick et al. 1983) with a fixed seed: equal input
+gives equal output. What takes least is for the caller to say.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from math import exp, inf
+from typing import TypeVar
+
+State = TypeVar("State")
+#: The clusters of a stage's units (nodes, or GPUs), ascending; of all stages in their order.
+Stages = tuple[tuple[int, ...], ...]
+#: Clusters in groups, whose units are mixed.
+Groups = tuple[tuple[int, ...], ...]
+#: Groups that single nodes are moved from; of the tries, the part that the groups get.
+STARTS, COARSE = 2, 0.4
+#: Temperatures at the begin and at the end, as fractions of the least seconds.
+HOT, COLD = 0.02, 0.0002
+
+
+def spread(
+    units: Sequence[int], stages: int, seconds_of: Callable[[Stages], float], tries: int, chain: Sequence[int] = ()
+) -> tuple[Stages, float]:
+    """The best stages found and what they take. units: of each cluster; their sum is a multiple of `stages`.
+    seconds_of: what stages take, inf where they cannot be. tries: stages looked at. chain: clusters in an order that
+    may be good."""
+    line, size, rng = tuple(chain or range(len(units))), sum(units) // stages, random.Random(0)
+    known: dict[Stages, float] = {}
+
+    def of_groups(groups: Groups) -> float:
+        found = mixed(units, groups, size)
+        if found not in known:
+            known[found] = seconds_of(found)
+        return known[found]
+
+    sizes = [together for together in range(1, len(line) + 1) if len(line) % together == 0]
+    for together in sizes:
+        groups = tuple(line[at : at + together] for at in range(0, len(line), together))
+        _improved(groups, of_groups, _regrouped, rng, int(COARSE * tries / len(sizes)))
+    for start in sorted(known, key=known.__getitem__)[:STARTS]:
+        found, seconds = _improved(start, seconds_of, _exchanged, rng, int((1 - COARSE) * tries / STARTS))
+        known[found] = seconds
+    found = min(known, key=known.__getitem__)
+    return found, known[found]
+
+
+def mixed(units: Sequence[int], groups: Groups, size: int) -> Stages:
+    """Groups one after the other, the units of each mixed evenly, cut into stages of `size` units."""
+    laid: list[int] = []
+    for group in groups:
+        laid += [index for _, index in sorted(((n + 0.5) / units[index], index) for index in group
+                                              for n in range(units[index]))]
+    return tuple(tuple(sorted(laid[at : at + size])) for at in range(0, len(laid), size))
+
+
+def _improved(
+    state: State, seconds_of: Callable[[State], float], changed: Callable[[State, random.Random], State],
+    rng: random.Random, tries: int,
+) -> tuple[State, float]:
+    """The best state seen in so many random changes; a worse one is gone on from the more seldom the later it is."""
+    now = seconds_of(state)
+    best, least = state, now
+    for at in range(tries):
+        other = changed(state, rng)
+        seconds = seconds_of(other)
+        heat = HOT * (COLD / HOT) ** (at / tries) * least
+        if seconds <= now or (seconds < inf and rng.random() < exp((now - seconds) / heat)):
+            state, now = other, seconds
+            if now < least:
+                best, least = state, now
+    return best, least
+
+
+def _regrouped(groups: Groups, rng: random.Random) -> Groups:
+    """Two clusters exchanged, groups reversed, two neighbouring groups joined, or one parted."""
+    found, at, kind = [list(group) for group in groups], rng.randrange(len(groups)), rng.random()
+    if kind < 0.5:
+        group, other = found[at], rng.choice(found)
+        one, two = rng.randrange(len(group)), rng.randrange(len(other))
+        group[one], other[two] = other[two], group[one]
+    elif kind < 0.65:
+        low, high = sorted((at, rng.randrange(len(found))))
+        found[low : high + 1] = found[low : high + 1][::-1]
+    elif kind < 0.8 and len(found) > 1:
+        at = min(at, len(found) - 2)
+        found[at : at + 2] = [found[at] + found[at + 1]]
+    elif len(found[at]) > 1:
+        cut = rng.randrange(1, len(found[at]))
+        found[at : at + 1] = [found[at][:cut], found[at][cut:]]
+    return tuple(map(tuple, found))
+
+
+def _exchanged(stages: Stages, rng: random.Random) -> Stages:
+    """A unit of one stage exchanged with one of another, or stages reversed."""
+    found = list(stages)
+    one, two = sorted((rng.randrange(len(stages)), rng.randrange(len(stages))))
+    if rng.random() < 0.1:
+        found[one : two + 1] = found[one : two + 1][::-1]
+    elif one != two:
+        leaves, comes = rng.randrange(len(stages[one])), rng.randrange(len(stages[two]))
+        for at, out, new in ((one, leaves, stages[two][comes]), (two, comes, stages[one][leaves])):
+            found[at] = tuple(sorted((*stages[at][:out], *stages[at][out + 1 :], new)))
+    return tuple(found)

@@ -1,0 +1,69 @@
+"""Pictures of joined jobs: rounds of one (`holmes report --html`), losses of all (`holmes demo --joined`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from holmes_ext.report.files import Run
+from holmes_ext.report.pictures import CLUSTERS, KINDS, pyplot
+
+
+@dataclass(frozen=True)
+class Life:
+    """A job from its start to its end or death. end: seconds since the first job's start; steps: seconds of each."""
+
+    job: str
+    end: float
+    steps: Sequence[float]
+    losses: Sequence[float]
+    killed: bool = False
+
+    @property
+    def ends(self) -> list[float]:
+        """When each step ended, on the clock of `end`: the last one then."""
+        return [self.end - later for later in accumulate([0.0, *self.steps[:0:-1]])][::-1]
+
+
+def losses_figure(lives: Sequence[Life]) -> Any:
+    """Loss over time, a colour for each job, a cross where it was killed."""
+    figure, axis = pyplot().subplots(figsize=(9, 4))
+    colours: dict[str, str] = {}
+    for one in lives:
+        label = None if one.job in colours else one.job
+        colour = colours.setdefault(one.job, CLUSTERS[len(colours)])
+        axis.plot(one.ends, one.losses, color=colour, lw=1.2, label=label)
+        if one.killed:
+            axis.plot(one.ends[-1:], one.losses[-1:], "x", color=colour, ms=10, mew=2.5, label=f"{one.job} is killed")
+    axis.set_xlabel("seconds")
+    axis.set_ylabel("loss")
+    axis.legend(frameon=False)
+    axis.grid(alpha=0.3)
+    figure.tight_layout()
+    return figure
+
+
+def rounds_figure(run: Run) -> Any:
+    """Of each round: seconds under way and those that training waited (slowest rank), the drift, what came to
+    nothing."""
+    rounds = run.rounds
+    numbers, first = list(rounds), [told[0] for told in rounds.values()]
+    figure, (above, below) = pyplot().subplots(2, figsize=(9, 4.5), sharex=True)
+    above.bar(numbers, [max(one["seconds"] for one in told) for told in rounds.values()], color=KINDS["inside"][0],
+              label="under way")
+    above.bar(numbers, [max(one["exposed"] for one in told) for told in rounds.values()], color=KINDS["across"][0],
+              label="of that, training waited")
+    for number, told in zip(numbers, first):
+        if told["verdict"] != "commit":
+            above.annotate(told["verdict"], (number, 0), rotation=90, va="bottom", ha="center", fontsize=7)
+    above.set_ylabel("seconds")
+    above.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    drifts = [(n, told["drift"]) for n, told in zip(numbers, first) if isinstance(told.get("drift"), (int, float))]
+    below.plot([n for n, _ in drifts], [drift for _, drift in drifts], ".-", color=KINDS["forward"][0])
+    below.set_ylabel("drift, of the sum")
+    below.set_ylim(bottom=0)
+    below.set_xlabel("round")
+    figure.tight_layout()
+    return figure

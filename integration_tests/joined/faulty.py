@@ -1,0 +1,310 @@
+"""Joined jobs of real processes that meet faults: what starts, kills, stops and restarts them, and what must hold
+whatever happened.
+
+    job = Job(place, "west", fault=Fault("exchange", 3, "kill"));  job.start();  ...;  check(place, events)
+
+Each process writes what it does into a file of its own: steps, ends of rounds, and the checksum of every fragment's
+anchor when it changes. An outer state is right when all jobs have the same bits of the same version.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from joined_jobs import TOKEN
+from ranks import _context, run_ranks
+
+from holmes_ext.options import Options
+from holmes_ext.patches.torch import joined as torch_joined
+from holmes_ext.runtime.outer import training
+from holmes_ext.runtime.outer.cross import exchange, links
+from holmes_ext.runtime.outer.cross import take as cross_take
+from holmes_ext.runtime.outer.joined import Joined
+from holmes_ext.runtime.outer.rounds import Rounds
+from holmes_ext.runtime.outer.state import OuterState
+
+TIMEOUT_S = 3
+OUTER = f"every=4,fragments=2,delay=1,compress=off,weight=equal,timeout={TIMEOUT_S}"
+#: Seconds of a step: rounds need some of them.
+PACE_S = 0.03
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At the `nth` time (from 1) that rank `rank` comes to `point`: "kill", "stop" (the parent lets it go on), "nan",
+    "far" (weights far out), "reset" (connections to other jobs), "hole" (they carry nothing for 2 timeouts), "slow"
+    (1 KB at a time)."""
+
+    point: str
+    nth: int
+    what: str
+    rank: int = 0
+
+
+#: point -> (class or module, function, for calls with this operation, whether after it).
+POINTS: dict[str, tuple[Any, str, str, bool]] = {
+    "enter": (Rounds, "_ask", "enter", False),
+    "entered": (Rounds, "_ask", "enter", True),
+    "ready": (Rounds, "_ask", "ready", False),
+    "go": (Rounds, "_ask", "ready", True),
+    "exchange": (links._Traffic, "move", "", True),
+    "exchanged": (exchange.Attempt, "run", "", True),
+    "done": (Rounds, "_ask", "done", False),
+    "verdict": (Rounds, "_ask", "done", True),
+    "arrive": (Joined, "_arrive", "", False),
+    "apply": (OuterState, "apply", "", False),
+    "write": (Joined, "_write", "", False),
+    "written": (Joined, "_write", "", True),
+    "take": (cross_take, "_fetch", "", False),
+    "taken": (cross_take, "_fetch", "", True),
+    "give": (OuterState, "copy_of", "", True),
+    "step": (Joined, "after_step", "", False),
+    "save": (Joined, "state_dict", "", True),
+}
+
+
+@dataclass
+class Job:
+    """Of `ranks` processes, which end together as under a launcher. place: directory of its files;
+    faulty_lives: the fault is in so many of its starts; load: from its checkpoint; save: every so many steps, into at
+    most disk_bytes (0: no bound); ahead_s: of its clocks."""
+
+    place: Path
+    name: str
+    port: int
+    steps: int = 60
+    ranks: int = 1
+    outer: str = OUTER
+    fault: Fault | None = None
+    faulty_lives: int = 1
+    load: bool = False
+    save: int = 0
+    disk_bytes: int = 0
+    ahead_s: float = 0.0
+    seed: int = 0
+    processes: list[Any] = field(default_factory=list)
+
+    def start(self) -> Job:
+        life = 1 + len(list(self.place.glob(f"{self.name}.*.0.jsonl")))
+        one = {name: value for name, value in vars(self).items() if name != "processes"}
+        self.processes = [_context.Process(target=rank_of, args=(rank, life, one), daemon=True)
+                          for rank in range(self.ranks)]  # fmt: skip
+        for process in self.processes:
+            process.start()
+        return self
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Of rank 0, all lives."""
+        return [line for file in sorted(self.place.glob(f"{self.name}.*.0.jsonl")) for line in read(file)]
+
+    @property
+    def made(self) -> int:
+        """Steps, of all lives."""
+        return sum("step" in line for line in self.lines)
+
+    def signal(self, number: int) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+
+    @property
+    def ended(self) -> bool:
+        """Once one of its processes has failed the launcher ends the others."""
+        codes = [process.exitcode for process in self.processes]
+        if any(codes):
+            self.kill()
+        return all(code is not None for code in codes)
+
+    @property
+    def status(self) -> int:
+        return next((process.exitcode for process in self.processes if process.exitcode), 0)
+
+    def wait(self, seconds: float) -> int:
+        await_(lambda: self.ended, seconds, f"the end of job {self.name}")
+        return self.status
+
+
+def await_(done: Callable[[], bool], seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, f"{what} did not come within {seconds:.0f} s"
+        time.sleep(0.02)
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def rank_of(rank: int, life: int, one: dict[str, Any]) -> None:
+    """One process of a job."""
+    job = Job(**one)
+    torch.set_num_threads(1)
+    _shift_clocks(job.ahead_s)
+    with open(job.place / f"{job.name}.{life}.{rank}.jsonl", "a", buffering=1) as log:
+        _train(job, rank, life, lambda **told: print(json.dumps(told), file=log))
+
+
+def _train(job: Job, rank: int, life: int, tell: Callable[..., None]) -> None:
+    if job.ranks > 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = dist.FileStore(str(job.place / f"{job.name}.{life}.store"), job.ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks)
+    training.request(Options(join=f"{job.name}@127.0.0.1:{job.port}", outer=job.outer), {"HOLMES_JOIN_TOKEN": TOKEN})
+    torch_joined.attach()
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.Tanh(), torch.nn.Linear(256, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    _watch(tell)
+    file, first = job.place / f"{job.name}.{rank}.pt", 0
+    if job.load:
+        saved = torch.load(file, weights_only=True)
+        model.load_state_dict(saved["model"])
+        training.load_joined_state_dict(saved["outer"])
+        first = saved["step"]
+    if job.fault is not None and job.fault.rank == rank and life <= job.faulty_lives:
+        _plant(job.fault, model, tell)
+    generator = torch.Generator().manual_seed(100 * job.seed + 10 * life + rank)
+    for step in range(first + 1, first + job.steps + 1):
+        optimizer.zero_grad()
+        loss = (model(torch.randn(8, 32, generator=generator)) - 1).square().mean()
+        loss.backward()
+        for p in model.parameters() if job.ranks > 1 else ():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+        tell(step=step, loss=loss.item())
+        if job.save and step % job.save == 0:
+            if job.disk_bytes and step > job.save:  # the second one finds the disk full
+                resource.setrlimit(resource.RLIMIT_FSIZE, (job.disk_bytes, job.disk_bytes))
+            state = {"step": step, "model": model.state_dict(), "outer": training.joined_state_dict()}
+            torch.save(state, f"{file}.new")
+            os.replace(f"{file}.new", file)
+        time.sleep(PACE_S)
+    training.end()
+    tell(end=True)
+
+
+def _watch(tell: Callable[..., None]) -> None:
+    """Log each round's end, and each fragment's anchor when it changes."""
+    training.telemetry.outer_round = lambda told: tell(
+        round=told["round"], verdict=told["verdict"], why=told["why"], jobs=told["jobs"], exposed=told["exposed"])
+
+    def after(wrapped, state, fragment, *rest):
+        wrapped(state, fragment, *rest)
+        tell(anchor=state.fragments.index(fragment), version=fragment.version,
+             sum=fragment.checksum(state.weights.position))  # fmt: skip
+
+    for name in ("apply", "replace"):
+        wrapped = getattr(OuterState, name)
+        setattr(OuterState, name, lambda *args, wrapped=wrapped: after(wrapped, *args))
+
+
+def _shift_clocks(seconds: float) -> None:
+    """As on a host that was started, and set, at another time."""
+    if seconds:
+        for name in ("time", "monotonic"):
+            setattr(time, name, lambda clock=getattr(time, name): clock() + seconds)
+
+
+def _plant(fault: Fault, model: torch.nn.Module, tell: Callable[..., None]) -> None:
+    where, name, operation, later = POINTS[fault.point]
+    wrapped, times = getattr(where, name), [0]
+
+    def strike() -> None:
+        times[0] += 1
+        if times[0] == fault.nth:
+            tell(fault=fault.what, point=fault.point)
+            _do(fault.what, model)
+
+    def call(*args, **kwargs):
+        meant = not operation or operation in args
+        if meant and not later:
+            strike()
+        result = wrapped(*args, **kwargs)
+        if meant and later:
+            strike()
+        return result
+
+    setattr(where, name, call)
+
+
+def _do(what: str, model: torch.nn.Module) -> None:
+    if what in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+    elif what in ("nan", "far"):
+        with torch.no_grad():
+            model[0].bias.fill_(float("nan")) if what == "nan" else model[0].bias.add_(1e4)
+    elif what == "reset":
+        training._job.joined.rounds.links.drop()
+    else:
+        move, until = links._Traffic.move, time.monotonic() + 2 * TIMEOUT_S + 1
+
+        def slowly(traffic, mask):
+            if time.monotonic() > until:
+                return move(traffic, mask)
+            time.sleep(0.005)
+            if what == "slow":
+                links._CALL_BYTES = 1024
+                return move(traffic, mask)
+            raise BlockingIOError  # nothing comes or goes
+
+        links._Traffic.move = slowly
+
+
+def check(place: Path, events: list[str]) -> dict[str, int]:
+    """All jobs have the same bits of the same version of a fragment; every round that a job began has an end there,
+    unless the job died in it; every committed round was applied, or its result taken. Returns counts."""
+    sums: dict[tuple[int, int], dict[str, int]] = defaultdict(dict)
+    applied: dict[str, set[int]] = defaultdict(set)
+    counts: dict[str, int] = defaultdict(int)
+    deaths: dict[str, int] = defaultdict(int)
+    for first in sorted(place.glob("*.0.jsonl")):
+        name, life = first.name.split(".")[:2]
+        ranks = [read(file) for file in sorted(place.glob(f"{name}.{life}.*.jsonl"))]
+        deaths[name] += not any("end" in line for line in ranks[0])
+        for line in ranks[0]:
+            counts[line["verdict"] if "verdict" in line else "other"] += 1
+        changes = [[line for line in lines if "anchor" in line] for lines in ranks]
+        for together in zip(*changes):  # the ranks' shares add up to the job's
+            (key,) = {(line["anchor"], line["version"]) for line in together}
+            sums[key][f"{name}.{life}"] = sum(line["sum"] for line in together) % 2**64
+            applied[name].add(key[1])
+        if rounds := [line["round"] for line in ranks[0] if "verdict" in line]:
+            assert rounds == sorted(set(rounds)), f"{name}: rounds out of order: {rounds}"
+    for key, found in sums.items():
+        assert len(set(found.values())) == 1, f"fragment {key[0]}, version {key[1]}: different bits: {found}"
+    for event in events:
+        if commit := re.search(r"round (\d+): commit \((.*)\)", event):
+            number = int(commit[1])
+            counts["committed"] += 1
+            for name in (part.split()[0] for part in commit[2].split(", ")):
+                if number not in applied[name]:
+                    counts["committed, not applied"] += 1
+                    deaths[name] -= 1
+                    assert deaths[name] >= 0, f"round {number} was committed, but {name} never applied it"
+    return dict(counts)
+
+
+def nothing(rank: int) -> None:
+    """Starts the server of processes."""
+
+
+def start_server() -> None:
+    run_ranks(nothing, 1, timeout_s=300)

@@ -1,0 +1,266 @@
+"""Faults of joined jobs, one at a time: the others train on, what died comes back with their weights, nothing hangs,
+all jobs have the same bits of the same round. soak.py has them at random for as long as wanted."""
+
+import signal
+import threading
+import time
+
+import pytest
+from joined_jobs import meeting_point
+
+from integration_tests.jobs import some
+from integration_tests.joined.faulty import (
+    OUTER,
+    TIMEOUT_S,
+    Fault,
+    Job,
+    await_,
+    check,
+    start_server,
+)
+
+#: What a test waits for at most; a busy machine may need most of it.
+PATIENCE_S = 120
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_of_processes():
+    start_server()
+
+
+@pytest.fixture
+def jobs(tmp_path):
+    """Makes jobs of this test; those that are left are killed at its end."""
+    made = []
+
+    def make(name, port, **more):
+        more.setdefault("outer", f"min=1,{OUTER}")
+        made.append(Job(tmp_path, name, port, **more))
+        return made[-1].start()
+
+    yield make
+    for job in made:
+        job.kill()
+
+
+def told(job, key):
+    return [line[key] for line in job.lines if key in line]
+
+
+def together(job):
+    """Rounds that this job made with another one."""
+    return sum("verdict" in line and line["verdict"] == "commit" and len(line["jobs"]) > 1 for line in job.lines)
+
+
+def run_on(job, count=2):
+    """Until the job has committed that many more rounds with others."""
+    before = together(job)
+    await_(lambda: together(job) >= before + count or job.ended, PATIENCE_S, f"rounds of job {job.name} with others")
+
+
+DEATHS = {
+    "at the start": Fault("enter", 1, "kill"),
+    "just in": Fault("entered", 1, "kill"),
+    "between rounds": Fault("step", 10, "kill"),
+    "before it reports": Fault("ready", 3, "kill"),
+    "when the round is open": Fault("go", 3, "kill"),
+    "in the exchange": Fault("exchange", 3, "kill"),
+    "after the exchange": Fault("exchanged", 3, "kill"),
+    "before it tells": Fault("done", 3, "kill"),
+    "when the round is committed": Fault("verdict", 3, "kill"),
+    "before the outer step": Fault("apply", 3, "kill"),
+    "before weights are written": Fault("write", 4, "kill"),
+    "rank 0 of two": Fault("exchanged", 3, "kill"),
+    "rank 1 of two": Fault("exchanged", 3, "kill", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("when", some(DEATHS, "in the exchange"))
+def test_killed_and_back(when, jobs, tmp_path):
+    ranks = 2 if "of two" in when else 1
+    with meeting_point() as server:
+        east = jobs("east", server.port, steps=400)
+        west = jobs("west", server.port, fault=DEATHS[when], ranks=ranks, seed=1)
+        assert west.wait(PATIENCE_S) == -signal.SIGKILL
+        reached = east.made
+        await_(lambda: east.made > reached + 8, PATIENCE_S, "east's going on alone")
+        west.start()  # its second life has no fault
+        run_on(east)
+        assert west.wait(PATIENCE_S) == 0
+        east.kill()
+    assert together(west) >= 2
+    check(tmp_path, server.told)
+
+
+@pytest.mark.parametrize("point", some(["take", "taken"]))
+def test_killed_while_it_takes_weights(point, jobs, tmp_path):
+    with meeting_point() as server:
+        east = jobs("east", server.port, steps=400)
+        await_(lambda: east.made > 8, PATIENCE_S, "east's start")
+        west = jobs("west", server.port, fault=Fault(point, 2, "kill"), seed=1)
+        assert west.wait(PATIENCE_S) == -signal.SIGKILL
+        west.start()
+        run_on(east)
+        assert west.wait(PATIENCE_S) == 0
+        east.kill()
+    check(tmp_path, server.told)
+
+
+def at_end(first, *others):
+    assert [job.wait(PATIENCE_S) for job in (first, *others)] == [0] * (1 + len(others))
+
+
+@pytest.mark.parametrize("point", some(["give"]))
+def test_the_giver_is_killed(point, jobs, tmp_path):
+    """The new job enters with what another has, or ends with one line; the third goes on."""
+    with meeting_point() as server:
+        east = jobs("east", server.port, fault=Fault(point, 2, "kill"), steps=400)
+        north = jobs("north", server.port, steps=400, seed=2)
+        run_on(north)
+        west = jobs("west", server.port, seed=1)
+        assert east.wait(PATIENCE_S) == -signal.SIGKILL
+        if west.wait(PATIENCE_S):
+            west.start()  # as its launcher would
+            assert west.wait(PATIENCE_S) == 0
+        assert together(west) and not north.ended
+        north.kill()
+    check(tmp_path, server.told)
+
+
+STOPS = {
+    "between rounds": Fault("step", 9, "stop"),
+    "in the exchange": Fault("exchange", 3, "stop"),
+    "before it tells": Fault("done", 3, "stop"),
+    "when the round is committed": Fault("verdict", 3, "stop"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("when", some(STOPS))
+def test_stopped_for_longer_than_the_timeout(when, jobs, tmp_path):
+    with meeting_point() as server:
+        east, west = jobs("east", server.port, steps=400), jobs("west", server.port, fault=STOPS[when], seed=1)
+        await_(lambda: told(west, "fault"), PATIENCE_S, "the fault")
+        reached = east.made
+        await_(lambda: east.made > reached + 8, PATIENCE_S, "east's going on alone")
+        west.signal(signal.SIGCONT)
+        run_on(east)
+        assert west.wait(PATIENCE_S) == 0
+        east.kill()
+    check(tmp_path, server.told)
+
+
+LINKS = {
+    "reset": Fault("exchange", 3, "reset"),
+    "carries nothing for a while": Fault("exchange", 3, "hole"),
+    "is slow for a while": Fault("exchange", 3, "slow"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", some(LINKS, "reset"))
+def test_the_link(what, jobs, tmp_path):
+    with meeting_point() as server:
+        east, west = jobs("east", server.port), jobs("west", server.port, fault=LINKS[what], seed=1)
+        at_end(east, west)
+    assert together(east) >= 10
+    check(tmp_path, server.told)
+
+
+@pytest.mark.parametrize("what", some(["nan", "far"], "nan"))
+def test_wrong_values_do_not_reach_the_others(what, jobs, tmp_path):
+    with meeting_point() as server:
+        outer = f"min=1,limit=5,{OUTER}"
+        east = jobs("east", server.port, outer=outer, steps=80)
+        west = jobs("west", server.port, fault=Fault("step", 41, what), outer=outer, steps=80, seed=1)
+        at_end(east, west)
+    assert any("west is left out" in event for event in server.told)
+    assert all(loss == loss and loss < 10 for loss in told(east, "loss"))
+    assert told(west, "loss")[-1] < 10, "it goes on with the others' weights"
+    check(tmp_path, server.told)
+
+
+@pytest.mark.parametrize("away_s", some([0.2, TIMEOUT_S + 2], 0.2))
+@pytest.mark.parametrize("times", some([1, 2], 1))
+def test_the_meeting_point_is_killed_and_restarted(times, away_s, jobs, tmp_path):
+    events = []
+    with meeting_point() as server:
+        port = server.port
+        east, west = jobs("east", port, steps=300), jobs("west", port, steps=300, seed=1)
+        run_on(east)
+    events += server.told
+    for _ in range(times):
+        time.sleep(away_s)
+        with meeting_point(port) as server:
+            run_on(east, 3)
+            if _ == times - 1:
+                at_end(east, west)
+        events += server.told
+    check(tmp_path, events)
+
+
+@pytest.mark.parametrize("point", some(["go", "exchanged", "verdict"]))
+def test_the_meeting_point_is_killed_in_a_round(point, jobs, tmp_path):
+    """West stops there; the meeting point is another one when it goes on."""
+    with meeting_point() as server:
+        port, events = server.port, server.told
+        east, west = (jobs("east", port, steps=200),
+                      jobs("west", port, steps=200, fault=Fault(point, 4, "stop"), seed=1))
+        await_(lambda: told(west, "fault"), PATIENCE_S, "the fault")
+    with meeting_point(port) as server:
+        west.signal(signal.SIGCONT)
+        at_end(east, west)
+    assert together(west) > 10
+    check(tmp_path, [*events, *server.told])
+
+
+@pytest.mark.parametrize("what", some(["for good"]))
+def test_the_meeting_point_is_gone(what, jobs, tmp_path):
+    with meeting_point() as server:
+        east, west = jobs("east", server.port), jobs("west", server.port, seed=1)
+        run_on(east)
+    at_end(east, west)
+    assert "void" in told(east, "verdict")
+    check(tmp_path, server.told)
+
+
+@pytest.mark.parametrize("what", some(["late", "older checkpoint"]))
+def test_a_job_that_comes_later(what, jobs, tmp_path):
+    with meeting_point() as server:
+        east = jobs("east", server.port, steps=400)
+        west = jobs("west", server.port, steps=400, seed=1)
+        north = jobs("north", server.port, steps=14, save=7, seed=2) if what == "older checkpoint" else None
+        if north:
+            assert north.wait(PATIENCE_S) == 0
+        run_on(east, 4)
+        north = jobs("north", server.port, load=north is not None, seed=2)
+        assert north.wait(PATIENCE_S) == 0
+        assert together(north) > 10
+        east.kill(), west.kill()
+    check(tmp_path, server.told)
+
+
+@pytest.mark.parametrize("what", some(["full disk"]))
+def test_a_full_disk_while_it_saves(what, jobs, tmp_path):
+    """The job dies in its save, as without holmes; what its former checkpoint held is still there."""
+    with meeting_point() as server:
+        east = jobs("east", server.port, steps=400)
+        west = jobs("west", server.port, save=10, disk_bytes=100_000, seed=1)
+        assert west.wait(PATIENCE_S) not in (0, None)
+        back = jobs("west", server.port, load=True, seed=1)
+        assert back.wait(PATIENCE_S) == 0 and not east.ended
+        assert [line["step"] for line in back.lines if "step" in line][20] == 11  # after the checkpoint of step 10
+        east.kill()
+    check(tmp_path, server.told)
+
+
+@pytest.mark.parametrize("ahead_s", some([-5e5, 5e5]))
+def test_clocks_apart(ahead_s, jobs, tmp_path):
+    with meeting_point() as server:
+        east, west = jobs("east", server.port), jobs("west", server.port, ahead_s=ahead_s, seed=1)
+        at_end(east, west)
+    assert together(east) > 10
+    check(tmp_path, server.told)
+
+
+def test_no_process_or_thread_is_left():
+    names = {thread.name for thread in threading.enumerate()}
+    assert not {name for name in names if name.startswith("holmes")}

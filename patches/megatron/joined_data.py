@@ -1,0 +1,80 @@
+"""Joined jobs of Megatron-LM's and Megatron-DeepSpeed's training loop read different parts of one data set
+(--holmes-outer part=k/K).
+
+    build_train_valid_test_datasets    asks for K times as many samples: all jobs build the same index of them
+    build_pretraining_data_loader      sees samples k, k + K, k + 2 K, ... of it as its data set
+
+So whatever sampler the loader takes, and whatever the jobs' batch sizes are, no sample is read twice; consumed_samples
+stay the job's own. --train-samples (or iterations x batch) and --seed must be the jobs' same, for the same index.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.megatron.features import JOINED_LM_DATA, JOINED_MDS_DATA
+from holmes_ext.runtime.outer import training
+
+
+class Share:
+    """Samples k, k + K, ... of a map-style data set; all else is the data set's."""
+
+    def __init__(self, dataset: Any, k: int, parts: int):
+        self._dataset, self._k, self._parts = dataset, k, parts
+
+    def __len__(self) -> int:
+        return (len(self._dataset) - self._k + self._parts - 1) // self._parts
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self._dataset[self._k + index * self._parts]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a worker's copy asks before anything is set
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+def _enlarge(wrapped, instance, args, kwargs):
+    """build_train_valid_test_datasets(provider, ...); the provider is called with the numbers of samples."""
+    _, parts = training.part()
+
+    def call(build_train_valid_test_datasets_provider, *rest, **more):
+        def provider(numbers, *others, **named):
+            enlarged = [None if number is None else number * parts for number in numbers]
+            return build_train_valid_test_datasets_provider(type(numbers)(enlarged), *others, **named)
+
+        return wrapped(build_train_valid_test_datasets_provider if parts == 1 else provider, *rest, **more)
+
+    return call(*args, **kwargs)
+
+
+def _share_out(wrapped, instance, args, kwargs):
+    """build_pretraining_data_loader(dataset, consumed_samples); what is no map-style data set is the script's own."""
+    k, parts = training.part()
+
+    def call(dataset, *rest, **more):
+        if parts > 1 and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+            training.share()
+            dataset = Share(dataset, k, parts)
+        return wrapped(dataset, *rest, **more)
+
+    return call(*args, **kwargs)
+
+
+_DATASETS, _LOADER = "build_train_valid_test_datasets", "build_pretraining_data_loader"
+PATCHES = tuple(
+    patch
+    for feature, module, data in (
+        (JOINED_LM_DATA, "megatron.training.training", "megatron.training.datasets.data_samplers"),
+        (JOINED_MDS_DATA, "megatron.training", "megatron.data.data_samplers"),
+    )
+    for patch in (
+        Patch(feature, f"{module}:{_DATASETS}", "the jobs' parts together are the data set", _enlarge,
+              parameters=("build_train_valid_test_datasets_provider",)),
+        Patch(feature, f"{data}:{_LOADER}", "joined jobs read different parts of one data set", _share_out,
+              parameters=("dataset",)),
+    )
+)  # fmt: skip

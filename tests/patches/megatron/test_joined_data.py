@@ -1,0 +1,71 @@
+"""Joined jobs share out Megatron's data sets, whatever the sampler and the jobs' batch sizes."""
+
+import pickle
+from collections import Counter
+
+import pytest
+from joined_jobs import TOKEN
+
+from holmes_ext.options import Options
+from holmes_ext.patches.megatron import joined_data
+from holmes_ext.runtime.outer import training
+
+
+class Data(list):
+    split = "train"
+
+
+@pytest.fixture
+def job():
+    """Makes this process's job one that reads part k of K."""
+
+    def of(outer):
+        training.request(Options(join="east@127.0.0.1:1", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN})
+
+    yield of
+    training.end()
+
+
+def loader(dataset, consumed_samples, micro_batch=2, rank=0, ranks=1):
+    """Samples as MegatronPretrainingSampler hands them out: contiguous batches, after those that were consumed."""
+    places = range(consumed_samples, len(dataset))
+    size = micro_batch * ranks
+    return [dataset[i] for start in range(0, len(places) - size + 1, size)
+            for i in places[start + rank * micro_batch : start + (rank + 1) * micro_batch]]  # fmt: skip
+
+
+def read(dataset, outer, job, **sizes):
+    job(outer)
+    try:
+        return [sample for rank in range(sizes.get("ranks", 1))
+                for sample in joined_data._share_out(loader, None, (dataset, 0), {**sizes, "rank": rank})]  # fmt: skip
+    finally:
+        training.end()
+
+
+def test_jobs_of_different_batches_read_each_sample_once(job):
+    data = Data(range(48))
+    east = read(data, "part=0/2", job, micro_batch=3, ranks=2)
+    west = read(data, "part=1/2", job, micro_batch=2, ranks=4)
+    assert Counter(east + west) == Counter(data) and not set(east) & set(west)
+
+
+def test_a_part_looks_like_the_data_set():
+    share = joined_data.Share(Data(range(8)), 2, 3)
+    assert list(share) == [2, 5] == [pickle.loads(pickle.dumps(share))[i] for i in range(2)]
+    assert share.split == "train" and not hasattr(share, "collate")
+
+
+def test_all_jobs_build_an_index_of_all_parts(job):
+    job("part=1/3")
+    told = []
+    joined_data._enlarge(lambda provider, numbers: provider(numbers), None, (told.append, (100, None, 8)), {})
+    assert told == [(300, None, 24)]
+
+
+def test_without_parts_and_for_loaders_of_the_script_nothing_changes(job):
+    data, stream = Data(range(4)), iter(range(4))
+    assert joined_data._share_out(lambda one: one, None, (data,), {}) is data  # no joined job at all
+    job("part=0/2")
+    assert joined_data._share_out(lambda one: one, None, (None,), {}) is None
+    assert joined_data._share_out(lambda one: one, None, (stream,), {}) is stream
