@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import html
 import json
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.cli.show.page import page, table
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.joined import CLUSTERS, NODES, LabJob, await_, join_flags, meeting_point, start
 from holmes_ext.lab.lab import Lab
-from holmes_ext.report.pictures import inline, png
+from holmes_ext.report.page import heading, page, paragraphs, picture, table
+from holmes_ext.report.pictures import svg
 from holmes_ext.report.rounds import Life, losses_figure
 
 OUTER = "every=16,fragments=4,delay=1,timeout=10"
@@ -91,11 +90,11 @@ def _report(rows: list[list[str]], result: dict[str, Any]) -> str:
     """One HTML file: losses of all jobs over time, the table, what the meeting point said."""
     lives = [Life(one["job"], one["to"], one["seconds"], one["losses"], number == 1)
              for number, one in enumerate(result["jobs"])]
-    return page("holmes demo --joined", "<h1>Two jobs that train one model over 40 ms and 20 Mb/s</h1>",
-                inline(png(losses_figure(lives)), "losses over time"),
+    return page("holmes demo --joined", heading("Two jobs that train one model over 40 ms and 20 Mb/s", 1),
+                picture(svg(losses_figure(lives)), "losses over time"),
                 table([column.name for column in COLUMNS], rows),
-                f"<p>{result['rounds']} rounds, {result['rounds_of_both']} of them of both jobs.</p>",
-                *(f"<p>{html.escape(event)}</p>" for event in result["events"] if "commit" not in event))
+                paragraphs([f"{result['rounds']} rounds, {result['rounds_of_both']} of them of both jobs.",
+                            *(event for event in result["events"] if "commit" not in event)]))
 
 
 def _row(one: dict[str, Any]) -> list[str]:
