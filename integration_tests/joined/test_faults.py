@@ -81,7 +81,8 @@ def test_killed_and_back(when, jobs, tmp_path):
     with meeting_point() as server:
         east = jobs("east", server.port, steps=400)
         west = jobs("west", server.port, fault=DEATHS[when], ranks=ranks, seed=1)
-        assert west.wait(PATIENCE_S) == -signal.SIGKILL
+        assert west.wait(PATIENCE_S) != 0  # of the rank that is killed, or of one that misses it
+        assert -signal.SIGKILL in [process.exitcode for process in west.processes]
         reached = east.made
         await_(lambda: east.made > reached + 8, PATIENCE_S, "east's going on alone")
         west.start()  # its second life has no fault

@@ -264,7 +264,7 @@ class Rounds:
         known = self.known[donor, life]
         why = take(
             self.state,
-            numbers,
+            dict(zip(numbers, verdict["versions"])),
             self.owned,
             known.owned,
             self.inside.rank,

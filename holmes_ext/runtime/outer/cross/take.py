@@ -1,10 +1,11 @@
 """A job that is new, late or older takes fragments from another one: each rank from those that exchange the same
 elements there.
 
-    taker   {"fragment": 2, "start": a, "stop": b}            on a line of its own to the donor's rank (links.reach)
+    taker   {"fragment": 2, "version": 57, "start": a, "stop": b}      on a line of its own to the donor's rank
     donor   {"version": 57, "anchor": bytes, "momentum": bytes}, then these bytes
 
-The donor trains on meanwhile: it answers from a thread, from its host memory. Should it step the fragment in between,
+The donor trains on meanwhile: it answers from a thread, from its host memory, once it has that version: the meeting
+point may have told the taker of a commit before the donor has heard of it. Should it step the fragment in between,
 the ranks of the taker see different versions, and ask again.
 """
 
@@ -26,6 +27,8 @@ from holmes_ext.runtime.outer.state import Fragment, OuterState
 #: How often a fragment is asked for again, because it was stepped in between.
 _TRIES = 5
 _ASKED_S = 600.0
+#: Seconds between two looks at whether the version that was asked for is there.
+_LOOK_S = 0.02
 
 
 def give(state: OuterState, line: Line) -> None:
@@ -33,6 +36,9 @@ def give(state: OuterState, line: Line) -> None:
     while True:
         asked = line.receive(_ASKED_S)
         fragment = state.fragments[int(asked["fragment"])]
+        until = time.monotonic() + state.settings.timeout / 2
+        while fragment.promised < int(asked["version"]) and time.monotonic() < until:
+            time.sleep(_LOOK_S)
         version, anchor, momentum = state.copy_of(fragment, int(asked["start"]), int(asked["stop"]))
         data = [_bytes(one) for one in (anchor, momentum) if one is not None]
         line.send({"version": version, "anchor": len(data[0]), "momentum": len(data[1]) if len(data) > 1 else 0})
@@ -43,7 +49,7 @@ def give(state: OuterState, line: Line) -> None:
 
 def take(
     state: OuterState,
-    numbers: Sequence[int],
+    wanted: Mapping[int, int],
     mine: Sequence[Owned],
     theirs: Sequence[Owned],
     rank: int,
@@ -52,19 +58,19 @@ def take(
     token: str,
     patience_s: float,
 ) -> str:
-    """Fragments `numbers` from the ranks of the donor, on all ranks of this job. "" when all is well, else why not:
-    nothing has changed then.
+    """Fragments (`wanted`: with the versions that they have there) from the ranks of the donor, on all ranks of this
+    job. "" when all is well, else why not: nothing has changed then.
 
     mine, theirs: owners of this position in both jobs; peers: the donor's ranks.
     """
-    for number in numbers:
+    for number, least in wanted.items():
         fragment = state.fragments[number]
         for _ in range(_TRIES):
             anchor, told = torch.empty_like(fragment.anchor), dict[str, Any]()
             momentum = None if fragment.momentum is None else torch.empty_like(fragment.momentum)
             try:
                 told["versions"] = sorted(
-                    _fetch(fragment, number, anchor, momentum, mine, theirs, rank, peers, token, patience_s)
+                    _fetch(fragment, number, least, anchor, momentum, mine, theirs, rank, peers, token, patience_s)
                 )
             except (OSError, HolmesError) as error:
                 told["why"] = str(error) or type(error).__name__
@@ -83,6 +89,7 @@ def take(
 def _fetch(
     fragment: Fragment,
     number: int,
+    least: int,
     anchor: torch.Tensor,
     momentum: torch.Tensor | None,
     mine: Sequence[Owned],
@@ -106,7 +113,7 @@ def _fetch(
         try:
             for piece in wanted:
                 place = fragment.places(piece.start, piece.stop)
-                line.send({"fragment": number, "start": piece.start, "stop": piece.stop})
+                line.send({"fragment": number, "version": least, "start": piece.start, "stop": piece.stop})
                 told = line.receive(patience_s)
                 versions.add(int(told["version"]))
                 _read(line, _bytes(anchor[place]), told["anchor"], patience_s)

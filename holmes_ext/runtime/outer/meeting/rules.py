@@ -307,7 +307,8 @@ class Meeting:
         return None not in (mine[1], theirs[1]) and mine[1] != theirs[1] and donor.order < member.order
 
     def _take(self, donor: Member, fragments: list[int]) -> Reply:
-        told = {"from": donor.name, "life": donor.life, "fragments": fragments}
+        told: Reply = {"from": donor.name, "life": donor.life, "fragments": fragments}
+        told["versions"] = [donor.fragments[number][0] for number in fragments]
         return {"verdict": "behind", "round": self.number, **told}
 
     def _member(self, name: str) -> Member:

@@ -94,7 +94,8 @@ def test_a_late_job_is_waited_for_until_its_timeout_and_takes_the_weights_when_i
     assert run.done("east", 1)["verdict"] == "commit"
     assert run.ready("east", 2)["members"] == {"east": 1.0}  # not waited for a second time
     run.done("east", 2)
-    assert run.ready("west", 1) == {"verdict": "behind", "round": 2, "from": "east", "life": "1", "fragments": [0, 1]}
+    found = {"verdict": "behind", "round": 2, "from": "east", "life": "1", "fragments": [0, 1], "versions": [1, 2]}
+    assert run.ready("west", 1) == found
     run.fragments["west"] = [list(one) for one in run.fragments["east"]]
     assert run.ready("east", 3) is None  # waited for again
     assert set(run.ready("west", 3)["members"]) == {"east", "west"}
@@ -240,7 +241,8 @@ def test_jobs_that_differ_are_told_in_what():
 def test_other_initial_weights_are_taken_from_the_first_job():
     run = Run("east")
     run.hello("west", fragments=((0, 7), (0, 8)))
-    assert run.enter("west") == {"verdict": "behind", "round": 0, "from": "east", "life": "1", "fragments": [1]}
+    found = {"verdict": "behind", "round": 0, "from": "east", "life": "1", "fragments": [1], "versions": [0]}
+    assert run.enter("west") == found
 
 
 def test_the_same_version_with_other_bits_is_taken_from_the_first_job():
@@ -306,7 +308,8 @@ def test_a_commit_that_one_job_did_not_hear_of_is_made_up_for():
     new.hello("east", entered=True, round=0, peers=["west"])
     new.hello("west", entered=True, round=1, peers=["east"])
     assert new.done("east", 1)["verdict"] == "void"
-    assert new.ready("east", 2) == {"verdict": "behind", "round": 1, "from": "west", "life": "1", "fragments": [0]}
+    found = {"verdict": "behind", "round": 1, "from": "west", "life": "1", "fragments": [0], "versions": [1]}
+    assert new.ready("east", 2) == found
 
 
 def test_all_jobs_resumed_from_an_older_checkpoint_go_on_from_there():
@@ -329,7 +332,8 @@ def test_a_job_resumed_from_an_older_checkpoint_takes_what_the_others_have():
     run.meeting.gone("west", "1", "closed", run.now)
     run.fragments["west"] = [[1, 1001], [2, 1002]]
     run.hello("west", life="2")
-    assert run.enter("west") == {"verdict": "behind", "round": 3, "from": "east", "life": "1", "fragments": [0]}
+    found = {"verdict": "behind", "round": 3, "from": "east", "life": "1", "fragments": [0], "versions": [3]}
+    assert run.enter("west") == found
 
 
 def test_a_job_behind_in_numbers_alone_skips_to_the_round_that_runs():
