@@ -1,6 +1,6 @@
 """Stages on link matrices: DT-FM's five cases of 64 GPUs (arXiv 2206.01288), its own search beside ours.
 
-    python benchmarks/placement.py --json FILE [--dtfm FOLDER --seeds 0,1,2]
+    python benchmarks/placement.py --json FILE [--dtfm FOLDER --seeds 0,1,2 --trials 4900]
 
 By DT-FM's objective (8 stages of 8 GPUs, every two GPUs a link of their own): the slowest stage's data-parallel group
 + 2 x the pipeline's path, each edge the worst link of the best matching. Ours: plan/spread.py with that objective. The
@@ -206,11 +206,11 @@ def simulated(outcome: Outcome, groups: list[list[int]], matrix: Matrix) -> floa
     return timed(outcome, outcome.candidate(outcome.pricing(one.shape), arrangement, one.split)).simulated_s
 
 
-def theirs(folder: Path, case: int, seed: int) -> dict:
+def theirs(folder: Path, case: int, seed: int, trials: int) -> dict:
     """What DT-FM's search found, in a process of its own unless it was kept."""
     kept = folder / f"theirs_{case}_{seed}.json"
     if not kept.exists() or not kept.read_text():
-        command = [sys.executable, THEIRS, folder, str(case), str(seed)]
+        command = [sys.executable, THEIRS, folder, case, seed, trials]
         kept.write_text(subprocess.run(list(map(str, command)), check=True, text=True, capture_output=True).stdout)
     return json.loads(kept.read_text())
 
@@ -222,14 +222,14 @@ def check(folder: Path, case: int, groups: list[list[int]]) -> float:
     return json.loads(run.stdout)["cost"]
 
 
-def measure(name: str, folder: Path | None, seeds: list[int]) -> list[Row]:
+def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> list[Row]:
     spec = load_spec(examples() / "clusters" / f"{name}.toml")
     site, links, case = site_from_spec(spec), Links.of_spec(spec), CASES[name]
     matrix = Matrix.of(site, spec.clusters[0].accelerator.link_bps if site.processes > 1 else 0.0)
     begin = time.process_time()
     stages, cost = spread(matrix.units, STAGES, matrix.cost, TRIES)
     seconds = time.process_time() - begin
-    least, their = matrix.least(), [theirs(folder, case, seed) for seed in seeds] if folder else []
+    least, their = matrix.least(), [theirs(folder, case, seed, trials) for seed in seeds] if folder else []
     place = [index for index, count in enumerate(matrix.units) for _ in range(count)]
     free = {index: [gpu for gpu, own in enumerate(place) if own == index] for index in set(place)}
     ours = [[free[index].pop() for index in stage] for stage in stages]
@@ -244,6 +244,7 @@ def measure(name: str, folder: Path | None, seeds: list[int]) -> list[Row]:
         costs, times = [one["cost"] for one in their], [one["cpu_seconds"] for one in their]
         row("DT-FM's objective: DT-FM", costs, "s")
         row("seconds: DT-FM", times, "s")
+        row("trials: DT-FM (its own number is 4900)", [one["trials"] for one in their], "")
         row("DT-FM's objective: ours", [cost], "s", f"<= {min(costs)}")
         limit = f"<= {min([min(times) / 10, 1.0])}"
     else:
@@ -266,10 +267,11 @@ def measure(name: str, folder: Path | None, seeds: list[int]) -> list[Row]:
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--dtfm", type=Path, metavar="FOLDER", help="DT-FM's scheduler.py and config.py")
+    arguments.add_argument("--trials", type=int, default=4900, help="of DT-FM's search")
     arguments.add_argument("--seeds", default="0", metavar="N,...", help="of DT-FM's search")
     given, rows = arguments.parse_args(), []
     for name in chosen(given.scenes, CASES):
-        rows += measure(name, given.dtfm, [int(seed) for seed in given.seeds.split(",")])
+        rows += measure(name, given.dtfm, [int(seed) for seed in given.seeds.split(",")], given.trials)
         tell(f"{name}: done")
     return finish(rows, given.json, "stages of 64 GPUs on DT-FM's link matrices")
 

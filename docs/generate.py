@@ -46,6 +46,8 @@ from tables import table  # noqa: E402
 _BLOCK = re.compile(r"(<!-- generated: (\w+)(?: ([^>]+?))? -->\n)(.*?)(<!-- /generated -->)", re.DOTALL)
 _RUN = re.compile(r"(<!-- run(?:: (slow))? -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /run -->)", re.DOTALL)
 _LAB = re.compile(r"(<!-- lab -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /lab -->)", re.DOTALL)
+#: Progress bars, and warnings of frameworks.
+_NOISE = re.compile(r"%\||Warning: |\[WARNING\]|^\[transformers\]|^\s+warnings\.warn\(|site-packages/| Tip: |^-+$")
 #: How long a search took here, which no page says.
 _TOOK = re.compile(r"^(\d+ shapes, .*), [\d.]+ s$")
 #: Characters of a line of a command's output; a longer one is cut, and ends in dots.
@@ -239,17 +241,18 @@ def renewed(text: str, slow: bool = True) -> str:
 
 def in_lab(text: str, folder: Path) -> Iterator[tuple[str, str, str]]:
     """(command, what the page says that it prints, what it prints) of a page's blocks, run in turn in a folder that has
-    the examples; HolmesError's and others' output too. AssertionError where one fails."""
+    the examples; without progress bars. AssertionError where one fails."""
     for name in ("examples", "integration_tests"):
         (folder / name).symlink_to(ROOT / name)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    env = {**os.environ, "PATH": path, "COLUMNS": str(_COLUMNS), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PATH": path, "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
     for found in _LAB.finditer(text):
         command = textwrap.dedent(found[2])
         done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], cwd=folder, env=env, text=True,
                               timeout=300, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert done.returncode == 0, f"{command}{done.stdout}"
-        yield command, textwrap.dedent(found[3]), _cut(done.stdout)
+        lines = [line for line in done.stdout.replace(f"{folder}/", "").splitlines() if not _NOISE.search(line)]
+        yield command, textwrap.dedent(found[3]), _cut(re.sub(r"\n\n+", "\n\n", "\n".join(lines)))
 
 
 def write_lab(pages: list[str]) -> None:

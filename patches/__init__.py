@@ -21,6 +21,7 @@ _MODULES = {
         "p2p", "edges", "narrow", "reduce", "two_level", "partition", "checkpoints", "joined", "profile", "telemetry",
     ),
     "lightning": ("ranks",),
+    "transformers": ("joined_data",),
     "megatron": (
         "megatron_deepspeed", "unused", "core", "reduce.reduction", "reduce.gather", "reduce.tied", "p2p", "slices",
         "edges", "experts", "joined", "joined_data", "profile", "megatron_lm", "telemetry",

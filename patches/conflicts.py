@@ -18,6 +18,12 @@ _FOUND = (
         "`import deepspeed` ends with ImportError: it needs what torch 2.4 took out of torch.distributed.elastic",
         "pip install 'deepspeed>=0.14.4'",
     ),
+    (
+        "deepspeed>=0.18.9,<0.19", "torch>=2.13",
+        "ZeRO 1 and 2 end in their first step with RuntimeError (Output 0 of Split is a view and is being modified"
+        " inplace), found on CPUs; without ZeRO it trains",
+        "pip install 'deepspeed<0.18.9' or 'deepspeed>=0.19'",
+    ),
 )  # fmt: skip
 #: Whose own requirements are looked at: those that holmes patches.
 _STATED_BY = ("deepspeed", "megatron-core")

@@ -49,7 +49,7 @@ def add_parser(subparsers: Any) -> None:
                         help="steps of each run, the first 3 not measured (default 12)")
     parser.add_argument("--output", default="report.html", metavar="FILE",
                         help="the page with table and pictures (default report.html)")
-    parser.add_argument("--timeline", metavar="OUT.svg", help="one step of stock and of holmes, as a picture alone")
+    parser.add_argument("--timeline", metavar="OUT.svg", help="one step of each run, as a picture alone")
     parser.add_argument("--joined", action="store_true",
                         help="two jobs that train one model over 40 ms and 20 Mb/s, one of them killed and back")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -65,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as directory:
         variants, series = _measure(args, Path(directory), screen)
         result = _result(series)
-        save(args.output, _report(variants, series, result, Path(directory)), "the report")
+        traces = {one.name: pictures.load_traces(Path(directory) / one.name) for one in variants}
+        save(args.output, _report(variants, series, result, traces), "the report")
         if args.timeline:
-            both = {name: pictures.load_traces(Path(directory) / name) for name in ("stock", "holmes")}
-            save(args.timeline, pictures.svg_file(pictures.timeline_figure(both)), "the picture")
+            save(args.timeline, pictures.svg_file(pictures.timeline_figure(traces)), "the picture")
     screen.table([Column(name, right=name != "run") for name in HEAD], _rows(series), title=
                  f"holmes: {result['ratio_to_stock']:.2f} x stock, {result['ratio_to_bound']:.2f} x all-RDMA;"
                  f" losses differ by {result['max_loss_difference']:.0e}\n")
@@ -133,8 +133,10 @@ def _rows(series: dict[str, Series]) -> list[list[str]]:
     return rows
 
 
-def _report(variants: list[Variant], series: dict[str, Series], result: dict[str, Any], traces: Path) -> str:
-    """report.html: table and pictures in one file."""
+def _report(
+    variants: list[Variant], series: dict[str, Series], result: dict[str, Any], traces: dict[str, list[dict[str, Any]]]
+) -> str:
+    """report.html: table and pictures in one file. traces: of the ranks of each run."""
     panels = []
     for variant in variants:
         site = site_from_spec(variant.spec)
@@ -142,7 +144,7 @@ def _report(variants: list[Variant], series: dict[str, Series], result: dict[str
         nodes = build_plan(site).nodes if variant.name == "holmes" else variant.order
         panels.append((variant.name, site, nodes, variant.name == "holmes"))
     placement = pictures.svg(pictures.placement_figure(panels, Sizes(pipeline=2).complete(4)))
-    timeline = pictures.svg(pictures.timeline_figure({v.name: pictures.load_traces(traces / v.name) for v in variants}))
+    timeline = pictures.svg(pictures.timeline_figure(traces))
     said = next((line for line in series["holmes"].lines if line.startswith("holmes:")), "")
     about = (
         "4 emulated nodes, DeepSpeed's pipeline engine, pipeline 2 x data 2, 6.15 M parameters, real text. Times are"

@@ -24,7 +24,8 @@ class Life:
     @property
     def ends(self) -> list[float]:
         """When each step ended, on the clock of `end`: the last one then."""
-        return [self.end - later for later in accumulate([0.0, *self.steps[:0:-1]])][::-1]
+        waits = accumulate([0.0, *self.steps[:0:-1]]) if self.steps else ()
+        return [self.end - later for later in waits][::-1]
 
 
 def losses_figure(lives: Sequence[Life]) -> Any:

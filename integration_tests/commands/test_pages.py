@@ -17,6 +17,7 @@ NEEDS = {"trainer.md": "transformers", "lightning.md": "lightning"}
 
 def kinds(text):
     """Of each line its first three words, without numbers: times, ranks and nodes differ from run to run."""
+    text = re.sub(r"\d{8}-\d{6}-\w+|\S+/\S+", "#", text)  # runs, paths
     lines = (re.sub(r"\d[\d.]*", "#", line).split() for line in text.splitlines() if line.strip(" \u2500"))
     return {" ".join(re.sub(r"^[ab]#$", "NODE", word) for word in words[:3]) for words in lines if words[0] != "..."}
 

@@ -5,6 +5,7 @@ import os
 import deepspeed
 import torch
 from deepspeed.runtime.zero import stage_1_and_2
+from packaging.version import Version
 
 
 def prepare() -> None:
@@ -18,4 +19,9 @@ def prepare() -> None:
         type(accelerator).Stream = staticmethod(lambda device: None)
     if not stage_1_and_2.split_half_float_double([torch.zeros(1)]):  # it looks for "torch.cpu.FloatTensor", in vain
         stage_1_and_2.split_half_float_double = lambda tensors: [tensors]
+    if Version("0.18.9") <= Version(deepspeed.__version__.partition("+")[0]) < Version("0.19"):
+        # Its flat weights, made of parameters where there is much memory, ask for gradients, and torch 2.13 lets nobody
+        # gather into them: ZeRO 1 and 2 end in their first step, with or without holmes (`holmes doctor` says so).
+        optimizer = stage_1_and_2.DeepSpeedZeroOptimizer
+        optimizer.flatten_dense_tensors_aligned = torch.no_grad()(optimizer.flatten_dense_tensors_aligned)
     deepspeed.utils.logger.setLevel(100)

@@ -35,7 +35,8 @@ def attach(name, port, outer):
     registry.enable(["joined-deepspeed"], required=True)
 
 
-def rank_of(rank, ranks, stage, dtype, job, name, port, steps=9, outer=OUTER, save=None, load=None):
+def rank_of(rank, ranks, stage, dtype, job, name, port, steps=9, outer=OUTER, save=None, load=None,
+            sgd=False):
     """One rank; all weights after so many real steps. dtype: "fp32", "bf16" or "fp16", which skips its first steps."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_SIZE="1")
     attach(name, port, outer)
@@ -60,8 +61,8 @@ def rank_of(rank, ranks, stage, dtype, job, name, port, steps=9, outer=OUTER, sa
         "bf16": {"enabled": dtype == "bf16"},
         "fp16": {"enabled": dtype == "fp16", "initial_scale_power": 24, "hysteresis": 1},
     }  # fmt: skip
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), config=config)
+    optimizer = (torch.optim.SGD if sgd else torch.optim.AdamW)(model.parameters(), lr=0.01)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     if load:
         engine.load_checkpoint(load)
     while (step := engine.global_steps - engine.skipped_steps) < steps:
@@ -106,9 +107,8 @@ def expected():
 
 
 @pytest.mark.parametrize("east, west", [
-    pytest.param((2, 0, "fp32"), (1, 0, "fp32"), marks=full), ((2, 1, "fp32"), (1, 2, "fp32")),
-    pytest.param((2, 2, "fp32"), (1, 1, "fp32"), marks=full), ((2, 3, "fp32"), (1, 3, "fp32")),
-    pytest.param((3, 3, "fp32"), (2, 1, "fp32"), marks=full),
+    ((2, 3, "fp32"), (1, 2, "fp32")), *(pytest.param((ranks, one, "fp32"), (more, other, "fp32"), marks=full)
+    for ranks, one, more, other in ((2, 0, 1, 0), (2, 1, 1, 2), (2, 2, 1, 1), (2, 3, 1, 3), (4, 3, 2, 1))),
 ])  # fmt: skip
 def test_every_stage_is_what_plain_torch_is(east, west, expected):
     found = run({"east": east, "west": west})
@@ -127,10 +127,33 @@ def test_sixteen_bits_and_steps_that_are_skipped(stages, dtype, expected):
 
 
 @full
-def test_outer_state_comes_with_the_checkpoint(tmp_path):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_outer_state_comes_with_the_checkpoint(stage, tmp_path):
     """Both jobs stop after step 7, with a sum under way, and go on: the same weights as without the stop."""
-    jobs = {"east": (2, 2, "fp32"), "west": (1, 1, "fp32")}
+    jobs = {"east": (2, stage, "fp32"), "west": (1, 1, "fp32")}
     straight = run(jobs, steps=12)
     run(jobs, steps=7, each={name: {"save": (str(tmp_path / name), 7)} for name in jobs})
     resumed = run(jobs, steps=12, each={name: {"load": str(tmp_path / name)} for name in jobs})
     assert resumed == straight
+
+
+def plain_sgd(steps):
+    """All weights of one synchronous job, which reads what both jobs read."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(steps):
+        inputs, labels = (torch.cat(both) for both in zip(batch(0, step), batch(1, step)))
+        optimizer.zero_grad()
+        (model(inputs) - labels).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@full
+@pytest.mark.parametrize("stages", [(1, 2), (3, 0)])
+def test_averaging_after_each_step_is_one_synchronous_job(stages):
+    """Plain SGD: the mean of the jobs' weights is a step of the mean of their gradients."""
+    outer = "min=2,algorithm=average,every=1,fragments=1,delay=0,compress=off,weight=equal"
+    found = run({"east": (2, stages[0], "fp32"), "west": (2, stages[1], "fp32")}, outer=outer, steps=6, sgd=True)
+    for one in (rank for ranks in found.values() for rank in ranks):
+        torch.testing.assert_close(torch.tensor(one), plain_sgd(6), rtol=1e-3, atol=1e-5)

@@ -1,11 +1,16 @@
 """Partitions on DeepSpeed's real engine over two emulated clusters: the stages are the plan's, the losses stay."""
 
+from importlib.metadata import version
+
 import pytest
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from integration_tests.jobs import STEPS, losses, same, some, stages_of, train
+
+#: Of losses: deepspeed 0.18.9's own differ by 5e-6 from one partition to another (stock and under holmes alike).
+CLOSE = 1e-5 if version("deepspeed").startswith("0.18.") else 1e-6
 
 MODEL = """version = 1
 layers = 4
@@ -46,14 +51,14 @@ def test_slower_gpus_get_fewer_layers_and_the_loss_stays(two_clusters, tmp_path,
     text = planned(two_clusters, tmp_path / "log", *flags)
     assert f"{partition} stages of 3+1 layers" in text
     assert stages_of(text) == (5, 3)
-    assert same(losses(tmp_path / "log"), uniform)
+    assert same(losses(tmp_path / "log"), uniform, CLOSE)
 
 
 @pytest.mark.parametrize("method", some(["uniform", "parameters", "type:Embedding"], "parameters"))
 def test_whatever_method_the_script_chose(two_clusters, tmp_path, uniform, method):
     text = planned(two_clusters, tmp_path / "log", "--holmes-partition", "1,3", "--partition-method", method)
     assert stages_of(text) == (3, 5)
-    assert same(losses(tmp_path / "log"), uniform)
+    assert same(losses(tmp_path / "log"), uniform, CLOSE)
 
 
 def test_a_plan_file_with_tied_layers_and_recomputation(two_clusters, tmp_path):
@@ -62,7 +67,7 @@ def test_a_plan_file_with_tied_layers_and_recomputation(two_clusters, tmp_path):
     planned(two_clusters, tmp_path / "stock", *more)
     text = planned(two_clusters, tmp_path / "planned", *more, "--holmes-plan", str(tmp_path / "plan.json"))
     assert stages_of(text) == (5, 3)
-    assert same(losses(tmp_path / "planned"), losses(tmp_path / "stock"))
+    assert same(losses(tmp_path / "planned"), losses(tmp_path / "stock"), CLOSE)
 
 
 @pytest.mark.parametrize("partition, parts", [

@@ -206,14 +206,14 @@ def _watch(tell: Callable[..., None]) -> None:
     training.telemetry.outer_round = lambda told: tell(
         round=told["round"], verdict=told["verdict"], why=told["why"], jobs=told["jobs"], exposed=told["exposed"])
 
-    def after(wrapped, state, fragment, *rest):
+    def after(name, wrapped, state, fragment, *rest):
         wrapped(state, fragment, *rest)
-        tell(anchor=state.fragments.index(fragment), version=fragment.version,
+        tell(anchor=state.fragments.index(fragment), version=fragment.version, how=name,
              sum=fragment.checksum(state.weights.position))  # fmt: skip
 
     for name in ("apply", "replace"):
         wrapped = getattr(OuterState, name)
-        setattr(OuterState, name, lambda *args, wrapped=wrapped: after(wrapped, *args))
+        setattr(OuterState, name, lambda *args, name=name, wrapped=wrapped: after(name, wrapped, *args))
 
 
 def _shift_clocks(seconds: float) -> None:
@@ -269,8 +269,12 @@ def _do(what: str, model: torch.nn.Module) -> None:
 
 
 def check(place: Path, events: list[str]) -> dict[str, int]:
-    """All jobs have the same bits of the same version of a fragment; every round that a job began has an end there,
-    unless the job died in it; every committed round was applied, or its result taken. Returns counts."""
+    """All jobs have the same bits of the same version of a fragment; rounds of a job are in order; every committed
+    round was applied by its members, or they died in it. Returns counts.
+
+    What a job made in a round alone is its own: at a meeting point that is new, or while all others are gone, it does
+    not know of versions that are the same number to others.
+    """
     sums: dict[tuple[int, int], dict[str, int]] = defaultdict(dict)
     applied: dict[str, set[int]] = defaultdict(set)
     counts: dict[str, int] = defaultdict(int)
@@ -279,17 +283,20 @@ def check(place: Path, events: list[str]) -> dict[str, int]:
         name, life = first.name.split(".")[:2]
         ranks = [read(file) for file in sorted(place.glob(f"{name}.{life}.*.jsonl"))]
         deaths[name] += not any("end" in line for line in ranks[0])
-        for line in ranks[0]:
-            counts[line["verdict"] if "verdict" in line else "other"] += 1
+        for verdict in (line["verdict"] for line in ranks[0] if "verdict" in line):
+            counts[verdict] += 1
         changes = [[line for line in lines if "anchor" in line] for lines in ranks]
+        others = {line["round"] for line in ranks[0] if "verdict" in line and len(line["jobs"]) > 1}
         for together in zip(*changes):  # the ranks' shares add up to the job's
             (key,) = {(line["anchor"], line["version"]) for line in together}
-            sums[key][f"{name}.{life}"] = sum(line["sum"] for line in together) % 2**64
             applied[name].add(key[1])
-        if rounds := [line["round"] for line in ranks[0] if "verdict" in line]:
-            assert rounds == sorted(set(rounds)), f"{name}: rounds out of order: {rounds}"
-    for key, found in sums.items():
-        assert len(set(found.values())) == 1, f"fragment {key[0]}, version {key[1]}: different bits: {found}"
+            if together[0]["how"] == "replace" or key[1] in others:
+                sums[key][f"{name}.{life}"] = sum(line["sum"] for line in together) % 2**64
+        rounds = [line["round"] for line in ranks[0] if "verdict" in line]
+        assert rounds == sorted(set(rounds)), f"{name}: rounds out of order: {rounds}"
+    for (fragment, version), found in sums.items():
+        counts["states compared"] += len(found)
+        assert len(set(found.values())) == 1, f"fragment {fragment}, version {version}: different bits: {found}"
     for event in events:
         if commit := re.search(r"round (\d+): commit \((.*)\)", event):
             number = int(commit[1])

@@ -53,12 +53,15 @@ def soak(place: Path, seconds: float, seed: int) -> int:
             events += server.told
             print(f"{time.monotonic() - begin:6.0f} s  the meeting point is restarted", flush=True)
         with meeting_point(port) as server:  # quiet at the end: all three make rounds together
-            for job in jobs:
-                if job.ended:
+
+            def all_three() -> bool:
+                for job in jobs:
                     job.fault = None
-                    job.start()
-            await_(lambda: any(all(job.name in line for job in jobs) for line in server.told if "commit" in line),
-                   PATIENCE_S, "a round of all three")
+                    if job.ended:
+                        job.start()
+                return any(all(job.name in line for job in jobs) for line in server.told if "commit" in line)
+
+            await_(all_three, PATIENCE_S, "a round of all three")
             for job in jobs:
                 job.kill()
         events += server.told

@@ -33,10 +33,11 @@ def start(name, ranks, command, port, outer, log):
 
 
 def run(directory: Path, east, west, outer):
-    """Losses and norms of both jobs; ranks and commands of each."""
+    """Losses of both jobs; ranks and command of each; outer: of both, or of each."""
+    outers = (outer, outer) if isinstance(outer, str) else outer
     with meeting_point() as server:
-        jobs = [start(name, *one, server.port, outer, directory / f"{name}.json")
-                for name, one in (("east", east), ("west", west))]
+        jobs = [start(name, *one, server.port, text, directory / f"{name}.json")
+                for name, one, text in (("east", east, outers[0]), ("west", west, outers[1]))]
         try:
             status = [job.wait(240) for job in jobs]
         finally:

@@ -39,8 +39,8 @@ mode = "none"
 [debug]
 seed = 1
 """
-#: A cache for each node: ranks that make the same data set in one place at once disturb each other.
-LAUNCH = ("HF_HOME=cache$NODE_RANK exec"
+#: A cache for each node of each run: ranks that make the same data set in one place at once disturb each other.
+LAUNCH = ("HF_HOME=$(mktemp -d -p .) exec"
           f" {sys.executable} -m torch.distributed.run --nproc-per-node 1 --nnodes 4 --node-rank $NODE_RANK"
           " --master-addr $MASTER_ADDR --master-port $MASTER_PORT -m torchtitan.train --job.config_file config.toml")
 HSDP = "--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree 2"

@@ -162,6 +162,7 @@ def _written(engine: Any) -> None:
     if kind in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
         optimizer.update_lp_params()
     elif kind == "DeepSpeedZeroOptimizer_Stage3":
+        optimizer._partition_all_parameters()  # what is whole is not gathered again: step() does the same
         for group in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
         if kept := optimizer.persistent_parameters:

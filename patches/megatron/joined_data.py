@@ -10,31 +10,10 @@ stay the job's own. --train-samples (or iterations x batch) and --seed must be t
 
 from __future__ import annotations
 
-from typing import Any
-
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron.features import JOINED_LM_DATA, JOINED_MDS_DATA
 from holmes_ext.runtime.outer import training
-
-
-class Share:
-    """Samples k, k + K, ... of a map-style data set; all else is the data set's."""
-
-    def __init__(self, dataset: Any, k: int, parts: int):
-        self._dataset, self._k, self._parts = dataset, k, parts
-
-    def __len__(self) -> int:
-        return (len(self._dataset) - self._k + self._parts - 1) // self._parts
-
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        return self._dataset[self._k + index * self._parts]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # a worker's copy asks before anything is set
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
+from holmes_ext.runtime.outer.data import part_of
 
 
 def _enlarge(wrapped, instance, args, kwargs):
@@ -52,14 +31,10 @@ def _enlarge(wrapped, instance, args, kwargs):
 
 
 def _share_out(wrapped, instance, args, kwargs):
-    """build_pretraining_data_loader(dataset, consumed_samples); what is no map-style data set is the script's own."""
-    k, parts = training.part()
+    """build_pretraining_data_loader(dataset, consumed_samples)."""
 
     def call(dataset, *rest, **more):
-        if parts > 1 and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-            training.share()
-            dataset = Share(dataset, k, parts)
-        return wrapped(dataset, *rest, **more)
+        return wrapped(part_of(dataset), *rest, **more)
 
     return call(*args, **kwargs)
 

@@ -19,6 +19,8 @@ def stated(monkeypatch):
     ({"deepspeed": "0.14.3", "torch": "2.4.0"}, ["deepspeed 0.14.3 with torch 2.4.0"]),
     ({"deepspeed": "0.14.4", "torch": "2.13.0+cpu"}, []),
     ({"deepspeed": "0.14.3", "torch": "2.3.1"}, []),
+    ({"deepspeed": "0.18.9", "torch": "2.13.0+cpu"}, ["deepspeed 0.18.9 with torch 2.13.0+cpu"]),
+    ({"deepspeed": "0.18.3", "torch": "2.13.0+cpu"}, []),
     ({"megatron-core": "0.16.1", "torch": "2.5.1"}, ["megatron-core 0.16.1 with torch 2.5.1"]),
     ({"megatron-core": "0.16.1", "torch": "2.13.0", "numpy": "1.0"}, []),
     ({"torch": "2.5.1"}, []),

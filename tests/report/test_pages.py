@@ -18,6 +18,7 @@ from holmes_ext.lab.compare import Series, Variant, all_rdma
 from holmes_ext.lab.process.ranks import interleave
 from holmes_ext.lab.samples import examples
 from holmes_ext.report.page import command, heading, page, picture, table
+from holmes_ext.report.pictures import load_traces
 
 CLUSTERS = examples() / "clusters"
 MODEL = str(examples() / "models" / "deepspeed_demo.toml")
@@ -38,7 +39,8 @@ def of_the_demo(folder):
     said = ["holmes: 2 clusters: a (2 nodes, ib) -> b (2 nodes, roce); world size 4, ranks renumbered; patched: ranks"]
     sent = {node: {"eth0": 1e6, "ib0": 4e6} for node in order}
     series = {one.name: Series(one.name, steps=[[0.9, 1.0]], losses=[3.4], sent=sent, lines=said) for one in variants}
-    return demo._report(variants, series, demo._result(series), folder)
+    traces = {one.name: load_traces(folder / one.name) for one in variants}
+    return demo._report(variants, series, demo._result(series), traces)
 
 
 @pytest.fixture(scope="module")

@@ -123,24 +123,25 @@ class Ground:
         return fabric.kind, fabric.rate_bps, fabric.latency_s
 
     @cached_property
-    def ways(self) -> tuple[float, float, float, float]:
-        """Where the network between clusters is not flat. Bits/s: of the best link; of the worst of those that no chain
-        over all clusters is without; into the cluster that gets least over all its links. Seconds: the least latency.
-        """
+    def ways(self) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...], float]:
+        """Where the network between clusters is not flat. Bits/s: of the links of their spanning tree of the best ones,
+        descending; for 1, 2, ... others, into each cluster from so many over its best links, descending. Seconds: the
+        least latency."""
         names, every = self.site.clusters, range(len(self.ranks))
         pairs = [(a, b) for a in every for b in every if a != b]
         slow = [pair for pair in pairs if self.fabric(pair).name == ETHERNET]
         hops = {pair: self.wan.hops(*(names[index] for index in pair)) if pair in slow else () for pair in pairs}
         rate = {pair: min((hop.rate_bps for hop in own), default=inf) for pair, own in hops.items()}
-        joined, narrowest = {0}, inf
-        while len(joined) < len(every):  # the spanning tree of the best links (Prim 1957)
+        joined, tree = {0}, []
+        while len(joined) < len(every):  # Prim 1957
             one, two = max((pair for pair in rate if pair[0] in joined and pair[1] not in joined), key=rate.__getitem__)
             joined.add(two)
-            narrowest = min(narrowest, rate[one, two])
-        into = [sum(rate[a, b] for a in every if a != b) for b in every]
-        into = [min(bps, self.wan.uplink_of.get(name, inf)) if bps < inf else inf for bps, name in zip(into, names)]
+            tree.append(rate[one, two])
+        links = [sorted((rate[a, b] for a in every if a != b), reverse=True) for b in every]
+        into = [[min(sum(own[:count]), self.wan.uplink_of.get(name, inf)) for own, name in zip(links, names)]
+                for count in every[1:]]
         latency_s = min(sum(hop.latency_s for hop in own) for own in hops.values())
-        return max(rate.values()), narrowest, min(into), latency_s
+        return tuple(sorted(tree, reverse=True)), tuple(tuple(sorted(own, reverse=True)) for own in into), latency_s
 
     def _between_alike(self, one: int, two: int) -> bool:
         """Whether all ways between clusters stay as they are when these two change places."""

@@ -103,21 +103,29 @@ class Pricing:
         return ground.remember(("edge", size, self._slices(ground.site.fabric_by_name[ETHERNET]), with_latency), least)
 
     def least_crossing_s(self) -> float:
-        """Seconds of a step that no arrangement beats, of what crosses clusters of equal size where the network between
-        them is not flat; 0 where nothing is known. Either the pipeline passes all of them, or stages are shared by
-        some, and the pipeline passes from these to others, or all share every stage and reduce together."""
+        """Seconds of a step that no arrangement of whole clusters beats, of what crosses clusters of equal size where
+        the network between them is not flat; 0 where nothing is known.
+
+        Groups of g clusters share stages. The pipeline passes from group to group in g chains, and chains over all
+        clusters use as many links as a forest of g trees, whose worst link is at best that of the spanning tree without
+        its g - 1 worst ones. Once all micro-batches have passed, gradients are summed: the group that holds most layers
+        at least its share, each of its clusters a whole sum (or a flat ring's half), over g - 1 links."""
         ground, shape, size = self.ground, self.shape, self.stage_ranks
         count, ranks = len(ground.ranks), ground.ranks[0]
-        if not ground.wan or shape.pipeline == 1 or len(set(ground.ranks)) > 1 or size % ranks and ranks % size:
+        if not ground.wan or len(set(ground.ranks)) > 1 or size % ranks and ranks % size:
             return 0.0
-        best_bps, narrow_bps, into_bps, latency_s = ground.ways
+        tree, into, latency_s = ground.ways
         latency_s *= not self.hides  # under what computes
         every_bit = 8 * shape.micro_batches * self.block.activation_bytes / shape.tensor  # as much as slices leave
-        chains: list[tuple[float, float]] = [(size, narrow_bps) if size <= ranks else (ranks, best_bps)]
-        chains += [(size / together, best_bps) for together in range(2, count) if count % together == 0]
         reduced = sum(self.portion.reduced_bytes) + (self.portion.blocks - 1) * self.portion.reduced_bytes[1]
-        together_s = 8 * shape.tensor * reduced * (0.5 if shape.zero else 1.0) / into_bps
-        return min([together_s, *(shape.micro_batches * latency_s + flows * every_bit / bps for flows, bps in chains)])
+        summed = 0.0 if self.model.experts else 8 * shape.tensor * reduced * (1 - 1 / self.shards)
+        found = []
+        for together in (n for n in range(max(1, size // ranks), count + 1) if count % n == 0):
+            seconds = summed * together / count / into[together - 2][together - 1] if together > 1 else 0.0
+            if together < count:
+                seconds += shape.micro_batches * latency_s + size / together * every_bit / tree[count - together - 1]
+            found.append(seconds)
+        return min(found)
 
     def tied_s(self, arrangement: Arrangement) -> float:
         """All-reduce of the tied embedding's gradient between the first and the last stage."""

@@ -7,7 +7,8 @@ can, or the time is over.
                                                                        closed form and moves of single blocks give
 
 The least bound is looked at first. Where an arrangement has one split only (no pipeline, or chunks) its simulation
-settles it; else its bound stays in the certificate. Where that takes more than ALONE_S, two processes share the work.
+settles it; else its bound stays in the certificate. Where the network between clusters is not flat it ends after
+PATIENCE of them that were no better, as in search.py. Where that takes more than ALONE_S, two processes share the work.
 """
 
 from __future__ import annotations
@@ -25,17 +26,19 @@ from multiprocessing import get_context
 from typing import Any
 
 from holmes_ext.plan.search.arrangement import Arrangement, arrangements
-from holmes_ext.plan.search.bounds import Bounds, ideal_s
+from holmes_ext.plan.search.bounds import Bounds
 from holmes_ext.plan.search.least import Least
 from holmes_ext.plan.search.partition import improved
 from holmes_ext.plan.search.ranking import execution_of, job_of, passes, under_way
 from holmes_ext.plan.search.result import EQUAL, Candidate, Certificate, Outcome
-from holmes_ext.plan.search.search import allowed, full_to_empty, partitioned
-from holmes_ext.plan.search.space import Shape, shapes
+from holmes_ext.plan.search.search import GAIN, allowed, full_to_empty, partitioned
+from holmes_ext.plan.search.space import Shape
 from holmes_ext.plan.simulate.fold import folded_s
 
 #: Seconds that one process works before another is started, and processes at most.
 ALONE_S, PROCESSES = 2.0, 2
+#: Where the network between clusters is not flat: items after which nothing better is expected (search.py's PATIENCE).
+PATIENCE = 12
 #: Passes up to which a step is simulated; moves of a block that are simulated where the first split comes so near.
 WORK, MOVES, NEAR = 200_000, 30, 1.02
 #: Told from time to time: what is done and left, the best step so far, the gap of the certificate.
@@ -144,7 +147,8 @@ class _Proof:
     def __init__(self, outcome: Outcome, seconds: float, progress: Progress | None):
         self.outcome, self.progress, self.begin = outcome, progress, time.monotonic()
         self.end = self.begin + seconds
-        self.best, self.left_s, self.interrupted, self.done = outcome.best.simulated_s, inf, False, 0
+        self.best, self.left_s, self.interrupted = outcome.best.simulated_s, inf, False
+        self.done = self.improved = 0
         self.number = itertools.count()
         self.heap: list[tuple[float, int, Item]] = []
         self.known = {(one.shape, one.arrangement, one.split) for one in outcome.candidates if one.simulated_s}
@@ -154,14 +158,14 @@ class _Proof:
 
     def go(self) -> None:
         outcome, work = self.outcome, Judge(self.outcome)
-        for shape in shapes(outcome.ground, outcome.model, outcome.global_batch, outcome.limits):
-            ideal = ideal_s(outcome.ground, outcome.pricing(shape))
+        for shape, ideal in outcome.ideals.items():
             if ideal < self.best * (1 - EQUAL):
                 self._push(ideal, shape)
         several = min(PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-        while time.monotonic() < self.end:
+        patience = PATIENCE if outcome.ground.wan else inf
+        while time.monotonic() < self.end and self.done - self.improved < patience:
             if several > 1 and self.pool is None and time.monotonic() > self.begin + ALONE_S:
-                bare = replace(outcome, candidates=[], unseen=[])
+                bare = replace(outcome, candidates=[], unseen=[], ideals={})
                 self.pool = ProcessPoolExecutor(several, get_context("spawn"), _begin, (bare,))
             if self.pool is None:
                 if not (given := next(self._next(), None)):
@@ -199,8 +203,9 @@ class _Proof:
             self._push(bound, item)
         self.left_s = min(self.left_s, left_s)
         self.more += candidates
-        self.best = min([self.best, *(one.simulated_s for one in candidates)])
         self.done += 1
+        best = min([self.best, *(one.simulated_s for one in candidates)])
+        self.best, self.improved = best, self.done if best < self.best * (1 - GAIN) else self.improved
         if self.progress:
             self.progress(self.done, len(self.heap) + len(self.current), self.best, 1 - self._bound_s() / self.best)
 

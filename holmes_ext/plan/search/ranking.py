@@ -32,6 +32,8 @@ from holmes_ext.plan.spread import Stages, spread
 #: and backward, of all stages) of all of them together.
 SHOWN, COUNT = 10, 30
 WORK = 60_000
+#: Passes that one counts as where the network between clusters is not flat.
+UNEVEN = 4
 #: Shapes whose nodes are spread over stages, and orders of stages looked at for each.
 SPREAD, SPREAD_TRIES = 2, 1500
 
@@ -109,7 +111,7 @@ def rank(outcome: Outcome, count: int = COUNT) -> Outcome:
     for index, one in enumerate(outcome.candidates):
         if len(seen) == count or (len(seen) >= SHOWN and one.formula_s >= best):
             break  # the closed form seldom says more than the simulation
-        work = passes(one, outcome.model.layers)
+        work = passes(one, outcome.model.layers) * (UNEVEN if outcome.ground.wan else 1)
         if one.shape in seen or work > left:
             continue
         left -= work

@@ -73,7 +73,8 @@ class Certificate:
 
 @dataclass
 class Outcome:
-    """candidates: the fastest first. unseen: shapes that were not expanded, with their bounds. misfits: arrangements
+    """candidates: the fastest first. unseen: shapes that were not expanded, with their bounds;
+    ideals: of every shape that fits, seconds that no arrangement of it beats. misfits: arrangements
     that no memory holds. left_s: the least bound of what was not worked out. formula: certificate of the closed form;
     simulated: of simulated steps, None before plan/search/ranking.py's rank. yours: the layout that the user gave.
     framework_overlap: of reductions, as stock does it ("off", "first": of the first stage, "on"); reducing: the same of
@@ -87,6 +88,7 @@ class Outcome:
     overlap: bool
     candidates: list[Candidate] = field(default_factory=list)
     unseen: list[tuple[float, Shape]] = field(default_factory=list)
+    ideals: dict[Shape, float] = field(default_factory=dict)
     formula: Certificate = Certificate(1.0, 0.0)
     simulated: Certificate | None = None
     shapes: int = 0

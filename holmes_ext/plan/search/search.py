@@ -122,6 +122,7 @@ class _Run:
                 pricing = self.outcome.pricing(shape)
                 ideal = max(ideal_s(outcome.ground, pricing), pricing.least_crossing_s())
                 if ideal < inf:
+                    outcome.ideals[shape] = ideal
                     self._push(ideal, shape)
                     if shape.virtual == 1 and shape.pipeline > 1:
                         first[shape.pipeline] = min(first.get(shape.pipeline, (inf, shape)), (ideal, shape))

@@ -33,6 +33,7 @@ class Flows:
         self.slices = slices
         self.wan = links.site(pipelines.site).wan
         self.gradient_bytes: dict[int, float] = {}  # of each stage
+        self._rounds: dict[Hashable, tuple[Fabric, float, Uses]] = {}
         self.hops: dict[Hashable, float] = {}  # bits/s of what lies between clusters, as far as it is used
 
     def capacity(self, fabric: Fabric) -> float:
@@ -118,16 +119,24 @@ class Flows:
         messages, share = (part * value for value in ring(groups.ranks))
         if len(groups.members) == 1:
             return Transfer(parties, self._inside(groups.members, share * total), channel=channel)
-        fabric = self.pipelines.fabric(tuple(groups.members))
+        fabric, longer_s, uses = self._round(groups)
         curve = self.links.of(fabric).ring
         fixed = messages * sum(curve.fixed_s(size / groups.ranks) + self.message_s for size in sizes)
-        longer = [self._longer_s(fabric, pair) for pair, times in groups.crossed.items() for _ in range(times)]
-        longer += [0.0] * (groups.ranks - len(longer))
-        fixed += len(sizes) * 2 * part * (sum(longer) - min(longer))
-        crossed = {pair: times * groups.count for pair, times in groups.crossed.items()}
-        uses = self._uses(fabric, groups.alike, groups.alike, groups.count * len(groups.members), crossed)
+        fixed += len(sizes) * 2 * part * longer_s
         across = len(groups.clusters) > 1
         return Transfer(parties, fixed, share * 8 * total, curve.rate_bps, uses, channel, across=across)
+
+    def _round(self, groups: DataGroups) -> tuple[Fabric, float, Uses]:
+        """Of a ring: the fabric, the seconds that its ways between clusters add once round, and what it shares."""
+        key = groups.stage, groups.kinds, tuple(groups.members), tuple(groups.crossed.items())  # shards have such, too
+        if key not in self._rounds:
+            fabric = self.pipelines.fabric(tuple(groups.members))
+            longer = [self._longer_s(fabric, pair) for pair, times in groups.crossed.items() for _ in range(times)]
+            longer += [0.0] * (groups.ranks - len(longer))
+            crossed = {pair: times * groups.count for pair, times in groups.crossed.items()}
+            uses = self._uses(fabric, groups.alike, groups.alike, groups.count * len(groups.members), crossed)
+            self._rounds[key] = fabric, sum(longer) - min(longer), uses
+        return self._rounds[key]
 
     def two_levels(
         self, groups: DataGroups, sizes: Sequence[float], direct: bool, most: int, tag: tuple[Hashable, ...]

@@ -31,6 +31,7 @@ from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.runtime.start import handout
 from holmes_ext.runtime.start.launcher import Process
+from holmes_ext.runtime.start.store import awaited
 from holmes_ext.words import some_of
 
 #: What rank 0 makes of all reports: the verdict's content.
@@ -108,31 +109,19 @@ def _await_verdict(store: Any, process: Process, packed: bytes, timeout_s: float
     """Report in the round that is under way, or in the next where the one found is over; None when none came."""
     # Longer than rank 0, which may itself use up the time and then says who was missing.
     deadline = time.monotonic() + timeout_s + 15
-    if not _wait(store, _ROUND, deadline - time.monotonic()):
-        return None
-    while (left := deadline - time.monotonic()) > 0:
-        prefix = f"holmes/{int(store.get(_ROUND))}"
+    while (left := deadline - time.monotonic()) > 0 and (number := awaited(store, _ROUND, left)):
+        prefix = f"holmes/{int(number)}"
         verdict = f"{prefix}/verdict"
         if store.check([verdict]):
-            if not _wait(store, f"{prefix}/over", min(left, _LEFTOVER_SECONDS)):
+            if not awaited(store, f"{prefix}/over", min(left, _LEFTOVER_SECONDS)):
                 given_up = store.get(verdict)
                 if given_up != _OVER and "error" in (said := _unpack(given_up)):
                     return said
             continue
         store.set(f"{prefix}/report/{process.rank}", packed)
-        if not _wait(store, verdict, left):
-            return None
-        if (said := store.get(verdict)) != _OVER:
-            return _unpack(said)
+        if (told := awaited(store, verdict, left)) != _OVER:
+            return _unpack(told) if told else None
     return None
-
-
-def _wait(store: Any, key: str, seconds: float) -> bool:
-    try:
-        store.wait([key], timedelta(seconds=seconds))
-        return True
-    except RuntimeError:
-        return store.check([key])  # raises when the store is gone
 
 
 def _pack(document: dict[str, Any]) -> bytes:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from holmes_ext.runtime.start.store import awaited
+
 #: How long ranks wait for their node's local rank 0, which itself waits for the same verdict, in seconds.
-NEIGHBOUR_SECONDS = 5.0
+NEIGHBOUR_SECONDS = 30.0
 #: Descriptors that neighbours may still read.
 _kept: list[int] = []
 
@@ -57,8 +58,7 @@ def _in_memory(document: bytes) -> int:
 def _from_neighbour(store: Any, key: str) -> bytes:
     """Empty where there is none to read."""
     try:
-        store.wait([key], timedelta(seconds=NEIGHBOUR_SECONDS))
-        pid, fd = map(int, store.get(key).split())
+        pid, fd = map(int, awaited(store, key, NEIGHBOUR_SECONDS).split())
         return Path(f"/proc/{pid}/fd/{fd}").read_bytes()
-    except (RuntimeError, OSError):  # not told in time; of another process namespace or user
+    except (ValueError, OSError):  # not told in time; of another process namespace or user
         return b""

@@ -8,7 +8,7 @@ from joined_jobs import TOKEN
 
 from holmes_ext.options import Options
 from holmes_ext.patches.megatron import joined_data
-from holmes_ext.runtime.outer import training
+from holmes_ext.runtime.outer import data, training
 
 
 class Data(list):
@@ -44,14 +44,14 @@ def read(dataset, outer, job, **sizes):
 
 
 def test_jobs_of_different_batches_read_each_sample_once(job):
-    data = Data(range(48))
-    east = read(data, "part=0/2", job, micro_batch=3, ranks=2)
-    west = read(data, "part=1/2", job, micro_batch=2, ranks=4)
-    assert Counter(east + west) == Counter(data) and not set(east) & set(west)
+    whole = Data(range(48))
+    east = read(whole, "part=0/2", job, micro_batch=3, ranks=2)
+    west = read(whole, "part=1/2", job, micro_batch=2, ranks=4)
+    assert Counter(east + west) == Counter(whole) and not set(east) & set(west)
 
 
 def test_a_part_looks_like_the_data_set():
-    share = joined_data.Share(Data(range(8)), 2, 3)
+    share = data.Share(Data(range(8)), 2, 3)
     assert list(share) == [2, 5] == [pickle.loads(pickle.dumps(share))[i] for i in range(2)]
     assert share.split == "train" and not hasattr(share, "collate")
 
@@ -64,8 +64,8 @@ def test_all_jobs_build_an_index_of_all_parts(job):
 
 
 def test_without_parts_and_for_loaders_of_the_script_nothing_changes(job):
-    data, stream = Data(range(4)), iter(range(4))
-    assert joined_data._share_out(lambda one: one, None, (data,), {}) is data  # no joined job at all
+    whole, stream = Data(range(4)), iter(range(4))
+    assert joined_data._share_out(lambda one: one, None, (whole,), {}) is whole  # no joined job at all
     job("part=0/2")
     assert joined_data._share_out(lambda one: one, None, (None,), {}) is None
     assert joined_data._share_out(lambda one: one, None, (stream,), {}) is stream

@@ -60,7 +60,8 @@ def test_no_simulated_step_is_below_the_bound(seed):
             bounds = Bounds(pricing.costs(arrangement, outcome.overlap))
             ways = [price.way for price in pricing.stages(arrangement)]
             run = execution_of(outcome, shape, (), ways, bounds.ahead() if bounds.costs.hidden is not None else ())
-            least = max(ideal_s(outcome.ground, pricing), Least(pricing, arrangement, bounds, run).seconds())
+            least = max(ideal_s(outcome.ground, pricing), pricing.least_crossing_s(),
+                        Least(pricing, arrangement, bounds, run).seconds())
             layers = outcome.model.layers
             for split in splits(pick, layers, shape.pipeline) if shape.virtual == 1 else [bounds.bound()[1]]:
                 step = folded_s(job_of(outcome, outcome.candidate(pricing, arrangement, split)))

@@ -1,8 +1,11 @@
 """plan/simulate/fold.py: a step whose middle repeats takes what the whole simulation says."""
 
+from dataclasses import replace
+
 import clusters
 import pytest
 
+from holmes_ext.cluster.wan import Between, Wan
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.simulate import fold
 from holmes_ext.plan.simulate.execution import Execution
@@ -40,6 +43,22 @@ def test_few_micro_batches_are_simulated_where_the_middle_repeats(sizes, executi
     monkeypatch.setattr(JobStep, "simulation", lambda self, count: simulated.append(count) or simulation(self, count))
     folded_s(job(sizes, execution, micro_batches, "1Gb/s"))
     assert max(simulated) < micro_batches
+
+
+def test_kinds_of_pipelines_without_a_common_link_have_a_pace_of_their_own(monkeypatch):
+    """Two pipelines over two links, one of which is slower than what computes; they meet when gradients are reduced."""
+    names = ("a", "b", "c", "d")
+    site = clusters.site(*(f"{name} ib 10Gb/s {name}0" for name in names), ethernet="10Gb/s", processes=1)
+    rates = {("a", "c"): 2 * 10**7}
+    pairs = [(one, two) for one in names for two in names if one < two]
+    site = replace(site, wan=Wan((), tuple(Between(pair, rates.get(pair, 10**10), 1e-3) for pair in pairs)))
+    model = Model(layers=8, hidden=256, heads=4, sequence=128, vocabulary=256, micro_batches=120, tied=False,
+                  gpu=Gpu(2e11))
+    one = JobStep(site, ["a0", "b0", "c0", "d0"], Sizes(pipeline=2), model, Execution("deepspeed", in_flight=(4, 1)))
+    assert [*map(sorted, one.apart())] == [[0], [1]]
+    whole, simulated, simulation = one.step().step_s, [], JobStep.simulation
+    monkeypatch.setattr(JobStep, "simulation", lambda *given: simulated.append(given[1]) or simulation(*given))
+    assert folded_s(one) == pytest.approx(whole, rel=1e-9) and max(simulated) < 120
 
 
 def test_what_does_not_repeat_is_simulated_whole(monkeypatch):

@@ -33,7 +33,7 @@ def script(model, optimizer, job, rank, ranks, steps, after=lambda step: None):
         after(step)
 
 
-def rank_of(rank, ranks, kind, job, name, port, outer, steps, seed=3):
+def rank_of(rank, ranks, kind, job, name, port, outer, steps, seed=3, sgd=False):
     """One rank; all weights after the last step."""
     training.request(Options(join=f"{name}@127.0.0.1:{port}", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN})
     joined.attach()
@@ -47,7 +47,7 @@ def rank_of(rank, ranks, kind, job, name, port, outer, steps, seed=3):
         mesh = init_device_mesh("cpu", (ranks,))
         for layer in (model[0], model[2], model[4], model):
             fully_shard(layer, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = (torch.optim.SGD if sgd else torch.optim.AdamW)(model.parameters(), lr=0.01)
     script(model, optimizer, job, rank, ranks, steps)
     training.end()
     joined.detach()
@@ -55,13 +55,13 @@ def rank_of(rank, ranks, kind, job, name, port, outer, steps, seed=3):
     return torch.cat(found).tolist()
 
 
-def run(kinds, outer, steps=12, **more):
+def run(kinds, outer, steps=12, seed=3, sgd=False):
     """{name: [of each rank]} of jobs named by `kinds`, {name: (kind, ranks)}."""
     outer = f"min={len(kinds)},{outer}"
     with meeting_point() as server:
         return in_threads({
             name: lambda k=k, name=name, kind=kind, ranks=ranks: run_ranks(
-                rank_of, ranks, ranks, kind, k, name, server.port, outer, steps, **more)
+                rank_of, ranks, ranks, kind, k, name, server.port, outer, steps, seed, sgd)
             for k, (name, (kind, ranks)) in enumerate(kinds.items())})  # fmt: skip
 
 
@@ -79,6 +79,22 @@ def test_the_same_weights_whatever_the_jobs_are_made_of(kinds, expected):
     for name, ranks in found.items():
         for one in ranks:
             torch.testing.assert_close(torch.tensor(one), torch.tensor(expected[name][0]), rtol=1e-4, atol=2e-6)
+
+
+def test_averaging_after_each_step_is_one_synchronous_job():
+    """Plain SGD: the mean of the jobs' weights is a step of the mean of their gradients."""
+    found = run({"east": ("ddp", 2), "west": ("fsdp2", 2)},
+                "algorithm=average,every=1,fragments=1,delay=0,compress=off,weight=equal", 6, sgd=True)
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(6):
+        inputs, labels = (torch.cat(both) for both in zip(batch(0, step), batch(1, step)))
+        optimizer.zero_grad()
+        (model(inputs) - labels).square().mean().backward()
+        optimizer.step()
+    wanted = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for one in (rank for ranks in found.values() for rank in ranks):
+        torch.testing.assert_close(torch.tensor(one), wanted, rtol=1e-4, atol=2e-6)
 
 
 def test_ranks_that_hold_different_weights_are_refused():

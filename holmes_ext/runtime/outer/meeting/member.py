@@ -20,7 +20,8 @@ class Member:
     what. fragments: of its anchors.
 
     state: "waiting" (for others, at its start), "in", "late" (not waited for until it is heard again), "gone".
-    expected_from: the first round in which it is waited for.
+    expected_from: the first round in which it is waited for; awaits: the round whose end it waits for, to take what it
+    is behind.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Member:
     heard: float
     state: str = "waiting"
     expected_from: int = 0
+    awaits: int | None = None
     rounds: int = 0
     missed: int = 0
     lag_s: float = 0.0

@@ -44,9 +44,8 @@ class Meeting:
         self.members: dict[str, Member] = {}
         self.rounds: dict[int, MeetingRound] = {}
         self.number = 0
-        self.awaited: dict[
-            str, float
-        ] = {}  # after a restart: jobs that others know of, and until when they are waited for
+        # After a restart: jobs that others know of, and until when they are waited for.
+        self.awaited: dict[str, float] = {}
         self.usual: dict[int, list[float]] = {}
         self.events: list[str] = []
         self.started = now
@@ -67,11 +66,9 @@ class Meeting:
                 )
             return None
         for other in self.members.values():
-            if (
-                other.name != new.name
-                and other.state != "gone"
-                and (text := difference(new.agreed, other.agreed, other.name))
-            ):
+            if other.name == new.name or other.state == "gone":
+                continue
+            if text := difference(new.agreed, other.agreed, other.name):
                 raise HolmesError(f"job {new.name!r} cannot join: it differs from job {other.name!r} in {text}")
         if document.get("entered"):  # it lost the connection, or the meeting point was restarted
             new.state = "in"
@@ -138,10 +135,9 @@ class Meeting:
         member.state = "in"
         known = self.rounds.get(number)
         if known is None or name not in known.ready:
-            behind = self._behind(member)
-            if behind or number < self.number or (known is not None and (known.attempt or known.outcome)):
-                member.expected_from = self.number + 1
-                return behind or {"verdict": "skip", "round": self.number}
+            late = number < self.number or (known is not None and bool(known.attempt or known.outcome))
+            if member.awaits is not None or late or self._behind(member):
+                return self._catch_up(member, number, now)
             if known is None:
                 known = self.rounds[number] = MeetingRound(number, now)
                 self.number = number
@@ -150,7 +146,24 @@ class Meeting:
             member.lag_s = now - known.opened
         if not known.attempt and not known.outcome:
             self._decide(known, now)
-        return self._verdict(known, name)
+        return self._verdict(known, name, now)
+
+    def _catch_up(self, member: Member, number: int, now: float) -> Reply | None:
+        """What a job takes that is behind, at its round `number`: once the round has ended that is under way without
+        it. Taken before, that round's fragment would be old again by then, and the job behind for ever."""
+        if member.awaits is None:
+            member.awaits, member.expected_from = self.number, max(self.number, number) + 1
+        under_way = self.rounds.get(member.awaits)
+        if under_way is not None and not self._over(under_way, now):
+            return None
+        ended, member.awaits = member.awaits, None
+        return {**(self._behind(member) or {"verdict": "skip"}), "round": ended}
+
+    def _over(self, known: MeetingRound, now: float) -> bool:
+        """Whether a round has ended, or nobody is left to end it."""
+        members = [self.members[name] for name in known.ready]
+        patience_s = 2 * max(member.timeout_s for member in members)
+        return bool(known.outcome) or all(m.state == "gone" for m in members) or now > known.opened + patience_s
 
     def due(self, number: int) -> float:
         """When the round waits no longer for those who are late."""
@@ -175,7 +188,7 @@ class Meeting:
             )
         if known.outcome or name not in known.members:
             return self._lost(known)
-        return self._verdict(known, name) if int(report["attempt"]) != known.attempt else None
+        return self._verdict(known, name, now) if int(report["attempt"]) != known.attempt else None
 
     def _lost(self, known: MeetingRound) -> Reply:
         return {"verdict": "void", "round": known.number, "why": known.why or "the round went on without this job"}
@@ -253,11 +266,11 @@ class Meeting:
         who = ", ".join(f"{name} {share:.2f}" for name, share in known.members.items())
         self.events.append(f"round {known.number}: {outcome}" + (f" ({who})" if outcome == "commit" else f": {why}"))
 
-    def _verdict(self, known: MeetingRound, name: str) -> Reply | None:
+    def _verdict(self, known: MeetingRound, name: str, now: float) -> Reply | None:
         if known.outcome == "void":
             return {"verdict": "void", "round": known.number, "why": known.why, "left_out": known.left_out}
         if name in known.behind:
-            return self._take(self.members[known.reference], [int(known.ready[name]["fragment"])])
+            return self._catch_up(self.members[name], known.number, now)
         if known.attempt and name not in known.members:
             return {"verdict": "skip", "round": known.number}
         if not known.attempt:
@@ -294,13 +307,8 @@ class Meeting:
         return None not in (mine[1], theirs[1]) and mine[1] != theirs[1] and donor.order < member.order
 
     def _take(self, donor: Member, fragments: list[int]) -> Reply:
-        return {
-            "verdict": "behind",
-            "round": self.number,
-            "from": donor.name,
-            "life": donor.life,
-            "fragments": fragments,
-        }
+        told = {"from": donor.name, "life": donor.life, "fragments": fragments}
+        return {"verdict": "behind", "round": self.number, **told}
 
     def _member(self, name: str) -> Member:
         member = self.members.get(name)

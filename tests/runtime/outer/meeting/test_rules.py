@@ -247,8 +247,41 @@ def test_the_same_version_with_other_bits_is_taken_from_the_first_job():
     run = Run("east", "west")
     run.fragments["west"][0] = [0, 9]
     assert run.ready("east", 1) is None
+    assert run.ready("west", 1) is None  # until the round has ended that is open
+    assert run.ready("east", 1)["members"] == {"east": 1.0}
+    run.done("east", 1)
+    assert run.ready("west", 1)["fragments"] == [0]
+
+
+def test_a_job_that_is_behind_takes_all_once_the_round_without_it_has_ended():
+    """Taken before, that round's fragment would be old again when it is taken, and so for ever."""
+    run = Run("east", "north", "west")
+    run.whole_round(1, "east", "north", "west")
+    run.fragments["west"][0] = [0, 7]  # as if it had not heard of it
+    assert run.ready("east", 2) is None
+    assert run.ready("west", 2) is None
+    assert run.ready("north", 2)["verdict"] == "go" and run.ready("east", 2)["verdict"] == "go"
+    assert run.ready("west", 2) is None
+    for job in ("east", "north", "east"):
+        run.done(job, 2)
+    found = run.ready("west", 2)
+    assert (found["verdict"], found["round"], found["fragments"]) == ("behind", 2, [0, 1])
+    run.fragments["west"] = [list(one) for one in run.fragments[found["from"]]]
+    assert run.ready("north", 3) is None and run.ready("east", 3) is None  # it is waited for
+    assert set(run.ready("west", 3)["members"]) == {"east", "north", "west"}
+
+
+def test_a_job_that_is_behind_does_not_wait_for_a_round_that_nobody_ends():
+    run = Run("east", "west")
+    run.fragments["west"][0] = [0, 9]
+    assert run.ready("east", 1) is None and run.ready("west", 1) is None
+    run.now += 2 * TIMEOUT + 1
     assert run.ready("west", 1)["verdict"] == "behind"
-    run.fragments["west"][0] = [0, 7]
+    run = Run("east", "west")
+    run.fragments["west"][0] = [0, 9]
+    assert run.ready("east", 1) is None and run.ready("west", 1) is None
+    run.meeting.gone("east", "1", "closed", run.now)
+    assert run.ready("west", 1)["verdict"] == "skip"
 
 
 def test_a_restarted_meeting_point_learns_from_its_jobs():

@@ -1,0 +1,34 @@
+"""The link between two joined jobs falls silent and comes back, in the lab: both train on alone, then together."""
+
+import re
+
+from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.lab.joined import CLUSTERS, NODES, await_, join_flags, meeting_point, start
+from holmes_ext.lab.lab import Lab
+from integration_tests.jobs import full
+
+OUTER = "every=8,fragments=4,delay=1,timeout=5"
+
+
+@full
+def test_a_cut_link_comes_back(tmp_path):
+    with Lab(parse_spec(CLUSTERS, "cluster.toml")) as lab, meeting_point(lab) as (where, events):
+        jobs = {name: start(lab, name, nodes, join_flags(name, where, OUTER), 400, seed, tmp_path / f"{name}.jsonl")
+                for seed, (name, nodes) in enumerate(NODES.items(), 1)}
+
+        def of_both():
+            return sum(bool(re.search(r"commit \(.*east.*west|commit \(.*west.*east", line)) for line in events)
+
+        await_(lambda: of_both() >= 3, 200, "rounds of both")
+        for node in NODES["west"]:
+            lab.set_silent(node, "eth0", True)
+        before = {name: len(job.steps()) for name, job in jobs.items()}
+        for name, job in jobs.items():
+            await_(lambda job=job, name=name: len(job.steps()) >= before[name] + 15, 100, f"{name}'s going on alone")
+        alone = of_both()
+        for node in NODES["west"]:
+            lab.set_silent(node, "eth0", False)
+        await_(lambda: of_both() >= alone + 3, 100, "rounds of both again")
+        for job in jobs.values():
+            job.job.kill()
+    assert any("job west is gone" in line or "without job west" in line for line in events), events
