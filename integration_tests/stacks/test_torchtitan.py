@@ -28,7 +28,7 @@ local_batch_size = 2
 seq_len = 32
 steps = 4
 dataset = "c4_test"
-dataset_path = "text"
+dataset_path = "corpus"
 mixed_precision_param = "float32"
 [lr_scheduler]
 warmup_steps = 2
@@ -39,7 +39,8 @@ mode = "none"
 [debug]
 seed = 1
 """
-#: A cache for each node of each run: ranks that make the same data set in one place at once disturb each other.
+#: A cache for each node of each run: ranks that make the same data set in one place at once disturb each other. (A data
+#: set "text" would be a loader of `datasets` that takes all files of the folder, those caches among them.)
 LAUNCH = ("HF_HOME=$(mktemp -d -p .) exec"
           f" {sys.executable} -m torch.distributed.run --nproc-per-node 1 --nnodes 4 --node-rank $NODE_RANK"
           " --master-addr $MASTER_ADDR --master-port $MASTER_PORT -m torchtitan.train --job.config_file config.toml")
@@ -54,7 +55,7 @@ def folder(tmp_path_factory):
     """Its configuration, a byte-level tokenizer and a text."""
     made = tmp_path_factory.mktemp("torchtitan")
     (made / "config.toml").write_text(CONFIG)
-    for name in ("tokenizer", "text"):
+    for name in ("tokenizer", "corpus"):
         (made / name).mkdir()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -66,7 +67,7 @@ def folder(tmp_path_factory):
     tokenizer.save(str(made / "tokenizer" / "tokenizer.json"))
     marks = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "add_eos_token": True}
     (made / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(marks))
-    (made / "text" / "data.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (made / "corpus" / "data.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return made
 
 
