@@ -33,7 +33,7 @@ class Flows:
         self.slices = slices
         self.wan = links.site(pipelines.site).wan
         self.gradient_bytes: dict[int, float] = {}  # of each stage
-        self._rounds: dict[tuple[int, tuple[int, ...]], tuple[Fabric, float, Uses]] = {}
+        self._rounds: dict[Hashable, tuple[Fabric, float, Uses]] = {}
         self.hops: dict[Hashable, float] = {}  # bits/s of what lies between clusters, as far as it is used
 
     def capacity(self, fabric: Fabric) -> float:
@@ -102,11 +102,15 @@ class Flows:
         return Transfer(count, seconds, across=any(hop.across for hop in hops))
 
     def number_summed(self, groups: DataGroups) -> Transfer:
-        """All-reduce of one number in such a group: round the ring twice, as norm()."""
-        ring = self.ring(groups, [4.0], 1.0, None)
-        first = max((self._longer_s(self.pipelines.fabric(tuple(groups.members)), pair) for pair in groups.crossed),
-                    default=0.0)
-        return replace(ring, fixed_s=ring.fixed_s + first, bits=0.0, uses=())
+        """All-reduce of one number in such a group over gloo's ring (gloo/allreduce.cc): from the last rank down to the
+        first, and from there down to the second; the last one hears first that the one below it waits."""
+        fabric, nodes = self.pipelines.fabric(tuple(groups.members)), list(groups.members)
+        down = [(self.pipelines.cluster(one), self.pipelines.cluster(two))
+                for one, two in zip([*nodes[:0:-1], nodes[0]], [*nodes[-2::-1], nodes[-1]])]
+        ways = [self._longer_s(fabric, pair) if pair[0] != pair[1] else 0.0 for pair in down]  # the last: first to last
+        longer = 2 * sum(ways) - sum(ways[-2:]) + ways[0]
+        ring = self.ring(replace(groups, crossed={}), [4.0], 1.0, None)
+        return replace(ring, fixed_s=ring.fixed_s + longer, bits=0.0, uses=())
 
     def ring(self, groups: DataGroups, sizes: Sequence[float], part: float, channel: Hashable) -> Transfer:
         """Buckets of `sizes` bytes, one after the other; part: 1 of an all-reduce, 1/2 of a reduce-scatter or a gather.
@@ -124,7 +128,7 @@ class Flows:
 
     def _round(self, groups: DataGroups) -> tuple[Fabric, float, Uses]:
         """Of a ring: the fabric, the seconds that its ways between clusters add once round, and what it shares."""
-        key = groups.stage, groups.kinds
+        key = groups.stage, groups.kinds, tuple(groups.members), tuple(groups.crossed.items())  # shards have such, too
         if key not in self._rounds:
             fabric = self.pipelines.fabric(tuple(groups.members))
             longer = [self._longer_s(fabric, pair) for pair, times in groups.crossed.items() for _ in range(times)]

@@ -429,3 +429,15 @@ def test_what_a_script_sums_at_a_steps_end_goes_round_the_ring_twice_and_is_wait
     without = simulate(site, order, Sizes(), model(micro_batches=3), options, costs=idle).step_s
     step = simulate(site, order, Sizes(), model(micro_batches=3), replace(options, sums=sums), costs=idle)
     assert step.step_s == pytest.approx(without + sums * 6 * 0.01)
+
+
+@pytest.mark.parametrize("interleaved, latencies", [(False, 3), (True, 7)])
+def test_a_number_goes_down_gloos_ring_and_crosses_as_often_as_its_order_has_it(interleaved, latencies):
+    """2 + 2 nodes, 20 ms between the clusters: until the last rank has it."""
+    site = site_from_spec(load_spec(f"{EXAMPLES}/../benchmarks/links_two_20ms.toml"))
+    order = ["a0", "b0", "a1", "b1"] if interleaved else ["a0", "a1", "b0", "b1"]
+    options, idle = Execution(engine="async", parameter_s=0.0), flat_costs(1, 8, 3)
+    args = site, order, Sizes(), model(micro_batches=3)
+    only = stock_fabric(site)
+    steps = [simulate(*args, replace(options, sums=sums), only=only, costs=idle).step_s for sums in (0, 1)]
+    assert steps[1] - steps[0] == pytest.approx(latencies * 0.02, rel=0.02)
