@@ -64,7 +64,9 @@ HEAVY = {
 def splits():
     wanted = SPLITS | (HEAVY if FULL else {})
     lacks = () if INSTALLED >= Version("0.15") else ("--save", "--load")  # a fully reshardable format
-    lacks += () if INSTALLED >= Version("0.13") else ("--layout",)
+    lacks += () if INSTALLED >= Version("0.14") else ("--context",)  # it pins memory, which takes a GPU
+    # no such key; "Invalid Transformer Engine version" where there is none
+    lacks += () if INSTALLED >= Version("0.13") else ("--layout", "--distributed-optimizer")
     return {name: text for name, text in wanted.items() if not any(flag in text for flag in lacks)}
 
 
@@ -130,7 +132,8 @@ def test_every_stage_that_is_waited_for_reduces_in_buckets(both):
     assert holmes["pipeline 4"]["buckets"] == stock["pipeline 4"]["buckets"]  # nothing is reduced there
     # A distributed optimizer's buckets stay unless the user says --holmes-overlap on: checkpoints may depend on them.
     own = "interleaved, each cluster an optimizer instance"
-    assert holmes[own]["buckets"] == stock[own]["buckets"]
+    if own in stock:
+        assert holmes[own]["buckets"] == stock[own]["buckets"]
 
 
 @full
@@ -173,7 +176,8 @@ def test_a_pair_of_stages_inside_a_cluster_uses_its_fabric(two_clusters, tmp_pat
         done, sent, output = train_megatron(two_clusters, place, splits, *two_clusters.holmes, HOLMES_VERBOSE="on")
         # MB of a chunk's output, one way: rows x sequence x hidden x 4 bytes
         activations = steps * micro_batches * 2 * 32 * hidden * 4 / 1e6
-        group = "pipeline activations" if name == "batched" else "pipeline pair"  # of hidden edges; interleaved: p2p's
+        edges = name == "batched" and INSTALLED >= Version("0.14")
+        group = "pipeline activations" if edges else "pipeline pair"  # of hidden edges; interleaved: p2p's
         assert re.search(rf"group {group} \[0,1\] gloo: \S+ via ib0", output)
         assert re.search(rf"{group} \[2,3\] gloo: \S+ via roce0", output)
         for node in ("a0", "b1"):  # the ends of a plain pipeline: one neighbour, inside the cluster
@@ -241,6 +245,7 @@ def test_a_plan_for_another_job_is_one_line(two_clusters, tmp_path, layers, spli
     assert len(re.findall(expected, output)) == 1 and "Traceback" not in output, output
 
 
+@pytest.mark.skipif(INSTALLED < Version("0.13"), reason="its writer of checkpoints does not fit torch 2.13 (stock)")
 def test_a_checkpoint_of_another_model_is_one_line(two_clusters, tmp_path):
     """The example's own check: a line from each node that comes to it before the launcher ends all."""
     splits = {
