@@ -61,7 +61,7 @@ def test_layers_of_each_stage():
 
 
 def test_agreed_lists_every_option():
-    assert set(Options().agreed()) == set(Options.__dataclass_fields__) - {"given"}
+    assert set(Options().agreed()) == set(Options.__dataclass_fields__) - {"given", "off"}
 
 
 def test_an_option_whose_name_is_a_word_of_python():
