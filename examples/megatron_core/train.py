@@ -151,7 +151,7 @@ def train_step(args, batches, step, config, models, optimizer) -> tuple[float, f
     ok, norm, _ = optimizer.step()
     assert ok, "only a loss scaler skips steps, and there is none"
     loss = torch.zeros(1, device=torch.cuda.current_device())
-    if parallel_state.is_pipeline_last_stage():
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         loss += torch.stack([report["loss"] for report in reports]).mean()
         torch.distributed.all_reduce(loss, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         loss /= parallel_state.get_data_parallel_world_size(with_context_parallel=True)
