@@ -57,6 +57,8 @@ SCENES = {
     "ZeRO 3": (zero(3), {}, 0.0, False),
     "ZeRO 3 overlap_comm": (zero(3, overlap_comm=True), {}, 0.0, False),
 }
+if deepspeed.__version__.startswith("0.17."):  # stock's ranks do not agree on an overflow, and end with an abort
+    del SCENES["ZeRO 1 fp16, overflows skipped"]
 
 
 def model():
