@@ -160,8 +160,8 @@ def results():
 @pytest.mark.parametrize("name", SCENES)
 def test_losses_are_stock_s(results, name):
     _, _, tolerance, in_two_levels = SCENES[name]
-    if "ZeRO 3" in name and deepspeed.__version__.startswith("0.18.9"):
-        pytest.skip("on CPUs stock's own runs differ from each other, by 0.06 (four runs in one process)")
+    if "ZeRO 3" in name and deepspeed.__version__.startswith(("0.16.", "0.18.9")):
+        pytest.skip("on CPUs stock's own runs differ from each other, by 0.06 and more (eight runs in one process)")
     for of_rank in results:
         (losses, skipped), (ours, our_skipped), elements, _ = of_rank[name]
         assert max(abs(a - b) for a, b in zip(losses, ours)) <= tolerance, (losses, ours)
