@@ -15,9 +15,8 @@ from math import ceil
 
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.plan.cost.across import hop_loads
+from holmes_ext.plan.reductions import SHARES
 
-#: Bytes of an element that travels, by --holmes-outer compress=.
-WIDTHS = {"off": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}
 #: There and back, in a round.
 TRIPS = 3
 #: What Streaming DiLoCo (arXiv 2501.18512, section 3.3) found nearly free.
@@ -72,7 +71,7 @@ def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
 
 def round_seconds(site: Site, parameters: float, fragments: int, compress: str = "bf16") -> float:
     """From a fragment's pseudo-gradient to its sum in all jobs."""
-    bits = 8 * WIDTHS[compress] * parameters / fragments
+    bits = 32 * SHARES[compress] * parameters / fragments
     pairs = {(one, two): bits for one in site.clusters for two in site.clusters if one != two}
     busiest = max((load / hop.rate_bps for hop, load in hop_loads(site.wan, pairs).items()), default=0.0)
     ethernet = site.fabric_by_name[ETHERNET]

@@ -23,7 +23,6 @@ from holmes_ext.words import some_of
 _KEY = "first_failure"
 #: How a line begins that is enough for the user: bad input, not a failure of something.
 INPUT = "holmes: "
-_SEEN = "; first seen as: "
 _STORE_S = 5.0  # its host may be what was lost
 #: What an error of a collective says, whoever raised it (gloo, NCCL, torch's store).
 _OF_COMMUNICATION = re.compile(
@@ -71,9 +70,8 @@ def broken(what: str, error: str) -> str:
     current = session.active()
     assert current is not None
     me, lost = f"rank {current.rank} on node {current.node.name}", _lost_node(error, range(current.plan.world_size))
-    line = with_first(mine := f"{me}: {what} failed{lost}: {_last_line(error)}{_blamed()}")
-    reason = line.removeprefix(f"{mine}{_SEEN}")
-    return f"{reason} ({me} ends with it)" if reason.startswith(INPUT) else line
+    first = _first(mine := f"{me}: {what} failed{lost}: {_last_line(error)}{_blamed()}")
+    return f"{first} ({me} ends with it)" if first.startswith(INPUT) else _both(mine, first)
 
 
 def note(mine: str) -> None:
@@ -83,8 +81,11 @@ def note(mine: str) -> None:
 
 def with_first(mine: str) -> str:
     """`mine`, and what the first rank that saw trouble said, where that was another."""
-    first = _first(mine)
-    return mine if first == mine else f"{mine}{_SEEN}{first}"
+    return _both(mine, _first(mine))
+
+
+def _both(mine: str, first: str) -> str:
+    return mine if first == mine else f"{mine}; first seen as: {first}"
 
 
 def _blamed() -> str:
