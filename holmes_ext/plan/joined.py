@@ -21,7 +21,7 @@ from holmes_ext.plan.reductions import SHARES
 TRIPS = 3
 #: What Streaming DiLoCo (arXiv 2501.18512, section 3.3) found nearly free.
 DELAY = 5
-#: --holmes-outer's own: every, fragments, delay.
+#: What --holmes-outer is without these keys (runtime/outer/settings.py): every, fragments, delay.
 DEFAULT = (32, 4, DELAY)
 #: That --holmes-outer takes.
 _FRAGMENTS = 1024

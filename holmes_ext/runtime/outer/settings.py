@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.joined import DEFAULT
 
 ALGORITHMS = ("diloco", "co2", "average")
 AGGREGATES = ("mean", "median", "trimmed", "geometric", "clipping", "flag")
@@ -55,10 +56,10 @@ class OuterSettings:
     """
 
     algorithm: str = "diloco"
-    every: int = 32
+    every: int = DEFAULT[0]
     seconds: float = 0.0
-    fragments: int = 4
-    delay: int = 5
+    fragments: int = DEFAULT[1]
+    delay: int = DEFAULT[2]
     mix: str = "keep"
     lr: float = 0.7
     momentum: float = 0.9
