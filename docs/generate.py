@@ -142,6 +142,10 @@ def _signature(name: str, value: Any) -> str:
     return name + (str(inspect.signature(value)).replace("'", "") if callable(value) else "")
 
 
+#: Of holmes_ext.initialize_model_parallel, which only a program on megatron-core can load.
+_MEGATRONS = "megatron.core.parallel_state's function, with its arguments, that switches holmes on first where it is off"
+
+
 def _public_names() -> Iterator[tuple[str, Any]]:
     """(name, what it is); None for megatron.core's function, which only a job needs to load."""
     for name in sorted(holmes_ext.__all__):
@@ -149,17 +153,16 @@ def _public_names() -> Iterator[tuple[str, Any]]:
 
 
 def api() -> str:
-    """The docstrings of the public names, and of their public methods."""
-    parts = []
-    for name, value in _public_names():
-        methods = [(f"{name}.{one}", getattr(value, one)) for one in sorted(vars(value)) if not one.startswith("_")] \
-            if inspect.isclass(value) else []
-        parts.append(f"\n## {name}\n")
-        for title, each in [(name, value), *methods]:
-            said = inspect.getdoc(each) or "megatron.core.parallel_state's function, with its arguments: it switches" \
-                " holmes on where nothing else did, before the groups are made."
-            parts.append(f"```text\n{_signature(title, each)}\n\n{textwrap.indent(said, '    ')}\n```\n")
-    return "\n".join(parts) + "\n"
+    """The public names as mkdocstrings takes them: it reads signatures and docstrings in the source, imports nothing."""
+    homes = [f"{holmes_ext._HOMES[name]}.{name}" for name, value in _public_names() if value is not None]
+    rows = ((f"`{name}`", _first(value)) for name, value in _public_names())
+    return table(("name", "what it is"), rows) + "".join(f"\n::: {home}\n" for home in homes)
+
+
+def _first(value: Any) -> str:
+    """Sentence of its docstring."""
+    said = " ".join((inspect.getdoc(value) or "").split()) if value else _MEGATRONS
+    return re.split(r"(?<=[.;]) ", said)[0].rstrip(".;")
 
 
 def public() -> str:
@@ -196,8 +199,8 @@ def source(path: str) -> str:
 
 
 BLOCKS = {one.__name__: one for one in (
-    flags, variables, features, cluster_keys, metrics, commands, api, public, source, tables.measured, tables.rows,
-    tables.cells, tables.about)}
+    flags, variables, features, cluster_keys, metrics, commands, api, public, source, tables.measured,
+    tables.placed, tables.rows, tables.cells, tables.about)}
 
 
 def pages() -> list[Path]:
