@@ -85,7 +85,7 @@ def place_experts(
     Args:
         counts: Tokens, a row for each rank and a column for each expert.
         plan: With an expert-parallel size; a Plan, or the path of a plan.json.
-        rows: "rank"; or "expert": counts[i][j] are the tokens that the experts i and j share.
+        rows: "rank"; or "expert": a row for each expert, too, and counts are the tokens that both get.
         balance: A cluster gets so many times its share of tokens at most, or what EPLB gives it.
 
     Raises:
