@@ -10,8 +10,8 @@ schedule with sends that block; "holmes": as many micro-batches in flight as hid
 repetitions' medians. Exposed: seconds of a step that a rank waits for its neighbours, by holmes's telemetry, in excess
 of the same with a free edge (where the pipeline fills, everybody waits).
 
-Predicted: plan/simulate/step.py for what cluster.toml says of the networks, with the CPU seconds that
-benchmarks/prediction.py's calibration found. Rows of other scenes that FILE has already are kept, so that it can be
+Predicted: plan/simulate/step.py for what cluster.toml says of the networks, with the CPU seconds that the calibration
+of benchmarks/prediction_links.py found, which was made on the same machine. Rows of other scenes that FILE has already are kept, so that it can be
 made in parts.
 """
 
@@ -27,7 +27,8 @@ from functools import cache
 from pathlib import Path
 
 from harness import Row, chosen, finish, parser, tell
-from prediction import CORES, STORE, Measured, calibrate
+from prediction import CORES, Measured, calibrate
+from prediction_links import STORE
 from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.site import site_from_spec
