@@ -6,9 +6,8 @@ what a job prints in the lab, between <!-- lab --> and <!-- /lab -->.
     .venv/bin/python docs/generate.py --check    status 1, and the blocks that differ, when there are any
     .venv/bin/python docs/generate.py --lab docs/start.md ...    runs the lab's blocks of these pages, and rewrites them
 
-tests/test_docs.py checks the same, commands under <!-- run: slow --> with HOLMES_TEST_FULL=1 only; so does
-integration_tests/commands/test_pages.py with the lab's, whose times differ each time. Blocks are the
-functions of BLOCKS; those of results take arguments (tables.py).
+tests/test_docs.py checks the same; integration_tests/commands/test_pages.py runs the lab's with HOLMES_TEST_FULL=1,
+whose times differ each time. Blocks are the functions of BLOCKS; those of results take arguments (tables.py).
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from holmes_ext.cluster.spec import VERSIONS
 from holmes_ext.options import HELP, VARIABLES, Options, flag, variable
 from holmes_ext.patches import all_patches
 from holmes_ext.plan import plan
+from holmes_ext.plan.search import proof
 from holmes_ext.runtime.measure import telemetry_file
 from holmes_ext.runtime.watch.metrics import FAMILIES
 
@@ -44,7 +44,7 @@ import tables  # noqa: E402
 from tables import table  # noqa: E402
 
 _BLOCK = re.compile(r"(<!-- generated: (\w+)(?: ([^>]+?))? -->\n)(.*?)(<!-- /generated -->)", re.DOTALL)
-_RUN = re.compile(r"(<!-- run(?:: (slow))? -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /run -->)", re.DOTALL)
+_RUN = re.compile(r"(<!-- run -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /run -->)", re.DOTALL)
 _LAB = re.compile(r"(<!-- lab -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /lab -->)", re.DOTALL)
 #: Progress bars, and warnings of frameworks.
 _NOISE = re.compile(r"%\||Warning: |\[WARNING\]|^\[transformers\]|^\s+warnings\.warn\(|site-packages/| Tip: |^-+$")
@@ -143,7 +143,7 @@ def _signature(name: str, value: Any) -> str:
 
 
 #: Of holmes_ext.initialize_model_parallel, which only a program on megatron-core can load.
-_MEGATRONS = "megatron.core.parallel_state's function, with its arguments, that switches holmes on first where it is off"
+_MEGATRONS = "megatron.core.parallel_state's function, with its arguments; it switches holmes on where it is off"
 
 
 def _public_names() -> Iterator[tuple[str, Any]]:
@@ -153,7 +153,7 @@ def _public_names() -> Iterator[tuple[str, Any]]:
 
 
 def api() -> str:
-    """The public names as mkdocstrings takes them: it reads signatures and docstrings in the source, imports nothing."""
+    """The public names as mkdocstrings takes them, which reads signatures and docstrings in the source."""
     homes = [f"{holmes_ext._HOMES[name]}.{name}" for name, value in _public_names() if value is not None]
     rows = ((f"`{name}`", _first(value)) for name, value in _public_names())
     return table(("name", "what it is"), rows) + "".join(f"\n::: {home}\n" for home in homes)
@@ -208,8 +208,10 @@ def pages() -> list[Path]:
 
 
 def printed(command: str) -> str:
-    """What a `holmes` command line prints, run here in the folder of README.md."""
+    """What a `holmes` command line prints, run here in the folder of README.md. A search has one process: how many
+    plans two of them look at is a matter of luck."""
     words, out = shlex.split(command), io.StringIO()
+    alone, proof.ALONE_S = proof.ALONE_S, float("inf")
     before, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), str(_COLUMNS)
     folder = os.getcwd()
     try:
@@ -219,6 +221,7 @@ def printed(command: str) -> str:
     finally:
         os.chdir(folder)
         os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
+        proof.ALONE_S = alone
     assert words[0] == "holmes" and status == 0, f"{command}: status {status}"
     return _cut(out.getvalue())
 
@@ -229,12 +232,10 @@ def _cut(printed: str) -> str:
     return "\n".join(line if fits else f"{line[:_CUT]} ..." for line, fits in zip(lines, whole)) + "\n"
 
 
-def renewed(text: str, slow: bool = True) -> str:
+def renewed(text: str) -> str:
     """A page with its blocks as they should be."""
     def run(found: re.Match[str]) -> str:
-        if found[2] and not slow:
-            return found[0]
-        return found[1] + textwrap.indent(printed(textwrap.dedent(found[3])), "    ") + found[5]
+        return found[1] + textwrap.indent(printed(textwrap.dedent(found[2])), "    ") + found[4]
 
     def made(found: re.Match[str]) -> str:
         return found[1] + (BLOCKS[found[2]](found[3]) if found[3] else BLOCKS[found[2]]()) + found[5]

@@ -166,7 +166,8 @@ def placed() -> str:
     def values(metric: str) -> list[float]:
         return [row["value"] for row in load("placement.json") if row["metric"].startswith(metric)]
 
-    parts = [ours / theirs for ours, theirs in zip(values("DT-FM's objective: ours"), values("DT-FM's objective: DT-FM"))]
+    ours, theirs = values("DT-FM's objective: ours"), values("DT-FM's objective: DT-FM")
+    parts = [one / other for one, other in zip(ours, theirs)]
     best = sum(value < 1e-3 for value in values("gap to a lower bound"))
     seconds = [f"{min(each):.2g} to {max(each):.2g}" for each in map(values, ("seconds: ours", "seconds: DT-FM"))]
     trials = values("trials")
