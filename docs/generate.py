@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import inspect
 import io
 import os
@@ -34,6 +35,9 @@ from holmes_ext.cluster.spec import VERSIONS
 from holmes_ext.options import HELP, VARIABLES, Options, flag, variable
 from holmes_ext.patches import all_patches
 from holmes_ext.plan import plan
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.model_file import KEYS as MODEL_KEYS
+from holmes_ext.plan.cost.model_file import TRAINING
 from holmes_ext.plan.search import proof
 from holmes_ext.runtime.measure import telemetry_file
 from holmes_ext.runtime.watch.metrics import FAMILIES
@@ -90,6 +94,20 @@ def cluster_keys() -> str:
     rows = ((f"`{key.table}`" if key.table else "top", f"`{key.name}`", key.kind, key.default or "**needed**", key.what)
             for key in KEYS)
     return table(("table", "key", "value", "left out", "what it says"), rows)
+
+
+def model_keys() -> str:
+    """The keys of a model file."""
+    kinds = {"int": "a number", "float": "a number", "str": "a text", "bool": "true, false"}
+    own = {field.name: field for field in dataclasses.fields(Model)}
+    rows = ((f"`{'[training] ' * (name in TRAINING)}{name}`", kinds[own[name].type], _default(own[name]), what)
+            for name, what in MODEL_KEYS.items())
+    assert {*own} - {*MODEL_KEYS} == {"gpu", "gpus", "source"}
+    return table(("key", "value", "left out", "what it says"), rows)
+
+
+def _default(field: dataclasses.Field) -> str:
+    return "**needed**" if field.default is dataclasses.MISSING else str(field.default).lower()
 
 
 def metrics() -> str:
@@ -195,11 +213,11 @@ def _numbers(value: Any) -> str:
 
 def source(path: str) -> str:
     """A file of this repository, whole."""
-    return f"```python\n{(ROOT / path).read_text().rstrip()}\n```\n"
+    return f"```{'python' if path.endswith('.py') else 'toml'}\n{(ROOT / path).read_text().rstrip()}\n```\n"
 
 
 BLOCKS = {one.__name__: one for one in (
-    flags, variables, features, cluster_keys, metrics, commands, api, public, source, tables.measured,
+    flags, variables, features, cluster_keys, model_keys, metrics, commands, api, public, source, tables.measured,
     tables.placed, tables.rows, tables.cells, tables.about)}
 
 
