@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -117,22 +117,31 @@ class Rounds:
 
     def hidden_with(self, fragments: int) -> Setting:
         """With the least delay, and the least `every`, at which nothing is exposed."""
-        delay = ceil(round_seconds(self.site, self.parameters, fragments, self.compress) / self.step_s)
-        while (found := self.of(fragments * (delay + 1), fragments, delay)).exposed_s:
-            delay = max(delay + 1, ceil(found.round_s / self.step_s))
+        alone = ceil(round_seconds(self.site, self.parameters, fragments, self.compress) / self.step_s)
+        found = _least(lambda delay: self.of(fragments * (delay + 1), fragments, delay), alone)
+        assert found is not None
         return found
 
     def hidden_after(self, delay: int) -> Setting | None:
         """With the fewest fragments, and the least `every`, at which nothing is exposed; None where no number of
         fragments does it."""
-        trips_s = round_seconds(self.site, 0.0, 1)
-        if (left_s := delay * self.step_s - trips_s) <= 0:
+        return _least(lambda count: self.of(count * (delay + 1), count, delay), 1, MOST_FRAGMENTS)
+
+
+def _least(of: Callable[[int], Setting], first: int, most: int = 2**40) -> Setting | None:
+    """At the least number from 1 to `most` from which nothing is exposed; first: where to look."""
+    low, high = 0, max(1, first)
+    while (found := of(high)).exposed_s:
+        if high == most:
             return None
-        whole_s = round_seconds(self.site, self.parameters, 1, self.compress) - trips_s
-        count = max(1, ceil(whole_s / left_s))
-        while count <= MOST_FRAGMENTS and (found := self.of(count * (delay + 1), count, delay)).exposed_s:
-            count = max(count + 1, ceil(count * (found.round_s - trips_s) / left_s))
-        return found if count <= MOST_FRAGMENTS else None
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if (one := of(middle)).exposed_s:
+            low = middle
+        else:
+            high, found = middle, one
+    return found
 
 
 def settings(rounds: Rounds) -> list[Setting]:

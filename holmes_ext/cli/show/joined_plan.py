@@ -13,6 +13,7 @@ from holmes_ext.plan.search.explanation import ethernet_s
 from holmes_ext.plan.search.ranking import rank
 from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.search.search import search
+from holmes_ext.report.rounds import worth_figure
 
 COLUMNS = (Column("--holmes-outer"), Column("a round, s", right=True), Column("exposed, s a step", right=True),
            Column("slower, s a step", right=True), Column("tokens/s", right=True), Column("x crossing", right=True))
@@ -51,6 +52,9 @@ class Beside:
             found.append([str(one), f"{one.round_s:.3g}", f"{one.exposed_s:.3g}", f"{one.slower_s:.3g}", f"{rate:,.0f}",
                           f"{rate / self.crossing:.2f}"])
         return found
+
+    def figure(self) -> Any:
+        return worth_figure(self.rounds, self.tokens, self.crossing)
 
     def jobs_line(self) -> str:
         jobs = self.rounds.jobs

@@ -45,7 +45,7 @@ class Round:
 
 def simulate_round(site: Site, runners: Sequence[Runner], bits: float, alone: int, delay: int) -> Round:
     """bits: that each job sends to each other one; alone, delay: steps before a round and under it."""
-    jobs, pieces = range(len(runners)), max(1, _PIECES // max(1, delay))
+    jobs, pieces = range(len(runners)), max(4, _PIECES // max(1, delay))
     templates: dict[Hashable, Transfer] = dict.fromkeys(("off", "there", "end"), Transfer(1))
     capacities: dict[Hashable, float] = {}
     ethernet, nodes = site.fabric_by_name[ETHERNET], Counter(node.cluster for node in site.nodes)
