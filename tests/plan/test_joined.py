@@ -68,7 +68,7 @@ def test_steps_that_use_ethernet_and_a_round_are_in_each_others_way():
     text = SITE.format(clusters="".join(map(CLUSTER.format, "ab", (0, 0))),
                        between=BETWEEN.format("a", "b").replace("1Gb/s", "10Gb/s").replace("50ms", "1us"))
     wide = site_from_spec(parse_spec(text, "c.toml"))
-    one, two = (simulate_round(wide, [Runner(name, 1.0, ethernet_s) for name in "ab"], 20e9, 3, 40)
+    one, two = (simulate_round(wide, [Runner(name, 1.0, ethernet_s) for name in "ab"], 20e9, 3, 8)
                 for ethernet_s in (0.0, 0.5))
     assert (one.round_s, one.longer_s) == (pytest.approx(2, rel=1e-4), 0)
     assert two.waited_s == 0
