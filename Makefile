@@ -50,7 +50,7 @@ check: .venv
 docs: .venv
 	@$(PIP) -c requirements/constraints.txt -r requirements/docs.txt
 	$(BIN)/python docs/generate.py --check
-	$(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Every version of the frameworks that holmes supports: an hour or more, not part of `make test`.
 matrix: tools .venv

@@ -10,6 +10,7 @@ tied: 4 + 4 nodes, pipeline 2 x data 4; the embedding's gradient crosses in two 
 do it, or not at all (not tied): what is more than that is bytes and seconds of its own.
 
 Everything under holmes, alternating with the feature switched off (HOLMES_DISABLE); the accelerator is emulated.
+Predictions as in benchmarks/edges.py; rows of other scenes that FILE has already are kept.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
+from edges import kept, predicted_step, prediction_rows
 from harness import Row, chosen, finish, parser, tell
 from two_clusters import ratio_row, step_rows
 
@@ -26,6 +29,9 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
+from holmes_ext.options import Options
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.sizes import Sizes
 
 CLUSTERS = """version = 1
 [ethernet]
@@ -49,6 +55,8 @@ ENGINES = {
     "megatron": ("megatron_core", "--pipeline", {"classes": ["TransformerLayer"], "layout": "sbh"}, "megatron-tied"),
 }
 OFF = "HOLMES_DISABLE"
+SLICES = "megatron-slices"
+FLOPS = {"slices": 1.4e9 / 2, "tied": 2.3e9}
 
 
 def ethernet(series: Series) -> float:
@@ -68,9 +76,9 @@ def slices(repetitions: int, steps: int) -> list[Row]:
         variants = [
             Variant(f"{cut}, {name}", spec, interleave(spec), (*base, *flags), env)
             for name, flags in ways.items()
-            for cut, env in (("slices", {}), ("whole", {OFF: "megatron-slices"}))
+            for cut, env in (("slices", {}), ("whole", {OFF: SLICES}))
         ]
-        accelerator = {"flops": 1.4e9 / 2, **ENGINES["megatron"][2]}
+        accelerator = {"flops": FLOPS["slices"], **ENGINES["megatron"][2]}
         series = run("slices", variants, script, repetitions, steps, accelerator)
     rows = []
     for name in ways:
@@ -83,7 +91,16 @@ def slices(repetitions: int, steps: int) -> list[Row]:
         ]
     difference = max(max_loss_difference(series["whole, own schedule"], one) for one in series.values())
     rows.append(Row.median("slices", "largest loss difference", [difference], "nats", False, "<= 1e-6"))
-    return rows + step_rows("slices", series)
+    h, tokens, sizes = 192, 32, Sizes(tensor=2, pipeline=2)
+    model = Model(4, h, 4, tokens, 256, micro_batches=8, activation_width=4, tied=False)
+    # Of a rank: half of the weights, all of the norms and of two biases (lab/emulate/accelerator.py)
+    forward = (2 * tokens * (6 * h * h + 9.5 * h) + 4 * tokens * tokens * h) / FLOPS["slices"]
+    predicted = {
+        f"{cut}, {name}": predicted_step(
+            "megatron", spec, model, sizes, forward, Options(inflight=flags[1], off=off), cut=not off)
+        for name, flags in ways.items() for cut, off in (("slices", frozenset()), ("whole", frozenset({SLICES})))
+    }
+    return [*rows, *prediction_rows("slices", series, predicted), *step_rows("slices", series)]
 
 
 def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
@@ -100,7 +117,15 @@ def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
             Variant("pairs", spec, interleave(spec), (*flags, "--tied"), {OFF: feature}),
             Variant("not tied", spec, interleave(spec), flags),
         ]
-        series = run(scene, variants, script, repetitions, steps, {"flops": 2.3e9, **paced})
+        series = run(scene, variants, script, repetitions, steps, {"flops": FLOPS["tied"], **paced})
+    h, tokens = 288, 16
+    forward = (2 * tokens * (12 * h * h + 13 * h) + 4 * tokens * tokens * h) / FLOPS["tied"]
+    model = Model(4, h, 4, tokens, 256, micro_batches=4, activation_width=4)
+    predicted = {
+        name: predicted_step(engine, spec, replace(model, tied=name != "not tied"), Sizes(pipeline=2), forward,
+                             Options(off=frozenset({feature} if name == "pairs" else ())), cut=name != "pairs")
+        for name in series
+    }
     levels, pairs, none = (series[name] for name in ("two levels", "pairs", "not tied"))
     sent = (ethernet(levels) - ethernet(none)) / (ethernet(pairs) - ethernet(none))
     exposed = {name: [a - b for a, b in zip(series[name].medians, none.medians)] for name in ("two levels", "pairs")}
@@ -112,7 +137,7 @@ def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
         *(Row.median(scene, f"exposed, {name}", found, "s", True) for name, found in exposed.items()),
         ratio_row(scene, "step, pairs : two levels", pairs, levels, ""),
         Row.median(scene, "largest loss difference", [max_loss_difference(pairs, levels)], "nats", False, "<= 1e-6"),
-        *step_rows(scene, series),
+        *prediction_rows(scene, series, predicted), *step_rows(scene, series),
     ]
 
 
@@ -133,8 +158,10 @@ def main() -> int:
     makers = {"slices": lambda: slices(given.repetitions, given.steps)}
     for engine in ENGINES:
         makers[f"tied {engine}"] = lambda engine=engine: tied(engine, given.repetitions, given.steps)
-    rows = [row for name in chosen(given.scenes, makers) for row in makers[name]()]
-    return finish(rows, given.json, "What crosses between clusters, cut (emulated accelerator)")
+    names = chosen(given.scenes, makers)
+    rows = [row for name in names for row in makers[name]()]
+    title = "What crosses between clusters, cut (emulated accelerator)"
+    return finish([*kept(given.json, names), *rows], given.json, title)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ schedule with sends that block; "holmes": as many micro-batches in flight as hid
 repetitions' medians. Exposed: seconds of a step that a rank waits for its neighbours, by holmes's telemetry, in excess
 of the same with a free edge (where the pipeline fills, everybody waits).
 
-Predicted: plan/simulate/step.py for what cluster.toml says of the networks, with the CPU seconds that
-benchmarks/prediction.py's calibration found. Rows of other scenes that FILE has already are kept, so that it can be
-made in parts.
+Predicted: plan/simulate/step.py for what cluster.toml says of the networks, with the CPU seconds that the calibration
+of benchmarks/prediction_links.py found, which was made on the same machine. Rows of other scenes that FILE has already
+are kept, so that it can be made in parts.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from functools import cache
 from pathlib import Path
 
 from harness import Row, chosen, finish, parser, tell
-from prediction import CORES, STORE, Measured, calibrate
+from prediction import CORES, Measured, calibrate
+from prediction_links import STORE
 from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import load_spec
+from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import load_model
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.simulate.execution import Execution
@@ -169,7 +171,7 @@ def measure(name: str, scene: Scene, repetitions: int) -> list[Row]:
             on_run=lambda variant, _: tell(f"{name}: run {next(started)} of {total}: {variant}"))
         exposed = {run.variant.name: _pipeline_s(run.telemetry) for run in runs}
         predicted = {run.variant.name: predict(scene, run, model) for run in runs if "again" not in run.variant.name}
-    return [*_ratios(name, scene, series, exposed), *_predictions(name, series, predicted), *step_rows(name, series)]
+    return [*_ratios(name, scene, series, exposed), *prediction_rows(name, series, predicted), *step_rows(name, series)]
 
 
 def _pipeline_s(telemetry: Path) -> float:
@@ -210,23 +212,29 @@ def _overheads(engine: str) -> tuple[float, float, float]:
 
 def predict(scene: Scene, run: Run, model_file: Path) -> float:
     """Seconds of a step."""
-    site, spec, model = site_from_spec(run.variant.spec), run.variant.spec, load_model(str(model_file))
-    launched = replace(site, nodes=tuple(site.node_by_name[name] for name in interleave(spec)))
-    options = Options(inflight="off" if run.how == "engine" else "auto")
-    plan = build_plan(launched, Sizes(pipeline=2), model=model, options=options)
     h, tokens = HIDDEN, SEQUENCE
     forward = (2 * tokens * (12 * h * h + 13 * h) + 4 * tokens * tokens * h) / scene.flops  # lab/emulate/accelerator.py
-    costs = StageCosts(
-        *(((0.0, *[seconds] * LAYERS, 0.0),) * 2 for seconds in (forward, 2 * forward, 0.0, 0.0)), scene.micro_batches)
-    block_s, parameter_s, step_s = _overheads(scene.engine)
+    options, model = Options(inflight="off" if run.how == "engine" else "auto"), load_model(str(model_file))
+    return predicted_step(scene.engine, run.variant.spec, model, Sizes(pipeline=2), forward, options)
+
+
+def predicted_step(engine: str, spec: SiteSpec, model: Model, sizes: Sizes, forward_s: float, options: Options,
+                   cut: bool = True) -> float:
+    """Seconds of a step under holmes. forward_s: of a block's forward pass of a micro-batch; cut: see Execution."""
+    site = site_from_spec(spec)
+    launched = replace(site, nodes=tuple(site.node_by_name[name] for name in interleave(spec)))
+    plan = build_plan(launched, sizes, model=model, options=options)
+    row = lambda seconds: ((0.0, *[seconds] * model.layers, 0.0),) * plan.sizes.pipeline  # noqa: E731
+    costs = StageCosts(row(forward_s), row(2 * forward_s), row(0.0), row(0.0), model.micro_batches)
+    block_s, parameter_s, step_s = _overheads(engine)
     traffic = plan.traffic_of("sockets")
     overlap = "on" if all(reduction.overlap for reduction in traffic.reductions) else "off"
-    execution = Execution(scene.engine, in_flight=traffic.in_flight, overlap=overlap, block_s=block_s,
+    execution = Execution(engine, in_flight=traffic.in_flight, overlap=overlap, block_s=block_s, cut=cut,
                           parameter_s=parameter_s, step_s=step_s, cores=CORES, buffer_bytes=BUFFER_BYTES)
     return simulate(site, plan.nodes, plan.sizes, model, execution, costs=costs).step_s
 
 
-def _predictions(name: str, series: dict[str, Series], predicted: dict[str, float]) -> list[Row]:
+def prediction_rows(name: str, series: dict[str, Series], predicted: dict[str, float]) -> list[Row]:
     rows, errors = [], []
     for variant, seconds in predicted.items():
         error = seconds / series[variant].median - 1
@@ -242,7 +250,7 @@ def kept(file: Path | None, names: Sequence[str]) -> list[Row]:
     if file is None or not file.exists():
         return []
     rows = [Row(**{**row, "spread": tuple(row["spread"])}) for row in json.loads(file.read_text())["rows"]]
-    return [row for row in rows if row.scene not in names and row.scene in SCENES]
+    return [row for row in rows if row.scene not in names]
 
 
 def main() -> int:

@@ -72,9 +72,10 @@ def delay_line(repetitions: int) -> list[Row]:
         with Lab(spec, realtime=True, sysctl=TUNED) as emulated:
             sides = [[node for node in emulated.nodes if node.site == number] for number in (0, 1)]
             for _ in range(repetitions):
-                before, begin = _cpu(emulated.delay_line), time.monotonic()
+                before, sent = _cpu(emulated.delay_line), _sent(emulated)
                 rates.append(sum(each["flood"] for each in flood(emulated, sides, nodes, [])))
-                shares.append((_cpu(emulated.delay_line) - before) / min(3.0, time.monotonic() - begin))
+                seconds = 8 * (_sent(emulated) - sent) / 500e6  # in which the link was busy
+                shares.append((_cpu(emulated.delay_line) - before) / seconds)
         rows.append(Row.median("delay line", f"CPU, {name}", shares, "cores", True, target))
         rows.append(Row.median("delay line", f"rate, {name}", [rate / 1e6 for rate in rates], "Mb/s", True))
     return rows
@@ -83,6 +84,11 @@ def delay_line(repetitions: int) -> list[Row]:
 def _cpu(pid: int | None) -> float:
     """Seconds that the process has run."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+def _sent(emulated: Lab) -> int:
+    """Bytes that cluster a has sent."""
+    return sum(nics["eth0"][1] for node, nics in emulated.counters().items() if node.startswith("a"))
 
 
 def probe(repetitions: int) -> list[Row]:

@@ -1,12 +1,15 @@
 """Megatron-DeepSpeed's own pretrain_gpt.py, unmodified, on emulated clusters: stock, with --holmes, and the all-RDMA
 bound.
 
-    MEGATRON_DEEPSPEED_DIR=CHECKOUT python benchmarks/megatron_deepspeed.py --json FILE [--scenes 4+4,2+2]
+    MEGATRON_DEEPSPEED_DIR=CHECKOUT python benchmarks/megatron_deepspeed.py --json FILE [--scenes 4+4,2+2,"tied 4+4"]
 
 The checkout is copied and started as integration_tests/megatron_deepspeed does it. On the emulated accelerator: layers
 sleep as long as a GPU of the scene's FLOP/s would compute; pretrain_gpt.py, its data, DeepSpeed's engine and optimizer,
 gloo, the sockets and their limited rates are real. Bytes are its vocabulary, so that embeddings are as small a part of
 this small model as they are of a large one. Step times and losses are those of the script's own log.
+
+"tied 4+4": with GPT-2's vocabulary, whose embedding the first and the last stage share: its gradient crosses in two
+levels, or by pairs of ranks as the engine does it (HOLMES_DISABLE=deepspeed-tied); predicted as in benchmarks/edges.py.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from edges import kept, predicted_step
 from harness import Row, chosen, finish, parser, tell
 from two_clusters import ratio_row, step_rows
 
@@ -25,6 +29,9 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import Lab, interleave
 from holmes_ext.lab.compare import Series, Variant, all_rdma, max_loss_difference
 from holmes_ext.lab.samples import examples
+from holmes_ext.options import Options
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.sizes import Sizes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration_tests" / "megatron_deepspeed"))
 from job import Checkout, read_log  # noqa: E402
@@ -38,6 +45,10 @@ SCENES = {
     "4+4": ("two_clusters_8.toml", 4, 2.3e9, ">= 1.6", ">= 0.97"),
     "2+2": ("two_clusters_4.toml", 8, 6.7e9, "", ""),
 }
+
+
+#: "tied 4+4": the same, and rows of the embedding (GPT-2's 50,257, made divisible).
+TIED, TIED_SCENE, TIED_ROWS = "deepspeed-tied", "tied 4+4", 50264
 
 
 def byte_vocabulary(source: Path, folder: Path) -> tuple[Path, Path]:
@@ -108,6 +119,38 @@ def measure(lab: Lab, variant: Variant, checkout: Checkout, command: list[str], 
                    for node, nics in after.items()}
 
 
+def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
+    file, micro_batches, flops, *_ = SCENES["4+4"]
+    path = examples() / "clusters" / file
+    spec, checkout = load_spec(path), Checkout(source, folder)
+    flags, order = ("--holmes", "--holmes-cluster", str(path)), interleave(spec)
+    variants = [Variant("two levels", spec, order, flags), Variant("pairs", spec, order, flags,
+                                                                   {"HOLMES_DISABLE": TIED})]
+    command = command_of(checkout, micro_batches, len(order), steps)
+    series = {variant.name: Series(variant.name) for variant in variants}
+    with Lab(spec, realtime=True) as lab:
+        for repetition in range(repetitions):
+            for variant in variants if repetition % 2 else variants[::-1]:
+                tell(f"{TIED_SCENE}: repetition {repetition + 1} of {repetitions}: {variant.name}")
+                measure(lab, variant, checkout, command, flops, steps, series[variant.name])
+    levels, pairs = (series[variant.name] for variant in variants)
+    layers, h, tokens = 6, 288, 16
+    forward = (2 * tokens * (12 * h * h + 13 * h) + 4 * tokens * tokens * h) / flops
+    model = Model(layers, h, 4, tokens, TIED_ROWS, micro_batches=micro_batches, activation_width=4)
+    seconds = [
+        predicted_step("deepspeed", spec, model, Sizes(pipeline=2), forward,
+                       Options(off=frozenset() if cut else frozenset({TIED})), cut) for cut in (True, False)]
+    saved = [b - a for a, b in zip(levels.medians, pairs.medians)]
+    difference = max_loss_difference(pairs, levels)
+    return [
+        ratio_row(TIED_SCENE, "pairs : two levels", pairs, levels, ""),
+        Row.median(TIED_SCENE, "seconds saved", saved, "s", True),
+        Row.median(TIED_SCENE, "seconds saved, predicted", [seconds[1] - seconds[0]], "s", True),
+        Row.median(TIED_SCENE, "largest loss difference", [difference], "nats", False, "<= 1e-5"),
+        *step_rows(TIED_SCENE, series),
+    ]
+
+
 def rows_of(name: str, series: dict[str, Series], ratio: str, bound: str) -> list[Row]:
     stock, all_fast = series["stock"], series["all-RDMA"]
     rows = []
@@ -133,7 +176,7 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=3)
     arguments.add_argument("--steps", type=int, default=12)
     args = arguments.parse_args()
-    wanted = chosen(args.scenes, SCENES)
+    wanted = chosen(args.scenes, [*SCENES, TIED_SCENE])
     source = Path(os.environ.get(VARIABLE) or "no checkout")
     if not (source / "pretrain_gpt.py").is_file():
         tell(
@@ -141,8 +184,12 @@ def main() -> int:
              " (and pip install regex pybind11)")
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        checkout = prepared(source, Path(folder))
-        rows = [row for name in wanted for row in scene(name, checkout, args.repetitions, args.steps)]
+        rows = kept(args.json, wanted)
+        if TIED_SCENE in wanted:
+            rows += tied(source, Path(folder, "tied"), args.repetitions, args.steps)
+        if others := [name for name in wanted if name != TIED_SCENE]:
+            checkout = prepared(source, Path(folder))
+            rows += [row for name in others for row in scene(name, checkout, args.repetitions, args.steps)]
     return finish(rows, args.json,
                   "Megatron-DeepSpeed: stock, holmes and the all-RDMA bound (step times on the emulated accelerator)")
 

@@ -62,7 +62,7 @@ def test_the_loss_falls(two_by_two):
 
 @pytest.mark.parametrize("processes, options", [
     pytest.param(1, "--stages 1 --micro-batches 8", id="one process"),
-    pytest.param(4, "--stages 4 --micro-batches 8", id="pipeline 4"),
+    pytest.param(4, "--stages 4 --micro-batches 8", id="pipeline 4", marks=full),
     pytest.param(4, "--stages 2 --micro-batches 4 --partition-method type:Embedding --activation-checkpoint 2",
                  id="7+1 layers, recomputed", marks=full),
 ])

@@ -32,7 +32,7 @@ from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.search.search import search
 from holmes_ext.plan.search.space import Limits, parse_limits
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.report.pictures import pyplot
+from holmes_ext.report.pictures import pyplot, write
 from holmes_ext.report.plan_pictures import draw_search
 
 #: Seconds of silence before the progress bar shows.
@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="search so long, less where the best is proven before (default 60); Ctrl-C: the best so far")
     add("--rows", type=int, default=10, metavar="N", help="rows of the table (default 10)")
     add("--html", metavar="FILE", help="write one page with all of it, and pictures (needs matplotlib)")
-    add("--pictures", metavar="DIR", help="write placement, timeline, clusters and ethernet.png (needs matplotlib)")
+    add("--pictures", metavar="DIR",
+        help="write placement, timeline, clusters and ethernet.png, with --joined joined.png (needs matplotlib)")
     add("--joined", action="store_true", help="beside it: one job in each cluster, joined (docs/joined.md)")
     what = "a Megatron or DeepSpeed command line that names the model; its sizes are your layout"
     parser.add_argument("command", nargs="*", metavar="-- SCRIPT ARGS", help=what)
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         show_wan(links.site(outcome.ground.site), spec.notes)
         if joined is not None:
             joined_plan.show(joined)
-    draw(outcome, args, job)
+    draw(outcome, args, job, joined)
     if args.output and not args.json:
         print(f"written: {args.output}")
     return 130 if outcome.interrupted else 0
@@ -123,11 +124,13 @@ def check_pictures(args: argparse.Namespace, job: Training) -> None:
                 raise HolmesError(f"--{name} needs to know the model: {advice} or a command line after --")
 
 
-def draw(outcome: Outcome, args: argparse.Namespace, job: Training) -> None:
+def draw(outcome: Outcome, args: argparse.Namespace, job: Training, joined: joined_plan.Beside | None = None) -> None:
     """The page of --html and the pictures of --pictures."""
     written = draw_search(outcome, Path(args.pictures)) if args.pictures else []
+    if joined is not None and args.pictures:
+        written.append(write(joined.figure(), Path(args.pictures) / "joined.png", "name another directory"))
     if args.html:
-        save(args.html, plan_page.document(outcome, args, job), "the page")
+        save(args.html, plan_page.document(outcome, args, job, joined), "the page")
         written.append(Path(args.html))
     for path in written:
         print(f"written: {path}", file=sys.stderr if args.json else sys.stdout)

@@ -12,6 +12,7 @@ Where streams move PROGRAM_BPS each, this program may be what bounds them: then 
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import statistics
 import struct
@@ -169,6 +170,8 @@ def _flood(address: tuple[str, int], streams: int, trip: float) -> _Rates:
                 connection.sendall(_CHUNK)
             connection.shutdown(socket.SHUT_WR)
             rates.append(_RATES.unpack(_exactly(connection, _RATES.size)))
+            # What is still queued here is dropped; the reset comes when what is on its way has arrived.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     _together([send] * streams)
     if len(rates) < streams:
@@ -191,10 +194,13 @@ def _answer(connection: socket.socket) -> None:
                 connection.sendall(b"\0")
             return
         buffer, begin, part_s, counted = bytearray(1 << 20), time.monotonic() + lead, window / PARTS, [0] * PARTS
-        while size := connection.recv_into(buffer):
-            if 0 <= (passed := time.monotonic() - begin) < window:
+        while (size := connection.recv_into(buffer)) and (passed := time.monotonic() - begin) < window:
+            if passed >= 0:
                 counted[min(PARTS - 1, int(passed / part_s))] += size
         connection.sendall(_RATES.pack(*(8 * size / part_s for size in counted)))
+        with contextlib.suppress(ConnectionResetError):  # how the sender ends it
+            while connection.recv_into(buffer):
+                pass
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
