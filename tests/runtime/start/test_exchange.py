@@ -149,7 +149,7 @@ def test_a_job_that_starts_again_does_not_take_the_last_verdict(monkeypatch):
 
     def one(rank, start):
         outcome[rank] = exchange(
-            store, replace(base, rank=rank), made[rank], lambda reports, nodes: {"start": start}, 30.0
+            Client(store), replace(base, rank=rank), made[rank], lambda reports, nodes: {"start": start}, 30.0
         )
 
     for start in (1, 2):
@@ -168,9 +168,9 @@ def test_a_rank_that_was_given_up_learns_it(monkeypatch):
     made, store = reports(2), dist.HashStore()
     base = Process(0, 2, 0, 0, "host", 1, "test")
     with pytest.raises(HolmesError, match="rank 1"):
-        exchange(store, base, made[0], lambda *_: {}, 0.1)
+        exchange(Client(store), base, made[0], lambda *_: {}, 0.1)
     with pytest.raises(RemoteError, match="1 of 2 ranks did not report within 0.1 s: rank 1"):
-        exchange(store, replace(base, rank=1), made[1], lambda *_: {}, 30.0)
+        exchange(Client(store), replace(base, rank=1), made[1], lambda *_: {}, 30.0)
 
 
 def test_a_rank_that_waits_in_a_round_without_rank_0_goes_on_to_the_next():
@@ -179,11 +179,11 @@ def test_a_rank_that_waits_in_a_round_without_rank_0_goes_on_to_the_next():
     store.add("holmes/round", 1)
 
     def one(rank):
-        outcome[rank] = exchange(store, replace(base, rank=rank), made[rank], lambda *_: {"start": 2}, 30.0)
+        outcome[rank] = exchange(Client(store), replace(base, rank=rank), made[rank], lambda *_: {"start": 2}, 30.0)
 
     waiting = threading.Thread(target=one, args=(1,))
     waiting.start()
-    store.wait(["holmes/1/report/1"])
+    store.wait(["holmes/1/reports/count"])
     one(0)
     waiting.join()
     assert {rank: (one.round, one.content()) for rank, one in outcome.items()} == dict.fromkeys(
