@@ -230,7 +230,8 @@ def predicted_step(engine: str, spec: SiteSpec, model: Model, sizes: Sizes, forw
     traffic = plan.traffic_of("sockets")
     overlap = "on" if all(reduction.overlap for reduction in traffic.reductions) else "off"
     execution = Execution(engine, in_flight=traffic.in_flight, overlap=overlap, block_s=block_s, cut=cut,
-                          parameter_s=parameter_s, step_s=step_s, cores=CORES, buffer_bytes=BUFFER_BYTES)
+                          parameter_s=parameter_s, step_s=step_s, cores=CORES, buffer_bytes=BUFFER_BYTES,
+                          notices=True)
     return simulate(site, plan.nodes, plan.sizes, model, execution, costs=costs).step_s
 
 

@@ -6,15 +6,15 @@ what a job prints in the lab, between <!-- lab --> and <!-- /lab -->.
     .venv/bin/python docs/generate.py --check    status 1, and the blocks that differ, when there are any
     .venv/bin/python docs/generate.py --lab docs/start.md ...    runs the lab's blocks of these pages, and rewrites them
 
-tests/test_docs.py checks the same, commands under <!-- run: slow --> with HOLMES_TEST_FULL=1 only; so does
-integration_tests/commands/test_pages.py with the lab's, whose times differ each time. Blocks are the
-functions of BLOCKS; those of results take arguments (tables.py).
+tests/test_docs.py checks the same; integration_tests/commands/test_pages.py runs the lab's with HOLMES_TEST_FULL=1,
+whose times differ each time. Blocks are the functions of BLOCKS; those of results take arguments (tables.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import inspect
 import io
 import os
@@ -35,6 +35,10 @@ from holmes_ext.cluster.spec import VERSIONS
 from holmes_ext.options import HELP, VARIABLES, Options, flag, variable
 from holmes_ext.patches import all_patches
 from holmes_ext.plan import plan
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.model_file import KEYS as MODEL_KEYS
+from holmes_ext.plan.cost.model_file import TRAINING
+from holmes_ext.plan.search import proof
 from holmes_ext.runtime.measure import telemetry_file
 from holmes_ext.runtime.watch.metrics import FAMILIES
 
@@ -44,7 +48,7 @@ import tables  # noqa: E402
 from tables import table  # noqa: E402
 
 _BLOCK = re.compile(r"(<!-- generated: (\w+)(?: ([^>]+?))? -->\n)(.*?)(<!-- /generated -->)", re.DOTALL)
-_RUN = re.compile(r"(<!-- run(?:: (slow))? -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /run -->)", re.DOTALL)
+_RUN = re.compile(r"(<!-- run -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /run -->)", re.DOTALL)
 _LAB = re.compile(r"(<!-- lab -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /lab -->)", re.DOTALL)
 #: Progress bars, and warnings of frameworks.
 _NOISE = re.compile(r"%\||Warning: |\[WARNING\]|^\[transformers\]|^\s+warnings\.warn\(|site-packages/| Tip: |^-+$")
@@ -90,6 +94,20 @@ def cluster_keys() -> str:
     rows = ((f"`{key.table}`" if key.table else "top", f"`{key.name}`", key.kind, key.default or "**needed**", key.what)
             for key in KEYS)
     return table(("table", "key", "value", "left out", "what it says"), rows)
+
+
+def model_keys() -> str:
+    """The keys of a model file."""
+    kinds = {"int": "a number", "float": "a number", "str": "a text", "bool": "true, false"}
+    own = {field.name: field for field in dataclasses.fields(Model)}
+    rows = ((f"`{'[training] ' * (name in TRAINING)}{name}`", kinds[own[name].type], _default(own[name]), what)
+            for name, what in MODEL_KEYS.items())
+    assert {*own} - {*MODEL_KEYS} == {"gpu", "gpus", "source"}
+    return table(("key", "value", "left out", "what it says"), rows)
+
+
+def _default(field: dataclasses.Field) -> str:
+    return "**needed**" if field.default is dataclasses.MISSING else str(field.default).lower()
 
 
 def metrics() -> str:
@@ -142,6 +160,10 @@ def _signature(name: str, value: Any) -> str:
     return name + (str(inspect.signature(value)).replace("'", "") if callable(value) else "")
 
 
+#: Of holmes_ext.initialize_model_parallel, which only a program on megatron-core can load.
+_MEGATRONS = "megatron.core.parallel_state's function, with its arguments; it switches holmes on where it is off"
+
+
 def _public_names() -> Iterator[tuple[str, Any]]:
     """(name, what it is); None for megatron.core's function, which only a job needs to load."""
     for name in sorted(holmes_ext.__all__):
@@ -149,17 +171,16 @@ def _public_names() -> Iterator[tuple[str, Any]]:
 
 
 def api() -> str:
-    """The docstrings of the public names, and of their public methods."""
-    parts = []
-    for name, value in _public_names():
-        methods = [(f"{name}.{one}", getattr(value, one)) for one in sorted(vars(value)) if not one.startswith("_")] \
-            if inspect.isclass(value) else []
-        parts.append(f"\n## {name}\n")
-        for title, each in [(name, value), *methods]:
-            said = inspect.getdoc(each) or "megatron.core.parallel_state's function, with its arguments: it switches" \
-                " holmes on where nothing else did, before the groups are made."
-            parts.append(f"```text\n{_signature(title, each)}\n\n{textwrap.indent(said, '    ')}\n```\n")
-    return "\n".join(parts) + "\n"
+    """The public names as mkdocstrings takes them, which reads signatures and docstrings in the source."""
+    homes = [f"{holmes_ext._HOMES[name]}.{name}" for name, value in _public_names() if value is not None]
+    rows = ((f"`{name}`", _first(value)) for name, value in _public_names())
+    return table(("name", "what it is"), rows) + "".join(f"\n::: {home}\n" for home in homes)
+
+
+def _first(value: Any) -> str:
+    """Sentence of its docstring."""
+    said = " ".join((inspect.getdoc(value) or "").split()) if value else _MEGATRONS
+    return re.split(r"(?<=[.;]) ", said)[0].rstrip(".;")
 
 
 def public() -> str:
@@ -192,12 +213,12 @@ def _numbers(value: Any) -> str:
 
 def source(path: str) -> str:
     """A file of this repository, whole."""
-    return f"```python\n{(ROOT / path).read_text().rstrip()}\n```\n"
+    return f"```{'python' if path.endswith('.py') else 'toml'}\n{(ROOT / path).read_text().rstrip()}\n```\n"
 
 
 BLOCKS = {one.__name__: one for one in (
-    flags, variables, features, cluster_keys, metrics, commands, api, public, source, tables.measured, tables.rows,
-    tables.cells, tables.about)}
+    flags, variables, features, cluster_keys, model_keys, metrics, commands, api, public, source, tables.measured,
+    tables.placed, tables.rows, tables.cells, tables.about)}
 
 
 def pages() -> list[Path]:
@@ -205,8 +226,10 @@ def pages() -> list[Path]:
 
 
 def printed(command: str) -> str:
-    """What a `holmes` command line prints, run here in the folder of README.md."""
+    """What a `holmes` command line prints, run here in the folder of README.md. A search has one process: how many
+    plans two of them look at is a matter of luck."""
     words, out = shlex.split(command), io.StringIO()
+    alone, proof.ALONE_S = proof.ALONE_S, float("inf")
     before, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), str(_COLUMNS)
     folder = os.getcwd()
     try:
@@ -216,6 +239,7 @@ def printed(command: str) -> str:
     finally:
         os.chdir(folder)
         os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
+        proof.ALONE_S = alone
     assert words[0] == "holmes" and status == 0, f"{command}: status {status}"
     return _cut(out.getvalue())
 
@@ -226,12 +250,10 @@ def _cut(printed: str) -> str:
     return "\n".join(line if fits else f"{line[:_CUT]} ..." for line, fits in zip(lines, whole)) + "\n"
 
 
-def renewed(text: str, slow: bool = True) -> str:
+def renewed(text: str) -> str:
     """A page with its blocks as they should be."""
     def run(found: re.Match[str]) -> str:
-        if found[2] and not slow:
-            return found[0]
-        return found[1] + textwrap.indent(printed(textwrap.dedent(found[3])), "    ") + found[5]
+        return found[1] + textwrap.indent(printed(textwrap.dedent(found[2])), "    ") + found[4]
 
     def made(found: re.Match[str]) -> str:
         return found[1] + (BLOCKS[found[2]](found[3]) if found[3] else BLOCKS[found[2]]()) + found[5]

@@ -87,11 +87,14 @@ def _explain(error: BaseException) -> str | None:
 
 
 def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:
-    """Switch holmes on in this process, before init_process_group; the same as --holmes with --holmes-plan `plan`.
+    """Switch holmes on in this process, before init_process_group; the same as --holmes.
 
-    options: cluster, sizes, partition, model, timeout, verbose - as the flags of these names. HolmesError when the
-    input is bad, when torch.distributed is initialized already (the ranks are fixed by then), or when holmes is on
-    already.
+    Args:
+        plan: The path of a plan.json, as --holmes-plan; None: a plan is made now.
+        options: As the flags of these names: cluster="c.toml", sizes="pipeline=2", ...
+
+    Raises:
+        HolmesError: Bad input; torch.distributed is initialized already (the ranks are fixed by then); holmes is on.
     """
     if session.active() is not None:
         raise HolmesError("holmes is already active in this process; call disable() first")

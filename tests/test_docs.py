@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-from jobs import FULL
 
 from holmes_ext.cli.main import COMMANDS
 from holmes_ext.options import NAMES, flag, variable
@@ -60,7 +59,7 @@ def test_what_is_generated_is_what_the_code_and_the_results_say(page):
     """Flags, variables, features, commands, keys, metrics, the public list, README's figures, what commands print."""
     text = page.read_text()
     way_out = ".venv/bin/python docs/generate.py writes it; a change of docs/public.md belongs into CHANGELOG.md, too"
-    assert generate.renewed(text, slow=FULL) == text, way_out
+    assert generate.renewed(text) == text, way_out
 
 
 def test_every_flag_and_every_command_is_listed():

@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
         "demo", help="train a GPT on two emulated clusters, stock and with holmes, and show the difference",
         description="Trains examples/deepspeed_pipeline on 4 emulated nodes (2 with InfiniBand, 2 with RoCE, Ethernet"
         " between) with DeepSpeed's pipeline engine: stock, with --holmes, and on one all-InfiniBand cluster (the"
-        " bound). Needs root (or user namespaces) and iproute2; takes about 4 minutes on 2 cores.")
+        " bound). Needs root (or user namespaces) and iproute2; takes about 5 minutes on 2 cores.")
     parser.add_argument("--repetitions", type=int, default=4, metavar="N",
                         help="runs of each variant, alternating (default 4)")
     parser.add_argument("--steps", type=int, default=12, metavar="N",

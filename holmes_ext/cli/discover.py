@@ -49,7 +49,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "discover", help="show the NICs of this node and which of them a job would use",
         description="Show the NICs of this node and which of them a job would use.",
-        epilog=_EPILOG.replace("%", "%%"), formatter_class=argparse.RawDescriptionHelpFormatter)
+        epilog=_EPILOG.replace("%", "%%"))
     parser.add_argument("--sysfs", metavar="DIR", default=sysfs_root(os.environ),
                         help="root of a /sys tree captured on another machine (how: see below), with its addresses "
                              "in DIR/ip_addr.json; default: this machine's")

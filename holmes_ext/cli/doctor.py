@@ -51,7 +51,7 @@ def add_parser(subparsers: Any) -> None:
         "doctor", help="check this machine, its environment and a command, without starting a job",
         description="Says what would keep this machine, its environment and a command from a job over several clusters."
         " Nothing is started.",
-        epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+        epilog=_EPILOG)
     parser.add_argument("--cluster", metavar="FILE", help="cluster.toml: check the nodes and the command against it")
     parser.add_argument("--nodes", metavar="FILE", nargs="+", default=[],
                         help="what `holmes doctor --json` printed on other nodes: compare them")

@@ -36,8 +36,7 @@ _ABOUT = "The meeting point of jobs that train one model together, each on a clu
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "join", help="the meeting point of jobs that train one model together", description=_ABOUT, epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        "join", help="the meeting point of jobs that train one model together", description=_ABOUT, epilog=_EPILOG)
     actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
     serve = actions.add_parser("serve", help="keep the meeting point (may be restarted: jobs come back by themselves)",
                                description="Keeps the meeting point of joined jobs, on a machine that all reach. It may"

@@ -37,8 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "run", help="run a command once for each process of each node",
         description="Runs COMMAND once for each process of each node, with torchrun's variables set: it takes the place"
         " of torchrun. Exit status: that of the first process that failed, 124 after --timeout.",
-        epilog="holmes lab run --cluster examples/clusters/two_clusters_4.toml -- python train.py --holmes",
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        epilog="Example: holmes lab run --cluster examples/clusters/two_clusters_4.toml -- python train.py --holmes")
     _add_site(start)
     order = start.add_mutually_exclusive_group()
     order.add_argument("--order", metavar="a0,b0,...", help="nodes in the launcher's order (default: the file's)")
@@ -59,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     links = actions.add_parser(
         "measure", help="achieved against configured bandwidth of every kind of link",
         description="Sends over every kind of link and compares with the file. Exit status 1 when one is off by more"
-        " than 10 %%.")
+        " than 10 %.")
     _add_site(links)
     links.add_argument("--json", action="store_true", help="print JSON instead of a table")
 

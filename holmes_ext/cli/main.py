@@ -34,8 +34,18 @@ FILE is a cluster.toml (docs/clusters.md); `holmes --help` lists all commands, `
 """
 
 
+class _Help(argparse.HelpFormatter):
+    """Wraps a text, but leaves one of several paragraphs as it is written."""
+
+    def _fill_text(self, text, width, indent):
+        return text if "\n\n" in text else super()._fill_text(text, width, indent)
+
+
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are HolmesErrors: one line."""
+
+    def __init__(self, **given):
+        super().__init__(**{"formatter_class": _Help, **given})
 
     def error(self, message):
         raise HolmesError(f"{message} (see {self.prog} --help)")

@@ -51,7 +51,7 @@ command after --, for sizes, or searched for a model."""
 
 def add_parser(subparsers: Any) -> None:
     """Teach `holmes` the command `plan`."""
-    what = "order the nodes for a job and say what crosses which network"
+    what = "what a step takes today, with holmes, and with the best sizes; where each stage should run"
     parser = subparsers.add_parser("plan", help=what, description=_ABOUT)
     add = parser.add_argument
     add("--cluster", required=True, metavar="FILE", help="cluster.toml")

@@ -23,7 +23,7 @@ steps that are measured, and needs no flag. On several machines run it on each, 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
-        "tune", help="measure a job for a few steps and leave the plan to start the real run with", description=_ABOUT)
+        "tune", help="measure a job for a few steps, and write the plan to start the real run with", description=_ABOUT)
     add = parser.add_argument
     add("--cluster", metavar="FILE", help="cluster.toml, unless COMMAND names one or the nodes' NICs tell")
     add("--steps", type=int, default=5, metavar="N", help="steps to measure, after 2 of warm-up (default 5)")

@@ -1,21 +1,24 @@
 """What jobs would make that join over the links between the clusters, one in each, instead of one job that crosses
 (docs/joined.md): seconds of a round, what of it is exposed, tokens per second.
 
-    a round     each job sends each other one its fragment, all at once: the busiest hop's bytes over its rate, and
-                three trips there and back (the meeting point's verdict before and after, the first bytes)
+    a round     plan/simulate/rounds.py plays it while the jobs' steps run
+    alone       the busiest hop's bytes over its rate, and three trips there and back (the meeting point's verdict
+                before and after, the first bytes): what it takes where nothing else is on the network (round_seconds)
     hidden      while it takes no longer than `delay` steps of the slowest job
     least every fragments x (delay + 1): a fragment's sum is applied before the next one leaves
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.plan.cost.across import hop_loads
 from holmes_ext.plan.reductions import SHARES
+from holmes_ext.plan.simulate.rounds import Runner, simulate_round
 
 #: There and back, in a round.
 TRIPS = 3
@@ -23,29 +26,34 @@ TRIPS = 3
 DELAY = 5
 #: What --holmes-outer is without these keys (runtime/outer/settings.py): every, fragments, delay.
 DEFAULT = (32, 4, DELAY)
-#: That --holmes-outer takes.
-_FRAGMENTS = 1024
+#: Fragments that --holmes-outer takes at most.
+MOST_FRAGMENTS = 1024
+#: Part of a step below which a wait is rounding.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class JoinedJob:
-    """Of one cluster. samples: of a step."""
+    """Of one cluster. samples: of a step; ethernet_s: what of it Ethernet's rate decides."""
 
     cluster: str
     samples: int
     step_s: float
+    ethernet_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Setting:
     """What --holmes-outer would say, and what becomes of it. round_s: from the pseudo-gradient to its sum; exposed_s:
-    what all jobs wait for it, each step; samples_per_s: of all jobs together."""
+    what all jobs wait for it, each step; slower_s: what a step takes longer for sharing the network with it;
+    samples_per_s: of all jobs together."""
 
     every: int
     fragments: int
     delay: int
     round_s: float
     exposed_s: float
+    slower_s: float
     samples_per_s: float
 
     def __str__(self) -> str:
@@ -57,12 +65,16 @@ def apart(site: Site, cluster: str) -> Site:
     return replace(site, nodes=tuple(node for node in site.nodes if node.cluster == cluster), wan=type(site.wan)())
 
 
+def nodes_of(site: Site) -> Counter[str]:
+    """By cluster."""
+    return Counter(node.cluster for node in site.nodes)
+
+
 def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
     """Samples of each cluster's job, after its number of ranks; multiples of `unit` (a micro-batch) times its nodes
     where that leaves something."""
     found = {}
-    for name in site.clusters:
-        nodes = sum(node.cluster == name for node in site.nodes)
+    for name, nodes in nodes_of(site).items():
         share = samples * nodes / len(site.nodes)
         whole = unit * nodes * site.processes if share >= unit * nodes * site.processes else unit
         found[name] = max(1, round(share / whole)) * whole
@@ -70,32 +82,86 @@ def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
 
 
 def round_seconds(site: Site, parameters: float, fragments: int, compress: str = "bf16") -> float:
-    """From a fragment's pseudo-gradient to its sum in all jobs."""
-    bits = 32 * SHARES[compress] * parameters / fragments
+    """From a fragment's pseudo-gradient to its sum in all jobs, where nothing else is on the network."""
+    bits = _bits(parameters, fragments, compress)
     pairs = {(one, two): bits for one in site.clusters for two in site.clusters if one != two}
     busiest = max((load / hop.rate_bps for hop, load in hop_loads(site.wan, pairs).items()), default=0.0)
     ethernet = site.fabric_by_name[ETHERNET]
-    for name in site.clusters:
-        nodes = sum(node.cluster == name for node in site.nodes)
-        busiest = max(busiest, (len(site.clusters) - 1) * bits / (nodes * ethernet.rate_bps))
-    latency = max((sum(hop.latency_s for hop in site.wan.hops(*pair)) for pair in pairs), default=ethernet.latency_s)
-    return busiest + 2 * TRIPS * latency
+    nics = (len(site.clusters) - 1) * bits / (min(nodes_of(site).values()) * ethernet.rate_bps)
+    latency = max((sum(hop.latency_s for hop in site.wan.hops(*pair)) for pair in pairs), default=0.0)
+    return max(busiest, nics) + 2 * TRIPS * (latency or ethernet.latency_s)
 
 
-def settings(site: Site, parameters: float, jobs: Sequence[JoinedJob], compress: str = "bf16") -> list[Setting]:
+def _bits(parameters: float, fragments: int, compress: str) -> float:
+    return 32 * SHARES[compress] * parameters / fragments
+
+
+class Rounds:
+    """Rounds of these jobs, simulated; site: as measured."""
+
+    def __init__(self, site: Site, parameters: float, jobs: Sequence[JoinedJob], compress: str = "bf16"):
+        self.site, self.parameters, self.jobs, self.compress = site, parameters, jobs, compress
+        self.step_s, self.samples = max(job.step_s for job in jobs), sum(job.samples for job in jobs)
+        self._runners = [Runner(job.cluster, job.step_s, job.ethernet_s) for job in jobs]
+        self._known: dict[tuple[int, int, int], Setting] = {}
+
+    def of(self, every: int, fragments: int, delay: int) -> Setting:
+        if (key := (every, fragments, delay)) not in self._known:
+            period, bits = every // fragments, _bits(self.parameters, fragments, self.compress)
+            one = simulate_round(self.site, self._runners, bits, period - delay, delay)
+            exposed_s, slower_s = (seconds / period if seconds > _ROUNDING * self.step_s else 0.0
+                                   for seconds in (one.waited_s, one.longer_s))
+            rate = self.samples / (self.step_s + exposed_s + slower_s)
+            self._known[key] = Setting(*key, one.round_s, exposed_s, slower_s, rate)
+        return self._known[key]
+
+    def hidden_with(self, fragments: int) -> Setting:
+        """With the least delay, and the least `every`, at which nothing is exposed."""
+        alone = ceil(round_seconds(self.site, self.parameters, fragments, self.compress) / self.step_s)
+        found = _least(lambda delay: self.of(fragments * (delay + 1), fragments, delay), alone)
+        assert found is not None
+        return found
+
+    def hidden_after(self, delay: int) -> Setting | None:
+        """With the fewest fragments, and the least `every`, at which nothing is exposed; None where no number of
+        fragments does it."""
+        return _least(lambda count: self.of(count * (delay + 1), count, delay), 1, MOST_FRAGMENTS)
+
+
+def _least(of: Callable[[int], Setting], first: int, most: int = 2**40) -> Setting | None:
+    """At the least number from 1 to `most` from which nothing is exposed; first: where to look."""
+    low, high = 0, max(1, first)
+    while (found := of(high)).exposed_s:
+        if high == most:
+            return None
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if (one := of(middle)).exposed_s:
+            low = middle
+        else:
+            high, found = middle, one
+    return found
+
+
+def settings(rounds: Rounds) -> list[Setting]:
     """The default, and with the least `every` at which nothing is exposed: with its fragments, and with its delay
     (left out where no number of fragments does it)."""
-    step_s, samples = max(job.step_s for job in jobs), sum(job.samples for job in jobs)
+    found = [rounds.of(*DEFAULT), rounds.hidden_with(DEFAULT[1]), rounds.hidden_after(DELAY)]
+    return list(dict.fromkeys(one for one in found if one is not None))
 
-    def of(every: int, fragments: int, delay: int) -> Setting:
-        round_s = round_seconds(site, parameters, fragments, compress)
-        exposed_s = max(0.0, round_s - delay * step_s) * fragments / every
-        return Setting(every, fragments, delay, round_s, exposed_s, samples / (step_s + exposed_s))
 
-    delay = ceil(round_seconds(site, parameters, DEFAULT[1], compress) / step_s)
-    found = [DEFAULT, (DEFAULT[1] * (delay + 1), DEFAULT[1], delay)]
-    trips_s = round_seconds(site, 0.0, 1)
-    if (left_s := DELAY * step_s - trips_s) > 0:
-        count = max(1, ceil((round_seconds(site, parameters, 1, compress) - trips_s) / left_s))
-        found += [(count * (DELAY + 1), count, DELAY)] if count <= _FRAGMENTS else []
-    return [of(*one) for one in dict.fromkeys(found)]
+def over_every(rounds: Rounds) -> dict[str, list[Setting]]:
+    """What comes of each `every`, to twice the greatest of settings(): for each way to choose the rest, by name."""
+    count, most = DEFAULT[1], 2 * max(one.every for one in settings(rounds))
+    doubled = [2**power for power in range(most.bit_length())]
+    hidden = rounds.hidden_after(DELAY)
+    counts = sorted({*doubled, *((hidden.fragments,) if hidden else ())})
+    periods = sorted({*doubled, DELAY + 1, rounds.hidden_with(count).delay + 1})
+    ways = {
+        f"fragments={count}, delay=every/{count}-1": [(count * period, count, period - 1) for period in periods],
+        f"fragments={count}, delay={DELAY}": [(count * period, count, DELAY) for period in periods if period > DELAY],
+        f"fragments=every/{DELAY + 1}, delay={DELAY}": [(each * (DELAY + 1), each, DELAY) for each in counts],
+    }
+    return {name: [rounds.of(*one) for one in points if one[0] <= most and one[1] <= MOST_FRAGMENTS]
+            for name, points in ways.items()}

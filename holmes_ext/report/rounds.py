@@ -1,4 +1,5 @@
-"""Pictures of joined jobs: rounds of one (`holmes report --html`), losses of all (`holmes demo --joined`)."""
+"""Pictures of joined jobs: what they would be worth (`holmes plan --joined`), rounds of one (`holmes report --html`),
+losses of all (`holmes demo --joined`)."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from holmes_ext.plan.joined import Rounds, over_every
 from holmes_ext.report.files import Run
-from holmes_ext.report.pictures import CLUSTERS, KINDS, pyplot
+from holmes_ext.report.pictures import CLUSTERS, KINDS, PAPER, pyplot
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,35 @@ class Life:
         """When each step ended, on the clock of `end`: the last one then."""
         waits = accumulate([0.0, *self.steps[:0:-1]]) if self.steps else ()
         return [self.end - later for later in waits][::-1]
+
+
+def worth_figure(rounds: Rounds, tokens: int, crossing: float) -> Any:
+    """Tokens/s over `every`, a line for each way to choose fragments and delay: filled where nothing is exposed, and
+    the least such `every` named; beside it one job that crosses (tokens/s). tokens: of a sample."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    places = set()
+    for colour, (name, line) in zip(CLUSTERS, over_every(rounds).items()):
+        every, rates = [one.every for one in line], [one.samples_per_s * tokens for one in line]
+        axis.plot(every, rates, "-", color=colour, lw=1.5, label=name)
+        fills = [PAPER if one.exposed_s else colour for one in line]
+        axis.scatter(every, rates, s=30, c=fills, edgecolors=colour, zorder=3)
+        hidden = [(one.every, rate) for one, rate in zip(line, rates) if not one.exposed_s]
+        if hidden and hidden[0] not in places:
+            places.add(hidden[0])
+            offset = (0, 9 if len(places) == 1 else -16)
+            axis.annotate(f"every={hidden[0][0]}", hidden[0], xytext=offset, textcoords="offset points", fontsize=8,
+                          ha="center", color=colour)
+    axis.axhline(crossing, color=KINDS["across"][0], lw=1.5, ls="--", label="one job that crosses, the best plan")
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set_ylim(bottom=0, top=axis.get_ylim()[1] * 1.08)
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.set_xlabel("every, in steps: how often each fragment is exchanged (filled: nothing is exposed)")
+    axis.set_ylabel("tokens/s of all jobs, predicted")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    return figure
 
 
 def losses_figure(lives: Sequence[Life]) -> Any:

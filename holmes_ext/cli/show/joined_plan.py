@@ -3,31 +3,62 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan import joined
+from holmes_ext.plan.search.explanation import ethernet_s
+from holmes_ext.plan.search.ranking import rank
 from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.search.search import search
+from holmes_ext.report.rounds import worth_figure
 
 COLUMNS = (Column("--holmes-outer"), Column("a round, s", right=True), Column("exposed, s a step", right=True),
-           Column("tokens/s", right=True), Column("x crossing", right=True))
+           Column("slower, s a step", right=True), Column("tokens/s", right=True), Column("x crossing", right=True))
 
 
 @dataclass(frozen=True)
 class Beside:
     """tokens: of a sample; crossing: tokens/s of the best plan of one job."""
 
-    jobs: list[joined.JoinedJob]
-    settings: list[joined.Setting]
+    rounds: joined.Rounds
     tokens: int
     crossing: float
+
+    @cached_property
+    def settings(self) -> list[joined.Setting]:
+        return joined.settings(self.rounds)
 
     def document(self) -> dict[str, Any]:
         """For --json."""
         rows = [{**asdict(one), "tokens_per_second": one.samples_per_s * self.tokens} for one in self.settings]
-        return {"jobs": [asdict(job) for job in self.jobs], "settings": rows, "crossing": self.crossing}
+        return {"jobs": [asdict(job) for job in self.rounds.jobs], "settings": rows, "crossing": self.crossing}
+
+    def line(self) -> str:
+        """Of the least `every` at which nothing is exposed."""
+        least = min((one for one in self.settings if not one.exposed_s), key=lambda one: one.every)
+        text = f"nothing is exposed from {least} on; all wait for the slowest job"
+        if least.delay > joined.DELAY:
+            text += f"; sums older than {joined.DELAY} steps are not known to be harmless"
+        return text
+
+    def rows(self) -> list[list[str]]:
+        """Cells of COLUMNS."""
+        found = []
+        for one in self.settings:
+            rate = one.samples_per_s * self.tokens
+            found.append([str(one), f"{one.round_s:.3g}", f"{one.exposed_s:.3g}", f"{one.slower_s:.3g}", f"{rate:,.0f}",
+                          f"{rate / self.crossing:.2f}"])
+        return found
+
+    def figure(self) -> Any:
+        return worth_figure(self.rounds, self.tokens, self.crossing)
+
+    def jobs_line(self) -> str:
+        jobs = self.rounds.jobs
+        return ", ".join(f"{job.cluster} {job.step_s:.4g} s a step of {job.samples} samples" for job in jobs)
 
 
 def beside(outcome: Outcome, seconds: float) -> Beside:
@@ -39,29 +70,18 @@ def beside(outcome: Outcome, seconds: float) -> Beside:
     jobs = []
     for name, samples in joined.shares(site, outcome.global_batch, model.micro_batch).items():
         try:
-            found = search(joined.apart(site, name), replace(model, global_batch=samples), samples, outcome.limits,
-                           outcome.overlap, seconds, links=outcome.ground.links, hides=outcome.hides)
+            found = rank(search(joined.apart(site, name), replace(model, global_batch=samples), samples, outcome.limits,
+                                outcome.overlap, seconds, links=outcome.ground.links, hides=outcome.hides))
         except HolmesError as error:
             raise HolmesError(f"--joined: a job on cluster {name} alone: {error}") from None
-        jobs.append(joined.JoinedJob(name, samples, found.best.step_s))
-    settings = joined.settings(outcome.ground.links.site(site), model.parameters, jobs)
-    return Beside(jobs, settings, model.sequence, outcome.tokens_per_s(outcome.best))
+        jobs.append(joined.JoinedJob(name, samples, found.best.step_s, ethernet_s(found, found.best)))
+    rounds = joined.Rounds(outcome.ground.links.site(site), model.parameters, jobs)
+    return Beside(rounds, model.sequence, outcome.tokens_per_s(outcome.best))
 
 
 def show(found: Beside) -> None:
     screen = Screen()
     screen.line("joined jobs instead (docs/joined.md), one in each cluster:", "bold")
-    told = ", ".join(f"{job.cluster} {job.step_s:.4g} s a step of {job.samples} samples" for job in found.jobs)
-    screen.line(f"  {told}")
-    rows = []
-    for one in found.settings:
-        rate = one.samples_per_s * found.tokens
-        rows.append([str(one), f"{one.round_s:.3g}", f"{one.exposed_s:.3g}", f"{rate:,.0f}",
-                     f"{rate / found.crossing:.2f}"])
-    screen.table(COLUMNS, rows)
-    hidden = [one for one in found.settings if not one.exposed_s]
-    least = min(hidden, key=lambda one: one.every)
-    text = f"nothing is exposed from {least} on; all wait for the slowest job"
-    if least.delay > joined.DELAY:
-        text += f"; sums older than {joined.DELAY} steps are not known to be harmless"
-    screen.line(text)
+    screen.line(f"  {found.jobs_line()}")
+    screen.table(COLUMNS, found.rows())
+    screen.line(found.line())

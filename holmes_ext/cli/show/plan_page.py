@@ -1,11 +1,12 @@
 """The page of `holmes plan --html`: where a plan's stages are, one step, where its seconds go, what if the network were
-another, and what to type."""
+another, joined jobs in its place, and what to type."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 
+from holmes_ext.cli.show import joined_plan
 from holmes_ext.cli.show import search_table as shown
 from holmes_ext.cli.show.training import Training
 from holmes_ext.patches.launch_flags import added
@@ -16,7 +17,9 @@ from holmes_ext.report.page import command, heading, page, paragraphs, picture, 
 from holmes_ext.report.pictures import svg
 
 
-def document(outcome: Outcome, args: argparse.Namespace, job: Training) -> str:
+def document(
+    outcome: Outcome, args: argparse.Namespace, job: Training, joined: joined_plan.Beside | None = None
+) -> str:
     """The best plan of a search, or the layout that was given; nothing needs the network."""
     best, alone = outcome.best, outcome.yours is outcome.best
     seconds, head, rows = shown.why_table(outcome)
@@ -34,8 +37,16 @@ def document(outcome: Outcome, args: argparse.Namespace, job: Training) -> str:
         drawn["timeline"],
         heading(seconds.capitalize()), picture(whys, "seconds by cause"), table(head, rows, strong=-1),
         heading("What if the network between the clusters were another"), drawn["ethernet"],
+        *(_joined(joined) if joined is not None else ()),
         heading("Your layout" if alone else "The plans found"), table([one.name for one in shown.COLUMNS], found),
         paragraphs([shown.LEGEND]))
+
+
+def _joined(found: joined_plan.Beside) -> list[str]:
+    head = [one.name for one in joined_plan.COLUMNS]
+    return [heading("Joined jobs in its place, one in each cluster"), paragraphs([found.jobs_line() + "."]),
+            picture(svg(found.figure()), "tokens/s over every"), table(head, found.rows()),
+            paragraphs([found.line() + "."])]
 
 
 def _launches(outcome: Outcome, args: argparse.Namespace, job: Training) -> list[str]:

@@ -20,7 +20,7 @@ from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.launch_flags import BREADTH_FIRST, LIMITS
+from holmes_ext.patches.launch_flags import BREADTH_FIRST, LIMITS, limited
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.plan import Plan
@@ -32,7 +32,7 @@ from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.search.search import search
 from holmes_ext.plan.search.space import Limits, parse_limits
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.report.pictures import pyplot
+from holmes_ext.report.pictures import pyplot, write
 from holmes_ext.report.plan_pictures import draw_search
 
 #: Seconds of silence before the progress bar shows.
@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="search so long, less where the best is proven before (default 60); Ctrl-C: the best so far")
     add("--rows", type=int, default=10, metavar="N", help="rows of the table (default 10)")
     add("--html", metavar="FILE", help="write one page with all of it, and pictures (needs matplotlib)")
-    add("--pictures", metavar="DIR", help="write placement, timeline, clusters and ethernet.png (needs matplotlib)")
+    add("--pictures", metavar="DIR",
+        help="write placement, timeline, clusters and ethernet.png, with --joined joined.png (needs matplotlib)")
     add("--joined", action="store_true", help="beside it: one job in each cluster, joined (docs/joined.md)")
     what = "a Megatron or DeepSpeed command line that names the model; its sizes are your layout"
     parser.add_argument("command", nargs="*", metavar="-- SCRIPT ARGS", help=what)
@@ -82,7 +83,9 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         what = what if args.command else "nothing says what to train"
         raise HolmesError(f"{what}; give --model FILE (examples/models has some)")
     site, links, overlap = site_from_spec(spec), Links.of_spec(spec), args.overlap == "on"
-    batch, limits = _global_batch(args, job, site), _limits(args.limit, args.framework or job.framework)
+    batch, limits, framework = _global_batch(args, job, site), parse_limits(args.limit), args.framework or job.framework
+    if framework:
+        limits = limited(limits, framework)
     with _Bar(quiet=args.json) as bar:
         end = time.monotonic() + args.seconds
         first_s = FIRST * args.seconds
@@ -92,7 +95,7 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         outcome, job = beside(outcome, job)
         if not outcome.interrupted:
             outcome = prove(with_spread(rank(outcome)), end - time.monotonic(), bar.proved)
-            if args.framework in BREADTH_FIRST:
+            if framework in BREADTH_FIRST:
                 outcome = with_breadth_first(outcome)
     joined = joined_plan.beside(outcome, FIRST * args.seconds) if args.joined and not outcome.interrupted else None
     plan = plan_of(outcome, outcome.best)
@@ -105,7 +108,7 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         show_wan(links.site(outcome.ground.site), spec.notes)
         if joined is not None:
             joined_plan.show(joined)
-    draw(outcome, args, job)
+    draw(outcome, args, job, joined)
     if args.output and not args.json:
         print(f"written: {args.output}")
     return 130 if outcome.interrupted else 0
@@ -121,11 +124,13 @@ def check_pictures(args: argparse.Namespace, job: Training) -> None:
                 raise HolmesError(f"--{name} needs to know the model: {advice} or a command line after --")
 
 
-def draw(outcome: Outcome, args: argparse.Namespace, job: Training) -> None:
+def draw(outcome: Outcome, args: argparse.Namespace, job: Training, joined: joined_plan.Beside | None = None) -> None:
     """The page of --html and the pictures of --pictures."""
     written = draw_search(outcome, Path(args.pictures)) if args.pictures else []
+    if joined is not None and args.pictures:
+        written.append(write(joined.figure(), Path(args.pictures) / "joined.png", "name another directory"))
     if args.html:
-        save(args.html, plan_page.document(outcome, args, job), "the page")
+        save(args.html, plan_page.document(outcome, args, job, joined), "the page")
         written.append(Path(args.html))
     for path in written:
         print(f"written: {path}", file=sys.stderr if args.json else sys.stdout)
@@ -179,18 +184,6 @@ def _global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
         return model.micro_batches * model.micro_batch * sizes.data
     needed = "a search needs it, or --global-batch N (sequences of a step)"
     raise HolmesError(f"{model.source}: key 'global_batch' is missing; {needed}")
-
-
-def _limits(texts: list[str], framework: str) -> Limits:
-    limits = parse_limits(texts)
-    allowed = dict(limits.allowed)
-    can: dict[str, tuple[Any, ...]] = dict(LIMITS[framework]) if framework else {}
-    for name, values in can.items():
-        allowed[name] = tuple(value for value in limits.allowed.get(name, values) if value in values)
-        if not allowed[name]:
-            said = f"--limit {name}={','.join(map(str, limits.allowed[name]))}"
-            raise HolmesError(f"{said}: {framework} can only {', '.join(map(str, values))}")
-    return Limits(allowed, limits.memory_bytes)
 
 
 class _Bar(Progress):

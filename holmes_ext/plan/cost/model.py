@@ -90,14 +90,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Model:
-    """A GPT and how it is trained. Give micro_batches (in a step, of one rank) or global_batch (sequences of a step).
-    layers: transformer blocks. ffn: 0 means 4 x hidden. groups: key-value heads, 0 means as many as heads. gated:
-    SwiGLU. bias: linear layers have one, and norms too. positions: "learned" (a table of max_positions rows, 0 means
-    sequence) or "none" (rotary ones have no parameters). head_size: of a head, 0 means hidden / heads. experts: in
-    expert_layers of the blocks (0 means all), each expert_ffn wide (0 means ffn), beside a shared_ffn that all tokens
-    pass. flash: attention keeps no scores. activation_width, gradient_width: bytes of an element. state_bytes: weights,
-    gradients and optimizer of one parameter on each rank; sharded_bytes: the same, divided by the data size (12 with 6
-    of state_bytes for Adam under ZeRO-1). gpus: where a cluster's differ."""
+    """A GPT and how it is trained; KEYS of plan/cost/model_file.py says what each field is, 0 where that is left out.
+    gpus: where a cluster's differ."""
 
     layers: int
     hidden: int

@@ -79,9 +79,18 @@ def solve(counts: Counts, places: Places, balance: float = 1.1, seconds: float =
 def place_experts(
     counts: Sequence[Sequence[float]], plan: Plan | str, rows: str = RANK, balance: float = 1.1
 ) -> Placed:
-    """The order of experts with the least traffic. counts: [ranks, experts] tokens ([experts, experts] with rows
-    "expert", see traffic.py); plan: a Plan or the path of a plan.json, with an expert-parallel size. `order[s]` is the
-    expert of slot s; slots are those of the group's first rank, then those of the second. HolmesError as solve()."""
+    """The order of experts with the least traffic. Its `order[s]` is the expert of slot s; slots are those of the
+    group's first rank, then those of the second.
+
+    Args:
+        counts: Tokens, a row for each rank and a column for each expert.
+        plan: With an expert-parallel size; a Plan, or the path of a plan.json.
+        rows: "rank"; or "expert": a row for each expert, too, and counts are the tokens that both get.
+        balance: A cluster gets so many times its share of tokens at most, or what EPLB gives it.
+
+    Raises:
+        HolmesError: The counts do not fit the plan, or scipy is missing.
+    """
     known = load_plan(plan) if isinstance(plan, str) else plan
     return solve(Counts(rows, tuple(tuple(map(float, row)) for row in counts)), places_of(known), balance).best
 

@@ -12,9 +12,12 @@ from holmes_ext.cluster.wan import Between
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.search.arrangement import Ground
-from holmes_ext.plan.search.ranking import simulated, timed
+from holmes_ext.plan.search.ranking import job_of, simulated, timed
 from holmes_ext.plan.search.result import Candidate, Outcome
+from holmes_ext.plan.simulate.fold import folded_s
 
+#: Of Ethernet's rate, to see what it decides.
+LESS = 0.9
 #: Shapes for which stock is simulated to find those that suit it best.
 STOCKS = 3
 CAUSES = {
@@ -76,6 +79,18 @@ def with_ethernet(outcome: Outcome, candidate: Candidate, factor: float) -> tupl
         return with_site(outcome, candidate, replace(site, wan=site.wan.scaled(factor)))
     return with_site(
         outcome, candidate, with_fabric(outcome.ground.site, ETHERNET, factor), links.scaled(ETHERNET, factor))
+
+
+def ethernet_s(outcome: Outcome, candidate: Candidate) -> float:
+    """What of a candidate's step Ethernet's rate decides: by how much longer it takes with LESS of that rate; simulated
+    if the candidate is."""
+    site, links = with_fabric(outcome.ground.site, ETHERNET, LESS), outcome.ground.links.scaled(ETHERNET, LESS)
+    if candidate.simulated_s:
+        slower = replace(outcome, ground=Ground.of(site, outcome.model, links=links))
+        longer = folded_s(job_of(slower, candidate)) - candidate.simulated_s
+    else:
+        longer = with_site(outcome, candidate, site, links)[0] - candidate.formula_s
+    return min(candidate.step_s, max(0.0, longer / (1 / LESS - 1)))
 
 
 def with_fabric(site: Site, name: str, rate: float = 1.0, latency: float = 1.0) -> Site:

@@ -277,8 +277,11 @@ def outer_round(told: dict[str, Any]) -> None:
 
 
 def step_done(tokens: int = 0) -> None:
-    """For training loops that no framework runs: the step is over. tokens: trained by all ranks together. Nothing
-    without telemetry."""
+    """For training loops that no framework runs: the step is over. Nothing happens without telemetry.
+
+    Args:
+        tokens: Trained by all ranks together in this step; 0: not known.
+    """
     if recorder is not None:
         recorder.step_done("program", tokens)
 

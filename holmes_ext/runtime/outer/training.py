@@ -148,7 +148,15 @@ def joined_state_dict() -> dict[str, Any] | None:
 
 
 def load_joined_state_dict(saved: dict[str, Any], source: str = "outer state") -> None:
-    """What joined_state_dict() gave, before the first step. HolmesError when the job has begun already."""
+    """Go on from a checkpoint's outer state; before the first step.
+
+    Args:
+        saved: What joined_state_dict() gave.
+        source: What errors call it.
+
+    Raises:
+        HolmesError: The job has begun already.
+    """
     if _job is None:
         return
     if _job.joined is not None:

@@ -66,27 +66,29 @@ class GradientReducer:
                 loss_of(micro_batches[-1]).backward()
             optimizer.step()
 
-    parameters: parameters, or (name, parameter) pairs; those without requires_grad are left out. The same on all ranks
-        of `group` (None: all ranks), which is checked once, here: construction is collective.
-    bucket_bytes: size of a bucket; None takes the plan's where holmes is active, plan/cost/buckets.py's for `fabric`,
-        or 25 MiB. fabric: the group's; None takes it from the plan where holmes is active.
-    average: divide by the number of ranks; else the sum stays. predivide: gradients are divided by it before the sum,
-        and by ranks / predivide after it (against float16 overflow). communication_dtype: what travels; None: the
-        gradients'.
-    compress: "off", "bf16" or "int8": what crosses where two levels are used; None takes --holmes-compress.
-    deferred: parameters whose gradients become final after the backward pass only (tied weights): finish() sends them.
-    all_reduce: all_reduce(flat tensor) -> a work with wait() and get_future(), in place of torch's on `group`; None
-        takes two levels where holmes is active and the plan has them for the group.
-    gradient: gradient(parameter) -> its final gradient, called once a step when the bucket is filled; None: .grad.
-    owners: owners(parameter) -> (elements, rank) one after the other: who needs which part of its average; on others
-        that part is undefined afterwards (owned.py). None: all ranks need everything. Not used where two levels are.
-
     A parameter that got no gradient on this rank counts as zeros, and its .grad is the average on all ranks afterwards
     (zeros where no rank used it, as DeepSpeed does and DistributedDataParallel does not): no rank waits for it. NaN and
     infinity travel like any number. A gradient that is accumulated several times in one backward (reentrant activation
     checkpointing, several backward() calls) is final at the last one: how many there are is learned in the first step,
     and HolmesError is raised when one more arrives after its bucket was sent. Hooks of other libraries that change
     gradients must be registered before.
+
+    Args:
+        parameters: Parameters, or (name, parameter) pairs; those without requires_grad are left out. The same on all
+            ranks of `group`, which is checked once, here: construction is collective.
+        group: None: all ranks.
+        bucket_bytes: Of a bucket; None: the plan's where holmes is active, else by `fabric`, else 25 MiB.
+        fabric: The group's; None: the plan's where holmes is active.
+        average: Divide by the number of ranks; else the sum stays.
+        predivide: Gradients are divided by it before the sum, by ranks / predivide after it (float16 overflow).
+        communication_dtype: What travels; None: the gradients'.
+        compress: "off", "bf16" or "int8": what crosses where two levels are used; None: --holmes-compress.
+        deferred: Their gradients are final after the backward pass only (tied weights): finish() sends them.
+        all_reduce: all_reduce(flat tensor) -> a work with wait() and get_future(), in place of torch's on `group`;
+            None: two levels where holmes is active and the plan has them for the group.
+        gradient: gradient(parameter) -> its final gradient, called once a step when the bucket is filled; None: .grad.
+        owners: owners(parameter) -> (elements, rank) one after the other: who needs which part of its average; on
+            others that part is undefined afterwards. None: all need everything. Not used where two levels are.
     """
 
     def __init__(

@@ -21,6 +21,8 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer.meeting.rules import Meeting, NotHere
 from holmes_ext.runtime.outer.meeting.wire import HANDSHAKE_S, WRONG_TOKEN, Line, answer
 
+#: Why a job is gone that said nothing.
+CLOSED = "its connection was closed"
 #: Seconds after which a question without an answer yet is told to be asked again.
 POLL_S = 1.0
 #: Lines of the log that `holmes join status` can show.
@@ -92,7 +94,7 @@ class Server:
 
     def _pulse(self, line: Line, job: str, life: str) -> None:
         self._pulses[job, life] = line
-        why = "its connection was closed"
+        why = CLOSED
         try:
             while True:
                 told = line.receive(_SILENCE_S)
@@ -109,18 +111,29 @@ class Server:
                     self._after()
 
     def _questions(self, line: Line) -> None:
-        while True:
-            question = line.receive(_SILENCE_S)
-            try:
-                reply = self._ask(question)
-            except HolmesError as error:
-                reply = {"error": str(error)}
-            except NotHere:
-                reply = {"verdict": "hello"}
-            except (KeyError, TypeError, ValueError) as error:
-                why = f"{type(error).__name__}: {error}"
-                reply = {"error": f"the meeting point cannot read this {question.get('op')} ({why})"}
-            line.send(reply)
+        who = ("", "")
+        try:
+            while True:
+                question = line.receive(_SILENCE_S)
+                if question.get("op") == "hello":
+                    who = str(question.get("job")), str(question.get("life"))
+                line.send(self._answer_to(question))
+        finally:
+            with self._changed:
+                if who not in self._pulses:  # it died before its first pulse, which would tell
+                    self._meeting.gone(*who, CLOSED, time.monotonic())
+                    self._after()
+
+    def _answer_to(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return self._ask(question)
+        except HolmesError as error:
+            return {"error": str(error)}
+        except NotHere:
+            return {"verdict": "hello"}
+        except (KeyError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+            return {"error": f"the meeting point cannot read this {question.get('op')} ({why})"}
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         deadline, first = time.monotonic() + POLL_S, True

@@ -119,6 +119,19 @@ def test_a_job_that_ends_is_gone_at_once(monkeypatch):
         assert "job east is gone: training is over" in ask_status("127.0.0.1", server.port, "secret")["events"]
 
 
+def test_a_job_that_dies_before_its_first_pulse_is_gone_at_once():
+    """Its next life is not told that the name is taken."""
+    with serving() as (server, told):
+        first = job("east", server.port)
+        first.ask("enter", {}, soon())
+        first._drop()  # as its kernel does when it is killed
+        until(lambda: ask_status("127.0.0.1", server.port, "secret")["jobs"][0]["state"] == "gone")
+        again = job("east", server.port)
+        assert again.ask("enter", {}, soon())["verdict"] == "in"
+        again.close("over")
+        assert told.count("job east is gone: its connection was closed") >= 1
+
+
 def test_jobs_come_back_to_a_restarted_meeting_point(monkeypatch):
     monkeypatch.setattr(clients, "PULSE_S", 0.1)
     with serving() as (server, _):

@@ -1,0 +1,112 @@
+"""Rounds of joined jobs (runtime/outer), event by event, while their steps run: what a round takes, what training waits
+for it, and what steps take longer because both share the nodes' Ethernet.
+
+    a job       steps | its pseudo-gradient leaves | `delay` steps | waits for the round's end
+    a round     once all jobs are ready: the meeting point's verdict, each job's bits to each other one, the verdict
+
+A step computes, and sends for what of it Ethernet's rate decides, in pieces; a fragment is cut into one TCP stream for
+each rank of the larger of two jobs. Who meets at a NIC, uplink or link shares it (events.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from holmes_ext.cluster.site import ETHERNET, Site
+from holmes_ext.plan.simulate.events import Op, Simulation, Transfer, Transfers
+
+#: Two are played, and the second is measured: before the first all jobs begin at once.
+_ROUNDS = range(2)
+#: Pieces of the steps under a round: what computes and what sends are in turn, however short the round is.
+_PIECES = 64
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A job in one cluster. step_s: of its step alone; ethernet_s: what of it Ethernet's rate decides."""
+
+    cluster: str
+    step_s: float
+    ethernet_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds. round_s: from the last job's pseudo-gradient to the sum in all jobs; waited_s: for it, by the job that
+    waits least; longer_s: that its steps took longer than alone, from one round's end to the next one's."""
+
+    round_s: float
+    waited_s: float
+    longer_s: float
+
+
+def simulate_round(site: Site, runners: Sequence[Runner], bits: float, alone: int, delay: int) -> Round:
+    """bits: that each job sends to each other one; alone, delay: steps before a round and under it."""
+    jobs = range(len(runners))
+    templates: dict[Hashable, Transfer] = dict.fromkeys(("off", "there", "end"), Transfer(1))
+    capacities: dict[Hashable, float] = {}
+    ethernet, nodes = site.fabric_by_name[ETHERNET], Counter(node.cluster for node in site.nodes)
+    rate, farthest_s = float(ethernet.rate_bps), ethernet.latency_s
+    for job, one in enumerate(runners):
+        capacities |= {(job, "out"): rate, (job, "in"): rate}
+        own = tuple(((job, way), site.processes) for way in ("out", "in"))
+        templates["own", job] = Transfer(1, bits=delay * one.ethernet_s * rate / site.processes / _PIECES, uses=own)
+        for other, two in enumerate(runners):
+            if job != other:
+                streams = max(nodes[one.cluster], nodes[two.cluster]) * site.processes
+                ends = ((job, "out"), streams / nodes[one.cluster]), ((other, "in"), streams / nodes[two.cluster])
+                hops, link = site.wan.hops(one.cluster, two.cluster), site.wan.pair_of.get((one.cluster, two.cluster))
+                capacities |= {hop.key: hop.rate_bps for hop in hops}
+                limit = float(link.stream_bps if link and link.stream_bps else inf)
+                way_s = sum(hop.latency_s for hop in hops) or ethernet.latency_s
+                farthest_s = max(farthest_s, way_s)
+                uses = *((hop.key, streams) for hop in hops), *ends
+                templates["bits", job, other] = Transfer(  # the first bytes are answered before all may leave
+                    1, way_s, bits / streams, limit, uses, latency_s=way_s)
+    templates |= dict.fromkeys(("go", "done"), Transfer(len(runners), latency_s=2 * farthest_s))
+    transfers = Transfers(templates)
+    training = [list(_training(job, one, alone, delay)) for job, one in enumerate(runners)]
+    Simulation([*training, *(list(_rounds(job, jobs)) for job in jobs)], transfers, capacities).run()
+
+    def at(what: str, job: int, number: int = _ROUNDS[-1]) -> float:
+        return transfers[what, job, number].ended
+
+    waited = {job: max(0.0, at("end", job) - at("there", job)) for job in jobs}
+    slowest = min(jobs, key=lambda job: (waited[job], -runners[job].step_s))
+    before = max(at(what, slowest, _ROUNDS[-2]) for what in ("there", "end"))
+    longer = at("there", slowest) - before - (alone + delay) * runners[slowest].step_s
+    round_s = max(at("end", job) for job in jobs) - max(at("off", job) for job in jobs)
+    return Round(round_s, waited[slowest], max(0.0, longer))
+
+
+def _training(job: int, one: Runner, alone: int, delay: int) -> Iterator[Op]:
+    for number in _ROUNDS:
+        yield ("compute", "forward", alone * one.step_s, -1, 0)
+        yield ("post", ("off", job, number))
+        for piece in range(_PIECES):
+            yield ("compute", "forward", delay * (one.step_s - one.ethernet_s) / _PIECES, -1, 0)
+            if delay * one.ethernet_s:
+                yield ("post", (("own", job), number, piece))
+                yield ("wait", (("own", job), number, piece), "reduce", -1)
+        yield ("post", ("there", job, number))
+        yield ("wait", ("end", job, number), "reduce", -1)
+
+
+def _rounds(job: int, jobs: Sequence[int]) -> Iterator[Op]:
+    """What the thread of a job's rounds does (runtime/outer/rounds.py)."""
+    for number in _ROUNDS:
+        yield ("wait", ("off", job, number), "idle", -1)
+        yield from _all(("go", number))
+        yield from (("post", (("bits", job, other), number)) for other in jobs if other != job)
+        yield from (("wait", (("bits", other, job), number), "reduce", -1) for other in jobs if other != job)
+        yield from _all(("done", number))
+        yield ("post", ("end", job, number))
+
+
+def _all(tag: Hashable) -> tuple[Op, Op]:
+    """To the meeting point, and its answer once all jobs have told."""
+    return ("post", tag), ("wait", tag, "reduce", -1)
+
