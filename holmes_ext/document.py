@@ -122,8 +122,10 @@ class Table:
         What `cls` itself refuses (HolmesError) is raised with the table's place in front.
         """
         values = dict(given)
-        for name, kind, required in _fields_of(cls):  # type: ignore[arg-type]
-            if name not in given and (self._present(name) or required):
+        every: tuple[tuple[str, Any, bool], ...] = _fields_of(cls)  # type: ignore[arg-type]
+        self.read.update(name for name, _, _ in every if name not in given)
+        for name, kind, required in every:
+            if name not in given and (required or name in self.values):
                 value = self.values.get(name)
                 plain = type(value) is kind is not float  # most are, in the reports of thousands of nodes
                 values[name] = value if plain else self._value(name, kind)

@@ -5,16 +5,19 @@ tests/patches/test_launch_flags.py parses them with the two Megatrons' own parse
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.search.result import Candidate
+from holmes_ext.plan.search.space import Limits
 from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST
 
 #: Limits of the search (plan/search/space.py) under which each framework can run the winner.
 _DEEPSPEED: dict[str, tuple] = {
     "virtual": (1,), "context": (1,), "expert": (1,), "reduction": ("flat",), "recompute": ("none", "full"),
+    "order": (DEFAULT_ORDER,),
 }  # fmt: skip
 _DATA_ONLY: dict[str, tuple] = {
     **dict.fromkeys(("pipeline", "tensor", "context", "expert", "virtual"), (1,)), "recompute": ("none", "full"),
@@ -27,8 +30,21 @@ LIMITS = {
     "ddp": {**_DATA_ONLY, "zero": (0,)}, "fsdp2": {**_DATA_ONLY, "zero": (3,)}, "torch": _TORCH,
     "torchtitan": {"zero": (1, 3), "clusters": ("pipeline", "data"), "order": (DEFAULT_ORDER,)},
 }  # fmt: skip
+#: ZeRO stages under which those reduce in two levels that have it as an optimizer or a mesh of all stages.
+TWO_LEVEL = {"megatron-lm": (1,), "torchtitan": (1,)}
 #: Frameworks whose pipelines run on torch.distributed.pipelining's schedules, LoopedBFS among them.
 BREADTH_FIRST = ("torch", "torchtitan")
+
+
+def limited(limits: Limits, framework: str) -> Limits:
+    """`limits` and those of the framework; HolmesError where they leave nothing."""
+    allowed = dict(limits.allowed)
+    for name, values in LIMITS[framework].items():
+        allowed[name] = tuple(value for value in limits.allowed.get(name, values) if value in values)
+        if not allowed[name]:
+            said = f"--limit {name}={','.join(map(str, limits.allowed[name]))}"
+            raise HolmesError(f"{said}: {framework} can only {', '.join(map(str, values))}")
+    return replace(limits, allowed=allowed, two_level=TWO_LEVEL.get(framework))
 
 
 @dataclass(frozen=True)

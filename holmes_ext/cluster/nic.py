@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from holmes_ext.errors import HolmesError
@@ -24,6 +25,7 @@ DEFAULT_SUBNET_PREFIX = "fe80:0000:0000:0000"  # what a subnet manager uses unle
 #: A device's name: printable ASCII without space and slash, as the kernel's are.
 DEVICE_NAME = re.compile(r"[!-.0-~]{1,64}")
 GID = re.compile("[0-9a-f]{4}(:[0-9a-f]{4}){7}")
+_LENGTHS = {socket.AF_INET: 32, socket.AF_INET6: 128}
 _SUBNET_PREFIX = re.compile("([0-9a-f]{4}(:[0-9a-f]{4}){3})?")
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
@@ -88,6 +90,10 @@ class Nic:
         if self.kind == "ethernet" and self.netdevs != (self.device,):
             raise HolmesError(f"{what}: key 'netdevs' of an ethernet NIC must be its own device, not {self.netdevs!a}")
 
+    def to_dict(self) -> dict[str, Any]:
+        """What is not as by default."""
+        return {key: value for key, value in asdict(self).items() if value != _DEFAULTS.get(key)}
+
     @property
     def name(self) -> str:
         """How NCCL, include/exclude and messages call it: "mlx5_0:1", or "eth0" for ethernet."""
@@ -128,11 +134,17 @@ class Nic:
         return None if best is None else best.index
 
 
+_DEFAULTS = {item.name: item.default for item in fields(Nic)}
+
+
 def _is_address(text: str) -> bool:
+    address, slash, length = text.partition("/")
+    version = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return "/" in text and bool(ipaddress.ip_interface(text))
-    except ValueError:
+        socket.inet_pton(version, address.partition("%")[0])
+    except (OSError, ValueError):
         return False
+    return bool(slash) and length.isdecimal() and len(length) < 4 and int(length) <= _LENGTHS[version]
 
 
 def _within(low: int, high: int) -> Callable[[int], bool]:

@@ -10,7 +10,7 @@ import pytest
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.patches.launch_flags import LIMITS, launches
+from holmes_ext.patches.launch_flags import LIMITS, launches, limited
 from holmes_ext.patches.megatron.command_line.arguments import sizes_from_arguments
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.search.search import search
@@ -23,6 +23,30 @@ MODEL = Model(layers=6, hidden=512, heads=8, sequence=128, vocabulary=8000, glob
 def best(framework=None, model=MODEL, **allowed):
     limits = Limits({**(LIMITS[framework] if framework else {}), **allowed})
     return search(site_from_spec(load_spec(EXAMPLES / "three_clusters_8.toml")), model, 16, limits).best
+
+
+#: Sites where gradients best cross, and some stages lie in two clusters.
+SITES = ("two_clusters_8", "three_clusters_8", "two_clusters_3_5", "three_links_6")
+
+
+@pytest.mark.parametrize("framework", sorted(LIMITS))
+def test_no_row_of_a_framework_is_one_that_it_cannot_start(framework):
+    for name in SITES:
+        spec = load_spec(EXAMPLES / f"{name}.toml")
+        for model in (MODEL, replace(MODEL, experts=4, sequence=2048)):
+            found = search(site_from_spec(spec), model, 64, limited(Limits(), framework), seconds=1.0)
+            for one in found.candidates:
+                launch = launches(one, model, 64, False, "c.toml", "plan.json")[framework]
+                assert not launch.lacks, (name, one)
+
+
+@pytest.mark.parametrize("framework", ["megatron-lm", "torchtitan"])
+def test_two_levels_are_of_all_stages_and_with_a_sharded_optimizer(framework):
+    spec = load_spec(EXAMPLES / "two_clusters_8.toml")
+    allowed = {"clusters": ("data",), "zero": (0, 1) if framework == "megatron-lm" else (1,)}
+    found = search(site_from_spec(spec), MODEL, 64, limited(Limits(allowed), framework)).candidates
+    two = [one for one in found if "two-level" in one.reductions]
+    assert two and all(one.shape.zero == 1 and set(one.reductions) == {"two-level"} for one in two)
 
 
 @pytest.mark.parametrize("framework", sorted(LIMITS))

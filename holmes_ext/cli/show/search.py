@@ -20,7 +20,7 @@ from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.launch_flags import BREADTH_FIRST, LIMITS
+from holmes_ext.patches.launch_flags import BREADTH_FIRST, LIMITS, limited
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.plan import Plan
@@ -83,7 +83,9 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         what = what if args.command else "nothing says what to train"
         raise HolmesError(f"{what}; give --model FILE (examples/models has some)")
     site, links, overlap = site_from_spec(spec), Links.of_spec(spec), args.overlap == "on"
-    batch, limits = _global_batch(args, job, site), _limits(args.limit, args.framework or job.framework)
+    batch, limits, framework = _global_batch(args, job, site), parse_limits(args.limit), args.framework or job.framework
+    if framework:
+        limits = limited(limits, framework)
     with _Bar(quiet=args.json) as bar:
         end = time.monotonic() + args.seconds
         first_s = FIRST * args.seconds
@@ -93,7 +95,7 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         outcome, job = beside(outcome, job)
         if not outcome.interrupted:
             outcome = prove(with_spread(rank(outcome)), end - time.monotonic(), bar.proved)
-            if args.framework in BREADTH_FIRST:
+            if framework in BREADTH_FIRST:
                 outcome = with_breadth_first(outcome)
     joined = joined_plan.beside(outcome, FIRST * args.seconds) if args.joined and not outcome.interrupted else None
     plan = plan_of(outcome, outcome.best)
@@ -182,18 +184,6 @@ def _global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
         return model.micro_batches * model.micro_batch * sizes.data
     needed = "a search needs it, or --global-batch N (sequences of a step)"
     raise HolmesError(f"{model.source}: key 'global_batch' is missing; {needed}")
-
-
-def _limits(texts: list[str], framework: str) -> Limits:
-    limits = parse_limits(texts)
-    allowed = dict(limits.allowed)
-    can: dict[str, tuple[Any, ...]] = dict(LIMITS[framework]) if framework else {}
-    for name, values in can.items():
-        allowed[name] = tuple(value for value in limits.allowed.get(name, values) if value in values)
-        if not allowed[name]:
-            said = f"--limit {name}={','.join(map(str, limits.allowed[name]))}"
-            raise HolmesError(f"{said}: {framework} can only {', '.join(map(str, values))}")
-    return Limits(allowed, limits.memory_bytes)
 
 
 class _Bar(Progress):

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from math import inf
 
 from holmes_ext.cluster.site import ETHERNET, Fabric
+from holmes_ext.plan.cost.across import facing
 from holmes_ext.plan.cost.memory import Memory, stage_memory, under_way
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import FREE, Price, all_reduce, message, ring, summed_across, tied_seconds
@@ -29,8 +30,9 @@ class Pricing:
 
     def __init__(
         self, ground: Ground, model: Model, shape: Shape, reductions: Sequence[str] = REDUCTIONS,
-        memory_bytes: float = 0.0, hides: bool = True,
+        memory_bytes: float = 0.0, hides: bool = True, alike: bool = False,
     ):
+        self.alike = alike  # all stages, over as many clusters each, reduce in two levels, or none does
         self.ground, self.shape, self.reductions, self.memory_bytes = ground, shape, reductions, memory_bytes
         self.hides = hides and ground.only is None and shape.virtual == 1
         self.original, self.sizes, self.processes = model, shape.sizes(), ground.processes
@@ -47,8 +49,14 @@ class Pricing:
     def stages(self, arrangement: Arrangement) -> list[StagePrice]:
         """Of all stages. Those that hold the same clusters reduce at about the same time: they share what lies between.
         """
-        counts = Counter(arrangement.contents) if self.ground.wan else {}
-        return [self.stage(content, arrangement.order, counts.get(content, 1)) for content in arrangement.contents]
+        contents, order = arrangement.contents, arrangement.order
+        counts = Counter(contents) if self.ground.wan else Counter[Content]()
+        prices = [self.stage(content, order, counts.get(content, 1)) for content in contents]
+        ways = {(price.way, len(content)) for price, content in zip(prices, contents)}
+        if self.alike and len(ways) > 1 and any(way == "two-level" for way, _ in ways):
+            flat = Pricing(self.ground, self.original, self.shape, ("flat",), self.memory_bytes, self.hides)
+            return flat.stages(arrangement)
+        return prices
 
     def stage(self, content: Content, order: str, alike: int = 1) -> StagePrice:
         """alike: how many stages hold the same."""
@@ -136,7 +144,7 @@ class Pricing:
         if step * self.shape.pipeline <= self.processes:
             return self._inside(2, [index for index, _ in first]).seconds(size)
         sharers, found = min(self.processes, step), []
-        for pair, flows in _pairs(first, last).items():
+        for pair, flows in facing(first, last).items():
             fabric = self.ground.fabric(pair)
             ways = self.ground.crossing(fabric, pair, flows, ring=True)
             found.append(all_reduce(2, fabric, sharers, ways))
@@ -289,7 +297,7 @@ class Pricing:
             rate = min(self.ground.gpus[index].link_bps for index, _ in (*one, *other))
             return Price(8 / rate) if rate else FREE
         sharers, found = min(self.processes, self._step(order)), []
-        for pair, flows in _pairs(one, other).items():
+        for pair, flows in facing(one, other).items():
             fabric = self.ground.fabric(pair)
             (way,) = self.ground.crossing(fabric, pair, flows) or ((),)
             price, slices = message(fabric, sharers, way=way), self._slices(fabric)
@@ -301,18 +309,3 @@ class Pricing:
         """Tensor ranks that share out an activation on `fabric`, as plan/cost/nodes.py has it."""
         sliced = fabric.name == ETHERNET and self.ground.only is None and self.sizes.tensor_inside(self.processes)
         return self.model.copies(self.sizes) if sliced else 1
-
-
-def _pairs(one: Content, other: Content) -> dict[tuple[int, int], int]:
-    """Clusters that face each other when two stages' ranks are laid side by side, with how many ranks."""
-    pairs: dict[tuple[int, int], int] = {}
-    left, right = list(one), list(other)
-    while left and right:
-        taken = min(left[0][1], right[0][1])
-        pair = left[0][0], right[0][0]
-        pairs[pair] = pairs.get(pair, 0) + taken
-        for side in (left, right):
-            index, ranks = side.pop(0)
-            if ranks > taken:
-                side.insert(0, (index, ranks - taken))
-    return pairs

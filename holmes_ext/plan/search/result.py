@@ -122,8 +122,11 @@ class Outcome:
         return 3 * forward / candidate.step_s / self.ground.world
 
     def pricing(self, shape: Shape) -> Pricing:
-        reductions = self.limits.allowed.get("reduction", REDUCTIONS)
-        return Pricing(self.ground, self.model, shape, reductions, self.limits.memory_bytes, self.hides)
+        reductions, two_level = self.limits.allowed.get("reduction", REDUCTIONS), self.limits.two_level
+        if two_level is not None and shape.zero not in two_level:
+            reductions = ("flat",)
+        more = self.limits.memory_bytes, self.hides, two_level is not None
+        return Pricing(self.ground, self.model, shape, reductions, *more)
 
     def costs(self, candidate: Candidate, sharded: bool = True) -> StageCosts:
         """The candidate's costs again; sharded: with what ZeRO 2 and 3 send."""

@@ -1,10 +1,11 @@
 """Every rank reports, the launcher's rank 0 decides, every rank learns the verdict - all through the job's store.
 
     rank 0:   holmes/round           + 1: this start of the job; holmes/BEFORE/over, for those that wait in the last one
-    rank r:   holmes/ROUND/report/r  = who I am, what I was given  (NICs too, from local rank 0)
-    rank 0:   waits for all, compares, makes the plan
-    rank 0:   holmes/ROUND/verdict   = {"digest": of {"site": ..., "plan": ...}} or {"error": one line}
-    rank r:   waits for the verdict, takes what it announces (handout.py); an error ends it
+    a node:   holmes/ROUND/reports   + who its ranks are, what they were given (and its NICs), by one that speaks for it
+                                     (neighbours.py); once all ranks are counted rank 0 reads them at once (store.py)
+    rank 0:   compares, makes the plan
+    rank 0:   holmes/ROUND/verdict   = "+" and {"site": ..., "plan": ...}, or "!" and one line of an error
+    a node:   waits for the verdict, tells its other ranks; an error ends it
 
 A rank that fails before it can report sends its error instead, so that nobody waits for it in vain.
 
@@ -13,36 +14,37 @@ Why rounds: torchrun's agents keep one store over the restarts of a job, and do 
 A verdict that is there before the rank has reported is such a leftover, since none is made without its report: it
 waits for the next round. So does one that reported in a round whose rank 0 did not live to its verdict.
 
-Thousands of ranks wait for one key: a wait that times out costs milliseconds (torch writes down the C++ stack), and
-stands in the way of all others. So nobody waits for less than it has left.
+Thousands wait for one key: a wait that times out costs milliseconds (torch writes down the C++ stack), and stands in
+the way of all others. So nobody waits for less than it has left.
 """
 
 from __future__ import annotations
 
 import json
-import time
+import socket
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.errors import HolmesError, RemoteError
-from holmes_ext.runtime.start import handout
+from holmes_ext.runtime.start.deadline import Deadline
 from holmes_ext.runtime.start.launcher import Process
-from holmes_ext.runtime.start.store import awaited
+from holmes_ext.runtime.start.neighbours import HEARD_SECONDS, Neighbours, name_of, speaker_hears, told
+from holmes_ext.runtime.start.store import awaited, gathered, put_in
 from holmes_ext.words import some_of
 
 #: What rank 0 makes of all reports: the verdict's content.
 Decide = Callable[[list[dict[str, Any]], list[NodeReport]], dict[str, Any]]
-_CHUNK = 512
 _ROUND = "holmes/round"
-#: The verdict of a round that the next one overtook.
-_OVER = b"over"
+#: How a verdict begins that is a document, one that is an error; and that of a round that the next one overtook.
+_GOOD, _BAD, _OVER = b"+", b"!", b"over"
 #: How long a verdict that does not count this rank's report may stand until it is taken for one that gave the rank up,
 #: in seconds.
 _LEFTOVER_SECONDS = 10.0
+#: How much longer than rank 0, which may itself use up the time and then says who was missing, the others wait.
+_LONGER_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Verdict:
     packed: bytes
 
     def content(self) -> dict[str, Any]:
-        return _unpack(self.packed)
+        found: dict[str, Any] = json.loads(zlib.decompress(self.packed))
+        return found
 
 
 def exchange(store: Any, process: Process, report: dict[str, Any], decide: Decide, timeout_s: float) -> Verdict:
@@ -62,95 +65,112 @@ def exchange(store: Any, process: Process, report: dict[str, Any], decide: Decid
     `report` holds at least node, identity, local_rank, `agreed` (a flat dict that must be the same everywhere) and,
     from local rank 0, `nics_of_node`; or only `error`. Raises HolmesError on rank 0 and RemoteError elsewhere.
     """
-    packed, verdict = _pack({**report, "rank": process.rank}), None
+    limit = Deadline(timeout_s)
+    said = json.dumps({**report, "rank": process.rank}, separators=(",", ":")).encode()
+    if process.local_world_size < 2:
+        return _spoken(store, process, [said], decide, limit)
+    node = f"{report['node']}/{report.get('identity', '')}"
+    name, patience = name_of(node, process.master_addr, process.master_port), min(HEARD_SECONDS, timeout_s / 4)
+    if process.local_rank:
+        if speaker := speaker_hears(name, said, patience):
+            return _learned(process, speaker, limit)
+        return _spoken(store, process, [said], decide, limit)
+    neighbours = Neighbours(name)
+    reports = [said, *neighbours.hear(process.local_world_size - 1, patience)]
+    try:
+        verdict = _spoken(store, process, reports, decide, limit)
+    except HolmesError as error:
+        neighbours.tell(_BAD + str(error).encode())
+        raise
+    neighbours.tell(_GOOD + verdict.round.encode(), verdict.packed)
+    return verdict
+
+
+def _learned(process: Process, speaker: socket.socket, limit: Deadline) -> Verdict:
+    """From the one that spoke for this rank too."""
+    said, document = told(speaker, limit.left(_LONGER_SECONDS))
+    if not said:
+        who = f"rank {process.rank - process.local_rank}"
+        raise HolmesError(f"rank {process.rank} got no verdict from {who}, which spoke for its node; is it alive?")
+    if said[:1] == _BAD:
+        raise RemoteError(said[1:].decode())
+    return Verdict(said[1:].decode(), document)
+
+
+def _spoken(store: Any, process: Process, reports: list[bytes], decide: Decide, limit: Deadline) -> Verdict:
+    """The verdict for this rank, and for those of its node whose reports it has."""
+    told: tuple[str, bytes] | None = None
     try:
         if process.rank == 0:
-            return _take(store, process, report, _lead(store, process, packed, decide, timeout_s))
-        verdict = _await_verdict(store, process, packed, timeout_s)
-        if verdict is not None and "error" not in verdict:
-            return _take(store, process, report, verdict)
+            return _lead(store, process, reports, decide, limit)
+        told = _await_verdict(store, process, reports, limit)
     except RuntimeError:  # the store, or the host of it, is gone; torch.distributed.DistError is one
-        verdict = None
-    if verdict is None:
+        pass
+    if told is None:
         raise HolmesError(
-            f"rank {process.rank} on {report.get('node', '?')} got no verdict from rank 0 at"
+            f"rank {process.rank} on {json.loads(reports[0]).get('node', '?')} got no verdict from rank 0 at"
             f" {process.master_addr}:{process.master_port}; was rank 0 started with --holmes, and is it alive?"
         )
-    raise RemoteError(verdict["error"])
+    prefix, verdict = told
+    if verdict[:1] == _BAD:
+        raise RemoteError(verdict[1:].decode())
+    return Verdict(prefix, verdict[1:])
 
 
-def _take(store: Any, process: Process, report: dict[str, Any], verdict: dict[str, Any]) -> Verdict:
-    prefix, node = verdict["round"], _node(report)
-    return Verdict(prefix, handout.take(store, prefix, node, process.local_rank, verdict["digest"]))
-
-
-def _node(report: dict[str, Any]) -> str:
-    return f"{report['node']}/{report['identity']}"
-
-
-def _lead(store: Any, process: Process, packed: bytes, decide: Decide, timeout_s: float) -> dict[str, Any]:
+def _lead(store: Any, process: Process, reports: list[bytes], decide: Decide, limit: Deadline) -> Verdict:
     number = store.add(_ROUND, 1)
     prefix, before = f"holmes/{number}", f"holmes/{number - 1}"
-    store.set(f"{prefix}/report/0", packed)
     if number > 1:
         store.set(f"{before}/over", b"1")
         store.compare_set(f"{before}/verdict", "", _OVER)
     try:
-        decided = _pack(_decide(_collect(store, prefix, process, timeout_s), decide))
-        verdict = {"digest": handout.give(store, prefix, decided), "round": prefix}
+        put_in(store, f"{prefix}/reports", _pack(reports), len(reports), process.world_size)
+        decided = _decide(_collect(store, prefix, process, limit), decide)
     except HolmesError as error:
-        store.set(f"{prefix}/verdict", _pack({"error": str(error)}))
+        store.set(f"{prefix}/verdict", _BAD + str(error).encode())
         raise
-    store.set(f"{prefix}/verdict", _pack(verdict))
-    return verdict
+    packed = zlib.compress(json.dumps(decided, separators=(",", ":")).encode(), 1)
+    store.set(f"{prefix}/verdict", _GOOD + packed)
+    return Verdict(prefix, packed)
 
 
-def _await_verdict(store: Any, process: Process, packed: bytes, timeout_s: float) -> dict[str, Any] | None:
-    """Report in the round that is under way, or in the next where the one found is over; None when none came."""
-    # Longer than rank 0, which may itself use up the time and then says who was missing.
-    deadline = time.monotonic() + timeout_s + 15
-    while (left := deadline - time.monotonic()) > 0 and (number := awaited(store, _ROUND, left)):
+def _await_verdict(store: Any, process: Process, reports: list[bytes], limit: Deadline) -> tuple[str, bytes] | None:
+    """Report in the round that is under way, or in the next where the one found is over: its prefix and its verdict;
+    None when none came."""
+    packed = _pack(reports)
+    while (left := limit.left(_LONGER_SECONDS)) > 0 and (number := awaited(store, _ROUND, left)):
         prefix = f"holmes/{int(number)}"
         verdict = f"{prefix}/verdict"
         if store.check([verdict]):
             if not awaited(store, f"{prefix}/over", min(left, _LEFTOVER_SECONDS)):
                 given_up = store.get(verdict)
-                if given_up != _OVER and "error" in (said := _unpack(given_up)):
-                    return said
+                if given_up[:1] == _BAD:
+                    return prefix, given_up
             continue
-        store.set(f"{prefix}/report/{process.rank}", packed)
+        put_in(store, f"{prefix}/reports", packed, len(reports), process.world_size)
         if (told := awaited(store, verdict, left)) != _OVER:
-            return _unpack(told) if told else None
+            return (prefix, told) if told else None
     return None
 
 
-def _pack(document: dict[str, Any]) -> bytes:
-    return zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 1)
+def _pack(reports: list[bytes]) -> bytes:
+    return zlib.compress(b"[" + b",".join(reports) + b"]", 1)
 
 
-def _unpack(data: bytes) -> dict[str, Any]:
-    return json.loads(zlib.decompress(data))
-
-
-def _collect(store: Any, prefix: str, process: Process, timeout_s: float) -> list[dict[str, Any]]:
-    """Reports of all ranks in rank order; HolmesError names the ranks that did not come within `timeout_s` seconds."""
-    keys = [f"{prefix}/report/{rank}" for rank in range(process.world_size)]
-    deadline = time.monotonic() + timeout_s
-    reports: list[dict[str, Any]] = []
-    for start in range(0, len(keys), _CHUNK):
-        chunk = keys[start : start + _CHUNK]
-        try:
-            store.wait(chunk, timedelta(seconds=max(0.1, deadline - time.monotonic())))
-        except RuntimeError:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            count = f"{len(missing)} of {process.world_size} ranks"
-            where = f"{process.master_addr}:{process.master_port}"
-            raise HolmesError(
-                f"{count} did not report within {timeout_s:g} s: rank {some_of(missing)};"
-                f" were they started, with --holmes, and can they reach {where}?"
-            ) from None
-        reports += map(_unpack, store.multi_get(chunk))
-    return reports
+def _collect(store: Any, prefix: str, process: Process, limit: Deadline) -> list[dict[str, Any]]:
+    """Reports of all ranks in rank order; HolmesError names those that did not come in time."""
+    entries, world = gathered(store, f"{prefix}/reports", limit.left()), process.world_size
+    reports: dict[int, dict[str, Any]] = {}
+    for report in (report for entry in entries for report in json.loads(zlib.decompress(entry))):
+        if (other := reports.setdefault(report["rank"], report)) is not report:
+            where = f"on {other['node']} and {report['node']}"
+            raise HolmesError(f"rank {report['rank']} reported twice, {where}: how were they started?")
+    if missing := [rank for rank in range(world) if rank not in reports]:
+        raise HolmesError(
+            f"{len(missing)} of {world} ranks did not report within {limit.seconds:g} s: rank {some_of(missing)};"
+            f" were they started, with --holmes, and can they reach {process.master_addr}:{process.master_port}?"
+        )
+    return [reports[rank] for rank in range(world)]
 
 
 def _decide(reports: list[dict[str, Any]], decide: Decide) -> dict[str, Any]:
@@ -175,9 +195,9 @@ def _compare(reports: list[dict[str, Any]]) -> None:
 
 def _nodes(reports: list[dict[str, Any]]) -> list[NodeReport]:
     """One NodeReport for each node, in the order of its lowest rank, its processes counted."""
-    by_identity: dict[str, list[dict[str, Any]]] = {}
+    by_identity: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for report in reports:
-        by_identity.setdefault(_node(report), []).append(report)
+        by_identity.setdefault((report["node"], report["identity"]), []).append(report)
     nodes = []
     for members in by_identity.values():
         name, local = members[0]["node"], sorted(member["local_rank"] for member in members)

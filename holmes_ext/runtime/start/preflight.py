@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import CARRIERS
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.preflight_verdict import Finding, decide
+from holmes_ext.runtime.start.store import awaited, gathered, put_in
 
 #: Seconds: until the kernel at the other end must have answered (no process needs to run for that; two lost packets are
 #: made good), until the process there must have, until a node must have said where it listens, and until rank 0 must
@@ -95,18 +95,20 @@ def run(
             if process.local_rank == 0:
                 listeners = Listeners(site, host, todo, token=prefix)
                 store.set(f"{prefix}/ports/{host}", json.dumps(listeners.ports))
-                found = _try_mine(store, prefix, site, host, todo), tcp_line(plan, site, host)
-                store.set(f"{prefix}/findings/{host}", json.dumps(found))
+                found = host, _try_mine(store, prefix, site, host, todo), tcp_line(plan, site, host)
+                put_in(store, f"{prefix}/findings", json.dumps(found).encode(), 1, len(plan.nodes))
             if process.rank == 0:
                 verdict = _judge(store, prefix, site, plan, todo, options, started)
                 store.set(f"{prefix}/verdict", json.dumps(verdict))
-            store.wait([f"{prefix}/verdict"], timedelta(seconds=FINDINGS_S + 10))
-            verdict = json.loads(store.get(f"{prefix}/verdict"))
-        except (dist.DistError, RuntimeError) as error:
+            said = awaited(store, f"{prefix}/verdict", FINDINGS_S + 10)
+        except (dist.DistError, RuntimeError):
+            said = b""
+        if not said:
             raise HolmesError(
                 f"preflight: rank {process.rank} on {host} got no verdict from the launcher's rank 0 at"
-                f" {process.master_addr}:{process.master_port} ({str(error).splitlines()[0]}); is it alive?"
-            ) from None
+                f" {process.master_addr}:{process.master_port}; is it alive?"
+            )
+        verdict = json.loads(said)
     finally:
         if listeners is not None:
             listeners.close()
@@ -180,11 +182,8 @@ def _try_mine(store: Any, prefix: str, site: Site, host: str, todo: list[Pair]) 
 
     mine = [pair for pair in todo if pair.one == host and all(addresses(pair))]
     for other in dict.fromkeys(pair.two for pair in mine):
-        try:
-            store.wait([f"{prefix}/ports/{other}"], timedelta(seconds=max(0.05, deadline - time.monotonic())))
-            ports[other] = json.loads(store.get(f"{prefix}/ports/{other}"))
-        except (dist.DistError, RuntimeError):
-            ports[other] = {}
+        said = awaited(store, f"{prefix}/ports/{other}", max(0.05, deadline - time.monotonic()))
+        ports[other] = json.loads(said or b"{}")
     if not mine:
         return []
     with ThreadPoolExecutor(min(_THREADS, len(mine))) as pool:
@@ -232,21 +231,18 @@ def _judge(
     """Rank 0: every node's findings -> what all go on with."""
     findings: list[Finding] = []
     short: list[str] = []
+    left = started + FINDINGS_S - time.monotonic()
+    told = {node: found for node, *found in map(json.loads, gathered(store, f"{prefix}/findings", left))}
+    if missing := [node for node in plan.nodes if node not in told]:
+        # Who has not even said where it listens keeps its neighbours waiting: that one is to be named.
+        node = next((one for one in missing if not store.check([f"{prefix}/ports/{one}"])), missing[0])
+        who = f"node {node} (rank {plan.nodes.index(node) * plan.processes})"
+        advice = "is its process alive? (--holmes-preflight off skips it)"
+        return {"error": f"preflight: {who} did not finish it within {FINDINGS_S:g} s; {advice}"}
+    for tried, tcp in told.values():
+        findings += map(tuple, tried)
+        short += [tcp] if tcp else []
     try:
-        for node in plan.nodes:
-            left = max(0.05, started + FINDINGS_S - time.monotonic())
-            try:
-                store.wait([f"{prefix}/findings/{node}"], timedelta(seconds=left))
-            except (dist.DistError, RuntimeError):
-                # Who has not even said where it listens keeps its neighbours waiting: that one is to be named.
-                node = next((other for other in plan.nodes if not store.check([f"{prefix}/ports/{other}"])), node)
-                raise HolmesError(
-                    f"preflight: node {node} (rank {plan.nodes.index(node) * plan.processes}) did not finish it within"
-                    f" {FINDINGS_S:g} s; is its process alive? (--holmes-preflight off skips it)"
-                ) from None
-            tried, tcp = json.loads(store.get(f"{prefix}/findings/{node}"))
-            findings += map(tuple, tried)
-            short += [tcp] if tcp else []
         verdict = decide(site, plan, todo, findings, options)
         alike = f" ({len(short)} nodes are short of it)" if len(short) > 1 else ""
         return {**verdict, "lines": [*verdict["lines"], *(f"preflight: TCP{alike}: {line}" for line in short[:1])]}

@@ -60,6 +60,26 @@ def awaited(store: Any, key: str, seconds: float) -> bytes:
     return found
 
 
+def put_in(store: Any, key: str, entry: bytes, count: int, total: int) -> None:
+    """Add `entry`, which stands for `count` of `total`, to what gathered() finds under `key`."""
+    store.append(f"{key}/entries", len(entry).to_bytes(4, "big") + entry)
+    if store.add(f"{key}/count", count) >= total:
+        store.set(f"{key}/all", b"1")
+
+
+def gathered(store: Any, key: str, seconds: float) -> list[bytes]:
+    """All entries that put_in() added, as soon as they stand for all; those that are there after so many seconds. One
+    message for thousands of them."""
+    whole = awaited(store, f"{key}/all", max(0.1, seconds))
+    kept = memoryview(store.get(f"{key}/entries") if whole or store.check([f"{key}/entries"]) else b"")
+    found = []
+    while kept:
+        end = 4 + int.from_bytes(kept[:4], "big")
+        found.append(bytes(kept[4:end]))
+        kept = kept[end:]
+    return found
+
+
 def _await_listener(process: Process, timeout_s: float) -> None:
     """Plain connects until somebody listens: their errors are readable, those of TCPStore are pages of C++ frames."""
     deadline = time.monotonic() + timeout_s

@@ -1,9 +1,12 @@
 import threading
 import time
+import uuid
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from stores import Client
 
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.runtime.start.exchange import exchange
@@ -21,15 +24,20 @@ def reports(world=4, per_node=2):
     return made
 
 
-def run(made, decide=lambda reports, nodes: {"nodes": [[n.name, n.processes] for n in nodes]}, timeout=5.0, absent=()):
-    """exchange() of every rank in a thread each; what each returned or raised."""
-    store = dist.HashStore()
-    base = Process(0, len(made), 0, 0, "host", 1, "test")
+def names(reports, nodes):
+    return {"nodes": [[node.name, node.processes] for node in nodes]}
+
+
+def run(made, decide=names, timeout=5.0, absent=(), per_node=2, store=None):
+    """exchange() of every rank in a thread each; what each returned or raised. per_node 0: not known, as under srun."""
+    store = store or dist.HashStore()
+    base = Process(0, len(made), 0, per_node, f"host of {uuid.uuid4()}", 1, "test")
     outcome = {}
 
     def one(rank):
+        process = replace(base, rank=rank, local_rank=made[rank].get("local_rank", rank % 2))
         try:
-            outcome[rank] = exchange(store, replace(base, rank=rank), made[rank], decide, timeout)
+            outcome[rank] = exchange(Client(store), process, made[rank], decide, timeout)
         except HolmesError as error:
             outcome[rank] = error
 
@@ -41,10 +49,55 @@ def run(made, decide=lambda reports, nodes: {"nodes": [[n.name, n.processes] for
     return outcome
 
 
-def test_every_rank_gets_the_same_verdict():
-    outcome = run(reports())
+@pytest.mark.parametrize("per_node", [0, 2])
+def test_every_rank_gets_the_same_verdict(per_node):
+    outcome = run(reports(), per_node=per_node)
     assert [(one.round, one.content()) for one in outcome.values()] == [
         ("holmes/1", {"nodes": [["n0", 2], ["n1", 2]]})] * 4
+
+
+class Counting:
+    """A store that counts what is asked of it."""
+
+    def __init__(self):
+        self.inner, self.asked = dist.HashStore(), Counter()
+
+    def __getattr__(self, name):
+        self.asked[name] += 1
+        return getattr(self.inner, name)
+
+
+def test_one_rank_of_a_node_speaks_for_it():
+    alone, together = Counting(), Counting()
+    run(reports(8, 1), per_node=1, store=alone)
+    assert len(run(reports(64, 8), per_node=8, store=together)) == 64
+    assert together.asked == alone.asked
+
+
+def test_a_rank_whose_neighbour_does_not_come_speaks_for_itself():
+    """Local rank 0 of n1 was started without holmes."""
+    outcome = run(reports(), timeout=1.0, absent={2})
+    assert_all_end_with(outcome, "1 of 4 ranks did not report within 1 s: rank 2")
+
+
+def test_two_processes_with_the_same_rank_are_named():
+    made, store, outcome = reports(), dist.HashStore(), []
+    base = Process(0, 4, 0, 0, "host", 1, "test")
+
+    def one(rank, report):
+        try:
+            exchange(Client(store), replace(base, rank=rank), report, names, 5.0)
+        except HolmesError as error:
+            outcome.append(str(error))
+
+    threads = [threading.Thread(target=one, args=(rank, made[rank])) for rank in (1, 2)]
+    threads += [threading.Thread(target=one, args=(2, made[3])), threading.Thread(target=one, args=(0, made[0]))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outcome) == 4
+    assert all("rank 2 reported twice, on n1 and n1" in error for error in outcome), outcome
 
 
 def assert_all_end_with(outcome, *parts):
@@ -62,7 +115,7 @@ def test_a_rank_that_was_given_something_else_is_named_with_both_values():
 
 def test_an_error_of_one_rank_ends_all():
     made = reports()
-    made[2] = {"node": "n1", "error": "c.toml: cannot be read"}
+    made[2] = {"node": "n1", "identity": "x", "local_rank": 0, "error": "c.toml: cannot be read"}
     assert_all_end_with(run(made), "rank 2 on n1: c.toml: cannot be read")
 
 
@@ -96,7 +149,7 @@ def test_a_job_that_starts_again_does_not_take_the_last_verdict(monkeypatch):
 
     def one(rank, start):
         outcome[rank] = exchange(
-            store, replace(base, rank=rank), made[rank], lambda reports, nodes: {"start": start}, 30.0
+            Client(store), replace(base, rank=rank), made[rank], lambda reports, nodes: {"start": start}, 30.0
         )
 
     for start in (1, 2):
@@ -115,9 +168,9 @@ def test_a_rank_that_was_given_up_learns_it(monkeypatch):
     made, store = reports(2), dist.HashStore()
     base = Process(0, 2, 0, 0, "host", 1, "test")
     with pytest.raises(HolmesError, match="rank 1"):
-        exchange(store, base, made[0], lambda *_: {}, 0.1)
+        exchange(Client(store), base, made[0], lambda *_: {}, 0.1)
     with pytest.raises(RemoteError, match="1 of 2 ranks did not report within 0.1 s: rank 1"):
-        exchange(store, replace(base, rank=1), made[1], lambda *_: {}, 30.0)
+        exchange(Client(store), replace(base, rank=1), made[1], lambda *_: {}, 30.0)
 
 
 def test_a_rank_that_waits_in_a_round_without_rank_0_goes_on_to_the_next():
@@ -126,11 +179,11 @@ def test_a_rank_that_waits_in_a_round_without_rank_0_goes_on_to_the_next():
     store.add("holmes/round", 1)
 
     def one(rank):
-        outcome[rank] = exchange(store, replace(base, rank=rank), made[rank], lambda *_: {"start": 2}, 30.0)
+        outcome[rank] = exchange(Client(store), replace(base, rank=rank), made[rank], lambda *_: {"start": 2}, 30.0)
 
     waiting = threading.Thread(target=one, args=(1,))
     waiting.start()
-    store.wait(["holmes/1/report/1"])
+    store.wait(["holmes/1/reports/count"])
     one(0)
     waiting.join()
     assert {rank: (one.round, one.content()) for rank, one in outcome.items()} == dict.fromkeys(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from stores import Client
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.cluster.tcp import TcpLimits
@@ -57,7 +58,8 @@ def fly(site, plan, monkeypatch, fallback="ethernet", absent=(), seconds=(1.0, 5
         process = Process(rank, plan.world_size, rank % plan.processes, plan.processes, "host", 1, "test")
         host = site.nodes[rank // plan.processes].name
         try:
-            outcome[rank] = preflight.run(store, "holmes/1", process, host, site, plan, Options(fallback=fallback))
+            arguments = Client(store), "holmes/1", process, host, site, plan
+            outcome[rank] = preflight.run(*arguments, Options(fallback=fallback))
         except HolmesError as error:
             outcome[rank] = error
 

@@ -1,0 +1,132 @@
+"""What `holmes plan` finds for lab nodes whose clusters have links of their own, started as it prints: the step that it
+predicted against the measured one.
+
+    python benchmarks/found_plans.py --json FILE [--scenes NAME;...]
+
+Four to six nodes, links of 2 to 80 ms, of unequal rates, behind shared uplinks, as `holmes probe` measured them in the
+lab (results/prediction_links_measured.json, which prediction_links.py keeps). The search is told the model and the
+global batch, nothing else of the layout; the flags and the ds_config are the printed ones. Layers take the time of an
+emulated accelerator so slow that the machine's own CPU seconds, which the plan does not know, are few.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import Row, finish, parser, tell
+from prediction import Measured, cluster_file
+from prediction_links import STORE
+
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.lab import interleave
+from holmes_ext.lab.compare import Variant, compare
+from holmes_ext.lab.samples import examples
+
+HEADS, SEQUENCE, VOCABULARY, STEPS, SKIP = 4, 16, 256, 6, 2
+MODEL = """version = 1
+layers = {layers}
+hidden = {hidden}
+heads = {heads}
+sequence = {sequence}
+vocabulary = {vocabulary}
+tied = false
+[training]
+global_batch = {batch}
+activation_width = 4
+gradient_width = 4
+state_bytes = 16
+[gpu]
+flops = {flops}
+"""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """file: of the clusters. flops: of the emulated accelerator."""
+
+    engine: str
+    file: str
+    layers: int = 6
+    hidden: int = 288
+    batch: int = 16
+    flops: float = 6e8
+
+
+SCENES = {
+    "2+2, 20 ms: deepspeed": Scene("deepspeed", "links_two_20ms"),
+    "2+2, 20 ms: megatron-core": Scene("megatron-lm", "links_two_20ms", batch=24),
+    "2+2, 80 ms: deepspeed": Scene("deepspeed", "links_two_80ms", layers=8),
+    "2+2, uplinks: megatron-core": Scene("megatron-lm", "links_uplinks_2ms", hidden=384, flops=1e9),
+    "2+2+2, links 4:4:1: deepspeed": Scene("deepspeed", "three_links_6", batch=24),
+    "2+2+2, links 4:4:1: megatron-core": Scene("megatron-lm", "three_links_6", layers=12, flops=1e9),
+}
+
+
+def searched(scene: Scene, folder: Path) -> dict:
+    """What `holmes plan --json` says; plan.json lies in the folder."""
+    cluster, model = folder / "cluster.toml", folder / "model.toml"
+    cluster.write_text(Measured.load(STORE).probes[scene.file])
+    sizes = {"layers": scene.layers, "hidden": scene.hidden, "batch": scene.batch, "flops": scene.flops}
+    model.write_text(MODEL.format(heads=HEADS, sequence=SEQUENCE, vocabulary=VOCABULARY, **sizes))
+    limits = ("tensor=1", "context=1", "zero=0", "recompute=none", "micro_batch=1", "reduction=flat")
+    command = [sys.executable, "-m", "holmes_ext.cli.main", "plan", "--cluster", cluster, "--model", model, "--json",
+               "--for", scene.engine, "--output", folder / "plan.json"]
+    command += [word for limit in limits for word in ("--limit", limit)]
+    return json.loads(subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE).stdout)
+
+
+def command_of(scene: Scene, found: dict, folder: Path) -> tuple[list[str], tuple[str, ...]]:
+    """The script with what the model is, and the flags that were printed for it."""
+    launch, best = found["launch"][scene.engine], found["candidates"][0]
+    assert not launch["lacks"], launch["lacks"]
+    size = ["--layers", scene.layers, "--hidden", scene.hidden, "--heads", HEADS, "--sequence", SEQUENCE]
+    if scene.engine == "deepspeed":
+        config = folder / "ds_config.json"
+        config.write_text(json.dumps(launch["config"]))
+        flags = [str(config) if flag == "ds_config.json" else flag for flag in launch["flags"]]
+        return [str(examples() / "deepspeed_pipeline" / "train.py"), *map(str, size), "--stages",
+                str(best["pipeline"])], tuple(flags)
+    flags = launch["flags"][launch["flags"].index("--holmes") :]  # the example has names of its own for Megatron-LM's
+    size += ["--pipeline", best["pipeline"], "--virtual-pipeline", best["virtual"], "--micro-batch",
+             best["micro_batch"], "--micro-batches", best["micro_batches"]]
+    return [str(examples() / "megatron_core" / "train.py"), *map(str, size)], tuple(flags)
+
+
+def rows_of(name: str, scene: Scene) -> list[Row]:
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        found = searched(scene, folder)
+        command, flags = command_of(scene, found, folder)
+        best, spec = found["candidates"][0], load_spec(cluster_file(scene.file))
+        tell(f"{name}: pipeline {best['pipeline']}, {best['clusters']}, layers {best['stage_layers']}")
+        classes = {"deepspeed": ("Block", "bsh"), "megatron-lm": ("TransformerLayer", "sbh")}[scene.engine]
+        accelerator = {"flops": scene.flops, "classes": [classes[0]], "layout": classes[1]}
+        variant = Variant(name, spec, interleave(spec), flags)
+        series = compare([variant], command, repetitions=1, steps=STEPS, skip=SKIP, accelerator=accelerator,
+                         timeout=150.0)[name]
+    steps, predicted = series.steps[0], found["candidates"][0]["step_seconds"]
+    error = predicted / series.median - 1
+    return [
+        Row.median(name, "measured step", steps, "s", True),
+        Row.of(name, "predicted step", predicted, "s", (predicted, predicted), True),
+        Row.of(name, "error", error, "of the measured", (error, error), True),
+        Row.of(name, "error without its sign", abs(error), "of the measured", (abs(error),) * 2, True, "<= 0.1"),
+        Row.of(name, "stages", best["pipeline"], "", (best["pipeline"],) * 2, True),
+    ]
+
+
+def main() -> int:
+    arguments = parser(__doc__.splitlines()[0]).parse_args()
+    rows = []
+    for name in (name for name in SCENES if any(one in name for one in arguments.scenes.split(";"))):
+        rows += rows_of(name, SCENES[name])
+    return finish(rows, arguments.json, "what the search finds, started as printed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Ranks of one node that speak through one of them, over the node's abstract sockets."""
+
+import threading
+import uuid
+
+import pytest
+
+from holmes_ext.runtime.start import neighbours
+from holmes_ext.runtime.start.neighbours import Neighbours, name_of, speaker_hears, told
+
+
+@pytest.fixture
+def name():
+    return name_of(f"node {uuid.uuid4()}", "host", 1)
+
+
+def in_threads(function, count):
+    found = {}
+    threads = [threading.Thread(target=lambda n=n: found.update({n: function(n)})) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads, found
+
+
+def test_all_are_heard_and_told(name):
+    """Whoever comes first, and a document that no message holds."""
+    document = bytes(range(256)) * 4096
+
+    def neighbour(number):
+        return told(speaker_hears(name, b"report %d" % number, 10.0), 10.0)
+
+    threads, found = in_threads(neighbour, 7)
+    speaker = Neighbours(name)
+    assert sorted(speaker.hear(7, 10.0)) == [b"report %d" % number for number in range(7)]
+    speaker.tell(b"said", document)
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(range(7), (b"said", document))
+
+
+def test_who_comes_late_is_not_heard(name):
+    speaker = Neighbours(name)
+    assert speaker.hear(1, 0.05) == []
+    assert speaker_hears(name, b"late", 0.05) is None
+
+
+def test_who_is_in_the_queue_when_the_speaker_speaks_is_not_heard(name):
+    speaker = Neighbours(name)
+    threads, found = in_threads(lambda number: speaker_hears(name, b"late", 60.0), 1)
+    while not speaker._listener or not _connected(name):
+        pass
+    assert speaker.hear(0, 1.0) == []
+    threads[0].join()
+    assert found == {0: None}
+
+
+def _connected(name):
+    with open("/proc/net/unix") as lines:
+        return sum(name[1:] in line for line in lines) > 1
+
+
+def test_a_speaker_that_ends_has_told_nothing(name):
+    threads, found = in_threads(lambda number: told(speaker_hears(name, b"report", 10.0), 10.0), 1)
+    speaker = Neighbours(name)
+    assert speaker.hear(1, 10.0) == [b"report"]
+    for connection in speaker._heard:
+        connection.close()
+    threads[0].join()
+    assert found == {0: (b"", b"")}
+
+
+def test_a_speaker_that_says_nothing_is_not_waited_for_for_ever(name):
+    threads, found = in_threads(lambda number: told(speaker_hears(name, b"report", 10.0), 0.1), 1)
+    Neighbours(name).hear(1, 10.0)
+    threads[0].join()
+    assert found == {0: (b"", b"")}
+
+
+def test_a_name_that_another_process_has(name):
+    first, second = Neighbours(name), Neighbours(name)
+    assert second.hear(1, 10.0) == []  # at once: it cannot be heard
+    threads, _ = in_threads(lambda number: speaker_hears(name, b"report", 10.0), 1)
+    assert first.hear(1, 10.0) == [b"report"]
+    threads[0].join()
+
+
+def test_another_users_process_is_not_spoken_to(name, monkeypatch):
+    speaker = Neighbours(name)
+    monkeypatch.setattr(neighbours, "_user_of", lambda connection: -1)
+    assert speaker_hears(name, b"report", 0.1) is None
+    assert speaker.hear(1, 0.1) == []
+
+
+def test_jobs_and_nodes_have_sockets_of_their_own():
+    names = {name_of(*given) for given in (("a", "h", 1), ("b", "h", 1), ("a", "i", 1), ("a", "h", 2))}
+    assert len(names) == 4 and all(name.startswith("\0") for name in names)
