@@ -47,10 +47,13 @@ Progress = Callable[[int, int, float, float], None]
 
 @dataclass(frozen=True)
 class Arranged:
-    """To be simulated: no step of it takes less than the bound."""
+    """To be simulated: no step of it takes less than the bound. chained: whether that is the closer one; split: the one
+    that it leaves."""
 
     shape: Shape
     arrangement: Arrangement
+    chained: bool = False
+    split: tuple[int, ...] = ()
 
 
 Item = Shape | Arranged
@@ -92,6 +95,9 @@ class Judge:
         bounds = Bounds(costs)
         formula, split = bounds.bound()
         assert split is not None
+        if not item.chained and shape.virtual == 1 and shape.pipeline > 1:
+            closer, own = self._least(pricing, arrangement, bounds).chained(bound, best)
+            return [(closer, replace(item, chained=True, split=own))] if own else [], [], inf
         known: dict[tuple[int, ...], Candidate] = {}
 
         def seconds_of(moved: Sequence[int]) -> float:
@@ -106,7 +112,7 @@ class Judge:
         if shape.virtual > 1 or shape.pipeline == 1:
             seconds_of(split)
             return [], [*known.values()], inf
-        first = min((split, partitioned(costs, bounds, split, formula, best)[0]), key=seconds_of)
+        first = min((split, partitioned(costs, bounds, split, formula, best)[0], item.split), key=seconds_of)
         if seconds_of(first) < best * NEAR:
             improved(first, seconds_of, lambda moved: list(full_to_empty(bounds, moved))[: MOVES // 3], MOVES)
         return [], [*known.values()], bound
