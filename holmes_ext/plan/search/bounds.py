@@ -275,15 +275,18 @@ def sent_both_ways(pricing: Pricing, arrangement: Arrangement) -> list[float]:
     found = [0.0] * len(contents)
     if ground.links.measured or step % pricing.processes:
         return found
-    for stage, (before, here, after) in enumerate(zip(contents, contents[1:], contents[2:]), 1):
-        every = []
-        for low, width in _columns(contents):
-            one, two, three = (_cluster_at(content, low) for content in (before, here, after))
-            up, down = ground.fabric((one, two)), ground.fabric((two, three))
-            price = message(down, pricing.processes if width % pricing.processes == 0 else 1)
-            every.append(2 * price.byte_s * pricing.block.activation_bytes / pricing._slices(down)
-                         if up.name == down.name else 0.0)
-        found[stage] = min(every)
+    columns, known = _columns(contents), {}
+    for stage, near in enumerate(zip(contents, contents[1:], contents[2:]), 1):
+        if near not in known:
+            every = []
+            for low, width in columns:
+                one, two, three = (_cluster_at(content, low) for content in near)
+                up, down = ground.fabric((one, two)), ground.fabric((two, three))
+                price = message(down, pricing.processes if width % pricing.processes == 0 else 1)
+                seconds = 2 * price.byte_s * pricing.block.activation_bytes / pricing._slices(down)
+                every.append(seconds if up.name == down.name else 0.0)
+            known[near] = min(every)
+        found[stage] = known[near]
     return found
 
 

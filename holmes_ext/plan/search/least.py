@@ -36,7 +36,7 @@ from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.sizes import PIPELINES_FIRST
 
 #: The bounds are found up to these fractions: of each stage alone, of the chain of stages.
-CLOSE, NEAR = 5e-4, 2e-3
+CLOSE, NEAR = 2e-3, 2e-3
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Least:
         here = max(1, pricing.processes // step)  # stages of a node
         stages = range(self.count)
         self.together = [list(stages[low : low + here]) for low in range(0, self.count, here)] if here > 1 else []
+        self.even = len({*zip(bounds.forward, bounds.backward)}) == 1
         self._lines()
 
     def _after(self, stage: int) -> _After:
@@ -136,11 +137,11 @@ class Least:
         low = self._work(most) + 2 * sum(self.edges)
         low = max(((self.m - 1) // max(self.ahead) + 1) * low, low + (self.m - 1) * max(self.flow, default=0.0))
         low = max(low, self.m * max(self.sent))
+        if low >= known or (known < inf and not self._possible(known)):
+            return known
         high = min(known, 2 * low)
         while high < known and not self._possible(high):
             low, high = high, min(known, 2 * high)
-        if high == known and not self._possible(high):
-            return high
         while high - low > CLOSE * low:
             middle = (low + high) / 2
             low, high = (low, middle) if self._possible(middle) else (middle, high)
@@ -187,6 +188,10 @@ class Least:
         """Of one micro-batch at least, with at most so many layers on each stage; the stages before from_stage forward
         only."""
         bounds = self.bounds
+        if self.even:  # where one layer takes what another does
+            above = min(self.layers - self.count + from_stage, sum(most[:from_stage]))
+            ends = sum(bounds.extra[from_stage:]) + sum(bounds.extra_forward[:from_stage])
+            return above * bounds.forward[0] + (self.layers - above) * bounds.each[0] + ends
         cost = [bounds.forward[stage] if stage < from_stage else bounds.each[stage] for stage in range(self.count)]
         total, left = sum(cost), self.layers - self.count
         total += sum(bounds.extra[from_stage:]) + sum(bounds.extra_forward[:from_stage])

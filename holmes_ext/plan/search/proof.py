@@ -3,7 +3,8 @@ can, or the time is over.
 
     search (closed form) -> rank (its best, simulated) -> prove:
         shape           bound: plan/search/search.py's ideal_s       expanded into its arrangements
-         `- arrangement     bound: plan/search/least.py                its splits simulated, those that the bound, the
+         `- arrangement     bound: plan/search/least.py, of stages     bounded again, with a split
+             `- arrangement     bound: least.py, of their chain        its splits simulated, those that the bounds, the
                                                                        closed form and moves of single blocks give
 
 The least bound is looked at first. Where an arrangement has one split only (no pipeline, or chunks) its simulation
@@ -209,7 +210,7 @@ class _Proof:
             self._push(bound, item)
         self.left_s = min(self.left_s, left_s)
         self.more += candidates
-        self.done += 1
+        self.done += not any(isinstance(item, Arranged) and item.chained for _, item in items)  # those come again
         best = min([self.best, *(one.simulated_s for one in candidates)])
         self.best, self.improved = best, self.done if best < self.best * (1 - GAIN) else self.improved
         if self.progress:
