@@ -13,6 +13,9 @@ u: micro-batches that a stage begins before its first backward; m: all of them. 
 And whatever hides them, all activations flow over each edge, one after the other, between the first one's way there
 and the last one's way on and back.
 
+Closer, for one split (chained): the last backward of s comes after that of the stage below, whose own passes may take
+longer, and after that one's NIC sent all that leaves it, down and up; then come the reductions of s.
+
 All are linear in the layers of s, and what the other stages hold takes at least as much as the layers take where they
 are cheapest. So a time T gives each stage a most number of layers, and where these are fewer than the model's, no split
 takes T. What stages share is counted once: a NIC carries the messages of one kind of pipeline at a time, whatever
