@@ -5,6 +5,7 @@
 # make docs   the site of docs/ into build/site, strictly: a link to nothing, or a block that differs from the code, fails
 # make nccl   what only a GPU can show; writes nccl-report.json to send back (two nodes: NODE=0 or 1, MASTER_ADDR, CLUSTER)
 # make matrix the versions of the frameworks, each in an environment of its own (benchmarks/matrix.py)
+# make soak   joined jobs under random faults for half an hour (MINUTES=30 SEED=1); build/soak.jsonl has what happened
 # make .venv  the environment that all use (Python 3.10 to 3.13; PYTHON=... chooses the interpreter)
 #
 # Where pip would take a torch with gigabytes of CUDA libraries: make demo TORCH_ARGS="--index-url <an index of CPU builds>"
@@ -15,7 +16,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-inp
 STAMP := .venv/installed
 TESTS := $(wildcard tests integration_tests)
 
-.PHONY: demo test unit nccl check docs matrix stacks .venv tools clean
+.PHONY: demo test unit nccl check docs matrix soak stacks .venv tools clean
 
 demo: tools .venv
 	$(BIN)/holmes demo
@@ -55,6 +56,12 @@ docs: .venv
 # Every version of the frameworks that holmes supports: an hour or more, not part of `make test`.
 matrix: tools .venv
 	$(BIN)/python benchmarks/matrix.py --json benchmarks/results/matrix.json
+
+MINUTES ?= 30
+SEED ?= 1
+
+soak: .venv
+	PYTHONPATH=tests:. $(BIN)/python integration_tests/joined/soak.py --minutes $(MINUTES) --seed $(SEED)
 
 .venv: $(STAMP)
 

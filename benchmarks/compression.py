@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harness import Row, finish, parser, tell
+from harness import Row, finish, parser, tell, write
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import Lab, interleave
@@ -49,9 +49,11 @@ def train(lab: Lab, kind: str, steps: int, seed: int) -> tuple[list[float], floa
 
 
 def curves(
-    what: str, kinds: Sequence[str], seeds: int, train: Callable[[str, int], tuple[list[float], float]]
+    what: str, kinds: Sequence[str], seeds: int, train: Callable[[str, int], tuple[list[float], float]],
+    path: Path | None,
 ) -> tuple[dict[str, list[list[float]]], dict[str, list[float]]]:
-    """What train(kind, seed) gives, by kind: losses, and bytes sent for each step; the kinds in turn for each seed."""
+    """What train(kind, seed) gives, by kind: losses, and bytes sent for each step; the kinds in turn for each seed, and
+    after each seed the file."""
     losses: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
     sent: dict[str, list[float]] = {kind: [] for kind in kinds}
     for seed in range(1, seeds + 1):
@@ -60,6 +62,7 @@ def curves(
             one, bytes_of_step = train(kind, seed)
             losses[kind].append(one)
             sent[kind].append(bytes_of_step)
+        write(rows(what, losses, sent), path)
     return losses, sent
 
 
@@ -125,7 +128,7 @@ def main() -> int:
     args = arguments.parse_args()
     with Lab(load_spec(CLUSTERS), realtime=True) as lab:
         losses, sent = curves("compression", KINDS, args.seeds,
-                              lambda kind, seed: train(lab, kind, args.steps, seed))
+                              lambda kind, seed: train(lab, kind, args.steps, seed), args.json)
     if args.picture:
         draw(losses, args.picture, "Gradients compressed between the clusters")
     title = f"Compressed gradients between two clusters, {args.steps} steps, {args.seeds} seeds"

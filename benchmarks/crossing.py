@@ -21,7 +21,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from edges import kept, predicted_step, prediction_rows
+from edges import kept, medians, predicted_step, prediction_rows
 from harness import Row, chosen, finish, parser, tell
 from two_clusters import ratio_row, step_rows
 
@@ -100,7 +100,7 @@ def slices(repetitions: int, steps: int) -> list[Row]:
             "megatron", spec, model, sizes, forward, Options(inflight=flags[1], off=off), cut=not off)
         for name, flags in ways.items() for cut, off in (("slices", frozenset()), ("whole", frozenset({SLICES})))
     }
-    return [*rows, *prediction_rows("slices", series, predicted), *step_rows("slices", series)]
+    return [*rows, *prediction_rows("slices", medians(series), predicted), *step_rows("slices", series)]
 
 
 def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
@@ -137,7 +137,7 @@ def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
         *(Row.median(scene, f"exposed, {name}", found, "s", True) for name, found in exposed.items()),
         ratio_row(scene, "step, pairs : two levels", pairs, levels, ""),
         Row.median(scene, "largest loss difference", [max_loss_difference(pairs, levels)], "nats", False, "<= 1e-6"),
-        *prediction_rows(scene, series, predicted), *step_rows(scene, series),
+        *prediction_rows(scene, medians(series), predicted), *step_rows(scene, series),
     ]
 
 

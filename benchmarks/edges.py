@@ -1,6 +1,6 @@
 """Pipeline edges that cross: a step with a slow edge against the same with a free one, with and without holmes's edges.
 
-    python benchmarks/edges.py --json FILE [--scenes "deepspeed 8,..."] [--repetitions 3]
+    python benchmarks/edges.py --json FILE [--scenes "deepspeed 8,..."] [--repetitions 3] [--predict]
 
 DeepSpeed's pipeline engine and megatron-core's 1F1B on 2 + 2 emulated nodes, two stages of 64 ms a micro-batch (layers
 sleep as long as an accelerator of 2.4 GFLOP/s would compute). Ethernet between the stages takes half of that for one
@@ -12,7 +12,7 @@ of the same with a free edge (where the pipeline fills, everybody waits).
 
 Predicted: plan/simulate/step.py for what cluster.toml says of the networks, with the CPU seconds that the calibration
 of benchmarks/prediction_links.py found, which was made on the same machine. Rows of other scenes that FILE has already
-are kept, so that it can be made in parts.
+are kept, so that it can be made in parts; --predict measures nothing and predicts anew what FILE has.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from harness import Row, chosen, finish, parser, tell
@@ -155,7 +155,8 @@ def _runs(scene: Scene, folder: Path, model: Path) -> list[Run]:
     return found
 
 
-def measure(name: str, scene: Scene, repetitions: int) -> list[Row]:
+def measured_anew(repetitions: int, name: str) -> list[Row]:
+    scene = SCENES[name]
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         model = folder / "model.toml"
@@ -170,8 +171,13 @@ def measure(name: str, scene: Scene, repetitions: int) -> list[Row]:
             accelerator={"flops": scene.flops, **paced},
             on_run=lambda variant, _: tell(f"{name}: run {next(started)} of {total}: {variant}"))
         exposed = {run.variant.name: _pipeline_s(run.telemetry) for run in runs}
-        predicted = {run.variant.name: predict(scene, run, model) for run in runs if "again" not in run.variant.name}
-    return [*_ratios(name, scene, series, exposed), *prediction_rows(name, series, predicted), *step_rows(name, series)]
+        predicted = predictions(scene, runs, model)
+    return [*_ratios(name, scene, series, exposed), *prediction_rows(name, medians(series), predicted),
+            *step_rows(name, series)]
+
+
+def medians(series: dict[str, Series]) -> dict[str, float]:
+    return {name: one.median for name, one in series.items()}
 
 
 def _pipeline_s(telemetry: Path) -> float:
@@ -210,6 +216,23 @@ def _overheads(engine: str) -> tuple[float, float, float]:
     return calibrate(engine, Measured.load(STORE))
 
 
+def predictions(scene: Scene, runs: Sequence[Run], model: Path) -> dict[str, float]:
+    return {run.variant.name: predict(scene, run, model) for run in runs if "again" not in run.variant.name}
+
+
+def predicted_anew(name: str, file: Path) -> list[Row]:
+    """The scene's rows in the file, with other predictions."""
+    scene = SCENES[name]
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory, "model.toml")
+        model.write_text(MODEL_TOML.format(micro_batches=scene.micro_batches, flops=scene.flops))
+        predicted = predictions(scene, _runs(scene, Path(directory), model), model)
+    rows = [row for row in kept(file, ()) if row.scene == name and "predict" not in row.metric]
+    medians = {row.metric.removeprefix("step "): row.value for row in rows if row.metric.startswith("step ")}
+    place = next(number for number, row in enumerate(rows) if row.metric.startswith("step "))
+    return [*rows[:place], *prediction_rows(name, medians, predicted), *rows[place:]]
+
+
 def predict(scene: Scene, run: Run, model_file: Path) -> float:
     """Seconds of a step."""
     h, tokens = HIDDEN, SEQUENCE
@@ -230,14 +253,16 @@ def predicted_step(engine: str, spec: SiteSpec, model: Model, sizes: Sizes, forw
     traffic = plan.traffic_of("sockets")
     overlap = "on" if all(reduction.overlap for reduction in traffic.reductions) else "off"
     execution = Execution(engine, in_flight=traffic.in_flight, overlap=overlap, block_s=block_s, cut=cut,
-                          parameter_s=parameter_s, step_s=step_s, cores=CORES, buffer_bytes=BUFFER_BYTES)
+                          parameter_s=parameter_s, step_s=step_s, cores=CORES, buffer_bytes=BUFFER_BYTES,
+                          notices=True)
     return simulate(site, plan.nodes, plan.sizes, model, execution, costs=costs).step_s
 
 
-def prediction_rows(name: str, series: dict[str, Series], predicted: dict[str, float]) -> list[Row]:
+def prediction_rows(name: str, measured: dict[str, float], predicted: dict[str, float]) -> list[Row]:
+    """measured, predicted: seconds of a step by variant."""
     rows, errors = [], []
     for variant, seconds in predicted.items():
-        error = seconds / series[variant].median - 1
+        error = seconds / measured[variant] - 1
         errors.append(abs(error))
         rows.append(Row.median(name, f"predicted step {variant}", [seconds], "s", True))
         rows.append(Row.median(name, f"error of the prediction, {variant}", [error], "of the measured", True))
@@ -256,9 +281,11 @@ def kept(file: Path | None, names: Sequence[str]) -> list[Row]:
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
+    arguments.add_argument("--predict", action="store_true", help="measure nothing: predict anew what FILE has")
     given = arguments.parse_args()
     names = chosen(given.scenes, SCENES)
-    rows = [row for name in names for row in measure(name, SCENES[name], given.repetitions)]
+    made = partial(predicted_anew, file=given.json) if given.predict else partial(measured_anew, given.repetitions)
+    rows = [row for name in names for row in made(name)]
     return finish([*kept(given.json, names), *rows], given.json, "Edges between clusters (emulated accelerator)")
 
 

@@ -93,6 +93,15 @@ def tell(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
+def write(rows: list[Row], path: Path | None) -> None:
+    """The file, as far as the rows are known: a run of hours that is cut short has left what it had."""
+    if path is not None:
+        document = {"machine": machine(), "versions": versions(), "rows": [row.to_dict() for row in rows]}
+        new = path.with_name(f"{path.name}.new")
+        new.write_text(json.dumps(document, indent=1) + "\n")
+        new.replace(path)
+
+
 def finish(rows: list[Row], path: Path | None, title: str) -> int:
     """Print the table, write the file; 1 when a target is not met."""
     table = Table(title=title)
@@ -106,7 +115,5 @@ def finish(rows: list[Row], path: Path | None, title: str) -> int:
         emulated = "yes" if row.emulated else ""
         table.add_row(row.scene, row.metric, f"{row.value:.4g}", spread, row.unit, emulated, row.target, met)
     Console(width=max(150, Console().width)).print(table)
-    if path is not None:
-        document = {"machine": machine(), "versions": versions(), "rows": [row.to_dict() for row in rows]}
-        path.write_text(json.dumps(document, indent=1) + "\n")
+    write(rows, path)
     return 1 if any(row.met is False for row in rows) else 0

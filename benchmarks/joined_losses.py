@@ -15,7 +15,7 @@ import statistics
 import sys
 
 import torch
-from harness import Row, finish, parser, tell
+from harness import Row, finish, parser, tell, write
 from torch.nn import functional as F
 
 from holmes_ext.lab.samples import examples
@@ -175,23 +175,18 @@ def main() -> int:
     training, held_out = text[: len(text) * 19 // 20], text[len(text) * 19 // 20 :]
     chosen = [name.strip() for name in args.ways.split(";") if name.strip()] or ["synchronous", "alone", *WAYS]
     WAYS.update({name: name for name in chosen if "=" in name})
-    rows = []
+    rows: dict[str, Row] = {}
     for way in chosen:
         losses = []
         for seed in range(args.seeds):
             losses.append(train(way, seed, args.jobs, args.steps, training, held_out))
             tell(f"joined_losses: {way}, seed {seed}: {losses[-1]:.4f}")
-        rows.append(
-            Row.of(
-                "simulated",
-                f"evaluation loss, {way}",
-                statistics.fmean(losses),
-                "nats",
-                (min(losses), max(losses)),
-                False,
-            )
-        )
-    return finish(rows, args.json, f"{args.jobs} joined jobs of batch {ROWS}, {args.steps} steps, {args.seeds} seeds")
+            spread = min(losses), max(losses)
+            rows[way] = Row.of(
+                "simulated", f"evaluation loss, {way}", statistics.fmean(losses), "nats", spread, False)
+            write([*rows.values()], args.json)
+    title = f"{args.jobs} joined jobs of batch {ROWS}, {args.steps} steps, {args.seeds} seeds"
+    return finish([*rows.values()], args.json, title)
 
 
 if __name__ == "__main__":

@@ -67,8 +67,8 @@ def main() -> int:
         file = Path(folder, "cluster.toml")
         file.write_text(CLUSTERS)
         with Lab(load_spec(file)) as lab:
-            losses, sent = curves("edges", KINDS, args.seeds,
-                                  lambda kind, seed: train(lab, file, kind, args.steps, seed))
+            losses, sent = curves("narrow edges", KINDS, args.seeds,
+                                  lambda kind, seed: train(lab, file, kind, args.steps, seed), args.json)
     if args.picture:
         draw(losses, args.picture, "Edges narrowed between the clusters")
     title = f"Narrower edges between two clusters, {args.steps} steps, {args.seeds} seeds"

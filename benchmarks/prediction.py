@@ -278,6 +278,7 @@ def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) ->
         step_s=overhead[2],
         sums=1 if scene.engine == "plain" else 0,
         cores=CORES,
+        notices=True,
     )
     only = stock_fabric(site) if scene.way != "holmes" else None
     return simulate(site, order, sizes, gpt, execution, links, only, costs).step_s

@@ -4,7 +4,8 @@
     <!-- generated: cells prediction.json; measured=measured step; ... -->        one row for each scene; title=metric
 
 scene and metric are regular expressions that match from the beginning to the end; what a metric's group matches is
-shown behind the value. Without scene and metric: what has a target or is a ratio.
+shown behind the value. Without scene and metric: what has a target or is a ratio. Of a file that is not there yet
+`about` says so, and `rows` has none.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ def _words(said: str) -> tuple[str, dict[str, str]]:
 def rows(said: str) -> str:
     """See the module."""
     file, given = _words(said)
+    if not (RESULTS / file).exists():
+        return ""
     scene, metric = given.get("scene", ".*"), given.get("metric")
     chosen = [row for row in load(file) if re.fullmatch(scene, row["scene"]) and (
         re.fullmatch(metric, row["metric"]) if metric else "target" in row or row["unit"] == "x")]
@@ -111,6 +114,8 @@ def _cell(found: list[Row], metric: str) -> str:
 
 def about(file: str) -> str:
     """Where a file's rows were measured."""
+    if not (RESULTS / file).exists():
+        return f"`benchmarks/results/{file}` is not there yet.\n"
     document = json.loads((RESULTS / file).read_text())
     machine, versions = document["machine"], document["versions"]
     made = ", ".join(f"{name} {version}" for name, version in versions.items())

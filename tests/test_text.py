@@ -34,7 +34,7 @@ KEPT = {
 }
 #: Programs of others in commands, whose own options nobody here knows.
 OTHERS = {"git", "cd", "pip", "curl", "srun", "torchrun", "deepspeed", "accelerate", "mpirun", "export", ".", "bash",
-          "hostname", "apt-get"}
+          "hostname", "apt-get", "grep"}
 
 
 def blocks(text: str) -> list[list[str]]:

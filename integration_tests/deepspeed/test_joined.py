@@ -1,6 +1,7 @@
 """Joined jobs of DeepSpeed's engine: every stage of ZeRO, in float32 and bfloat16, against plain torch; checkpoints."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from joined_jobs import TOKEN, in_threads, meeting_point
 from ranks import run_ranks
 from torch import nn
 
+from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.patches.deepspeed import joined as deepspeed_joined
 from holmes_ext.patches.engine.registry import Registry
@@ -16,6 +18,7 @@ from holmes_ext.runtime.outer import training
 from integration_tests.jobs import full
 
 ROWS, OUTER = 4, "min=2,every=4,fragments=2,delay=1,compress=off,weight=equal"
+AVERAGE = "min=2,algorithm=average,every=1,fragments=1,delay=0,compress=off,weight=equal"
 
 
 def model_of():
@@ -154,7 +157,39 @@ def plain_sgd(steps):
 @pytest.mark.parametrize("stages", [(1, 2), (3, 0)])
 def test_averaging_after_each_step_is_one_synchronous_job(stages):
     """Plain SGD: the mean of the jobs' weights is a step of the mean of their gradients."""
-    outer = "min=2,algorithm=average,every=1,fragments=1,delay=0,compress=off,weight=equal"
-    found = run({"east": (2, stages[0], "fp32"), "west": (2, stages[1], "fp32")}, outer=outer, steps=6, sgd=True)
+    found = run({"east": (2, stages[0], "fp32"), "west": (2, stages[1], "fp32")}, outer=AVERAGE, steps=6, sgd=True)
     for one in (rank for ranks in found.values() for rank in ranks):
-        torch.testing.assert_close(torch.tensor(one), plain_sgd(6), rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(one), plain_sgd(6), rtol=0, atol=1e-6)
+
+
+def pipeline_rank(rank, ranks, job, name, port, config):
+    """One rank of DeepSpeed's pipeline engine: its stage, and that stage's weights. job: whose data it reads; None: as
+    many data-parallel ranks as there are jobs, which join nobody."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+    sys.path.insert(0, str(examples() / "deepspeed_pipeline"))
+    if job is not None:
+        attach(name, port, AVERAGE)
+    from integration_tests.deepspeed import on_cpu, test_overlap
+
+    on_cpu.prepare()
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}
+    engine = test_overlap.engine_for({**sgd, **config}, {"tied": True})
+    data = test_overlap.batches(engine.grid.get_data_parallel_rank() if job is None else job, 3)
+    losses = [engine.train_batch(data).item() for _ in range(3)]
+    training.end()
+    assert losses[0] - losses[-1] > 1e-3
+    return engine.grid.get_pipe_parallel_rank(), torch.cat([p.detach().flatten() for p in engine.parameters()]).tolist()
+
+
+@full
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_pipeline_s_averages_are_one_synchronous_job_s_steps(zero):
+    """Two stages whose embedding is tied."""
+    config = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 100_000}} if zero else {}
+    expected = dict(run_ranks(pipeline_rank, 4, 4, None, "", 0, config, timeout_s=170))
+    with meeting_point() as server:
+        found = in_threads({
+            name: lambda k=k, name=name: run_ranks(pipeline_rank, 2, 2, k, name, server.port, config, timeout_s=170)
+            for k, name in enumerate(("east", "west"))})  # fmt: skip
+    for stage, weights in (one for of_job in found.values() for one in of_job):
+        torch.testing.assert_close(torch.tensor(weights), torch.tensor(expected[stage]), rtol=0, atol=1e-6)

@@ -1,16 +1,19 @@
 """A soak of joined jobs: random faults for as long as wanted; every round accounted for. Not in CI.
 
-    PYTHONPATH=tests:. python integration_tests/joined/soak.py --minutes 30 [--seed 1] [--keep DIR]
+    make soak [MINUTES=30] [SEED=1]
+    PYTHONPATH=tests:. python integration_tests/joined/soak.py --minutes 30 [--seed 1] [--keep DIR] [--ledger FILE]
 
 Three jobs (one of two ranks) on loopback. Every few seconds one of: a job killed, one rank of it killed, a job stopped
 for a while, a fault inside the next life (faulty.POINTS), the meeting point restarted. Jobs that died come back. At the
 end: all jobs have the same bits of the same version of each fragment, each round that a job began has an end, each
-committed round was applied by all of its members that lived. Status 1 where one of that is not so.
+committed round was applied by all of its members that lived. Status 1 where one of that is not so. The ledger (JSON
+lines, as it goes): what was done, and whenever the meeting point is restarted what has been counted and compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import signal
 import sys
@@ -26,9 +29,26 @@ INSIDE = ("kill", "kill", "reset", "nan", "far")
 PATIENCE_S = 180
 
 
-def soak(place: Path, seconds: float, seed: int) -> int:
-    chance, events, faults = random.Random(seed), [], 0
-    begin, end = time.monotonic(), time.monotonic() + seconds
+class Ledger:
+    """Lines on the screen, and in the file as JSON."""
+
+    def __init__(self, file: Path):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._file, self._begin, self.faults = open(file, "a", buffering=1), time.monotonic(), 0
+
+    def tell(self, what: str, **more: object) -> None:
+        seconds = time.monotonic() - self._begin
+        print(f"{seconds:6.0f} s  {what}" + "".join(f"; {value} {name}" for name, value in more.items()), flush=True)
+        print(json.dumps({"seconds": round(seconds, 1), "what": what, **more}), file=self._file)
+
+    def account(self, place: Path, events: list[str]) -> None:
+        """What must hold, held so far; AssertionError where it does not."""
+        self.tell("all is accounted for", faults=self.faults, **check(place, events))
+
+
+def soak(place: Path, seconds: float, seed: int, ledger: Ledger) -> int:
+    chance, events = random.Random(seed), []
+    end = time.monotonic() + seconds
     port, jobs = 0, []
     try:
         while time.monotonic() < end:
@@ -45,13 +65,14 @@ def soak(place: Path, seconds: float, seed: int) -> int:
                     time.sleep(chance.uniform(1, 5))
                     for job in jobs:
                         if job.ended:
-                            print(f"{time.monotonic() - begin:6.0f} s  {job.name} is started again", flush=True)
                             job.fault = chance.choice((None, fault(chance)))
+                            ledger.tell(f"{job.name} is started again, {job.fault or 'without a fault'}")
                             job.start()
-                    faults += 1
-                    print(f"{time.monotonic() - begin:6.0f} s  {strike(chance, jobs)}", flush=True)
+                    ledger.faults += 1
+                    ledger.tell(strike(chance, jobs))
             events += server.told
-            print(f"{time.monotonic() - begin:6.0f} s  the meeting point is restarted", flush=True)
+            ledger.tell("the meeting point is restarted")
+            ledger.account(place, events)
         with meeting_point(port) as server:  # quiet at the end: all three make rounds together
 
             def all_three() -> bool:
@@ -68,9 +89,8 @@ def soak(place: Path, seconds: float, seed: int) -> int:
     finally:
         for job in jobs:
             job.kill()
-    (place / "events.txt").write_text("\n".join(events))
-    counts = check(place, events)
-    print(f"{faults} faults; {counts}")
+        (place / "events.txt").write_text("\n".join(events))
+    ledger.account(place, events)
     return 0
 
 
@@ -97,13 +117,20 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", metavar="DIR", help="keep the jobs' files here (a new directory)")
+    parser.add_argument("--ledger", metavar="FILE", default="build/soak.jsonl", help="default: build/soak.jsonl")
     args = parser.parse_args()
     start_server()
-    if args.keep:
-        Path(args.keep).mkdir(parents=True)
-        return soak(Path(args.keep), 60 * args.minutes, args.seed)
+    ledger = Ledger(Path(args.ledger))
+    ledger.tell(f"{args.minutes:g} minutes, seed {args.seed}")
     with tempfile.TemporaryDirectory() as directory:
-        return soak(Path(directory), 60 * args.minutes, args.seed)
+        place = Path(args.keep or directory)
+        if args.keep:
+            place.mkdir(parents=True)
+        try:
+            return soak(place, 60 * args.minutes, args.seed, ledger)
+        except AssertionError as error:
+            ledger.tell(f"WRONG: {error}")
+            return 1
 
 
 if __name__ == "__main__":

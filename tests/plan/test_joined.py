@@ -68,7 +68,7 @@ def test_steps_that_use_ethernet_and_a_round_are_in_each_others_way():
     text = SITE.format(clusters="".join(map(CLUSTER.format, "ab", (0, 0))),
                        between=BETWEEN.format("a", "b").replace("1Gb/s", "10Gb/s").replace("50ms", "1us"))
     wide = site_from_spec(parse_spec(text, "c.toml"))
-    one, two = (simulate_round(wide, [Runner(name, 1.0, ethernet_s) for name in "ab"], 20e9, 3, 40)
+    one, two = (simulate_round(wide, [Runner(name, 1.0, ethernet_s) for name in "ab"], 20e9, 3, 8)
                 for ethernet_s in (0.0, 0.5))
     assert (one.round_s, one.longer_s) == (pytest.approx(2, rel=1e-4), 0)
     assert two.waited_s == 0
@@ -139,22 +139,21 @@ memory_bytes = 1e9
 
 def test_holmes_plan_joined(tmp_path, capsys):
     (tmp_path / "model.toml").write_text(MODEL)
-    found = []
-    for name, last in (("two", (1, 1)), ("one", (1,))):
+    page, found = tmp_path / "plan.html", []
+    more = ["--json", "--html", str(page), "--pictures", str(tmp_path / "pictures")]
+    for name, last, options in (("two", (1, 1), more), ("one", (1,), [])):
         names = "ab"[: len(last)]
         between = BETWEEN.format("a", "b") if len(last) > 1 else ""
         (tmp_path / f"{name}.toml").write_text(
             SITE.format(clusters="".join(map(CLUSTER.format, names, last)), between=between))
         arguments = ["plan", "--cluster", str(tmp_path / f"{name}.toml"), "--model", str(tmp_path / "model.toml")]
-        found.append((main([*arguments, "--joined", "--seconds", "2"]), *capsys.readouterr()))
-    assert found[0][0] == 0 and "nothing is exposed from every=" in found[0][1]
+        found.append((main([*arguments, "--joined", "--seconds", "2", *options]), *capsys.readouterr()))
     assert found[1][0] == 2 and "--joined needs two clusters or more; it has 1" in found[1][2]
-    page = tmp_path / "plan.html"
-    assert main(["plan", "--cluster", str(tmp_path / "two.toml"), "--model", str(tmp_path / "model.toml"), "--joined",
-                 "--seconds", "2", "--json", "--html", str(page), "--pictures", str(tmp_path / "pictures")]) == 0
-    told = json.loads(capsys.readouterr().out)["joined"]
+    assert found[0][0] == 0
+    told = json.loads(found[0][1])["joined"]
     assert [job["cluster"] for job in told["jobs"]] == ["a", "b"] and told["settings"][0]["every"] == 32
     assert (tmp_path / "pictures" / "joined.png").stat().st_size > 10_000
     text = page.read_text()
     assert "Joined jobs in its place" in text and "one job that crosses, the best plan</text>" in text
+    assert "nothing is exposed from every=" in text
     assert all(f"every={one['every']},fragments" in text for one in told["settings"])

@@ -3,6 +3,7 @@ bits.
 
     actor     ("compute", kind, seconds, micro_batch, chunk)     ("post", tag)     ("wait", tag, kind, micro_batch)
               ("post", tag, True): by who receives     ("wait", tag, kind, micro_batch, True): until all has left
+              ("post", tag, True, sent): the same, and the word of it goes after `sent`, if that is on its way
     transfer  begins when all its parties posted it (rendezvous: blocking sends, collectives) and its channel is free;
               then a fixed time, then a flow; then all has left, and arrives latency_s later; then it posts `then` once.
               Who receives is known to wait latency_s after its post
@@ -66,6 +67,8 @@ class Transfer:
     version: int = field(default=0, init=False)
     look: int = field(default=-1, init=False)
     waiting: list[tuple[int, float, Op]] = field(default_factory=list, init=False)
+    left_at: float = field(default=-1.0, init=False)
+    behind: list[Hashable] = field(default_factory=list, init=False)  # receives whose word goes after it
 
     def fresh(self) -> Transfer:
         """The same, not begun."""
@@ -140,8 +143,11 @@ class Simulation:
                 self.place[actor] += 1
             elif op[0] == "post":
                 self.place[actor] += 1
-                if len(op) > 2 and (notice_s := self.transfers[op[1]].latency_s):
-                    self._at(self.now + notice_s, 4, op[1])
+                before = self.transfers[op[3]] if len(op) > 3 else None
+                if before is not None and before.ready >= 0 > before.left_at:
+                    before.behind.append(op[1])
+                elif len(op) > 2:
+                    self._notice(op[1])
                 else:
                     self._post(op[1])
             else:
@@ -150,6 +156,13 @@ class Simulation:
                     spans.append(Span(op[1], self.now, self.now + op[2], op[3], op[4]))
                     self._at(self.now + op[2], 0, actor)
                     return
+
+    def _notice(self, tag: Hashable) -> None:
+        """Who receives is known to wait a latency later."""
+        if notice_s := self.transfers[tag].latency_s:
+            self._at(self.now + notice_s, 4, tag)
+        else:
+            self._post(tag)
 
     def _post(self, tag: Hashable, ready: float | None = None) -> None:
         """ready: since when what comes before it was."""
@@ -195,7 +208,9 @@ class Simulation:
 
     def _end(self, tag: Hashable) -> None:
         transfer = self.transfers[tag]
-        transfer.gone = self.now
+        transfer.gone = transfer.left_at = self.now
+        for notice in transfer.behind:
+            self._notice(notice)
         around: dict[Hashable, Transfer] = {}
         for nic, _ in transfer.uses if transfer.bits > 0 else ():
             others = self.flows[nic]

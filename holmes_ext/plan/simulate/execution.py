@@ -33,10 +33,11 @@ class Execution:
     cut: whether tensor ranks share out what crosses, and tied weights are summed in two levels, as holmes does it.
 
     buffer_bytes: messages up to this leave the sender's hands as soon as the receiver is there, because the transport
-    has a buffer for them (TCP's, under gloo). block_s, message_s, step_s: seconds that software adds to a block's
-    forward or backward, a message, a step. parameter_s: optimizer's seconds of one parameter. cores: CPU cores that all
-    ranks share for block_s, parameter_s, step_s and what links say of bytes sent, as in a lab on one machine; 0: every
-    rank has its own.
+    has a buffer for them (TCP's, under gloo). notices: whether the word that a receiver waits travels behind what its
+    process has just sent to the same peer (gloo: both over one connection). block_s, message_s, step_s: seconds that
+    software adds to a block's forward or backward, a message, a step. parameter_s: optimizer's seconds of one
+    parameter. cores: CPU cores that all ranks share for block_s, parameter_s, step_s and what links say of bytes sent,
+    as in a lab on one machine; 0: every rank has its own.
     """
 
     engine: str = "megatron"
@@ -52,6 +53,7 @@ class Execution:
     replicas: str = ""
     gather_overlap: bool = False
     buffer_bytes: int = 0
+    notices: bool = False
     block_s: float = 0.0
     message_s: float = 0.0
     step_s: float = 0.0

@@ -1,13 +1,14 @@
 """Passes of a stage with its sends and receives, as an engine orders and awaits them.
 
 An operation is a Pass, or ("post", message) or ("wait", message) with message = ("a" | "g", stage of the model that
-sends or is sent to, micro-batch). Virtual stage chunk x p + s passes activations ("a") to the next, which returns
+sends or is sent to, micro-batch), or ("post", message, sent): a receive whose word follows what was just sent to the
+same stage. Virtual stage chunk x p + s passes activations ("a") to the next, which returns
 gradients ("g"); both are named by the earlier one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from holmes_ext.plan.cost.pipeline import Pass, passes
 from holmes_ext.plan.simulate.events import Op
@@ -56,7 +57,7 @@ def program(
                 yield from _together(comes(unit))
             yield unit
             joined = index in steady and index + 1 in steady
-            yield from _together([*goes(unit), *(comes(order[index + 1]) if joined else [])])
+            yield from _together(goes(unit), comes(order[index + 1]) if joined else [])
     else:
         # deepspeed.runtime.pipe.schedule.TrainSchedule: what a pass made is sent at the next step, by even and odd
         # steps; a forward step sends the last gradient before it receives, a backward step receives before it sends
@@ -73,6 +74,7 @@ def program(
         yield from _together(made)
 
 
-def _together(messages: list[Message]) -> Iterator[Op]:
+def _together(messages: list[Message], received: Sequence[Message] = ()) -> Iterator[Op]:
     yield from (("post", message) for message in messages)
-    yield from (("wait", message) for message in messages)
+    yield from (("post", message, *messages) for message in received)
+    yield from (("wait", message) for message in (*messages, *received))

@@ -20,8 +20,8 @@ from holmes_ext.plan.simulate.events import Op, Simulation, Transfer, Transfers
 
 #: Two are played, and the second is measured: before the first all jobs begin at once.
 _ROUNDS = range(2)
-#: Pieces of all steps under a round, so that a round which is shorter than a step meets a part of it.
-_PIECES = 32
+#: Pieces of the steps under a round: what computes and what sends are in turn, however short the round is.
+_PIECES = 64
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Round:
 
 def simulate_round(site: Site, runners: Sequence[Runner], bits: float, alone: int, delay: int) -> Round:
     """bits: that each job sends to each other one; alone, delay: steps before a round and under it."""
-    jobs, pieces = range(len(runners)), max(4, _PIECES // max(1, delay))
+    jobs = range(len(runners))
     templates: dict[Hashable, Transfer] = dict.fromkeys(("off", "there", "end"), Transfer(1))
     capacities: dict[Hashable, float] = {}
     ethernet, nodes = site.fabric_by_name[ETHERNET], Counter(node.cluster for node in site.nodes)
@@ -53,7 +53,7 @@ def simulate_round(site: Site, runners: Sequence[Runner], bits: float, alone: in
     for job, one in enumerate(runners):
         capacities |= {(job, "out"): rate, (job, "in"): rate}
         own = tuple(((job, way), site.processes) for way in ("out", "in"))
-        templates["own", job] = Transfer(1, bits=one.ethernet_s * rate / site.processes / pieces, uses=own)
+        templates["own", job] = Transfer(1, bits=delay * one.ethernet_s * rate / site.processes / _PIECES, uses=own)
         for other, two in enumerate(runners):
             if job != other:
                 streams = max(nodes[one.cluster], nodes[two.cluster]) * site.processes
@@ -68,7 +68,7 @@ def simulate_round(site: Site, runners: Sequence[Runner], bits: float, alone: in
                     1, way_s, bits / streams, limit, uses, latency_s=way_s)
     templates |= dict.fromkeys(("go", "done"), Transfer(len(runners), latency_s=2 * farthest_s))
     transfers = Transfers(templates)
-    training = [list(_training(job, one, alone, delay, pieces)) for job, one in enumerate(runners)]
+    training = [list(_training(job, one, alone, delay)) for job, one in enumerate(runners)]
     Simulation([*training, *(list(_rounds(job, jobs)) for job in jobs)], transfers, capacities).run()
 
     def at(what: str, job: int, number: int = _ROUNDS[-1]) -> float:
@@ -82,13 +82,13 @@ def simulate_round(site: Site, runners: Sequence[Runner], bits: float, alone: in
     return Round(round_s, waited[slowest], max(0.0, longer))
 
 
-def _training(job: int, one: Runner, alone: int, delay: int, pieces: int) -> Iterator[Op]:
+def _training(job: int, one: Runner, alone: int, delay: int) -> Iterator[Op]:
     for number in _ROUNDS:
         yield ("compute", "forward", alone * one.step_s, -1, 0)
         yield ("post", ("off", job, number))
-        for piece in range(delay * pieces):
-            yield ("compute", "forward", (one.step_s - one.ethernet_s) / pieces, -1, 0)
-            if one.ethernet_s:
+        for piece in range(_PIECES):
+            yield ("compute", "forward", delay * (one.step_s - one.ethernet_s) / _PIECES, -1, 0)
+            if delay * one.ethernet_s:
                 yield ("post", (("own", job), number, piece))
                 yield ("wait", (("own", job), number, piece), "reduce", -1)
         yield ("post", ("there", job, number))

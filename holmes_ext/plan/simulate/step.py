@@ -189,7 +189,10 @@ def _program(
         if op[0] in ("post", "wait"):
             message, place, micro_batch = op[1]
             sends, tag = (place + (message == "g")) % stages == stage, ((message, place, kind), micro_batch)
-            if op[0] == "post":
+            if op[0] == "post" and run.notices and len(op) > 2:
+                (before, at, number) = op[2]
+                yield ("post", tag, True, ((before, at, kind), number))
+            elif op[0] == "post":
                 yield ("post", tag) if sends else ("post", tag, True)
             else:
                 yield ("wait", tag, "send", micro_batch, True) if sends else ("wait", tag, "send", micro_batch)

@@ -36,6 +36,9 @@ from holmes_ext.runtime.reduce.compress import codec
 
 #: Seconds for a meeting point that did not answer the last time.
 _AWAY_S = 2.0
+#: How often a job that begins tries to take weights, and the seconds in between: by then the meeting point knows
+#: whether the giver is gone.
+_ENTRIES, _AGAIN_S = 5, 2.0
 Verdict = dict[str, Any]
 
 
@@ -147,13 +150,19 @@ class Rounds:
         return outcome
 
     def enter(self, number: int) -> RoundEnd:
-        """The first word with the meeting point; collective. HolmesError when the job may not join."""
-        self.number, self.told = number, self.fragments()
-        verdict = self._ask("enter", {})
-        if verdict["verdict"] == "void":
-            self.inside.refuse(f"job {self.job} cannot join: {verdict['why']}")
-        outcome = self.take(verdict) if verdict["verdict"] == "behind" else RoundEnd("in", int(verdict["round"]))
-        if outcome.verdict == "void":
+        """The first word with the meeting point; collective. HolmesError when the job may not join, or no weights can
+        be had where others have newer ones."""
+        self.number, outcome = number, RoundEnd("void", number)
+        for tried in range(_ENTRIES):
+            time.sleep(_AGAIN_S if tried else 0)
+            self.told = self.fragments()
+            verdict = self._ask("enter", {})
+            if verdict["verdict"] == "void":
+                self.inside.refuse(f"job {self.job} cannot join: {verdict['why']}")
+            outcome = self.take(verdict) if verdict["verdict"] == "behind" else RoundEnd("in", int(verdict["round"]))
+            if outcome.verdict != "void":
+                break
+        else:
             self.inside.refuse(f"job {self.job} cannot join: {outcome.why}")
         self.number, self.entered = max(number, outcome.round), True
         return outcome

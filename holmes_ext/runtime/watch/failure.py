@@ -36,14 +36,15 @@ _ADDRESS = re.compile(r"\[?([0-9]+(?:\.[0-9]+){3}|[0-9a-fA-F]*(?::[0-9a-fA-F]*){
 
 
 def describe_failure(what: str, ranks: Sequence[int], fabric: Fabric | None, error: str) -> str:
-    """One line: who sees it, `what` failed, over which fabric, what the transport says, and which node that means."""
+    """One line: who sees it, `what` failed, over which fabric, what the transport says, and which node that means; or
+    what another rank refused, if that is what ended it."""
     import torch.distributed as dist
 
     where = f"fabric {fabric.name}" if fabric else f"backend {backend_of()}"
-    return with_first(
-        f"rank {dist.get_rank()}: the reduction of {what} failed over {where} in the group of ranks"
+    return _or_refused(me := f"rank {dist.get_rank()}", (
+        f"{me}: the reduction of {what} failed over {where} in the group of ranks"
         f" {some_of(ranks)}{_lost_node(error, ranks)}: {_last_line(error)}{_blamed()}"
-    )
+    )).removeprefix(INPUT)
 
 
 def explain(error: BaseException) -> str | None:
@@ -70,7 +71,11 @@ def broken(what: str, error: str) -> str:
     current = session.active()
     assert current is not None
     me, lost = f"rank {current.rank} on node {current.node.name}", _lost_node(error, range(current.plan.world_size))
-    first = _first(mine := f"{me}: {what} failed{lost}: {_last_line(error)}{_blamed()}")
+    return _or_refused(me, f"{me}: {what} failed{lost}: {_last_line(error)}{_blamed()}")
+
+
+def _or_refused(me: str, mine: str) -> str:
+    first = _first(mine)
     return f"{first} ({me} ends with it)" if first.startswith(INPUT) else _both(mine, first)
 
 

@@ -75,6 +75,20 @@ def test_micro_batches_in_flight_hide_an_edge(held, least, most):
     assert 0.999 * least <= step_s <= 1.001 * most
 
 
+@pytest.mark.parametrize("notices, edges", [(False, 1), (True, 2)])
+def test_a_receiver_s_word_waits_behind_what_it_has_just_sent(notices, edges):
+    """megatron-core's 1F1B over gloo, two stages of 1 + 2 s, an edge of 1.5 s: a micro-batch more takes 3 s and one
+    edge, or both edges one after the other, because the word that a stage waits follows its own message."""
+    sizes, seconds = Sizes(pipeline=2), {}
+    for count in (8, 16):
+        gpt = model(2, count)
+        bits = 8 * gpt.layers_of(sizes)[0].activation_bytes
+        site = two_clusters(1, 1, ethernet=f"{round(bits / 1.5)}b/s")
+        options = Execution(engine="megatron", notices=notices, parameter_s=0.0)
+        seconds[count] = simulate(site, ["a0", "b0"], sizes, gpt, options, costs=flat_costs(2, 2, count)).step_s
+    assert (seconds[16] - seconds[8]) / 8 == pytest.approx(3.0 + 1.5 * edges, rel=0.01)
+
+
 @pytest.mark.parametrize("stages,micro_batches,virtual", [(2, 4, 2), (4, 8, 2), (4, 4, 3), (4, 16, 4), (8, 16, 2)])
 def test_interleaving_divides_the_bubble_by_the_chunks(stages, micro_batches, virtual):
     step = run(stages, micro_batches, virtual=virtual)

@@ -9,6 +9,7 @@ import torch
 from joined_jobs import in_threads, joined_of, meeting_point
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.outer import rounds
 from holmes_ext.runtime.outer.settings import parse_outer
 
 SETTINGS = "every=2,fragments=1,delay=0,compress=off"
@@ -73,6 +74,24 @@ def test_a_killed_job_costs_one_timeout_at_most_and_comes_back_with_the_weights_
         both(east, back)
         assert east.members[-1] == back.members[-1] == ["east", "west"] and torch.equal(back.model[0], east.model[0])
         for one in (east, back):
+            one.joined.end()
+
+
+def test_a_job_that_begins_does_not_end_with_a_giver_that_does_not_answer(monkeypatch):
+    """It asks again: by then the giver is known to be gone, or answers."""
+    monkeypatch.setattr(rounds, "_AGAIN_S", 0.01)
+    taken, silent = rounds.take, ["timed out"] * 2
+    monkeypatch.setattr(rounds, "take", lambda *args: silent.pop() if silent else taken(*args))
+    with meeting_point() as server:
+        east = Job("east", server.port).step(4)
+        west = Job("west", server.port, speed=3)
+        assert not silent and "of job east" in west.begun and torch.equal(west.model[0], east.model[0])
+        both(east, west)
+        assert east.members[-1] == west.members[-1] == ["east", "west"]
+        silent += ["timed out"] * 99
+        with pytest.raises(HolmesError, match="north cannot join: the weights of job east could not be taken: time"):
+            Job("north", server.port)
+        for one in (east, west):
             one.joined.end()
 
 

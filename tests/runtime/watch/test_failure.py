@@ -1,6 +1,7 @@
 """The line that a failed reduction ends with."""
 
 import pytest
+import torch.distributed as dist
 from ranks import run_ranks
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
@@ -8,7 +9,7 @@ from holmes_ext.options import Options
 from holmes_ext.plan.plan import Plan
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start.launcher import Process
-from holmes_ext.runtime.watch.failure import describe_failure
+from holmes_ext.runtime.watch.failure import describe_failure, note
 
 FABRICS = (
     Fabric("ib", "ib", 2 * 10**9, 5e-6),
@@ -55,6 +56,20 @@ def test_the_first_sight_is_repeated():
     lines = run_ranks(one_line, 2, "Connection closed by peer [10.1.0.1]:4711")
     assert sum("first seen as: rank" in line for line in lines) == 1
     assert all("node n1 (rank 1) is lost" in line for line in lines)
+
+
+def refusing(rank, error):
+    """Rank 0 refuses bad input and ends; rank 1 sees its connection close."""
+    activate()
+    if rank == 0:
+        note("rank 0: --holmes-outer: every=7 is not divisible by fragments=2")
+    dist.barrier()
+    return describe_failure("bucket 1 of 3", (0, 1), FABRICS[2], error) if rank else ""
+
+
+def test_what_another_rank_refused_is_all_that_is_said():
+    said = run_ranks(refusing, 2, "Connection closed by peer [10.1.0.1]:4711")[1]
+    assert said == "rank 0: --holmes-outer: every=7 is not divisible by fragments=2 (rank 1 ends with it)"
 
 
 def test_an_unknown_address_names_nobody():

@@ -1,0 +1,80 @@
+"""Joined jobs of megatron-core with tensor and pipeline parallelism: the mean of the jobs' weights after each step of
+plain SGD is a step of one synchronous job with as many data-parallel ranks as all of them have."""
+
+import contextlib
+import io
+import os
+import sys
+
+import pytest
+import torch
+from joined_jobs import TOKEN, in_threads, meeting_point
+from ranks import run_ranks
+
+from holmes_ext.lab.samples import examples
+from holmes_ext.options import Options
+from holmes_ext.patches.engine.registry import Registry
+from holmes_ext.patches.megatron import joined as megatron_joined
+from holmes_ext.patches.torch import joined as torch_joined
+from holmes_ext.runtime.outer import training
+from integration_tests.jobs import full
+
+pytest.importorskip("megatron.core", minversion="0.16")
+OUTER = "min=2,algorithm=average,every=1,fragments=1,delay=0,compress=off,weight=equal"
+STEPS = 3
+#: Ranks of a job, and its options.
+CASES = {
+    "tensor 2": (2, "--tensor 2"),
+    "pipeline 2": (2, "--pipeline 2"),
+    "pipeline 2, tied, interleaved": (2, "--pipeline 2 --virtual-pipeline 2 --tied"),
+    "tensor 2, data 2, distributed optimizer, overlap": (4, "--tensor 2 --distributed-optimizer --overlap"),
+}
+
+
+def rank_of(rank, ranks, options, job, join):
+    """One rank: where it stands, and all its weights after the last step. job: (k, K): it reads the k-th of K shares
+    of each step's samples; join: "NAME@HOST:PORT", "" for one that joins nobody."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    sys.path.insert(0, str(examples() / "megatron_core"))
+    if join:
+        training.request(Options(join=join, outer=OUTER), {"HOLMES_JOIN_TOKEN": TOKEN})
+        torch_joined.attach()
+        Registry(megatron_joined.PATCHES).enable(["joined-megatron"], required=True)
+    import train
+    from megatron.core import parallel_state
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        args, parser = train.parse_args([*options.split(), *"--micro-batch 1 --micro-batches 4 --clip 0".split()])
+        train.start_distributed(args, parser)
+        plain = train.OptimizerConfig
+        train.OptimizerConfig = lambda **more: plain(**{**more, "optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.1})
+        config, models, optimizer = train.build(args)
+    k, jobs = job
+    data, here = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    batches = train.Batches(train.load_text(), args.sequence, args.micro_batch, args.micro_batches, jobs * data,
+                            k * data + here, args.seed)
+    before = [p.detach().clone() for model in models for p in model.parameters()]
+    for step in range(STEPS):
+        train.train_step(args, batches, step, config, models, optimizer)
+    training.end()
+    if args.overlap and args.distributed_optimizer:
+        models[0].start_param_sync(force_sync=True)
+    weights = [p.detach() for model in models for p in model.parameters()]
+    assert max(float((one - was).abs().max()) for one, was in zip(weights, before)) > 1e-3, "it has learnt something"
+    place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    return place, torch.cat([one.flatten() for one in weights]).numpy()
+
+
+@full
+@pytest.mark.parametrize("case", CASES)
+def test_averaging_after_each_step_is_one_synchronous_job(case):
+    ranks, options = CASES[case]
+    expected = dict(run_ranks(rank_of, 2 * ranks, 2 * ranks, options, (0, 1), "", timeout_s=170))
+    with meeting_point() as server:
+        found = in_threads({
+            name: lambda name=name, k=k: run_ranks(
+                rank_of, ranks, ranks, options, (k, 2), f"{name}@127.0.0.1:{server.port}", timeout_s=170)
+            for k, name in enumerate(("east", "west"))})  # fmt: skip
+        assert sum("commit" in event for event in server.told) == STEPS
+    for place, weights in (one for of_job in found.values() for one in of_job):
+        torch.testing.assert_close(torch.from_numpy(weights), torch.from_numpy(expected[place]), rtol=0, atol=1e-6)
