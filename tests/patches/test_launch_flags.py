@@ -26,18 +26,17 @@ def best(framework=None, model=MODEL, **allowed):
 
 
 #: Sites where gradients best cross, and some stages lie in two clusters.
-SITES = ("two_clusters_8", "three_clusters_8", "two_clusters_3_5", "three_links_6")
+SITES = ("three_clusters_8", "three_links_6")
 
 
 @pytest.mark.parametrize("framework", sorted(LIMITS))
 def test_no_row_of_a_framework_is_one_that_it_cannot_start(framework):
+    model, few = replace(MODEL, experts=4, sequence=2048), {"recompute": ("none",), "micro_batch": (1,)}
     for name in SITES:
-        spec = load_spec(EXAMPLES / f"{name}.toml")
-        for model in (MODEL, replace(MODEL, experts=4, sequence=2048)):
-            found = search(site_from_spec(spec), model, 64, limited(Limits(), framework), seconds=1.0)
-            for one in found.candidates:
-                launch = launches(one, model, 64, False, "c.toml", "plan.json")[framework]
-                assert not launch.lacks, (name, one)
+        site = site_from_spec(load_spec(EXAMPLES / f"{name}.toml"))
+        for one in search(site, model, 48, limited(Limits(few), framework), seconds=0.5).candidates:
+            launch = launches(one, model, 48, False, "c.toml", "plan.json")[framework]
+            assert not launch.lacks, (name, one)
 
 
 @pytest.mark.parametrize("framework", ["megatron-lm", "torchtitan"])

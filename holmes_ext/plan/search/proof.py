@@ -3,7 +3,8 @@ can, or the time is over.
 
     search (closed form) -> rank (its best, simulated) -> prove:
         shape           bound: plan/search/search.py's ideal_s       expanded into its arrangements
-         `- arrangement     bound: plan/search/least.py                its splits simulated, those that the bound, the
+         `- arrangement     bound: plan/search/least.py, of stages     bounded again, with a split
+             `- arrangement     bound: least.py, of their chain        its splits simulated, those that the bounds, the
                                                                        closed form and moves of single blocks give
 
 The least bound is looked at first. Where an arrangement has one split only (no pipeline, or chunks) its simulation
@@ -47,10 +48,13 @@ Progress = Callable[[int, int, float, float], None]
 
 @dataclass(frozen=True)
 class Arranged:
-    """To be simulated: no step of it takes less than the bound."""
+    """To be simulated: no step of it takes less than the bound. chained: whether that is the closer one; split: the one
+    that it leaves."""
 
     shape: Shape
     arrangement: Arrangement
+    chained: bool = False
+    split: tuple[int, ...] = ()
 
 
 Item = Shape | Arranged
@@ -92,6 +96,9 @@ class Judge:
         bounds = Bounds(costs)
         formula, split = bounds.bound()
         assert split is not None
+        if not item.chained and shape.virtual == 1 and shape.pipeline > 1:
+            closer, own = self._least(pricing, arrangement, bounds).chained(bound, best)
+            return [(closer, replace(item, chained=True, split=own))] if own else [], [], inf
         known: dict[tuple[int, ...], Candidate] = {}
 
         def seconds_of(moved: Sequence[int]) -> float:
@@ -106,7 +113,7 @@ class Judge:
         if shape.virtual > 1 or shape.pipeline == 1:
             seconds_of(split)
             return [], [*known.values()], inf
-        first = min((split, partitioned(costs, bounds, split, formula, best)[0]), key=seconds_of)
+        first = min((split, partitioned(costs, bounds, split, formula, best)[0], item.split), key=seconds_of)
         if seconds_of(first) < best * NEAR:
             improved(first, seconds_of, lambda moved: list(full_to_empty(bounds, moved))[: MOVES // 3], MOVES)
         return [], [*known.values()], bound
@@ -203,7 +210,7 @@ class _Proof:
             self._push(bound, item)
         self.left_s = min(self.left_s, left_s)
         self.more += candidates
-        self.done += 1
+        self.done += not any(isinstance(item, Arranged) and item.chained for _, item in items)  # those come again
         best = min([self.best, *(one.simulated_s for one in candidates)])
         self.best, self.improved = best, self.done if best < self.best * (1 - GAIN) else self.improved
         if self.progress:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from math import inf
 
 import clusters
 import pytest
@@ -60,9 +61,13 @@ def test_no_simulated_step_is_below_the_bound(seed):
             bounds = Bounds(pricing.costs(arrangement, outcome.overlap))
             ways = [price.way for price in pricing.stages(arrangement)]
             run = execution_of(outcome, shape, (), ways, bounds.ahead() if bounds.costs.hidden is not None else ())
-            least = max(ideal_s(outcome.ground, pricing), pricing.least_crossing_s(),
-                        Least(pricing, arrangement, bounds, run).seconds())
+            alone = Least(pricing, arrangement, bounds, run)
+            least = max(ideal_s(outcome.ground, pricing), pricing.least_crossing_s(), alone.seconds())
             layers = outcome.model.layers
+            if shape.virtual == 1 and shape.pipeline > 1 and least < inf:
+                closer, own = alone.chained(least, 3 * least)
+                assert closer >= least and (sum(own) == layers and bounds.fits(own) if own else closer == 3 * least)
+                least = closer
             for split in splits(pick, layers, shape.pipeline) if shape.virtual == 1 else [bounds.bound()[1]]:
                 step = folded_s(job_of(outcome, outcome.candidate(pricing, arrangement, split)))
                 assert step >= least * (1 - 1e-9), (shape, arrangement.describe(outcome.ground), split, ways)

@@ -183,7 +183,8 @@ def test_a_rank_that_waits_in_a_round_without_rank_0_goes_on_to_the_next():
 
     waiting = threading.Thread(target=one, args=(1,))
     waiting.start()
-    store.wait(["holmes/1/reports/count"])
+    while not store.check(["holmes/1/reports/count"]):  # a HashStore wakes nobody for what is added
+        pass
     one(0)
     waiting.join()
     assert {rank: (one.round, one.content()) for rank, one in outcome.items()} == dict.fromkeys(
