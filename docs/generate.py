@@ -161,7 +161,7 @@ def _signature(name: str, value: Any) -> str:
 
 
 #: Of holmes_ext.initialize_model_parallel, which only a program on megatron-core can load.
-_MEGATRONS = "megatron.core.parallel_state's function, with its arguments; it switches holmes on where it is off"
+_MEGATRONS = "megatron.core.parallel_state's function, with its arguments, that switches holmes on where it is off"
 
 
 def _public_names() -> Iterator[tuple[str, Any]]:
@@ -228,7 +228,7 @@ def pages() -> list[Path]:
 def printed(command: str) -> str:
     """What a `holmes` command line prints, run here in the folder of README.md. A search has one process: how many
     plans two of them look at is a matter of luck."""
-    words, out = shlex.split(command), io.StringIO()
+    words, out = shlex.split(command.replace("\\\n", " ")), io.StringIO()
     alone, proof.ALONE_S = proof.ALONE_S, float("inf")
     before, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), str(_COLUMNS)
     folder = os.getcwd()
@@ -267,7 +267,7 @@ def in_lab(text: str, folder: Path) -> Iterator[tuple[str, str, str]]:
     for name in ("examples", "integration_tests"):
         (folder / name).symlink_to(ROOT / name)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    env = {**os.environ, "PATH": path, "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PATH": path, "COLUMNS": "130", "OMP_NUM_THREADS": "1"}
     for found in _LAB.finditer(text):
         command = textwrap.dedent(found[2])
         done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], cwd=folder, env=env, text=True,

@@ -115,7 +115,7 @@ def _cell(found: list[Row], metric: str) -> str:
 def about(file: str) -> str:
     """Where a file's rows were measured."""
     if not (RESULTS / file).exists():
-        return f"`benchmarks/results/{file}` is not there yet.\n"
+        return f"Not measured yet: benchmarks/results has no {file}.\n"
     document = json.loads((RESULTS / file).read_text())
     machine, versions = document["machine"], document["versions"]
     made = ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -42,7 +42,8 @@ def assert_planned(two_clusters, lines, sent):
 
 @pytest.mark.parametrize(
     "how",
-    ["flag", "flag without a file", "HOLMES=1", "python -m holmes_ext", "enable()", "mpirun's variables"],
+    some(["flag", "flag without a file", "HOLMES=1", "python -m holmes_ext", "enable()", "mpirun's variables"],
+         "flag", "HOLMES=1", "enable()"),
 )
 def test_every_way_to_switch_on(two_clusters, tmp_path, how):
     before = two_clusters.lab.counters()

@@ -96,7 +96,7 @@ def _bits(parameters: float, fragments: int, compress: str) -> float:
     return 32 * SHARES[compress] * parameters / fragments
 
 
-class Rounds:
+class RoundPrices:
     """Rounds of these jobs, simulated; site: as measured."""
 
     def __init__(self, site: Site, parameters: float, jobs: Sequence[JoinedJob], compress: str = "bf16"):
@@ -144,14 +144,14 @@ def _least(of: Callable[[int], Setting], first: int, most: int = 2**40) -> Setti
     return found
 
 
-def settings(rounds: Rounds) -> list[Setting]:
+def settings(rounds: RoundPrices) -> list[Setting]:
     """The default, and with the least `every` at which nothing is exposed: with its fragments, and with its delay
     (left out where no number of fragments does it)."""
     found = [rounds.of(*DEFAULT), rounds.hidden_with(DEFAULT[1]), rounds.hidden_after(DELAY)]
     return list(dict.fromkeys(one for one in found if one is not None))
 
 
-def over_every(rounds: Rounds) -> dict[str, list[Setting]]:
+def over_every(rounds: RoundPrices) -> dict[str, list[Setting]]:
     """What comes of each `every`, to twice the greatest of settings(): for each way to choose the rest, by name."""
     count, most = DEFAULT[1], 2 * max(one.every for one in settings(rounds))
     doubled = [2**power for power in range(most.bit_length())]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from holmes_ext.plan.joined import Rounds, over_every
+from holmes_ext.plan.joined import RoundPrices, over_every
 from holmes_ext.report.files import Run
 from holmes_ext.report.pictures import CLUSTERS, KINDS, PAPER, pyplot
 
@@ -30,7 +30,7 @@ class Life:
         return [self.end - later for later in waits][::-1]
 
 
-def worth_figure(rounds: Rounds, tokens: int, crossing: float) -> Any:
+def worth_figure(rounds: RoundPrices, tokens: int, crossing: float) -> Any:
     """Tokens/s over `every`, a line for each way to choose fragments and delay: filled where nothing is exposed, and
     the least such `every` named; beside it one job that crosses (tokens/s). tokens: of a sample."""
     plt = pyplot()

@@ -60,6 +60,7 @@ def test_tune_with_torchrun_on_every_node(two_clusters, tmp_path):
     assert same(losses(tmp_path / "planned"), losses(tmp_path / "uniform"))
 
 
+@full
 def test_megatron_core(two_clusters, tmp_path):
     """Measured in the first of two equal trainings: it does not change what the other one learns."""
     path = tmp_path / "profile.json"

@@ -9,7 +9,7 @@ from collections import defaultdict
 
 from holmes_ext.cli.main import main
 from holmes_ext.report.files import load
-from integration_tests.jobs import SCRIPTS, losses, same, train, train_megatron
+from integration_tests.jobs import SCRIPTS, full, losses, same, train, train_megatron
 
 SIZE = "--layers 4 --hidden 160 --heads 4 --sequence 32 --micro-batch 4 --micro-batches 4 --steps 8 --stages 2".split()
 MEGATRON = "--layers 4 --hidden 128 --sequence 32 --micro-batch 2".split()
@@ -83,6 +83,7 @@ def test_deepspeed(two_clusters, tmp_path, capsys):
     assert check_report(tmp_path / "tele", capsys)["tokens_per_second"] > 0
 
 
+@full
 def test_megatron_core(two_clusters, tmp_path, capsys):
     """Its losses under the watchdog are compared with stock's in megatron/test_core.py."""
     splits = {"pipeline 2": "--pipeline 2 --micro-batches 4 --steps 8"}

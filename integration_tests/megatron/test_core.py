@@ -162,6 +162,7 @@ def test_gradients_leave_ethernet(both):
         assert fast(under_holmes) > 0.4 * nics["eth0"], (node, nics, under_holmes)
 
 
+@full
 def test_a_pair_of_stages_inside_a_cluster_uses_its_fabric(two_clusters, tmp_path):
     """Batched (plain) and unbatched (interleaved) p2p, pipeline 4: a0-a1 and b0-b1 on their fabrics, a1-b0 on Ethernet.
     """
@@ -247,6 +248,7 @@ def test_a_plan_for_another_job_is_one_line(two_clusters, tmp_path, layers, spli
 
 
 @pytest.mark.skipif(INSTALLED < Version("0.13"), reason="its writer of checkpoints does not fit torch 2.13 (stock)")
+@full
 def test_a_checkpoint_of_another_model_is_one_line(two_clusters, tmp_path):
     """The example's own check: a line from each node that comes to it before the launcher ends all."""
     splits = {

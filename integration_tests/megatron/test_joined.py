@@ -22,6 +22,9 @@ from integration_tests.jobs import full
 pytest.importorskip("megatron.core", minversion="0.16")
 OUTER = "min=2,algorithm=average,every=1,fragments=1,delay=0,compress=off,weight=equal"
 STEPS = 3
+SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.1}
+#: The distributed optimizer takes Adam alone; this one's steps are 0.1 x the gradient.
+AS_SGD = {"adam_beta1": 0.0, "adam_eps": 1e8, "lr": 1e7}
 #: Ranks of a job, and its options.
 CASES = {
     "tensor 2": (2, "--tensor 2"),
@@ -46,8 +49,8 @@ def rank_of(rank, ranks, options, job, join):
     with contextlib.redirect_stdout(io.StringIO()):
         args, parser = train.parse_args([*options.split(), *"--micro-batch 1 --micro-batches 4 --clip 0".split()])
         train.start_distributed(args, parser)
-        plain = train.OptimizerConfig
-        train.OptimizerConfig = lambda **more: plain(**{**more, "optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.1})
+        plain, how = train.OptimizerConfig, SGD if not args.distributed_optimizer else AS_SGD
+        train.OptimizerConfig = lambda **more: plain(**{**more, **how})
         config, models, optimizer = train.build(args)
     k, jobs = job
     data, here = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()

@@ -84,7 +84,7 @@ def test_steps_that_use_ethernet_and_a_round_are_in_each_others_way():
 def test_what_is_said_to_be_hidden_is_and_can_be_asked_for(step_s, ethernet):
     """5 * 10^8 parameters over 1 Gb/s: 8 s of bits."""
     jobs = [joined.JoinedJob("a", 8, step_s / 2), joined.JoinedJob("b", 8, step_s, ethernet * step_s)]
-    rounds = joined.Rounds(site(0, 0), 5e8, jobs)
+    rounds = joined.RoundPrices(site(0, 0), 5e8, jobs)
     default, *hidden = joined.settings(rounds)
     given = OuterSettings()
     assert (default.every, default.fragments, default.delay) == (given.every, given.fragments, given.delay)
@@ -103,7 +103,7 @@ def test_what_is_said_to_be_hidden_is_and_can_be_asked_for(step_s, ethernet):
 
 def test_what_comes_of_each_every():
     jobs = [joined.JoinedJob(name, 8, 1.0, 0.2) for name in "ab"]
-    rounds = joined.Rounds(site(0, 0), 5e8, jobs)
+    rounds = joined.RoundPrices(site(0, 0), 5e8, jobs)
     lines = joined.over_every(rounds)
     known = joined.settings(rounds)
     assert len(lines) == 3 and {one for line in lines.values() for one in line} >= set(known)

@@ -23,7 +23,7 @@ COLUMNS = (Column("--holmes-outer"), Column("a round, s", right=True), Column("e
 class Beside:
     """tokens: of a sample; crossing: tokens/s of the best plan of one job."""
 
-    rounds: joined.Rounds
+    rounds: joined.RoundPrices
     tokens: int
     crossing: float
 
@@ -75,7 +75,7 @@ def beside(outcome: Outcome, seconds: float) -> Beside:
         except HolmesError as error:
             raise HolmesError(f"--joined: a job on cluster {name} alone: {error}") from None
         jobs.append(joined.JoinedJob(name, samples, found.best.step_s, ethernet_s(found, found.best)))
-    rounds = joined.Rounds(outcome.ground.links.site(site), model.parameters, jobs)
+    rounds = joined.RoundPrices(outcome.ground.links.site(site), model.parameters, jobs)
     return Beside(rounds, model.sequence, outcome.tokens_per_s(outcome.best))
 
 

@@ -34,7 +34,7 @@ class Runner:
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundSeconds:
     """Seconds. round_s: from the last job's pseudo-gradient to the sum in all jobs; waited_s: for it, by the job that
     waits least; longer_s: that its steps took longer than alone, from one round's end to the next one's."""
 
@@ -43,7 +43,7 @@ class Round:
     longer_s: float
 
 
-def simulate_round(site: Site, runners: Sequence[Runner], bits: float, alone: int, delay: int) -> Round:
+def simulate_round(site: Site, runners: Sequence[Runner], bits: float, alone: int, delay: int) -> RoundSeconds:
     """bits: that each job sends to each other one; alone, delay: steps before a round and under it."""
     jobs = range(len(runners))
     templates: dict[Hashable, Transfer] = dict.fromkeys(("off", "there", "end"), Transfer(1))
@@ -79,7 +79,7 @@ def simulate_round(site: Site, runners: Sequence[Runner], bits: float, alone: in
     before = max(at(what, slowest, _ROUNDS[-2]) for what in ("there", "end"))
     longer = at("there", slowest) - before - (alone + delay) * runners[slowest].step_s
     round_s = max(at("end", job) for job in jobs) - max(at("off", job) for job in jobs)
-    return Round(round_s, waited[slowest], max(0.0, longer))
+    return RoundSeconds(round_s, waited[slowest], max(0.0, longer))
 
 
 def _training(job: int, one: Runner, alone: int, delay: int) -> Iterator[Op]:

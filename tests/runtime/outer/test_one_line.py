@@ -41,7 +41,8 @@ def port():
     ("first", "every=4", TOKEN, "there is a job named 'first' in this run already"),
     pytest.param("west", "every=4,lr=0.5", TOKEN, "it differs from job 'first' in outer lr (0.5 here, 0.7 in first)",
                  marks=full),
-    ("west", "every=4,min=3,timeout=1", TOKEN, "has waited 1 s for min=3 jobs, but there are only first, west"),
+    pytest.param("west", "every=4,min=3,timeout=1", TOKEN,
+                 "has waited 1 s for min=3 jobs, but there are only first, west", marks=full),
     pytest.param("west", "every=6,fragments=4", TOKEN, "every=6 is not divisible by fragments=4", marks=full),
 ])  # fmt: skip
 def test_one_line_and_status_2(name, outer, token, why, port, tmp_path):

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from integration_tests.jobs import full
+
 JOB = """
 import datetime, sys, time, torch, torch.distributed as dist
 from holmes_ext.runtime.reduce.owned import ReduceToOwners
@@ -28,7 +30,8 @@ if error:
 """
 
 
-@pytest.mark.parametrize("kind, error", [("owners", ""), ("two levels", "wrong data")])
+@pytest.mark.parametrize("kind, error", [
+    pytest.param("owners", "", marks=full), ("two levels", "wrong data")])
 def test_a_process_ends_with_its_own_status(kind, error, tmp_path):
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     ends = [
