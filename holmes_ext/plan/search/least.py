@@ -39,7 +39,7 @@ from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.sizes import PIPELINES_FIRST
 
 #: The bounds are found up to these fractions: of each stage alone, of the chain of stages.
-CLOSE, NEAR = 5e-3, 2e-3
+CLOSE, NEAR = 5e-3, 2e-4
 
 
 @dataclass(frozen=True)
