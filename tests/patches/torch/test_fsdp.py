@@ -22,6 +22,7 @@ from holmes_ext.patches.torch import fsdp as fsdp_patches
 from holmes_ext.plan.build import build_plan
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start.launcher import Process
+from integration_tests.jobs import some
 
 
 class Block(nn.Module):
@@ -101,7 +102,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, "accumulation", "bf16"))
 def test_hybrid_has_stock_s_losses(case):
     answers = run_ranks(both, 4, *CASES[case])
     for stock, ours, mesh, _ in answers:
