@@ -21,8 +21,9 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from edges import kept, medians, predicted_step, prediction_rows
-from harness import Row, chosen, finish, parser, tell
+from edges import medians, predicted_step, prediction_rows
+from emulated import forward_s
+from harness import Row, chosen, finish, kept, parser, tell
 from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.spec import load_spec
@@ -93,8 +94,8 @@ def slices(repetitions: int, steps: int) -> list[Row]:
     rows.append(Row.median("slices", "largest loss difference", [difference], "nats", False, "<= 1e-6"))
     h, tokens, sizes = 192, 32, Sizes(tensor=2, pipeline=2)
     model = Model(4, h, 4, tokens, 256, micro_batches=8, activation_width=4, tied=False)
-    # Of a rank: half of the weights, all of the norms and of two biases (lab/emulate/accelerator.py)
-    forward = (2 * tokens * (6 * h * h + 9.5 * h) + 4 * tokens * tokens * h) / FLOPS["slices"]
+    # Of a rank: half of the weights, all of the norms and of two biases
+    forward = forward_s(h, tokens, FLOPS["slices"], 6 * h * h + 9.5 * h)
     predicted = {
         f"{cut}, {name}": predicted_step(
             "megatron", spec, model, sizes, forward, Options(inflight=flags[1], off=off), cut=not off)
@@ -118,9 +119,8 @@ def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
             Variant("not tied", spec, interleave(spec), flags),
         ]
         series = run(scene, variants, script, repetitions, steps, {"flops": FLOPS["tied"], **paced})
-    h, tokens = 288, 16
-    forward = (2 * tokens * (12 * h * h + 13 * h) + 4 * tokens * tokens * h) / FLOPS["tied"]
-    model = Model(4, h, 4, tokens, 256, micro_batches=4, activation_width=4)
+    forward = forward_s(288, 16, FLOPS["tied"])
+    model = Model(4, 288, 4, 16, 256, micro_batches=4, activation_width=4)
     predicted = {
         name: predicted_step(engine, spec, replace(model, tied=name != "not tied"), Sizes(pipeline=2), forward,
                              Options(off=frozenset({feature} if name == "pairs" else ())), cut=name != "pairs")

@@ -17,7 +17,6 @@ are kept, so that it can be made in parts; --predict measures nothing and predic
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import tempfile
@@ -26,7 +25,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from harness import Row, chosen, finish, parser, tell
+from emulated import even_costs, forward_s
+from harness import Row, chosen, finish, kept, parser, tell
 from prediction import CORES, Measured, calibrate
 from prediction_links import STORE
 from two_clusters import ratio_row, step_rows
@@ -40,7 +40,6 @@ from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import load_model
-from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
@@ -139,8 +138,10 @@ class Run:
     telemetry: Path
 
 
-def _runs(scene: Scene, folder: Path, model: Path) -> list[Run]:
-    found = []
+def _prepared(scene: Scene, folder: Path) -> tuple[Path, list[Run]]:
+    """The model's file, written into the folder, and the runs with theirs."""
+    model, found = folder / "model.toml", []
+    model.write_text(MODEL_TOML.format(micro_batches=scene.micro_batches, flops=scene.flops))
     for edge, toml in scene.edges.items():
         file = folder / f"{edge}.toml"
         file.write_text(toml)
@@ -152,16 +153,13 @@ def _runs(scene: Scene, folder: Path, model: Path) -> list[Run]:
                      str(model), "--holmes-telemetry", str(telemetry))
             flags += ("--holmes-inflight", "off") if own == "engine" else ()
             found.append(Run(Variant(name, spec, interleave(spec), flags), own, file, telemetry))
-    return found
+    return model, found
 
 
 def measured_anew(repetitions: int, name: str) -> list[Row]:
     scene = SCENES[name]
     with tempfile.TemporaryDirectory() as directory:
-        folder = Path(directory)
-        model = folder / "model.toml"
-        model.write_text(MODEL_TOML.format(micro_batches=scene.micro_batches, flops=scene.flops))
-        runs = _runs(scene, folder, model)
+        model, runs = _prepared(scene, Path(directory))
         example, stages, paced = ENGINES[scene.engine]
         train = examples() / example / "train.py"
         script = [str(train), *MODEL, stages, "2", "--micro-batches", str(scene.micro_batches)]
@@ -224,31 +222,31 @@ def predicted_anew(name: str, file: Path) -> list[Row]:
     """The scene's rows in the file, with other predictions."""
     scene = SCENES[name]
     with tempfile.TemporaryDirectory() as directory:
-        model = Path(directory, "model.toml")
-        model.write_text(MODEL_TOML.format(micro_batches=scene.micro_batches, flops=scene.flops))
-        predicted = predictions(scene, _runs(scene, Path(directory), model), model)
-    rows = [row for row in kept(file, ()) if row.scene == name and "predict" not in row.metric]
-    medians = {row.metric.removeprefix("step "): row.value for row in rows if row.metric.startswith("step ")}
+        model, runs = _prepared(scene, Path(directory))
+        predicted = predictions(scene, runs, model)
+    rows = [row for row in kept(file) if row.scene == name and "predict" not in row.metric]
+    if not rows:
+        tell(f"edges.py: {file} has no scene {name!r} to predict anew; measure it first")
+        raise SystemExit(2)
+    measured = {row.metric.removeprefix("step "): row.value for row in rows if row.metric.startswith("step ")}
     place = next(number for number, row in enumerate(rows) if row.metric.startswith("step "))
-    return [*rows[:place], *prediction_rows(name, medians, predicted), *rows[place:]]
+    return [*rows[:place], *prediction_rows(name, measured, predicted), *rows[place:]]
 
 
 def predict(scene: Scene, run: Run, model_file: Path) -> float:
     """Seconds of a step."""
-    h, tokens = HIDDEN, SEQUENCE
-    forward = (2 * tokens * (12 * h * h + 13 * h) + 4 * tokens * tokens * h) / scene.flops  # lab/emulate/accelerator.py
     options, model = Options(inflight="off" if run.how == "engine" else "auto"), load_model(str(model_file))
-    return predicted_step(scene.engine, run.variant.spec, model, Sizes(pipeline=2), forward, options)
+    return predicted_step(scene.engine, run.variant.spec, model, Sizes(pipeline=2),
+                          forward_s(HIDDEN, SEQUENCE, scene.flops), options)
 
 
-def predicted_step(engine: str, spec: SiteSpec, model: Model, sizes: Sizes, forward_s: float, options: Options,
+def predicted_step(engine: str, spec: SiteSpec, model: Model, sizes: Sizes, block_forward_s: float, options: Options,
                    cut: bool = True) -> float:
-    """Seconds of a step under holmes. forward_s: of a block's forward pass of a micro-batch; cut: see Execution."""
+    """Seconds of a step under holmes. block_forward_s: of a block's forward pass; cut: see Execution."""
     site = site_from_spec(spec)
     launched = replace(site, nodes=tuple(site.node_by_name[name] for name in interleave(spec)))
     plan = build_plan(launched, sizes, model=model, options=options)
-    row = lambda seconds: ((0.0, *[seconds] * model.layers, 0.0),) * plan.sizes.pipeline  # noqa: E731
-    costs = StageCosts(row(forward_s), row(2 * forward_s), row(0.0), row(0.0), model.micro_batches)
+    costs = even_costs(block_forward_s, model.layers, plan.sizes.pipeline, model.micro_batches)
     block_s, parameter_s, step_s = _overheads(engine)
     traffic = plan.traffic_of("sockets")
     overlap = "on" if all(reduction.overlap for reduction in traffic.reductions) else "off"
@@ -268,14 +266,6 @@ def prediction_rows(name: str, measured: dict[str, float], predicted: dict[str, 
         rows.append(Row.median(name, f"error of the prediction, {variant}", [error], "of the measured", True))
     return [*rows, Row.of(name, "worst error of the predictions", max(errors), "of the measured",
                           (min(errors), max(errors)), True, "<= 0.1")]
-
-
-def kept(file: Path | None, names: Sequence[str]) -> list[Row]:
-    """Rows of other scenes that the file has."""
-    if file is None or not file.exists():
-        return []
-    rows = [Row(**{**row, "spread": tuple(row["spread"])}) for row in json.loads(file.read_text())["rows"]]
-    return [row for row in rows if row.scene not in names]
 
 
 def main() -> int:

@@ -93,6 +93,14 @@ def tell(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
+def kept(path: Path | None, names: Iterable[str] = ()) -> list[Row]:
+    """Rows that the file has, but of these scenes."""
+    if path is None or not path.exists():
+        return []
+    rows = [Row(**{**row, "spread": tuple(row["spread"])}) for row in json.loads(path.read_text())["rows"]]
+    return [row for row in rows if row.scene not in names]
+
+
 def write(rows: list[Row], path: Path | None) -> None:
     """The file, as far as the rows are known: a run of hours that is cut short has left what it had."""
     if path is not None:

@@ -77,10 +77,10 @@ def _sums(lab: Lab, spec: SiteSpec, ways: dict[str, dict[str, Any]], repetitions
     for cluster in spec.clusters:
         members[cluster.name] = list(range(first, first := first + len(cluster.nodes)))
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repetitions):  # each way first, and after each other one, as often
-        names = list(ways)[turn % len(ways):] + list(ways)[:turn % len(ways)]
-        for name in names:
-            way = ways[name]
+    listed = list(ways.items())
+    for repetition in range(repetitions):  # each way first, and after each other one, as often
+        turn = repetition % len(listed)
+        for name, way in (*listed[turn:], *listed[:turn]):
             command = [sys.executable, __file__, "--rank", json.dumps(way), json.dumps(members), "4"]
             result = lab.run(command, order=order, preload=("torch",), timeout=180)
             if result.returncode:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import Row, chosen, finish, machine, parser, tell, versions
+from harness import Row, chosen, finish, kept, machine, parser, tell, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "versions.md")
@@ -220,8 +220,8 @@ def main() -> int:
     if args.measure:
         print(json.dumps(measure(args.measure, args.repetitions)))
         return 0
-    before = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"rows": [], "dates": {}}
-    rows = [Row(**{**one, "spread": tuple(one["spread"])}) for one in before["rows"]]
+    before = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"dates": {}}
+    rows = kept(args.json)
     dates = before["dates"]
     makers = {"check": check, "tests": tests, "lab": lambda pair, python: lab(pair, python, args.repetitions),
               "few": lambda pair, python: tests(pair, python, FEW)}

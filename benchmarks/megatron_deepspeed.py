@@ -21,8 +21,9 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from edges import kept, predicted_step
-from harness import Row, chosen, finish, parser, tell
+from edges import predicted_step
+from emulated import forward_s
+from harness import Row, chosen, finish, kept, parser, tell
 from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.spec import load_spec
@@ -134,9 +135,8 @@ def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
                 tell(f"{TIED_SCENE}: repetition {repetition + 1} of {repetitions}: {variant.name}")
                 measure(lab, variant, checkout, command, flops, steps, series[variant.name])
     levels, pairs = (series[variant.name] for variant in variants)
-    layers, h, tokens = 6, 288, 16
-    forward = (2 * tokens * (12 * h * h + 13 * h) + 4 * tokens * tokens * h) / flops
-    model = Model(layers, h, 4, tokens, TIED_ROWS, micro_batches=micro_batches, activation_width=4)
+    forward = forward_s(288, 16, flops)
+    model = Model(6, 288, 4, 16, TIED_ROWS, micro_batches=micro_batches, activation_width=4)
     seconds = [
         predicted_step("deepspeed", spec, model, Sizes(pipeline=2), forward,
                        Options(off=frozenset() if cut else frozenset({TIED})), cut) for cut in (True, False)]

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 
+from emulated import even_costs, forward_s
 from harness import Row, finish, parser, tell
 from prediction_hosts import measure_hosts
 from prediction_paper import paper_rows
@@ -41,7 +42,6 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.nodes import stock_fabric
-from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
@@ -256,12 +256,8 @@ def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) ->
         scene.layers, scene.hidden, 4, 16, 256, micro_batches=scene.micro_batches, activation_width=4,
         tied=scene.engine == "plain",
     )
-    h = scene.hidden
-    forward = (
-        2 * 16 * (12 * h * h + 13 * h) + 4 * 16 * 16 * h
-    ) / scene.flops  # lab/emulate/accelerator.py's Pacer.seconds
-    row = lambda seconds: ((0.0, *[seconds] * scene.layers, 0.0),) * scene.stages  # noqa: E731
-    costs = StageCosts(row(forward), row(2 * forward), row(0.0), row(0.0), scene.micro_batches)
+    forward = forward_s(scene.hidden, 16, scene.flops)
+    costs = even_costs(forward, scene.layers, scene.stages, scene.micro_batches)
     engine = {"plain": "async"}.get(scene.engine, scene.engine)
     execution = Execution(
         engine=engine,

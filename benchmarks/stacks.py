@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import stacks_prediction as prediction
+from emulated import even_costs, forward_s
 from harness import Row, chosen, finish, parser, tell
 from two_clusters import one_cluster_toml, ratio_row, step_rows
 
@@ -22,7 +23,6 @@ from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import PIPELINES_FIRST, Sizes
@@ -182,9 +182,7 @@ def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
         replace(fabric, rate_bps=endless) if fabric.name == ETHERNET else fabric for fabric in site.fabrics))
     layers, hidden, micro_batches = 16, PIPELINE_HIDDEN, 8
     gpt = Model(layers, hidden, 4, 16, 256, micro_batches=micro_batches, activation_width=4, tied=False)
-    forward = (2 * 16 * (12 * hidden**2 + 13 * hidden) + 4 * 16 * 16 * hidden) / PIPELINE_FLOPS
-    row = lambda seconds: ((0.0, *[seconds] * layers, 0.0),) * 4  # noqa: E731
-    costs = StageCosts(row(forward), row(2 * forward), row(0.0), row(0.0), micro_batches)
+    costs = even_costs(forward_s(hidden, 16, PIPELINE_FLOPS), layers, 4, micro_batches)
     found = {}
     for name, more in {"1F1B": {}, "breadth first": {"virtual": 4, "breadth_first": True}}.items():
         run = Execution("async", overlap="on", bucket_bytes=25 * 2**20, **more)  # DistributedDataParallel's buckets

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from emulated import even_costs, forward_s
 from harness import Row
 from prediction import CORES, STORE, Measured
 
@@ -20,13 +21,11 @@ from holmes_ext.lab.compare import all_rdma
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.nodes import stock_fabric
-from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
 
 LAYERS, HIDDEN, SEQUENCE, BYTES = 6, 272, 16, 256
-BLOCK = 12 * HIDDEN**2 + 13 * HIDDEN
 #: DistributedDataParallel's bucket_cap_mb.
 BUCKET = 25 * 2**20
 
@@ -51,11 +50,6 @@ class Ground:
         return site, order, self.one_links if way == "one cluster" else self.links
 
 
-def forward_s(flops: float) -> float:
-    """Of a block: lab/emulate/accelerator.py's Pacer.seconds."""
-    return (2 * SEQUENCE * BLOCK + 4 * SEQUENCE**2 * HIDDEN) / flops
-
-
 def data_parallel(ground: Ground, way: str, flops: float, block_s: float) -> float:
     """DistributedDataParallel's step; way: "stock" (one ring on Ethernet), "holmes" (two levels), "one cluster"."""
     run = Execution("async", overlap="on", bucket_bytes=0 if way == "holmes" else BUCKET, block_s=block_s, cores=CORES,
@@ -73,8 +67,7 @@ def sharded(ground: Ground, way: str, flops: float, block_s: float, hybrid: bool
 def _step(ground: Ground, way: str, flops: float, run: Execution, tied: bool) -> float:
     site, order, links = ground.placed(way)
     gpt = Model(LAYERS, HIDDEN, 4, SEQUENCE, BYTES, micro_batches=1, activation_width=4, tied=tied)
-    row = lambda seconds: ((0.0, *[seconds] * LAYERS, 0.0),)  # noqa: E731
-    costs = StageCosts(row(forward_s(flops)), row(2 * forward_s(flops)), row(0.0), row(0.0), 1)
+    costs = even_costs(forward_s(HIDDEN, SEQUENCE, flops), LAYERS, 1, 1)
     only = stock_fabric(site) if way == "stock" else None
     return simulate(site, order, Sizes().complete(len(order)), gpt, run, links, only, costs).step_s
 

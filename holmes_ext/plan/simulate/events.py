@@ -67,7 +67,7 @@ class Transfer:
     version: int = field(default=0, init=False)
     look: int = field(default=-1, init=False)
     waiting: list[tuple[int, float, Op]] = field(default_factory=list, init=False)
-    left_at: float = field(default=-1.0, init=False)
+    has_left: bool = field(default=False, init=False)
     behind: list[Hashable] = field(default_factory=list, init=False)  # receives whose word goes after it
 
     def fresh(self) -> Transfer:
@@ -144,7 +144,7 @@ class Simulation:
             elif op[0] == "post":
                 self.place[actor] += 1
                 before = self.transfers[op[3]] if len(op) > 3 else None
-                if before is not None and before.ready >= 0 > before.left_at:
+                if before is not None and before.ready >= 0 and not before.has_left:
                     before.behind.append(op[1])
                 elif len(op) > 2:
                     self._notice(op[1])
@@ -208,7 +208,7 @@ class Simulation:
 
     def _end(self, tag: Hashable) -> None:
         transfer = self.transfers[tag]
-        transfer.gone = transfer.left_at = self.now
+        transfer.gone, transfer.has_left = self.now, True
         for notice in transfer.behind:
             self._notice(notice)
         around: dict[Hashable, Transfer] = {}

@@ -188,12 +188,10 @@ def _program(
     for op in program(run.engine, stage, stages, micro_batches, run.virtual, held, run.breadth_first):
         if op[0] in ("post", "wait"):
             message, place, micro_batch = op[1]
-            sends, tag = (place + (message == "g")) % stages == stage, ((message, place, kind), micro_batch)
-            if op[0] == "post" and run.notices and len(op) > 2:
-                (before, at, number) = op[2]
-                yield ("post", tag, True, ((before, at, kind), number))
-            elif op[0] == "post":
-                yield ("post", tag) if sends else ("post", tag, True)
+            sends = (place + (message == "g")) % stages == stage
+            tag, *sent = (((what, at, kind), number) for what, at, number in op[1:])
+            if op[0] == "post":
+                yield ("post", tag) if sends else ("post", tag, True, *(sent if run.notices else ()))
             else:
                 yield ("wait", tag, "send", micro_batch, True) if sends else ("wait", tag, "send", micro_batch)
             continue

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.joined import DEFAULT
+from holmes_ext.plan.joined import DEFAULT, MOST_FRAGMENTS
 
 ALGORITHMS = ("diloco", "co2", "average")
 AGGREGATES = ("mean", "median", "trimmed", "geometric", "clipping", "flag")
@@ -25,7 +25,7 @@ _CHOICES = {
 }
 #: Least, most (None: open) of each number.
 _BOUNDS: dict[str, tuple[float, float | None]] = {
-    "fragments": (1, 1024),
+    "fragments": (1, MOST_FRAGMENTS),
     "delay": (0, None),
     "lr": (1e-6, 100),
     "momentum": (0, 0.9999),
