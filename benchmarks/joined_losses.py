@@ -47,7 +47,7 @@ WAYS = {
 class Copy:
     """One job: its model's weights as one flat tensor, which its optimizer updates in place."""
 
-    def __init__(self, seed: int, steps: int):
+    def __init__(self, seed: int, steps: int, lr: float = PEAK_LR):
         torch.manual_seed(seed)
         self.model = GPT(LAYERS, HIDDEN, HEADS, SEQUENCE)
         self.flat = torch.cat([p.detach().flatten() for p in self.model.parameters()])
@@ -55,7 +55,7 @@ class Copy:
         for p in self.model.parameters():
             p.data = self.flat[place : place + p.numel()].view_as(p)
             place += p.numel()
-        self.inner = torch.optim.AdamW(self.model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
+        self.inner = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.inner, lambda k: min(1, (k + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * min(k, steps) / steps))
         )
@@ -145,9 +145,10 @@ def evaluate(model: torch.nn.Module, text: torch.Tensor) -> float:
     return statistics.fmean(float(F.cross_entropy(model(x).flatten(0, 1), y.flatten())) for x, y in pairs)
 
 
-def train(way: str, seed: int, jobs: int, steps: int, training: torch.Tensor, held_out: torch.Tensor) -> float:
+def train(way: str, seed: int, jobs: int, steps: int, training: torch.Tensor, held_out: torch.Tensor,
+          lr: float) -> float:
     """Evaluation loss after `steps`: of the jobs' mean weights."""
-    copies = [Copy(seed, steps) for _ in range(1 if way in ("alone", "synchronous") else jobs)]
+    copies = [Copy(seed, steps, lr) for _ in range(1 if way in ("alone", "synchronous") else jobs)]
     joined = Joined(parse_outer(WAYS[way]), copies) if way in WAYS else None
     for step in range(steps):
         if way == "synchronous":
@@ -165,6 +166,7 @@ def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--steps", type=int, default=1500)
     arguments.add_argument("--seeds", type=int, default=2)
+    arguments.add_argument("--inner-lr", type=float, default=PEAK_LR)
     arguments.add_argument("--jobs", type=int, default=2)
     arguments.add_argument(
         "--ways", default="", metavar="NAME;...", help="only these; or --holmes-outer texts of your own"
@@ -179,7 +181,7 @@ def main() -> int:
     for way in chosen:
         losses = []
         for seed in range(args.seeds):
-            losses.append(train(way, seed, args.jobs, args.steps, training, held_out))
+            losses.append(train(way, seed, args.jobs, args.steps, training, held_out, args.inner_lr))
             tell(f"joined_losses: {way}, seed {seed}: {losses[-1]:.4f}")
             spread = min(losses), max(losses)
             rows[way] = Row.of(
