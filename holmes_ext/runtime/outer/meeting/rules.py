@@ -62,7 +62,8 @@ class Meeting:
         if old is not None and old.state != "gone" and old.life != new.life:
             if new.life not in old.claims:
                 old.claims[new.life] = now
-                self.events.append(f"another job asks for the name {new.name}, heard {now - old.heard:.0f} s ago: waiting")
+                ago = now - old.heard
+                self.events.append(f"another job asks for the name {new.name}, heard {ago:.0f} s ago: waiting")
             if old.heard > old.claims[new.life]:
                 raise HolmesError(f"there is a job named {new.name!r} in this run already; join by another name")
             return None
