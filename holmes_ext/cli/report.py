@@ -40,11 +40,11 @@ def add_parser(subparsers: Any) -> None:
         " group's ranks were there.")
     parser.add_argument("directory", metavar="DIR", help="the directory of --holmes-telemetry, or one run in it")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--trace", metavar="OUT.json",
+    parser.add_argument("--trace", metavar="FILE",
                         help="write one step of every rank for chrome://tracing or ui.perfetto.dev")
-    parser.add_argument("--step", type=int,
+    parser.add_argument("--step", type=int, metavar="N",
                         help="which step --trace and --html show (default: the last one that was traced)")
-    parser.add_argument("--html", metavar="OUT.html", help="write the tables and a picture of one step")
+    parser.add_argument("--html", metavar="FILE", help="write the tables and a picture of one step")
 
 
 def run(args: argparse.Namespace) -> int:
