@@ -34,6 +34,8 @@ from holmes_ext.cluster.keys import KEYS
 from holmes_ext.cluster.spec import VERSIONS
 from holmes_ext.options import HELP, VARIABLES, Options, flag, variable
 from holmes_ext.patches import all_patches
+from holmes_ext.patches.megatron.command_line import flags as megatron_flags
+from holmes_ext.patches.megatron.command_line.not_read import NOT_READ
 from holmes_ext.plan import plan
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import KEYS as MODEL_KEYS
@@ -87,6 +89,15 @@ def features() -> str:
     rows = ((f"`{name}`", one.what, f"`{one.versions}`", f"`{one.asked_by}`" if one.asked_by else "every job")
             for name, one in found.items())
     return table(("feature", "what it does", "versions", "asked for by"), rows)
+
+
+def command_lines() -> str:
+    """What `holmes plan -- COMMAND` reads of Megatron's flags and of ds_config, and what it names as not counted."""
+    read = {"sizes": megatron_flags.SIZES, "the model": megatron_flags.MODEL, "training": megatron_flags.TRAINING,
+            "ds_config": megatron_flags.DS_CONFIG}
+    named = {why: [name for name, other in NOT_READ.items() if other == why] for why in NOT_READ.values()}
+    return "\n".join(table(head, ((what, ", ".join(f"`{name}`" for name in names)) for what, names in found.items()))
+                     for head, found in ((("read", "flags and keys"), read), (("named", "flags and keys"), named)))
 
 
 def cluster_keys() -> str:
@@ -217,8 +228,8 @@ def source(path: str) -> str:
 
 
 BLOCKS = {one.__name__: one for one in (
-    flags, variables, features, cluster_keys, model_keys, metrics, commands, api, public, source, tables.measured,
-    tables.placed, tables.rows, tables.cells, tables.about)}
+    flags, variables, features, command_lines, cluster_keys, model_keys, metrics, commands, api, public, source,
+    tables.measured, tables.placed, tables.rows, tables.cells, tables.about)}
 
 
 def pages() -> list[Path]:

@@ -16,7 +16,7 @@ from holmes_ext.patches import all_patches
 #: One row a feature; readable on 80 columns.
 FEATURES = (
     Column("feature"), Column("state"), Column("installed", drop=1), Column("functions", right=True, drop=3),
-    Column("asked for by", drop=4), Column("supports", drop=2), Column("what it does, or why not", wrap=30),
+    Column("asked for by", drop=4), Column("supports", drop=2), Column("what it does, or why not", wrap=24),
 )
 #: One row a function, of --all.
 COLUMNS = (

@@ -19,9 +19,9 @@ from holmes_ext.report.trace import chosen_step, pictured, trace
 from holmes_ext.units import format_rate, format_seconds
 
 GROUPS = (
-    Column("groups"), Column("where"), Column("ranks", right=True, drop=3), Column("operations", right=True, drop=4),
-    Column("MB sent", right=True), Column("under way, s", right=True, drop=1), Column("exposed, s", right=True),
-    Column("of the step", right=True, drop=2), Column("achieved", right=True), Column("of", right=True))
+    Column("groups"), Column("where"), Column("ranks", right=True, drop=4), Column("operations", right=True, drop=5),
+    Column("MB sent", right=True, drop=1), Column("under way, s", right=True, drop=2), Column("exposed, s", right=True),
+    Column("of the step", right=True, drop=3), Column("achieved", right=True), Column("of", right=True))
 PAIRS = (
     Column("from"), Column("to"), Column("MB", right=True), Column("exposed, s", right=True),
     Column("achieved", right=True), Column("of", right=True), Column("round trip", right=True))
