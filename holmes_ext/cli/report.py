@@ -23,7 +23,7 @@ GROUPS = (
     Column("MB sent", right=True, drop=1), Column("under way, s", right=True, drop=2), Column("exposed, s", right=True),
     Column("of the step", right=True, drop=3), Column("achieved", right=True), Column("of", right=True))
 PAIRS = (
-    Column("from"), Column("to"), Column("MB", right=True), Column("exposed, s", right=True),
+    Column("from"), Column("to"), Column("MB", right=True, drop=1), Column("exposed, s", right=True),
     Column("achieved", right=True), Column("of", right=True), Column("round trip", right=True))
 RANKS = (Column("rank"), Column("node"), Column("cluster"),
          *(Column(name, right=True) for name in ("step, s", "exposed, s", "its own, s")))
