@@ -66,6 +66,12 @@ def test_commands_run(python, tmp_path, arguments, words):
         json.loads(result.stdout)
 
 
+def test_the_demo_says_what_it_needs(python, tmp_path):
+    result = venvs.run(python.parent / "holmes", "demo", cwd=tmp_path)
+    assert result.returncode == 2 and result.stderr.startswith("holmes: demo needs torch") and not result.stdout
+    assert result.stderr.count("\n") == 1
+
+
 def test_nodes_that_cannot_meet_say_so_in_one_line(python, tmp_path):
     dgx_a100(tmp_path / "dgx")
     rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

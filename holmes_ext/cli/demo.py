@@ -7,6 +7,7 @@ import itertools
 import json
 import tempfile
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The table on the screen, the report in a file; 1 when the losses differ."""
+    needed = ("torch", "matplotlib", *(() if args.joined else ("deepspeed",)))
+    if missing := [name for name in needed if find_spec(name) is None]:
+        raise HolmesError(f"holmes demo needs {', '.join(missing)}: `make demo` in a clone installs all of it")
     if args.joined:
         return joined_demo.run(args.json, max(args.steps, 160), args.output)
     if args.repetitions < 1 or args.steps < 6:

@@ -67,7 +67,10 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except HolmesError as error:
-        print(f"holmes: {error}", file=sys.stderr)
+        text = str(error)
+        if argv and text.startswith(f"holmes {argv[0]}"):  # it says which command it is about
+            text = text.removeprefix("holmes ")
+        print(f"holmes: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
