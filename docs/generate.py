@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import holmes_ext
-from holmes_ext.cli.main import COMMANDS, main, parser_of
+from holmes_ext.cli.main import COMMANDS, Help, main, parser_of
 from holmes_ext.cluster.keys import KEYS
 from holmes_ext.cluster.spec import VERSIONS
 from holmes_ext.options import HELP, VARIABLES, Options, flag, variable
@@ -139,7 +139,7 @@ def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
 
 def _usage(parser: argparse.ArgumentParser) -> str:
     """On lines of 100 characters, whatever the terminal."""
-    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=100)
+    parser.formatter_class = lambda prog: Help(prog, width=100)
     return parser.format_usage().removeprefix("usage: ")
 
 
