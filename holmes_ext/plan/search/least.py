@@ -25,11 +25,12 @@ NIC after the first of their last backwards began (tests/plan/search/test_least.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import floor, inf
+from math import ceil, floor, inf
 from typing import NamedTuple
 
 from holmes_ext.plan.cost.network import FREE, WORTH, Price
@@ -43,6 +44,9 @@ from holmes_ext.plan.sizes import PIPELINES_FIRST
 
 #: The bounds are found up to these fractions: of each stage alone, of the chain of stages.
 CLOSE, NEAR = 5e-3, 2e-4
+#: Steps of the longest optimizer and gather that are looked at one by one: this part of a step, and ten times as much
+#: of its own.
+APART = 0.01
 
 
 @dataclass(frozen=True)
@@ -152,19 +156,28 @@ class Least:
                 way = 2 * self.there[-1] - self.there[stage] + max(0, pairs - 1) * blocked
                 way += pairs * bounds.extra[stage] - bounds.extra_backward[stage]
                 self.starts.append((way, pairs * bounds.each[stage] - bounds.backward[stage]))
-        groups = Counter(zip((after.rest for after in self.after), bounds.most))
-        self.rest_s = self._longest_rest(groups) if self.barrier else 0.0
+        self.levels = self._levels() if self.barrier else [(0.0, bounds.most)]
 
-    def _longest_rest(self, groups: Counter[tuple[tuple[float, float], int]]) -> float:
-        """Of all stages' optimizers and gathers the longest, at least. megatron sums the gradients' norm before them,
-        so no stage begins one before the last one's gradients are reduced."""
-        low, high = 0.0, max(each * self.layers + once for (each, once), _ in groups)
-        while high - low > CLOSE * high:
-            middle = (low + high) / 2
-            room = sum(count * min(most, floor((middle - once) / each) if each else most)
-                       for ((each, once), most), count in groups.items())
-            low, high = (low, middle) if room >= self.layers else (middle, high)
-        return low
+    def _levels(self) -> list[tuple[float, list[int]]]:
+        """What the longest of all stages' optimizers and gathers may take at least, in steps of APART, and the most
+        layers of each stage that take less than the next such step. megatron sums the gradients' norm before them, so
+        no stage begins one before the last one's gradients are reduced."""
+        groups = Counter(zip((after.rest for after in self.after), self.bounds.most))
+        every = sorted({n * each + once for (each, once), most in groups for n in range(1, most + 1)})
+
+        def most_of(limit: float, rest: tuple[float, float], most: int) -> int:
+            return min(most, ceil((limit - rest[1]) / rest[0] * (1 - 1e-12)) - 1) if limit < inf and rest[0] else most
+
+        small = APART * self.m * self.layers / self.count * min(self.bounds.each)
+        found, at = [], 0
+        while at < len(every):
+            above = bisect_right(every, every[at] + max(small, 10 * APART * every[at]))
+            limit = every[above] if above < len(every) else inf
+            if sum(count * max(0, most_of(limit, *group)) for group, count in groups.items()) >= self.layers:
+                most = [most_of(limit, after.rest, most) for after, most in zip(self.after, self.bounds.most)]
+                found.append((every[at], most))
+            at = above
+        return found
 
     def _blocked(self, stage: int) -> tuple[float, float]:
         """Seconds for which a message holds it up: to the stage above, and both."""
@@ -234,23 +247,22 @@ class Least:
 
     def _possible(self, step_s: float) -> bool:
         """Whether some split could take no longer, as far as each stage alone knows."""
-        return self._room(step_s) is not None
+        return self._room(step_s, self.levels[0][0], self.bounds.most) is not None
 
-    def _room(self, step_s: float) -> list[int] | None:
-        """The most layers of each stage in such a split."""
-        most = [min(each, self.layers - self.count + 1) for each in self.bounds.most]
+    def _room(self, step_s: float, rest_s: float, limits: Sequence[int]) -> list[int] | None:
+        """The most layers of each stage in such a split, within `limits`; rest_s: of _levels."""
+        most = [min(each, self.layers - self.count + 1) for each in limits]
+        if min(most) < 1:
+            return None
         for _ in range(2):
             before, held = sum(most), 0
             if before < self.layers:
                 return None
             for stage in range(self.count):
-                if self._takes(stage, most[stage], held) > step_s:
-                    low, high = 0, most[stage]
-                    while high - low > 1:
-                        middle = (low + high) // 2
-                        low, high = (low, middle) if self._takes(stage, middle, held) > step_s else (middle, high)
-                    most[stage] = low
-                    if not low:
+                if self._takes(stage, most[stage], held, rest_s) > step_s:
+                    fewer = range(1, most[stage])
+                    most[stage] = bisect_right(fewer, step_s, key=lambda n: self._takes(stage, n, held, rest_s))
+                    if not most[stage]:
                         return None
                 held += most[stage]
             if sum(most) == before:
@@ -258,7 +270,7 @@ class Least:
         good = sum(most) >= self.layers and all(self._reduced(stages, most, step_s) for stages in self.together)
         return most if good else None
 
-    def _takes(self, stage: int, layers: int, held: int) -> float:
+    def _takes(self, stage: int, layers: int, held: int, rest_s: float) -> float:
         """Seconds of a step at least where a stage has so many layers and those above it `held` at most; the others lie
         where they take least."""
         left, below, bounds = self.layers - layers - self.count + 1, self.below[stage], self.bounds
@@ -276,15 +288,15 @@ class Least:
         end = down + self.there[stage] + self._passes(stage, layers).seconds(below)
         first = self.after[0]
         tail = max(0.0, sum(first.reduce) - first.hidden * (bounds.backward[0] + bounds.extra_backward[0]))
-        tail += max(self.rest_s, sum(first.rest))
-        return max(end + self._left(stage, layers), end + up + self.there[stage] + tail)
+        tail += max(rest_s, sum(first.rest))
+        return max(end + self._left(stage, layers, rest_s), end + up + self.there[stage] + tail)
 
-    def _left(self, stage: int, layers: int) -> float:
+    def _left(self, stage: int, layers: int, rest_s: float) -> float:
         """Seconds after its last backward at least: reductions, all stages' norm, optimizer, gathers."""
         after, bounds = self.after[stage], self.bounds
         hidden = after.hidden * (layers * bounds.backward[stage] + bounds.extra_backward[stage])
         reduce = max(0.0, layers * after.reduce[0] + after.reduce[1] - hidden)
-        return reduce + max(self.rest_s, layers * after.rest[0] + after.rest[1])
+        return reduce + max(rest_s, layers * after.rest[0] + after.rest[1])
 
     def _reduced(self, stages: Sequence[int], most: Sequence[int], step_s: float) -> bool:
         """Whether a node can reduce what its stages hold from the first of all last backwards on. Of what the stages
@@ -314,10 +326,14 @@ class Least:
         return low, found
 
     def _chain(self, step_s: float) -> tuple[int, ...]:
-        """A split that could take no longer; () where there is none. From the last stage up, for each number of layers
-        that the stages below hold, the least moment at which the last backward of a stage can end: after its own
-        passes, or that of the next stage and the edge between, or once that one's NIC has sent all."""
-        if self.run.virtual > 1 or (most := self._room(step_s)) is None:
+        """A split that could take no longer; () where there is none."""
+        return next(filter(None, (self._chain_of(step_s, *level) for level in self.levels)), ())
+
+    def _chain_of(self, step_s: float, rest_s: float, limits: Sequence[int]) -> tuple[int, ...]:
+        """The same within one of _levels. From the last stage up, for each number of layers that the stages below hold,
+        the least moment at which the last backward of a stage can end: after its own passes, or that of the next stage
+        and the edge between, or once that one's NIC has sent all."""
+        if (most := self._room(step_s, rest_s, limits)) is None:
             return ()
         bounds, m, count = self.bounds, self.m, self.count
         ends, choices, over = {0: 0.0}, [], sum(most)
@@ -328,7 +344,7 @@ class Least:
             slope = self.more_down[stage] if stage else 0.0
             fixed, sent = self.down[stage] + self.there[stage], m * self.sent[stage]
             down = fixed + bounds.extra_forward[stage] + sent - (self.edges[stage - 1] if stage else 0.0)
-            after = [self._left(stage, n) for n in range(most[stage] + 1)]
+            after = [self._left(stage, n, rest_s) for n in range(most[stage] + 1)]
             for n in range(most[stage] + 1):
                 self._passes(stage, n)
             found: dict[int, tuple[float, int, int]] = {}
