@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, floor, inf
@@ -43,7 +43,7 @@ from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.sizes import PIPELINES_FIRST
 
 #: The bounds are found up to these fractions: of each stage alone, of the chain of stages.
-CLOSE, NEAR = 5e-3, 2e-4
+CLOSE, NEAR = 1e-2, 2e-4
 #: Steps of the longest optimizer and gather that are looked at one by one: this part of a step, and ten times as much
 #: of its own.
 APART = 0.01
@@ -156,26 +156,26 @@ class Least:
                 way = 2 * self.there[-1] - self.there[stage] + max(0, pairs - 1) * blocked
                 way += pairs * bounds.extra[stage] - bounds.extra_backward[stage]
                 self.starts.append((way, pairs * bounds.each[stage] - bounds.backward[stage]))
-        self.levels = self._levels() if self.barrier else [(0.0, bounds.most)]
+        self.levels = [(0.0, inf)]
+        if self.barrier:
+            groups = tuple(Counter(zip((after.rest for after in self.after), bounds.most)).items())
+            levels = self.pricing.known.setdefault("levels", {})
+            if groups not in levels:
+                levels[groups] = self._levels(groups)
+            self.levels = levels[groups]
 
-    def _levels(self) -> list[tuple[float, list[int]]]:
-        """What the longest of all stages' optimizers and gathers may take at least, in steps of APART, and the most
-        layers of each stage that take less than the next such step. megatron sums the gradients' norm before them, so
-        no stage begins one before the last one's gradients are reduced."""
-        groups = Counter(zip((after.rest for after in self.after), self.bounds.most))
-        every = sorted({n * each + once for (each, once), most in groups for n in range(1, most + 1)})
-
-        def most_of(limit: float, rest: tuple[float, float], most: int) -> int:
-            return min(most, ceil((limit - rest[1]) / rest[0] * (1 - 1e-12)) - 1) if limit < inf and rest[0] else most
-
+    def _levels(self, groups: Iterable[tuple[tuple[tuple[float, float], int], int]]) -> list[tuple[float, float]]:
+        """What the longest of all stages' optimizers and gathers may take: at least, and less than, in steps of APART.
+        megatron sums the gradients' norm before them, so no stage begins one before the last one's gradients are
+        reduced. groups: (rest, layers at most), stages that have them."""
+        every = sorted({n * each + once for ((each, once), most), _ in groups for n in range(1, most + 1)})
         small = APART * self.m * self.layers / self.count * min(self.bounds.each)
         found, at = [], 0
         while at < len(every):
             above = bisect_right(every, every[at] + max(small, 10 * APART * every[at]))
             limit = every[above] if above < len(every) else inf
-            if sum(count * max(0, most_of(limit, *group)) for group, count in groups.items()) >= self.layers:
-                most = [most_of(limit, after.rest, most) for after, most in zip(self.after, self.bounds.most)]
-                found.append((every[at], most))
+            if sum(count * max(0, _below(limit, *group)) for group, count in groups) >= self.layers:
+                found.append((every[at], limit))
             at = above
         return found
 
@@ -247,26 +247,22 @@ class Least:
 
     def _possible(self, step_s: float) -> bool:
         """Whether some split could take no longer, as far as each stage alone knows."""
-        return self._room(step_s, self.levels[0][0], self.bounds.most) is not None
+        return self._room(step_s, self.levels[0][0]) is not None
 
-    def _room(self, step_s: float, rest_s: float, limits: Sequence[int]) -> list[int] | None:
-        """The most layers of each stage in such a split, within `limits`; rest_s: of _levels."""
-        most = [min(each, self.layers - self.count + 1) for each in limits]
-        if min(most) < 1:
-            return None
-        for _ in range(2):
-            before, held = sum(most), 0
-            if before < self.layers:
+    def _room(self, step_s: float, rest_s: float, limit_s: float = inf) -> list[int] | None:
+        """The most layers of each stage in such a split; rest_s, limit_s: of _levels."""
+        most, held = list(self.bounds.most), 0
+        for stage in range(self.count):
+            least = min(_below(limit_s, self.after[stage].rest, most[stage]), self.layers - self.count + 1)
+            if least < 1:
                 return None
-            for stage in range(self.count):
-                if self._takes(stage, most[stage], held, rest_s) > step_s:
-                    fewer = range(1, most[stage])
-                    most[stage] = bisect_right(fewer, step_s, key=lambda n: self._takes(stage, n, held, rest_s))
-                    if not most[stage]:
-                        return None
-                held += most[stage]
-            if sum(most) == before:
-                break
+            most[stage] = least
+            if self._takes(stage, least, held, rest_s) > step_s:
+                most[stage] = bisect_right(range(1, least), step_s,
+                                           key=lambda n: self._takes(stage, n, held, rest_s))  # noqa: B023
+                if not most[stage]:
+                    return None
+            held += most[stage]
         good = sum(most) >= self.layers and all(self._reduced(stages, most, step_s) for stages in self.together)
         return most if good else None
 
@@ -329,11 +325,11 @@ class Least:
         """A split that could take no longer; () where there is none."""
         return next(filter(None, (self._chain_of(step_s, *level) for level in self.levels)), ())
 
-    def _chain_of(self, step_s: float, rest_s: float, limits: Sequence[int]) -> tuple[int, ...]:
+    def _chain_of(self, step_s: float, rest_s: float, limit_s: float) -> tuple[int, ...]:
         """The same within one of _levels. From the last stage up, for each number of layers that the stages below hold,
         the least moment at which the last backward of a stage can end: after its own passes, or that of the next stage
         and the edge between, or once that one's NIC has sent all."""
-        if (most := self._room(step_s, rest_s, limits)) is None:
+        if (most := self._room(step_s, rest_s, limit_s)) is None:
             return ()
         bounds, m, count = self.bounds, self.m, self.count
         ends, choices, over = {0: 0.0}, [], sum(most)
@@ -371,3 +367,9 @@ class Least:
             _, n, held = found[held]
             split.append(n)
         return tuple(split)
+
+
+def _below(limit_s: float, rest: tuple[float, float], most: int) -> int:
+    """Layers, `most` at most, whose optimizer and gather take less than limit_s."""
+    each, once = rest
+    return min(most, ceil((limit_s - once) / each * (1 - 1e-12)) - 1) if limit_s < inf and each else most
