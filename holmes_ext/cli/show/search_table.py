@@ -172,7 +172,7 @@ def reasons(outcome: Outcome) -> dict[str, dict[str, float]]:
 
 def _show_why(screen: Screen, outcome: Outcome) -> None:
     title, head, rows = why_table(outcome)
-    screen.table([Column(head[0]), *(Column(name, right=True) for name in head[1:])], rows, title,
+    screen.table([Column(head[0], wrap=20), *(Column(name, right=True) for name in head[1:])], rows, title,
                  ["", *[""] * (len(rows) - 2), "bold"])
     for line in why_lines(outcome):
         screen.line(line, "red" if line.startswith(DOES_NOT_FIT) else "")
