@@ -149,7 +149,7 @@ def placed(args) -> list[Row]:
 def breadth_first(args) -> list[Row]:
     """torch.distributed.pipelining: pipelines inside clusters, each stage's gradients across. What the sums add to a
     step, in 1F1B and in breadth-first order (LoopedBFS), and in 1F1B as torch waits for them. Without sums stages are
-    still in DistributedDataParallel, of one rank each: of a rank's four stages it costs a tenth of a step here."""
+    still in DistributedDataParallel, of one rank each: what it costs besides sums is in both."""
     scene = "breadth first"
     spec, order, flags = of_clusters()
     flags = (*flags, "--mesh", "dp,pp", "--pipeline", "4")  # without sizes the plan keeps clusters as blocks
