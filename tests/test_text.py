@@ -25,7 +25,7 @@ KEPT = {
     ("docs/joined.md", "somewhere that all reach"): "commands, each behind the place where it is typed",
     ("docs/joined.md", "--holmes-outer                round, s"): "the end of what the command above it prints",
     ("docs/joined.md", "job   from, s"): "what holmes demo --joined prints: 2.5 minutes in the lab",
-    ("docs/trouble.md", "node | fast NICs"): "holmes doctor over four nodes: tests/doctor/test_side_by_side.py",
+    ("docs/trouble.md", "node  fast NICs"): "holmes doctor over four nodes: tests/doctor/test_side_by_side.py",
     ("docs/clusters.md", "version = 2"): "a cluster.toml: tests/cluster/test_spec.py reads one with these keys",
     ("docs/clusters.md", "[[between]]"): "the same",
     ("docs/how.md", "cluster  ->  plan"): "a picture",

@@ -7,6 +7,7 @@ import itertools
 import json
 import tempfile
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,15 @@ def add_parser(subparsers: Any) -> None:
         "demo", help="train a GPT on two emulated clusters, stock and with holmes, and show the difference",
         description="Trains examples/deepspeed_pipeline on 4 emulated nodes (2 with InfiniBand, 2 with RoCE, Ethernet"
         " between) with DeepSpeed's pipeline engine: stock, with --holmes, and on one all-InfiniBand cluster (the"
-        " bound). Needs root (or user namespaces) and iproute2; takes about 5 minutes on 2 cores.")
+        " bound). Needs root (or user namespaces) and iproute2; takes about 5 minutes on 2 cores."
+        " Exit status 1 when a loss differs from stock's by more than 1e-6.")
     parser.add_argument("--repetitions", type=int, default=4, metavar="N",
-                        help="runs of each variant, alternating (default 4)")
+                        help="runs of each variant, alternating (default: 4)")
     parser.add_argument("--steps", type=int, default=12, metavar="N",
-                        help="steps of each run, the first 3 not measured (default 12)")
+                        help="steps of each run, the first 3 not measured (default: 12)")
     parser.add_argument("--output", default="report.html", metavar="FILE",
-                        help="the page with table and pictures (default report.html)")
-    parser.add_argument("--timeline", metavar="OUT.svg", help="one step of each run, as a picture alone")
+                        help="the page with table and pictures (default: report.html)")
+    parser.add_argument("--timeline", metavar="FILE", help="write one step of each run as a picture alone (.svg)")
     parser.add_argument("--joined", action="store_true",
                         help="two jobs that train one model over 40 ms and 20 Mb/s, one of them killed and back")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -57,6 +59,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The table on the screen, the report in a file; 1 when the losses differ."""
+    needed = ("torch", "matplotlib", *(() if args.joined else ("deepspeed",)))
+    if missing := [name for name in needed if find_spec(name) is None]:
+        raise HolmesError(f"holmes demo needs {', '.join(missing)}: `make demo` in a clone installs all of it")
     if args.joined:
         return joined_demo.run(args.json, max(args.steps, 160), args.output)
     if args.repetitions < 1 or args.steps < 6:
