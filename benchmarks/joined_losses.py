@@ -1,8 +1,8 @@
 """Jobs that join, simulated in one process: losses of each way to join beside one synchronous job and one job alone.
 
-    python benchmarks/joined_losses.py --json FILE [--steps 1500] [--seeds 3] [--jobs 2] [--ways NAME;...]
+    python benchmarks/joined_losses.py --json FILE [--scenes NAME] [--steps 1500] [--seeds 3] [--ways NAME;...]
 
-No network: K copies of a byte-level GPT (0.8 M parameters) train on real text, each with AdamW, warm-up, a cosine
+No network: K copies of a byte-level GPT train on real text, each with AdamW, warm-up, a cosine
 schedule (to a tenth) and clipping, and the outer steps, aggregates and codecs are holmes's own. So what an algorithm
 costs in loss is seen apart from what a network does. All ways are measured alike, after the same number of steps:
 
@@ -18,7 +18,9 @@ from __future__ import annotations
 import math
 import statistics
 import sys
+from itertools import product
 
+import harness
 import torch
 from harness import Row, finish, kept, parser, tell, write
 from torch.nn import functional as F
@@ -31,9 +33,9 @@ from holmes_ext.runtime.reduce.compress import codec
 sys.path.insert(0, str(examples() / "plain_torch"))
 from train import GPT, topics  # noqa: E402
 
-LAYERS, HIDDEN, HEADS, SEQUENCE, ROWS = 4, 128, 4, 64, 8
-PEAK_LR, CLIP = 2e-3, 1.0
-SCENE = "simulated"
+SEQUENCE, ROWS, CLIP = 64, 8, 1.0
+#: Layers, hidden, heads, peak of the inner learning rate.
+SCENES = {"0.8 M": (4, 128, 4, 2e-3), "0.12 M": (2, 64, 2, 4e-3)}
 MEASURED = "evaluation loss", "evaluation loss of one job's weights", "training loss"
 #: Ways to join, as --holmes-outer says them.
 WAYS = {
@@ -56,9 +58,10 @@ WAYS = {
 class Copy:
     """One job: its model's weights as one flat tensor, which its optimizer updates in place."""
 
-    def __init__(self, seed: int, steps: int, lr: float = PEAK_LR):
+    def __init__(self, scene: str, seed: int, steps: int):
         torch.manual_seed(seed)
-        self.model = GPT(LAYERS, HIDDEN, HEADS, SEQUENCE)
+        *size, lr = SCENES[scene]
+        self.model = GPT(*size, SEQUENCE)
         self.flat = torch.cat([p.detach().flatten() for p in self.model.parameters()])
         place = 0
         for p in self.model.parameters():
@@ -157,10 +160,10 @@ def evaluate(model: torch.nn.Module, text: torch.Tensor) -> float:
     return statistics.fmean(float(F.cross_entropy(model(x).flatten(0, 1), y.flatten())) for x, y in pairs)
 
 
-def train(way: str, seed: int, jobs: int, steps: int, lr: float, training: torch.Tensor, held_out: torch.Tensor
+def train(scene: str, way: str, seed: int, jobs: int, steps: int, training: torch.Tensor, held_out: torch.Tensor
           ) -> tuple[float, ...]:  # fmt: skip
     """A value for each of MEASURED after `steps`."""
-    copies = [Copy(seed, steps, lr) for _ in range(1 if way in ("alone", "synchronous") else jobs)]
+    copies = [Copy(scene, seed, steps) for _ in range(1 if way in ("alone", "synchronous") else jobs)]
     joined = Joined(parse_outer(WAYS[way]), copies) if way in WAYS else None
     own = []
     for step in range(steps):
@@ -176,23 +179,23 @@ def train(way: str, seed: int, jobs: int, steps: int, lr: float, training: torch
 
 
 def differences(rows: list[Row]) -> list[Row]:
-    """How far the default is above one synchronous job, and below one job alone; both against how far apart seeds of
-    the synchronous job are."""
-    found = {row.metric.removeprefix(f"{MEASURED[0]}, "): row for row in rows if row.metric.startswith(MEASURED[0])}
-    if not {"synchronous", "alone", "default"} <= found.keys():
-        return []
-    one, alone, default = found["synchronous"], found["alone"], found["default"]
-    apart = one.spread[1] - one.spread[0]
-    values = ("default - synchronous", default.value - one.value, f"<= {apart:.3f}"), (
-        "alone - default", alone.value - default.value, f">= {apart:.3f}")  # fmt: skip
-    return [Row.of(SCENE, name, value, "nats", (value, value), False, target) for name, value, target in values]
+    """How far the default is above one synchronous job, and below one job alone, in each scene; both against how far
+    apart seeds of the synchronous job are."""
+    made, found = [], {(row.scene, row.metric.removeprefix(f"{MEASURED[0]}, ")): row for row in rows}
+    for scene in dict.fromkeys(row.scene for row in rows):
+        one, alone, default = (found.get((scene, way)) for way in ("synchronous", "alone", "default"))
+        if one and alone and default:
+            apart = one.spread[1] - one.spread[0]
+            for name, value, target in (("default - synchronous", default.value - one.value, f"<= {apart:.3f}"),
+                                        ("alone - default", alone.value - default.value, f">= {apart:.3f}")):
+                made.append(Row.of(scene, name, value, "nats", (value, value), False, target))
+    return made
 
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--steps", type=int, default=1500)
     arguments.add_argument("--seeds", type=int, default=3)
-    arguments.add_argument("--inner-lr", type=float, default=PEAK_LR)
     arguments.add_argument("--jobs", type=int, default=2)
     arguments.add_argument(
         "--ways", default="", metavar="NAME;...", help="only these; or --holmes-outer texts of your own"
@@ -203,18 +206,18 @@ def main() -> int:
     training, held_out = text[: len(text) * 19 // 20], text[len(text) * 19 // 20 :]
     chosen = [name.strip() for name in args.ways.split(";") if name.strip()] or ["synchronous", "alone", *WAYS]
     WAYS.update({name: name for name in chosen if "=" in name})
-    metrics = {f"{name}, {way}" for name in MEASURED for way in chosen}
-    before = [row for row in kept(args.json) if row.metric not in metrics and not row.target]
-    rows: dict[str, Row] = {row.metric: row for row in before}
-    for way in chosen:
+    scenes = harness.chosen(args.scenes, SCENES)
+    metrics = {(scene, f"{name}, {way}") for scene in scenes for name in MEASURED for way in chosen}
+    before = [row for row in kept(args.json) if (row.scene, row.metric) not in metrics and not row.target]
+    rows: dict[tuple[str, str], Row] = {(row.scene, row.metric): row for row in before}
+    for scene, way in product(scenes, chosen):
         found = []
         for seed in range(args.seeds):
-            found.append(train(way, seed, args.jobs, args.steps, args.inner_lr, training, held_out))
-            tell(f"joined_losses: {way}, seed {seed}: {', '.join(f'{value:.4f}' for value in found[-1])}")
+            found.append(train(scene, way, seed, args.jobs, args.steps, training, held_out))
+            tell(f"joined_losses: {scene}, {way}, seed {seed}: {', '.join(f'{value:.4f}' for value in found[-1])}")
             for name, values in zip(MEASURED, zip(*found)):
-                spread = min(values), max(values)
-                rows[f"{name}, {way}"] = Row.of(
-                    SCENE, f"{name}, {way}", statistics.fmean(values), "nats", spread, False)
+                spread, metric = (min(values), max(values)), f"{name}, {way}"
+                rows[scene, metric] = Row.of(scene, metric, statistics.fmean(values), "nats", spread, False)
             write([*rows.values()], args.json)
     title = f"{args.jobs} joined jobs of batch {ROWS}, {args.steps} steps, {args.seeds} seeds"
     return finish([*rows.values(), *differences([*rows.values()])], args.json, title)
