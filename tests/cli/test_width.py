@@ -11,6 +11,7 @@ from holmes_ext.cli.main import main
 from holmes_ext.patches import all_patches
 
 CLUSTER = str(Path(__file__).parents[2] / "examples/clusters/two_clusters_4.toml")
+MODEL = str(Path(CLUSTER).parents[1] / "models/deepspeed_demo.toml")
 SIZES = ["--sizes", "pipeline=2"]
 
 
@@ -25,6 +26,8 @@ def commands(tmp_path):
         "patches": ["patches"], "patches --all": ["patches", "--all"],
         "report": ["report", str(tmp_path / "telemetry")],
         "plan": ["plan", "--cluster", CLUSTER, *SIZES],
+        "plan --joined": ["plan", "--cluster", CLUSTER, "--model", MODEL, "--global-batch", "24", "--seconds", "1",
+                          "--joined"],
     }
 
 

@@ -46,7 +46,7 @@ def _joined(found: joined_plan.Beside) -> list[str]:
     head = [one.name for one in joined_plan.COLUMNS]
     return [heading("Joined jobs in its place, one in each cluster"), paragraphs([found.jobs_line() + "."]),
             picture(svg(found.figure()), "tokens/s over every"), table(head, found.rows()),
-            paragraphs([found.line() + "."])]
+            paragraphs([joined_plan.LEGEND, found.line() + "."])]
 
 
 def _launches(outcome: Outcome, args: argparse.Namespace, job: Training) -> list[str]:

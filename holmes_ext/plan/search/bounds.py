@@ -24,7 +24,7 @@ from itertools import accumulate
 from math import ceil, floor, inf
 
 from holmes_ext.plan.cost.memory import under_way
-from holmes_ext.plan.cost.network import message
+from holmes_ext.plan.cost.network import all_reduce, message
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import Rows, StageCosts, estimate
 from holmes_ext.plan.search.arrangement import Arrangement, Ground
@@ -194,20 +194,41 @@ def ideal_s(ground: Ground, pricing: Pricing) -> float:
     stages = [ranks / size for ranks in ground.ranks]
     room = sum(count / seconds for count, seconds in zip(stages, each))
     m, v, edge, edges = shape.micro_batches, shape.virtual, pricing.least_edge_s(), shape.pipeline - 1
+    reductions = [_least_reduction_s(pricing, index) for index in ground.inside_alike]
     if v > 1:
-        slowest = max(each) * layers / shape.pipeline
+        own, slowest = layers / shape.pipeline, max(each) * layers / shape.pipeline
         alike = max(0.0, sum(count for count, seconds in zip(stages, each) if seconds == max(each)) - 1)
         # at most two edges at each border between clusters leave one: with many more, two neighbouring ones are on
         # one network
         both = 2 if edges // 2 > 2 * (len(stages) - 1) else 1
-        return max(slowest * (m + alike / v) + 2 * alike * edge, m * v * both * edge)
+        # the last chunk's gradients are the first to be reduced: with the last micro-batch's backward
+        late = max(0.0, m - (shape.pipeline * (v - 1) + 1) / v) * min(e - f for e, f in zip(each, forward))
+        reduced = own * (m * min(forward) + late + min(reductions))
+        return max(slowest * (m + alike / v) + 2 * alike * edge, m * v * both * edge, reduced)
     share = max(f / seconds for f, seconds in zip(forward, each))
     share = min(1.0, share * 1.2)  # embedding and output may have a greater one
     ahead = m if pricing.hides and edges else min(shape.pipeline, m)  # at most, whatever the edges are
     load = pricing.least_edge_s(False) if pricing.hides else edge
     weight = m - 1 - (ahead - 1) * share
     once, rounds = layers * min(each) + 2 * edges * edge, (m - 1) // ahead + 1
-    return max(once + max(weight, 0.0) * layers / room, m * layers / room, rounds * once, m * load)
+    # after its last backward, which may hide as much of it, a stage reduces what it holds
+    alone = [m * e - (ahead - 1) * f + max(0.0, r - (e - f)) - f for f, e, r in zip(forward, each, reductions)]
+    reduced = layers * min(forward) + edges * edge
+    reduced += layers / sum(count / seconds for count, seconds in zip(stages, alone)) if min(alone) > 0 else 0.0
+    return max(once + max(weight, 0.0) * layers / room, m * layers / room, rounds * once, m * load, reduced)
+
+
+def _least_reduction_s(pricing: Pricing, index: int) -> float:
+    """Seconds that a stage reduces a block's gradients at least where a cluster has a part in it, whatever part: on the
+    cluster's fabric among as few as two levels leave there, or on Ethernet."""
+    ground, shape, here = pricing.ground, pricing.shape, pricing._members_on_node(DEFAULT_ORDER)
+    if shape.zero > 1 or pricing.stage_ranks % pricing.processes or ground.wan:
+        return 0.0
+    fabrics = (ground.fabric([index]), pricing.shards // len(ground.ranks)), (ground.fabric(range(len(ground.ranks))),
+                                                                              pricing.shards)
+    found = (all_reduce(count, fabric, pricing.processes // here).byte_s if count > here else 0.0
+             for fabric, count in fabrics)
+    return min(found) * pricing.portion.reduced_bytes[1] * (0.5 if shape.zero else 1.0)
 
 
 def _has_room(pricing: Pricing, limit: float) -> bool:
@@ -239,9 +260,9 @@ def least_edges(pricing: Pricing, arrangement: Arrangement) -> list[tuple[float,
     ground, size, step = pricing.ground, pricing.block.activation_bytes, pricing._step(arrangement.order)
     sharers = min(pricing.processes, step)
     contents = arrangement.contents
-    columns = _columns(contents)
-    known: dict[tuple[object, ...], tuple[float, float, float]] = {}
-    found = []
+    columns, found = _columns(contents), []
+    key = "edges", columns, arrangement.order
+    known: dict[object, tuple[float, float, float]] = pricing.known.setdefault(key, {})
     local = [*(edge.seconds(size) for edge in pricing.edges(arrangement)), 0.0]
     for stage, (one, other) in enumerate(zip(contents, (*contents[1:], contents[0]))):
         if (stage + 1) * step % pricing.processes != 0 or len(contents) * step <= pricing.processes:
@@ -262,10 +283,11 @@ def least_edges(pricing: Pricing, arrangement: Arrangement) -> list[tuple[float,
     return found
 
 
-def _columns(contents: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+def _columns(contents: Sequence[Sequence[tuple[int, int]]]) -> tuple[tuple[int, int], ...]:
     """(first rank of a stage, how many) that lie in one cluster on every stage."""
-    borders = sorted({0, *(at for content in contents for at in accumulate(ranks for _, ranks in content))})
-    return [(low, high - low) for low, high in zip(borders, borders[1:])]
+    each = (accumulate(ranks for _, ranks in content) for content in dict.fromkeys(contents))
+    borders = sorted({0, *(at for own in each for at in own)})
+    return tuple((low, high - low) for low, high in zip(borders, borders[1:]))
 
 
 def sent_both_ways(pricing: Pricing, arrangement: Arrangement) -> list[float]:
@@ -275,7 +297,8 @@ def sent_both_ways(pricing: Pricing, arrangement: Arrangement) -> list[float]:
     found = [0.0] * len(contents)
     if ground.links.measured or step % pricing.processes:
         return found
-    columns, known = _columns(contents), {}
+    columns = _columns(contents)
+    known: dict[object, float] = pricing.known.setdefault(("both ways", columns, arrangement.order), {})
     for stage, near in enumerate(zip(contents, contents[1:], contents[2:]), 1):
         if near not in known:
             every = []

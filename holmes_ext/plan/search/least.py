@@ -25,31 +25,54 @@ NIC after the first of their last backwards began (tests/plan/search/test_least.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import floor, inf
+from math import ceil, floor, inf
+from typing import NamedTuple
 
 from holmes_ext.plan.cost.network import FREE, WORTH, Price
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.search.arrangement import Arrangement
 from holmes_ext.plan.search.bounds import Bounds, least_edges, sent_both_ways
+from holmes_ext.plan.search.chunks import interleaved_s
 from holmes_ext.plan.search.pricing import Pricing
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.sizes import PIPELINES_FIRST
 
 #: The bounds are found up to these fractions: of each stage alone, of the chain of stages.
-CLOSE, NEAR = 5e-3, 2e-4
+CLOSE, NEAR = 1e-2, 2e-4
+#: Steps of the longest optimizer and gather that are looked at one by one: this part of a step, and ten times as much
+#: of its own.
+APART = 0.01
 
 
 @dataclass(frozen=True)
 class _After:
     """What a stage does when its last backward begins: seconds at least, of a block and besides. reduce: its gradients'
-    reductions, hidden under that backward where `hidden`; rest: optimizer and gathers."""
+    reductions, hidden under that backward where `hidden`; rest: optimizer and gathers. shared: of the reduction of a
+    block, what passes the NIC that carries activations inside its clusters."""
 
     reduce: tuple[float, float]
     rest: tuple[float, float]
     hidden: bool
+    shared: float
+
+
+class _Own(NamedTuple):
+    """All passes of a stage, from its first forward to the end of its last backward: seconds besides those that a
+    micro-batch takes below it. alone: its own passes, which wait for that once; once, rounds_s: they wait once more,
+    and `rounds` times more, as often as all micro-batches are under way that may be."""
+
+    alone: float
+    once: float
+    rounds_s: float
+    rounds: int
+
+    def seconds(self, below_s: float) -> float:
+        return max(self.alone + below_s, self.once + 2 * below_s, self.rounds_s + (self.rounds + 1) * below_s)
 
 
 class Least:
@@ -65,13 +88,20 @@ class Least:
         self.around, self.sent = found[-1], sent_both_ways(pricing, arrangement)
         if run.in_flight:
             self.gone = [0.0] * len(self.gone)
-        self.after = [self._after(stage) for stage in range(self.count)]
+        afters = pricing.known.setdefault(("after", run.two_level, arrangement.order), {})
+        keys = [(content, stage == 0, stage == self.count - 1) for stage, content in enumerate(arrangement.contents)]
+        for stage, key in enumerate(keys):
+            if key not in afters:
+                afters[key] = self._after(stage)
+        self.after: list[_After] = [afters[key] for key in keys]
         step = pricing._step(arrangement.order)
         here = max(1, pricing.processes // step)  # stages of a node
         stages = range(self.count)
         self.together = [list(stages[low : low + here]) for low in range(0, self.count, here)] if here > 1 else []
         self.even = len({*zip(bounds.forward, bounds.backward)}) == 1
-        self._lines()
+        self.barrier = run.engine == "megatron" and self.count > 1
+        if run.virtual == 1:
+            self._lines()
 
     def _after(self, stage: int) -> _After:
         pricing, content, order = self.pricing, self.arrangement.contents[stage], self.arrangement.order
@@ -84,6 +114,7 @@ class Least:
         factor = (WORTH if pricing.ground.wan else 1.0) * min(1.0, own / processes)
         if self.run.two_level != "off" and way == "flat" and len(content) > 1:
             whole = FREE  # a simulation sums it in two levels: not priced here
+        shared = factor * pricing.inside_s(content, order, way) * (0.5 if self.run.zero == 1 else 1.0)
         whole = Price(factor * whole.byte_s, whole.latency_s)
         zero, weights = self.run.zero, pricing.model.activation_width / pricing.model.gradient_width
         half = whole.scaled(0.5)
@@ -101,40 +132,86 @@ class Least:
             return each[1], ends[0] * each[0] + ends[1] * each[2] + fixed_s
 
         hidden = self.run.buckets_on(stage)
-        return _After(split(bytes_s, reduce.latency_s), split(seconds, gather.latency_s), hidden)
+        shared *= portion.reduced_bytes[1] * (self.run.zero < 2)
+        return _After(split(bytes_s, reduce.latency_s), split(seconds, gather.latency_s), hidden, shared)
 
     def _lines(self) -> None:
-        """Of every stage: (seconds, seconds of a layer) of what its own layers decide, to the end of the way up, and of
-        its own reductions; without what the others hold."""
+        """Of every stage: its own passes by its number of layers; what the others take at least (one layer each) down
+        to it, below it and back, and above it; and what one more layer takes there."""
         bounds, m = self.bounds, self.m
-        there, back = [0.0, *accumulate(self.edges)], sum(self.edges)
-        self.up: list[tuple[float, float]] = []
-        self.own: list[list[tuple[float, float]]] = []
-        self.starts: list[tuple[float, float]] = []  # seconds to the end of its last forward, likewise
-        first = self.after[0]
-        tail_s = max(0.0, sum(first.reduce) - first.hidden * (bounds.backward[0] + bounds.extra_backward[0]))
-        tail_s += sum(first.rest)
-        for stage in range(self.count):
-            begun, above = self.ahead[stage] - 1, self.gone[stage - 1] if stage else 0.0
-            below = self.gone[stage] if stage < self.count - 1 else 0.0
-            blocked = (m - begun - 1) * (below + above) + begun * above
-            each = (m - 1) * bounds.each[stage] - begun * bounds.forward[stage]
-            fixed = (m - 1) * bounds.extra[stage] - begun * bounds.extra_forward[stage] + blocked
-            self.up.append((fixed + 2 * back + tail_s, each))
-            after, fixed = self.after[stage], fixed + 2 * back - there[stage]
-            pairs = m - begun - 1
-            way = 2 * back - there[stage] + max(0, pairs - 1) * (below + above) - bounds.extra_backward[stage]
-            self.starts.append((way + pairs * bounds.extra[stage], pairs * bounds.each[stage] - bounds.backward[stage]))
-            reduce, rest, hides = after.reduce, after.rest, after.hidden
-            exposed = reduce[1] - hides * bounds.extra_backward[stage], reduce[0] - hides * bounds.backward[stage]
-            plain = fixed + rest[1], each + rest[0]
-            self.own.append([plain, (plain[0] + exposed[0], plain[1] + exposed[1])])
+        self.there = [0.0, *accumulate(self.edges)]
+        self.down = [0.0, *accumulate(map(sum, zip(bounds.forward, bounds.extra_forward)))]
+        self.up = [0.0, *accumulate(map(sum, zip(bounds.backward, bounds.extra_backward)))]
+        both = [0.0, *accumulate(map(sum, zip(bounds.each, bounds.extra)))]
+        self.below = [both[-1] - both[stage + 1] + 2 * (self.there[-1] - self.there[stage])
+                      for stage in range(self.count)]
+        self.more_down, self.more_up = (
+            list(accumulate(each, min, initial=inf)) for each in (bounds.forward, bounds.backward))
+        self.more_below = list(accumulate(reversed(bounds.each), min, initial=inf))[-2::-1]
+        self.starts: list[tuple[float, float]] = []  # seconds to the end of its last forward, without what others hold
+        self.own: list[dict[int, _Own]] = [{} for _ in range(self.count)]  # by number of layers, as far as asked for
+        if self.together:
+            for stage in range(self.count):
+                pairs, (_, blocked) = m - self.ahead[stage], self._blocked(stage)
+                way = 2 * self.there[-1] - self.there[stage] + max(0, pairs - 1) * blocked
+                way += pairs * bounds.extra[stage] - bounds.extra_backward[stage]
+                self.starts.append((way, pairs * bounds.each[stage] - bounds.backward[stage]))
+        self.levels = [(0.0, inf)]
+        if self.barrier:
+            groups = tuple(Counter(zip((after.rest for after in self.after), bounds.most)).items())
+            levels = self.pricing.known.setdefault("levels", {})
+            if groups not in levels:
+                levels[groups] = self._levels(groups)
+            self.levels = levels[groups]
+
+    def _levels(self, groups: Iterable[tuple[tuple[tuple[float, float], int], int]]) -> list[tuple[float, float]]:
+        """What the longest of all stages' optimizers and gathers may take: at least, and less than, in steps of APART.
+        megatron sums the gradients' norm before them, so no stage begins one before the last one's gradients are
+        reduced. groups: (rest, layers at most), stages that have them."""
+        every = sorted({n * each + once for ((each, once), most), _ in groups for n in range(1, most + 1)})
+        small = APART * self.m * self.layers / self.count * min(self.bounds.each)
+        found, at = [], 0
+        while at < len(every):
+            above = bisect_right(every, every[at] + max(small, 10 * APART * every[at]))
+            limit = every[above] if above < len(every) else inf
+            if sum(count * max(0, _below(limit, *group)) for group, count in groups) >= self.layers:
+                found.append((every[at], limit))
+            at = above
+        return found
+
+    def _blocked(self, stage: int) -> tuple[float, float]:
+        """Seconds for which a message holds it up: to the stage above, and both."""
+        above = self.gone[stage - 1] if stage else 0.0
+        return above, above + (self.gone[stage] if stage < self.count - 1 else 0.0)
+
+    def _passes(self, stage: int, layers: int) -> _Own:
+        """With so many layers. A stage begins as many micro-batches before its first backward as the memory holds then,
+        and as 1F1B has at least."""
+        if layers in self.own[stage]:
+            return self.own[stage][layers]
+        bounds, costs, m = self.bounds, self.bounds.costs, self.m
+        ends = [kind for kind, at in ((0, 0), (2, self.count - 1)) if stage == at]
+        begun, size = self.ahead[stage], layers * costs.kept_bytes[1] + sum(costs.kept_bytes[kind] for kind in ends)
+        if self.run.in_flight and size and costs.room_bytes[stage] < inf:
+            states = layers * costs.state_bytes[1] + sum(costs.state_bytes[kind] for kind in ends)
+            holds = floor((costs.room_bytes[stage] - states) / size * (1 + 1e-12))
+            begun = min(begun, max(holds, min(self.count - stage, m)))
+        above, blocked = self._blocked(stage)
+        forward = layers * bounds.forward[stage] + bounds.extra_forward[stage]
+        both = layers * bounds.each[stage] + bounds.extra[stage]
+        alone = m * both - (begun - 1) * forward + (m - begun) * blocked + (begun - 1) * above
+        rounds, several = (m - 1) // begun, []
+        for count in (1, rounds):  # a round is as many as are begun; before them are pairs of passes
+            pairs = m - 1 - count * begun
+            several.append((pairs + count + 1) * both + max(0, pairs - 1) * blocked if rounds else -inf)
+        found = self.own[stage][layers] = _Own(alone, *several, rounds)
+        return found
 
     def seconds(self, known: float = inf) -> float:
         """That no split beats; inf where none fits. known: beyond it nothing is asked."""
         most = self.bounds.most
         if self.run.virtual > 1:
-            return self._of_chunks()
+            return interleaved_s(self) if self.bounds.fits(uniform(self.layers, self.count)) else inf
         if sum(most) < self.layers or min(most) < 1:
             return inf
         low = self._work(most) + 2 * sum(self.edges)
@@ -149,43 +226,6 @@ class Least:
             middle = (low + high) / 2
             low, high = (low, middle) if self._possible(middle) else (middle, high)
         return low
-
-    def _of_chunks(self) -> float:
-        """seconds of an interleaved schedule, which hides messages and splits evenly: a stage's own passes, after the
-        first chunks came down, and up again or what it reduces, hidden from the first chunk's last backward on; or what
-        the NICs send; or one way through the schedule (cost/pipeline.py's passes): the first micro-batch goes through
-        all chunks and its last chunk back, then stage 0 has as many pairs of passes left as it has not begun, then the
-        last one goes down and through all chunks back."""
-        bounds, v, m = self.bounds, self.run.virtual, self.m
-        down = up = least = 0.0
-        split = uniform(self.layers, self.count)
-        if not bounds.fits(split):
-            return inf
-        forward = [n * f for n, f in zip(split, bounds.forward)]
-        backward = [n * b for n, b in zip(split, bounds.backward)]
-        all_chunks = v * sum(self.edges) + (v - 1) * self.around[0]
-        whole_back = sum(backward) + sum(bounds.extra_backward) + all_chunks
-        first_back = sum(forward) + sum(bounds.extra_forward) + all_chunks + sum(self.edges)
-        first_back += sum(backward[1:]) / v + bounds.extra_backward[-1]
-        total, begun = m * v, (self.count - 1) * 2 + (v - 1) * self.count if m > self.count else m * v
-        last = m * (forward[0] + bounds.extra_forward[0])
-        if total > begun:
-            last = max(last, first_back + (total - begun - 1) * (forward[0] + backward[0]) / v)
-        last += sum(forward[1:]) / v + bounds.extra_forward[-1] + sum(self.edges) + whole_back
-        for stage, n in enumerate(split):
-            own = forward[stage] + bounds.extra_forward[stage], backward[stage] + bounds.extra_backward[stage]
-            after = self.after[stage]
-            (each, fixed), (rest, once) = after.reduce, after.rest
-            hidden = ((v - 1) * self.count + 1) * own[1] / v if after.hidden else 0.0
-            left = max(0.0, n * each + fixed - hidden) + n * rest + once
-            least = max(least, down + m * sum(own) + max(up, left))
-            least = max(least, last + n * rest + once + (0.0 if after.hidden else n * each + fixed))
-            last -= backward[stage] / v + bounds.extra_backward[stage]
-            if stage < self.count - 1:
-                last -= self.edges[stage]
-                down += bounds.forward[stage] * n / v + self.edges[stage]
-                up += bounds.backward[stage] * n / v + self.edges[stage]
-        return max(least, *(m * v * seconds for seconds in (*self.flow, *self.sent)), m * (v - 1) * self.around[2])
 
     def _work(self, most: Sequence[int], from_stage: int = 0) -> float:
         """Of one micro-batch at least, with at most so many layers on each stage; the stages before from_stage forward
@@ -207,31 +247,52 @@ class Least:
 
     def _possible(self, step_s: float) -> bool:
         """Whether some split could take no longer, as far as each stage alone knows."""
-        return self._room(step_s) is not None
+        return self._room(step_s, self.levels[0][0]) is not None
 
-    def _room(self, step_s: float) -> list[int] | None:
-        """The most layers of each stage in such a split."""
-        most = list(self.bounds.most)
-        for _ in range(2):
-            before = sum(most)
-            if before < self.layers:
+    def _room(self, step_s: float, rest_s: float, limit_s: float = inf) -> list[int] | None:
+        """The most layers of each stage in such a split; rest_s, limit_s: of _levels."""
+        most, held = list(self.bounds.most), 0
+        for stage in range(self.count):
+            least = min(_below(limit_s, self.after[stage].rest, most[stage]), self.layers - self.count + 1)
+            if least < 1:
                 return None
-            work = self._work(most)
-            for stage in range(self.count):
-                lines = [(work + self.up[stage][0], self.up[stage][1])]
-                ahead = self._work(most, stage) if stage else work
-                lines += [(ahead + fixed, each) for fixed, each in self.own[stage]]
-                for fixed, each in lines:
-                    if each > 0:
-                        most[stage] = min(most[stage], floor((step_s - fixed) / each * (1 + 1e-12)))
-                    elif fixed + each * most[stage] > step_s:
-                        return None
-                if most[stage] < 1:
+            most[stage] = least
+            if self._takes(stage, least, held, rest_s) > step_s:
+                most[stage] = bisect_right(range(1, least), step_s,
+                                           key=lambda n: self._takes(stage, n, held, rest_s))  # noqa: B023
+                if not most[stage]:
                     return None
-            if sum(most) == before:
-                break
+            held += most[stage]
         good = sum(most) >= self.layers and all(self._reduced(stages, most, step_s) for stages in self.together)
         return most if good else None
+
+    def _takes(self, stage: int, layers: int, held: int, rest_s: float) -> float:
+        """Seconds of a step at least where a stage has so many layers and those above it `held` at most; the others lie
+        where they take least."""
+        left, below, bounds = self.layers - layers - self.count + 1, self.below[stage], self.bounds
+        down, up = self.down[stage], self.up[stage]
+        if left:
+            own = bounds.each[stage] if self.m > 1 else bounds.forward[stage]  # at most so: fewer take no longer
+            more_down, more_below = min(self.more_down[stage], own), min(self.more_below[stage], own)
+            more_up = min(self.more_up[stage], own - more_down)
+            if more_down + more_up <= more_below or stage == self.count - 1:
+                above = min(left, held - stage) if stage < self.count - 1 else left
+                down, up, below = down + above * more_down, up + above * more_up, below + (left - above) * more_below
+            else:
+                least = min(more_down, more_below)
+                down, up = down + left * least, up + left * (more_below - least)
+        end = down + self.there[stage] + self._passes(stage, layers).seconds(below)
+        first = self.after[0]
+        tail = max(0.0, sum(first.reduce) - first.hidden * (bounds.backward[0] + bounds.extra_backward[0]))
+        tail += max(rest_s, sum(first.rest))
+        return max(end + self._left(stage, layers, rest_s), end + up + self.there[stage] + tail)
+
+    def _left(self, stage: int, layers: int, rest_s: float) -> float:
+        """Seconds after its last backward at least: reductions, all stages' norm, optimizer, gathers."""
+        after, bounds = self.after[stage], self.bounds
+        hidden = after.hidden * (layers * bounds.backward[stage] + bounds.extra_backward[stage])
+        reduce = max(0.0, layers * after.reduce[0] + after.reduce[1] - hidden)
+        return reduce + max(rest_s, layers * after.rest[0] + after.rest[1])
 
     def _reduced(self, stages: Sequence[int], most: Sequence[int], step_s: float) -> bool:
         """Whether a node can reduce what its stages hold from the first of all last backwards on. Of what the stages
@@ -261,45 +322,44 @@ class Least:
         return low, found
 
     def _chain(self, step_s: float) -> tuple[int, ...]:
-        """A split that could take no longer; () where there is none. From the last stage up, for each number of layers
-        that the stages below hold, the least moment at which the last backward of a stage can end: after its own
-        passes, or that of the next stage and the edge between, or once that one's NIC has sent all."""
-        if self.run.virtual > 1 or (most := self._room(step_s)) is None:
+        """A split that could take no longer; () where there is none."""
+        return next(filter(None, (self._chain_of(step_s, *level) for level in self.levels)), ())
+
+    def _chain_of(self, step_s: float, rest_s: float, limit_s: float) -> tuple[int, ...]:
+        """The same within one of _levels. From the last stage up, for each number of layers that the stages below hold,
+        the least moment at which the last backward of a stage can end: after its own passes, or that of the next stage
+        and the edge between, or once that one's NIC has sent all."""
+        if (most := self._room(step_s, rest_s, limit_s)) is None:
             return ()
         bounds, m, count = self.bounds, self.m, self.count
-        least_f = [0.0, *accumulate(bounds.forward, min)]
-        ends, choices = {0: 0.0}, []
-        over, back, work, each = sum(most), 0.0, 0.0, inf  # below: edges twice, work of a layer each, and of one more
+        ends, choices, over = {0: 0.0}, [], sum(most)
         for stage in reversed(range(count)):
-            f, b, after = bounds.forward[stage], bounds.backward[stage], self.after[stage]
-            extra_f, extra_b = bounds.extra_forward[stage], bounds.extra_backward[stage]
+            f, b, extra_b = bounds.forward[stage], bounds.backward[stage], bounds.extra_backward[stage]
             over -= most[stage]
-            above, below = self.gone[stage - 1] if stage else 0.0, self.gone[stage] if stage < count - 1 else 0.0
-            begun, edge = self.ahead[stage] - 1, self.edges[stage] if stage < count - 1 else 0.0
-            fixed = sum(bounds.forward[:stage]) + sum(bounds.extra_forward[:stage]) + sum(self.edges[:stage])
-            fixed += work + back + (m - begun - 1) * (below + above) + begun * above
-            fixed += m * (extra_f + extra_b) - begun * extra_f
-            of_layer, slope = m * (f + b) - begun * f, least_f[stage]
-            down = sum(bounds.forward[:stage]) + sum(bounds.extra_forward[: stage + 1]) + sum(self.edges[:stage])
-            down += m * self.sent[stage] - (self.edges[stage - 1] if stage else 0.0)  # its NIC is done, an edge before
+            edge, passes = self.edges[stage] if stage < count - 1 else 0.0, self.own[stage]
+            slope = self.more_down[stage] if stage else 0.0
+            fixed, sent = self.down[stage] + self.there[stage], m * self.sent[stage]
+            down = fixed + bounds.extra_forward[stage] + sent - (self.edges[stage - 1] if stage else 0.0)
+            after = [self._left(stage, n, rest_s) for n in range(most[stage] + 1)]
+            for n in range(most[stage] + 1):
+                self._passes(stage, n)
             found: dict[int, tuple[float, int, int]] = {}
             for held, end in ends.items():
-                room = self.layers - held
-                spare = held - (count - 1 - stage)
-                more = fixed + (spare * each if spare else 0.0)
+                room, spare = self.layers - held, held - (count - 1 - stage)
+                below = self.below[stage] + (spare * self.more_below[stage] if spare else 0.0)
                 for n in range(max(1, room - over), min(most[stage], room - stage) + 1):
-                    moment = more + of_layer * n + slope * (room - n - stage)
+                    alone, once, rounds_s, rounds = passes[n]
+                    more = slope * (room - n - stage)
+                    moment = max(alone + below, once + 2 * below, rounds_s + (rounds + 1) * below) + fixed + more
                     if stage < count - 1:
                         moment = max(moment, end + edge + b * n + extra_b)
-                    reduce = n * after.reduce[0] + after.reduce[1] - after.hidden * (b * n + extra_b)
-                    if moment + max(0.0, reduce) + n * after.rest[0] + after.rest[1] <= step_s:
-                        moment = max(moment, down + f * n + slope * (room - n - stage)) if self.sent[stage] else moment
+                    if moment + after[n] <= step_s:
+                        if sent:  # its NIC is done, an edge before
+                            moment = max(moment, down + f * n + more)
                         if held + n not in found or moment < found[held + n][0]:
                             found[held + n] = moment, n, held
             ends = {held: moment for held, (moment, _, _) in found.items()}
             choices.append(found)
-            work, each = work + f + b + extra_f + extra_b, min(each, f + b)
-            back += 2 * (self.edges[stage - 1] if stage else 0.0)
         held, split = self.layers, []
         for found in reversed(choices):
             if held not in found:
@@ -307,3 +367,9 @@ class Least:
             _, n, held = found[held]
             split.append(n)
         return tuple(split)
+
+
+def _below(limit_s: float, rest: tuple[float, float], most: int) -> int:
+    """Layers, `most` at most, whose optimizer and gather take less than limit_s."""
+    each, once = rest
+    return min(most, ceil((limit_s - once) / each * (1 - 1e-12)) - 1) if limit_s < inf and each else most

@@ -11,8 +11,9 @@ it is hidden under computing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import inf
+from typing import Any
 
 from holmes_ext.cluster.site import ETHERNET, Fabric
 from holmes_ext.plan.cost.across import facing
@@ -43,6 +44,9 @@ class Pricing:
         self.portion = Portion(self.model, self.sizes, kinds)
         self.block, self.shards = self.portion.block, self.portion.shards
         self.stage_ranks = ground.world // shape.pipeline
+        cut = ground.only is None and self.sizes.tensor_inside(self.processes)
+        self._copies = self.model.copies(self.sizes) if cut else 1
+        self.known: dict[Hashable, Any] = {}  # what others work out of it, made once
         self._stages: dict[tuple[Content, str, int], StagePrice] = {}
         self._edges: dict[tuple[Content, Content, bool, str], Price] = {}
 
@@ -221,6 +225,16 @@ class Pricing:
         key = "reduction", self.shape.tensor, "flat" in self.reductions, known
         return self.ground.remember(key, lambda: self._straddling(*known))
 
+    def inside_s(self, content: Content, order: str, way: str) -> float:
+        """Seconds a byte of an all-reduce that way on the slowest NIC that it shares with activations inside a cluster,
+        where each cluster has such a one: of all its clusters the least."""
+        here, tensor = self._members_on_node(order), self.shape.tensor
+        if way == "flat" and len(content) > 1 or way in ("none", "local"):
+            return 0.0
+        counts = [(self.ground.fabric([index]), ranks // tensor) for index, ranks in content]
+        return min(all_reduce(count, fabric, self.processes // here).byte_s if count > here else 0.0
+                   for fabric, count in counts)
+
     def _straddling(
         self, content: Content, count: int, here: int, groups: int, size: float, possible: bool
     ) -> tuple[str, Price]:
@@ -307,5 +321,4 @@ class Pricing:
 
     def _slices(self, fabric: Fabric) -> int:
         """Tensor ranks that share out an activation on `fabric`, as plan/cost/nodes.py has it."""
-        sliced = fabric.name == ETHERNET and self.ground.only is None and self.sizes.tensor_inside(self.processes)
-        return self.model.copies(self.sizes) if sliced else 1
+        return self._copies if fabric.name == ETHERNET else 1

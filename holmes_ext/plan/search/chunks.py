@@ -1,0 +1,79 @@
+"""What no simulated step of an interleaved schedule beats (least.py has 1F1B): moments before which nothing of a stage
+can be over. All chunks have the same number of layers, so there is one split.
+
+f, b: a pass of a chunk; x: an edge; y: in which one message flows over it; N = v m: passes of a kind; u_s: forward
+passes of a stage before its first backward (cost/pipeline.py's passes), so r_s = u_s + 1 backward passes come after its
+last forward. The first backward is that of the first micro-batch's last chunk
+
+    begin_s    the first pass: sum above (f + x)
+    back_s     first backward: through all chunks; u_s + 1 passes, or messages from above, after begin_s
+    last_s     last forward ended: N f after begin_s; N y after the first message from above; N - r_s pairs of passes
+               after back_s; after last_(s-1)
+    end_s      last backward ended: r_s passes after last_s; r_(s+1) messages from below after last_(s+1); after
+               end_(s+1); the last micro-batch's way back through all chunks after the last stage's last forward; all
+               messages through a NIC that sends both ways, after begin_s
+
+Then come reductions: of the chunks whose last backward lies in the r_s last ones, and of all if nothing is hidden. A
+NIC that carries both activations and the reductions of its stage must send all of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from holmes_ext.plan.search.least import Least
+
+
+def interleaved_s(least: Least) -> float:
+    """Seconds that the simulated step takes at least."""
+    bounds, v, m, count, edges = least.bounds, least.run.virtual, least.m, least.count, least.edges
+    n, total, stages = least.layers // count, v * m, range(count)
+    forward, backward = ([n * each / v for each in way] for way in (bounds.forward, bounds.backward))
+    first_f, last_f = bounds.extra_forward[0], bounds.extra_forward[-1]
+    turns = v * sum(edges) + (v - 1) * least.around[0]  # of one micro-batch from stage to stage, one way
+    begun = [min(total, (count - stage - 1) * 2 + (v - 1) * count) if m > count else total for stage in stages]
+    begin, back, last, end = [0.0], [0.0] * count, [0.0] * count, [0.0] * count
+    for stage in stages[1:]:
+        begin.append(begin[-1] + forward[stage - 1] + edges[stage - 1] + first_f * (stage == 1))
+    through = v * sum(forward) + first_f + last_f + turns  # the first micro-batch, and back to a stage
+    for stage in reversed(stages):
+        flow, own = least.flow[stage - 1] if stage else 0.0, forward[stage]
+        passes = min(begun[stage] + 1, total)
+        back[stage] = max(through, begin[stage] + max(passes * own, (passes - 1) * flow + own))
+        through += backward[stage] + (edges[stage - 1] if stage else 0.0)
+        through += bounds.extra_backward[-1] * (stage == count - 1)
+    for stage in stages:
+        flow, own, both = least.flow[stage - 1] if stage else 0.0, forward[stage], forward[stage] + backward[stage]
+        moments = [begin[stage] + total * own + m * bounds.extra_forward[stage],
+                   begin[stage] + (total - 1) * flow + own]
+        if total > begun[stage]:
+            moments.append(back[stage] + (total - begun[stage] - 1) * both)
+        if stage:
+            moments.append(last[stage - 1] + edges[stage - 1] + own + last_f * (stage == count - 1))
+        last[stage] = max(moments)
+    through = last[-1] + (v - 1) * (sum(backward) + sum(edges) + least.around[0])  # the last one's way back
+    for stage in reversed(stages):
+        own = backward[stage]
+        through += own + bounds.extra_backward[stage]
+        moments = [through, last[stage] + min(begun[stage] + 1, total) * own]
+        if stage < count - 1:
+            through += edges[stage]
+            moments[0] += edges[stage]
+            left, below = min(begun[stage + 1] + 1, total), backward[stage + 1]
+            moments += [end[stage + 1] + edges[stage] + own, last[stage + 1] + below + left * least.flow[stage] + own,
+                        begin[stage + 1] + forward[stage + 1] + total * least.sent[stage + 1] + own]
+        end[stage] = max(moments)
+    found = [m * (v - 1) * least.around[2]]
+    rests = [n * each + once for each, once in (after.rest for after in least.after)]
+    for stage, after in enumerate(least.after):
+        own, (each, fixed) = backward[stage], after.reduce
+        rest_s, reduce = max(rests) if least.barrier else rests[stage], n * each + fixed
+        found.append(end[stage] + rest_s + (0.0 if after.hidden else reduce))
+        found.append(begin[stage] + forward[stage] + total * least.sent[stage] + n * after.shared + rest_s)
+        chunks = (min(begun[stage] + 1, total) - 1) // count + 1 if after.hidden else 0
+        for chunk in range(min(v, chunks)):  # whose last backward is followed by those of so many chunks
+            over = end[stage] if not chunk else last[stage] + (min(begun[stage] + 1, total) - chunk * count) * own
+            part = n * each * (chunk + 1) / v + (fixed if stage < count - 1 else 0.0)
+            found.append(over - own - bounds.extra_backward[stage] + part + rest_s)
+    return max(found)
