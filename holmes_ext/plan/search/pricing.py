@@ -225,15 +225,12 @@ class Pricing:
         key = "reduction", self.shape.tensor, "flat" in self.reductions, known
         return self.ground.remember(key, lambda: self._straddling(*known))
 
-    def inside_s(self, content: Content, order: str, way: str) -> float:
-        """Seconds a byte of an all-reduce that way on the slowest NIC that it shares with activations inside a cluster,
-        where each cluster has such a one: of all its clusters the least."""
-        here, tensor = self._members_on_node(order), self.shape.tensor
-        if way == "flat" and len(content) > 1 or way in ("none", "local"):
+    def inside_s(self, content: Content, order: str, way: str, cluster: int) -> float:
+        """Seconds a byte of an all-reduce that way on the NIC that it shares with activations inside `cluster`."""
+        here, count = self._members_on_node(order), dict(content)[cluster] // self.shape.tensor
+        if way == "flat" and len(content) > 1 or way in ("none", "local") or count <= here:
             return 0.0
-        counts = [(self.ground.fabric([index]), ranks // tensor) for index, ranks in content]
-        return min(all_reduce(count, fabric, self.processes // here).byte_s if count > here else 0.0
-                   for fabric, count in counts)
+        return all_reduce(count, self.ground.fabric([cluster]), self.processes // here).byte_s
 
     def _straddling(
         self, content: Content, count: int, here: int, groups: int, size: float, possible: bool
