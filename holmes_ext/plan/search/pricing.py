@@ -157,10 +157,8 @@ class Pricing:
         if self.ground.only is not None or count == 1 or len(ends) != 2 or ends[0][0] == ends[1][0]:
             return pair_price.seconds(size)
         here = self._members_on_node(arrangement.order)
-        inside = [
-            all_reduce(count, self.ground.fabric([index]), self.processes // here) if count > here
-            else self._inside(count, [index]) for index, _ in ends
-        ]  # fmt: skip
+        inside = [all_reduce(count, self.ground.fabric([index]), self.processes // here) if count > here
+                  else self._inside(count, [index]) for index, _ in ends]
         slowest, names = max(inside, key=lambda price: price.byte_s), [self.ground.site.clusters[i] for i, _ in ends]
         across = fabric, (names[0], names[1]), count, self.processes, self.ground.wan, self.shape.tensor
         return tied_seconds(size, pair_price, slowest, *across)
