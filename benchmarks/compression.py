@@ -24,6 +24,8 @@ from holmes_ext.lab import Lab, interleave
 from holmes_ext.lab.samples import examples
 
 KINDS = ("off", "flat", "bf16", "int8")
+#: Ways that send what "off" sends: only rounding sets them apart.
+CONTROLS = ("off", "flat", "nudged")
 CLUSTERS = examples() / "clusters" / "two_clusters_4.toml"
 #: 0.23 M parameters; 512 bytes of text in a micro-batch of each rank.
 MODEL = "--layers 4 --hidden 64 --heads 4 --sequence 64 --micro-batch 8 --micro-batches 1 --lr 3e-3".split()
@@ -91,7 +93,7 @@ def rows(scene: str, losses: dict[str, list[list[float]]], sent: dict[str, list[
         row(f"largest difference of a {WINDOW}-step mean, {kind}", [max(map(abs, one)) for one in apart], "nats")
     for kind in losses:
         row(f"sent by a cluster's Ethernet NICs, {kind}", [value / 1e3 for value in sent[kind]], "kB/step")
-    for kind in losses.keys() - {"off", "flat"}:
+    for kind in losses.keys() - {*CONTROLS}:
         row(f"bytes that cross, {kind} : off", [a / b for a, b in zip(sent[kind], sent["off"])], "x")
     return made
 
@@ -103,7 +105,7 @@ def draw(losses: dict[str, list[list[float]]], path: Path, what: str) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    colours = {"off": "black", "flat": "tab:gray", "bf16": "tab:blue", "int8": "tab:orange"}
+    colours = {"off": "black", "flat": "tab:gray", "nudged": "tab:gray", "bf16": "tab:blue", "int8": "tab:orange"}
     for kind in losses:
         for number, (one, difference) in enumerate(zip(losses[kind], differences(losses, kind))):
             label = kind if number == 0 else None

@@ -1,11 +1,26 @@
 """Joined jobs over a WAN in the lab: the same jobs apart, joined, and one synchronous job over that link.
 
-    python benchmarks/joined.py --json FILE [--repetitions 3] [--steps 60]
+    python benchmarks/joined.py --json FILE [--repetitions 3] [--scenes NAME,...]
 
-examples/plain_torch on 2 + 2 emulated nodes, 40 ms round trip and 20 Mb/s, shared, between the clusters (layers sleep
-as long as an accelerator of 2 GFLOP/s would compute). "apart": two jobs that know nothing of each other; "joined":
---holmes-join, every 16 steps in 4 fragments, one step under way; "synchronous": one job of four, --holmes (two
-levels). Alternating; tokens per second of all nodes together, of the steps after the first period.
+examples/plain_torch on 2 + 2 emulated nodes, 40 ms round trip between the clusters (layers sleep as long as an
+accelerator of 2 GFLOP/s would compute). "apart": two jobs that know nothing of each other; "joined": --holmes-join;
+"synchronous": one job of four, --holmes (two levels). Alternating; tokens per second of all nodes together, of the
+steps after the first `every`.
+
+What joining is worth depends on one ratio: seconds that a step's gradients need on the link, over seconds that the step
+computes. Two scenes:
+
+    20 Mb/s     the ratio is 1.9: 0.84 M float32 gradients, 1.3 s, beside steps of 0.7 s; every 16 steps
+    5.6 Mb/s    6.8, as over a real WAN; --holmes-outer's own `every`, fragments and delay
+
+Jobs over a WAN: 7 B parameters, bfloat16 gradients (14 GB each way), 4 M tokens a step over two clusters of 8 nodes
+with 8 GPUs each. A step computes 6 x 7e9 x 2e6 FLOP in a cluster: 3.3 s on 64 H100 that reach 400 TFLOP/s, 8.4 s on 64
+A100 that reach 156.
+
+    link      gradients, s    ratio, H100    ratio, A100
+    5 Gb/s              22            6.8            2.7
+    2 Gb/s              56             17            6.7
+    1 Gb/s             112             34             13
 """
 
 from __future__ import annotations
@@ -13,33 +28,50 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
-from harness import Row, finish, parser, tell
+from harness import Row, chosen, finish, kept, parser, tell
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import Lab
 from holmes_ext.lab.joined import CLUSTERS, NODES, TOKENS, join_flags, meeting_point, start
 
-SKIP = 16
-OUTER = "min=2,every=16,fragments=4,delay=1,timeout=60"
-SCENE = "2 + 2, 40 ms, 20 Mb/s"
+
+@dataclass(frozen=True)
+class Scene:
+    """outer: of --holmes-outer. skip: first steps that do not count, of jobs; steps: that do; synchronous: both, of one
+    synchronous job."""
+
+    outer: str
+    skip: int
+    steps: int
+    synchronous: tuple[int, int]
 
 
-def run(lab: Lab, jobs: dict[str, tuple[list[str], list[str]]], directory: Path, steps: int) -> float:
+SCENE = "2 + 2, 40 ms, {}"
+#: By the link's rate.
+SCENES = {
+    "20 Mb/s": Scene("min=2,every=16,fragments=4,delay=1,timeout=60", 16, 44, (16, 14)),
+    "5.6 Mb/s": Scene("min=2,timeout=60", 32, 32, (2, 7)),
+}
+
+
+def run(lab: Lab, jobs: dict[str, tuple[list[str], list[str]]], directory: Path, skip: int, steps: int) -> float:
     """Tokens per second of all jobs together; jobs: {name: (nodes, flags)}."""
     running = [
-        (len(nodes), start(lab, name, nodes, flags, steps, seed, directory / f"{name}.jsonl"))
+        (len(nodes), start(lab, name, nodes, flags, skip + steps, seed, directory / f"{name}.jsonl"))
         for seed, (name, (nodes, flags)) in enumerate(jobs.items(), 1)
     ]
     total = 0.0
     for ranks, one in running:
         one.wait()
-        total += ranks * TOKENS / statistics.fmean(line["seconds"] for line in one.steps()[SKIP:])
+        total += ranks * TOKENS / statistics.fmean(line["seconds"] for line in one.steps()[skip:])
     return total
 
 
-def measure(file: Path, steps: int, repetitions: int) -> dict[str, list[float]]:
+def measure(name: str, file: Path, repetitions: int) -> list[Row]:
+    scene = SCENES[name]
     found: dict[str, list[float]] = {"apart": [], "joined": [], "synchronous": []}
     alone, together = ["--holmes", "--holmes-preflight", "off"], [*NODES["east"], *NODES["west"]]
     with Lab(load_spec(file)) as lab, tempfile.TemporaryDirectory() as directory:
@@ -47,29 +79,32 @@ def measure(file: Path, steps: int, repetitions: int) -> dict[str, list[float]]:
             for way in found:
                 with meeting_point(lab) as (where, _):
                     jobs = {
-                        "apart": {name: (nodes, alone) for name, nodes in NODES.items()},
-                        "joined": {name: (nodes, join_flags(name, where, OUTER)) for name, nodes in NODES.items()},
+                        "apart": {job: (nodes, alone) for job, nodes in NODES.items()},
+                        "joined": {job: (nodes, join_flags(job, where, scene.outer)) for job, nodes in NODES.items()},
                         "synchronous": {"all": (together, ["--holmes", "--holmes-cluster", str(file)])},
                     }[way]
-                    count = min(steps, SKIP + 14) if way == "synchronous" else steps
-                    found[way].append(run(lab, jobs, Path(directory), count))
-                tell(f"joined: {way}, repetition {repetition + 1}: {found[way][-1]:.0f} token/s")
-    return found
+                    skip, steps = scene.synchronous if way == "synchronous" else (scene.skip, scene.steps)
+                    found[way].append(run(lab, jobs, Path(directory), skip, steps))
+                tell(f"joined: {name}, {way}, repetition {repetition + 1}: {found[way][-1]:.0f} token/s")
+    where = SCENE.format(name)
+    rows = [Row.median(where, f"tokens/s, {way}", values, "token/s", True) for way, values in found.items()]
+    for other, target in (("apart", ">= 0.97"), ("synchronous", ">= 5")):
+        ratios = [a / b for a, b in zip(found["joined"], found[other])]
+        rows.append(Row.median(where, f"joined / {other}", ratios, "", True, target))
+    return rows
 
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
-    arguments.add_argument("--steps", type=int, default=80)
     args = arguments.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "cluster.toml"
-        file.write_text(CLUSTERS)
-        found = measure(file, args.steps, args.repetitions)
-    rows = [Row.median(SCENE, f"tokens/s, {way}", values, "token/s", True) for way, values in found.items()]
-    for other, target in (("apart", ">= 0.97"), ("synchronous", ">= 5")):
-        ratios = [a / b for a, b in zip(found["joined"], found[other])]
-        rows.append(Row.median(SCENE, f"joined / {other}", ratios, "", True, target))
+    names = chosen(args.scenes, SCENES)
+    rows = kept(args.json, [SCENE.format(name) for name in names])
+    for name in names:
+        with tempfile.TemporaryDirectory() as directory:
+            file = Path(directory) / "cluster.toml"
+            file.write_text(CLUSTERS.replace("20Mb/s", name.replace(" ", "")))
+            rows += measure(name, file, args.repetitions)
     return finish(rows, args.json, f"joined jobs in the lab, {args.repetitions} repetitions")
 
 

@@ -1,11 +1,16 @@
-"""Jobs that join, simulated in one process: evaluation losses of each way to join beside one synchronous job and one
-job alone.
+"""Jobs that join, simulated in one process: losses of each way to join beside one synchronous job and one job alone.
 
-    python benchmarks/joined_losses.py --json FILE [--steps 1500] [--seeds 2] [--jobs 2] [--ways NAME,...]
+    python benchmarks/joined_losses.py --json FILE [--scenes NAME,...] [--steps 1500] [--seeds 3] [--ways NAME;...]
 
-No network: K copies of a byte-level GPT (0.7 M parameters) train on real text, each with AdamW, a cosine schedule and
-clipping, and the outer steps, aggregates and codecs are holmes's own. So what an algorithm costs in loss is seen
-apart from what a network does.
+No network: K copies of a byte-level GPT train on real text, each with AdamW, warm-up, a cosine schedule (to a tenth)
+and clipping, and the outer steps, aggregates and codecs are holmes's own. So what an algorithm costs in loss is seen
+apart from what a network does. All ways are measured alike, after the same number of steps:
+
+    evaluation loss           on text that none has read, of the jobs' mean weights
+    of one job's weights      the same, of what the first job's checkpoint holds
+    training loss             of the jobs' own weights, mean of the last 50 steps: with the noise of small batches
+
+Ways that are not chosen keep their rows in FILE.
 """
 
 from __future__ import annotations
@@ -13,9 +18,11 @@ from __future__ import annotations
 import math
 import statistics
 import sys
+from itertools import product
 
+import harness
 import torch
-from harness import Row, finish, parser, tell, write
+from harness import Row, finish, kept, parser, tell, write
 from torch.nn import functional as F
 
 from holmes_ext.lab.samples import examples
@@ -26,20 +33,29 @@ from holmes_ext.runtime.reduce.compress import codec
 sys.path.insert(0, str(examples() / "plain_torch"))
 from train import GPT, topics  # noqa: E402
 
-LAYERS, HIDDEN, HEADS, SEQUENCE, ROWS = 4, 128, 4, 64, 8
-PEAK_LR, CLIP = 2e-3, 1.0
+SEQUENCE, ROWS, CLIP = 64, 8, 1.0
+#: Parameters and the peak of the inner learning rate: layers, hidden, heads, that peak.
+SCENES = {
+    "0.12 M at 8e-3": (2, 64, 2, 8e-3),
+    "0.12 M at 4e-3": (2, 64, 2, 4e-3),
+    "0.12 M at 2e-3": (2, 64, 2, 2e-3),
+    "0.8 M at 2e-3": (4, 128, 4, 2e-3),
+}
+MEASURED = "evaluation loss", "evaluation loss of one job's weights", "training loss"
 #: Ways to join, as --holmes-outer says them.
 WAYS = {
+    "default": "",
+    "lr 0.7, momentum 0.9": "lr=0.7,momentum=0.9",
+    "lr 1, momentum 0.6": "lr=1,momentum=0.6",
+    "lr 1, momentum 0.5": "lr=1,momentum=0.5",
+    "lr 0.7, momentum 0.5": "lr=0.7,momentum=0.5",
+    "lr 1, momentum 0": "lr=1,momentum=0",
+    "average of 4 steps": "algorithm=average,every=4,fragments=1,delay=0,compress=off",
     "diloco": "every=30,fragments=1,delay=0,compress=off",
-    "delay 5, keep": "every=30,fragments=1,delay=5,mix=keep,compress=off",
     "delay 5, mix 0": "every=30,fragments=1,delay=5,mix=0,compress=off",
     "delay 5, mix 0.5": "every=30,fragments=1,delay=5,mix=0.5,compress=off",
-    "streaming": "every=32,fragments=4,delay=5,compress=off",
-    "streaming, bf16": "every=32,fragments=4,delay=5,compress=bf16",
-    "streaming, int8": "every=32,fragments=4,delay=5,compress=int8",
-    "average": "algorithm=average,every=30,fragments=1,delay=0,compress=off",
-    "average, delay 5": "algorithm=average,every=30,fragments=1,delay=5,compress=off",
-    "diloco, lr 0.4": "every=30,fragments=1,delay=0,lr=0.4,compress=off",
+    "float32": "compress=off",
+    "int8": "compress=int8",
     "co2": "algorithm=co2,every=30,fragments=1,compress=off",
 }
 
@@ -47,25 +63,29 @@ WAYS = {
 class Copy:
     """One job: its model's weights as one flat tensor, which its optimizer updates in place."""
 
-    def __init__(self, seed: int, steps: int):
+    def __init__(self, scene: str, seed: int, steps: int):
         torch.manual_seed(seed)
-        self.model = GPT(LAYERS, HIDDEN, HEADS, SEQUENCE)
+        *size, lr = SCENES[scene]
+        self.model = GPT(*size, SEQUENCE)
         self.flat = torch.cat([p.detach().flatten() for p in self.model.parameters()])
         place = 0
         for p in self.model.parameters():
             p.data = self.flat[place : place + p.numel()].view_as(p)
             place += p.numel()
-        self.inner = torch.optim.AdamW(self.model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
+        self.inner = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.inner, lambda k: min(1, (k + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * min(k, steps) / steps))
         )
 
-    def step(self, tokens: torch.Tensor) -> None:
-        F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    def step(self, tokens: torch.Tensor) -> float:
+        """The loss before the step."""
+        loss = F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.inner.step()
         self.inner.zero_grad()
         self.schedule.step()
+        return loss.item()
 
 
 class Joined:
@@ -145,26 +165,42 @@ def evaluate(model: torch.nn.Module, text: torch.Tensor) -> float:
     return statistics.fmean(float(F.cross_entropy(model(x).flatten(0, 1), y.flatten())) for x, y in pairs)
 
 
-def train(way: str, seed: int, jobs: int, steps: int, training: torch.Tensor, held_out: torch.Tensor) -> float:
-    """Evaluation loss after `steps`: of the jobs' mean weights."""
-    copies = [Copy(seed, steps) for _ in range(1 if way in ("alone", "synchronous") else jobs)]
+def train(scene: str, way: str, seed: int, jobs: int, steps: int, training: torch.Tensor, held_out: torch.Tensor
+          ) -> tuple[float, ...]:  # fmt: skip
+    """A value for each of MEASURED after `steps`."""
+    copies = [Copy(scene, seed, steps) for _ in range(1 if way in ("alone", "synchronous") else jobs)]
     joined = Joined(parse_outer(WAYS[way]), copies) if way in WAYS else None
+    own = []
     for step in range(steps):
+        batches = [batch(training, seed, step * jobs + k) for k in range(jobs)]
         if way == "synchronous":
-            copies[0].step(torch.cat([batch(training, seed, step * jobs + k) for k in range(jobs)]))
-            continue
-        for k, copy in enumerate(copies):
-            copy.step(batch(training, seed, step * jobs + k))
+            batches = [torch.cat(batches)]
+        own.append(statistics.fmean(copy.step(rows) for copy, rows in zip(copies, batches)))
         if joined:
             joined.after(step + 1)
+    of_one = evaluate(copies[0].model, held_out)
     copies[0].flat.copy_(torch.stack([copy.flat for copy in copies]).mean(0))
-    return evaluate(copies[0].model, held_out)
+    return evaluate(copies[0].model, held_out), of_one, statistics.fmean(own[-50:])
+
+
+def differences(rows: list[Row]) -> list[Row]:
+    """How far the default is above one synchronous job, and below one job alone, in each scene; both against how far
+    apart seeds of the synchronous job are."""
+    made, found = [], {(row.scene, row.metric.removeprefix(f"{MEASURED[0]}, ")): row for row in rows}
+    for scene in dict.fromkeys(row.scene for row in rows):
+        one, alone, default = (found.get((scene, way)) for way in ("synchronous", "alone", "default"))
+        if one and alone and default:
+            apart = one.spread[1] - one.spread[0]
+            for name, value, target in (("default - synchronous", default.value - one.value, f"<= {apart:.3f}"),
+                                        ("alone - default", alone.value - default.value, f">= {apart:.3f}")):
+                made.append(Row.of(scene, name, value, "nats", (value, value), False, target))
+    return made
 
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--steps", type=int, default=1500)
-    arguments.add_argument("--seeds", type=int, default=2)
+    arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--jobs", type=int, default=2)
     arguments.add_argument(
         "--ways", default="", metavar="NAME;...", help="only these; or --holmes-outer texts of your own"
@@ -175,18 +211,24 @@ def main() -> int:
     training, held_out = text[: len(text) * 19 // 20], text[len(text) * 19 // 20 :]
     chosen = [name.strip() for name in args.ways.split(";") if name.strip()] or ["synchronous", "alone", *WAYS]
     WAYS.update({name: name for name in chosen if "=" in name})
-    rows: dict[str, Row] = {}
-    for way in chosen:
-        losses = []
+    if unknown := [name for name in chosen if name not in ("synchronous", "alone", *WAYS)]:
+        tell(f"joined_losses.py: no way {unknown[0]!r}; there are synchronous, alone, {', '.join(WAYS)}")
+        return 2
+    scenes = harness.chosen(args.scenes, SCENES)
+    metrics = {(scene, f"{name}, {way}") for scene in scenes for name in MEASURED for way in chosen}
+    before = [row for row in kept(args.json) if (row.scene, row.metric) not in metrics and not row.target]
+    rows: dict[tuple[str, str], Row] = {(row.scene, row.metric): row for row in before}
+    for scene, way in product(scenes, chosen):
+        found = []
         for seed in range(args.seeds):
-            losses.append(train(way, seed, args.jobs, args.steps, training, held_out))
-            tell(f"joined_losses: {way}, seed {seed}: {losses[-1]:.4f}")
-            spread = min(losses), max(losses)
-            rows[way] = Row.of(
-                "simulated", f"evaluation loss, {way}", statistics.fmean(losses), "nats", spread, False)
+            found.append(train(scene, way, seed, args.jobs, args.steps, training, held_out))
+            tell(f"joined_losses: {scene}, {way}, seed {seed}: {', '.join(f'{value:.4f}' for value in found[-1])}")
+            for name, values in zip(MEASURED, zip(*found)):
+                spread, metric = (min(values), max(values)), f"{name}, {way}"
+                rows[scene, metric] = Row.of(scene, metric, statistics.fmean(values), "nats", spread, False)
             write([*rows.values()], args.json)
     title = f"{args.jobs} joined jobs of batch {ROWS}, {args.steps} steps, {args.seeds} seeds"
-    return finish([*rows.values()], args.json, title)
+    return finish([*rows.values(), *differences([*rows.values()])], args.json, title)
 
 
 if __name__ == "__main__":

@@ -29,11 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import holmes_ext
-from holmes_ext.cli.main import COMMANDS, main, parser_of
+from holmes_ext.cli.main import COMMANDS, Help, main, parser_of
 from holmes_ext.cluster.keys import KEYS
 from holmes_ext.cluster.spec import VERSIONS
 from holmes_ext.options import HELP, VARIABLES, Options, flag, variable
 from holmes_ext.patches import all_patches
+from holmes_ext.patches.megatron.command_line import flags as megatron_flags
+from holmes_ext.patches.megatron.command_line.not_read import NOT_READ
 from holmes_ext.plan import plan
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import KEYS as MODEL_KEYS
@@ -89,6 +91,15 @@ def features() -> str:
     return table(("feature", "what it does", "versions", "asked for by"), rows)
 
 
+def command_lines() -> str:
+    """What `holmes plan -- COMMAND` reads of Megatron's flags and of ds_config, and what it names as not counted."""
+    read = {"sizes": megatron_flags.SIZES, "the model": megatron_flags.MODEL, "training": megatron_flags.TRAINING,
+            "ds_config": megatron_flags.DS_CONFIG}
+    named = {why: [name for name, other in NOT_READ.items() if other == why] for why in NOT_READ.values()}
+    return "\n".join(table(head, ((what, ", ".join(f"`{name}`" for name in names)) for what, names in found.items()))
+                     for head, found in ((("read", "flags and keys"), read), (("named", "flags and keys"), named)))
+
+
 def cluster_keys() -> str:
     """The keys of cluster.toml."""
     rows = ((f"`{key.table}`" if key.table else "top", f"`{key.name}`", key.kind, key.default or "**needed**", key.what)
@@ -128,7 +139,7 @@ def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
 
 def _usage(parser: argparse.ArgumentParser) -> str:
     """On lines of 100 characters, whatever the terminal."""
-    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=100)
+    parser.formatter_class = lambda prog: Help(prog, width=100)
     return parser.format_usage().removeprefix("usage: ")
 
 
@@ -217,8 +228,8 @@ def source(path: str) -> str:
 
 
 BLOCKS = {one.__name__: one for one in (
-    flags, variables, features, cluster_keys, model_keys, metrics, commands, api, public, source, tables.measured,
-    tables.placed, tables.rows, tables.cells, tables.about)}
+    flags, variables, features, command_lines, cluster_keys, model_keys, metrics, commands, api, public, source,
+    tables.measured, tables.placed, tables.rows, tables.cells, tables.about)}
 
 
 def pages() -> list[Path]:

@@ -59,9 +59,10 @@ class Launch:
 
 
 def launches(
-    candidate: Candidate, model: Model, global_batch: int, overlap: bool, cluster: str, plan: str
+    candidate: Candidate, model: Model, global_batch: int, overlap: bool, cluster: str, plan: str, hybrid_s: float = 0.0
 ) -> dict[str, Launch]:
-    """How to start `candidate`, by framework; cluster and plan: the files' names, plan "" where none is written."""
+    """How to start `candidate`, by framework; cluster and plan: the files' names, plan "" where none is written.
+    hybrid_s: of its step with FSDP's shards inside clusters, 0 where that is not known."""
     shape, holmes = candidate.shape, added(candidate, cluster, plan)
     own_layers = added(candidate, cluster, plan, layers=False)
     overlapped = ["--holmes-overlap", "on" if overlap else "off"]
@@ -80,7 +81,7 @@ def launches(
         "deepspeed": Launch(tuple(ds_flags), {**config, **own}, lacks),
         "megatron-deepspeed": Launch(tuple(both), config, lacks),
         "ddp": Launch(tuple(holmes), lacks=_limited(candidate, "ddp")),
-        "fsdp2": Launch(tuple(holmes), lacks=_limited(candidate, "fsdp2"), script=_fsdp2_script(candidate)),
+        "fsdp2": Launch(tuple(holmes), lacks=_limited(candidate, "fsdp2"), script=_fsdp2_script(candidate, hybrid_s)),
         "torch": Launch(tuple(own_layers), lacks=_limited(candidate, "torch"), script=_torch_script(candidate)),
         "torchtitan": _torchtitan(candidate, global_batch, own_layers),
     }
@@ -173,20 +174,13 @@ def _limited(candidate: Candidate, name: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _replicas(candidate: Candidate) -> int:
-    """Clusters over which each stage's data-parallel groups lie, in equal parts; 1 where no group crosses, 0 where the
-    parts or the stages differ."""
-    contents = candidate.arrangement.contents
-    found = {len(content) if len({ranks for _, ranks in content}) == 1 else 0 for content in contents}
-    return found.pop() if len(found) == 1 else 0
-
-
-def _fsdp2_script(candidate: Candidate) -> str:
-    replicas, data = _replicas(candidate), candidate.shape.data
+def _fsdp2_script(candidate: Candidate, hybrid_s: float) -> str:
+    replicas, data = candidate.replicas, candidate.shape.data
     if replicas < 2 or data % replicas:
         return ""
     mesh = f"a mesh (replicate {replicas}, shard {data // replicas}), or one dimension and --holmes-fsdp hybrid,"
-    return f"{mesh} keeps shards inside clusters, for {replicas} x their memory; the job says what each takes"
+    steps = f"{hybrid_s:.4g} s a step instead of {candidate.step_s:.4g} s" if hybrid_s else "the job says what it takes"
+    return f"{mesh} keeps shards inside clusters: {steps}, for {replicas} x their memory"
 
 
 def schedule_of(candidate: Candidate) -> str:
@@ -210,7 +204,7 @@ def _torchtitan(candidate: Candidate, global_batch: int, holmes: list[str]) -> L
     shape, lacks = candidate.shape, list(_limited(candidate, "torchtitan"))
     replicas = 1
     if "two-level" in candidate.reductions:
-        replicas = _replicas(candidate) if set(candidate.reductions) == {"two-level"} else 0
+        replicas = candidate.replicas if set(candidate.reductions) == {"two-level"} else 0
         if not replicas or shape.data % replicas:
             lacks.append("two-level reduction over unequal clusters, or of some stages only (limit reduction=flat)")
     if candidate.arrangement.order == PIPELINES_FIRST:

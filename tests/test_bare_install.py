@@ -49,7 +49,7 @@ def test_rooms_that_need_no_torch_import(python, tmp_path):
         (["doctor", "--sysfs", "dgx", "--json"], '"findings"'),
         (["doctor", "--sysfs", "dgx", "--cluster", "two_clusters_4.toml", "--", "python", "no.py", "--holmes"],
          "mend:"),
-        (["patches"], "torch is not installed"),
+        (["patches"], "not installed here (and their features): torch 7, deepspeed "),
         (["patches", "--json", "--check"], "torch is not installed"),
         (["report", "telemetry"], "2 ranks"),
         (["report", "telemetry", "--json"], '"steps"'),
@@ -64,6 +64,12 @@ def test_commands_run(python, tmp_path, arguments, words):
     assert result.returncode in (0, 1) and words in result.stdout and "Traceback" not in result.stderr, result.stderr
     if "--json" in arguments:
         json.loads(result.stdout)
+
+
+def test_the_demo_says_what_it_needs(python, tmp_path):
+    result = venvs.run(python.parent / "holmes", "demo", cwd=tmp_path)
+    assert result.returncode == 2 and result.stderr.startswith("holmes: demo needs torch") and not result.stdout
+    assert result.stderr.count("\n") == 1
 
 
 def test_nodes_that_cannot_meet_say_so_in_one_line(python, tmp_path):

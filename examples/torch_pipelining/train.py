@@ -76,8 +76,10 @@ def make_stage(index: int, stages: int, args: argparse.Namespace, device: torch.
     data = mesh["dp"]
     if data.size() > 1 and args.data_parallel == "fsdp":
         module = fully_shard(module, mesh=data)
-    elif data.size() > 1 and args.data_parallel == "ddp":
-        module = DistributedDataParallel(module, process_group=data.get_group())
+    elif data.size() > 1:
+        alone = args.data_parallel == "alone"
+        group = dist.new_group([dist.get_rank()], use_local_synchronization=True) if alone else data.get_group()
+        module = DistributedDataParallel(module, process_group=group)
     # Messages' shapes are given: torch 2.13 otherwise runs the stage once to see them, in which DistributedDataParallel
     # prepares for a backward that does not come, and ends with an internal error in the second step.
     tokens = torch.empty(args.micro_batch, args.sequence, dtype=torch.int64, device=device)
@@ -106,7 +108,8 @@ def arguments() -> argparse.Namespace:
     add("--pipeline", type=int, default=2, help="ranks of a pipeline; what is left is data-parallel")
     add("--schedule", choices=SCHEDULES, default="1F1B")
     add("--chunks", type=int, default=1, help="stages of each rank (not of GPipe and 1F1B)")
-    add("--data-parallel", choices=("ddp", "fsdp", "none"), default="ddp", help="none: replicas train by themselves")
+    add("--data-parallel", choices=("ddp", "fsdp", "alone"), default="ddp",
+        help="alone: in DistributedDataParallel of one rank, so nothing is reduced and replicas train by themselves")
     add("--mesh", default="pp,dp", choices=("pp,dp", "dp,pp"), help="its dimensions, outermost first")
     add("--steps", type=int, default=50)
     add("--layers", type=int, default=4)

@@ -48,7 +48,7 @@ Exit status: 0 with at least one usable NIC, 1 with none, 2 on bad input.
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "discover", help="show the NICs of this node and which of them a job would use",
-        description="Show the NICs of this node and which of them a job would use.",
+        description="Shows the NICs of this node and which of them a job would use.",
         epilog=_EPILOG.replace("%", "%%"))
     parser.add_argument("--sysfs", metavar="DIR", default=sysfs_root(os.environ),
                         help="root of a /sys tree captured on another machine (how: see below), with its addresses "

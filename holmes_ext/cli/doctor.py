@@ -60,9 +60,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--check", action="store_true",
                         help="import the frameworks and check the real functions, not their source")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S",
-                        help="under a launcher: seconds to wait for the other nodes (default 60)")
+                        help="under a launcher: seconds to wait for the other nodes (default: 60)")
     parser.add_argument("--json", action="store_true", help="print JSON: of one node alone what --nodes takes")
-    parser.add_argument("words", metavar="-- COMMAND", nargs=argparse.REMAINDER, help="a training command to check")
+    parser.add_argument("words", metavar="-- COMMAND", nargs=argparse.REMAINDER, default=[],
+                        help="a training command to check")
 
 
 def run(args: argparse.Namespace) -> int:

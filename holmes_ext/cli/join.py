@@ -43,13 +43,13 @@ def add_parser(subparsers: Any) -> None:
                                " be restarted: jobs come back by themselves.")
     serve.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
     serve.add_argument("--port", type=int, default=PORT,
-                       help=f"port to listen on (default {PORT}; 0: any free one, which is printed)")
+                       help=f"port to listen on (default: {PORT}; 0: any free one, which is printed)")
     status = actions.add_parser("status", help="who is in, which round, how fast, how late",
                                 description="Which jobs are in, at which round, how fast and how late. Exit status 1"
                                 " when one is late or gone.")
     here = f"127.0.0.1:{PORT}"
     status.add_argument("where", metavar="HOST:PORT", nargs="?", default=here,
-                        help=f"where `holmes join serve` runs (default {here})")
+                        help=f"where `holmes join serve` runs (default: {here})")
     status.add_argument("--json", action="store_true", help="print JSON")
 
 

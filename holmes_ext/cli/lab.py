@@ -37,7 +37,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "run", help="run a command once for each process of each node",
         description="Runs COMMAND once for each process of each node, with torchrun's variables set: it takes the place"
         " of torchrun. Exit status: that of the first process that failed, 124 after --timeout.",
-        epilog="Example: holmes lab run --cluster examples/clusters/two_clusters_4.toml -- python train.py --holmes")
+        epilog="Example:\n\n"
+        "  holmes lab run --cluster examples/clusters/two_clusters_4.toml -- python train.py --holmes")
     _add_site(start)
     order = start.add_mutually_exclusive_group()
     order.add_argument("--order", metavar="a0,b0,...", help="nodes in the launcher's order (default: the file's)")
@@ -50,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
                        help="a kernel setting (sysctl) of every node's network")
     start.add_argument("--realtime", action="store_true", help="run the ranks under SCHED_RR where permitted")
     start.add_argument("--logs", type=Path, metavar="DIR", help="write each rank's output to DIR/rankN.log")
-    start.add_argument("--timeout", type=float, metavar="SECONDS", help="end the job after this time (status 124)")
+    start.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds (status 124)")
     start.add_argument("--quiet", action="store_true", help="only rank 0's output; of others the end, when they fail")
     start.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND",
                        help="what every process runs: python train.py ARGUMENTS")
@@ -70,7 +71,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def _add_site(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster.toml")
-    parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="multiply every rate by S (default 1.0)")
+    parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="multiply every rate by S (default: 1.0)")
 
 
 def run(args: argparse.Namespace) -> int:

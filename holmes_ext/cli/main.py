@@ -34,18 +34,24 @@ FILE is a cluster.toml (docs/clusters.md); `holmes --help` lists all commands, `
 """
 
 
-class _Help(argparse.HelpFormatter):
-    """Wraps a text, but leaves one of several paragraphs as it is written."""
+class Help(argparse.HelpFormatter):
+    """Wraps a text, but leaves one of several paragraphs as it is written; usage names the command that is the rest of
+    the line (in brackets where it has a default: it may be left out)."""
 
     def _fill_text(self, text, width, indent):
         return text if "\n\n" in text else super()._fill_text(text, width, indent)
+
+    def _format_args(self, action, default_metavar):
+        if action.nargs != argparse.REMAINDER:
+            return super()._format_args(action, default_metavar)
+        return action.metavar if action.default is None else f"[{action.metavar}]"
 
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are HolmesErrors: one line."""
 
     def __init__(self, **given):
-        super().__init__(**{"formatter_class": _Help, **given})
+        super().__init__(**{"formatter_class": Help, **given})
 
     def error(self, message):
         raise HolmesError(f"{message} (see {self.prog} --help)")
@@ -67,7 +73,10 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except HolmesError as error:
-        print(f"holmes: {error}", file=sys.stderr)
+        text = str(error)
+        if argv and text.startswith(f"holmes {argv[0]}"):  # it says which command it is about
+            text = text.removeprefix("holmes ")
+        print(f"holmes: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
+from collections import Counter
 from typing import Any
 
 from holmes_ext.cli.show.table import Column, Screen
@@ -15,7 +16,7 @@ from holmes_ext.patches import all_patches
 #: One row a feature; readable on 80 columns.
 FEATURES = (
     Column("feature"), Column("state"), Column("installed", drop=1), Column("functions", right=True, drop=3),
-    Column("asked for by", drop=4), Column("supports", drop=2), Column("what it does, or why not", wrap=30),
+    Column("asked for by", drop=4), Column("supports", drop=2), Column("what it does, or why not", wrap=24),
 )
 #: One row a function, of --all.
 COLUMNS = (
@@ -28,10 +29,10 @@ COLUMNS = (
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "patches", help="the changes made to the frameworks, and whether they fit what is installed",
-        description="Lists what holmes changes in the frameworks. State: fits, off (with the reason), or unknown"
-        " (needs --check). "
-        "Exit status 1 when a framework is installed that a patch does not fit.")
-    parser.add_argument("--all", action="store_true", help="a row for every function that is changed")
+        description="Lists what holmes changes in the frameworks that are installed. State: fits, off (with the"
+        " reason), or unknown (needs --check). Exit status 1 when a framework is installed that a patch does not fit.")
+    parser.add_argument("--all", action="store_true",
+                        help="a row for every function, of frameworks that are not installed, too")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--check", action="store_true",
                         help="import the frameworks and check the real functions, not their source")
@@ -51,11 +52,21 @@ def run(args: argparse.Namespace) -> int:
         screen, of = Screen(), dict[str, list[Fit]]()
         for fit in fits:
             of.setdefault(fit.patch.feature.name, []).append(fit)
-        screen.table(FEATURES, [_feature(group) for group in of.values()])
+        here = [group for group in of.values() if not all(_absent(fit) for fit in group)]
+        if here:
+            screen.table(FEATURES, [_feature(group) for group in here])
+        if absent := Counter(group[0].patch.feature.requirement.name for group in of.values() if group not in here):
+            named = ", ".join(f"{name} {count}" for name, count in absent.items())
+            screen.line(f"not installed here (and their features): {named}", "dim")
         screen.line(f"{len(fits)} functions of {len(of)} features; --all shows each with its reason", "dim")
         if any(fit.state == "unknown" for fit in fits):
             screen.line("unknown: the version shows only when the framework is imported; --check does that", "dim")
     return 1 if any(fit.state == "off" and fit.installed for fit in fits) else 0
+
+
+def _absent(fit: Fit) -> bool:
+    """Whether its framework is not installed, so that nothing is changed."""
+    return fit.state == "off" and not fit.installed
 
 
 def _feature(fits: list[Fit]) -> tuple[str, ...]:

@@ -47,12 +47,21 @@ _WORKLOAD = {  # field of Workload -> (option, what it is)
 }
 _ABOUT = """Says where each stage of a job should run, over which network, and what that is worth: for a training
 command after --, for sizes, or searched for a model."""
+_EPILOG = """\
+Three ways to ask:
+
+  holmes plan --cluster FILE -- COMMAND                        today's command as it is, with holmes, and the best sizes
+  holmes plan --cluster FILE --model FILE --global-batch N     the best sizes for a model
+  holmes plan --cluster FILE --pipeline 2                      where the stages of these sizes go
+
+Exit status: 0 good, 1 a group of the given sizes straddles networks, 2 bad input, 130 after Ctrl-C
+(with the best found until then)."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Teach `holmes` the command `plan`."""
     what = "what a step takes today, with holmes, and with the best sizes; where each stage should run"
-    parser = subparsers.add_parser("plan", help=what, description=_ABOUT)
+    parser = subparsers.add_parser("plan", help=what, description=_ABOUT, epilog=_EPILOG)
     add = parser.add_argument
     add("--cluster", required=True, metavar="FILE", help="cluster.toml")
     add("--sizes", metavar="TEXT", help='parallel sizes, such as "pipeline=2,tensor=1"; what is left is data')

@@ -33,10 +33,10 @@ Exit status: 0 measured, 2 bad usage, input or network.
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "probe", help="measure messages and rings on every fabric, into cluster.toml",
-        description="Measure how long messages and all-reduces take on every fabric, for `holmes plan`.",
+        description="Measures how long messages and all-reduces take on every fabric, for `holmes plan`.",
         epilog=_EPILOG)
     parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster.toml, which gets the curves")
-    parser.add_argument("--largest", type=float, default=16.0, metavar="MIB", help="largest message (default 16 MiB)")
+    parser.add_argument("--largest", type=float, default=16.0, metavar="MIB", help="largest message (default: 16 MiB)")
     parser.add_argument("--dry-run", action="store_true", help="print the tables, write nothing")
     parser.add_argument("--json", action="store_true", help="print the curves as JSON")
 

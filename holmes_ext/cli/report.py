@@ -19,11 +19,11 @@ from holmes_ext.report.trace import chosen_step, pictured, trace
 from holmes_ext.units import format_rate, format_seconds
 
 GROUPS = (
-    Column("groups"), Column("where"), Column("ranks", right=True, drop=3), Column("operations", right=True, drop=4),
-    Column("MB sent", right=True), Column("under way, s", right=True, drop=1), Column("exposed, s", right=True),
-    Column("of the step", right=True, drop=2), Column("achieved", right=True), Column("of", right=True))
+    Column("groups"), Column("where"), Column("ranks", right=True, drop=4), Column("operations", right=True, drop=5),
+    Column("MB sent", right=True, drop=1), Column("under way, s", right=True, drop=2), Column("exposed, s", right=True),
+    Column("of the step", right=True, drop=3), Column("achieved", right=True), Column("of", right=True))
 PAIRS = (
-    Column("from"), Column("to"), Column("MB", right=True), Column("exposed, s", right=True),
+    Column("from"), Column("to"), Column("MB", right=True, drop=1), Column("exposed, s", right=True),
     Column("achieved", right=True), Column("of", right=True), Column("round trip", right=True))
 RANKS = (Column("rank"), Column("node"), Column("cluster"),
          *(Column(name, right=True) for name in ("step, s", "exposed, s", "its own, s")))
@@ -40,11 +40,11 @@ def add_parser(subparsers: Any) -> None:
         " group's ranks were there.")
     parser.add_argument("directory", metavar="DIR", help="the directory of --holmes-telemetry, or one run in it")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--trace", metavar="OUT.json",
+    parser.add_argument("--trace", metavar="FILE",
                         help="write one step of every rank for chrome://tracing or ui.perfetto.dev")
-    parser.add_argument("--step", type=int,
+    parser.add_argument("--step", type=int, metavar="N",
                         help="which step --trace and --html show (default: the last one that was traced)")
-    parser.add_argument("--html", metavar="OUT.html", help="write the tables and a picture of one step")
+    parser.add_argument("--html", metavar="FILE", help="write the tables and a picture of one step")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,7 +18,8 @@ from holmes_ext.plan.search import partition as stages
 
 _ABOUT = """Runs the job for a few steps, measures its stages, and leaves the plan to start the real run with. COMMAND
 is the whole command (torchrun ..., deepspeed ..., holmes lab run ...); it runs under holmes, ends by itself after the
-steps that are measured, and needs no flag. On several machines run it on each, with the same files."""
+steps that are measured, and needs no flag. On several machines run it on each, with the same files. Exit status: 0, 1
+when COMMAND failed, 2 on bad input or when nothing was measured."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -26,13 +27,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "tune", help="measure a job for a few steps, and write the plan to start the real run with", description=_ABOUT)
     add = parser.add_argument
     add("--cluster", metavar="FILE", help="cluster.toml, unless COMMAND names one or the nodes' NICs tell")
-    add("--steps", type=int, default=5, metavar="N", help="steps to measure, after 2 of warm-up (default 5)")
-    add("--profile", default="profile.json", metavar="FILE", help="what was measured (default profile.json)")
-    add("--output", default="plan.json", metavar="FILE", help="the plan (default plan.json)")
-    add("--partition", choices=stages.METHODS, default="balanced", help="how layers go to stages (default balanced)")
-    add("--alpha", type=float, default=1.0, metavar="X", help="of the partition by speed (default 1)")
+    add("--steps", type=int, default=5, metavar="N", help="steps to measure, after 2 of warm-up (default: 5)")
+    add("--profile", default="profile.json", metavar="FILE", help="what was measured (default: profile.json)")
+    add("--output", default="plan.json", metavar="FILE", help="the plan (default: plan.json)")
+    add("--partition", choices=stages.METHODS, default="balanced",
+        help="layers of each stage: as the framework splits them, by the Holmes paper's formula, or for the least"
+        " predicted step (default: balanced)")
+    add("--alpha", type=float, default=1.0, metavar="X", help="the paper's alpha, for --partition speed (default: 1)")
     add("--overlap", choices=("on", "off"), default="on",
-        help="the real run reduces gradients under the last backward (default on)")
+        help="the real run reduces gradients under the last backward (default: on)")
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the job")
 
 

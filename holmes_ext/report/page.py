@@ -1,7 +1,7 @@
 """The HTML page that `holmes demo`, `plan` and `report` write: tables, and pictures as SVG inside the file.
 
 Nothing comes from the network and nothing is run. Light or dark as the reader's browser is; on a narrow screen tables
-and pictures scroll within themselves.
+and pictures scroll within themselves, and a shade at their edge says so.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from collections.abc import Iterable, Sequence
 
 _HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">
-<style>:root{{color-scheme:light dark;--ink:#1f2328;--paper:#fff;--line:#d0d7de;--shade:#f6f8fa}}
+<style>:root{{color-scheme:light dark;--ink:#1f2328;--paper:#fff;--line:#d0d7de;--shade:#f6f8fa;--edge:#8886}}
 @media(prefers-color-scheme:dark){{:root{{--ink:#e6e6e6;--paper:#16181d;--line:#3d444d;--shade:#22252b}}}}
 body{{font:15px/1.5 sans-serif;color:var(--ink);background:var(--paper);max-width:1120px;margin:1.5em auto;
 padding:0 1em}}h1{{font-size:1.3em}}h2{{font-size:1.1em;border-bottom:1px solid var(--line);margin-top:2em}}
-h1,p,h3{{overflow-wrap:anywhere}}h3{{font-size:1em;margin:1em 0 .3em}}.scroll{{overflow-x:auto;margin:1em 0}}
+h1,p,h3{{overflow-wrap:anywhere}}h3{{font-size:1em;margin:1em 0 .3em}}.scroll{{overflow-x:auto;margin:1em 0;
+background:linear-gradient(90deg,var(--paper),transparent) 0 0/2em 100% no-repeat local,
+linear-gradient(270deg,var(--paper),transparent) 100% 0/2em 100% no-repeat local,
+linear-gradient(90deg,var(--edge),transparent) 0 0/.7em 100% no-repeat,
+linear-gradient(270deg,var(--edge),transparent) 100% 0/.7em 100% no-repeat}}
 .scroll svg{{display:block}}table{{border-collapse:collapse}}
 td,th{{padding:.3em .8em;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}}
 td:first-child,th:first-child{{text-align:left}}tr.strong td{{font-weight:bold}}

@@ -4,16 +4,17 @@
                                             last dimension and all-reduces each shard's gradient along the first
     FullyShardedDataParallel(FULL_SHARD)    HYBRID_SHARD over the same two groups
 
-Only the mesh is another: gradient accumulation, clipping, mixed precision and torch.distributed.checkpoint are torch's,
-and a checkpoint loads under either mesh (its tensors are global). Without the flag the first forward pass tells, on
-rank 0, what a step's gathers and reductions take, predicted, and what hybrid would take, in seconds and in memory. A
-mesh that the program shaped itself stays; where its sharding dimension crosses, that is told.
+Only the mesh is another: streams, order of launches, gradient accumulation, clipping, mixed precision and
+torch.distributed.checkpoint are torch's, and a checkpoint loads under either mesh (its tensors are global). Without the
+flag the first forward pass tells, on rank 0, what a step's gathers and reductions take, predicted, and what hybrid
+would take, in seconds and in memory. A mesh that the program shaped itself stays; where its sharding dimension crosses,
+that and what it takes is told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from holmes_ext.errors import HolmesError
@@ -25,6 +26,7 @@ from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of, group_ranks
 from holmes_ext.runtime.groups.grid import tell
+from holmes_ext.runtime.start.refusal import told_once
 from holmes_ext.units import format_bytes
 
 #: Device type -> the mesh of clusters; every module of a model must get the same one.
@@ -47,8 +49,6 @@ def _fully_shard(current, wrapped, instance, args, kwargs):
         ranks = group_ranks(mesh.get_group() if mesh is not None else None)
         if current.options.fsdp == "hybrid" and len(current.plan.by_cluster(ranks)) > 1:
             kwargs = {**kwargs, "mesh": _clusters_mesh(current, ranks, _device_type(mesh))}
-    elif mesh is not None and kwargs.get("dp_mesh_dims") is None:
-        _tell_crossing(current, mesh)
     return wrapped(*args, **kwargs)
 
 
@@ -93,30 +93,21 @@ def _clusters_mesh(current: session.Session, ranks: Sequence[int], device_type: 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    if device_type in _meshes:
+    if _meshes.get(device_type) is not None:
         return _meshes[device_type]
+    _meshes[device_type] = None  # FSDP was there, even where it is refused now: tell_unused
     if len(ranks) < current.plan.world_size:
-        raise HolmesError(
+        raise told_once(HolmesError(
             f"--holmes-fsdp hybrid: FSDP shards over {len(ranks)} of {current.plan.world_size} ranks, beside another"
             " kind of parallelism: give fully_shard a 2-D mesh (replicate, shard) of its own instead"
-        )
+        ))  # fmt: skip
     try:
         clusters = boxes(current.plan, ranks)
     except HolmesError as error:
-        raise HolmesError(f"--holmes-fsdp hybrid: {error}") from None
+        raise told_once(HolmesError(f"--holmes-fsdp hybrid: {error}")) from None
     made = DeviceMesh(device_type, torch.tensor(clusters), mesh_dim_names=("dp_replicate", "dp_shard"))
     _meshes[device_type] = made
     return made
-
-
-def _tell_crossing(current: session.Session, mesh: Any) -> None:
-    """A line on a 2-D mesh whose sharding dimension no order of the nodes kept inside clusters."""
-    rows = mesh.mesh.tolist()
-    if crossing := straddling_rows(current.plan, rows):
-        name = (mesh.mesh_dim_names or ("", "1"))[1]
-        most = min(map(len, current.plan.by_cluster(range(current.plan.world_size)).values()))
-        text = f"FSDP's mesh: dimension {name} (size {len(rows[0])}) crosses clusters: {crossing}, so every layer's"
-        tell(current, f"{text} weights cross; a size that divides the clusters' {most} ranks would not", once=text)
 
 
 @with_session
@@ -142,6 +133,8 @@ def _tell_root(current, wrapped, instance, args, kwargs):
         _tell_costs(current, group_ranks(mesh_info.shard_process_group), what, kept)
     elif _meshes:
         _tell_hybrid(current, what, kept)
+    else:
+        _tell_crossing(current, mesh_info.mesh, what)
 
 
 @with_session
@@ -180,6 +173,22 @@ def _tell_costs(current: session.Session, ranks: Sequence[int], what: Sharded, k
         hybrid = hybrid_seconds(current.plan, members, what, carrier)
         text += f"; --holmes-fsdp hybrid: {hybrid:.3g} s, with {_memory(kept, len(members[0]), len(ranks))}"
     tell(current, text)
+
+
+def _tell_crossing(current: session.Session, mesh: Any, what: Sharded) -> None:
+    """The program's own 2-D mesh, where no order of the nodes kept its sharding dimension inside clusters."""
+    rows, plan = mesh.mesh.tolist(), current.plan
+    if not (crossing := straddling_rows(plan, rows)):
+        return
+    taken = max(sharded_seconds(plan, row, what, carrier_of(backend_of()) or SOCKETS) for row in rows)
+    name, clusters = (mesh.mesh_dim_names or ("", "1"))[1], plan.by_cluster(range(plan.world_size))
+    most, held = gcd(*map(len, clusters.values())), ", ".join(f"{one} {len(own)}" for one, own in clusters.items())
+    tell(
+        current,
+        f"FSDP's mesh: dimension {name} (size {len(rows[0])}) crosses clusters: {crossing}, so every layer's weights"
+        f" cross, {taken:.3g} s of a step (predicted); "
+        + (f"size {most}, or a part of it, would not" if most > 1 else f"any size does (ranks of clusters: {held})"),
+    )
 
 
 def _tell_hybrid(current: session.Session, what: Sharded, kept: float) -> None:

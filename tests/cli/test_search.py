@@ -303,3 +303,5 @@ def test_flags_of_torchtitan(capsys):
 def test_mesh_of_fsdp2(capsys):
     status, said = holmes(capsys, *across("fsdp2")[:9])
     assert status == 0 and "a mesh (replicate 2, shard 4), or one dimension and --holmes-fsdp hybrid" in said.out
+    hybrid, flat = map(float, re.search(r"([\d.]+) s a step instead of ([\d.]+) s, for 2 x", said.out).groups())
+    assert hybrid < 0.7 * flat

@@ -47,7 +47,7 @@ def of_the_demo(folder):
 def pages(tmp_path_factory):
     """Name -> file."""
     top = tmp_path_factory.mktemp("pages")
-    files = {name: top / f"{name}.html" for name in ("demo", "report", "plan", "given")}
+    files = {name: top / f"{name}.html" for name in ("demo", "report", "plan", "given", "joined")}
     (top / "traces").mkdir()
     files["demo"].write_text(of_the_demo(top / "traces"))
     write(top / "telemetry")
@@ -57,6 +57,8 @@ def pages(tmp_path_factory):
     few = ["--limit", "tensor=1,pipeline=3,virtual=1", "--seconds", "1"]
     assert main(["plan", "--cluster", links, *model, *few, "--html", str(files["plan"])]) == 0
     assert main(["plan", "--cluster", small, *model, "--pipeline", "2", "--html", str(files["given"])]) == 0
+    beside = ["--limit", "tensor=1,virtual=1", "--seconds", "1", "--joined"]
+    assert main(["plan", "--cluster", links, *model, *beside, "--html", str(files["joined"])]) == 0
     return files
 
 
@@ -68,7 +70,7 @@ def browser(tmp_path_factory):
 
 @needs_chromium
 @pytest.mark.parametrize("name, width, dark", [
-    *product(("demo", "report", "plan"), (390, 1280), (False, True)), ("given", 390, True)])
+    *product(("demo", "report", "plan", "joined"), (390, 1280), (False, True)), ("given", 390, True)])
 def test_a_page_is_whole(pages, browser, name, width, dark):
     seen = browser.open(pages[name], width, dark)
     assert not seen["found"] and not browser.errors

@@ -26,10 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--experts", metavar="FILE", help="place experts by their traffic: JSON, see docs/plan.md")
     add("--experts-output", metavar="FILE", help="write here which rank gets which expert, for --holmes-experts")
     add("--experts-balance", type=float, default=1.1, metavar="X",
-        help="a cluster gets at most X times the mean number of tokens (default 1.1; or what EPLB gives it)")
+        help="a cluster gets at most X times the mean number of tokens (default: 1.1; or what EPLB gives it)")
     add("--experts-per-rank", type=int, default=0, metavar="N",
         help="experts that a rank can hold (default: as many as must)")
-    add("--experts-seconds", type=float, default=10.0, metavar="S", help="seconds to solve for each layer (default 10)")
+    add("--experts-seconds", type=float, default=10.0, metavar="S",
+        help="seconds to solve for each layer (default: 10)")
 
 
 def run(args: argparse.Namespace, plan: Plan) -> int:

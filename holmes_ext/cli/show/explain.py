@@ -28,10 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("layers of each stage").add_argument
     add("--model", metavar="FILE", help="the model as TOML (examples/models); its times replace the nominal ones")
     add("--profile", metavar="FILE", help="what a job measured with --holmes-profile N; its times replace the model's")
-    add("--partition", choices=METHODS, default="uniform", help="how layers go to stages (default: uniform)")
-    add("--alpha", type=float, default=1.0, metavar="X", help="the paper's alpha, for --partition speed (default 1)")
+    add("--partition", choices=METHODS, default="uniform",
+        help="as the framework splits them, by the Holmes paper's formula, or for the least predicted step (default:"
+        " uniform)")
+    add("--alpha", type=float, default=1.0, metavar="X", help="the paper's alpha, for --partition speed (default: 1)")
     add("--overlap", choices=("on", "off"), default="on",
-        help="gradients are reduced under the last backward, as --holmes-overlap auto does (default on)")
+        help="gradients are reduced under the last backward, as --holmes-overlap auto does (default: on)")
     add("--inflight", choices=("auto", "off"), default="auto",
         help="as many micro-batches under way as hide the pipeline's edges, as --holmes-inflight auto does, or off")
     add("--explain", action="store_true", help="every stage's times and memory, for uniform, speed and balanced")

@@ -15,8 +15,9 @@ from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.search.search import search
 from holmes_ext.report.rounds import worth_figure
 
-COLUMNS = (Column("--holmes-outer"), Column("a round, s", right=True), Column("exposed, s a step", right=True),
-           Column("slower, s a step", right=True), Column("tokens/s", right=True), Column("x crossing", right=True))
+COLUMNS = (Column("--holmes-outer"), Column("round, s", right=True, drop=1), Column("exposed, s", right=True),
+           Column("slower, s", right=True, drop=2), Column("tokens/s", right=True), Column("gain", right=True))
+LEGEND = "exposed, slower: of each step; gain: tokens/s over those of the best plan of one job that crosses"
 
 
 @dataclass(frozen=True)
@@ -84,4 +85,5 @@ def show(found: Beside) -> None:
     screen.line("joined jobs instead (docs/joined.md), one in each cluster:", "bold")
     screen.line(f"  {found.jobs_line()}")
     screen.table(COLUMNS, found.rows())
+    screen.line(LEGEND, "dim")
     screen.line(found.line())

@@ -46,16 +46,18 @@ def _joined(found: joined_plan.Beside) -> list[str]:
     head = [one.name for one in joined_plan.COLUMNS]
     return [heading("Joined jobs in its place, one in each cluster"), paragraphs([found.jobs_line() + "."]),
             picture(svg(found.figure()), "tokens/s over every"), table(head, found.rows()),
-            paragraphs([found.line() + "."])]
+            paragraphs([joined_plan.LEGEND, found.line() + "."])]
 
 
 def _launches(outcome: Outcome, args: argparse.Namespace, job: Training) -> list[str]:
-    """What is to be copied."""
-    parts = []
+    """What is to be copied; and below it which frameworks cannot do the plan."""
+    parts, cannot = [], []
     if outcome.yours:
         own = shlex.join(added(outcome.yours, args.cluster, (args.output or "") * (outcome.yours is outcome.best)))
         parts += [heading("your layout: add to your command line", 3), command(own)]
     for name, lines in shown.launch_lines(outcome, args, job).items():
-        said = paragraphs(lines) if lines[0].startswith(shown.CANNOT) else command("\n".join(lines))
-        parts += [heading(name, 3), said]
-    return parts
+        if lines[0].startswith(shown.CANNOT):
+            cannot.append(f"{name} {' '.join(lines)}")
+        else:
+            parts += [heading(name, 3), command("\n".join(lines))]
+    return [*parts, paragraphs(cannot)]

@@ -52,14 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--for", dest="framework", choices=tuple(LIMITS),
         help="search only what this framework can do (default: the one whose flags the command line has)")
     add("--seconds", type=float, default=60.0, metavar="S",
-        help="search so long, less where the best is proven before (default 60); Ctrl-C: the best so far")
-    add("--rows", type=int, default=10, metavar="N", help="rows of the table (default 10)")
+        help="search so long, less where the best is proven before (default: 60); Ctrl-C: the best so far")
+    add("--rows", type=int, default=10, metavar="N", help="rows of the table (default: 10)")
     add("--html", metavar="FILE", help="write one page with all of it, and pictures (needs matplotlib)")
     add("--pictures", metavar="DIR",
         help="write placement, timeline, clusters and ethernet.png, with --joined joined.png (needs matplotlib)")
     add("--joined", action="store_true", help="beside it: one job in each cluster, joined (docs/joined.md)")
     what = "a Megatron or DeepSpeed command line that names the model; its sizes are your layout"
-    parser.add_argument("command", nargs="*", metavar="-- SCRIPT ARGS", help=what)
+    parser.add_argument("command", nargs="*", metavar="-- COMMAND", help=what)
 
 
 def wanted(args: argparse.Namespace) -> bool:

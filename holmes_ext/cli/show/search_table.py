@@ -22,7 +22,7 @@ from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.search.arrangement import Ground
 from holmes_ext.plan.search.compare import NOTHING, explain, thin_stages
 from holmes_ext.plan.search.explanation import CAUSES, best_stock, causes, stock_like
-from holmes_ext.plan.search.ranking import step_without
+from holmes_ext.plan.search.ranking import hybrid_s, step_without
 from holmes_ext.plan.search.result import Candidate, Certificate, Outcome
 from holmes_ext.plan.search.space import Shape
 from holmes_ext.units import format_bytes
@@ -172,7 +172,7 @@ def reasons(outcome: Outcome) -> dict[str, dict[str, float]]:
 
 def _show_why(screen: Screen, outcome: Outcome) -> None:
     title, head, rows = why_table(outcome)
-    screen.table([Column(head[0]), *(Column(name, right=True) for name in head[1:])], rows, title,
+    screen.table([Column(head[0], wrap=20), *(Column(name, right=True) for name in head[1:])], rows, title,
                  ["", *[""] * (len(rows) - 2), "bold"])
     for line in why_lines(outcome):
         screen.line(line, "red" if line.startswith(DOES_NOT_FIT) else "")
@@ -256,7 +256,7 @@ def edge_lines(outcome: Outcome, one: Candidate) -> list[str]:
 def _launches(outcome: Outcome, args: argparse.Namespace, job: Training) -> dict[str, Launch]:
     framework = args.framework or job.framework
     how = outcome.best, outcome.model, outcome.global_batch, outcome.overlap
-    found = launches(*how, args.cluster, args.output or "")
+    found = launches(*how, args.cluster, args.output or "", hybrid_s(outcome, outcome.best))
     return {name: launch for name, launch in found.items() if not framework or name == framework}
 
 

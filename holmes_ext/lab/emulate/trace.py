@@ -27,8 +27,9 @@ VARIABLE = "HOLMES_LAB_TRACE"
 KINDS = {
     **dict.fromkeys(("send", "isend"), "send"),
     **dict.fromkeys(("recv", "irecv"), "receive"),
-    **dict.fromkeys(("all_reduce", "reduce_scatter_tensor", "reduce_scatter"), "reduce"),
-    **dict.fromkeys(("all_gather_into_tensor", "all_gather", "broadcast", "barrier"), "collective"),
+    **dict.fromkeys(("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter"), "reduce"),
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_single", "all_gather"), "collective"),
+    **dict.fromkeys(("broadcast", "barrier"), "collective"),
 }
 
 
@@ -50,9 +51,8 @@ def _write(directory: str, events: list) -> None:
 def _wrap_distributed(module: Any, events: list) -> None:
     if not module.is_available():
         return
-    for name, kind in KINDS.items():
-        original = getattr(module.distributed_c10d, name)
-        traced = _traced(original, kind, events)
+    for name in KINDS.keys() & vars(module.distributed_c10d).keys():  # the "single" ones are torch 2.13's
+        traced = _traced(getattr(module.distributed_c10d, name), KINDS[name], events)
         for holder in (module, module.distributed_c10d):
             setattr(holder, name, traced)
 

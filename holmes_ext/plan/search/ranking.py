@@ -56,12 +56,14 @@ def execution_of(
     )
 
 
-def job_of(outcome: Outcome, candidate: Candidate, hides: bool = True) -> JobStep:
-    """One step of `candidate`, to be simulated; hides: as it is, or with the framework's own schedule."""
+def job_of(outcome: Outcome, candidate: Candidate, hides: bool = True, replicas: str = "") -> JobStep:
+    """One step of `candidate`, to be simulated; hides: as it is, or with the framework's own schedule; replicas: see
+    Execution."""
     shape, ground = candidate.shape, outcome.ground
     costs, model = outcome.costs(candidate, sharded=False), shape.model(outcome.model)
     held = costs.in_flight(candidate.split) if hides and not candidate.breadth_first else ()
     execution = execution_of(outcome, shape, candidate.split, candidate.reductions, held, candidate.breadth_first)
+    execution = replace(execution, replicas=replicas)
     nodes, sizes = candidate.arrangement.nodes(ground), shape.sizes(candidate.arrangement.order)
     pipelines = ground.remember(
         ("pipelines", nodes, sizes), lambda: Pipelines(ground.site, nodes, sizes.complete(ground.world), ground.only))
@@ -101,6 +103,14 @@ def step_without(outcome: Outcome, candidate: Candidate) -> float:
     if candidate.simulated_s:
         return folded_s(job_of(outcome, candidate, hides=False))
     return estimate(replace(outcome.costs(candidate), hidden=None), candidate.split).step_s
+
+
+def hybrid_s(outcome: Outcome, candidate: Candidate) -> float:
+    """Seconds of its step with FSDP's shards inside clusters; 0 where they are not all over several equal clusters, or
+    the candidate is not simulated."""
+    if candidate.shape.zero < 3 or candidate.replicas < 2 or not candidate.simulated_s:
+        return 0.0
+    return folded_s(job_of(outcome, candidate, replicas="clusters"))
 
 
 def rank(outcome: Outcome, count: int = COUNT) -> Outcome:

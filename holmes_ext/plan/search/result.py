@@ -45,6 +45,14 @@ class Candidate:
         return self.simulated_s or self.formula_s
 
     @property
+    def replicas(self) -> int:
+        """Clusters over which each stage's data-parallel groups lie, in equal parts; 1 where no group crosses, 0 where
+        the parts or the stages differ."""
+        contents = self.arrangement.contents
+        found = {len(content) if len({ranks for _, ranks in content}) == 1 else 0 for content in contents}
+        return found.pop() if len(found) == 1 else 0
+
+    @property
     def peak_bytes(self) -> float:
         return max(self.memory_bytes)
 

@@ -17,7 +17,6 @@ import os
 import socket
 import socketserver
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -33,6 +32,7 @@ from holmes_ext.options import Options
 from holmes_ext.plan.decide import settle
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import CARRIERS
+from holmes_ext.runtime.start.deadline import Deadline
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.preflight_verdict import Finding, decide
 from holmes_ext.runtime.start.store import awaited, gathered, put_in
@@ -87,7 +87,7 @@ def run(
     Ethernet does not reach, or a fast NIC does not and --holmes-fallback is fail; within half a minute whatever
     happens.
     """
-    prefix, started = f"{prefix}/preflight", time.monotonic()
+    prefix, limit = f"{prefix}/preflight", Deadline(FINDINGS_S)
     todo = pairs(plan) if process.local_rank == 0 else []
     listeners = None
     try:
@@ -98,7 +98,7 @@ def run(
                 found = host, _try_mine(store, prefix, site, host, todo), tcp_line(plan, site, host)
                 put_in(store, f"{prefix}/findings", json.dumps(found).encode(), 1, len(plan.nodes))
             if process.rank == 0:
-                verdict = _judge(store, prefix, site, plan, todo, options, started)
+                verdict = _judge(store, prefix, site, plan, todo, options, limit)
                 store.set(f"{prefix}/verdict", json.dumps(verdict))
             said = awaited(store, f"{prefix}/verdict", FINDINGS_S + 10)
         except (dist.DistError, RuntimeError):
@@ -169,7 +169,7 @@ class Listeners:
 def _try_mine(store: Any, prefix: str, site: Site, host: str, todo: list[Pair]) -> list[Finding]:
     """Of the pairs that begin at `host`, all tried at the same time."""
     ports: dict[str, dict[str, Any]] = {}
-    deadline = time.monotonic() + LISTEN_S
+    limit = Deadline(LISTEN_S)
 
     def attempt(pair: Pair) -> Finding:
         source, target = addresses(pair)
@@ -182,7 +182,7 @@ def _try_mine(store: Any, prefix: str, site: Site, host: str, todo: list[Pair]) 
 
     mine = [pair for pair in todo if pair.one == host and all(addresses(pair))]
     for other in dict.fromkeys(pair.two for pair in mine):
-        said = awaited(store, f"{prefix}/ports/{other}", max(0.05, deadline - time.monotonic()))
+        said = awaited(store, f"{prefix}/ports/{other}", max(0.05, limit.left()))
         ports[other] = json.loads(said or b"{}")
     if not mine:
         return []
@@ -226,13 +226,12 @@ def tcp_line(plan: Plan, site: Site, host: str) -> str:
 
 
 def _judge(
-    store: Any, prefix: str, site: Site, plan: Plan, todo: list[Pair], options: Options, started: float
+    store: Any, prefix: str, site: Site, plan: Plan, todo: list[Pair], options: Options, limit: Deadline
 ) -> dict[str, Any]:
     """Rank 0: every node's findings -> what all go on with."""
     findings: list[Finding] = []
     short: list[str] = []
-    left = started + FINDINGS_S - time.monotonic()
-    told = {node: found for node, *found in map(json.loads, gathered(store, f"{prefix}/findings", left))}
+    told = {node: found for node, *found in map(json.loads, gathered(store, f"{prefix}/findings", limit.left()))}
     if missing := [node for node in plan.nodes if node not in told]:
         # Who has not even said where it listens keeps its neighbours waiting: that one is to be named.
         node = next((one for one in missing if not store.check([f"{prefix}/ports/{one}"])), missing[0])

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.start.deadline import Deadline
 from holmes_ext.runtime.start.launcher import Process
 
 #: Kept alive as long as the process: the store's server lives in this object on the launcher's rank 0.
@@ -82,13 +83,13 @@ def gathered(store: Any, key: str, seconds: float) -> list[bytes]:
 
 def _await_listener(process: Process, timeout_s: float) -> None:
     """Plain connects until somebody listens: their errors are readable, those of TCPStore are pages of C++ frames."""
-    deadline = time.monotonic() + timeout_s
+    limit = Deadline(timeout_s)
     while True:
         try:
             socket.create_connection((process.master_addr, process.master_port), timeout=5).close()
             return
         except OSError as error:
-            if time.monotonic() > deadline:
+            if limit.left() < 0:
                 raise HolmesError(
                     f"rank {process.rank} on {socket.gethostname()} cannot reach the job's store at"
                     f" {process.master_addr}:{process.master_port} within {timeout_s:g} s ({error.strerror or error});"

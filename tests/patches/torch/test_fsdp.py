@@ -132,16 +132,23 @@ def test_a_mesh_of_one_dimension_is_told_what_it_costs(own_mesh):
     assert f"{2 * weights / 1e3:.3g} kB of weights, gradients" in text and f"of {weights / 1e3:.3g} kB" in text
 
 
-def crossing(rank):
-    start(rank, "a ib 2Gb/s a[0-2]", "b roce 1.6Gb/s b0")
-    shard(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+def crossing(rank, sizes, *clusters):
+    start(rank, *clusters, world=sizes[0] * sizes[1])
+    train(shard(init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))), rank, 2)
     return said()
 
 
-def test_a_dimension_that_crosses_is_named():
-    text = run_ranks(crossing, 4)[0]
+@pytest.mark.parametrize("sizes, clusters, where, way_out", [
+    ((2, 2), ("a ib 2Gb/s a[0-2]", "b roce 1.6Gb/s b0"), "ranks 2, 3 lie in clusters a, b",
+     "any size does (ranks of clusters: a 3, b 1)"),
+    ((1, 4), ("a ib 2Gb/s a[0-1]", "b roce 1.6Gb/s b[0-1]"), "ranks 0, 1, 2, 3 lie in clusters a, b",
+     "size 2, or a part of it, would not"),
+])
+def test_a_dimension_that_crosses_is_named_with_its_cost(sizes, clusters, where, way_out):
+    text = run_ranks(crossing, 4, sizes, *clusters)[0]
     assert text.count("\n") == 1
-    assert "dimension shard (size 2) crosses clusters: ranks 2, 3 lie in clusters a, b" in text
+    assert f"dimension shard (size {sizes[1]}) crosses clusters: {where}, so every layer's weights cross, 0." in text
+    assert text.endswith(f" s of a step (predicted); {way_out}\n")
 
 
 def unequal(rank):

@@ -250,7 +250,7 @@ def test_jobs_with_other_settings_or_models_are_refused():
         first.begin()
         second = joined_of(model_of(), "west", server.port, parse_outer("every=6,fragments=2,delay=0,lr=0.5"))
         with pytest.raises(
-            HolmesError, match=r"'west' cannot join: it differs from job 'east' in outer lr \(0.5 here, 0.7 in east\)"
+            HolmesError, match=r"'west' cannot join: it differs from job 'east' in outer lr \(0.5 here, 1.0 in east\)"
         ):
             second.begin()
         third = joined_of(torch.nn.Linear(3, 3), "south", server.port, parse_outer("every=6,fragments=2,delay=0"))

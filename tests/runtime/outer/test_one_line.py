@@ -39,7 +39,7 @@ def port():
 @pytest.mark.parametrize("name, outer, token, why", [
     ("west", "every=4", "another", "the token is not the meeting point's; set HOLMES_JOIN_TOKEN"),
     ("first", "every=4", TOKEN, "there is a job named 'first' in this run already"),
-    pytest.param("west", "every=4,lr=0.5", TOKEN, "it differs from job 'first' in outer lr (0.5 here, 0.7 in first)",
+    pytest.param("west", "every=4,lr=0.5", TOKEN, "it differs from job 'first' in outer lr (0.5 here, 1.0 in first)",
                  marks=full),
     pytest.param("west", "every=4,min=3,timeout=1", TOKEN,
                  "has waited 1 s for min=3 jobs, but there are only first, west", marks=full),

@@ -11,6 +11,7 @@ from holmes_ext.runtime.outer.settings import parse_outer
 
 def test_what_is_not_given_suits_what_is():
     assert parse_outer("").period == 8 and parse_outer("").delay == 5
+    assert (parse_outer("").lr, parse_outer("").momentum) == (1.0, 0.7)  # docs/benchmarks/joined.md has why
     assert (parse_outer("every=6").fragments, parse_outer("every=6").delay) == (3, 1)
     assert (parse_outer("every=1").fragments, parse_outer("every=1").delay) == (1, 0)
     assert parse_outer("fragments=5").every == 35
@@ -23,7 +24,7 @@ def test_what_is_not_given_suits_what_is():
     ("every=30,fragments=4", r"every=30 is not divisible by fragments=4: .*; write every=28 or every=32"),
     ("every=8,fragments=4,delay=2", r"delay=2 must be less than every / fragments = 2 steps"),
     ("every=0", "every=0 is not above 0"), ("every=x", "'x' is not steps or seconds"),
-    ("evry=30", "'evry' is not known; did you mean 'every'"), ("lr", "lr needs a value, such as lr=0.7"),
+    ("evry=30", "'evry' is not known; did you mean 'every'"), ("lr", "lr needs a value, such as lr=1.0"),
     ("lr=0.1,lr=0.2", "lr stands twice"), ("lr=nan", "'nan' is not a number"),
     ("momentum=1", "momentum=1 is not 0 to 0.9999"),
     ("mix=2", "mix='2' is neither keep nor a share"), ("compress=int4", "'int4' is not one of off, bf16, int8"),

@@ -21,7 +21,7 @@ class Member:
 
     state: "waiting" (for others, at its start), "in", "late" (not waited for until it is heard again), "gone".
     expected_from: the first round in which it is waited for; awaits: the round whose end it waits for, to take what it
-    is behind.
+    is behind. claims: when another life asked for its name first.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Member:
     missed: int = 0
     lag_s: float = 0.0
     told: dict[str, Any] = field(default_factory=dict)
+    claims: dict[str, float] = field(default_factory=dict)
 
     @property
     def here(self) -> bool:

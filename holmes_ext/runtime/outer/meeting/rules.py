@@ -54,16 +54,18 @@ class Meeting:
     # Who is in
 
     def hello(self, document: Mapping[str, Any], now: float) -> Reply | None:
-        """None while another job of this name may only seem to be there (its connection was cut, not closed)."""
+        """None while another job of this name may only seem to be there: its host has lost power, or the link is cut. A
+        pulse of it tells that it lives, PULSE_S from now at the latest; look() finds out that it is gone."""
         self._order += 1
         new = member_from(document, self._order, now)
         old = self.members.get(new.name)
         if old is not None and old.state != "gone" and old.life != new.life:
-            if now - old.heard < 3 * PULSE_S:
-                raise HolmesError(
-                    f"there is a job named {new.name!r} in this run already, heard {now - old.heard:.0f} s ago;"
-                    " join by another name"
-                )
+            if new.life not in old.claims:
+                old.claims[new.life] = now
+                ago = now - old.heard
+                self.events.append(f"another job asks for the name {new.name}, heard {ago:.0f} s ago: waiting")
+            if old.heard > old.claims[new.life]:
+                raise HolmesError(f"there is a job named {new.name!r} in this run already; join by another name")
             return None
         for other in self.members.values():
             if other.name == new.name or other.state == "gone":

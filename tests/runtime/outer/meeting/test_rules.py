@@ -220,12 +220,28 @@ def test_when_all_are_longer_than_usual_it_is_the_training():
 
 def test_two_jobs_with_one_name():
     run = Run("east")
+    assert run.hello("east", life="2") is None
+    run.now += 1
+    run.meeting.pulse("east", "1", {}, run.now)  # it lives
     with pytest.raises(HolmesError, match="a job named 'east' in this run already"):
         run.hello("east", life="2")
-    run.now += 10
-    assert run.hello("east", life="2") is None  # its connection may have been cut: wait and see
-    run.meeting.gone("east", "1", "closed", run.now)
+
+
+def test_a_job_that_is_back_before_its_last_life_is_missed_waits_until_that_is_gone():
+    run = Run("east", "west")
+    run.meeting.pulse("east", "1", {}, run.now)
+    run.now += 1  # its host has lost power: nothing closes the connection
+    assert run.hello("east", life="2") is None
+    for _ in range(9):
+        run.now += 1
+        run.meeting.pulse("west", "1", {}, run.now)
+        run.meeting.look(run.now)
+        assert run.hello("east", life="2") is None
+    run.now += 60
+    run.meeting.look(run.now)
     assert run.hello("east", life="2")["state"] == "waiting"
+    (line,) = [event for event in run.meeting.events if "asks for the name east" in event]
+    assert line.endswith("heard 1 s ago: waiting")
 
 
 def test_jobs_that_differ_are_told_in_what():
