@@ -1,10 +1,10 @@
 """Jobs that join, simulated in one process: losses of each way to join beside one synchronous job and one job alone.
 
-    python benchmarks/joined_losses.py --json FILE [--scenes NAME] [--steps 1500] [--seeds 3] [--ways NAME;...]
+    python benchmarks/joined_losses.py --json FILE [--scenes NAME,...] [--steps 1500] [--seeds 3] [--ways NAME;...]
 
-No network: K copies of a byte-level GPT train on real text, each with AdamW, warm-up, a cosine
-schedule (to a tenth) and clipping, and the outer steps, aggregates and codecs are holmes's own. So what an algorithm
-costs in loss is seen apart from what a network does. All ways are measured alike, after the same number of steps:
+No network: K copies of a byte-level GPT train on real text, each with AdamW, warm-up, a cosine schedule (to a tenth)
+and clipping, and the outer steps, aggregates and codecs are holmes's own. So what an algorithm costs in loss is seen
+apart from what a network does. All ways are measured alike, after the same number of steps:
 
     evaluation loss           on text that none has read, of the jobs' mean weights
     of one job's weights      the same, of what the first job's checkpoint holds
@@ -34,23 +34,28 @@ sys.path.insert(0, str(examples() / "plain_torch"))
 from train import GPT, topics  # noqa: E402
 
 SEQUENCE, ROWS, CLIP = 64, 8, 1.0
-#: Layers, hidden, heads, peak of the inner learning rate.
-SCENES = {"0.8 M": (4, 128, 4, 2e-3), "0.12 M": (2, 64, 2, 4e-3)}
+#: Parameters and the peak of the inner learning rate: layers, hidden, heads, that peak.
+SCENES = {
+    "0.12 M at 8e-3": (2, 64, 2, 8e-3),
+    "0.12 M at 4e-3": (2, 64, 2, 4e-3),
+    "0.12 M at 2e-3": (2, 64, 2, 2e-3),
+    "0.8 M at 2e-3": (4, 128, 4, 2e-3),
+}
 MEASURED = "evaluation loss", "evaluation loss of one job's weights", "training loss"
 #: Ways to join, as --holmes-outer says them.
 WAYS = {
-    "diloco": "every=30,fragments=1,delay=0,compress=off",
-    "delay 5, keep": "every=30,fragments=1,delay=5,mix=keep,compress=off",
-    "delay 5, mix 0": "every=30,fragments=1,delay=5,mix=0,compress=off",
-    "delay 5, mix 0.5": "every=30,fragments=1,delay=5,mix=0.5,compress=off",
     "default": "",
     "lr 0.7, momentum 0.9": "lr=0.7,momentum=0.9",
+    "lr 1, momentum 0.6": "lr=1,momentum=0.6",
+    "lr 1, momentum 0.5": "lr=1,momentum=0.5",
     "lr 0.7, momentum 0.5": "lr=0.7,momentum=0.5",
     "lr 1, momentum 0": "lr=1,momentum=0",
+    "average of 4 steps": "algorithm=average,every=4,fragments=1,delay=0,compress=off",
+    "diloco": "every=30,fragments=1,delay=0,compress=off",
+    "delay 5, mix 0": "every=30,fragments=1,delay=5,mix=0,compress=off",
+    "delay 5, mix 0.5": "every=30,fragments=1,delay=5,mix=0.5,compress=off",
     "float32": "compress=off",
     "int8": "compress=int8",
-    "average": "algorithm=average,every=30,fragments=1,delay=0,compress=off",
-    "average, delay 5": "algorithm=average,every=30,fragments=1,delay=5,compress=off",
     "co2": "algorithm=co2,every=30,fragments=1,compress=off",
 }
 
@@ -206,6 +211,9 @@ def main() -> int:
     training, held_out = text[: len(text) * 19 // 20], text[len(text) * 19 // 20 :]
     chosen = [name.strip() for name in args.ways.split(";") if name.strip()] or ["synchronous", "alone", *WAYS]
     WAYS.update({name: name for name in chosen if "=" in name})
+    if unknown := [name for name in chosen if name not in ("synchronous", "alone", *WAYS)]:
+        tell(f"joined_losses.py: no way {unknown[0]!r}; there are synchronous, alone, {', '.join(WAYS)}")
+        return 2
     scenes = harness.chosen(args.scenes, SCENES)
     metrics = {(scene, f"{name}, {way}") for scene in scenes for name in MEASURED for way in chosen}
     before = [row for row in kept(args.json) if (row.scene, row.metric) not in metrics and not row.target]

@@ -4,10 +4,11 @@
                                             last dimension and all-reduces each shard's gradient along the first
     FullyShardedDataParallel(FULL_SHARD)    HYBRID_SHARD over the same two groups
 
-Only the mesh is another: gradient accumulation, clipping, mixed precision and torch.distributed.checkpoint are torch's,
-and a checkpoint loads under either mesh (its tensors are global). Without the flag the first forward pass tells, on
-rank 0, what a step's gathers and reductions take, predicted, and what hybrid would take, in seconds and in memory. A
-mesh that the program shaped itself stays; where its sharding dimension crosses, that and what it takes is told.
+Only the mesh is another: streams, order of launches, gradient accumulation, clipping, mixed precision and
+torch.distributed.checkpoint are torch's, and a checkpoint loads under either mesh (its tensors are global). Without the
+flag the first forward pass tells, on rank 0, what a step's gathers and reductions take, predicted, and what hybrid
+would take, in seconds and in memory. A mesh that the program shaped itself stays; where its sharding dimension crosses,
+that and what it takes is told.
 """
 
 from __future__ import annotations
