@@ -34,7 +34,8 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "versions.md")
 PARTS = ("check", "tests", "lab")
 #: Part "few": what .ci/run has of an old version of a framework.
 FEW = {"deepspeed": ("integration_tests/deepspeed/test_overlap.py", "integration_tests/deepspeed/test_resume.py"),
-       "megatron-core": ("integration_tests/megatron/test_core.py", "-k", "every_split or leave_ethernet or built_once")}
+       "megatron-core": ("integration_tests/megatron/test_core.py", "-k",
+                         "every_split or leave_ethernet or built_once")}
 CHECKOUT = "MEGATRON_DEEPSPEED_DIR"
 #: Micro-batches of 2 + 2 in the lab: of 8 even a network that is fast everywhere makes a step 1.59 x as fast.
 BATCH = "4"

@@ -3,9 +3,9 @@
     python benchmarks/narrow_edges.py --json FILE [--picture FILE.png] [--steps 1500] [--seeds 3]
 
 examples/deepspeed_pipeline, two stages on 1 + 1 emulated nodes, each way of --holmes-edges from the same weights on the
-same text, float32. Nothing is emulated but the clusters: the losses are those of real training. "nudged" is the control:
-"off" with a learning rate that is a millionth larger. It shows how far training that differs by next to nothing drifts
-apart. Needs matplotlib for the picture.
+same text, float32. Nothing is emulated but the clusters: the losses are those of real training. "nudged" is the
+control: "off" with a learning rate that is a millionth larger. It shows how far training that differs by next to
+nothing drifts apart. Needs matplotlib for the picture.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             save(args.timeline, pictures.svg_file(pictures.timeline_figure(traces)), "the picture")
     screen.table([Column(name, right=name != "run") for name in HEAD], _rows(series), title=
                  f"holmes: {result['ratio_to_stock']:.2f} x stock, {result['ratio_to_bound']:.2f} x all-RDMA;"
-                 f" losses differ by {result['max_loss_difference']:.0e}\n")
+                 f" losses differ by {result['max_loss_difference']:.1g}\n")
     screen.line(f"\nStep times are emulated: layers sleep as long as the emulated accelerator"
                 f" ({ACCELERATOR['flops']:.1e} FLOP/s) would\ncompute; the network, DeepSpeed and the numbers are real."
                 f"\nPictures: {args.output}")
@@ -155,7 +155,7 @@ def _report(
         "4 emulated nodes, DeepSpeed's pipeline engine, pipeline 2 x data 2, 6.15 M parameters, real text. Times are"
         " emulated: layers sleep as long as the emulated accelerator would compute; the sockets, their limited rates"
         " and the losses are real. Largest difference of the loss to stock's at any step:"
-        f" {result['max_loss_difference']:.1e}.")
+        f" {result['max_loss_difference']:.2g}.")
     ratios = f"{result['ratio_to_stock']:.2f} x stock, {result['ratio_to_bound']:.2f} x the all-RDMA bound"
     return page(
         "holmes demo", heading(f"One GPT on two clusters: {ratios}", 1), paragraphs([about]),

@@ -23,8 +23,9 @@ def draw_clusters(plt: Any, site: Site, colors: tuple[str, ...], paper: str) -> 
     """The clusters on a circle; a line for each pair, the wider the faster, with its rate and latency."""
     names, ethernet = site.clusters, site.fabric_by_name[ETHERNET]
     side = min(7.0, 4 + 0.5 * len(names))
-    figure, axis = plt.subplots(figsize=(side, side), layout="constrained")
-    place = {name: (cos(2 * pi * i / len(names)), sin(2 * pi * i / len(names))) for i, name in enumerate(names)}
+    half, size = (0.6, 8) if len(names) <= 2 else (1.25, 8 if len(names) <= 4 else 6)
+    figure, axis = plt.subplots(figsize=(side, side * half / 1.4), layout="constrained")
+    place = {name: (-cos(2 * pi * i / len(names)), sin(2 * pi * i / len(names))) for i, name in enumerate(names)}
     way = {pair: site.wan.hops(*pair) for pair in combinations(names, 2)}
     rates = {pair: min([hop.rate_bps for hop in hops] or [inf]) for pair, hops in way.items()}
     fastest = max((rate for rate in rates.values() if rate < inf), default=1.0)
@@ -36,17 +37,17 @@ def draw_clusters(plt: Any, site: Site, colors: tuple[str, ...], paper: str) -> 
             spot = [a + at * (b - a) for a, b in zip(place[one], place[two])]
             rate = format_rate(rates[one, two], 3) if rates[one, two] < inf else "no limit"
             text = f"{rate}\n{format_seconds(sum(hop.latency_s for hop in hops))}"
-            axis.text(*spot, text, ha="center", va="center", fontsize=6,
+            axis.text(*spot, text, ha="center", va="center", fontsize=size,
                       bbox={"boxstyle": "round", "fc": paper, "ec": "none", "pad": 0.1, "alpha": 0.8})
     for index, name in enumerate(names):
         count = sum(node.cluster == name for node in site.nodes)
         uplink = site.wan.uplink_of.get(name)
         text = f"{name}\n{count} nodes" + (f"\nuplink {format_rate(uplink)}" if uplink else "")
         axis.scatter(*place[name], s=2600, color=colors[index % len(colors)], zorder=2)
-        axis.text(*place[name], text, ha="center", va="center", fontsize=7, color="white", zorder=3)
+        axis.text(*place[name], text, ha="center", va="center", fontsize=8, color="#111111", zorder=3)
     title = f"{site.processes} GPU{'s' * (site.processes > 1)} a node, {format_rate(ethernet.rate_bps)} a NIC"
     axis.set_title(title + ("" if site.wan else ": flat, only NICs limit it"), loc="left", fontsize=10)
-    axis.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal")
+    axis.set(xlim=(-1.4, 1.4), ylim=(-half, half), aspect="equal")
     axis.axis("off")
     return figure
 

@@ -120,7 +120,7 @@ def placement_figure(panels: Sequence[tuple[str, Site, Sequence[str], bool]], si
     handles = [plt.Line2D([], [], color=color, lw=3, label=kind) for kind, color in FABRIC_COLORS.items()]
     handles += [plt.Line2D([], [], color=INK, lw=4, label="data-parallel group (gradients)")]
     handles += [plt.Line2D([], [], color=INK, lw=1.2, ls="--", label="pipeline edge (activations)")]
-    figure.legend(handles=handles, loc="lower center", ncols=5, frameon=False, fontsize=8)
+    figure.legend(handles=handles, loc="lower left", ncols=5, frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     return figure
 
@@ -222,5 +222,5 @@ def timeline(panels: Mapping[str, tuple[list[Row], float]], label: str) -> Any:
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel(label)
     handles = [plt.Rectangle((0, 0), 1, 1, color=c, label=text) for kind, (c, text) in KINDS.items() if kind in used]
-    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
+    figure.legend(handles=handles, loc="outside lower left", ncols=6, frameon=False, fontsize=8)
     return figure

@@ -55,7 +55,7 @@ def placement(outcome: Outcome) -> Any:
     axis.set_xlabel("GPUs of the stage")
     what = f"{best.arrangement.describe(ground)}: predicted step {best.step_s:.4g} s"
     axis.set_title(what, loc="left", fontsize=10)
-    figure.legend(loc="outside lower center", ncols=8, frameon=False, fontsize=8)
+    figure.legend(loc="outside lower left", ncols=8, frameon=False, fontsize=8)
     return figure
 
 
@@ -94,7 +94,7 @@ def seconds(found: Mapping[str, Mapping[str, float]]) -> Any:
     name_rows(axis, list(found))
     axis.set_xlabel("seconds of one step")
     axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=8)
     return figure
 
 

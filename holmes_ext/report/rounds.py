@@ -55,7 +55,7 @@ def worth_figure(rounds: RoundPrices, tokens: int, crossing: float) -> Any:
     axis.set_xlabel("every, in steps: how often each fragment is exchanged (filled: nothing is exposed)")
     axis.set_ylabel("tokens/s of all jobs, predicted")
     axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=8)
     return figure
 
 

@@ -15,9 +15,12 @@ class Buckets:
     """How the buckets of one DistributedDataParallel are averaged; its comm hook's state.
 
     all_reduce: what sums a flat tensor; clusters: [] where that is torch's. user: (state, hook) that the program
-    registered, and that reduces instead. power: PowerSGD across. wire: dtype that travels, None: the gradients'. CUDA:
-    the two levels run on streams of their own; a side stream waits for them and completes the future, so that neither
-    the backward pass nor the host does.
+    registered, and that reduces instead. power: PowerSGD across. wire: dtype that travels, None: the gradients'.
+
+    CUDA (read, not run): buckets are launched from autograd's thread, on its stream, in the order in which DDP says
+    that they are full: the same on all ranks. The two levels run on streams of their own; a side stream waits for them
+    and completes the future, so that neither the backward pass nor the host does. What travels is DDP's own buffer or
+    `_sent`'s, which live as long as the module.
     """
 
     def __init__(self, ddp: Any, all_reduce: Any, clusters: list[list[int]]):

@@ -90,7 +90,7 @@ def _construct(current, wrapped, instance, args, kwargs):
 
 
 def _show(ddp: Any) -> None:
-    """For telemetry: the reducer's own all-reduce, from Python, where it is seen."""
+    """The reducer's own all-reduce, from Python: there telemetry sees it, and a pipeline's step can end it later."""
     from holmes_ext.runtime.reduce.straddling import flat_all_reduce
 
     if hasattr(ddp, "reducer"):

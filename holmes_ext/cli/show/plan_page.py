@@ -50,12 +50,14 @@ def _joined(found: joined_plan.Beside) -> list[str]:
 
 
 def _launches(outcome: Outcome, args: argparse.Namespace, job: Training) -> list[str]:
-    """What is to be copied."""
-    parts = []
+    """What is to be copied; and below it which frameworks cannot do the plan."""
+    parts, cannot = [], []
     if outcome.yours:
         own = shlex.join(added(outcome.yours, args.cluster, (args.output or "") * (outcome.yours is outcome.best)))
         parts += [heading("your layout: add to your command line", 3), command(own)]
     for name, lines in shown.launch_lines(outcome, args, job).items():
-        said = paragraphs(lines) if lines[0].startswith(shown.CANNOT) else command("\n".join(lines))
-        parts += [heading(name, 3), said]
-    return parts
+        if lines[0].startswith(shown.CANNOT):
+            cannot.append(f"{name} {' '.join(lines)}")
+        else:
+            parts += [heading(name, 3), command("\n".join(lines))]
+    return [*parts, paragraphs(cannot)]

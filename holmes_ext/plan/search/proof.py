@@ -3,7 +3,7 @@ can, or the time is over.
 
     search (closed form) -> rank (its best, simulated) -> prove:
         shape           bound: plan/search/search.py's ideal_s       expanded into its arrangements
-         `- arrangement     bound: plan/search/least.py, of stages     bounded again, with a split
+         `- arrangement     bound: plan/search/bound/least.py, of stages     bounded again, with a split
              `- arrangement     bound: least.py, of their chain        its splits simulated, those that the bounds, the
                                                                        closed form and moves of single blocks give
 
@@ -27,8 +27,8 @@ from multiprocessing import get_context
 from typing import Any
 
 from holmes_ext.plan.search.arrangement import Arrangement, arrangements
-from holmes_ext.plan.search.bounds import Bounds
-from holmes_ext.plan.search.least import Least
+from holmes_ext.plan.search.bound.formula import Bounds
+from holmes_ext.plan.search.bound.least import Least
 from holmes_ext.plan.search.partition import improved
 from holmes_ext.plan.search.ranking import execution_of, job_of, passes, under_way
 from holmes_ext.plan.search.result import EQUAL, Candidate, Certificate, Outcome

@@ -1,9 +1,9 @@
 """The fastest candidates of a search simulated step by step (plan/simulate/step.py), ranked by that, and a certificate
 that holds for it.
 
-What was not simulated is bounded by Candidate.least_s (plan/search/bounds.py), which holds for every such step, so the
-certificate compares the best simulated step with the least of all others' bounds. Steps of more than WORK passes are
-not simulated.
+What was not simulated is bounded by Candidate.least_s (plan/search/bound/formula.py), which holds for every such step,
+so the certificate compares the best simulated step with the least of all others' bounds. Steps of more than WORK passes
+are not simulated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holmes_ext.plan.cost import memory as of_memory
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.cost.workload import StageLoad
 from holmes_ext.plan.search.arrangement import Arrangement, Content, Ground
-from holmes_ext.plan.search.bounds import Bounds
+from holmes_ext.plan.search.bound.formula import Bounds
 from holmes_ext.plan.search.result import EQUAL, Candidate, Certificate, Outcome
 from holmes_ext.plan.search.space import Shape
 from holmes_ext.plan.simulate.execution import Execution

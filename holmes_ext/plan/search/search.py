@@ -29,7 +29,7 @@ from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import StageCosts, estimate
 from holmes_ext.plan.search.arrangement import Arrangement, Ground, arrangements, launcher
 from holmes_ext.plan.search.balanced import balanced
-from holmes_ext.plan.search.bounds import Bounds, ideal_s
+from holmes_ext.plan.search.bound.formula import Bounds, ideal_s
 from holmes_ext.plan.search.partition import improved
 from holmes_ext.plan.search.pricing import Pricing
 from holmes_ext.plan.search.result import EQUAL, Certificate, Outcome

@@ -321,12 +321,29 @@ class Recording:
         self.note("complete")
 
 
+def on_a_gpu(monkeypatch):
+    """(a bucket, its state, the module that the state must not keep)"""
+    one, ddp = Recording(monkeypatch), nn.Module()
+    ddp.process_group = SimpleNamespace(size=lambda: 4)
+    return one, ddp_patches.Buckets(ddp, one, [[0, 1], [2, 3]]), ddp
+
+
 def test_on_a_gpu_a_side_stream_waits_for_the_sum_and_completes_the_future(monkeypatch):
     """The backward pass's stream divides and launches, and waits for nothing; the future records the side stream."""
-    one = Recording(monkeypatch)
-    ddp = nn.Module()
-    ddp.process_group = SimpleNamespace(size=lambda: 4)
-    state = ddp_patches.Buckets(ddp, one, [[0, 1], [2, 3]])
+    one, state, _ddp = on_a_gpu(monkeypatch)
     assert ddp_patches.two_level_hook(state, one) is one
     expected = [("divide by 4", "backward"), ("launch", "backward"), ("wait", "side"), ("complete", "side")]
     assert one.log == expected and one.stream == "backward"
+
+
+def test_on_a_gpu_a_pipeline_s_buckets_wait_when_its_schedule_ends(monkeypatch):
+    """Nothing waits in the backward pass; then the stream of the schedule waits, and copies what DDP copied too early.
+    """
+    one, state, _ddp = on_a_gpu(monkeypatch)
+    copy = SimpleNamespace(data_ptr=lambda: 1, copy_=lambda gradient: one.note("copy"))
+    one.parameters, one.gradients = lambda: [SimpleNamespace(grad=copy)], lambda: [SimpleNamespace(data_ptr=lambda: 2)]
+    state.later = []
+    assert ddp_patches.two_level_hook(state, one) is one
+    assert one.log == [("divide by 4", "backward"), ("launch", "backward"), ("complete", "backward")]
+    state.finish()
+    assert one.log[3:] == [("wait", "backward"), ("copy", "backward")] and one.stream == "backward"

@@ -7,7 +7,7 @@ import pytest
 
 from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
 from holmes_ext.plan.search.balanced import balanced
-from holmes_ext.plan.search.bounds import Bounds
+from holmes_ext.plan.search.bound.formula import Bounds
 
 
 def costs_of(rng):

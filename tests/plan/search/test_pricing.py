@@ -13,7 +13,7 @@ from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.search.arrangement import Ground, arrangements, launcher
 from holmes_ext.plan.search.balanced import balanced
-from holmes_ext.plan.search.bounds import Bounds
+from holmes_ext.plan.search.bound.formula import Bounds
 from holmes_ext.plan.search.pricing import Pricing
 from holmes_ext.plan.search.space import Limits, shapes
 

@@ -9,7 +9,7 @@ import pytest
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.search import proof
 from holmes_ext.plan.search.arrangement import arrangements
-from holmes_ext.plan.search.bounds import Bounds
+from holmes_ext.plan.search.bound.formula import Bounds
 from holmes_ext.plan.search.proof import prove
 from holmes_ext.plan.search.ranking import job_of, rank
 from holmes_ext.plan.search.search import search

@@ -14,7 +14,7 @@ from holmes_ext.plan.cost.links import Link, Links, fit
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.search.arrangement import Ground, arrangements
-from holmes_ext.plan.search.bounds import Bounds, ideal_s
+from holmes_ext.plan.search.bound.formula import Bounds, ideal_s
 from holmes_ext.plan.search.explanation import with_ethernet
 from holmes_ext.plan.search.pricing import Pricing
 from holmes_ext.plan.search.ranking import rank, simulated

@@ -2,13 +2,16 @@
 that a search by simulated time rests on.
 
 f, b: forward and backward of a micro-batch on one stage, w both; x: an edge there, x' as far as it holds up who sends;
-u: micro-batches that a stage begins before its first backward; m: all of them. Stage s takes at least
+u: micro-batches that a stage begins before its first backward, as the memory holds with its layers; m: all of them;
+D: sum below of (w + 2 x), a micro-batch's way on and back. Stage s takes at least
 
-    down to s, f_s, on and back    sum above (f + x) + f_s + sum below (w + 2 x)      until its first backward
-    its own passes                 m b_s + (m - u_s) f_s
-    blocked, unless edges hide     (m - u_s) (x'_s + x'_(s-1)) + (u_s - 1) x'_(s-1)    Megatron's pairs of messages
+    down to s                      sum above (f + x)
+    its own passes                 m b + (m - u + 1) f + D, its first backward comes after that
+    or, k rounds of u at the end   (m - k u + k) w + (k + 1) D: in each all go on and back; k = 1: the last ones
+    blocked, unless edges hide     (m - u) (x'_s + x'_(s-1)) + (u - 1) x'_(s-1)        Megatron's pairs of messages
     then one of                    up again: sum above (b + x), and what stage 0 does after it
-                                   its reductions that its last backward does not hide, optimizer, gathers
+                                   its reductions that its last backward does not hide, then the longest optimizer and
+                                   gather of all stages (megatron)
 
 And whatever hides them, all activations flow over each edge, one after the other, between the first one's way there
 and the last one's way on and back.
@@ -16,11 +19,10 @@ and the last one's way on and back.
 Closer, for one split (chained): the last backward of s comes after that of the stage below, whose own passes may take
 longer, and after that one's NIC sent all that leaves it, down and up; then come the reductions of s.
 
-All are linear in the layers of s, and what the other stages hold takes at least as much as the layers take where they
-are cheapest. So a time T gives each stage a most number of layers, and where these are fewer than the model's, no split
-takes T. What stages share is counted once: a NIC carries the messages of one kind of pipeline at a time, whatever
-others do, and a link between clusters the reductions of one stage. Stages of one node must all be reduced through its
-NIC after the first of their last backwards began (tests/plan/search/test_least.py: no simulated step is below).
+All grow with the layers of s, and what the other stages hold takes at least as much as the layers take where they are
+cheapest. So a time T gives each stage a most number of layers, and where these are fewer than the model's, no split
+takes T. Stages of one node must all be reduced through its NIC after the first of their last backwards began
+(tests/plan/search/bound/test_least.py: no simulated step is below).
 """
 
 from __future__ import annotations
@@ -28,37 +30,23 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, floor, inf
 from typing import NamedTuple
 
-from holmes_ext.plan.cost.network import FREE, WORTH, Price
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.search.arrangement import Arrangement
-from holmes_ext.plan.search.bounds import Bounds, least_edges, sent_both_ways
-from holmes_ext.plan.search.chunks import interleaved_s
+from holmes_ext.plan.search.bound.chunks import interleaved_s
+from holmes_ext.plan.search.bound.formula import Bounds
+from holmes_ext.plan.search.bound.stages import Stages
 from holmes_ext.plan.search.pricing import Pricing
 from holmes_ext.plan.simulate.execution import Execution
-from holmes_ext.plan.sizes import PIPELINES_FIRST
 
 #: The bounds are found up to these fractions: of each stage alone, of the chain of stages.
 CLOSE, NEAR = 1e-2, 2e-4
 #: Steps of the longest optimizer and gather that are looked at one by one: this part of a step, and ten times as much
 #: of its own.
 APART = 0.01
-
-
-@dataclass(frozen=True)
-class _After:
-    """What a stage does when its last backward begins: seconds at least, of a block and besides. reduce: its gradients'
-    reductions, hidden under that backward where `hidden`; rest: optimizer and gathers. shared: of the reduction of a
-    block, what passes the NIC that carries activations inside its clusters."""
-
-    reduce: tuple[float, float]
-    rest: tuple[float, float]
-    hidden: bool
-    shared: float
 
 
 class _Own(NamedTuple):
@@ -75,65 +63,13 @@ class _Own(NamedTuple):
         return max(self.alone + below_s, self.once + 2 * below_s, self.rounds_s + (self.rounds + 1) * below_s)
 
 
-class Least:
-    """Of one shape under an arrangement. run: how it is simulated; costs of `bounds` are those of the simulation."""
+class Least(Stages):
+    """Of one shape under an arrangement: see Stages."""
 
     def __init__(self, pricing: Pricing, arrangement: Arrangement, bounds: Bounds, run: Execution):
-        self.pricing, self.arrangement, self.bounds, self.run = pricing, arrangement, bounds, run
-        self.count, self.layers, self.m = bounds.count, bounds.costs.blocks, bounds.micro_batches
-        held = run.in_flight or [self.count - stage for stage in range(self.count)]
-        self.ahead = [min(one, self.m) for one in held]
-        found = least_edges(pricing, arrangement)
-        self.edges, self.gone, self.flow = ([one[part] for one in found[:-1]] for part in range(3))
-        self.around, self.sent = found[-1], sent_both_ways(pricing, arrangement)
-        if run.in_flight:
-            self.gone = [0.0] * len(self.gone)
-        afters = pricing.known.setdefault(("after", run.two_level, arrangement.order), {})
-        keys = [(content, stage == 0, stage == self.count - 1) for stage, content in enumerate(arrangement.contents)]
-        for stage, key in enumerate(keys):
-            if key not in afters:
-                afters[key] = self._after(stage)
-        self.after: list[_After] = [afters[key] for key in keys]
-        step = pricing._step(arrangement.order)
-        here = max(1, pricing.processes // step)  # stages of a node
-        stages = range(self.count)
-        self.together = [list(stages[low : low + here]) for low in range(0, self.count, here)] if here > 1 else []
-        self.even = len({*zip(bounds.forward, bounds.backward)}) == 1
-        self.barrier = run.engine == "megatron" and self.count > 1
+        super().__init__(pricing, arrangement, bounds, run)
         if run.virtual == 1:
             self._lines()
-
-    def _after(self, stage: int) -> _After:
-        pricing, content, order = self.pricing, self.arrangement.contents[stage], self.arrangement.order
-        portion, processes = pricing.portion, pricing.processes
-        way, whole = pricing._reduction(content, order, 1)
-        own = min(processes, pricing.stage_ranks)  # ranks of this stage on a node
-        if order == PIPELINES_FIRST:
-            step = pricing._step(order)
-            own = min(processes, step * max(1, processes // (step * pricing.shape.pipeline)))
-        factor = (WORTH if pricing.ground.wan else 1.0) * min(1.0, own / processes)
-        if self.run.two_level != "off" and way == "flat" and len(content) > 1:
-            whole = FREE  # a simulation sums it in two levels: not priced here
-        shared = factor * pricing.inside_s(content, order, way) * (0.5 if self.run.zero == 1 else 1.0)
-        whole = Price(factor * whole.byte_s, whole.latency_s)
-        zero, weights = self.run.zero, pricing.model.activation_width / pricing.model.gradient_width
-        half = whole.scaled(0.5)
-        reduce = (whole, half, FREE, FREE)[zero]
-        gather = Price(weights * half.byte_s, half.latency_s) if zero in (1, 2) else FREE
-        if zero == 1 and self.run.gather_overlap:
-            gather = FREE
-        share = portion.shards if zero else 1
-        seconds = [self.run.parameter_s * layer.parameters / share + gather.byte_s * size
-                   for layer, size in zip(portion.layers, portion.reduced_bytes)]
-        bytes_s = [reduce.byte_s * size for size in portion.reduced_bytes]
-        ends = (stage == 0) * 1, (stage == self.count - 1) * 1
-
-        def split(each: Sequence[float], fixed_s: float) -> tuple[float, float]:
-            return each[1], ends[0] * each[0] + ends[1] * each[2] + fixed_s
-
-        hidden = self.run.buckets_on(stage)
-        shared *= portion.reduced_bytes[1] * (self.run.zero < 2)
-        return _After(split(bytes_s, reduce.latency_s), split(seconds, gather.latency_s), hidden, shared)
 
     def _lines(self) -> None:
         """Of every stage: its own passes by its number of layers; what the others take at least (one layer each) down

@@ -19,13 +19,10 @@ NIC that carries both activations and the reductions of its stage must send all 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from holmes_ext.plan.search.least import Least
+from holmes_ext.plan.search.bound.stages import Stages
 
 
-def interleaved_s(least: Least) -> float:
+def interleaved_s(least: Stages) -> float:
     """Seconds that the simulated step takes at least."""
     bounds, v, m, count, edges = least.bounds, least.run.virtual, least.m, least.count, least.edges
     n, total, stages = least.layers // count, v * m, range(count)

@@ -1,4 +1,4 @@
-"""plan/search/least.py: no simulated step of any split is below the bound of its arrangement, over random sites."""
+"""plan/search/bound: no simulated step of any split is below the bound of its arrangement, over random sites."""
 
 import random
 from dataclasses import replace
@@ -10,8 +10,8 @@ import pytest
 from holmes_ext.cluster.wan import Between, Wan
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.search.arrangement import Ground, arrangements
-from holmes_ext.plan.search.bounds import Bounds, ideal_s
-from holmes_ext.plan.search.least import Least
+from holmes_ext.plan.search.bound.formula import Bounds, ideal_s
+from holmes_ext.plan.search.bound.least import Least
 from holmes_ext.plan.search.ranking import execution_of, job_of
 from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.search.space import Limits, shapes
