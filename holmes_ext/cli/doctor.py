@@ -99,6 +99,7 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
     """Everything that can be said of this node alone."""
     live = os.path.realpath(args.sysfs) == "/sys"
     captured = not live and captured_addresses(args.sysfs) is not None
+    environ = dict(os.environ) if live else {**os.environ, "HOLMES_SYSFS": args.sysfs}
     nics = read_nics(args.sysfs, None if captured else interface_addresses())
     findings = [*check_nics(nics), *check_hcas(args.sysfs)]
     findings += rdma_limits(nics) if live else []
@@ -110,9 +111,9 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
         findings += frameworks.check_patches(frameworks.fit_of(patch, args.check) for patch in all_patches())
         findings += frameworks.check_replaced(all_patches()) if args.check else []
     findings += [*frameworks.check_stock_versions(), *frameworks.check_others()]
+    findings += frameworks.check_compilers(environ) if live else []
     findings += check_command(words, spec, os.environ) if words else []
     versions = {"Python": platform.python_version(), "holmes_ext": __version__, **installed_versions()}
-    environ = dict(os.environ) if live else {**os.environ, "HOLMES_SYSFS": args.sysfs}
     found, ethernet = nccl_of_node(environ, nics), egress_interface("127.0.0.1") if live else ""
     node = NodeReport(node_name(os.environ), node_identity(), ethernet, nics, nccl=found)
     findings += nccl.check_nccl(found, environ)

@@ -8,7 +8,7 @@ import importlib.metadata
 import operator
 import site
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,6 +119,17 @@ def check_others(folders: Iterable[str] | None = None) -> Iterator[Finding]:
         yield note(path, f"runs code at every start of Python: {line[:120]}",
                    "it may import or patch a framework before holmes does",
                    "look what it does; remove it if the job does not need it")
+
+
+def check_compilers(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Findings on locks of torch's compiler of extensions (torch/utils/cpp_extension.py, file_baton.py)."""
+    cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '')}/.cache"
+    own = environ.get("TORCH_EXTENSIONS_DIR")
+    locks = Path(own).glob("*/lock") if own else Path(cache).glob("torch_extensions/*/*/lock")
+    for lock in sorted(locks):
+        yield problem(str(lock), "torch compiles there now, or was killed while it did", "every start that needs"
+                      f" {lock.parent.name} waits until the file is gone, without a word", "remove it unless a start is"
+                      " compiling")
 
 
 def _start_up_code(folders: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -25,7 +25,7 @@ def draw_clusters(plt: Any, site: Site, colors: tuple[str, ...], paper: str) -> 
     side = min(7.0, 4 + 0.5 * len(names))
     half, size = (0.6, 8) if len(names) <= 2 else (1.25, 8 if len(names) <= 4 else 6)
     figure, axis = plt.subplots(figsize=(side, side * half / 1.4), layout="constrained")
-    place = {name: (cos(2 * pi * i / len(names)), sin(2 * pi * i / len(names))) for i, name in enumerate(names)}
+    place = {name: (-cos(2 * pi * i / len(names)), sin(2 * pi * i / len(names))) for i, name in enumerate(names)}
     way = {pair: site.wan.hops(*pair) for pair in combinations(names, 2)}
     rates = {pair: min([hop.rate_bps for hop in hops] or [inf]) for pair, hops in way.items()}
     fastest = max((rate for rate in rates.values() if rate < inf), default=1.0)

@@ -7,6 +7,7 @@ and pictures scroll within themselves, and a shade at their edge says so.
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 
 _HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -16,14 +17,15 @@ _HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{ti
 body{{font:15px/1.5 sans-serif;color:var(--ink);background:var(--paper);max-width:1120px;margin:1.5em auto;
 padding:0 1em}}h1{{font-size:1.3em}}h2{{font-size:1.1em;border-bottom:1px solid var(--line);margin-top:2em}}
 h1,p,h3{{overflow-wrap:anywhere}}h3{{font-size:1em;margin:1em 0 .3em}}.scroll{{overflow-x:auto;margin:1em 0;
-background:linear-gradient(90deg,var(--paper),transparent) 0 0/2em 100% no-repeat local,
-linear-gradient(270deg,var(--paper),transparent) 100% 0/2em 100% no-repeat local,
+background:linear-gradient(90deg,var(--paper) 50%,transparent) 0 0/2em 100% no-repeat local,
+linear-gradient(270deg,var(--paper) 50%,transparent) 100% 0/2em 100% no-repeat local,
 linear-gradient(90deg,var(--edge),transparent) 0 0/.7em 100% no-repeat,
 linear-gradient(270deg,var(--edge),transparent) 100% 0/.7em 100% no-repeat}}
 .scroll svg{{display:block}}table{{border-collapse:collapse}}
 td,th{{padding:.3em .8em;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}}
-td:first-child,th:first-child{{text-align:left}}tr.strong td{{font-weight:bold}}
+td.text,th.text,td:first-child,th:first-child{{text-align:left}}tr.strong td{{font-weight:bold}}
 pre{{background:var(--shade);padding:.6em;margin:.3em 0;user-select:all;white-space:pre-wrap;overflow-wrap:anywhere}}
+pre span{{display:inline-block;max-width:100%}}
 </style></head><body>
 """
 
@@ -42,21 +44,23 @@ def paragraphs(lines: Iterable[str]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], strong: int | None = None) -> str:
-    """Texts as a table; strong: the number of a row in bold, -1 the last."""
+    """Texts as a table, numbers flush right; strong: the number of a row in bold, -1 the last."""
     texts = list(rows)
+    words = [not any(re.match(r"[-~]?\d", cell) for cell in column) for column in zip(*texts)]
     bold = None if strong is None else strong % len(texts)
-    lines = [_line("th", head), *(_line("td", row, number == bold) for number, row in enumerate(texts))]
+    lines = [_line("th", head, words), *(_line("td", row, words, number == bold) for number, row in enumerate(texts))]
     return _scroll(f"<table>{''.join(lines)}</table>", "table")
 
 
-def _line(kind: str, cells: Sequence[str], bold: bool = False) -> str:
+def _line(kind: str, cells: Sequence[str], words: Sequence[bool], bold: bool = False) -> str:
     row = "<tr class=strong>" if bold else "<tr>"
-    return row + "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in cells) + "</tr>"
+    tags = [f"{kind} class=text" if one else kind for one in words or [False] * len(cells)]
+    return row + "".join(f"<{tag}>{html.escape(cell)}</{kind}>" for tag, cell in zip(tags, cells)) + "</tr>"
 
 
 def command(text: str) -> str:
-    """What is to be copied: one click marks all of it."""
-    return f"<pre>{html.escape(text)}</pre>"
+    """What is to be copied: one click marks all of it. No line ends within a flag."""
+    return "<pre>" + re.sub(r"--\S+", r"<span>\g<0></span>", html.escape(text)) + "</pre>"
 
 
 def picture(svg: str, alt: str) -> str:

@@ -155,6 +155,17 @@ def test_code_that_runs_at_every_start_is_told(tmp_path):
     assert told == [str(tmp_path / "odd.pth"), str(tmp_path / "sitecustomize.py")]
 
 
+def test_a_lock_that_a_killed_compiler_left_is_told(tmp_path):
+    lock = tmp_path / ".cache" / "torch_extensions" / "py311_cpu" / "fused_adam" / "lock"
+    assert not [*health.check_compilers({"HOME": str(tmp_path)})]
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    folders = {"HOME": tmp_path}, {"XDG_CACHE_HOME": lock.parents[3]}, {"TORCH_EXTENSIONS_DIR": lock.parents[1]}
+    for environ in folders:
+        (found,) = health.check_compilers({name: str(folder) for name, folder in environ.items()})
+        assert found.about == str(lock) and "fused_adam" in found.why and found.level == "problem"
+
+
 def test_a_target_that_another_library_replaced_is_told(monkeypatch):
     module = types.ModuleType("frame.work")
 

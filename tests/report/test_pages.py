@@ -102,8 +102,9 @@ def test_a_page_holds_all_that_it_shows(pages):
 
 def test_parts_are_escaped():
     made = page("<a>", heading("1 < 2", 1), table(["&"], [["<b>"], ["c"]], strong=-1), command("a && b"))
-    assert "<title>&lt;a&gt;</title>" in made and "<h1>1 &lt; 2</h1>" in made and "<td>&lt;b&gt;</td>" in made
-    assert "<tr class=strong><td>c</td></tr>" in made and "a &amp;&amp; b" in made
+    assert "<title>&lt;a&gt;</title>" in made and "<h1>1 &lt; 2</h1>" in made
+    assert "<td class=text>&lt;b&gt;</td>" in made and "<tr class=strong><td class=text>c</td></tr>" in made
+    assert "a &amp;&amp; b" in made
 
 
 def test_bad_usage_is_one_line(capsys, monkeypatch, tmp_path):
