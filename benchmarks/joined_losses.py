@@ -39,6 +39,7 @@ SCENES = {
     "0.12 M at 8e-3": (2, 64, 2, 8e-3),
     "0.12 M at 4e-3": (2, 64, 2, 4e-3),
     "0.12 M at 2e-3": (2, 64, 2, 2e-3),
+    "0.8 M at 4e-3": (4, 128, 4, 4e-3),
     "0.8 M at 2e-3": (4, 128, 4, 2e-3),
 }
 MEASURED = "evaluation loss", "evaluation loss of one job's weights", "training loss"
