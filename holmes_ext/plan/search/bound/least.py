@@ -136,12 +136,15 @@ class Least(Stages):
         forward = layers * bounds.forward[stage] + bounds.extra_forward[stage]
         both = layers * bounds.each[stage] + bounds.extra[stage]
         alone = m * both - (begun - 1) * forward + (m - begun) * blocked + (begun - 1) * above
-        rounds, several = (m - 1) // begun, []
-        for count in (1, rounds):  # a round is as many as are begun; before them are pairs of passes
+        rounds = (m - 1) // begun
+
+        def in_rounds(count: int) -> float:
+            """A round is as many as are begun; before them are pairs of passes."""
             pairs = m - 1 - count * begun
-            several.append((pairs + count + 1) * both + max(0, pairs - 1) * blocked if rounds else -inf)
-        found = self.own[stage][layers] = _Own(alone, *several, rounds)
-        return found
+            return (pairs + count + 1) * both + max(0, pairs - 1) * blocked if rounds else -inf
+
+        self.own[stage][layers] = _Own(alone, in_rounds(1), in_rounds(rounds), rounds)
+        return self.own[stage][layers]
 
     def seconds(self, known: float = inf) -> float:
         """That no split beats; inf where none fits. known: beyond it nothing is asked."""
