@@ -13,9 +13,9 @@ last forward. The first backward is that of the first micro-batch's last chunk
                end_(s+1); the last micro-batch's way back through all chunks after the last stage's last forward; all
                messages through a NIC that sends both ways, after begin_s
 
-Then come reductions: of the chunks whose last backward lies in the r_s last ones, and of all if nothing is hidden. A
-NIC that carries both activations and the reductions of its stage must send all of it, and the gradients that such
-chunks send up.
+Then come reductions: of the chunks whose last backward lies in the r_s last ones, and of all if nothing is hidden; then
+a tied embedding's. A NIC that carries both activations and the reductions of its stage must send all of it, and the
+gradients that such chunks send up.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def interleaved_s(least: Stages) -> float:
     rests = [n * each + once for each, once in (after.rest for after in least.after)]
     for stage, after in enumerate(least.after):
         own, (each, fixed) = backward[stage], after.reduce
-        rest_s, reduce = max(rests) if least.barrier else rests[stage], n * each + fixed
+        rest_s = least.tied[stage] + (max(rests) if least.barrier else rests[stage])
+        reduce = n * each + fixed
         found.append(end[stage] + rest_s + (0.0 if after.hidden else reduce))
         found.append(begin[stage] + forward[stage] + total * least.sent[stage] + n * after.shared + rest_s)
         chunks = (min(begun[stage] + 1, total) - 1) // count + 1 if after.hidden else 0
