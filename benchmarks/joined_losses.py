@@ -50,6 +50,7 @@ WAYS = {
     "lr 1, momentum 0.5": "lr=1,momentum=0.5",
     "lr 0.7, momentum 0.5": "lr=0.7,momentum=0.5",
     "lr 1, momentum 0": "lr=1,momentum=0",
+    "average, delay 5": "algorithm=average,every=30,fragments=1,delay=5,compress=off",
     "average of 4 steps": "algorithm=average,every=4,fragments=1,delay=0,compress=off",
     "diloco": "every=30,fragments=1,delay=0,compress=off",
     "delay 5, mix 0": "every=30,fragments=1,delay=5,mix=0,compress=off",
@@ -185,12 +186,11 @@ def train(scene: str, way: str, seed: int, jobs: int, steps: int, training: torc
 
 def differences(rows: list[Row]) -> list[Row]:
     """How far the default is above one synchronous job, and below one job alone, in each scene; both against how far
-    apart seeds of the synchronous job are."""
+    apart seeds of the synchronous job are (nothing of one seed)."""
     made, found = [], {(row.scene, row.metric.removeprefix(f"{MEASURED[0]}, ")): row for row in rows}
     for scene in dict.fromkeys(row.scene for row in rows):
         one, alone, default = (found.get((scene, way)) for way in ("synchronous", "alone", "default"))
-        if one and alone and default:
-            apart = one.spread[1] - one.spread[0]
+        if one and alone and default and (apart := one.spread[1] - one.spread[0]):
             for name, value, target in (("default - synchronous", default.value - one.value, f"<= {apart:.3f}"),
                                         ("alone - default", alone.value - default.value, f">= {apart:.3f}")):
                 made.append(Row.of(scene, name, value, "nats", (value, value), False, target))

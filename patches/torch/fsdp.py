@@ -45,10 +45,9 @@ def tell_unused(current: session.Session) -> None:
 def _fully_shard(current, wrapped, instance, args, kwargs):
     """fully_shard(module, mesh=...), every module of a model in turn."""
     mesh = kwargs.get("mesh")
-    if kwargs.get("dp_mesh_dims") is None and (mesh is None or mesh.ndim == 1):
-        ranks = group_ranks(mesh.get_group() if mesh is not None else None)
-        if current.options.fsdp == "hybrid" and len(current.plan.by_cluster(ranks)) > 1:
-            kwargs = {**kwargs, "mesh": _clusters_mesh(current, ranks, _device_type(mesh))}
+    plain = kwargs.get("dp_mesh_dims") is None and (mesh is None or mesh.ndim == 1)
+    if plain and (made := _hybrid(current, mesh)) is not None:
+        kwargs = {**kwargs, "mesh": made}
     return wrapped(*args, **kwargs)
 
 
@@ -65,19 +64,27 @@ def _fully_sharded(current, wrapped, instance, args, kwargs):
     def call(module, process_group=None, sharding_strategy=None, *rest, **more):
         mesh = more.get("device_mesh")
         plain = not isinstance(process_group, tuple) and (mesh is None or mesh.ndim == 1)
-        if current.options.fsdp == "hybrid" and plain and sharding_strategy in strategies:
-            ranks = group_ranks(mesh.get_group() if mesh is not None else process_group)
-            if len(current.plan.by_cluster(ranks)) > 1:
-                device_type = next((p.device.type for p in module.parameters()), "cpu")
-                made = _clusters_mesh(current, ranks, _device_type(mesh, device_type))
-                sharding_strategy = strategies[sharding_strategy]
-                if mesh is not None:
-                    more["device_mesh"] = made
-                else:
-                    process_group = (made.get_group(1), made.get_group(0))
+        device_type = next((p.device.type for p in module.parameters()), "cpu")
+        can = plain and sharding_strategy in strategies
+        if can and (made := _hybrid(current, mesh, process_group, device_type)) is not None:
+            sharding_strategy = strategies[sharding_strategy]
+            if mesh is not None:
+                more["device_mesh"] = made
+            else:
+                process_group = (made.get_group(1), made.get_group(0))
         return wrapped(module, process_group, sharding_strategy, *rest, **more)
 
     return call(*args, **kwargs)
+
+
+def _hybrid(current: session.Session, mesh: Any, group: Any = None, device_type: str = "") -> Any:
+    """The mesh of clusters in place of a 1-D mesh or a group; None where that stays."""
+    if current.options.fsdp != "hybrid":
+        return None
+    ranks = group_ranks(mesh.get_group() if mesh is not None else group)
+    if len(current.plan.by_cluster(ranks)) < 2:
+        return None
+    return _clusters_mesh(current, ranks, _device_type(mesh, device_type))
 
 
 def _device_type(mesh: Any, otherwise: str = "") -> str:

@@ -157,10 +157,8 @@ class Pricing:
         if self.ground.only is not None or count == 1 or len(ends) != 2 or ends[0][0] == ends[1][0]:
             return pair_price.seconds(size)
         here = self._members_on_node(arrangement.order)
-        inside = [
-            all_reduce(count, self.ground.fabric([index]), self.processes // here) if count > here
-            else self._inside(count, [index]) for index, _ in ends
-        ]  # fmt: skip
+        inside = [all_reduce(count, self.ground.fabric([index]), self.processes // here) if count > here
+                  else self._inside(count, [index]) for index, _ in ends]
         slowest, names = max(inside, key=lambda price: price.byte_s), [self.ground.site.clusters[i] for i, _ in ends]
         across = fabric, (names[0], names[1]), count, self.processes, self.ground.wan, self.shape.tensor
         return tied_seconds(size, pair_price, slowest, *across)
@@ -225,15 +223,12 @@ class Pricing:
         key = "reduction", self.shape.tensor, "flat" in self.reductions, known
         return self.ground.remember(key, lambda: self._straddling(*known))
 
-    def inside_s(self, content: Content, order: str, way: str) -> float:
-        """Seconds a byte of an all-reduce that way on the slowest NIC that it shares with activations inside a cluster,
-        where each cluster has such a one: of all its clusters the least."""
-        here, tensor = self._members_on_node(order), self.shape.tensor
-        if way == "flat" and len(content) > 1 or way in ("none", "local"):
+    def inside_s(self, content: Content, order: str, way: str, cluster: int) -> float:
+        """Seconds a byte of an all-reduce that way on the NIC that it shares with activations inside `cluster`."""
+        here, count = self._members_on_node(order), dict(content)[cluster] // self.shape.tensor
+        if way == "flat" and len(content) > 1 or way in ("none", "local") or count <= here:
             return 0.0
-        counts = [(self.ground.fabric([index]), ranks // tensor) for index, ranks in content]
-        return min(all_reduce(count, fabric, self.processes // here).byte_s if count > here else 0.0
-                   for fabric, count in counts)
+        return all_reduce(count, self.ground.fabric([cluster]), self.processes // here).byte_s
 
     def _straddling(
         self, content: Content, count: int, here: int, groups: int, size: float, possible: bool

@@ -14,7 +14,8 @@ last forward. The first backward is that of the first micro-batch's last chunk
                messages through a NIC that sends both ways, after begin_s
 
 Then come reductions: of the chunks whose last backward lies in the r_s last ones, and of all if nothing is hidden. A
-NIC that carries both activations and the reductions of its stage must send all of it.
+NIC that carries both activations and the reductions of its stage must send all of it, and the gradients that such
+chunks send up.
 """
 
 from __future__ import annotations
@@ -72,5 +73,6 @@ def interleaved_s(least: Stages) -> float:
         for chunk in range(min(v, chunks)):  # whose last backward is followed by those of so many chunks
             over = end[stage] if not chunk else last[stage] + (min(begun[stage] + 1, total) - chunk * count) * own
             part = n * each * (chunk + 1) / v + (fixed if stage < count - 1 else 0.0)
-            found.append(over - own - bounds.extra_backward[stage] + part + rest_s)
+            carried = n * after.shared * (chunk + 1) / v + chunk * count * least.sent[stage] / 2
+            found.append(over - own - bounds.extra_backward[stage] + max(part, carried) + rest_s)
     return max(found)

@@ -1,4 +1,5 @@
-"""What a message from a stage to the next takes at least, simulated: pipelines that lie elsewhere are still then."""
+"""What a message from a stage to the next takes at least, simulated, of the pipelines of one column: those that lie in
+the same clusters on every stage, the others being still."""
 
 from __future__ import annotations
 
@@ -9,68 +10,62 @@ from holmes_ext.plan.cost.network import message
 from holmes_ext.plan.search.arrangement import Arrangement
 from holmes_ext.plan.search.pricing import Pricing
 
+#: First rank of a stage, how many.
+Column = tuple[int, int]
 
-def least_edges(pricing: Pricing, arrangement: Arrangement) -> list[tuple[float, float, float]]:
+
+def least_edges(pricing: Pricing, arrangement: Arrangement, column: Column) -> list[tuple[float, float, float]]:
     """Seconds of an activation to the next stage at least, of them those in which who sends it is held up, and those in
-    which it flows: of pipelines that send at the same time, those that are alike, the others being still. The last one:
-    from the last stage to the first."""
+    which it flows: of a column's pipelines, which send at the same time. The last one: from the last stage to the
+    first."""
     ground, size, step = pricing.ground, pricing.block.activation_bytes, pricing._step(arrangement.order)
-    sharers = min(pricing.processes, step)
-    contents = arrangement.contents
-    columns, found = _columns(contents), []
-    key = "edges", columns, arrangement.order
-    known: dict[object, tuple[float, float, float]] = pricing.known.setdefault(key, {})
+    sharers, (low, width) = min(pricing.processes, step), column
+    contents, found = arrangement.contents, []
+    known: dict[object, tuple[float, float, float]] = pricing.known.setdefault(("edges", column, arrangement.order), {})
     local = [*(edge.seconds(size) for edge in pricing.edges(arrangement)), 0.0]
     for stage, (one, other) in enumerate(zip(contents, (*contents[1:], contents[0]))):
         if (stage + 1) * step % pricing.processes != 0 or len(contents) * step <= pricing.processes:
             found.append((local[stage], local[stage], 0.0))
             continue
         if (one, other) not in known:
-            every = []
-            for low, width in columns:
-                pair = _cluster_at(one, low), _cluster_at(other, low)
-                fabric = ground.fabric(pair)
-                (way,) = ground.crossing(fabric, pair, width) or ((),)
-                price = message(fabric, sharers if width % sharers == 0 else 1, way=way)
-                part = size / pricing._slices(fabric)  # of what tensor ranks share out
-                flow = part * price.byte_s
-                every.append((price.seconds(part), flow + fabric.latency_s, flow))
-            known[one, other] = min(each[0] for each in every), min(e[1] for e in every), min(e[2] for e in every)
+            pair = cluster_at(one, low), cluster_at(other, low)
+            fabric = ground.fabric(pair)
+            (way,) = ground.crossing(fabric, pair, width) or ((),)
+            price = message(fabric, sharers if width % sharers == 0 else 1, way=way)
+            part = size / pricing._slices(fabric)  # of what tensor ranks share out
+            flow = part * price.byte_s
+            known[one, other] = price.seconds(part), flow + fabric.latency_s, flow
         found.append(known[one, other])
     return found
 
 
-def _columns(contents: Sequence[Sequence[tuple[int, int]]]) -> tuple[tuple[int, int], ...]:
-    """(first rank of a stage, how many) that lie in one cluster on every stage."""
-    each = (accumulate(ranks for _, ranks in content) for content in dict.fromkeys(contents))
+def columns(arrangement: Arrangement) -> tuple[Column, ...]:
+    """Ranks of a stage that lie in one cluster on every stage."""
+    each = (accumulate(ranks for _, ranks in content) for content in dict.fromkeys(arrangement.contents))
     borders = sorted({0, *(at for own in each for at in own)})
     return tuple((low, high - low) for low, high in zip(borders, borders[1:]))
 
 
-def sent_both_ways(pricing: Pricing, arrangement: Arrangement) -> list[float]:
+def sent_both_ways(pricing: Pricing, arrangement: Arrangement, column: Column) -> list[float]:
     """Seconds in which the NIC of a stage sends an activation down and a gradient up, by stage; 0 where they do not
     leave through the same, and where networks were measured: a NIC may carry more then than one message."""
     ground, step, contents = pricing.ground, pricing._step(arrangement.order), arrangement.contents
-    found = [0.0] * len(contents)
+    found, (low, width) = [0.0] * len(contents), column
     if ground.links.measured or step % pricing.processes:
         return found
-    columns = _columns(contents)
-    known: dict[object, float] = pricing.known.setdefault(("both ways", columns, arrangement.order), {})
+    known: dict[object, float] = pricing.known.setdefault(("both ways", column, arrangement.order), {})
     for stage, near in enumerate(zip(contents, contents[1:], contents[2:]), 1):
         if near not in known:
-            every = []
-            for low, width in columns:
-                one, two, three = (_cluster_at(content, low) for content in near)
-                up, down = ground.fabric((one, two)), ground.fabric((two, three))
-                price = message(down, pricing.processes if width % pricing.processes == 0 else 1)
-                seconds = 2 * price.byte_s * pricing.block.activation_bytes / pricing._slices(down)
-                every.append(seconds if up.name == down.name else 0.0)
-            known[near] = min(every)
+            one, two, three = (cluster_at(content, low) for content in near)
+            up, down = ground.fabric((one, two)), ground.fabric((two, three))
+            price = message(down, pricing.processes if width % pricing.processes == 0 else 1)
+            seconds = 2 * price.byte_s * pricing.block.activation_bytes / pricing._slices(down)
+            known[near] = seconds if up.name == down.name else 0.0
         found[stage] = known[near]
     return found
 
 
-def _cluster_at(content: Sequence[tuple[int, int]], rank: int) -> int:
+def cluster_at(content: Sequence[tuple[int, int]], rank: int) -> int:
     """Whose rank of a stage it is."""
     for index, ranks in content:
         if rank < ranks:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from holmes_ext.plan.cost.network import FREE, WORTH, Price
 from holmes_ext.plan.search.arrangement import Arrangement
-from holmes_ext.plan.search.bound.edges import least_edges, sent_both_ways
+from holmes_ext.plan.search.bound.edges import cluster_at, columns, least_edges, sent_both_ways
 from holmes_ext.plan.search.bound.formula import Bounds
 from holmes_ext.plan.search.pricing import Pricing
 from holmes_ext.plan.simulate.execution import Execution
@@ -32,26 +32,29 @@ class After:
 
 class Stages:
     """Of one shape under an arrangement. run: how it is simulated; costs of `bounds` are those of the simulation.
-    ahead: micro-batches that a stage begins before its first backward, at most. Seconds of the edges, by the stage
-    above: edges, all; gone, that hold up who sends; flow, of a message behind others; around: those of the last stage
-    to the first. sent: a NIC's for an activation down and a gradient up. together: stages of one node, where nodes have
-    several. barrier: gradients' norm is summed over all stages before any optimizer (megatron)."""
+    ahead: micro-batches that a stage begins before its first backward, at most. Seconds of the edges of the slowest
+    column, by the stage above: edges, all; gone, that hold up who sends; flow, of a message behind others; around:
+    those of the last stage to the first. sent: a NIC's for an activation down and a gradient up. together: stages of
+    one node, where nodes have several. barrier: gradients' norm is summed over all stages before any optimizer
+    (megatron)."""
 
     def __init__(self, pricing: Pricing, arrangement: Arrangement, bounds: Bounds, run: Execution):
         self.pricing, self.arrangement, self.bounds, self.run = pricing, arrangement, bounds, run
         self.count, self.layers, self.m = bounds.count, bounds.costs.blocks, bounds.micro_batches
         held = run.in_flight or [self.count - stage for stage in range(self.count)]
         self.ahead = [min(one, self.m) for one in held]
-        found = least_edges(pricing, arrangement)
+        every = {column: least_edges(pricing, arrangement, column) for column in columns(arrangement)}
+        column, found = max(every.items(), key=lambda item: sum(seconds for seconds, _, _ in item[1]))
         self.edges, self.gone, self.flow = ([one[part] for one in found[:-1]] for part in range(3))
-        self.around, self.sent = found[-1], sent_both_ways(pricing, arrangement)
+        self.around, self.sent = found[-1], sent_both_ways(pricing, arrangement, column)
         if run.in_flight:
             self.gone = [0.0] * len(self.gone)
         afters = pricing.known.setdefault(("after", run.two_level, arrangement.order), {})
-        keys = [(content, stage == 0, stage == self.count - 1) for stage, content in enumerate(arrangement.contents)]
+        keys = [(content, cluster_at(content, column[0]), stage == 0, stage == self.count - 1)
+                for stage, content in enumerate(arrangement.contents)]
         for stage, key in enumerate(keys):
             if key not in afters:
-                afters[key] = self._after(stage)
+                afters[key] = self._after(stage, key[1])
         self.after: list[After] = [afters[key] for key in keys]
         step = pricing._step(arrangement.order)
         here = max(1, pricing.processes // step)  # stages of a node
@@ -60,7 +63,7 @@ class Stages:
         self.even = len({*zip(bounds.forward, bounds.backward)}) == 1
         self.barrier = run.engine == "megatron" and self.count > 1
 
-    def _after(self, stage: int) -> After:
+    def _after(self, stage: int, cluster: int) -> After:
         pricing, content, order = self.pricing, self.arrangement.contents[stage], self.arrangement.order
         portion, processes = pricing.portion, pricing.processes
         way, whole = pricing._reduction(content, order, 1)
@@ -71,7 +74,7 @@ class Stages:
         factor = (WORTH if pricing.ground.wan else 1.0) * min(1.0, own / processes)
         if self.run.two_level != "off" and way == "flat" and len(content) > 1:
             whole = FREE  # a simulation sums it in two levels: not priced here
-        shared = factor * pricing.inside_s(content, order, way) * (0.5 if self.run.zero == 1 else 1.0)
+        shared = factor * pricing.inside_s(content, order, way, cluster) * (0.5 if self.run.zero == 1 else 1.0)
         whole = Price(factor * whole.byte_s, whole.latency_s)
         zero, weights = self.run.zero, pricing.model.activation_width / pricing.model.gradient_width
         half = whole.scaled(0.5)
