@@ -11,8 +11,8 @@ SPEC = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "
 generate = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(generate)
 PAGES = [page for page in generate.pages() if "<!-- lab -->" in page.read_text()]
-#: What a page needs besides .venv -> how it is named there.
-NEEDS = {"trainer.md": "transformers", "lightning.md": "lightning"}
+#: What a page needs besides .venv.
+NEEDS = {"trainer.md": ("transformers",), "lightning.md": ("lightning", "transformers")}
 
 
 def kinds(text):
@@ -27,7 +27,8 @@ def kinds(text):
 @full
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_jobs_print_what_the_page_shows(page, tmp_path):
-    pytest.importorskip(NEEDS.get(page.name, "torch"))
+    for package in NEEDS.get(page.name, ()):
+        pytest.importorskip(package)
     seen = list(generate.in_lab(page.read_text(), tmp_path))
     assert seen
     for command, shown, printed in seen:
