@@ -10,12 +10,12 @@ last forward. The first backward is that of the first micro-batch's last chunk
                back_(s+1)
     last_s     last forward ended: N f after begin_s; N y after the first message from above; N - r_s pairs of passes
                after back_s; after last_(s-1)
-    end_s      last backward ended: N b, or messages from below, after back_s; r_s passes after last_s; r_(s+1) messages from below after last_(s+1); after
-               end_(s+1); the last micro-batch's way back through all chunks after the last stage's last forward; all
-               messages through a NIC that sends both ways, after begin_s
+    end_s      last backward ended: N b, or messages from below, after back_s; r_s passes after last_s; r_(s+1) messages
+               from below after last_(s+1); after end_(s+1); the last micro-batch's way back through all chunks after
+               the last stage's last forward; all messages through a NIC that sends both ways, after begin_s
 
-Where passes, or messages, of a kind follow each other, p of each chunk in turn (p: stages), the first micro-batch of the
-p comes to its next chunk a turn through all stages later, if that is longer than p of them: once for each next chunk.
+Where passes, or messages, of a kind follow each other, p of each chunk in turn (p: stages), the first micro-batch of
+the p comes to its next chunk a turn through all stages later; if that is longer than p of them, once for each chunk.
 
 Then come reductions: of the chunks whose last backward lies in the r_s last ones, and of all if nothing is hidden; then
 a tied embedding's. A NIC that carries both activations and the reductions of its stage must send all of it, and the
