@@ -6,16 +6,20 @@ passes of a stage before its first backward (cost/pipeline.py's passes), so r_s 
 last forward. The first backward is that of the first micro-batch's last chunk
 
     begin_s    the first pass: sum above (f + x)
-    back_s     first backward: through all chunks; u_s + 1 passes, or messages from above, after begin_s
+    back_s     first backward: through all chunks; u_s + 1 passes, or messages from above, after begin_s; after
+               back_(s+1)
     last_s     last forward ended: N f after begin_s; N y after the first message from above; N - r_s pairs of passes
                after back_s; after last_(s-1)
-    end_s      last backward ended: r_s passes after last_s; r_(s+1) messages from below after last_(s+1); after
+    end_s      last backward ended: N b, or messages from below, after back_s; r_s passes after last_s; r_(s+1) messages from below after last_(s+1); after
                end_(s+1); the last micro-batch's way back through all chunks after the last stage's last forward; all
                messages through a NIC that sends both ways, after begin_s
 
-Then come reductions: of the chunks whose last backward lies in the r_s last ones, and of all if nothing is hidden. A
-NIC that carries both activations and the reductions of its stage must send all of it, and the gradients that such
-chunks send up.
+Where passes, or messages, of a kind follow each other, p of each chunk in turn (p: stages), the first micro-batch of the
+p comes to its next chunk a turn through all stages later, if that is longer than p of them: once for each next chunk.
+
+Then come reductions: of the chunks whose last backward lies in the r_s last ones, and of all if nothing is hidden; then
+a tied embedding's. A NIC that carries both activations and the reductions of its stage must send all of it, and the
+gradients that such chunks send up.
 """
 
 from __future__ import annotations
@@ -32,19 +36,30 @@ def interleaved_s(least: Stages) -> float:
     turns = v * sum(edges) + (v - 1) * least.around[0]  # of one micro-batch from stage to stage, one way
     begun = [min(total, (count - stage - 1) * 2 + (v - 1) * count) if m > count else total for stage in stages]
     begin, back, last, end = [0.0], [0.0] * count, [0.0] * count, [0.0] * count
+    turn_f, turn_b = (sum(way) + sum(edges) + least.around[0] for way in (forward, backward))
+
+    def behind(turn_s: float, each_s: float, turns: int = v - 1) -> float:
+        """What waiting for so many turns adds to passes, or messages, that take each_s."""
+        return turns * max(0.0, turn_s - count * each_s)
+
     for stage in stages[1:]:
         begin.append(begin[-1] + forward[stage - 1] + edges[stage - 1] + first_f * (stage == 1))
     through = v * sum(forward) + first_f + last_f + turns  # the first micro-batch, and back to a stage
     for stage in reversed(stages):
         flow, own = least.flow[stage - 1] if stage else 0.0, forward[stage]
         passes = min(begun[stage] + 1, total)
-        back[stage] = max(through, begin[stage] + max(passes * own, (passes - 1) * flow + own))
+        back[stage] = max(through, begin[stage] + max(passes * own + behind(turn_f, own),
+                                                      (passes - 1) * flow + behind(turn_f, flow) + own))
+        if stage < count - 1:
+            below = backward[stage + 1] + bounds.extra_backward[-1] * (stage == count - 2)
+            back[stage] = max(back[stage], back[stage + 1] + below + edges[stage])
         through += backward[stage] + (edges[stage - 1] if stage else 0.0)
         through += bounds.extra_backward[-1] * (stage == count - 1)
     for stage in stages:
         flow, own, both = least.flow[stage - 1] if stage else 0.0, forward[stage], forward[stage] + backward[stage]
         moments = [begin[stage] + total * own + m * bounds.extra_forward[stage],
-                   begin[stage] + (total - 1) * flow + own]
+                   begin[stage] + total * own + behind(turn_f, own),
+                   begin[stage] + (total - 1) * flow + behind(turn_f, flow) + own]
         if total > begun[stage]:
             moments.append(back[stage] + (total - begun[stage] - 1) * both)
         if stage:
@@ -54,24 +69,29 @@ def interleaved_s(least: Stages) -> float:
     for stage in reversed(stages):
         own = backward[stage]
         through += own + bounds.extra_backward[stage]
-        moments = [through, last[stage] + min(begun[stage] + 1, total) * own]
+        moments = [through, last[stage] + min(begun[stage] + 1, total) * own,
+                   back[stage] + total * own + behind(turn_b, own)]
         if stage < count - 1:
             through += edges[stage]
             moments[0] += edges[stage]
-            left, below = min(begun[stage + 1] + 1, total), backward[stage + 1]
-            moments += [end[stage + 1] + edges[stage] + own, last[stage + 1] + below + left * least.flow[stage] + own,
+            left, below, flow = min(begun[stage + 1] + 1, total), backward[stage + 1], least.flow[stage]
+            moments.append(back[stage] + (total - 1) * flow + behind(turn_b, flow) + own)
+            moments += [end[stage + 1] + edges[stage] + own, last[stage + 1] + below + left * flow + own,
                         begin[stage + 1] + forward[stage + 1] + total * least.sent[stage + 1] + own]
         end[stage] = max(moments)
     found = [m * (v - 1) * least.around[2]]
     rests = [n * each + once for each, once in (after.rest for after in least.after)]
     for stage, after in enumerate(least.after):
         own, (each, fixed) = backward[stage], after.reduce
-        rest_s, reduce = max(rests) if least.barrier else rests[stage], n * each + fixed
+        rest_s = least.tied[stage] + (max(rests) if least.barrier else rests[stage])
+        reduce = n * each + fixed
         found.append(end[stage] + rest_s + (0.0 if after.hidden else reduce))
         found.append(begin[stage] + forward[stage] + total * least.sent[stage] + n * after.shared + rest_s)
         chunks = (min(begun[stage] + 1, total) - 1) // count + 1 if after.hidden else 0
         for chunk in range(min(v, chunks)):  # whose last backward is followed by those of so many chunks
-            over = end[stage] if not chunk else last[stage] + (min(begun[stage] + 1, total) - chunk * count) * own
+            over = last[stage] + (min(begun[stage] + 1, total) - chunk * count) * own
+            over = max(over, back[stage] + (total - chunk * count) * own + behind(turn_b, own, v - 1 - chunk))
+            over = over if chunk else end[stage]
             part = n * each * (chunk + 1) / v + (fixed if stage < count - 1 else 0.0)
             carried = n * after.shared * (chunk + 1) / v + chunk * count * least.sent[stage] / 2
             found.append(over - own - bounds.extra_backward[stage] + max(part, carried) + rest_s)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from holmes_ext.plan.cost.network import message
+from holmes_ext.plan.cost.network import all_reduce, message, passes
 from holmes_ext.plan.search.arrangement import Arrangement
 from holmes_ext.plan.search.pricing import Pricing
 
@@ -63,6 +63,24 @@ def sent_both_ways(pricing: Pricing, arrangement: Arrangement, column: Column) -
             known[near] = seconds if up.name == down.name else 0.0
         found[stage] = known[near]
     return found
+
+
+def least_tied_s(pricing: Pricing, arrangement: Arrangement, column: Column) -> float:
+    """Seconds of the all-reduce of a tied embedding's gradient between the last stage and the first at least: of a
+    column's pipelines, all NICs being theirs (plan/simulate/flows.py's tied); 0 where the two may share a node."""
+    ground, contents, tensor = pricing.ground, arrangement.contents, pricing.shape.tensor
+    size, step, processes = pricing.model.tied_bytes(pricing.sizes), pricing._step(arrangement.order), pricing.processes
+    if not size or (len(contents) - 1) * step < processes:
+        return 0.0
+    (low, width), first, last = column, contents[0], contents[-1]
+    pair, sharers = (cluster_at(first, low), cluster_at(last, low)), min(processes, step)
+    alike = max(processes, step) % sharers == 0 and sharers % tensor == 0  # pipelines of a node: one kind
+    fabric, apart = ground.fabric(pair), ground.only is None and pair[0] != pair[1] and len(first) == len(last) == 1
+    ways = ground.crossing(fabric, pair, width if alike else 1, ring=True)
+    found = [size / (pricing.shards if apart else 1) * passes(fabric, sharers if alike else 1, ways)]
+    if apart and alike and step > processes and not ground.links.measured:  # summed inside each stage first
+        found += [all_reduce(pricing.shards, ground.fabric([own]), tensor).seconds(size) for own in pair]
+    return max(found) + 2 * fabric.latency_s
 
 
 def cluster_at(content: Sequence[tuple[int, int]], rank: int) -> int:

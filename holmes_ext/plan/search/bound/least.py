@@ -10,8 +10,8 @@ D: sum below of (w + 2 x), a micro-batch's way on and back. Stage s takes at lea
     or, k rounds of u at the end   (m - k u + k) w + (k + 1) D: in each all go on and back; k = 1: the last ones
     blocked, unless edges hide     (m - u) (x'_s + x'_(s-1)) + (u - 1) x'_(s-1)        Megatron's pairs of messages
     then one of                    up again: sum above (b + x), and what stage 0 does after it
-                                   its reductions that its last backward does not hide, then the longest optimizer and
-                                   gather of all stages (megatron)
+                                   its reductions that its last backward does not hide, then (first and last stage) the
+                                   tied embedding's, then the longest optimizer and gather of all stages (megatron)
 
 And whatever hides them, all activations flow over each edge, one after the other, between the first one's way there
 and the last one's way on and back.
@@ -223,15 +223,15 @@ class Least(Stages):
         end = down + self.there[stage] + self._passes(stage, layers).seconds(below)
         first = self.after[0]
         tail = max(0.0, sum(first.reduce) - first.hidden * (bounds.backward[0] + bounds.extra_backward[0]))
-        tail += max(rest_s, sum(first.rest))
+        tail += self.tied[0] + max(rest_s, sum(first.rest))
         return max(end + self._left(stage, layers, rest_s), end + up + self.there[stage] + tail)
 
     def _left(self, stage: int, layers: int, rest_s: float) -> float:
-        """Seconds after its last backward at least: reductions, all stages' norm, optimizer, gathers."""
+        """Seconds after its last backward at least: reductions, tied ones, all stages' norm, optimizer, gathers."""
         after, bounds = self.after[stage], self.bounds
         hidden = after.hidden * (layers * bounds.backward[stage] + bounds.extra_backward[stage])
         reduce = max(0.0, layers * after.reduce[0] + after.reduce[1] - hidden)
-        return reduce + max(rest_s, layers * after.rest[0] + after.rest[1])
+        return reduce + self.tied[stage] + max(rest_s, layers * after.rest[0] + after.rest[1])
 
     def _reduced(self, stages: Sequence[int], most: Sequence[int], step_s: float) -> bool:
         """Whether a node can reduce what its stages hold from the first of all last backwards on. Of what the stages

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from holmes_ext.plan.cost.network import FREE, WORTH, Price
 from holmes_ext.plan.search.arrangement import Arrangement
-from holmes_ext.plan.search.bound.edges import cluster_at, columns, least_edges, sent_both_ways
+from holmes_ext.plan.search.bound.edges import cluster_at, columns, least_edges, least_tied_s, sent_both_ways
 from holmes_ext.plan.search.bound.formula import Bounds
 from holmes_ext.plan.search.pricing import Pricing
 from holmes_ext.plan.simulate.execution import Execution
@@ -36,7 +36,7 @@ class Stages:
     column, by the stage above: edges, all; gone, that hold up who sends; flow, of a message behind others; around:
     those of the last stage to the first. sent: a NIC's for an activation down and a gradient up. together: stages of
     one node, where nodes have several. barrier: gradients' norm is summed over all stages before any optimizer
-    (megatron)."""
+    (megatron); tied: before it, after its reductions, a stage sums a tied embedding's gradient."""
 
     def __init__(self, pricing: Pricing, arrangement: Arrangement, bounds: Bounds, run: Execution):
         self.pricing, self.arrangement, self.bounds, self.run = pricing, arrangement, bounds, run
@@ -62,6 +62,9 @@ class Stages:
         self.together = [list(stages[low : low + here]) for low in range(0, self.count, here)] if here > 1 else []
         self.even = len({*zip(bounds.forward, bounds.backward)}) == 1
         self.barrier = run.engine == "megatron" and self.count > 1
+        self.tied = [0.0] * self.count
+        if self.barrier:
+            self.tied[0] = self.tied[-1] = least_tied_s(pricing, arrangement, column)
 
     def _after(self, stage: int, cluster: int) -> After:
         pricing, content, order = self.pricing, self.arrangement.contents[stage], self.arrangement.order
