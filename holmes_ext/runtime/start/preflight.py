@@ -238,7 +238,7 @@ def _judge(
         who = f"node {node} (rank {plan.nodes.index(node) * plan.processes})"
         advice = "is its process alive? (--holmes-preflight off skips it)"
         return {"error": f"preflight: {who} did not finish it within {FINDINGS_S:g} s; {advice}"}
-    for tried, tcp in told.values():
+    for tried, tcp in (told[node] for node in plan.nodes):  # in one order, whoever came first
         findings += map(tuple, tried)
         short += [tcp] if tcp else []
     try:
