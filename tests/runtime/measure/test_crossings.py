@@ -35,7 +35,7 @@ def test_the_stated_rate_is_the_least_on_the_way():
 
 def test_both_ends_pass_the_same_barriers_and_the_sender_knows_what_arrived(monkeypatch):
     monkeypatch.setattr(crossings, "LEAD_S", 0.05)
-    monkeypatch.setattr(crossings, "WINDOW_S", 0.05)
+    monkeypatch.setattr(crossings, "WINDOW_S", 0.25)
     servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
     addresses, found = [server.getsockname() for server in servers], {}
     barrier = threading.Barrier(3)
