@@ -61,8 +61,8 @@ class OuterSettings:
     fragments: int = DEFAULT[1]
     delay: int = DEFAULT[2]
     mix: str = "keep"
-    lr: float = 1.0
-    momentum: float = 0.7
+    lr: float = _DEFAULTS["diloco"]["lr"]
+    momentum: float = _DEFAULTS["diloco"]["momentum"]
     clip: float = 0.0
     compress: str = "bf16"
     aggregate: str = "mean"
