@@ -35,6 +35,7 @@ def interleaved_s(least: Stages) -> float:
     first_f, last_f = bounds.extra_forward[0], bounds.extra_forward[-1]
     turns = v * sum(edges) + (v - 1) * least.around[0]  # of one micro-batch from stage to stage, one way
     begun = [min(total, (count - stage - 1) * 2 + (v - 1) * count) if m > count else total for stage in stages]
+    closing = [min(one + 1, total) for one in begun]  # r_s: backward passes after a stage's last forward
     begin, back, last, end = [0.0], [0.0] * count, [0.0] * count, [0.0] * count
     turn_f, turn_b = (sum(way) + sum(edges) + least.around[0] for way in (forward, backward))
 
@@ -47,9 +48,8 @@ def interleaved_s(least: Stages) -> float:
     through = v * sum(forward) + first_f + last_f + turns  # the first micro-batch, and back to a stage
     for stage in reversed(stages):
         flow, own = least.flow[stage - 1] if stage else 0.0, forward[stage]
-        passes = min(begun[stage] + 1, total)
-        back[stage] = max(through, begin[stage] + max(passes * own + behind(turn_f, own),
-                                                      (passes - 1) * flow + behind(turn_f, flow) + own))
+        back[stage] = max(through, begin[stage] + max(closing[stage] * own + behind(turn_f, own),
+                                                      (closing[stage] - 1) * flow + behind(turn_f, flow) + own))
         if stage < count - 1:
             below = backward[stage + 1] + bounds.extra_backward[-1] * (stage == count - 2)
             back[stage] = max(back[stage], back[stage + 1] + below + edges[stage])
@@ -69,14 +69,12 @@ def interleaved_s(least: Stages) -> float:
     for stage in reversed(stages):
         own = backward[stage]
         through += own + bounds.extra_backward[stage]
-        moments = [through, last[stage] + min(begun[stage] + 1, total) * own,
-                   back[stage] + total * own + behind(turn_b, own)]
+        through += edges[stage] if stage < count - 1 else 0.0
+        moments = [through, last[stage] + closing[stage] * own, back[stage] + total * own + behind(turn_b, own)]
         if stage < count - 1:
-            through += edges[stage]
-            moments[0] += edges[stage]
-            left, below, flow = min(begun[stage + 1] + 1, total), backward[stage + 1], least.flow[stage]
+            below, flow = backward[stage + 1], least.flow[stage]
             moments.append(back[stage] + (total - 1) * flow + behind(turn_b, flow) + own)
-            moments += [end[stage + 1] + edges[stage] + own, last[stage + 1] + below + left * flow + own,
+            moments += [end[stage + 1] + edges[stage] + own, last[stage + 1] + below + closing[stage + 1] * flow + own,
                         begin[stage + 1] + forward[stage + 1] + total * least.sent[stage + 1] + own]
         end[stage] = max(moments)
     found = [m * (v - 1) * least.around[2]]
@@ -84,15 +82,15 @@ def interleaved_s(least: Stages) -> float:
     for stage, after in enumerate(least.after):
         own, (each, fixed) = backward[stage], after.reduce
         rest_s = least.tied[stage] + (max(rests) if least.barrier else rests[stage])
-        reduce = n * each + fixed
-        found.append(end[stage] + rest_s + (0.0 if after.hidden else reduce))
+        found.append(end[stage] + rest_s + (0.0 if after.hidden else n * each + fixed))
         found.append(begin[stage] + forward[stage] + total * least.sent[stage] + n * after.shared + rest_s)
-        chunks = (min(begun[stage] + 1, total) - 1) // count + 1 if after.hidden else 0
+        chunks = (closing[stage] - 1) // count + 1 if after.hidden else 0
         for chunk in range(min(v, chunks)):  # whose last backward is followed by those of so many chunks
-            over = last[stage] + (min(begun[stage] + 1, total) - chunk * count) * own
-            over = max(over, back[stage] + (total - chunk * count) * own + behind(turn_b, own, v - 1 - chunk))
-            over = over if chunk else end[stage]
+            gone = chunk * count
+            over = end[stage] if not chunk else max(
+                last[stage] + (closing[stage] - gone) * own,
+                back[stage] + (total - gone) * own + behind(turn_b, own, v - 1 - chunk))
             part = n * each * (chunk + 1) / v + (fixed if stage < count - 1 else 0.0)
-            carried = n * after.shared * (chunk + 1) / v + chunk * count * least.sent[stage] / 2
+            carried = n * after.shared * (chunk + 1) / v + gone * least.sent[stage] / 2
             found.append(over - own - bounds.extra_backward[stage] + max(part, carried) + rest_s)
     return max(found)

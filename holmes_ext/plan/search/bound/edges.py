@@ -14,18 +14,19 @@ from holmes_ext.plan.search.pricing import Pricing
 Column = tuple[int, int]
 
 
-def least_edges(pricing: Pricing, arrangement: Arrangement, column: Column) -> list[tuple[float, float, float]]:
+def least_edges(
+    pricing: Pricing, arrangement: Arrangement, column: Column, inside: Sequence[float]
+) -> list[tuple[float, float, float]]:
     """Seconds of an activation to the next stage at least, of them those in which who sends it is held up, and those in
     which it flows: of a column's pipelines, which send at the same time. The last one: from the last stage to the
-    first."""
+    first. inside: seconds of each edge, for those that leave no node."""
     ground, size, step = pricing.ground, pricing.block.activation_bytes, pricing._step(arrangement.order)
     sharers, (low, width) = min(pricing.processes, step), column
     contents, found = arrangement.contents, []
     known: dict[object, tuple[float, float, float]] = pricing.known.setdefault(("edges", column, arrangement.order), {})
-    local = [*(edge.seconds(size) for edge in pricing.edges(arrangement)), 0.0]
     for stage, (one, other) in enumerate(zip(contents, (*contents[1:], contents[0]))):
         if (stage + 1) * step % pricing.processes != 0 or len(contents) * step <= pricing.processes:
-            found.append((local[stage], local[stage], 0.0))
+            found.append((inside[stage], inside[stage], 0.0))
             continue
         if (one, other) not in known:
             pair = cluster_at(one, low), cluster_at(other, low)

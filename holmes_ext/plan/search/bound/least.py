@@ -221,10 +221,7 @@ class Least(Stages):
                 least = min(more_down, more_below)
                 down, up = down + left * least, up + left * (more_below - least)
         end = down + self.there[stage] + self._passes(stage, layers).seconds(below)
-        first = self.after[0]
-        tail = max(0.0, sum(first.reduce) - first.hidden * (bounds.backward[0] + bounds.extra_backward[0]))
-        tail += self.tied[0] + max(rest_s, sum(first.rest))
-        return max(end + self._left(stage, layers, rest_s), end + up + self.there[stage] + tail)
+        return max(end + self._left(stage, layers, rest_s), end + up + self.there[stage] + self._left(0, 1, rest_s))
 
     def _left(self, stage: int, layers: int, rest_s: float) -> float:
         """Seconds after its last backward at least: reductions, tied ones, all stages' norm, optimizer, gathers."""
@@ -275,13 +272,12 @@ class Least(Stages):
         for stage in reversed(range(count)):
             f, b, extra_b = bounds.forward[stage], bounds.backward[stage], bounds.extra_backward[stage]
             over -= most[stage]
-            edge, passes = self.edges[stage] if stage < count - 1 else 0.0, self.own[stage]
+            edge = self.edges[stage] if stage < count - 1 else 0.0
             slope = self.more_down[stage] if stage else 0.0
             fixed, sent = self.down[stage] + self.there[stage], m * self.sent[stage]
             down = fixed + bounds.extra_forward[stage] + sent - (self.edges[stage - 1] if stage else 0.0)
+            passes = [self._passes(stage, n) for n in range(most[stage] + 1)]
             after = [self._left(stage, n, rest_s) for n in range(most[stage] + 1)]
-            for n in range(most[stage] + 1):
-                self._passes(stage, n)
             found: dict[int, tuple[float, int, int]] = {}
             for held, end in ends.items():
                 room, spare = self.layers - held, held - (count - 1 - stage)

@@ -43,7 +43,8 @@ class Stages:
         self.count, self.layers, self.m = bounds.count, bounds.costs.blocks, bounds.micro_batches
         held = run.in_flight or [self.count - stage for stage in range(self.count)]
         self.ahead = [min(one, self.m) for one in held]
-        every = {column: least_edges(pricing, arrangement, column) for column in columns(arrangement)}
+        inside = [*(edge.seconds(pricing.block.activation_bytes) for edge in pricing.edges(arrangement)), 0.0]
+        every = {column: least_edges(pricing, arrangement, column, inside) for column in columns(arrangement)}
         column, found = max(every.items(), key=lambda item: sum(seconds for seconds, _, _ in item[1]))
         self.edges, self.gone, self.flow = ([one[part] for one in found[:-1]] for part in range(3))
         self.around, self.sent = found[-1], sent_both_ways(pricing, arrangement, column)
