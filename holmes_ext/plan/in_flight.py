@@ -5,7 +5,7 @@ from __future__ import annotations
 from holmes_ext.cluster.site import Site
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.nodes import Predictor
-from holmes_ext.plan.cost.pipeline import in_flight, worth_hiding
+from holmes_ext.plan.cost.pipeline import quickest_in_flight, worth_hiding
 from holmes_ext.plan.layout import Layout
 from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.traffic import SOCKETS
@@ -25,11 +25,13 @@ def under_way(plan: Plan, site: Site, options: Options) -> tuple[int, ...]:
         return tuple(range(sizes.pipeline, 0, -1))
     predictor = Predictor(site, Layout(sizes, plan.processes), work)
     edges, size = predictor.edges(predictor.parts(plan.nodes)), work.activation_bytes
-    busy = [load.busy_s for load in plan.loads] or [work.forward_s + work.backward_s] * sizes.pipeline
+    forward = [load.forward_s for load in plan.loads] or [work.forward_s] * sizes.pipeline
+    backward = [load.backward_s for load in plan.loads] or [work.backward_s] * sizes.pipeline
     seconds, sent = [edge.seconds(size) for edge in edges], [edge.byte_s * size for edge in edges]
-    if not worth_hiding(busy, seconds):
+    if not worth_hiding([f + b for f, b in zip(forward, backward)], seconds):
         return ()
-    return in_flight(busy, seconds, work.micro_batches, sent, [load.most for load in plan.loads])
+    most = [load.most for load in plan.loads]
+    return quickest_in_flight(forward, backward, seconds, work.micro_batches, sent, most)
 
 
 def asked_in_flight(options: Options, stages: int, micro_batches: int) -> tuple[int, ...]:

@@ -27,6 +27,9 @@ Pass = tuple[str, int, int]
 Seconds = Sequence[float]
 #: Part of a stage's forward and backward that an edge may take unhidden: what holmes's own sends cost is about as much.
 SMALL = 0.01
+#: A step of so many times the micro-batches under way settles at the slowest stage's pace; more under way than that
+#: needs must save this part of a shorter one.
+SETTLED, WORTH_MORE = 4, 0.005
 
 
 def uniform(layers: int, parts: int) -> tuple[int, ...]:
@@ -37,7 +40,8 @@ def uniform(layers: int, parts: int) -> tuple[int, ...]:
 
 
 def in_flight(
-    busy: Seconds, transfer: Seconds, micro_batches: int, load: Seconds = (), most: Sequence[float] = ()
+    busy: Seconds, transfer: Seconds, micro_batches: int, load: Seconds = (), most: Sequence[float] = (),
+    pace_s: float = 0.0,
 ) -> tuple[int, ...]:
     """Micro-batches that each stage must have begun and not ended, at most, so that no edge is waited for.
 
@@ -48,19 +52,41 @@ def in_flight(
     Free edges and equal stages: 1F1B's p - s, which is the least of all. A fiftieth of a pass more is none.
 
     most: of each stage, as many as its memory holds. Where they are fewer, the least pace is taken that needs no more
-    than those; 1F1B's own are the framework's to fit.
+    than those; 1F1B's own are the framework's to fit. pace_s: of stages that may take longer, instead of the slowest's.
     """
     own = range(len(busy), 0, -1)
     room = [max(one, least) for one, least in zip(most, own)] or [inf] * len(busy)
-    fast, slow = max((*busy, *load)), sum(busy) + 2 * sum(transfer)
-    found = _held(busy, transfer, fast)
+    fast, slow = max((*((pace_s,) if pace_s else busy), *load)), sum(busy) + 2 * sum(transfer)
+
+    def held(pace: float) -> list[int]:
+        return [min(count, micro_batches) for count in _held(busy, transfer, pace)]
+
+    found = held(fast)
     if any(count > holds for count, holds in zip(found, room)):
         for _ in range(30):  # bisection: a longer pace needs no more of them, the longest 1F1B's own
             middle = (fast + slow) / 2
-            enough = all(count <= holds for count, holds in zip(_held(busy, transfer, middle), room))
+            enough = all(count <= holds for count, holds in zip(held(middle), room))
             fast, slow = (fast, middle) if enough else (middle, slow)
-        found = _held(busy, transfer, slow)
-    return tuple(min(count, micro_batches) for count in found)
+        found = held(slow)
+    return tuple(found)
+
+
+def quickest_in_flight(
+    forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int, load: Seconds = (),
+    most: Sequence[float] = (),
+) -> tuple[int, ...]:
+    """in_flight's, or as many as the mean stage's pace needs where that makes the step shorter: one of few more
+    micro-batches than are under way ends before the slowest stage's pace is everybody's. Then stages that are faster
+    work ahead, and messages have more time."""
+    busy = [f + b for f, b in zip(forward, backward)]
+    found = in_flight(busy, transfer, micro_batches, load, most)
+    if micro_batches > SETTLED * found[0]:
+        return found
+    more = in_flight(busy, transfer, micro_batches, load, most, sum(busy) / len(busy))
+    if more == found:
+        return found
+    now, then = (max(walked_ends(forward, backward, transfer, micro_batches, held)) for held in (found, more))
+    return more if then < now * (1 - WORTH_MORE) else found
 
 
 def worth_hiding(busy: Seconds, transfer: Seconds) -> bool:
@@ -69,12 +95,12 @@ def worth_hiding(busy: Seconds, transfer: Seconds) -> bool:
 
 
 def _held(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
-    """in_flight's number for one pace."""
+    """in_flight's number for one pace; a stage that takes longer counts as if it did not."""
     found, last = [1] * len(busy), len(busy) - 1
     for stage in reversed(range(last)):
-        way = busy[stage]
+        way = min(busy[stage], pace_s)
         for other in range(stage + 1, last + 1):
-            way += busy[other] + 2 * transfer[other - 1]
+            way += min(busy[other], pace_s) + 2 * transfer[other - 1]
             found[stage] = max(found[stage], found[other] - 1 + ceil(way / pace_s - 0.02))
         found[stage] = max(found[stage], len(busy) - stage)
     return found

@@ -19,7 +19,9 @@ from holmes_ext.plan.cost.buckets import buffer_bytes
 from holmes_ext.plan.cost.memory import state_bytes, under_way, working_bytes
 from holmes_ext.plan.cost.model import Layer, Model
 from holmes_ext.plan.cost.network import FREE, Price
-from holmes_ext.plan.cost.pipeline import Estimate, formula_ends, in_flight, step_of, walked_ends, worth_hiding
+from holmes_ext.plan.cost.pipeline import (
+    Estimate, formula_ends, quickest_in_flight, step_of, walked_ends, worth_hiding,
+)
 from holmes_ext.plan.cost.workload import StageLoad
 from holmes_ext.plan.sizes import Sizes
 
@@ -229,10 +231,10 @@ class StageCosts:
             return ()
         loads, ranges = self.loads(stage_layers), self.ranges(stage_layers)
         transfer = [row[high - 1] for row, (_, high) in zip(self.transfer, ranges[:-1])]
-        busy, most = [load.busy_s for load in loads], [load.most for load in loads]
-        if not worth_hiding(busy, transfer):
+        if not worth_hiding([load.busy_s for load in loads], transfer):
             return ()
-        return in_flight(busy, transfer, self.micro_batches, self.hidden, most)
+        forward, backward, most = zip(*((load.forward_s, load.backward_s, load.most) for load in loads))
+        return quickest_in_flight(forward, backward, transfer, self.micro_batches, self.hidden, most)
 
     @property
     def tied_wait_s(self) -> float:
