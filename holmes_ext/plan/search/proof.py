@@ -7,7 +7,8 @@ can, or the time is over.
              `- arrangement     bound: least.py, of their chain        its splits simulated, those that the bounds, the
                                                                        closed form and moves of single blocks give
 
-The least bound is looked at first. Where an arrangement has one split only (no pipeline, or chunks) its simulation
+First what is akin to the best, its sizes and micro-batch with any recomputation and ZeRO, until EARLY arrangements were
+simulated: the earlier a good step is known, the less is left to look at. Then the least bound comes first. Where an arrangement has one split only (no pipeline, or chunks) its simulation
 settles it; else its bound stays in the certificate. Where the network between clusters is not flat it ends after
 PATIENCE of them that were no better, as in search.py. Where that takes more than ALONE_S, two processes share the work.
 """
@@ -40,8 +41,11 @@ from holmes_ext.plan.simulate.fold import folded_s
 ALONE_S, PROCESSES = 2.0, 2
 #: Where the network between clusters is not flat: items after which nothing better is expected (search.py's PATIENCE).
 PATIENCE = 12
-#: Passes up to which a step is simulated; moves of a block that are simulated where the first split comes so near.
-WORK, MOVES, NEAR = 200_000, 30, 1.02
+#: Arrangements of the best one's kin that are simulated before all else.
+EARLY = 8
+#: Passes up to which a step is simulated; moves of a block that are simulated where the first split comes so near, at
+#: most, and their passes.
+WORK, MOVES, NEAR, MOVED = 200_000, 30, 1.02, 40_000
 #: Told from time to time: what is done and left, the best step so far, the gap of the certificate.
 Progress = Callable[[int, int, float, float], None]
 
@@ -108,14 +112,16 @@ class Judge:
                 known[own] = under_way(outcome, replace(one, simulated_s=folded_s(job_of(outcome, one))))
             return known[own].simulated_s if own in known else inf
 
-        if passes(outcome.candidate(pricing, arrangement, split), outcome.model.layers) > WORK:
+        work = passes(outcome.candidate(pricing, arrangement, split), outcome.model.layers)
+        if work > WORK:
             return [], [], bound
         if shape.virtual > 1 or shape.pipeline == 1:
             seconds_of(split)
             return [], [*known.values()], inf
         first = min((split, partitioned(costs, bounds, split, formula, best)[0], item.split), key=seconds_of)
         if seconds_of(first) < best * NEAR:
-            improved(first, seconds_of, lambda moved: list(full_to_empty(bounds, moved))[: MOVES // 3], MOVES)
+            tries = min(MOVES, MOVED // work)
+            improved(first, seconds_of, lambda moved: list(full_to_empty(bounds, moved))[: MOVES // 3], tries)
         return [], [*known.values()], bound
 
 
@@ -149,7 +155,8 @@ def prove(outcome: Outcome, seconds: float = inf, progress: Progress | None = No
 
 
 class _Proof:
-    """heap: (bound, number, item). left_s: the least bound of what was looked at and not settled."""
+    """heap: (bound, number, item); early: those before it, the chained ones first. left_s: the least bound of what was
+    looked at and not settled."""
 
     def __init__(self, outcome: Outcome, seconds: float, progress: Progress | None):
         self.outcome, self.progress, self.begin = outcome, progress, time.monotonic()
@@ -158,16 +165,20 @@ class _Proof:
         self.done = self.improved = 0
         self.number = itertools.count()
         self.heap: list[tuple[float, int, Item]] = []
+        self.early: list[tuple[bool, float, int, Item]] = []
+        self.early_left = EARLY
         self.known = {(one.shape, one.arrangement, one.split) for one in outcome.candidates if one.simulated_s}
         self.more: list[Candidate] = []
         self.pool: ProcessPoolExecutor | None = None
-        self.current: dict[Future[Found], tuple[float, Item]] = {}
+        self.current: dict[Future[Found], tuple[float, Item, bool]] = {}
 
     def go(self) -> None:
         outcome, work = self.outcome, Judge(self.outcome)
+        best = outcome.best.shape
         for shape, ideal in outcome.ideals.items():
             if ideal < self.best * (1 - EQUAL):
-                self._push(ideal, shape)
+                kin = replace(shape, recompute=best.recompute, zero=best.zero) == best
+                self._push(ideal, shape, kin and best.virtual == 1 and best.pipeline > 1)
         several = min(PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
         patience = PATIENCE if outcome.ground.wan else inf
         while time.monotonic() < self.end and self.done - self.improved < patience:
@@ -177,48 +188,58 @@ class _Proof:
             if self.pool is None:
                 if not (given := next(self._next(), None)):
                     break
-                bound, item = given
+                bound, item, early = given
                 try:
-                    self._take(work.do(item, bound, self.best))
+                    self._take(work.do(item, bound, self.best), early)
                 except KeyboardInterrupt:
                     self.left_s = min(self.left_s, bound)
                     raise
                 continue
             while len(self.current) < 2 * several and (given := next(self._next(), None)):
-                bound, item = given
-                self.current[self.pool.submit(_done, item, bound, self.best)] = bound, item
+                self.current[self.pool.submit(_done, *given[1::-1], self.best)] = given
             if not self.current:
                 break
             left_s = min(60.0, max(0.0, self.end - time.monotonic()))
             finished, _ = wait(self.current, left_s, FIRST_COMPLETED)
             for future in finished:
-                del self.current[future]
-                self._take(future.result())
+                _, _, early = self.current.pop(future)
+                self._take(future.result(), early)
 
-    def _next(self) -> Iterator[tuple[float, Item]]:
-        """The item with the least bound, if it could beat the best."""
+    def _next(self) -> Iterator[tuple[float, Item, bool]]:
+        """What is looked at next, if it could beat the best: (bound, item, whether it is early)."""
+        while self.early:
+            _, bound, _, item = heapq.heappop(self.early)
+            if self.early_left and bound < self.best * (1 - EQUAL):
+                self.early_left -= isinstance(item, Arranged) and item.chained
+                yield bound, item, True
+                return
+            self._push(bound, item)
         if self.heap and self.heap[0][0] < self.best * (1 - EQUAL):
             bound, _, item = heapq.heappop(self.heap)
-            yield bound, item
+            yield bound, item, False
 
-    def _push(self, bound: float, item: Item) -> None:
-        heapq.heappush(self.heap, (bound, next(self.number), item))
+    def _push(self, bound: float, item: Item, early: bool = False) -> None:
+        if early and self.early_left:
+            first = isinstance(item, Arranged) and item.chained
+            heapq.heappush(self.early, (not first, bound, next(self.number), item))
+        else:
+            heapq.heappush(self.heap, (bound, next(self.number), item))
 
-    def _take(self, found: Found) -> None:
+    def _take(self, found: Found, early: bool) -> None:
         items, candidates, left_s = found
         for bound, item in items:
-            self._push(bound, item)
+            self._push(bound, item, early)
         self.left_s = min(self.left_s, left_s)
         self.more += candidates
         self.done += not any(isinstance(item, Arranged) and item.chained for _, item in items)  # those come again
         best = min([self.best, *(one.simulated_s for one in candidates)])
         self.best, self.improved = best, self.done if best < self.best * (1 - GAIN) else self.improved
         if self.progress:
-            self.progress(self.done, len(self.heap) + len(self.current), self.best, 1 - self._bound_s() / self.best)
+            self.progress(self.done, len(self.heap) + len(self.early) + len(self.current), self.best, 1 - self._bound_s() / self.best)
 
     def _bound_s(self) -> float:
         """That no plan beats."""
-        waiting = [bound for bound, _ in self.current.values()]
+        waiting = [bound for bound, _, _ in self.current.values()] + [bound for _, bound, _, _ in self.early]
         return min([self.best, self.left_s, *(bound for bound, _, _ in self.heap[:1]), *waiting])
 
     def stop(self) -> None:

@@ -32,8 +32,11 @@ from holmes_ext.plan.spread import Stages, spread
 #: and backward, of all stages) of all of them together.
 SHOWN, COUNT = 10, 30
 WORK = 60_000
-#: Passes that one counts as where the network between clusters is not flat.
-UNEVEN = 4
+#: Passes that one counts as where the network between clusters is not flat, and those that a stage's (or chunk's)
+#: reductions in two levels count as.
+UNEVEN, TWO_LEVEL = 4, 1000
+#: Times the best simulated step from which on a closed form is not simulated, for a table neither.
+FAR = 1.5
 #: Shapes whose nodes are spread over stages, and orders of stages looked at for each.
 SPREAD, SPREAD_TRIES = 2, 1500
 
@@ -119,9 +122,10 @@ def rank(outcome: Outcome, count: int = COUNT) -> Outcome:
     left, done, best = WORK, {}, inf
     seen: set[Shape] = set()
     for index, one in enumerate(outcome.candidates):
-        if len(seen) == count or (len(seen) >= SHOWN and one.formula_s >= best):
+        if len(seen) == count or one.formula_s >= (best if len(seen) >= SHOWN else FAR * best):
             break  # the closed form seldom says more than the simulation
         work = passes(one, outcome.model.layers) * (UNEVEN if outcome.ground.wan else 1)
+        work += TWO_LEVEL * one.shape.pipeline * one.shape.virtual * ("two-level" in one.reductions)
         if one.shape in seen or work > left:
             continue
         left -= work
