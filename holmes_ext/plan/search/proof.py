@@ -7,8 +7,8 @@ can, or the time is over.
              `- arrangement     bound: least.py, of their chain        its splits simulated, those that the bounds, the
                                                                        closed form and moves of single blocks give
 
-First what is akin to the best, its sizes and micro-batch with any recomputation and ZeRO, until EARLY arrangements were
-simulated: the earlier a good step is known, the less is left to look at. Then the least bound comes first. Where an arrangement has one split only (no pipeline, or chunks) its simulation
+First what is akin to the best, its sizes and micro-batch with any recomputation and ZeRO: the sooner a good step is
+known, the less is left to look at. Then the least bound comes first. Where an arrangement has one split only (no pipeline, or chunks) its simulation
 settles it; else its bound stays in the certificate. Where the network between clusters is not flat it ends after
 PATIENCE of them that were no better, as in search.py. Where that takes more than ALONE_S, two processes share the work.
 """
@@ -27,6 +27,7 @@ from math import inf
 from multiprocessing import get_context
 from typing import Any
 
+from holmes_ext.plan.cost.stages import predict
 from holmes_ext.plan.search.arrangement import Arrangement, arrangements
 from holmes_ext.plan.search.bound.formula import Bounds
 from holmes_ext.plan.search.bound.least import Least
@@ -41,8 +42,9 @@ from holmes_ext.plan.simulate.fold import folded_s
 ALONE_S, PROCESSES = 2.0, 2
 #: Where the network between clusters is not flat: items after which nothing better is expected (search.py's PATIENCE).
 PATIENCE = 12
-#: Arrangements of the best one's kin that are simulated before all else.
-EARLY = 8
+#: Arrangements of the best one's kin that are bounded again, the first of every shape first, and of those simulated,
+#: the quickest walked first, before all else.
+EARLY = 40, 8
 #: Passes up to which a step is simulated; moves of a block that are simulated where the first split comes so near, at
 #: most, and their passes.
 WORK, MOVES, NEAR, MOVED = 200_000, 30, 1.02, 40_000
@@ -53,12 +55,13 @@ Progress = Callable[[int, int, float, float], None]
 @dataclass(frozen=True)
 class Arranged:
     """To be simulated: no step of it takes less than the bound. chained: whether that is the closer one; split: the one
-    that it leaves."""
+    that it leaves, and its seconds walked pass by pass."""
 
     shape: Shape
     arrangement: Arrangement
     chained: bool = False
     split: tuple[int, ...] = ()
+    walked_s: float = 0.0
 
 
 Item = Shape | Arranged
@@ -102,7 +105,9 @@ class Judge:
         assert split is not None
         if not item.chained and shape.virtual == 1 and shape.pipeline > 1:
             closer, own = self._least(pricing, arrangement, bounds).chained(bound, best)
-            return [(closer, replace(item, chained=True, split=own))] if own else [], [], inf
+            if not own:
+                return [], [], inf
+            return [(closer, replace(item, chained=True, split=own, walked_s=predict(costs, own).step_s))], [], inf
         known: dict[tuple[int, ...], Candidate] = {}
 
         def seconds_of(moved: Sequence[int]) -> float:
@@ -155,8 +160,8 @@ def prove(outcome: Outcome, seconds: float = inf, progress: Progress | None = No
 
 
 class _Proof:
-    """heap: (bound, number, item); early: those before it, the chained ones first. left_s: the least bound of what was
-    looked at and not settled."""
+    """heap: (bound, number, item); early: (stage of it, place there, number, bound, item) of what comes before. left_s:
+    the least bound of what was looked at and not settled."""
 
     def __init__(self, outcome: Outcome, seconds: float, progress: Progress | None):
         self.outcome, self.progress, self.begin = outcome, progress, time.monotonic()
@@ -165,8 +170,8 @@ class _Proof:
         self.done = self.improved = 0
         self.number = itertools.count()
         self.heap: list[tuple[float, int, Item]] = []
-        self.early: list[tuple[bool, float, int, Item]] = []
-        self.early_left = EARLY
+        self.early: list[tuple[int, float, int, float, Item]] = []
+        self.early_left = [len(outcome.ideals), *EARLY]
         self.known = {(one.shape, one.arrangement, one.split) for one in outcome.candidates if one.simulated_s}
         self.more: list[Candidate] = []
         self.pool: ProcessPoolExecutor | None = None
@@ -178,7 +183,10 @@ class _Proof:
         for shape, ideal in outcome.ideals.items():
             if ideal < self.best * (1 - EQUAL):
                 kin = replace(shape, recompute=best.recompute, zero=best.zero) == best
-                self._push(ideal, shape, kin and best.virtual == 1 and best.pipeline > 1)
+                if kin and best.virtual == 1 and best.pipeline > 1:
+                    self._push_early(0, ideal, ideal, shape)
+                else:
+                    self._push(ideal, shape)
         several = min(PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
         patience = PATIENCE if outcome.ground.wan else inf
         while time.monotonic() < self.end and self.done - self.improved < patience:
@@ -208,9 +216,9 @@ class _Proof:
     def _next(self) -> Iterator[tuple[float, Item, bool]]:
         """What is looked at next, if it could beat the best: (bound, item, whether it is early)."""
         while self.early:
-            _, bound, _, item = heapq.heappop(self.early)
-            if self.early_left and bound < self.best * (1 - EQUAL):
-                self.early_left -= isinstance(item, Arranged) and item.chained
+            stage, _, _, bound, item = heapq.heappop(self.early)
+            if self.early_left[stage] and bound < self.best * (1 - EQUAL):
+                self.early_left[stage] -= 1
                 yield bound, item, True
                 return
             self._push(bound, item)
@@ -218,17 +226,19 @@ class _Proof:
             bound, _, item = heapq.heappop(self.heap)
             yield bound, item, False
 
-    def _push(self, bound: float, item: Item, early: bool = False) -> None:
-        if early and self.early_left:
-            first = isinstance(item, Arranged) and item.chained
-            heapq.heappush(self.early, (not first, bound, next(self.number), item))
-        else:
-            heapq.heappush(self.heap, (bound, next(self.number), item))
+    def _push(self, bound: float, item: Item) -> None:
+        heapq.heappush(self.heap, (bound, next(self.number), item))
+
+    def _push_early(self, stage: int, place: float, bound: float, item: Item) -> None:
+        heapq.heappush(self.early, (stage, place, next(self.number), bound, item))
 
     def _take(self, found: Found, early: bool) -> None:
         items, candidates, left_s = found
-        for bound, item in items:
-            self._push(bound, item, early)
+        for place, (bound, item) in enumerate(sorted(items, key=lambda one: one[0])):
+            if early and isinstance(item, Arranged):
+                self._push_early(1 + item.chained, item.walked_s or place, bound, item)
+            else:
+                self._push(bound, item)
         self.left_s = min(self.left_s, left_s)
         self.more += candidates
         self.done += not any(isinstance(item, Arranged) and item.chained for _, item in items)  # those come again
@@ -239,7 +249,7 @@ class _Proof:
 
     def _bound_s(self) -> float:
         """That no plan beats."""
-        waiting = [bound for bound, _, _ in self.current.values()] + [bound for _, bound, _, _ in self.early]
+        waiting = [bound for bound, _, _ in self.current.values()] + [one[3] for one in self.early]
         return min([self.best, self.left_s, *(bound for bound, _, _ in self.heap[:1]), *waiting])
 
     def stop(self) -> None:
