@@ -2,10 +2,13 @@
 
 import random
 from itertools import product
+from math import ceil, inf
 
 import pytest
 
-from holmes_ext.plan.cost.pipeline import formula_ends, in_flight, passes, walked_ends
+from holmes_ext.plan.cost.pipeline import (
+    SETTLED, WORTH_MORE, formula_ends, in_flight, passes, quickest_in_flight, walked_ends,
+)
 
 
 def walk(orders, forward, backward, transfer):
@@ -83,6 +86,33 @@ def test_no_more_than_memory_holds_and_the_fastest_of_those(seed):
     assert took <= best * 1.02 + sum(busy) + 2 * sum(transfer)
     needs = in_flight(busy, transfer, micro_batches)
     assert held == needs or any(need > room for need, room in zip(needs, most))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_short_step_has_more_where_that_is_quicker(seed):
+    """Never more than memory holds, nor than the bounds of the search reckon with (Bounds.ahead)."""
+    rng = random.Random(seed)
+    stages, micro_batches = rng.randint(2, 6), rng.choice((4, 8, 16, 64))
+    forward = [rng.choice((0.5, 1.0, 2.0)) for _ in range(stages)]
+    backward, transfer = [2 * f for f in forward], [rng.choice((0.0, 0.5, 1.5)) for _ in range(stages - 1)]
+    most = [rng.choice((inf, stages - stage + rng.randint(0, 6))) for stage in range(stages)]
+    busy, given = [3 * f for f in forward], (micro_batches, (), most)
+    least, found = in_flight(busy, transfer, *given), quickest_in_flight(forward, backward, transfer, *given)
+    assert all(one <= room for one, room in zip(found, most)) and list(found) == sorted(found, reverse=True)
+    assert found == least or micro_batches <= SETTLED * least[0]
+    now, before = (max(walk(orders_of(held, micro_batches), forward, backward, transfer)) for held in (found, least))
+    assert now <= before and (found == least or now < before * (1 - WORTH_MORE))
+    ahead = [1]
+    for edge in reversed(transfer):
+        ahead.insert(0, ahead[0] + 1 + ceil(2 * edge / (sum(busy) / stages)))
+    assert all(one <= most for one, most in zip(found, ahead))
+
+
+def test_quick_stages_behind_a_slow_one_work_ahead():
+    forward, transfer = [1.0, 1.0, 1.0, 1.5, 0.5, 0.5, 0.5, 1.0], [1.0] * 7
+    given = forward, [2 * f for f in forward], transfer
+    assert quickest_in_flight(*given, 16) > in_flight([3 * f for f in forward], transfer, 16)
+    assert quickest_in_flight(*given, 640) == in_flight([3 * f for f in forward], transfer, 640)
 
 
 def test_what_1f1b_needs_is_the_frameworks_to_fit():

@@ -52,6 +52,23 @@ def test_what_is_proven_holds_for_every_plan(alone_s, monkeypatch):
     assert len({(one.shape, one.arrangement, one.split) for one in found.candidates}) == len(found.candidates)
 
 
+def test_what_is_akin_to_the_best_comes_first(monkeypatch):
+    monkeypatch.setattr(proof, "ALONE_S", 1e9)
+    monkeypatch.setattr(proof, "EARLY", (3, 1))
+    seen, do = [], proof.Judge.do
+    monkeypatch.setattr(proof.Judge, "do", lambda self, item, *given: seen.append(item) or do(self, item, *given))
+    first = ranked()
+    assert first.best.shape.pipeline > 1 and first.best.shape.virtual == 1
+    prove(first)
+    arranged = [isinstance(item, proof.Arranged) for item in seen]
+    begun = arranged.index(True)
+    assert {item.recompute for item in seen[:begun]} == {"none"} and first.best.shape in seen[:begun]
+    early = seen[begun : 1 + next(at for at, item in enumerate(seen) if arranged[at] and item.chained)]
+    assert len(early) <= 4 and early[-1].walked_s and sum(early[-1].split) == MODEL.layers
+    assert {replace(item.shape, zero=0) for item in early} == {replace(first.best.shape, zero=0)}
+    assert not arranged[begun + len(early)], "then the least bound of all"
+
+
 def test_ctrl_c_and_the_end_of_the_time_keep_what_was_found():
     def stop(*_):
         raise KeyboardInterrupt
