@@ -25,12 +25,12 @@ def under_way(plan: Plan, site: Site, options: Options) -> tuple[int, ...]:
         return tuple(range(sizes.pipeline, 0, -1))
     predictor = Predictor(site, Layout(sizes, plan.processes), work)
     edges, size = predictor.edges(predictor.parts(plan.nodes)), work.activation_bytes
-    forward = [load.forward_s for load in plan.loads] or [work.forward_s] * sizes.pipeline
-    backward = [load.backward_s for load in plan.loads] or [work.backward_s] * sizes.pipeline
-    seconds, sent = [edge.seconds(size) for edge in edges], [edge.byte_s * size for edge in edges]
+    forward = tuple(load.forward_s for load in plan.loads) or (work.forward_s,) * sizes.pipeline
+    backward = tuple(load.backward_s for load in plan.loads) or (work.backward_s,) * sizes.pipeline
+    seconds, sent = tuple(edge.seconds(size) for edge in edges), tuple(edge.byte_s * size for edge in edges)
     if not worth_hiding([f + b for f, b in zip(forward, backward)], seconds):
         return ()
-    most = [load.most for load in plan.loads]
+    most = tuple(load.most for load in plan.loads)
     return quickest_in_flight(forward, backward, seconds, work.micro_batches, sent, most)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, inf
 
 from holmes_ext.errors import HolmesError
@@ -71,9 +72,10 @@ def in_flight(
     return tuple(found)
 
 
+@lru_cache(maxsize=64)
 def quickest_in_flight(
-    forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int, load: Seconds = (),
-    most: Sequence[float] = (),
+    forward: tuple[float, ...], backward: tuple[float, ...], transfer: tuple[float, ...], micro_batches: int,
+    load: tuple[float, ...] = (), most: tuple[float, ...] = (),
 ) -> tuple[int, ...]:
     """in_flight's, or as many as the mean stage's pace needs where that makes the step shorter: one of few more
     micro-batches than are under way ends before the slowest stage's pace is everybody's. Then stages that are faster

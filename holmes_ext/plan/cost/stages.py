@@ -230,7 +230,7 @@ class StageCosts:
         if self.hidden is None:
             return ()
         loads, ranges = self.loads(stage_layers), self.ranges(stage_layers)
-        transfer = [row[high - 1] for row, (_, high) in zip(self.transfer, ranges[:-1])]
+        transfer = tuple(row[high - 1] for row, (_, high) in zip(self.transfer, ranges[:-1]))
         if not worth_hiding([load.busy_s for load in loads], transfer):
             return ()
         forward, backward, most = zip(*((load.forward_s, load.backward_s, load.most) for load in loads))

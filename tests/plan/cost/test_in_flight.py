@@ -95,9 +95,9 @@ def test_a_short_step_has_more_where_that_is_quicker(seed):
     stages, micro_batches = rng.randint(2, 6), rng.choice((4, 8, 16, 64))
     forward = [rng.choice((0.5, 1.0, 2.0)) for _ in range(stages)]
     backward, transfer = [2 * f for f in forward], [rng.choice((0.0, 0.5, 1.5)) for _ in range(stages - 1)]
-    most = [rng.choice((inf, stages - stage + rng.randint(0, 6))) for stage in range(stages)]
-    busy, given = [3 * f for f in forward], (micro_batches, (), most)
-    least, found = in_flight(busy, transfer, *given), quickest_in_flight(forward, backward, transfer, *given)
+    most = tuple(rng.choice((inf, stages - stage + rng.randint(0, 6))) for stage in range(stages))
+    busy, ways = [3 * f for f in forward], map(tuple, (forward, backward, transfer))
+    least, found = in_flight(busy, transfer, micro_batches, (), most), quickest_in_flight(*ways, micro_batches, (), most)
     assert all(one <= room for one, room in zip(found, most)) and list(found) == sorted(found, reverse=True)
     assert found == least or micro_batches <= SETTLED * least[0]
     now, before = (max(walk(orders_of(held, micro_batches), forward, backward, transfer)) for held in (found, least))
@@ -109,8 +109,8 @@ def test_a_short_step_has_more_where_that_is_quicker(seed):
 
 
 def test_quick_stages_behind_a_slow_one_work_ahead():
-    forward, transfer = [1.0, 1.0, 1.0, 1.5, 0.5, 0.5, 0.5, 1.0], [1.0] * 7
-    given = forward, [2 * f for f in forward], transfer
+    forward, transfer = (1.0, 1.0, 1.0, 1.5, 0.5, 0.5, 0.5, 1.0), (1.0,) * 7
+    given = forward, tuple(2 * f for f in forward), transfer
     assert quickest_in_flight(*given, 16) > in_flight([3 * f for f in forward], transfer, 16)
     assert quickest_in_flight(*given, 640) == in_flight([3 * f for f in forward], transfer, 640)
 

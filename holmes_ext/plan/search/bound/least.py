@@ -141,9 +141,10 @@ class Least(Stages):
         def in_rounds(count: int) -> float:
             """A round is as many as are begun; before them are pairs of passes."""
             pairs = m - 1 - count * begun
-            return (pairs + count + 1) * both + max(0, pairs - 1) * blocked if rounds else -inf
+            return (pairs + count + 1) * both + max(0, pairs - 1) * blocked
 
-        self.own[stage][layers] = _Own(alone, in_rounds(1), in_rounds(rounds), rounds)
+        once = in_rounds(1) if rounds else -inf
+        self.own[stage][layers] = _Own(alone, once, in_rounds(rounds) if rounds > 1 else once, rounds)
         return self.own[stage][layers]
 
     def seconds(self, known: float = inf) -> float:
@@ -190,24 +191,24 @@ class Least(Stages):
 
     def _room(self, step_s: float, rest_s: float, limit_s: float = inf) -> list[int] | None:
         """The most layers of each stage in such a split; rest_s, limit_s: of _levels."""
-        most, held = list(self.bounds.most), 0
+        most, held, first_s = list(self.bounds.most), 0, self._left(0, 1, rest_s)
         for stage in range(self.count):
             least = min(_below(limit_s, self.after[stage].rest, most[stage]), self.layers - self.count + 1)
             if least < 1:
                 return None
             most[stage] = least
-            if self._takes(stage, least, held, rest_s) > step_s:
+            if self._takes(stage, least, held, rest_s, first_s) > step_s:
                 most[stage] = bisect_right(range(1, least), step_s,
-                                           key=lambda n: self._takes(stage, n, held, rest_s))  # noqa: B023
+                                           key=lambda n: self._takes(stage, n, held, rest_s, first_s))  # noqa: B023
                 if not most[stage]:
                     return None
             held += most[stage]
         good = sum(most) >= self.layers and all(self._reduced(stages, most, step_s) for stages in self.together)
         return most if good else None
 
-    def _takes(self, stage: int, layers: int, held: int, rest_s: float) -> float:
+    def _takes(self, stage: int, layers: int, held: int, rest_s: float, first_s: float) -> float:
         """Seconds of a step at least where a stage has so many layers and those above it `held` at most; the others lie
-        where they take least."""
+        where they take least. first_s: of the first stage after its last backward."""
         left, below, bounds = self.layers - layers - self.count + 1, self.below[stage], self.bounds
         down, up = self.down[stage], self.up[stage]
         if left:
@@ -221,7 +222,7 @@ class Least(Stages):
                 least = min(more_down, more_below)
                 down, up = down + left * least, up + left * (more_below - least)
         end = down + self.there[stage] + self._passes(stage, layers).seconds(below)
-        return max(end + self._left(stage, layers, rest_s), end + up + self.there[stage] + self._left(0, 1, rest_s))
+        return max(end + self._left(stage, layers, rest_s), end + up + self.there[stage] + first_s)
 
     def _left(self, stage: int, layers: int, rest_s: float) -> float:
         """Seconds after its last backward at least: reductions, tied ones, all stages' norm, optimizer, gathers."""
