@@ -38,7 +38,7 @@ from holmes_ext.report.plan_pictures import draw_search
 #: Seconds of silence before the progress bar shows.
 SILENCE_S = 2.0
 #: Part of the seconds in which the closed form looks for what is simulated first.
-FIRST = 0.15
+FIRST = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

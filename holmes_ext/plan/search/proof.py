@@ -45,7 +45,7 @@ ALONE_S, PROCESSES = 2.0, 2
 PATIENCE = 12
 #: Arrangements of the best one's kin that are bounded again, the first of every shape first, and of those simulated,
 #: the quickest walked first, before all else.
-EARLY = 12, 4
+EARLY = 20, 4
 #: Passes up to which a step is simulated; moves of a block that are simulated where the first split comes so near, at
 #: most, and their passes.
 WORK, MOVES, NEAR, MOVED = 200_000, 30, 1.02, 40_000
