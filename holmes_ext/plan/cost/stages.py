@@ -20,7 +20,12 @@ from holmes_ext.plan.cost.memory import state_bytes, under_way, working_bytes
 from holmes_ext.plan.cost.model import Layer, Model
 from holmes_ext.plan.cost.network import FREE, Price
 from holmes_ext.plan.cost.pipeline import (
-    Estimate, formula_ends, quickest_in_flight, step_of, walked_ends, worth_hiding,
+    Estimate,
+    formula_ends,
+    quickest_in_flight,
+    step_of,
+    walked_ends,
+    worth_hiding,
 )
 from holmes_ext.plan.cost.workload import StageLoad
 from holmes_ext.plan.sizes import Sizes

@@ -8,9 +8,10 @@ can, or the time is over.
                                                                        closed form and moves of single blocks give
 
 First what is akin to the best, its sizes and micro-batch with any recomputation and ZeRO: the sooner a good step is
-known, the less is left to look at. Then the least bound comes first. Where an arrangement has one split only (no pipeline, or chunks) its simulation
-settles it; else its bound stays in the certificate. Where the network between clusters is not flat it ends after
-PATIENCE of them that were no better, as in search.py. Where that takes more than ALONE_S, two processes share the work.
+known, the less is left to look at. Then the least bound comes first. Where an arrangement has one split only (no
+pipeline, or chunks) its simulation settles it; else its bound stays in the certificate. Where the network between
+clusters is not flat it ends after PATIENCE of them that were no better, as in search.py. Where that takes more than
+ALONE_S, two processes share the work.
 """
 
 from __future__ import annotations
@@ -247,7 +248,8 @@ class _Proof:
         best = min([self.best, *(one.simulated_s for one in candidates)])
         self.best, self.improved = best, self.done if best < self.best * (1 - GAIN) else self.improved
         if self.progress:
-            self.progress(self.done, len(self.heap) + len(self.early) + len(self.current), self.best, 1 - self._bound_s() / self.best)
+            left = len(self.heap) + len(self.early) + len(self.current)
+            self.progress(self.done, left, self.best, 1 - self._bound_s() / self.best)
 
     def _bound_s(self) -> float:
         """That no plan beats."""

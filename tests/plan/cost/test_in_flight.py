@@ -7,7 +7,13 @@ from math import ceil, inf
 import pytest
 
 from holmes_ext.plan.cost.pipeline import (
-    SETTLED, WORTH_MORE, formula_ends, in_flight, passes, quickest_in_flight, walked_ends,
+    SETTLED,
+    WORTH_MORE,
+    formula_ends,
+    in_flight,
+    passes,
+    quickest_in_flight,
+    walked_ends,
 )
 
 
@@ -97,7 +103,8 @@ def test_a_short_step_has_more_where_that_is_quicker(seed):
     backward, transfer = [2 * f for f in forward], [rng.choice((0.0, 0.5, 1.5)) for _ in range(stages - 1)]
     most = tuple(rng.choice((inf, stages - stage + rng.randint(0, 6))) for stage in range(stages))
     busy, ways = [3 * f for f in forward], map(tuple, (forward, backward, transfer))
-    least, found = in_flight(busy, transfer, micro_batches, (), most), quickest_in_flight(*ways, micro_batches, (), most)
+    given = micro_batches, (), most
+    least, found = in_flight(busy, transfer, *given), quickest_in_flight(*ways, *given)
     assert all(one <= room for one, room in zip(found, most)) and list(found) == sorted(found, reverse=True)
     assert found == least or micro_batches <= SETTLED * least[0]
     now, before = (max(walk(orders_of(held, micro_batches), forward, backward, transfer)) for held in (found, least))
