@@ -1,5 +1,5 @@
-"""What a byte on a network costs this machine's cores, which are all hosts of a lab: a number for prediction.py's
-simulations.
+"""What a byte on a network, and a message of a two-level sum, cost this machine's cores, which are all hosts of a lab:
+numbers for prediction.py's and stacks.py's simulations.
 
 The nodes all-reduce and do nothing else, all clusters at the same time and then all nodes over Ethernet, while
 /proc/stat counts the seconds in which a core was not idle: those of sockets, checksums, shaping, the switch and gloo's
@@ -20,6 +20,8 @@ from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import tuned
 
 SIZE, SECONDS, REPETITIONS = 4 * 2**20, 0.8, 7
+#: Two-level sums that are counted together.
+SUMS = 100
 
 
 def measure_hosts(spec: SiteSpec) -> dict[str, float]:
@@ -34,22 +36,65 @@ def measure_hosts(spec: SiteSpec) -> dict[str, float]:
     phases = [
         group for group in (fast, {"ethernet": ["eth0", list(range(len(order))), spec.ethernet_rate_bps]}) if group
     ]
+    return _in_lab(spec, order, ["bytes", json.dumps(phases)])
+
+
+def measure_messages(spec: SiteSpec) -> float:
+    """CPU seconds of this machine for a message of a two-level sum over gloo (runtime/reduce/direct.py) besides its
+    bytes: sums of so little that bytes do not count."""
+    order = list(interleave(spec))
+    clusters = [list(map(order.index, cluster.nodes)) for cluster in spec.clusters]
+    return _in_lab(spec, order, ["messages", json.dumps(clusters)])
+
+
+def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
     with tuned(spec) as lab:
-        result = lab.run([sys.executable, __file__, json.dumps(phases)], order=order, preload=("torch",), timeout=120)
+        result = lab.run([sys.executable, __file__, *arguments], order=order, preload=("torch",), timeout=120)
         if result.returncode:
-            raise SystemExit(f"prediction_hosts.py: an all-reduce failed: {result.outputs[result.first_failed or 0]}")
+            raise SystemExit(f"prediction_hosts.py: a sum failed: {result.outputs[result.first_failed or 0]}")
         return json.loads(result.stdout[0])
 
 
-def rank_main(phases: list[dict]) -> None:
-    """One rank of measure_hosts: in each phase all-reduces one after the other in its group, if it has one; rank 0
-    prints the result."""
+def rank_main(what: str, given: list) -> None:
+    """One rank of measure_hosts or measure_messages; rank 0 prints the result."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     dist.init_process_group("gloo")
+    found = of_bytes(given) if what == "bytes" else of_messages(given)
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+def of_messages(clusters: list[list[int]]) -> float:
+    """CPU seconds of a message."""
+    import torch
+    import torch.distributed as dist
+
+    from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
+
+    reduce, flat = TwoLevelAllReduce(clusters), torch.ones(64 * dist.get_world_size())
+    inside, across = (sum(n * (n - 1) for n in map(len, groups)) for groups in (clusters, zip(*clusters)))
+    costs = []
+    for _ in range(1 + REPETITIONS):
+        dist.barrier()
+        before = busy_seconds()
+        for _ in range(SUMS):
+            reduce(flat).wait()
+        dist.barrier()
+        costs.append((busy_seconds() - before) / SUMS / (2 * inside + 2 * across))
+    return min(costs[1:])
+
+
+def of_bytes(phases: list[dict]) -> dict[str, float]:
+    """Fabric -> CPU seconds of a byte: in each phase a rank all-reduces again and again in its group, if it has one."""
+    import torch
+    import torch.distributed as dist
+
     found, flat = {}, torch.ones(SIZE // 4)
     for phase in phases:
         total, mine, times = 0.0, None, 0
@@ -70,10 +115,7 @@ def rank_main(phases: list[dict]) -> None:
             dist.barrier()
             costs.append((busy_seconds() - before) / total)
         found.update(dict.fromkeys(phase, min(costs)))
-    if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
-    dist.barrier()
-    os._exit(0)
+    return found
 
 
 def busy_seconds() -> float:
@@ -84,4 +126,4 @@ def busy_seconds() -> float:
 
 
 if __name__ == "__main__":
-    rank_main(json.loads(sys.argv[1]))
+    rank_main(sys.argv[1], json.loads(sys.argv[2]))

@@ -17,7 +17,7 @@ from holmes_ext.cluster.site import ETHERNET, Fabric
 from holmes_ext.plan.cost.across import Across, Pair, hop_loads
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.network import TwoLevels, inside_cluster, ring, slowest_inside, summed_across
+from holmes_ext.plan.cost.network import TwoLevels, chunks_of, inside_cluster, ring, slowest_inside, summed_across
 from holmes_ext.plan.simulate.events import Transfer
 from holmes_ext.plan.simulate.pipelines import DataGroups, Pipelines
 
@@ -145,7 +145,7 @@ class Flows:
         that follow each other; `tag` itself is the last of the last chunk."""
         ranks = groups.ranks_of
         way, price = self.summed(groups, direct)
-        chunks = min(most, sum(max(1, int(size // price.chunk_bytes)) for size in sizes))
+        chunks = min(most, sum(chunks_of(size, price.chunk_bytes) for size in sizes))
         size = sum(sizes) / chunks
         fixed = 0.0
         inside: dict[Hashable, float] = {}
@@ -154,7 +154,8 @@ class Flows:
                 own, here = self.pipelines.fabric(nodes), max(groups.members[node] for node in nodes)
                 messages, volume = inside_cluster(ranks[name], here, direct)
                 weights = {node: groups.alike[node] * volume for node in nodes}
-                for nic, weight in self._uses(own, weights, weights, groups.count * volume * len(nodes)):
+                sent = groups.count * ranks[name] * (ranks[name] - 1) / size if direct else 0.0
+                for nic, weight in self._uses(own, weights, weights, groups.count * volume * len(nodes), messages=sent):
                     inside[nic] = inside.get(nic, 0.0) + weight
                 link = self.links.of(own)
                 curve = link.send if direct else link.ring
@@ -206,7 +207,8 @@ class Flows:
         share = max(volume / groups.ranks_of[one] for one, volume in leaving.items())
         fixed = self.links.of(fabric).send.fixed_s(share * size) + self.message_s
         crossed = {pair: groups.count * volume for pair, volume in volumes.items()}
-        return fixed, self._uses(fabric, out, into, groups.count * sum(volumes.values()), crossed)
+        sent = groups.count * sum(max(groups.ranks_of[name] for name in pair) for pair in volumes) / size
+        return fixed, self._uses(fabric, out, into, groups.count * sum(volumes.values()), crossed, sent)
 
     def _across(self, one: str, two: str) -> bool:
         return self.pipelines.cluster(one) != self.pipelines.cluster(two)
@@ -223,10 +225,11 @@ class Flows:
 
     def _uses(
         self, fabric: Fabric, out: Mapping[str, float], into: Mapping[str, float], senders: float,
-        crossed: Mapping[Pair, float] = {},  # noqa: B006
+        crossed: Mapping[Pair, float] = {}, messages: float = 0.0,  # noqa: B006
     ) -> Uses:
-        """out, into: how many such flows leave and reach each node; senders: nodes that send at once, as far as they
-        share cores; crossed: flows from cluster to cluster."""
+        """out, into: how many such flows leave and reach each node; senders, messages: nodes that send at once, and
+        messages of a two-level sum for each byte, as far as they share cores; crossed: flows from cluster to cluster.
+        """
         found: dict[Hashable, float] = {}
         for hop, flows in hop_loads(self.wan, crossed).items() if fabric.name == ETHERNET else ():
             self.hops[hop.key], found[hop.key] = hop.rate_bps, flows
@@ -234,4 +237,4 @@ class Flows:
             for node, weight in nodes.items():
                 nic = self.pipelines.nic(node, fabric, way)
                 found[nic] = max(found.get(nic, 0.0), weight)
-        return (*found.items(), *self.links.on_cores(fabric, senders))
+        return (*found.items(), *self.links.on_cores(fabric, senders, messages))
