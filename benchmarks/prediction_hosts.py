@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from math import ceil
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import tuned
 
 SIZE, SECONDS, REPETITIONS = 4 * 2**20, 0.8, 7
-#: Two-level sums that are counted together.
+#: Operations that are counted together (a fifth of so many where they are large).
 SUMS = 100
 
 
@@ -39,12 +41,11 @@ def measure_hosts(spec: SiteSpec) -> dict[str, float]:
     return _in_lab(spec, order, ["bytes", json.dumps(phases)])
 
 
-def measure_messages(spec: SiteSpec) -> float:
-    """CPU seconds of this machine for a message of a two-level sum over gloo (runtime/reduce/direct.py) besides its
-    bytes: sums of so little that bytes do not count."""
+def measure_software(spec: SiteSpec) -> dict[str, float]:
+    """What plan/cost/links.py's Links call host_message_s (of two clusters or more), host_gather and host_scatter."""
     order = list(interleave(spec))
-    clusters = [list(map(order.index, cluster.nodes)) for cluster in spec.clusters]
-    return _in_lab(spec, order, ["messages", json.dumps(clusters)])
+    clusters = [[f"{cluster.kind}0", list(map(order.index, cluster.nodes))] for cluster in spec.clusters]
+    return _in_lab(spec, order, ["software", json.dumps(clusters)])
 
 
 def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
@@ -56,37 +57,53 @@ def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
 
 
 def rank_main(what: str, given: list) -> None:
-    """One rank of measure_hosts or measure_messages; rank 0 prints the result."""
+    """One rank of measure_hosts or measure_software; rank 0 prints the result."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     dist.init_process_group("gloo")
-    found = of_bytes(given) if what == "bytes" else of_messages(given)
+    found = of_bytes(given) if what == "bytes" else of_software(given)
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
     dist.barrier()
     os._exit(0)
 
 
-def of_messages(clusters: list[list[int]]) -> float:
-    """CPU seconds of a message."""
+def of_software(clusters: list) -> dict[str, float]:
+    """See measure_software; clusters: [NIC, ranks]."""
     import torch
     import torch.distributed as dist
 
     from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 
-    reduce, flat = TwoLevelAllReduce(clusters), torch.ones(64 * dist.get_world_size())
-    inside, across = (sum(n * (n - 1) for n in map(len, groups)) for groups in (clusters, zip(*clusters)))
+    found, groups = {}, [ranks for _, ranks in clusters]
+    if len(groups) > 1:  # sums of so little that bytes do not count
+        reduce, few = TwoLevelAllReduce(groups), torch.ones(64 * dist.get_world_size())
+        sent = 2 * sum(n * (n - 1) for n in map(len, [*groups, *zip(*groups)]))
+        found["host_message_s"] = cpu_s(lambda: reduce(few).wait(), SUMS) / SUMS / sent
+    os.environ["GLOO_SOCKET_IFNAME"], ranks = next(one for one in clusters if dist.get_rank() in one[1])
+    group, flat = dist.new_group(ranks, use_local_synchronization=True), torch.ones(SIZE // 4)
+    shard = torch.empty(len(flat) // len(ranks))
+    reduced, gathered, scattered = (cpu_s(partial(run, *tensors, group=group), SUMS // 5) for run, *tensors in (
+        (dist.all_reduce, flat), (dist.all_gather_into_tensor, flat, shard), (dist.reduce_scatter_tensor, shard, flat)))
+    found |= {"host_gather": 2 * gathered / reduced, "host_scatter": scattered / reduced}  # it gathers half the bytes
+    return found
+
+
+def cpu_s(run: Callable[[], object], times: int) -> float:
+    """CPU seconds of this machine for so many runs of this rank's and all others'; the first time does not count."""
+    import torch.distributed as dist
+
     costs = []
     for _ in range(1 + REPETITIONS):
         dist.barrier()
         before = busy_seconds()
-        for _ in range(SUMS):
-            reduce(flat).wait()
+        for _ in range(times):
+            run()
         dist.barrier()
-        costs.append((busy_seconds() - before) / SUMS / (2 * inside + 2 * across))
+        costs.append(busy_seconds() - before)
     return min(costs[1:])
 
 
@@ -105,16 +122,7 @@ def of_bytes(phases: list[dict]) -> dict[str, float]:
             if dist.get_rank() in ranks:
                 os.environ["GLOO_SOCKET_IFNAME"], times = interface, often
                 mine = dist.new_group(ranks, use_local_synchronization=True)
-                dist.all_reduce(flat, group=mine)
-        costs = []
-        for _ in range(REPETITIONS):
-            dist.barrier()
-            before = busy_seconds()
-            for _ in range(times):
-                dist.all_reduce(flat, group=mine)
-            dist.barrier()
-            costs.append((busy_seconds() - before) / total)
-        found.update(dict.fromkeys(phase, min(costs)))
+        found.update(dict.fromkeys(phase, cpu_s(partial(dist.all_reduce, flat, group=mine), times) / total))
     return found
 
 

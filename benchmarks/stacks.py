@@ -185,7 +185,7 @@ def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
     costs = even_costs(forward_s(hidden, 16, PIPELINE_FLOPS), layers, 4, micro_batches)
     found = {}
     for name, more in {"1F1B": {}, "breadth first": {"virtual": 4, "breadth_first": True}}.items():
-        run = Execution("async", overlap="on", bucket_bytes=25 * 2**20, **more)  # DistributedDataParallel's buckets
+        run = Execution("ddp", overlap="on", bucket_bytes=25 * 2**20, **more)  # DistributedDataParallel's buckets
         with_sums, least = (simulate(one, order, sizes, gpt, run, costs=costs).step_s for one in (site, free))
         found[name] = with_sums - least
     return found

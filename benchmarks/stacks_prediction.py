@@ -1,18 +1,23 @@
 """Predicted steps of benchmarks/stacks.py's scenes, by plan/simulate/step.py.
 
-One number is fitted for each stack: the CPU seconds of a block's forward or backward, to stock's step on one fast
-cluster, which is no scene of the prediction. Networks are as `holmes probe` measured them for benchmarks/prediction.py.
+One number is fitted for each stack, to stock's step on one fast cluster, which is no scene of the prediction. Networks
+are as `holmes probe` measures them, and what a byte, a gathered one and a message cost the cores is measured beside it
+(prediction_hosts.py), on the machine that runs the scenes: `stacks.py --scenes networks`, results/stacks_measured.json.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from emulated import even_costs, forward_s
 from harness import Row
-from prediction import CORES, STORE, Measured
+from prediction import CORES, Measured, probe
+from prediction_hosts import measure_hosts, measure_software
+from two_clusters import one_cluster_toml
 
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
@@ -28,6 +33,24 @@ from holmes_ext.plan.sizes import Sizes
 LAYERS, HIDDEN, SEQUENCE, BYTES = 6, 272, 16, 256
 #: DistributedDataParallel's bucket_cap_mb.
 BUCKET = 25 * 2**20
+STORE = Path(__file__).parent / "results" / "stacks_measured.json"
+ONE = "one network"
+
+
+def measure_networks(file: Path, store: Path = STORE) -> None:
+    """What the store does not have of a cluster file's networks, and of all its nodes on one fast network."""
+    spec = load_spec(file)
+    measured = Measured.load(store)
+    with tempfile.TemporaryDirectory() as directory:
+        single = Path(directory, "cluster.toml")
+        single.write_text(one_cluster_toml(all_rdma(spec).spec))
+        for name, here in ((file.stem, file), (ONE, single)):
+            own = load_spec(here)
+            for kept, measure in ((measured.probes, partial(probe, file=here)), (measured.hosts, measure_hosts),
+                                  (measured.software, measure_software)):
+                if name not in kept:
+                    kept[name] = measure(own)
+                    measured.save(store)
 
 
 @dataclass(frozen=True)
@@ -41,7 +64,7 @@ class Ground:
     @classmethod
     def of(cls, file: Path) -> Ground:
         measured = Measured.load(STORE)
-        return cls(load_spec(file), measured.links(file.stem), measured.links("one_cluster"))
+        return cls(load_spec(file), measured.links(file.stem), measured.links(ONE))
 
     def placed(self, way: str) -> tuple[Site, tuple[str, ...], Links]:
         spec = all_rdma(self.spec).spec if way == "one cluster" else self.spec

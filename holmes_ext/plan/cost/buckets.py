@@ -44,7 +44,7 @@ def cut(
     """Places in `sizes` (bytes, in the order in which gradients become final), bucket by bucket. keys: of each gradient
     (dtype, device); different ones never share a bucket. A bucket holds at most limit_bytes, a larger gradient is alone
     (runtime/reduce/reducer.py); with `exceed` it ends with the gradient that reaches limit_bytes (megatron-core's
-    _ParamAndGradBuffer). A bucket takes the place of its last gradient: buckets stand in the order in which they become
+    _ParamAndGradBuffer; torch's compute_bucket_assignment_by_size, for DistributedDataParallel). A bucket takes the place of its last gradient: buckets stand in the order in which they become
     complete."""
     done: list[tuple[int, ...]] = []
     open_: dict[Hashable, list[int]] = {}

@@ -124,12 +124,17 @@ class Link:
 @dataclass(frozen=True)
 class Links:
     """Measured links by fabric name; a fabric that is not here has its rate and latency from cluster.toml. pairs: of
-    clusters, in place of their [[between]]. host_message_s: CPU seconds of a message of a two-level sum over gloo
-    (runtime/reduce/direct.py: two calls and two threads for each) besides its bytes, where nodes share their cores."""
+    clusters, in place of their [[between]].
+
+    What gloo's other operations take of shared cores: host_message_s: CPU seconds of a message of a two-level sum
+    (runtime/reduce/direct.py: a call and a thread at both ends) besides its bytes; host_gather, host_scatter: those of
+    a byte that is gathered or scattered, to an all-reduced one's (their tensors are copied in and out)."""
 
     measured: Mapping[str, Link] = field(default_factory=dict)
     pairs: tuple[Between, ...] = ()
     host_message_s: float = 0.0
+    host_gather: float = 1.0
+    host_scatter: float = 1.0
 
     def of(self, fabric: Fabric) -> Link:
         return self.measured.get(fabric.name) or Link.of(fabric)

@@ -9,8 +9,8 @@
                 last stage to the others at the step's end, who wait for it (a round trip between clusters); what the
                 script sums itself then (Execution.sums)
     overlap     a layer's gradients are final in the last micro-batch's backward; full buckets leave at once, in that
-                order. Where they end is plan/cost/buckets.py's cut: GradientReducer's, or megatron-core's; chunks
-                of an interleaved stage (megatron-core's, torch's) share none
+                order. Where they end is plan/cost/buckets.py's cut: GradientReducer's, or megatron-core's and
+                DistributedDataParallel's; chunks of an interleaved stage (megatron-core's, torch's) share none
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from holmes_ext.plan.sizes import Sizes
 MOST_CHUNKS = 32
 #: Engines whose every stage is told the loss.
 REPORTING = ("deepspeed", "megatron")
+#: Engines whose buckets end with the gradient that reaches the limit.
+EXCEEDING = ("megatron", "ddp")
 Tag = tuple[Hashable, ...]
 Place = tuple[int, int]  # (chunk, layer)
 Operations = dict[int, list[Op]]  # by layer
@@ -127,7 +129,7 @@ class Reductions:
         if two_level and not self.execution.bucket_bytes:
             limit = self.flows.summed(groups, self.execution.two_level == "direct")[1].chunk_bytes
         chunks = [list(own) for _, own in groupby(gradients, lambda gradient: gradient.place[0])]  # each has its own
-        return [one for own in chunks for one in leaving(own, limit, self.execution.engine == "megatron")]
+        return [one for own in chunks for one in leaving(own, limit, self.execution.engine in EXCEEDING)]
 
     def _make(self, groups: DataGroups) -> None:
         zero, spread = self.execution.zero, any(len(nodes) > 1 for nodes in groups.clusters.values())
@@ -189,7 +191,9 @@ class Reductions:
                           {name: (node,) for name, node in zip(names, first)}, groups.count * shards, dict(ring))
 
     def _ring(self, groups: DataGroups, tag: Tag, sizes: Sequence[float], part: float) -> None:
-        self.transfers[tag] = self.flows.ring(groups, sizes, part, tag[:3])
+        gather, scatter = self.flows.links.host_gather, self.flows.links.host_scatter
+        host = {"gather": gather, "weights": gather, "scatter": scatter}.get(str(tag[0]), 1.0)
+        self.transfers[tag] = self.flows.ring(groups, sizes, part, tag[:3], host)
 
     def _post(self, tag: Tag) -> list[Op]:
         return [("post", name) for name in self._starts.get(tag, [tag])]

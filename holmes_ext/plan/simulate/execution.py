@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from holmes_ext.errors import HolmesError
 
-ENGINES = ("deepspeed", "megatron", "async")
+ENGINES = ("deepspeed", "megatron", "async", "ddp")
 OVERLAPS = ("off", "first", "on")
 TWO_LEVELS = ("off", "rings", "direct")
 
@@ -14,7 +14,8 @@ TWO_LEVELS = ("off", "rings", "direct")
 @dataclass(frozen=True)
 class Execution:
     """virtual: chunks of a stage; above 1 the schedule is interleaved, else 1F1B; breadth_first: that order instead
-    (plan/cost/pipeline.py). engine: whose sends, receives, buckets and order of reductions. stage_layers: blocks of
+    (plan/cost/pipeline.py). engine: whose sends, receives, buckets and order of reductions ("async": torch's pipelining,
+    with GradientReducer's buckets; "ddp": with DistributedDataParallel's). stage_layers: blocks of
     each stage (interleaved: of each virtual stage, chunk by chunk), () for as even as can be. in_flight: micro-batches
     that each stage begins before its first backward ends, where sends do not block (patches/deepspeed/edges.py); () for
     1F1B as the engine has it.

@@ -15,7 +15,7 @@ from math import inf
 
 from holmes_ext.cluster.site import ETHERNET, Fabric
 from holmes_ext.plan.cost.across import Across, Pair, hop_loads
-from holmes_ext.plan.cost.links import Links
+from holmes_ext.plan.cost.links import CORES, Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import TwoLevels, chunks_of, inside_cluster, ring, slowest_inside, summed_across
 from holmes_ext.plan.simulate.events import Transfer
@@ -112,9 +112,11 @@ class Flows:
         ring = self.ring(replace(groups, crossed={}), [4.0], 1.0, None)
         return replace(ring, fixed_s=ring.fixed_s + longer, bits=0.0, uses=())
 
-    def ring(self, groups: DataGroups, sizes: Sequence[float], part: float, channel: Hashable) -> Transfer:
-        """Buckets of `sizes` bytes, one after the other; part: 1 of an all-reduce, 1/2 of a reduce-scatter or a gather.
-        """
+    def ring(
+        self, groups: DataGroups, sizes: Sequence[float], part: float, channel: Hashable, host: float = 1.0
+    ) -> Transfer:
+        """Buckets of `sizes` bytes, one after the other; part: 1 of an all-reduce, 1/2 of a reduce-scatter or a gather;
+        host: CPU seconds of a byte, to an all-reduce's."""
         parties, total = len(groups.kinds), sum(sizes)
         messages, share = (part * value for value in ring(groups.ranks))
         if len(groups.members) == 1:
@@ -124,6 +126,7 @@ class Flows:
         fixed = messages * sum(curve.fixed_s(size / groups.ranks) + self.message_s for size in sizes)
         fixed += len(sizes) * 2 * part * longer_s
         across = len(groups.clusters) > 1
+        uses = tuple((nic, weight * host if nic == CORES else weight) for nic, weight in uses)
         return Transfer(parties, fixed, share * 8 * total, curve.rate_bps, uses, channel, across=across)
 
     def _round(self, groups: DataGroups) -> tuple[Fabric, float, Uses]:
