@@ -156,13 +156,12 @@ CALIBRATION = _calibration()
 
 @dataclass
 class Measured:
-    """What is known so far: seconds of the steps by scene; by cluster file links (TOML text), fabric -> CPU seconds of
-    a byte sent, and what else of Links was measured."""
+    """What is known so far: seconds of the steps by scene; by cluster file links (TOML text) and fabric -> CPU seconds
+    of a byte sent."""
 
     steps: dict[str, list[float]] = field(default_factory=dict)
     probes: dict[str, str] = field(default_factory=dict)
     hosts: dict[str, dict[str, float]] = field(default_factory=dict)
-    software: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> Measured:
@@ -177,8 +176,7 @@ class Measured:
             return Links()
         links = Links.of_spec(parse_spec(self.probes[file]))
         hosts = self.hosts[file]
-        own = {name: replace(link, host_s=hosts[name]) for name, link in links.measured.items()}
-        return replace(links, measured=own, **self.software.get(file, {}))
+        return replace(links, measured={n: replace(link, host_s=hosts[n]) for n, link in links.measured.items()})
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(vars(self), indent=1) + "\n")

@@ -58,13 +58,13 @@ class Leaving:
     after: Place | None
 
 
-def leaving(gradients: Sequence[Gradient], limit_bytes: float, exceed: bool) -> list[Leaving]:
-    """`gradients`, in the order in which they become final, in buckets of limit_bytes. Those that are full at one
-    layer's end leave one after the other: one transfer."""
+def leaving(gradients: Sequence[Gradient], limit_bytes: float, exceed: bool, first_bytes: float = 0) -> list[Leaving]:
+    """`gradients`, in the order in which they become final, in buckets of limit_bytes (the first: first_bytes). Those
+    that are full at one layer's end leave one after the other: one transfer."""
     found: dict[Place | None, list[tuple[Gradient, ...]]] = {}
     for late in (False, True):
         own = [gradient for gradient in gradients if gradient.late == late]
-        for places in cut([gradient.size for gradient in own], limit_bytes, exceed=exceed):
+        for places in cut([gradient.size for gradient in own], limit_bytes, exceed=exceed, first_bytes=first_bytes):
             found.setdefault(None if late else own[places[-1]].place, []).append(tuple(own[index] for index in places))
     return [
         Leaving(
@@ -129,7 +129,8 @@ class Reductions:
         if two_level and not self.execution.bucket_bytes:
             limit = self.flows.summed(groups, self.execution.two_level == "direct")[1].chunk_bytes
         chunks = [list(own) for _, own in groupby(gradients, lambda gradient: gradient.place[0])]  # each has its own
-        return [one for own in chunks for one in leaving(own, limit, self.execution.engine in EXCEEDING)]
+        how = limit, self.execution.engine in EXCEEDING, self.execution.first_bucket_bytes
+        return [one for own in chunks for one in leaving(own, *how)]
 
     def _make(self, groups: DataGroups) -> None:
         zero, spread = self.execution.zero, any(len(nodes) > 1 for nodes in groups.clusters.values())
@@ -245,7 +246,8 @@ class Reductions:
             yield from ops
         if ("norm", kind) in self.transfers:
             yield from (("post", ("norm", kind)), ("wait", ("norm", kind), "reduce", -1))
-        share = self._groups[kind, stage].ranks if self.execution.zero and (kind, stage) in self._groups else 1
+        owners = (self._shards_of or self._groups) if self.execution.zero else {}
+        share = owners[kind, stage].ranks if (kind, stage) in owners else 1
         ranges = self.ranges[stage :: self.stages]
         own = sum(self.parameters[layer] for low_high in ranges for layer in range(*low_high))
         yield ("software", "optimizer", self.execution.parameter_s * own / share, -1, 0)
