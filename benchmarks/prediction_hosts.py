@@ -48,6 +48,11 @@ def measure_software(spec: SiteSpec) -> dict[str, float]:
     return _in_lab(spec, order, ["software", json.dumps(clusters)])
 
 
+def measure_optimizer(spec: SiteSpec) -> float:
+    """CPU seconds of a parameter in a step of torch's AdamW, and in its gradient's norm, while all ranks make one."""
+    return _in_lab(spec, list(interleave(spec)), ["optimizer", "[]"])
+
+
 def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
     with tuned(spec) as lab:
         result = lab.run([sys.executable, __file__, *arguments], order=order, preload=("torch",), timeout=120)
@@ -57,14 +62,14 @@ def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
 
 
 def rank_main(what: str, given: list) -> None:
-    """One rank of measure_hosts or measure_software; rank 0 prints the result."""
+    """One rank of measure_hosts, measure_software or measure_optimizer; rank 0 prints the result."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     dist.init_process_group("gloo")
-    found = of_bytes(given) if what == "bytes" else of_software(given)
+    found = {"bytes": of_bytes, "software": of_software, "optimizer": of_optimizer}[what](given)
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
     dist.barrier()
@@ -90,6 +95,21 @@ def of_software(clusters: list) -> dict[str, float]:
         (dist.all_reduce, flat), (dist.all_gather_into_tensor, flat, shard), (dist.reduce_scatter_tensor, shard, flat)))
     found |= {"host_gather": 2 * gathered / reduced, "host_scatter": scattered / reduced}  # it gathers half the bytes
     return found
+
+
+def of_optimizer(_: list) -> float:
+    """See measure_optimizer."""
+    import torch
+    import torch.distributed as dist
+
+    own = torch.nn.Parameter(torch.ones(SIZE // 4))
+    own.grad, optimizer = torch.ones_like(own), torch.optim.AdamW([own])
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_([own], 1.0)
+        optimizer.step()
+
+    return cpu_s(step, SUMS // 20) / (SUMS // 20) / own.numel() / dist.get_world_size()
 
 
 def cpu_s(run: Callable[[], object], times: int) -> float:

@@ -63,6 +63,13 @@ def loss_row(scene: str, series: dict[str, Series], name: str, stock: str = "sto
                       "nats", False, "<= 1e-6")
 
 
+def networks() -> list[Row]:
+    """What predictions know of the networks, measured where it is missing."""
+    known = prediction.Networks.load()
+    known.measure(CLUSTERS)
+    return known.rows()
+
+
 def data_parallel(stack: str, args) -> list[Row]:
     """`stack` stock and under holmes, and GradientReducer in a plain loop on the same model."""
     spec, order, flags = of_clusters()
@@ -198,6 +205,7 @@ def main() -> int:
     args = arguments.parse_args()
     args.preload = PRELOAD
     makers = {
+        "networks": networks,
         "trainer": lambda: data_parallel("trainer", args), "lightning": lambda: data_parallel("lightning", args),
         "one cluster": lambda: one_cluster(args), "fsdp2": lambda: sharded(args), "hsdp": lambda: placed(args),
         "breadth first": lambda: breadth_first(args),

@@ -17,7 +17,7 @@ from pathlib import Path
 from emulated import even_costs, forward_s
 from harness import Row
 from prediction import CORES, probe
-from prediction_hosts import measure_hosts, measure_software
+from prediction_hosts import measure_hosts, measure_optimizer, measure_software
 from two_clusters import one_cluster_toml
 
 from holmes_ext.cluster.site import Site, site_from_spec
@@ -36,15 +36,20 @@ LAYERS, HIDDEN, SEQUENCE, BYTES = 6, 272, 16, 256
 DDP = {"bucket_bytes": 25 * 2**20, "first_bucket_bytes": 2**20}
 STORE = Path(__file__).parent / "results" / "stacks_measured.json"
 ONE = "one network"
+#: Of plan/cost/links.py's Links.
+COSTS = {"host_message_s": ("CPU time of a message of two levels", "s"),
+         "host_gather": ("CPU time of a gathered byte : all-reduced", "x"),
+         "host_scatter": ("CPU time of a scattered byte : all-reduced", "x")}
 
 
 @dataclass
 class Networks:
     """What is known of a cluster file's networks (by its name) and of all its nodes on one fast network (ONE): links as
     `holmes probe` writes them (TOML text), and by turn what the cores take: of a byte of each fabric (measure_hosts),
-    and the rest of Links (measure_software)."""
+    and the rest of Links (measure_software). parameter_s: CPU seconds of a parameter (measure_optimizer)."""
 
     probes: dict[str, str] = field(default_factory=dict)
+    parameter_s: float = 0.0
     turns: list[dict[str, dict[str, float]]] = field(default_factory=list)
 
     @classmethod
@@ -67,10 +72,22 @@ class Networks:
             for name in networks.keys() - self.probes.keys():
                 self.probes[name] = probe(*networks[name])
                 self._save()
+            if not self.parameter_s:
+                self.parameter_s = measure_optimizer(spec)
+                self._save()
             while len(self.turns) < turns:
                 self.turns.append({name: {**measure_hosts(own), **measure_software(own)}
                                    for name, (own, _) in networks.items()})
                 self._save()
+
+    def rows(self) -> list[Row]:
+        """What the cores take, with what it was in each turn."""
+        found = [Row.of("networks", "CPU time of a parameter", self.parameter_s, "s", (self.parameter_s,) * 2, True)]
+        for network, key in ((network, key) for network, costs in self.turns[0].items() for key in costs):
+            values = [turn[network][key] for turn in self.turns]
+            what, unit = COSTS.get(key, (f"CPU time of a byte on {key}", "s"))
+            found.append(Row.median("networks", f"{network}: {what}", values, unit, True))
+        return found
 
     def _save(self) -> None:
         STORE.write_text(json.dumps(vars(self), indent=1) + "\n")
@@ -83,11 +100,12 @@ class Ground:
     spec: SiteSpec
     links: Links
     one_links: Links
+    parameter_s: float
 
     @classmethod
     def of(cls, file: Path) -> Ground:
         networks = Networks.load()
-        return cls(load_spec(file), networks.links(file.stem), networks.links(ONE))
+        return cls(load_spec(file), networks.links(file.stem), networks.links(ONE), networks.parameter_s)
 
     def placed(self, way: str) -> tuple[Site, tuple[str, ...], Links]:
         spec = all_rdma(self.spec).spec if way == "one cluster" else self.spec
@@ -109,7 +127,7 @@ def sharded(ground: Ground, way: str, flops: float, block_s: float, hybrid: bool
     """examples/fsdp2's step, sharded over all ranks or (hybrid) inside clusters: torch awaits each collective on CPUs,
     and gloo's reduce-scatter is an all-reduce. block_s: CPU seconds of FSDP in a block's forward or backward."""
     run = Execution("async", zero=3, scatter=1.0, replicas="clusters" if hybrid else "", block_s=block_s, sums=1,
-                    cores=CORES)
+                    parameter_s=ground.parameter_s, cores=CORES)
     return _step(ground, way, flops, run, tied=False)
 
 

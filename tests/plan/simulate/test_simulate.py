@@ -439,7 +439,8 @@ def on_two_cores(options, **costs):
     own = {fabric.name: replace(Link.of(replace(fabric, latency_s=0.0)), host_s=costs.pop(fabric.name, 1e-12))
            for fabric in site.fabrics}
     order, options = [node.name for node in site.nodes], replace(options, cores=2)
-    return simulate(site, order, Sizes(), model(), options, Links(own, **costs), costs=flat_costs(1, 8, 1, 0.0, 0.0))
+    gpt, idle = model(activation_width=4), flat_costs(1, 8, 1, 0.0, 0.0)
+    return simulate(site, order, Sizes(), gpt, options, Links(own, **costs), costs=idle)
 
 
 def test_messages_of_two_levels_take_core_time():
