@@ -38,8 +38,8 @@ STORE = Path(__file__).parent / "results" / "stacks_measured.json"
 ONE = "one network"
 #: Of plan/cost/links.py's Links.
 COSTS = {"host_message_s": ("CPU time of a message of two levels", "s"),
-         "host_gather": ("CPU time of a gathered byte : all-reduced", "x"),
-         "host_scatter": ("CPU time of a scattered byte : all-reduced", "x")}
+         "host_gather": ("CPU time of a gathered byte, of an all-reduced one's", "x"),
+         "host_scatter": ("CPU time of a scattered byte, of an all-reduced one's", "x")}
 
 
 @dataclass

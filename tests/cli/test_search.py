@@ -237,7 +237,7 @@ def test_ctrl_c_prints_the_best_so_far():
         (["--for", "deepsped"], "invalid choice: 'deepsped'"),
         (["--rows", "0"], "--rows is 0"),
         (["--limit", "tensor=1", "--limit", "tensor=2"], "--limit tensor is given twice"),
-        (["--globalbatch", "3"], "unrecognized arguments"),
+        (["--globalbatch", "3"], "no option --globalbatch; did you mean '--global-batch'"),
     ],
 )
 def test_bad_input_is_one_line(capsys, arguments, message):
