@@ -1,6 +1,7 @@
 """Jobs that join, simulated in one process: losses of each way to join beside one synchronous job and one job alone.
 
     python benchmarks/joined_losses.py --json FILE [--scenes NAME,...] [--steps 1500] [--seeds 3] [--ways NAME;...]
+        [--jobs 2]
 
 No network: K copies of a byte-level GPT train on real text, each with AdamW, warm-up, a cosine schedule (to a tenth)
 and clipping, and the outer steps, aggregates and codecs are holmes's own. So what an algorithm costs in loss is seen
@@ -47,13 +48,19 @@ MEASURED = "evaluation loss", "evaluation loss of one job's weights", "training 
 WAYS = {
     "default": "",
     "lr 0.7, momentum 0.9": "lr=0.7,momentum=0.9",
+    "lr 1, momentum 0.7": "lr=1,momentum=0.7",
     "lr 1, momentum 0.6": "lr=1,momentum=0.6",
     "lr 1, momentum 0.5": "lr=1,momentum=0.5",
+    "lr 1, momentum 0.4": "lr=1,momentum=0.4",
     "lr 0.7, momentum 0.5": "lr=0.7,momentum=0.5",
+    "lr 1.41, momentum 0": "lr=1.41,momentum=0",
     "lr 1, momentum 0": "lr=1,momentum=0",
+    "delay 1": "delay=1",
     "average, delay 5": "algorithm=average,every=30,fragments=1,delay=5,compress=off",
     "average of 4 steps": "algorithm=average,every=4,fragments=1,delay=0,compress=off",
+    "average of every step": "algorithm=average,every=1,fragments=1,delay=0,compress=off",
     "diloco": "every=30,fragments=1,delay=0,compress=off",
+    "diloco, every 16": "every=16,fragments=1,delay=0,compress=off",
     "delay 5, mix 0": "every=30,fragments=1,delay=5,mix=0,compress=off",
     "delay 5, mix 0.5": "every=30,fragments=1,delay=5,mix=0.5,compress=off",
     "float32": "compress=off",
@@ -216,7 +223,8 @@ def main() -> int:
         tell(f"joined_losses.py: no way {unknown[0]!r}; there are synchronous, alone, {', '.join(WAYS)}")
         return 2
     scenes = harness.chosen(args.scenes, SCENES)
-    metrics = {(scene, f"{name}, {way}") for scene in scenes for name in MEASURED for way in chosen}
+    beside = f", {args.jobs} jobs" if args.jobs != 2 else ""
+    metrics = {(scene + beside, f"{name}, {way}") for scene in scenes for name in MEASURED for way in chosen}
     before = [row for row in kept(args.json) if (row.scene, row.metric) not in metrics and not row.target]
     rows: dict[tuple[str, str], Row] = {(row.scene, row.metric): row for row in before}
     for scene, way in product(scenes, chosen):
@@ -226,7 +234,8 @@ def main() -> int:
             tell(f"joined_losses: {scene}, {way}, seed {seed}: {', '.join(f'{value:.4f}' for value in found[-1])}")
             for name, values in zip(MEASURED, zip(*found)):
                 spread, metric = (min(values), max(values)), f"{name}, {way}"
-                rows[scene, metric] = Row.of(scene, metric, statistics.fmean(values), "nats", spread, False)
+                row = Row.of(scene + beside, metric, statistics.fmean(values), "nats", spread, False)
+                rows[row.scene, metric] = row
             write([*rows.values()], args.json)
     title = f"{args.jobs} joined jobs of batch {ROWS}, {args.steps} steps, {args.seeds} seeds"
     return finish([*rows.values(), *differences([*rows.values()])], args.json, title)

@@ -1,6 +1,6 @@
 """How joined jobs update each other: what stands after --holmes-outer. Needs no torch.
 
-    every=32,fragments=4,delay=5,lr=1,momentum=0.7,compress=bf16,aggregate=mean,...
+    every=32,fragments=4,delay=5,lr=1,momentum=0.3,compress=bf16,aggregate=mean,...
 
 The weights are cut into `fragments`; every `every` steps (or seconds: every=60s) each of them is exchanged once, one
 after the other. A fragment's pseudo-gradient leaves `delay` steps before its sum is applied.
@@ -37,7 +37,7 @@ _BOUNDS: dict[str, tuple[float, float | None]] = {
 }
 #: What an algorithm takes where the user did not say otherwise.
 _DEFAULTS = {
-    "diloco": {"lr": 1.0, "momentum": 0.7},
+    "diloco": {"lr": 1.0, "momentum": 0.3},
     "average": {"lr": 1.0, "momentum": 0.0},
     "co2": {"lr": 1.0, "momentum": 0.5},
 }

@@ -11,7 +11,7 @@ from holmes_ext.runtime.outer.settings import parse_outer
 
 def test_what_is_not_given_suits_what_is():
     assert parse_outer("").period == 8 and parse_outer("").delay == 5
-    assert (parse_outer("").lr, parse_outer("").momentum) == (1.0, 0.7)  # docs/benchmarks/joined.md has why
+    assert (parse_outer("").lr, parse_outer("").momentum) == (1.0, 0.3)  # docs/benchmarks/joined.md has why
     assert (parse_outer("every=6").fragments, parse_outer("every=6").delay) == (3, 1)
     assert (parse_outer("every=1").fragments, parse_outer("every=1").delay) == (1, 0)
     assert parse_outer("fragments=5").every == 35
