@@ -72,7 +72,7 @@ def versions() -> dict[str, str]:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=description)
+    made = argparse.ArgumentParser(description=description, allow_abbrev=False)
     made.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     made.add_argument("--scenes", default="", metavar="NAME,...", help="only these scenes")
     return made

@@ -1,5 +1,5 @@
-"""What a byte on a network costs this machine's cores, which are all hosts of a lab: a number for prediction.py's
-simulations.
+"""What a byte on a network, and a message of a two-level sum, cost this machine's cores, which are all hosts of a lab:
+numbers for prediction.py's and stacks.py's simulations.
 
 The nodes all-reduce and do nothing else, all clusters at the same time and then all nodes over Ethernet, while
 /proc/stat counts the seconds in which a core was not idle: those of sockets, checksums, shaping, the switch and gloo's
@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from math import ceil
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import tuned
 
 SIZE, SECONDS, REPETITIONS = 4 * 2**20, 0.8, 7
+#: Operations that are counted together (a fifth of so many where they are large).
+SUMS = 100
 
 
 def measure_hosts(spec: SiteSpec) -> dict[str, float]:
@@ -34,22 +38,100 @@ def measure_hosts(spec: SiteSpec) -> dict[str, float]:
     phases = [
         group for group in (fast, {"ethernet": ["eth0", list(range(len(order))), spec.ethernet_rate_bps]}) if group
     ]
+    return _in_lab(spec, order, ["bytes", json.dumps(phases)])
+
+
+def measure_software(spec: SiteSpec) -> dict[str, float]:
+    """What plan/cost/links.py's Links call host_message_s (of two clusters or more), host_gather and host_scatter."""
+    order = list(interleave(spec))
+    clusters = [[f"{cluster.kind}0", list(map(order.index, cluster.nodes))] for cluster in spec.clusters]
+    return _in_lab(spec, order, ["software", json.dumps(clusters)])
+
+
+def measure_optimizer(spec: SiteSpec) -> float:
+    """CPU seconds of a parameter in a step of torch's AdamW, and in its gradient's norm, while all ranks make one."""
+    return _in_lab(spec, list(interleave(spec)), ["optimizer", "[]"])
+
+
+def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
     with tuned(spec) as lab:
-        result = lab.run([sys.executable, __file__, json.dumps(phases)], order=order, preload=("torch",), timeout=120)
+        result = lab.run([sys.executable, __file__, *arguments], order=order, preload=("torch",), timeout=120)
         if result.returncode:
-            raise SystemExit(f"prediction_hosts.py: an all-reduce failed: {result.outputs[result.first_failed or 0]}")
+            raise SystemExit(f"prediction_hosts.py: a sum failed: {result.outputs[result.first_failed or 0]}")
         return json.loads(result.stdout[0])
 
 
-def rank_main(phases: list[dict]) -> None:
-    """One rank of measure_hosts: in each phase all-reduces one after the other in its group, if it has one; rank 0
-    prints the result."""
+def rank_main(what: str, given: list) -> None:
+    """One rank of measure_hosts, measure_software or measure_optimizer; rank 0 prints the result."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     dist.init_process_group("gloo")
+    found = {"bytes": of_bytes, "software": of_software, "optimizer": of_optimizer}[what](given)
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+def of_software(clusters: list) -> dict[str, float]:
+    """See measure_software; clusters: [NIC, ranks]."""
+    import torch
+    import torch.distributed as dist
+
+    from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
+
+    found, groups = {}, [ranks for _, ranks in clusters]
+    if len(groups) > 1:  # sums of so little that bytes do not count
+        reduce, few = TwoLevelAllReduce(groups), torch.ones(64 * dist.get_world_size())
+        sent = 2 * sum(n * (n - 1) for n in map(len, [*groups, *zip(*groups)]))
+        found["host_message_s"] = cpu_s(lambda: reduce(few).wait(), SUMS) / SUMS / sent
+    os.environ["GLOO_SOCKET_IFNAME"], ranks = next(one for one in clusters if dist.get_rank() in one[1])
+    group, flat = dist.new_group(ranks, use_local_synchronization=True), torch.ones(SIZE // 4)
+    shard = torch.empty(len(flat) // len(ranks))
+    reduced, gathered, scattered = (cpu_s(partial(run, *tensors, group=group), SUMS // 5) for run, *tensors in (
+        (dist.all_reduce, flat), (dist.all_gather_into_tensor, flat, shard), (dist.reduce_scatter_tensor, shard, flat)))
+    found |= {"host_gather": 2 * gathered / reduced, "host_scatter": scattered / reduced}  # it gathers half the bytes
+    return found
+
+
+def of_optimizer(_: list) -> float:
+    """See measure_optimizer."""
+    import torch
+    import torch.distributed as dist
+
+    own = torch.nn.Parameter(torch.ones(SIZE // 4))
+    own.grad, optimizer = torch.ones_like(own), torch.optim.AdamW([own])
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_([own], 1.0)
+        optimizer.step()
+
+    return cpu_s(step, SUMS // 20) / (SUMS // 20) / own.numel() / dist.get_world_size()
+
+
+def cpu_s(run: Callable[[], object], times: int) -> float:
+    """CPU seconds of this machine for so many runs of this rank's and all others'; the first time does not count."""
+    import torch.distributed as dist
+
+    costs = []
+    for _ in range(1 + REPETITIONS):
+        dist.barrier()
+        before = busy_seconds()
+        for _ in range(times):
+            run()
+        dist.barrier()
+        costs.append(busy_seconds() - before)
+    return min(costs[1:])
+
+
+def of_bytes(phases: list[dict]) -> dict[str, float]:
+    """Fabric -> CPU seconds of a byte: in each phase a rank all-reduces again and again in its group, if it has one."""
+    import torch
+    import torch.distributed as dist
+
     found, flat = {}, torch.ones(SIZE // 4)
     for phase in phases:
         total, mine, times = 0.0, None, 0
@@ -60,20 +142,8 @@ def rank_main(phases: list[dict]) -> None:
             if dist.get_rank() in ranks:
                 os.environ["GLOO_SOCKET_IFNAME"], times = interface, often
                 mine = dist.new_group(ranks, use_local_synchronization=True)
-                dist.all_reduce(flat, group=mine)
-        costs = []
-        for _ in range(REPETITIONS):
-            dist.barrier()
-            before = busy_seconds()
-            for _ in range(times):
-                dist.all_reduce(flat, group=mine)
-            dist.barrier()
-            costs.append((busy_seconds() - before) / total)
-        found.update(dict.fromkeys(phase, min(costs)))
-    if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
-    dist.barrier()
-    os._exit(0)
+        found.update(dict.fromkeys(phase, cpu_s(partial(dist.all_reduce, flat, group=mine), times) / total))
+    return found
 
 
 def busy_seconds() -> float:
@@ -84,4 +154,4 @@ def busy_seconds() -> float:
 
 
 if __name__ == "__main__":
-    rank_main(json.loads(sys.argv[1]))
+    rank_main(sys.argv[1], json.loads(sys.argv[2]))

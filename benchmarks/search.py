@@ -57,10 +57,10 @@ UNITS = {"search": "s", "whole command": "s", "memory of its first process": "Gi
 
 def main() -> int:
     args = harness.parser(__doc__.splitlines()[0]).parse_args()
-    rows = []
-    for name, (clusters, model, batch, gap, was) in SCENES.items():
-        if args.scenes and not any(one in name for one in args.scenes.split(";")):
-            continue
+    chosen = [name for name in SCENES if not args.scenes or any(one in name for one in args.scenes.split(";"))]
+    rows = harness.kept(args.json, chosen)
+    for name in chosen:
+        clusters, model, batch, gap, was = SCENES[name]
         targets = {"search": f"<= {SECONDS + 3}", "memory of its first process": "<= 2",
                    "gap of the simulated certificate": f"<= {gap}", "step": f"<= {was}" if was else ""}
         for metric, value in measure(clusters, model, batch).items():

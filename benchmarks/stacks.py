@@ -63,6 +63,13 @@ def loss_row(scene: str, series: dict[str, Series], name: str, stock: str = "sto
                       "nats", False, "<= 1e-6")
 
 
+def networks() -> list[Row]:
+    """What predictions know of the networks, measured where it is missing."""
+    known = prediction.Networks.load()
+    known.measure(CLUSTERS)
+    return known.rows()
+
+
 def data_parallel(stack: str, args) -> list[Row]:
     """`stack` stock and under holmes, and GradientReducer in a plain loop on the same model."""
     spec, order, flags = of_clusters()
@@ -83,8 +90,8 @@ def data_parallel(stack: str, args) -> list[Row]:
 def predicted(scene: str, series: dict[str, Series], step: Callable[..., float], flops: float, ways) -> list[Row]:
     """ways: variant -> what it is for `step`, one of benchmarks/stacks_prediction.py's."""
     ground = prediction.Ground.of(CLUSTERS)
-    block_s = prediction.fitted(lambda seconds: step(ground, ONE, flops, seconds), series[ONE].median)
-    seconds = {name: step(ground, "stock" if name == "stock" else "holmes", flops, block_s, **more)
+    software_s = prediction.fitted(lambda seconds: step(ground, ONE, flops, seconds), series[ONE].median)
+    seconds = {name: step(ground, "stock" if name == "stock" else "holmes", flops, software_s, **more)
                for name, more in ways.items()}
     return prediction.rows(scene, seconds, {name: series[name].median for name in seconds})
 
@@ -185,7 +192,7 @@ def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
     costs = even_costs(forward_s(hidden, 16, PIPELINE_FLOPS), layers, 4, micro_batches)
     found = {}
     for name, more in {"1F1B": {}, "breadth first": {"virtual": 4, "breadth_first": True}}.items():
-        run = Execution("async", overlap="on", bucket_bytes=25 * 2**20, **more)  # DistributedDataParallel's buckets
+        run = Execution("ddp", overlap="on", **prediction.DDP, **more)
         with_sums, least = (simulate(one, order, sizes, gpt, run, costs=costs).step_s for one in (site, free))
         found[name] = with_sums - least
     return found
@@ -198,6 +205,7 @@ def main() -> int:
     args = arguments.parse_args()
     args.preload = PRELOAD
     makers = {
+        "networks": networks,
         "trainer": lambda: data_parallel("trainer", args), "lightning": lambda: data_parallel("lightning", args),
         "one cluster": lambda: one_cluster(args), "fsdp2": lambda: sharded(args), "hsdp": lambda: placed(args),
         "breadth first": lambda: breadth_first(args),

@@ -1,21 +1,27 @@
 """Predicted steps of benchmarks/stacks.py's scenes, by plan/simulate/step.py.
 
-One number is fitted for each stack: the CPU seconds of a block's forward or backward, to stock's step on one fast
-cluster, which is no scene of the prediction. Networks are as `holmes probe` measured them for benchmarks/prediction.py.
+One number is fitted for each stack, to stock's step on one fast cluster, which is no scene of the prediction. Networks
+are as `holmes probe` measures them, and what a byte, a gathered one and a message cost the cores is measured beside it
+(prediction_hosts.py), on the machine that runs the scenes: `stacks.py --scenes networks`, results/stacks_measured.json.
 """
 
 from __future__ import annotations
 
+import json
+import statistics
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from emulated import even_costs, forward_s
 from harness import Row
-from prediction import CORES, STORE, Measured
+from prediction import CORES, probe
+from prediction_hosts import measure_hosts, measure_optimizer, measure_software
+from two_clusters import one_cluster_toml
 
 from holmes_ext.cluster.site import Site, site_from_spec
-from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.cluster.spec import SiteSpec, load_spec, parse_spec
 from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import all_rdma
 from holmes_ext.plan.cost.links import Links
@@ -26,8 +32,65 @@ from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
 
 LAYERS, HIDDEN, SEQUENCE, BYTES = 6, 272, 16, 256
-#: DistributedDataParallel's bucket_cap_mb.
-BUCKET = 25 * 2**20
+#: DistributedDataParallel's bucket_cap_mb where none is given, and the limit of its first bucket then.
+DDP = {"bucket_bytes": 25 * 2**20, "first_bucket_bytes": 2**20}
+STORE = Path(__file__).parent / "results" / "stacks_measured.json"
+ONE = "one network"
+#: Of plan/cost/links.py's Links.
+COSTS = {"host_message_s": ("CPU time of a message of two levels", "s"),
+         "host_gather": ("CPU time of a gathered byte, of an all-reduced one's", "x"),
+         "host_scatter": ("CPU time of a scattered byte, of an all-reduced one's", "x")}
+
+
+@dataclass
+class Networks:
+    """What is known of a cluster file's networks (by its name) and of all its nodes on one fast network (ONE): links as
+    `holmes probe` writes them (TOML text), and by turn what the cores take: of a byte of each fabric (measure_hosts),
+    and the rest of Links (measure_software). parameter_s: CPU seconds of a parameter (measure_optimizer)."""
+
+    probes: dict[str, str] = field(default_factory=dict)
+    parameter_s: float = 0.0
+    turns: list[dict[str, dict[str, float]]] = field(default_factory=list)
+
+    @classmethod
+    def load(cls) -> Networks:
+        return cls(**json.loads(STORE.read_text())) if STORE.exists() else cls()
+
+    def links(self, name: str) -> Links:
+        costs = {key: statistics.median(turn[name][key] for turn in self.turns) for key in self.turns[0][name]}
+        links = Links.of_spec(parse_spec(self.probes[name]))
+        own = {fabric: replace(link, host_s=costs[fabric]) for fabric, link in links.measured.items()}
+        return replace(links, measured=own, **{key: costs[key] for key in costs if key.startswith("host_")})
+
+    def measure(self, file: Path, turns: int = 3) -> None:
+        """What is missing. Networks in turns: the machine is not equally fast for long."""
+        spec = load_spec(file)
+        with tempfile.TemporaryDirectory() as directory:
+            single = Path(directory, "cluster.toml")
+            single.write_text(one_cluster_toml(all_rdma(spec).spec))
+            networks = {file.stem: (spec, file), ONE: (load_spec(single), single)}
+            for name in networks.keys() - self.probes.keys():
+                self.probes[name] = probe(*networks[name])
+                self._save()
+            if not self.parameter_s:
+                self.parameter_s = measure_optimizer(spec)
+                self._save()
+            while len(self.turns) < turns:
+                self.turns.append({name: {**measure_hosts(own), **measure_software(own)}
+                                   for name, (own, _) in networks.items()})
+                self._save()
+
+    def rows(self) -> list[Row]:
+        """What the cores take, with what it was in each turn."""
+        found = [Row.of("networks", "CPU time of a parameter", self.parameter_s, "s", (self.parameter_s,) * 2, True)]
+        for network, key in ((network, key) for network, costs in self.turns[0].items() for key in costs):
+            values = [turn[network][key] for turn in self.turns]
+            what, unit = COSTS.get(key, (f"CPU time of a byte on {key}", "s"))
+            found.append(Row.median("networks", f"{network}: {what}", values, unit, True))
+        return found
+
+    def _save(self) -> None:
+        STORE.write_text(json.dumps(vars(self), indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -37,11 +100,12 @@ class Ground:
     spec: SiteSpec
     links: Links
     one_links: Links
+    parameter_s: float
 
     @classmethod
     def of(cls, file: Path) -> Ground:
-        measured = Measured.load(STORE)
-        return cls(load_spec(file), measured.links(file.stem), measured.links("one_cluster"))
+        networks = Networks.load()
+        return cls(load_spec(file), networks.links(file.stem), networks.links(ONE), networks.parameter_s)
 
     def placed(self, way: str) -> tuple[Site, tuple[str, ...], Links]:
         spec = all_rdma(self.spec).spec if way == "one cluster" else self.spec
@@ -50,17 +114,20 @@ class Ground:
         return site, order, self.one_links if way == "one cluster" else self.links
 
 
-def data_parallel(ground: Ground, way: str, flops: float, block_s: float) -> float:
-    """DistributedDataParallel's step; way: "stock" (one ring on Ethernet), "holmes" (two levels), "one cluster"."""
-    run = Execution("async", overlap="on", bucket_bytes=0 if way == "holmes" else BUCKET, block_s=block_s, cores=CORES,
-                    two_level="direct" if way == "holmes" else "off")
+def data_parallel(ground: Ground, way: str, flops: float, parameter_s: float) -> float:
+    """DistributedDataParallel's step; way: "stock" (one ring on Ethernet), "holmes" (two levels), "one cluster".
+    parameter_s: CPU seconds of a parameter, most of them the norm's and the optimizer's: a block's own computing is
+    inside its emulated time."""
+    buckets = {"two_level": "direct"} if way == "holmes" else DDP
+    run = Execution("ddp", overlap="on", parameter_s=parameter_s, sums=1, cores=CORES, **buckets)
     return _step(ground, way, flops, run, tied=True)
 
 
 def sharded(ground: Ground, way: str, flops: float, block_s: float, hybrid: bool = False) -> float:
     """examples/fsdp2's step, sharded over all ranks or (hybrid) inside clusters: torch awaits each collective on CPUs,
-    and gloo's reduce-scatter is an all-reduce."""
-    run = Execution("async", zero=3, scatter=1.0, replicas="clusters" if hybrid else "", block_s=block_s, cores=CORES)
+    and gloo's reduce-scatter is an all-reduce. block_s: CPU seconds of FSDP in a block's forward or backward."""
+    run = Execution("async", zero=3, scatter=1.0, replicas="clusters" if hybrid else "", block_s=block_s, sums=1,
+                    parameter_s=ground.parameter_s, cores=CORES)
     return _step(ground, way, flops, run, tied=False)
 
 

@@ -40,13 +40,13 @@ def spread(row: Row, digits: int, factor: float = 1) -> str:
 
 
 def shown(row: Row) -> str:
-    """The value as its unit wants it: seconds to the millisecond (short ones in ms or us), ratios to 1/100, parts in
-    percent."""
+    """The value as its unit wants it: seconds to the millisecond (short ones in ms, us or ns), ratios to 1/100, parts
+    in percent."""
     unit, value = row["unit"], row["value"]
     if unit in ("s", "CPU s"):
         most = max(map(abs, (value, *row["spread"])))
         if 0 < most < 0.01:
-            factor, short = (1e3, "ms") if most >= 1e-3 else (1e6, "us")
+            factor, short = (1e3, "ms") if most >= 1e-3 else (1e6, "us") if most >= 1e-6 else (1e9, "ns")
             return f"{spread(row, 1 if most * factor >= 10 else 2, factor)} {unit.replace('s', short)}"
         return f"{spread(row, 3 if abs(value) < 100 else 0)} {unit}"
     if unit == "x":

@@ -17,7 +17,7 @@ import sys
 
 from holmes_ext import __version__
 from holmes_ext.errors import HolmesError
-from holmes_ext.words import did_you_mean
+from holmes_ext.words import did_you_mean, nearest
 
 COMMANDS = ("discover", "doctor", "plan", "probe", "lab", "demo", "join", "patches", "report", "tune")
 #: What `holmes` alone prints.
@@ -48,10 +48,19 @@ class Help(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are HolmesErrors: one line."""
+    """An argument parser whose errors are HolmesErrors: one line. A flag is what it is called, not what it begins with.
+    """
 
     def __init__(self, **given):
-        super().__init__(**{"formatter_class": Help, **given})
+        super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **given})
+
+    def parse_known_args(self, args=None, namespace=None):
+        found, left = super().parse_known_args(args, namespace)
+        for name in (text.partition("=")[0] for text in left if text.startswith("-")):
+            near = nearest(name, self._option_string_actions)
+            advice = f"; did you mean {near!r}?" if near else f" (see {self.prog} --help)"
+            raise HolmesError(f"{self.prog} has no option {name}{advice}")
+        return found, left
 
     def error(self, message):
         raise HolmesError(f"{message} (see {self.prog} --help)")

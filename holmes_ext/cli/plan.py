@@ -109,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
     if model is not None and profile is None and plan.sizes is not None:
         alone = search.alone(plan, site, links, job, model, overlap)
         plan = replace(plan, predicted=plan.predicted | times(alone, alone.best))
+    starts = search_table.launches_of(alone, args, job) if alone else {}
     if args.output:
         plan.save(args.output)
     costs = None
@@ -133,13 +134,13 @@ def run(args: argparse.Namespace) -> int:
         _show(measured, plan, step, nominal=workload is None and known is None)
         show_wan(measured, spec.notes)
         if alone:
-            search_table.show_given(alone, args, job)
+            search_table.show_given(alone, args, starts)
         if costs and args.explain:
             explain.show(costs, found)
         for path in filter(None, (args.picture, args.output)):
             print(f"written: {path}")
     if alone:
-        search.draw(alone, args, job)
+        search.draw(alone, args, job, starts)
     return 1 if plan.straddling else 0
 
 

@@ -55,6 +55,13 @@ def test_a_misspelt_command_is_named(capsys):
     assert "known: discover, doctor" in capsys.readouterr().err
 
 
+def test_a_flag_is_not_abbreviated(capsys):
+    assert main(["plan", "--cluster", CLUSTER, "--pipelin", "2"]) == 2
+    assert capsys.readouterr().err == "holmes: plan has no option --pipelin; did you mean '--pipeline'?\n"
+    assert main(["lab", "run", "--cluster", CLUSTER, "--interleav", "--", "true"]) == 2
+    assert capsys.readouterr().err == "holmes: lab run has no option --interleav; did you mean '--interleave'?\n"
+
+
 def test_holmes_alone_says_what_to_do_first(capsys):
     """Its commands are there, and it fits 120 columns."""
     assert main([]) == 0

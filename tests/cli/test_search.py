@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from holmes_ext.cli.main import main
+from holmes_ext.cli.show import search_table
 from holmes_ext.plan.plan import check_plan, load_plan
+from holmes_ext.plan.search.ranking import hybrid_s
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLUSTER = str(EXAMPLES / "clusters" / "two_clusters_4.toml")
@@ -235,7 +237,7 @@ def test_ctrl_c_prints_the_best_so_far():
         (["--for", "deepsped"], "invalid choice: 'deepsped'"),
         (["--rows", "0"], "--rows is 0"),
         (["--limit", "tensor=1", "--limit", "tensor=2"], "--limit tensor is given twice"),
-        (["--globalbatch", "3"], "unrecognized arguments"),
+        (["--globalbatch", "3"], "no option --globalbatch; did you mean '--global-batch'"),
     ],
 )
 def test_bad_input_is_one_line(capsys, arguments, message):
@@ -305,3 +307,12 @@ def test_mesh_of_fsdp2(capsys):
     assert status == 0 and "a mesh (replicate 2, shard 4), or one dimension and --holmes-fsdp hybrid" in said.out
     hybrid, flat = map(float, re.search(r"([\d.]+) s a step instead of ([\d.]+) s, for 2 x", said.out).groups())
     assert hybrid < 0.7 * flat
+
+
+@pytest.mark.parametrize("framework, times", [("fsdp2", 1), ("deepspeed", 0)])
+def test_hybrid_is_simulated_once_and_where_it_is_asked_for(capsys, monkeypatch, tmp_path, framework, times):
+    simulated = []
+    monkeypatch.setattr(search_table, "hybrid_s", lambda outcome, one: simulated.append(one) or hybrid_s(outcome, one))
+    pages = ("--html", str(tmp_path / "plan.html"))
+    status, _ = holmes(capsys, *SEARCH, "--for", framework, "--limit", "zero=3", "--limit", "pipeline=1", *pages)
+    assert status == 0 and len(simulated) == times and (tmp_path / "plan.html").exists()

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Mapping
 
 from holmes_ext.cli.show import joined_plan
 from holmes_ext.cli.show import search_table as shown
 from holmes_ext.cli.show.training import Training
-from holmes_ext.patches.launch_flags import added
+from holmes_ext.patches.launch_flags import Launch, added
 from holmes_ext.plan.search.compare import thin_stages
 from holmes_ext.plan.search.result import Outcome
 from holmes_ext.report import plan_pictures as pictures
@@ -18,7 +19,8 @@ from holmes_ext.report.pictures import svg
 
 
 def document(
-    outcome: Outcome, args: argparse.Namespace, job: Training, joined: joined_plan.Beside | None = None
+    outcome: Outcome, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch],
+    joined: joined_plan.Beside | None = None,
 ) -> str:
     """The best plan of a search, or the layout that was given; nothing needs the network."""
     best, alone = outcome.best, outcome.yours is outcome.best
@@ -31,7 +33,7 @@ def document(
     return page(
         "holmes plan", heading(shown.title(outcome), 1),
         paragraphs([*certificate, *shown.why_lines(outcome), *job.lines]),
-        heading("Start it"), *_launches(outcome, args, job),
+        heading("Start it"), *_launches(outcome, args, starts),
         heading("Placement"), paragraphs([where]), drawn["placement"], drawn["clusters"],
         heading("One step"), paragraphs([*shown.edge_lines(outcome, best), *thin_stages(outcome, best)]),
         drawn["timeline"],
@@ -49,13 +51,13 @@ def _joined(found: joined_plan.Beside) -> list[str]:
             paragraphs([joined_plan.LEGEND, found.line() + "."])]
 
 
-def _launches(outcome: Outcome, args: argparse.Namespace, job: Training) -> list[str]:
+def _launches(outcome: Outcome, args: argparse.Namespace, starts: Mapping[str, Launch]) -> list[str]:
     """What is to be copied; and below it which frameworks cannot do the plan."""
     parts, cannot = [], []
     if outcome.yours:
         own = shlex.join(added(outcome.yours, args.cluster, (args.output or "") * (outcome.yours is outcome.best)))
         parts += [heading("your layout: add to your command line", 3), command(own)]
-    for name, lines in shown.launch_lines(outcome, args, job).items():
+    for name, lines in shown.launch_lines(starts).items():
         if lines[0].startswith(shown.CANNOT):
             cannot.append(f"{name} {' '.join(lines)}")
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -20,7 +21,7 @@ from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.launch_flags import BREADTH_FIRST, LIMITS, limited
+from holmes_ext.patches.launch_flags import BREADTH_FIRST, LIMITS, Launch, limited
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.plan import Plan
@@ -101,14 +102,15 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     plan = plan_of(outcome, outcome.best)
     if args.output:
         plan.save(args.output)
+    starts = search_table.launches_of(outcome, args, job)
     if args.json:
-        print(search_table.document(outcome, plan, args, job, joined))
+        print(search_table.document(outcome, plan, job, starts, joined))
     else:
-        search_table.show(outcome, args, job)
+        search_table.show(outcome, args, job, starts)
         show_wan(links.site(outcome.ground.site), spec.notes)
         if joined is not None:
             joined_plan.show(joined)
-    draw(outcome, args, job, joined)
+    draw(outcome, args, job, starts, joined)
     if args.output and not args.json:
         print(f"written: {args.output}")
     return 130 if outcome.interrupted else 0
@@ -124,13 +126,16 @@ def check_pictures(args: argparse.Namespace, job: Training) -> None:
                 raise HolmesError(f"--{name} needs to know the model: {advice} or a command line after --")
 
 
-def draw(outcome: Outcome, args: argparse.Namespace, job: Training, joined: joined_plan.Beside | None = None) -> None:
+def draw(
+    outcome: Outcome, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch],
+    joined: joined_plan.Beside | None = None,
+) -> None:
     """The page of --html and the pictures of --pictures."""
     written = draw_search(outcome, Path(args.pictures)) if args.pictures else []
     if joined is not None and args.pictures:
         written.append(write(joined.figure(), Path(args.pictures) / "joined.png", "name another directory"))
     if args.html:
-        save(args.html, plan_page.document(outcome, args, job, joined), "the page")
+        save(args.html, plan_page.document(outcome, args, job, starts, joined), "the page")
         written.append(Path(args.html))
     for path in written:
         print(f"written: {path}", file=sys.stderr if args.json else sys.stdout)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import inf
 from typing import Any
@@ -66,7 +66,7 @@ def split_text(split: Sequence[int]) -> str:
     return f"{split[0]} x {len(split)}" if len(set(split)) == 1 else " ".join(map(str, split))
 
 
-def show(outcome: Outcome, args: argparse.Namespace, job: Training) -> None:
+def show(outcome: Outcome, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch]) -> None:
     """Print all of it."""
     screen, ground, best, yours = Screen(), outcome.ground, outcome.best, outcome.yours
     job.show(screen)
@@ -95,12 +95,12 @@ def show(outcome: Outcome, args: argparse.Namespace, job: Training) -> None:
     if yours:
         screen.line("your layout: add to your command line", "bold")
         screen.line(f"  {shlex.join(added(yours, args.cluster, ''))}")
-    _show_launches(screen, outcome, args, job)
+    _show_launches(screen, starts)
     if not args.output:
         screen.line("the job works out the order of nodes when it starts; --output plan.json fixes what is shown")
 
 
-def show_given(outcome: Outcome, args: argparse.Namespace, job: Training) -> None:
+def show_given(outcome: Outcome, args: argparse.Namespace, starts: Mapping[str, Launch]) -> None:
     """The user's layout alone, of a search's outcome that has only it: its row, seconds, memory and flags."""
     screen, yours = Screen(), outcome.best
     _table(screen, outcome, [("yours", yours)])
@@ -111,20 +111,20 @@ def show_given(outcome: Outcome, args: argparse.Namespace, job: Training) -> Non
     screen.line("flags of holmes:" if asked else "your layout: add to your command line", "bold")
     screen.line(f"  {shlex.join(added(yours, args.cluster, args.output or ''))}")
     if asked:
-        _show_launches(screen, outcome, args, job)
+        _show_launches(screen, starts)
 
 
-def _show_launches(screen: Screen, outcome: Outcome, args: argparse.Namespace, job: Training) -> None:
-    for name, lines in launch_lines(outcome, args, job).items():
+def _show_launches(screen: Screen, starts: Mapping[str, Launch]) -> None:
+    for name, lines in launch_lines(starts).items():
         screen.line(f"{name}:", "bold")
         for line in lines:
             screen.line(f"  {line}")
 
 
-def launch_lines(outcome: Outcome, args: argparse.Namespace, job: Training) -> dict[str, list[str]]:
+def launch_lines(starts: Mapping[str, Launch]) -> dict[str, list[str]]:
     """For each framework its flags, what its config file and script need; or why it cannot do this plan."""
     found = {}
-    for name, launch in _launches(outcome, args, job).items():
+    for name, launch in starts.items():
         if launch.lacks:
             found[name] = [f"{CANNOT}: {'; '.join(launch.lacks)}; or search with --for {name}"]
             continue
@@ -253,15 +253,17 @@ def edge_lines(outcome: Outcome, one: Candidate) -> list[str]:
     return [f"pipeline edges: sends that do not block, {held} micro-batches in flight{memory}: {gain}"]
 
 
-def _launches(outcome: Outcome, args: argparse.Namespace, job: Training) -> dict[str, Launch]:
+def launches_of(outcome: Outcome, args: argparse.Namespace, job: Training) -> dict[str, Launch]:
+    """How to start the best plan, by framework: all, or the one that is asked for."""
     framework = args.framework or job.framework
     how = outcome.best, outcome.model, outcome.global_batch, outcome.overlap
-    found = launches(*how, args.cluster, args.output or "", hybrid_s(outcome, outcome.best))
+    hybrid = hybrid_s(outcome, outcome.best) if framework in ("", "fsdp2") else 0.0  # a simulation
+    found = launches(*how, args.cluster, args.output or "", hybrid)
     return {name: launch for name, launch in found.items() if not framework or name == framework}
 
 
 def document(
-    outcome: Outcome, plan: Plan, args: argparse.Namespace, job: Training, joined: Beside | None = None
+    outcome: Outcome, plan: Plan, job: Training, starts: Mapping[str, Launch], joined: Beside | None = None
 ) -> str:
     """Everything that was found, as JSON; a memory limit of null means none. step_seconds is the simulated step where
     there is one, closed_form_seconds the other; certificate is the former's, closed_form the latter's."""
@@ -287,7 +289,7 @@ def document(
         "where": reasons(outcome),
         "memory_bytes": memory_terms(outcome, outcome.best),
         "framework_schedule_seconds": step_without(outcome, outcome.best),
-        "launch": {name: asdict(launch) for name, launch in _launches(outcome, args, job).items()},
+        "launch": {name: asdict(launch) for name, launch in starts.items()},
         "plan": json.loads(plan.to_json()),
         **({"joined": joined.document()} if joined else {}),
     }

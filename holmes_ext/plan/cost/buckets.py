@@ -39,20 +39,22 @@ def buffer_bytes(gradient_bytes: float) -> float:
 
 
 def cut(
-    sizes: Sequence[float], limit_bytes: float, keys: Sequence[Hashable] = (), exceed: bool = False
+    sizes: Sequence[float], limit_bytes: float, keys: Sequence[Hashable] = (), exceed: bool = False,
+    first_bytes: float = 0,
 ) -> tuple[tuple[int, ...], ...]:
     """Places in `sizes` (bytes, in the order in which gradients become final), bucket by bucket. keys: of each gradient
     (dtype, device); different ones never share a bucket. A bucket holds at most limit_bytes, a larger gradient is alone
     (runtime/reduce/reducer.py); with `exceed` it ends with the gradient that reaches limit_bytes (megatron-core's
-    _ParamAndGradBuffer). A bucket takes the place of its last gradient: buckets stand in the order in which they become
-    complete."""
+    _ParamAndGradBuffer; torch's compute_bucket_assignment_by_size, for DistributedDataParallel). first_bytes: the limit
+    of the first bucket, where it has another. A bucket takes the place of its last gradient: buckets stand in the order
+    in which they become complete."""
     done: list[tuple[int, ...]] = []
     open_: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, float] = {}
     for place, size in enumerate(sizes):
         key = keys[place] if keys else None
-        held = filled.get(key, 0.0)
-        if key in open_ and (held >= limit_bytes if exceed else held + size > limit_bytes):
+        held, limit = filled.get(key, 0.0), limit_bytes if done else first_bytes or limit_bytes
+        if key in open_ and (held >= limit if exceed else held + size > limit):
             done.append(tuple(open_.pop(key)))
             held = 0.0
         open_.setdefault(key, []).append(place)

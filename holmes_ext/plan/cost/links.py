@@ -124,10 +124,17 @@ class Link:
 @dataclass(frozen=True)
 class Links:
     """Measured links by fabric name; a fabric that is not here has its rate and latency from cluster.toml. pairs: of
-    clusters, in place of their [[between]]."""
+    clusters, in place of their [[between]].
+
+    What gloo's other operations take of shared cores: host_message_s: CPU seconds of a message of a two-level sum
+    (runtime/reduce/direct.py: a call and a thread at both ends) besides its bytes; host_gather, host_scatter: those of
+    a byte that is gathered or scattered, to an all-reduced one's (their tensors are copied in and out)."""
 
     measured: Mapping[str, Link] = field(default_factory=dict)
     pairs: tuple[Between, ...] = ()
+    host_message_s: float = 0.0
+    host_gather: float = 1.0
+    host_scatter: float = 1.0
 
     def of(self, fabric: Fabric) -> Link:
         return self.measured.get(fabric.name) or Link.of(fabric)
@@ -144,11 +151,11 @@ class Links:
         """`site` for predictions in closed form: line() in place of what cluster.toml states."""
         return replace(site, fabrics=tuple(map(self.line, site.fabrics)), wan=site.wan.measured(self.pairs))
 
-    def on_cores(self, fabric: Fabric, senders: float) -> tuple[tuple[str, float], ...]:
+    def on_cores(self, fabric: Fabric, senders: float, messages: float = 0.0) -> tuple[tuple[str, float], ...]:
         """What a flow that `senders` nodes send at once uses of shared cores: (CORES, bit/s of the core_bps that are
-        a core, for each bit/s), if anything."""
-        seconds = self.of(fabric).host_s
-        return ((CORES, seconds / 8 * senders * self.core_bps),) if seconds else ()
+        a core, for each bit/s), if anything. messages: of a two-level sum, for each byte of the flow."""
+        seconds = self.of(fabric).host_s * senders + self.host_message_s * messages
+        return ((CORES, seconds / 8 * self.core_bps),) if seconds else ()
 
     @property
     def core_bps(self) -> float:

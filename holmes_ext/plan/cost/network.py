@@ -109,6 +109,12 @@ def chunk_bytes(ranks: int, direct: bool) -> int:
     return size if direct else min(max(size, least), most)
 
 
+def chunks_of(size: float, chunk_bytes: float) -> int:
+    """Chunks of a two-level all-reduce of `size` bytes, all alike: what is left beside whole ones would cost nearly as
+    much as one (DistributedDataParallel's buckets end above their limit)."""
+    return max(1, int(size // chunk_bytes))
+
+
 @dataclass(frozen=True)
 class TwoLevels:
     """An all-reduce inside clusters and across them, each the price of its two steps; inside: of the slowest cluster.

@@ -9,8 +9,8 @@
                 last stage to the others at the step's end, who wait for it (a round trip between clusters); what the
                 script sums itself then (Execution.sums)
     overlap     a layer's gradients are final in the last micro-batch's backward; full buckets leave at once, in that
-                order. Where they end is plan/cost/buckets.py's cut: GradientReducer's, or megatron-core's; chunks
-                of an interleaved stage (megatron-core's, torch's) share none
+                order. Where they end is plan/cost/buckets.py's cut: GradientReducer's, or megatron-core's and
+                DistributedDataParallel's; chunks of an interleaved stage (megatron-core's, torch's) share none
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from holmes_ext.plan.sizes import Sizes
 MOST_CHUNKS = 32
 #: Engines whose every stage is told the loss.
 REPORTING = ("deepspeed", "megatron")
+#: Engines whose buckets end with the gradient that reaches the limit.
+EXCEEDING = ("megatron", "ddp")
 Tag = tuple[Hashable, ...]
 Place = tuple[int, int]  # (chunk, layer)
 Operations = dict[int, list[Op]]  # by layer
@@ -56,13 +58,13 @@ class Leaving:
     after: Place | None
 
 
-def leaving(gradients: Sequence[Gradient], limit_bytes: float, exceed: bool) -> list[Leaving]:
-    """`gradients`, in the order in which they become final, in buckets of limit_bytes. Those that are full at one
-    layer's end leave one after the other: one transfer."""
+def leaving(gradients: Sequence[Gradient], limit_bytes: float, exceed: bool, first_bytes: float = 0) -> list[Leaving]:
+    """`gradients`, in the order in which they become final, in buckets of limit_bytes (the first: first_bytes). Those
+    that are full at one layer's end leave one after the other: one transfer."""
     found: dict[Place | None, list[tuple[Gradient, ...]]] = {}
     for late in (False, True):
         own = [gradient for gradient in gradients if gradient.late == late]
-        for places in cut([gradient.size for gradient in own], limit_bytes, exceed=exceed):
+        for places in cut([gradient.size for gradient in own], limit_bytes, exceed=exceed, first_bytes=first_bytes):
             found.setdefault(None if late else own[places[-1]].place, []).append(tuple(own[index] for index in places))
     return [
         Leaving(
@@ -127,7 +129,8 @@ class Reductions:
         if two_level and not self.execution.bucket_bytes:
             limit = self.flows.summed(groups, self.execution.two_level == "direct")[1].chunk_bytes
         chunks = [list(own) for _, own in groupby(gradients, lambda gradient: gradient.place[0])]  # each has its own
-        return [one for own in chunks for one in leaving(own, limit, self.execution.engine == "megatron")]
+        how = limit, self.execution.engine in EXCEEDING, self.execution.first_bucket_bytes
+        return [one for own in chunks for one in leaving(own, *how)]
 
     def _make(self, groups: DataGroups) -> None:
         zero, spread = self.execution.zero, any(len(nodes) > 1 for nodes in groups.clusters.values())
@@ -189,7 +192,9 @@ class Reductions:
                           {name: (node,) for name, node in zip(names, first)}, groups.count * shards, dict(ring))
 
     def _ring(self, groups: DataGroups, tag: Tag, sizes: Sequence[float], part: float) -> None:
-        self.transfers[tag] = self.flows.ring(groups, sizes, part, tag[:3])
+        gather, scatter = self.flows.links.host_gather, self.flows.links.host_scatter
+        host = {"gather": gather, "weights": gather, "scatter": scatter}.get(str(tag[0]), 1.0)
+        self.transfers[tag] = self.flows.ring(groups, sizes, part, tag[:3], host)
 
     def _post(self, tag: Tag) -> list[Op]:
         return [("post", name) for name in self._starts.get(tag, [tag])]
@@ -241,7 +246,8 @@ class Reductions:
             yield from ops
         if ("norm", kind) in self.transfers:
             yield from (("post", ("norm", kind)), ("wait", ("norm", kind), "reduce", -1))
-        share = self._groups[kind, stage].ranks if self.execution.zero and (kind, stage) in self._groups else 1
+        owners = (self._shards_of or self._groups) if self.execution.zero else {}
+        share = owners[kind, stage].ranks if (kind, stage) in owners else 1
         ranges = self.ranges[stage :: self.stages]
         own = sum(self.parameters[layer] for low_high in ranges for layer in range(*low_high))
         yield ("software", "optimizer", self.execution.parameter_s * own / share, -1, 0)

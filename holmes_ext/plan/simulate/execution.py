@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from holmes_ext.errors import HolmesError
 
-ENGINES = ("deepspeed", "megatron", "async")
+ENGINES = ("deepspeed", "megatron", "async", "ddp")
 OVERLAPS = ("off", "first", "on")
 TWO_LEVELS = ("off", "rings", "direct")
 
@@ -14,19 +14,21 @@ TWO_LEVELS = ("off", "rings", "direct")
 @dataclass(frozen=True)
 class Execution:
     """virtual: chunks of a stage; above 1 the schedule is interleaved, else 1F1B; breadth_first: that order instead
-    (plan/cost/pipeline.py). engine: whose sends, receives, buckets and order of reductions. stage_layers: blocks of
-    each stage (interleaved: of each virtual stage, chunk by chunk), () for as even as can be. in_flight: micro-batches
-    that each stage begins before its first backward ends, where sends do not block (patches/deepspeed/edges.py); () for
-    1F1B as the engine has it.
+    (plan/cost/pipeline.py). engine: whose sends, receives, buckets and order of reductions ("async": torch's
+    pipelining, with GradientReducer's buckets; "ddp": with DistributedDataParallel's). stage_layers: blocks of each
+    stage (interleaved: of each virtual stage, chunk by chunk), () for as even as can be. in_flight: micro-batches that
+    each stage begins before its first backward ends, where sends do not block (patches/deepspeed/edges.py); () for 1F1B
+    as the engine has it.
 
     overlap: of reductions with the last backward: "off", "first" (megatron's: the first stage in buckets, the others in
-    one piece) or "on". bucket_bytes: 0 for plan/cost/buckets.py's rule. two_level: of groups that straddle clusters:
-    "off", or how the steps inside clusters are made: "rings" (NCCL) or "direct" (gloo). zero: 0 to 3; 2 and 3 without a
-    pipeline, where every micro-batch's gradients are scattered layer by layer, and (3) weights gathered before each
-    layer's forward and backward, while nothing is computed. scatter: what of an all-reduce's bytes a reduce-scatter
-    moves (gloo's is an all-reduce: 1). replicas: "clusters" where ZeRO 2 and 3 shard inside each cluster and all-reduce
-    each shard across (--holmes-fsdp hybrid), "" where over all ranks. gather_overlap: ZeRO-1's weights travel under the
-    next forward.
+    one piece) or "on". bucket_bytes: 0 for plan/cost/buckets.py's rule; first_bucket_bytes: of the first one, where it
+    is another (torch's dist._DEFAULT_FIRST_BUCKET_BYTES). two_level: of groups that straddle clusters: "off", or how
+    the steps inside clusters are made: "rings" (NCCL) or "direct" (gloo). zero: 0 to 3; 2 and 3 without a pipeline,
+    where every micro-batch's gradients are scattered layer by layer, and (3) weights gathered before each layer's
+    forward and backward, while nothing is computed. scatter: what of an all-reduce's bytes a reduce-scatter moves
+    (gloo's is an all-reduce: 1). replicas: "clusters" where ZeRO 2 and 3 shard inside each cluster and all-reduce each
+    shard across (--holmes-fsdp hybrid), "" where over all ranks. gather_overlap: ZeRO-1's weights travel under the next
+    forward.
 
     sums: all-reduces of one number over a stage's data-parallel ranks that the script makes at a step's end (its loss).
 
@@ -47,6 +49,7 @@ class Execution:
     in_flight: tuple[int, ...] = ()
     overlap: str = "off"
     bucket_bytes: int = 0
+    first_bucket_bytes: int = 0
     two_level: str = "off"
     zero: int = 0
     scatter: float = 0.5

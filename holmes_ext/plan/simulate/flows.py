@@ -15,9 +15,9 @@ from math import inf
 
 from holmes_ext.cluster.site import ETHERNET, Fabric
 from holmes_ext.plan.cost.across import Across, Pair, hop_loads
-from holmes_ext.plan.cost.links import Links
+from holmes_ext.plan.cost.links import CORES, Links
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.network import TwoLevels, inside_cluster, ring, slowest_inside, summed_across
+from holmes_ext.plan.cost.network import TwoLevels, chunks_of, inside_cluster, ring, slowest_inside, summed_across
 from holmes_ext.plan.simulate.events import Transfer
 from holmes_ext.plan.simulate.pipelines import DataGroups, Pipelines
 
@@ -112,9 +112,11 @@ class Flows:
         ring = self.ring(replace(groups, crossed={}), [4.0], 1.0, None)
         return replace(ring, fixed_s=ring.fixed_s + longer, bits=0.0, uses=())
 
-    def ring(self, groups: DataGroups, sizes: Sequence[float], part: float, channel: Hashable) -> Transfer:
-        """Buckets of `sizes` bytes, one after the other; part: 1 of an all-reduce, 1/2 of a reduce-scatter or a gather.
-        """
+    def ring(
+        self, groups: DataGroups, sizes: Sequence[float], part: float, channel: Hashable, host: float = 1.0
+    ) -> Transfer:
+        """Buckets of `sizes` bytes, one after the other; part: 1 of an all-reduce, 1/2 of a reduce-scatter or a gather;
+        host: CPU seconds of a byte, to an all-reduce's."""
         parties, total = len(groups.kinds), sum(sizes)
         messages, share = (part * value for value in ring(groups.ranks))
         if len(groups.members) == 1:
@@ -124,6 +126,7 @@ class Flows:
         fixed = messages * sum(curve.fixed_s(size / groups.ranks) + self.message_s for size in sizes)
         fixed += len(sizes) * 2 * part * longer_s
         across = len(groups.clusters) > 1
+        uses = tuple((nic, weight * host if nic == CORES else weight) for nic, weight in uses)
         return Transfer(parties, fixed, share * 8 * total, curve.rate_bps, uses, channel, across=across)
 
     def _round(self, groups: DataGroups) -> tuple[Fabric, float, Uses]:
@@ -145,7 +148,7 @@ class Flows:
         that follow each other; `tag` itself is the last of the last chunk."""
         ranks = groups.ranks_of
         way, price = self.summed(groups, direct)
-        chunks = min(most, sum(max(1, int(size // price.chunk_bytes)) for size in sizes))
+        chunks = min(most, sum(chunks_of(size, price.chunk_bytes) for size in sizes))
         size = sum(sizes) / chunks
         fixed = 0.0
         inside: dict[Hashable, float] = {}
@@ -154,7 +157,8 @@ class Flows:
                 own, here = self.pipelines.fabric(nodes), max(groups.members[node] for node in nodes)
                 messages, volume = inside_cluster(ranks[name], here, direct)
                 weights = {node: groups.alike[node] * volume for node in nodes}
-                for nic, weight in self._uses(own, weights, weights, groups.count * volume * len(nodes)):
+                sent = groups.count * ranks[name] * (ranks[name] - 1) / size if direct else 0.0
+                for nic, weight in self._uses(own, weights, weights, groups.count * volume * len(nodes), messages=sent):
                     inside[nic] = inside.get(nic, 0.0) + weight
                 link = self.links.of(own)
                 curve = link.send if direct else link.ring
@@ -206,7 +210,8 @@ class Flows:
         share = max(volume / groups.ranks_of[one] for one, volume in leaving.items())
         fixed = self.links.of(fabric).send.fixed_s(share * size) + self.message_s
         crossed = {pair: groups.count * volume for pair, volume in volumes.items()}
-        return fixed, self._uses(fabric, out, into, groups.count * sum(volumes.values()), crossed)
+        sent = groups.count * sum(max(groups.ranks_of[name] for name in pair) for pair in volumes) / size
+        return fixed, self._uses(fabric, out, into, groups.count * sum(volumes.values()), crossed, sent)
 
     def _across(self, one: str, two: str) -> bool:
         return self.pipelines.cluster(one) != self.pipelines.cluster(two)
@@ -223,10 +228,11 @@ class Flows:
 
     def _uses(
         self, fabric: Fabric, out: Mapping[str, float], into: Mapping[str, float], senders: float,
-        crossed: Mapping[Pair, float] = {},  # noqa: B006
+        crossed: Mapping[Pair, float] = {}, messages: float = 0.0,  # noqa: B006
     ) -> Uses:
-        """out, into: how many such flows leave and reach each node; senders: nodes that send at once, as far as they
-        share cores; crossed: flows from cluster to cluster."""
+        """out, into: how many such flows leave and reach each node; senders, messages: nodes that send at once, and
+        messages of a two-level sum for each byte, as far as they share cores; crossed: flows from cluster to cluster.
+        """
         found: dict[Hashable, float] = {}
         for hop, flows in hop_loads(self.wan, crossed).items() if fabric.name == ETHERNET else ():
             self.hops[hop.key], found[hop.key] = hop.rate_bps, flows
@@ -234,4 +240,4 @@ class Flows:
             for node, weight in nodes.items():
                 nic = self.pipelines.nic(node, fabric, way)
                 found[nic] = max(found.get(nic, 0.0), weight)
-        return (*found.items(), *self.links.on_cores(fabric, senders))
+        return (*found.items(), *self.links.on_cores(fabric, senders, messages))

@@ -42,7 +42,7 @@ def program(
             return [("a", place, micro_batch)] if place < last else []
         return [("g", place - 1, micro_batch)] if place else []
 
-    if virtual > 1 or engine == "async" or held or breadth_first:
+    if virtual > 1 or engine in ("async", "ddp") or held or breadth_first:
         yield from (("post", message) for unit in order for message in comes(unit))
         for unit in order:
             yield from (("wait", message) for message in comes(unit))

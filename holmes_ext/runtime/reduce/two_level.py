@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.across import Across
-from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES
+from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES, chunks_of
 from holmes_ext.runtime.reduce.compress import Residuals, codec
 from holmes_ext.runtime.reduce.direct import DirectExchange, Parts
 from holmes_ext.runtime.reduce.relay import Relay
@@ -117,7 +117,7 @@ class TwoLevelAllReduce:
         """of: what the tensor is known by where its residuals are kept, in place of itself."""
         assert flat.dim() == 1 and flat.is_contiguous() and flat.device.type == "cpu"
         residuals = self._residuals.of(of or flat) if self._across.codec.feedback else None
-        chunks = flat.split(max(1, self.chunk_bytes // flat.element_size()))
+        chunks = flat.tensor_split(chunks_of(flat.nbytes, self.chunk_bytes))
         if self._relay is None:
             return self._steps([(chunk, residuals) for chunk in chunks])
         owned = [self._owned(chunk, self._relay.parts) for chunk in chunks]

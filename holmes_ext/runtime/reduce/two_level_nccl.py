@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from math import ceil
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.network import chunk_bytes as planned_chunk_bytes
+from holmes_ext.plan.cost.network import chunks_of
 from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.reduce.compress import Residuals, codec, residual_of
 
@@ -87,7 +89,7 @@ class TwoLevelCollectives:
         assert flat.dim() == 1 and flat.is_contiguous()
         streams = self._streams if flat.is_cuda else []
         residuals = self._residuals.of(of or flat) if self._codec.feedback else None
-        length = max(1, self.chunk_bytes // flat.element_size() // self.multiple) * self.multiple
+        length = ceil(flat.numel() / chunks_of(flat.nbytes, self.chunk_bytes) / self.multiple) * self.multiple
         *chunks, last = flat.split(length) if flat.numel() else (flat,)
         rest = -last.numel() % self.multiple
         padded = torch.nn.functional.pad(last, (0, rest)) if rest else last

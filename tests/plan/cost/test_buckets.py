@@ -32,4 +32,5 @@ def test_a_bucket_ends_before_the_limit_or_with_what_reaches_it():
     sizes = (4, 4, 4, 20, 1)
     assert cut(sizes, 8) == ((0, 1), (2,), (3,), (4,))
     assert cut(sizes, 8, exceed=True) == ((0, 1), (2, 3), (4,))
+    assert cut(sizes, 8, exceed=True, first_bytes=4) == ((0,), (1, 2), (3,), (4,))
     assert cut((), 8) == ()

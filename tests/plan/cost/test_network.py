@@ -3,7 +3,7 @@
 import pytest
 
 from holmes_ext.cluster.site import Fabric
-from holmes_ext.plan.cost.network import all_reduce, message
+from holmes_ext.plan.cost.network import all_reduce, chunks_of, message
 
 FABRIC = Fabric("f", "ib", 8_000_000, 0.0)  # a megabyte a second
 
@@ -15,6 +15,11 @@ def test_allreduce():
     assert all_reduce(8, FABRIC).seconds(0) == 0.0
     slow = Fabric("f", "ib", 8_000_000, 0.25)
     assert all_reduce(3, slow).seconds(1e6) == pytest.approx(4 / 3 + 4 * 0.25)
+
+
+@pytest.mark.parametrize("size, chunks", [(0, 1), (90, 1), (100, 1), (199, 1), (200, 2), (1050, 10)])
+def test_chunks_are_as_large_as_they_should_be_or_larger(size, chunks):
+    assert chunks_of(size, 100) == chunks
 
 
 def test_send():

@@ -433,6 +433,39 @@ def test_bytes_cost_the_seconds_of_shared_cores_that_hosts_need_for_them(sizes, 
     assert own.step_s < step.step_s / 100, "where nodes have cores of their own"
 
 
+def on_two_cores(options, **costs):
+    """A step of 4 + 4 nodes that compute nothing; of bytes, and as `costs` says, the cores are busy all the time."""
+    site = two_clusters(4, 4)
+    own = {fabric.name: replace(Link.of(replace(fabric, latency_s=0.0)), host_s=costs.pop(fabric.name, 1e-12))
+           for fabric in site.fabrics}
+    order, options = [node.name for node in site.nodes], replace(options, cores=2)
+    gpt, idle = model(activation_width=4), flat_costs(1, 8, 1, 0.0, 0.0)
+    return simulate(site, order, Sizes(), gpt, options, Links(own, **costs), costs=idle)
+
+
+def test_messages_of_two_levels_take_core_time():
+    """Of each chunk 4 x 3 in each cluster and 8 across, both twice."""
+    options = Execution("ddp", two_level="direct", parameter_s=0.0)
+    small, step = on_two_cores(options), on_two_cores(options, host_message_s=1.0)
+    chunks = step.step_s / (2 * (4 * 3 * 2 + 8) / 2)
+    assert chunks == pytest.approx(round(chunks), rel=1e-3) and chunks >= 1 > small.step_s
+
+
+def test_gathered_and_scattered_bytes_have_costs_of_their_own():
+    options = Execution("async", zero=3, scatter=1.0, parameter_s=0.0)
+    slow = dict.fromkeys(("a", "b", "ethernet"), 1e-6)
+    both, gather, scatter = (on_two_cores(options, **slow, **more).step_s
+                             for more in ({}, {"host_gather": 3.0}, {"host_scatter": 3.0}))
+    assert gather == pytest.approx(2 * both, rel=1e-3) and scatter == pytest.approx(2 * both, rel=1e-3)
+
+
+@pytest.mark.parametrize("replicas, ranks", [("", 8), ("clusters", 4)])
+def test_an_optimizer_steps_what_its_rank_owns(replicas, ranks):
+    step = on_two_cores(Execution("async", zero=3, replicas=replicas, parameter_s=1e-3))
+    parameters = sum(layer.parameters for layer in model().layers_of(Sizes().complete(8)))
+    assert step.causes["optimizer"] == pytest.approx(1e-3 * parameters / ranks * 8 / 2, rel=1e-3)
+
+
 @pytest.mark.parametrize("sums", [0, 1, 2])
 def test_what_a_script_sums_at_a_steps_end_goes_round_the_ring_twice_and_is_waited_for(sums):
     """4 nodes, 10 ms from one to the next: 6 messages."""

@@ -107,6 +107,21 @@ def exact(rank):
     return (x - torch.arange(1000, dtype=torch.float64) * 10).abs().max().item(), True
 
 
+def lengths(rank):
+    all_reduce, found = TwoLevelAllReduce([[0], [1]], chunk_bytes=400), []
+    steps = all_reduce._steps
+    all_reduce._steps = lambda parts: found.append([len(part) for part, _ in parts]) or steps(parts)
+    for numel in (0, 90, 199, 250):
+        all_reduce(torch.ones(numel)).wait()
+    all_reduce.close()
+    return found
+
+
+def test_chunks_are_alike_and_none_is_a_small_rest():
+    """A bucket of DistributedDataParallel ends above its limit: the rest would be a chunk of a few bytes."""
+    assert run_ranks(lengths, 2) == [[[0], [90], [199], [125, 125]]] * 2
+
+
 def under_a_reducer(rank):
     torch.manual_seed(3)
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))

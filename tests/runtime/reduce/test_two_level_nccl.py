@@ -128,7 +128,7 @@ def test_the_same_communicators_in_the_same_order_whatever_the_rank(recorded, mo
         launched[rank] = [(group, operation) for _, _, group, operation in recorded.events()]
     for group in {group for found in launched.values() for group, _ in found}:
         of_group = [[op for at, op in launched[rank] if at == group] for rank in group[1]]
-        assert all(ops == of_group[0] for ops in of_group) and len(of_group[0]) == 5
+        assert all(ops == of_group[0] for ops in of_group) and len(of_group[0]) == 4
 
 
 def test_the_result_is_waited_for(recorded):
@@ -144,7 +144,7 @@ def test_what_is_left_over_is_padded_not_summed_by_everyone(recorded):
     all_reduce(flat(1025)).wait()
     assert OnGpu.used_on == ["stream 1", "stream 2", "stream 3", "compute"]  # its memory waits for all of them
     groups = {group for _, _, group, _ in recorded.events()}
-    assert max(len(ranks) for _, ranks in groups) == 2 and len(recorded.events()) == 6
+    assert max(len(ranks) for _, ranks in groups) == 2 and len(recorded.events()) == 3
 
 
 def test_chunks_are_of_some_mebibytes():
