@@ -66,6 +66,7 @@ def main() -> int:
         for metric, value in measure(clusters, model, batch).items():
             known = UNITS[metric], (value, value), False, targets.get(metric, "")
             rows.append(harness.Row.of(name, metric, value, *known))
+        rows.sort(key=lambda row: [*SCENES].index(row.scene))
         harness.write(rows, args.json)
     return harness.finish(rows, args.json, "holmes plan: the search")
 
