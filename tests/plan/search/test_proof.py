@@ -67,6 +67,9 @@ def test_what_is_akin_to_the_best_comes_first(monkeypatch):
     assert len(early) <= 4 and early[-1].walked_s and sum(early[-1].split) == MODEL.layers
     assert {replace(item.shape, zero=0) for item in early} == {replace(first.best.shape, zero=0)}
     assert not arranged[begun + len(early)], "then the least bound of all"
+    ideal = first.ideals[first.best.shape]
+    ended = prove(replace(first, ideals={first.best.shape: ideal}), seconds=0.0).simulated
+    assert ended.bound_s == ideal < ended.step_s, "what still waits there counts when the time is over"
 
 
 def test_ctrl_c_and_the_end_of_the_time_keep_what_was_found():
