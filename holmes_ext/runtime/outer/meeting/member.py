@@ -21,7 +21,7 @@ class Member:
 
     state: "waiting" (for others, at its start), "in", "late" (not waited for until it is heard again), "gone".
     expected_from: the first round in which it is waited for; awaits: the round whose end it waits for, to take what it
-    is behind. claims: when another life asked for its name first.
+    is behind, since awaits_from. claims: when another life asked for its name first.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Member:
     state: str = "waiting"
     expected_from: int = 0
     awaits: int | None = None
+    awaits_from: float = 0.0
     rounds: int = 0
     missed: int = 0
     lag_s: float = 0.0

@@ -152,20 +152,24 @@ class Meeting:
 
     def _catch_up(self, member: Member, number: int, now: float) -> Reply | None:
         """What a job takes that is behind, at its round `number`: once the round has ended that is under way without
-        it. Taken before, that round's fragment would be old again by then, and the job behind for ever."""
+        it, or the next one where that has not begun. Taken before, that round's fragment would be old again by then,
+        and the job behind for ever."""
         if member.awaits is None:
-            member.awaits, member.expected_from = self.number, max(self.number, number) + 1
-        under_way = self.rounds.get(member.awaits)
-        if under_way is not None and not self._over(under_way, now):
+            member.awaits, member.awaits_from = self.number + (number > self.number), now
+            member.expected_from = max(self.number, number) + 1
+        if not self._over(member, member.awaits, now):
             return None
         ended, member.awaits = member.awaits, None
         return {**(self._behind(member) or {"verdict": "skip"}), "round": ended}
 
-    def _over(self, known: MeetingRound, now: float) -> bool:
-        """Whether a round has ended, or nobody is left to end it."""
-        members = [self.members[name] for name in known.ready]
-        patience_s = 2 * max(member.timeout_s for member in members)
-        return bool(known.outcome) or all(m.state == "gone" for m in members) or now > known.opened + patience_s
+    def _over(self, member: Member, number: int, now: float) -> bool:
+        """Whether the round that it awaits has ended, or nobody is left to begin or to end it."""
+        if known := self.rounds.get(number):
+            members = [self.members[name] for name in known.ready]
+            patience_s = 2 * max(member.timeout_s for member in members)
+            return bool(known.outcome) or all(m.state == "gone" for m in members) or now > known.opened + patience_s
+        others = [m for m in self.members.values() if m is not member and m.state == "in" and m.awaits is None]
+        return number <= self.number or not others or now > member.awaits_from + 2 * member.timeout_s
 
     def due(self, number: int) -> float:
         """When the round waits no longer for those who are late."""
@@ -278,14 +282,8 @@ class Meeting:
         if not known.attempt:
             return None
         lives = {member: self.members[member].life for member in known.members}
-        return {
-            "verdict": "go",
-            "round": known.number,
-            "attempt": known.attempt,
-            "members": known.members,
-            "lives": lives,
-            "left_out": known.left_out,
-        }
+        told = {"attempt": known.attempt, "members": known.members, "lives": lives, "left_out": known.left_out}
+        return {"verdict": "go", "round": known.number, **told}
 
     # Versions
 

@@ -289,6 +289,39 @@ def test_a_job_that_is_behind_takes_all_once_the_round_without_it_has_ended():
     assert set(run.ready("west", 3)["members"]) == {"east", "north", "west"}
 
 
+def test_a_job_that_is_behind_and_ahead_of_the_others_waits_for_the_round_that_begins_without_it():
+    """As above: it would be behind again at every round, if it always came first."""
+    run = Run("east", "west")
+    run.whole_round(1, "east", "west")
+    run.fragments["west"][0] = [0, 7]
+    assert run.ready("west", 2) is None
+    assert run.ready("east", 2)["members"] == {"east": 1.0}
+    assert run.ready("west", 2) is None
+    run.done("east", 2)
+    found = run.ready("west", 2)
+    assert (found["verdict"], found["round"], found["fragments"]) == ("behind", 2, [0, 1])
+    run.fragments["west"] = [list(one) for one in run.fragments["east"]]
+    assert run.ready("west", 3) is None and set(run.ready("east", 3)["members"]) == {"east", "west"}
+
+
+@pytest.mark.parametrize("what", ["the other begins none", "the other is gone", "the other waits too"])
+def test_a_job_that_is_behind_does_not_wait_for_a_round_that_nobody_begins(what):
+    run = Run("east", "west")
+    run.whole_round(1, "east", "west")
+    run.fragments["west"][0] = [0, 7]
+    assert run.ready("west", 2) is None
+    if what == "the other begins none":
+        run.now += 2 * TIMEOUT + 1
+    elif what == "the other is gone":
+        run.meeting.gone("east", "1", "closed", run.now)
+    else:
+        run.fragments["west"][1], run.fragments["east"][1] = [2, 9], [0, 7]
+        run.ready("west", 2)
+        assert run.ready("east", 2)["fragments"] == [1]
+        return
+    assert run.ready("west", 2)["verdict"] in ("behind", "skip")
+
+
 def test_a_job_that_is_behind_does_not_wait_for_a_round_that_nobody_ends():
     run = Run("east", "west")
     run.fragments["west"][0] = [0, 9]
@@ -324,7 +357,10 @@ def test_a_commit_that_one_job_did_not_hear_of_is_made_up_for():
     new.hello("east", entered=True, round=0, peers=["west"])
     new.hello("west", entered=True, round=1, peers=["east"])
     assert new.done("east", 1)["verdict"] == "void"
-    found = {"verdict": "behind", "round": 1, "from": "west", "life": "1", "fragments": [0], "versions": [1]}
+    assert new.ready("east", 2) is None  # until west's round has ended
+    assert new.ready("west", 2)["members"] == {"west": 1.0}
+    new.done("west", 2)
+    found = {"verdict": "behind", "round": 2, "from": "west", "life": "1", "fragments": [0, 1], "versions": [1, 2]}
     assert new.ready("east", 2) == found
 
 
