@@ -17,7 +17,8 @@ class Flight:
     applied.
 
     gradient: of this rank's elements. base: the version of the anchor that it was taken from. tokens: what this rank
-    has read for it. period: steps until the next fragment that this rank would take (0: fixed).
+    has read for it. period: steps until the next fragment that this rank would take (0: fixed). versions: of all
+    fragments when it was sent.
     """
 
     number: int
@@ -27,6 +28,7 @@ class Flight:
     tokens: float
     step: int
     period: int = 0
+    versions: list[int] = field(default_factory=list)
     end: Future[RoundEnd] = field(default_factory=Future)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class Rounds:
         self._thread.start()
 
     def submit(self, flight: Flight) -> None:
+        flight.versions = self._versions()
         self._inbox.put(flight)
 
     def close(self, seconds: float, why: str) -> None:
@@ -91,17 +92,21 @@ class Rounds:
     def _no_news(self) -> list[list[int | None]]:
         return [[f.promised, None] for f in self.state.fragments]
 
-    def fragments(self) -> list[list[int | None]]:
-        """Version and checksum of each fragment, as the meeting point wants them; collective. What is pending is
-        promised, without a checksum."""
-        stale = [k for k, f in enumerate(self.state.fragments) if self._sums.get(k, (-1, 0))[0] != f.version]
+    def _versions(self) -> list[int]:
+        return [f.version for f in self.state.fragments]
+
+    def fragments(self, versions: Sequence[int]) -> list[list[int | None]]:
+        """Version and checksum of each fragment, as the meeting point wants them; collective. versions: those that
+        training had when it sent the flight. What it had not applied then, and may be applying now, is promised,
+        without a checksum; the others' anchors do not change while this thread reads them."""
+        with self.state.lock:
+            promised = [f.promised for f in self.state.fragments]
+        still = [k for k, version in enumerate(versions) if promised[k] == version]
+        stale = [k for k in still if self._sums.get(k, (-1, 0))[0] != versions[k]]
         mine = [self.state.fragments[k].checksum(self.state.weights.position) for k in stale]
         for k, total in zip(stale, self.inside.sum_modulo(mine) if stale else ()):
-            self._sums[k] = (self.state.fragments[k].version, total)
-        return [
-            [f.promised, None if f.pending is not None else self._sums[k][1]]
-            for k, f in enumerate(self.state.fragments)
-        ]
+            self._sums[k] = (versions[k], total)
+        return [[version, self._sums[k][1] if k in still else None] for k, version in enumerate(promised)]
 
     def forget_checksum(self, fragment: int) -> None:
         """The anchor is another one, though its version is not."""
@@ -122,7 +127,7 @@ class Rounds:
         momentum = _square(fragment.momentum.float()) if self.settings.stale and fragment.momentum is not None else 0.0
         square, momentum, tokens = self.inside.sums([_square(flight.gradient), momentum, flight.tokens])
         norm = square**0.5 if square == square and square != float("inf") else None
-        self.told = self.fragments()
+        self.told = self.fragments(flight.versions)
         report = {
             "round": flight.number,
             "fragment": flight.fragment,
@@ -155,7 +160,7 @@ class Rounds:
         self.number, outcome = number, RoundEnd("void", number)
         for tried in range(_ENTRIES):
             time.sleep(_AGAIN_S if tried else 0)
-            self.told = self.fragments()
+            self.told = self.fragments(self._versions())
             verdict = self._ask("enter", {})
             if verdict["verdict"] == "void":
                 self.inside.refuse(f"job {self.job} cannot join: {verdict['why']}")
