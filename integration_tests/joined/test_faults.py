@@ -115,7 +115,8 @@ def at_end(first, *others):
 def test_the_giver_is_killed(point, jobs, tmp_path):
     """The new job enters with what another has, or ends with one line; the third goes on."""
     with meeting_point() as server:
-        east = jobs("east", server.port, fault=Fault(point, 2, "kill"), steps=400)
+        east = jobs("east", server.port, fault=Fault(point, 2, "kill"), outer=f"min=2,{OUTER}", steps=400)
+        await_(lambda: any("east is here" in event for event in server.told), PATIENCE_S, "east")  # the first one gives
         north = jobs("north", server.port, steps=400, seed=2)
         run_on(north)
         west = jobs("west", server.port, seed=1)
