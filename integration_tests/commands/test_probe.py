@@ -17,6 +17,7 @@ FILE = Path(__file__).parents[2] / "benchmarks" / "two_nodes.toml"
 def probe(tmp_path):
     file = tmp_path / "cluster.toml"
     text = FILE.read_text().replace('nodes = ["a0"]', 'nodes = ["a0", "a1"]')
+    text = text.replace('rate = "250Mb/s"', 'rate = "20Mb/s"')  # carried by any machine, however busy: measured as flat
     file.write_text(text)
 
     def run(*arguments):
@@ -48,12 +49,12 @@ def test_every_fabric_gets_its_curves(probe):
 @full
 def test_pairs_of_clusters_are_measured_where_the_network_between_them_is_not_flat(probe):
     run, file, text = probe
-    between = '[[between]]\nclusters = ["a", "b"]\nrate = "50Mb/s"\nlatency = "15ms"\n'
+    between = '[[between]]\nclusters = ["a", "b"]\nrate = "10Mb/s"\nlatency = "15ms"\n'
     file.write_text(text.replace("version = 1", "version = 2") + between)
     result = run()
     assert result.returncode == 0, result.stderr
     spec = load_spec(file)
     (pair,) = spec.pairs
-    assert pair.clusters == ("a", "b") and 0 < pair.rate_bps < 60e6 and pair.stream_bps > 0
+    assert pair.clusters == ("a", "b") and 0 < pair.rate_bps < 12e6 and pair.stream_bps > 0
     assert pair.latency_s >= 0.0145  # never less than the delay line's
     assert set(spec.links) == {"a"}, "no cluster has nothing but Ethernet, and across them it is the pair's"
