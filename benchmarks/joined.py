@@ -8,10 +8,12 @@ accelerator of 2 GFLOP/s would compute). "apart": two jobs that know nothing of 
 steps after the first `every`.
 
 What joining is worth depends on one ratio: seconds that a step's gradients need on the link, over seconds that the step
-computes. Two scenes:
+computes. Three scenes:
 
-    20 Mb/s     the ratio is 1.9: 0.84 M float32 gradients, 1.3 s, beside steps of 0.7 s; every 16 steps
-    5.6 Mb/s    6.8, as over a real WAN; --holmes-outer's own `every`, fragments and delay
+    20 Mb/s                the ratio is 1.9: 0.84 M float32 gradients, 1.3 s, beside steps of 0.7 s; every 16 steps
+    20 Mb/s, small batch   8, as over a real WAN: a quarter of the tokens in a step; --holmes-outer's own `every`,
+                           fragments and delay
+    5.6 Mb/s               6.8, so too
 
 Jobs over a WAN: 7 B parameters, bfloat16 gradients (14 GB each way), 4 M tokens a step over two clusters of 8 nodes
 with 8 GPUs each. A step computes 6 x 7e9 x 2e6 FLOP in a cluster: 3.3 s on 64 H100 that reach 400 TFLOP/s, 8.4 s on 64
@@ -40,33 +42,39 @@ from holmes_ext.lab.joined import CLUSTERS, NODES, TOKENS, join_flags, meeting_p
 
 @dataclass(frozen=True)
 class Scene:
-    """outer: of --holmes-outer. skip: first steps that do not count, of jobs; steps: that do; synchronous: both, of one
-    synchronous job."""
+    """rate: of the link. outer: of --holmes-outer. skip: first steps that do not count, of jobs; steps: that do;
+    synchronous: both, of one synchronous job. batch: the script's flags; tokens: that a rank reads in a step then."""
 
+    rate: str
     outer: str
     skip: int
     steps: int
     synchronous: tuple[int, int]
+    batch: tuple[str, ...] = ()
+    tokens: int = TOKENS
 
 
 SCENE = "2 + 2, 40 ms, {}"
-#: By the link's rate.
+SMALL = ("--micro-batch", "1", "--micro-batches", "1")
 SCENES = {
-    "20 Mb/s": Scene("min=2,every=16,fragments=4,delay=1,timeout=60", 16, 44, (16, 14)),
-    "5.6 Mb/s": Scene("min=2,timeout=60", 32, 32, (2, 7)),
+    "20 Mb/s": Scene("20Mb/s", "min=2,every=16,fragments=4,delay=1,timeout=60", 16, 44, (16, 14)),
+    "20 Mb/s, small batch": Scene("20Mb/s", "min=2,timeout=60", 32, 128, (4, 20), SMALL, TOKENS // 4),
+    "5.6 Mb/s": Scene("5.6Mb/s", "min=2,timeout=60", 32, 32, (2, 7)),
 }
 
 
-def run(lab: Lab, jobs: dict[str, tuple[list[str], list[str]]], directory: Path, skip: int, steps: int) -> float:
+def run(
+    lab: Lab, jobs: dict[str, tuple[list[str], list[str]]], scene: Scene, directory: Path, skip: int, steps: int
+) -> float:
     """Tokens per second of all jobs together; jobs: {name: (nodes, flags)}."""
     running = [
-        (len(nodes), start(lab, name, nodes, flags, skip + steps, seed, directory / f"{name}.jsonl"))
+        (len(nodes), start(lab, name, nodes, [*scene.batch, *flags], skip + steps, seed, directory / f"{name}.jsonl"))
         for seed, (name, (nodes, flags)) in enumerate(jobs.items(), 1)
     ]
     total = 0.0
     for ranks, one in running:
         one.wait()
-        total += ranks * TOKENS / statistics.fmean(line["seconds"] for line in one.steps()[skip:])
+        total += ranks * scene.tokens / statistics.fmean(line["seconds"] for line in one.steps()[skip:])
     return total
 
 
@@ -84,7 +92,7 @@ def measure(name: str, file: Path, repetitions: int) -> list[Row]:
                         "synchronous": {"all": (together, ["--holmes", "--holmes-cluster", str(file)])},
                     }[way]
                     skip, steps = scene.synchronous if way == "synchronous" else (scene.skip, scene.steps)
-                    found[way].append(run(lab, jobs, Path(directory), skip, steps))
+                    found[way].append(run(lab, jobs, scene, Path(directory), skip, steps))
                 tell(f"joined: {name}, {way}, repetition {repetition + 1}: {found[way][-1]:.0f} token/s")
     where = SCENE.format(name)
     rows = [Row.median(where, f"tokens/s, {way}", values, "token/s", True) for way, values in found.items()]
@@ -103,7 +111,7 @@ def main() -> int:
     for name in names:
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "cluster.toml"
-            file.write_text(CLUSTERS.replace("20Mb/s", name.replace(" ", "")))
+            file.write_text(CLUSTERS.replace("20Mb/s", SCENES[name].rate))
             rows += measure(name, file, args.repetitions)
     return finish(rows, args.json, f"joined jobs in the lab, {args.repetitions} repetitions")
 

@@ -27,7 +27,7 @@ from harness import Row, finish, kept, parser, tell, write
 from torch.nn import functional as F
 
 from holmes_ext.lab.samples import examples
-from holmes_ext.runtime.outer.algorithms import keeps_momentum, mixed, outer_step, staleness_gap
+from holmes_ext.runtime.outer.algorithms import keeps_momentum, mixed, momentum_of, outer_step, staleness_gap
 from holmes_ext.runtime.outer.settings import OuterSettings, parse_outer
 from holmes_ext.runtime.reduce.compress import codec
 
@@ -154,7 +154,8 @@ class Joined:
             if self.settings.stale
             else 1.0
         )
-        outer_step(self.settings, anchor, momentum, gradient, gap)
+        mu = momentum_of(self.settings, [1.0] * len(self.copies))
+        outer_step(self.settings, anchor, momentum, gradient, mu, gap)
         for k, copy in enumerate(self.copies):
             local = copy.flat[self.ranges[fragment]]
             local.copy_(mixed(self.settings, local, None if self.settings.stale else sent[k], anchor))

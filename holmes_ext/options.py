@@ -98,7 +98,7 @@ class Options:
         "", "NAME@HOST:PORT: this job's name in a run of several jobs, each on a cluster of its own, and where their"
         " `holmes join serve` is; HOLMES_JOIN_TOKEN has its token")
     outer: str = _option(
-        "", "every=32,fragments=4,delay=5,lr=1,momentum=0.3,compress=bf16,...: how joined jobs update each other (see"
+        "", "every=32,fragments=4,delay=5,lr=1,momentum=auto,compress=bf16,...: how joined jobs update each other (see"
         " docs/joined.md)")
     verbose: str = _option("off", "on: one line for every process group and the fabric it got", ("on", "off"))
     given: frozenset[str] = frozenset()

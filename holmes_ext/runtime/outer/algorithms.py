@@ -16,6 +16,7 @@
     moved since
               it was sent (gap >= 1), and no element of the momentum exceeds `clip`:
                   m <- clip(mu m + d / gap, -clip, clip)                   a <- a - lr m
+              mu of both: momentum_of()
     average   plain averaging, local SGD (arXiv 1805.09767):               a <- a - d
 
 Every function is elementwise, but for scalars that all jobs have alike: shards do not change the result, and all jobs
@@ -25,6 +26,7 @@ get the same bits.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -36,10 +38,11 @@ def outer_step(
     anchor: torch.Tensor,
     momentum: torch.Tensor | None,
     gradient: torch.Tensor,
+    mu: float,
     gap: float = 1.0,
 ) -> None:
     """The anchor's and the momentum's next values, in place; `gradient` is overwritten. Flat tensors of one length;
-    gap: co2's alone.
+    mu: momentum_of(); gap: co2's alone.
 
     momentum may have fewer bits than the anchor (bfloat16): then it is rounded after the step has been taken with all
     of them.
@@ -49,20 +52,34 @@ def outer_step(
         return
     wide = momentum.float() if momentum.dtype != torch.float32 else momentum
     if settings.algorithm == "co2":
-        wide.mul_(settings.momentum).add_(gradient, alpha=1 / gap)
+        wide.mul_(mu).add_(gradient, alpha=1 / gap)
         if settings.clip:
             wide.clamp_(-settings.clip, settings.clip)
         anchor.sub_(wide, alpha=settings.lr)
     else:
-        wide.mul_(settings.momentum).add_(gradient)
-        anchor.sub_(gradient.add_(wide, alpha=settings.momentum), alpha=settings.lr)
+        wide.mul_(mu).add_(gradient)
+        anchor.sub_(gradient.add_(wide, alpha=mu), alpha=settings.lr)
     if wide is not momentum:
         momentum.copy_(wide)
 
 
 def keeps_momentum(settings: OuterSettings) -> bool:
     """Whether the outer step has a momentum at all."""
-    return settings.momentum > 0
+    return settings.momentum != 0
+
+
+def momentum_of(settings: OuterSettings, shares: Sequence[float]) -> float:
+    """mu of a round whose jobs have these shares of the tokens. momentum=auto: 1 - sqrt(sum of the squared shares), to
+    one digit: 0 for one job, 0.3 for two, 0.5 for four.
+
+    In the long run the anchor moves lr / (1 - mu) times d. Adam divides by the root of the mean squared gradient, and
+    where noise is most of that, K jobs together move sqrt(K) less than one job of their joint batch: 1 / sqrt(sum of
+    the squared shares), where shares differ. (docs/benchmarks/joined.md has what was measured.)
+    """
+    if settings.momentum is not None:
+        return settings.momentum
+    total = math.fsum(shares)
+    return round(1 - math.sqrt(math.fsum((share / total) ** 2 for share in shares)), 1)
 
 
 def staleness_gap(settings: OuterSettings, momentum_square: float, gradient_square: float) -> float:

@@ -22,7 +22,7 @@ import torch
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer.aggregate import BY_PRODUCTS, coefficients, combine, products
-from holmes_ext.runtime.outer.algorithms import staleness_gap
+from holmes_ext.runtime.outer.algorithms import momentum_of, staleness_gap
 from holmes_ext.runtime.outer.cross.exchange import Attempt
 from holmes_ext.runtime.outer.cross.links import Peer, PeerLinks, PeersFailed
 from holmes_ext.runtime.outer.cross.take import take
@@ -224,7 +224,7 @@ class Rounds:
             [_square(total), _square(flight.gradient - total) if self.job in attempt.contributors else 0.0]
         )
         with self.state.lock:
-            fragment.pending = Pending(flight.number, total, gap, attempt.residual)
+            fragment.pending = Pending(flight.number, total, momentum_of(self.settings, shares), gap, attempt.residual)
         drift = (away / length) ** 0.5 if length > 0 and count > 1 and self.job in attempt.contributors else None
         return {
             "verdict": "commit",

@@ -1,6 +1,6 @@
 """How joined jobs update each other: what stands after --holmes-outer. Needs no torch.
 
-    every=32,fragments=4,delay=5,lr=1,momentum=0.3,compress=bf16,aggregate=mean,...
+    every=32,fragments=4,delay=5,lr=1,momentum=auto,compress=bf16,aggregate=mean,...
 
 The weights are cut into `fragments`; every `every` steps (or seconds: every=60s) each of them is exchanged once, one
 after the other. A fragment's pseudo-gradient leaves `delay` steps before its sum is applied.
@@ -36,8 +36,8 @@ _BOUNDS: dict[str, tuple[float, float | None]] = {
     "trim": (1, 31),
 }
 #: What an algorithm takes where the user did not say otherwise.
-_DEFAULTS = {
-    "diloco": {"lr": 1.0, "momentum": 0.3},
+_DEFAULTS: dict[str, dict[str, float | None]] = {
+    "diloco": {"lr": 1.0, "momentum": None},
     "average": {"lr": 1.0, "momentum": 0.0},
     "co2": {"lr": 1.0, "momentum": 0.5},
 }
@@ -48,7 +48,8 @@ OWN = ("min", "timeout", "part")
 @dataclass(frozen=True)
 class OuterSettings:
     """every: steps (above 0), or 0 where `seconds` are given. delay: steps. mix: "keep", or the share of local
-    weights (0 to 1) that a fragment keeps when the sum is applied. clip: bound on each element of CO2's outer
+    weights (0 to 1) that a fragment keeps when the sum is applied. momentum: None for auto, by the round's jobs
+    (algorithms.momentum_of). clip: bound on each element of CO2's outer
     momentum (0: none). limit: a pseudo-gradient so many times longer than usual is left out (0: never). trim: jobs
     left out at each end by aggregate=trimmed. min: jobs that a round needs. timeout: seconds that a late job, or a
     silent link, is waited for. part: "k/K", this job reads the k-th (from 0) of K parts
@@ -61,8 +62,8 @@ class OuterSettings:
     fragments: int = DEFAULT[1]
     delay: int = DEFAULT[2]
     mix: str = "keep"
-    lr: float = _DEFAULTS["diloco"]["lr"]
-    momentum: float = _DEFAULTS["diloco"]["momentum"]
+    lr: float = 1.0
+    momentum: float | None = None
     clip: float = 0.0
     compress: str = "bf16"
     aggregate: str = "mean"
@@ -79,7 +80,7 @@ class OuterSettings:
                 raise HolmesError(f"--holmes-outer: {name}={getattr(self, name)!r} is not one of {', '.join(known)}")
         for name, (least, most) in _BOUNDS.items():
             value = getattr(self, name)
-            if not least <= value <= (most if most is not None else 1e12):
+            if value is not None and not least <= value <= (most if most is not None else 1e12):
                 upto = f" to {most:g}" if most is not None else " or more"
                 raise HolmesError(f"--holmes-outer: {name}={value:g} is not {least:g}{upto}")
         if (self.every > 0) == (self.seconds > 0):
@@ -149,7 +150,8 @@ def parse_outer(text: str) -> OuterSettings:
                 + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}")
             )
         if not equals or not value:
-            raise HolmesError(f"--holmes-outer: {name} needs a value, such as {name}={getattr(OuterSettings(), name)}")
+            example = "auto" if name == "momentum" else getattr(OuterSettings(), name)
+            raise HolmesError(f"--holmes-outer: {name} needs a value, such as {name}={example}")
         if name in given:
             raise HolmesError(f"--holmes-outer: {name} stands twice; give it once")
         given[name] = _read(name, value)
@@ -167,13 +169,16 @@ def parse_outer(text: str) -> OuterSettings:
 
 
 def _read(name: str, value: str) -> Any:
-    kind = type(getattr(OuterSettings(), name))
+    if (name, value) == ("momentum", "auto"):
+        return None
+    kind = float if name == "momentum" else type(getattr(OuterSettings(), name))
     try:
         if name == "every" and value.endswith("s"):
             return float(value[:-1])
         number = kind(value)
     except ValueError:
-        wanted = "steps or seconds (60s)" if name == "every" else "a whole number" if kind is int else "a number"
+        others = {"every": "steps or seconds (60s)", "momentum": "a number, or auto"}
+        wanted = others.get(name, "a whole number" if kind is int else "a number")
         raise HolmesError(f"--holmes-outer: {name}={value!r} is not {wanted}") from None
     if isinstance(number, float) and number != number:
         raise HolmesError(f"--holmes-outer: {name}={value!r} is not a number")

@@ -26,10 +26,11 @@ from holmes_ext.runtime.outer.weights import Weights, checksum
 @dataclass
 class Pending:
     """A round that is committed, and whose outer step is still to be taken: by this job when its delay is over.
-    gradient: the aggregate."""
+    gradient: the aggregate; mu, gap: as outer_step() takes them."""
 
     number: int
     gradient: torch.Tensor
+    mu: float
     gap: float
     residual: torch.Tensor | None
 
@@ -95,7 +96,7 @@ class OuterState:
         with self.lock:
             pending = fragment.pending
             assert pending is not None
-            outer_step(self.settings, fragment.anchor, fragment.momentum, pending.gradient, pending.gap)
+            outer_step(self.settings, fragment.anchor, fragment.momentum, pending.gradient, pending.mu, pending.gap)
             if fragment.residual is not None and pending.residual is not None:
                 fragment.residual.copy_(pending.residual)
             fragment.version, fragment.pending = pending.number, None
@@ -107,7 +108,7 @@ class OuterState:
             anchor = fragment.anchor[place].clone()
             momentum = None if fragment.momentum is None else fragment.momentum[place].clone()
             if pending is not None:
-                outer_step(self.settings, anchor, momentum, pending.gradient[place].clone(), pending.gap)
+                outer_step(self.settings, anchor, momentum, pending.gradient[place].clone(), pending.mu, pending.gap)
             return fragment.promised, anchor, momentum
 
     def replace(self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None) -> None:
@@ -142,8 +143,7 @@ class OuterState:
             }
             if (pending := f.pending) is not None:
                 left = None if pending.residual is None else pending.residual.clone()
-                gradient = pending.gradient.clone()
-                one["pending"] = {"number": pending.number, "gradient": gradient, "gap": pending.gap, "residual": left}
+                one["pending"] = vars(pending) | {"gradient": pending.gradient.clone(), "residual": left}
             fragments.append(one)
         return {"position": self.weights.position, "digest": self.weights.digest, "fragments": fragments}
 

@@ -8,6 +8,7 @@ import torch
 from joined_jobs import in_threads, joined_of, meeting_point
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.outer.algorithms import momentum_of
 from holmes_ext.runtime.outer.settings import parse_outer
 
 _SEEDING = threading.Lock()  # torch's generator is the process's
@@ -89,8 +90,9 @@ def expected(text, steps, jobs=2, alpha=None):
             sent = [flat(model)[part] for model in models]
             average = torch.stack([anchor[part] - one for one in sent]).mean(0)
         if place == 0:
-            momentum[part] = settings.momentum * momentum[part] + average
-            anchor[part] -= settings.lr * (average + settings.momentum * momentum[part])
+            mu = {1: 0.0, 2: 0.3, 4: 0.5}[jobs]  # momentum=auto
+            momentum[part] = mu * momentum[part] + average
+            anchor[part] -= settings.lr * (average + mu * momentum[part])
             for k, model in enumerate(models):
                 now = flat(model)
                 now[part] = (
@@ -112,6 +114,21 @@ def test_diloco_is_the_papers(fragments, delay, alpha):
     found = run(text, 30)
     for mine, theirs in zip(found.values(), expected(text, 30, alpha=alpha)):
         torch.testing.assert_close(torch.stack(mine), torch.stack(theirs), rtol=1e-5, atol=1e-6)
+
+
+def test_four_jobs_move_further_and_one_moves_as_far_as_alone():
+    text, names = "every=6,fragments=2,delay=1,compress=off", ("east", "west", "north", "south")
+    for mine, theirs in zip(run(text, 18, names).values(), expected(text, 18, jobs=4)):
+        torch.testing.assert_close(torch.stack(mine), torch.stack(theirs), rtol=1e-5, atol=1e-6)
+    (one,) = run(text, 18, ("east",)).values()
+    torch.testing.assert_close(one[-1], train_alone(0, 18), rtol=1e-5, atol=1e-6)
+
+
+def test_auto_momentum_counts_jobs_by_their_shares():
+    auto, given = parse_outer(""), parse_outer("momentum=0.7")
+    assert [momentum_of(auto, [1 / jobs] * jobs) for jobs in (1, 2, 3, 4, 16)] == [0.0, 0.3, 0.4, 0.5, 0.8]
+    assert momentum_of(auto, [0.98, 0.02]) == 0.0 and momentum_of(auto, [0.51, 0.49]) == 0.3
+    assert momentum_of(given, [1.0]) == 0.7
 
 
 def test_plain_averaging_makes_all_jobs_the_mean():

@@ -11,13 +11,14 @@ from holmes_ext.runtime.outer.settings import parse_outer
 
 def test_what_is_not_given_suits_what_is():
     assert parse_outer("").period == 8 and parse_outer("").delay == 5
-    assert (parse_outer("").lr, parse_outer("").momentum) == (1.0, 0.3)  # docs/benchmarks/joined.md has why
+    assert (parse_outer("").lr, parse_outer("").momentum) == (1.0, None)  # docs/benchmarks/joined.md has why
     assert (parse_outer("every=6").fragments, parse_outer("every=6").delay) == (3, 1)
     assert (parse_outer("every=1").fragments, parse_outer("every=1").delay) == (1, 0)
     assert parse_outer("fragments=5").every == 35
     assert parse_outer("every=60s").seconds == 60 and parse_outer("every=60s").every == 0
     assert (parse_outer("algorithm=average").lr, parse_outer("algorithm=average").momentum) == (1.0, 0.0)
     assert parse_outer("algorithm=co2,momentum=0.3").momentum == 0.3
+    assert parse_outer("algorithm=co2,momentum=auto").momentum is None
 
 
 @pytest.mark.parametrize("text, why", [
@@ -26,7 +27,7 @@ def test_what_is_not_given_suits_what_is():
     ("every=0", "every=0 is not above 0"), ("every=x", "'x' is not steps or seconds"),
     ("evry=30", "'evry' is not known; did you mean 'every'"), ("lr", "lr needs a value, such as lr=1.0"),
     ("lr=0.1,lr=0.2", "lr stands twice"), ("lr=nan", "'nan' is not a number"),
-    ("momentum=1", "momentum=1 is not 0 to 0.9999"),
+    ("momentum=1", "momentum=1 is not 0 to 0.9999"), ("momentum=much", "'much' is not a number, or auto"),
     ("mix=2", "mix='2' is neither keep nor a share"), ("compress=int4", "'int4' is not one of off, bf16, int8"),
     ("aggregate=best", "is not one of mean, median"), ("part=2/2", "part='2/2' is not k/K"),
     ("min=0", "min=0 is not 1 to 64"),
