@@ -5,10 +5,12 @@
 DeepSpeed's pipeline engine and megatron-core's 1F1B on 2 + 2 emulated nodes, two stages of 64 ms a micro-batch (layers
 sleep as long as an accelerator of 2.4 GFLOP/s would compute). Ethernet between the stages takes half of that for one
 activation of 32 KiB (7.4 Mb/s), or next to nothing (1 Gb/s); "latency": 60 ms a micro-batch and 20 ms each way, or
-none; "one cluster": an edge that nothing has to hide, as it is. "engine": --holmes-inflight off, the engine's own
-schedule with sends that block; "holmes": as many micro-batches in flight as hide the edge. Alternating; medians of the
-repetitions' medians. Exposed: seconds of a step that a rank waits for its neighbours, by holmes's telemetry, in excess
-of the same with a free edge (where the pipeline fills, everybody waits).
+none; "one cluster": an edge that nothing has to hide, as it is; "unequal": four stages of 2, 2, 1 and 1 layers, a third
+as fast, six micro-batches and 20 ms: a step so short that as many in flight as the mean stage's pace needs are quicker
+than the slowest's, here 1F1B's own numbers ("own": --holmes-inflight 0). "engine": --holmes-inflight off, the engine's
+own schedule with sends that block; "holmes": as many micro-batches in flight as hide the edge. Alternating; medians of
+the repetitions' medians. Exposed: seconds of a step that a rank waits for its neighbours, by holmes's telemetry, in
+excess of the same with a free edge (where the pipeline fills, everybody waits).
 
 Predicted: plan/simulate/step.py for what cluster.toml says of the networks, with the CPU seconds that the calibration
 of benchmarks/prediction_links.py found, which was made on the same machine. Rows of other scenes that FILE has already
@@ -95,6 +97,7 @@ nodes = ["a[0-3]"]
 FLOPS = 2.39e9
 #: What a TCP connection keeps of a message whose sender goes on (gloo's send ends when the kernel has all of it).
 BUFFER_BYTES = 64 * 2**10
+INFLIGHT = {"holmes": "auto", "engine": "off", "own": "0"}
 #: Engine -> its example, the flag for stages, what the emulated accelerator paces.
 ENGINES = {
     "deepspeed": ("deepspeed_pipeline", "--stages", {"classes": ["Block"]}),
@@ -112,6 +115,8 @@ class Scene:
     target: str = ""
     flops: float = FLOPS
     steps: int = 10
+    stages: int = 2
+    layout: tuple[str, ...] = ()
 
 
 def _scenes() -> dict[str, Scene]:
@@ -120,6 +125,8 @@ def _scenes() -> dict[str, Scene]:
            for name, way in (("free", "0.1ms"), ("slow", "20ms"))}
     found = {}
     for engine in ENGINES:
+        layout = ("--layout", "Ett|tt|t|tL") if engine == "megatron" else ()
+        found[f"{engine} unequal"] = Scene(engine, 6, far, flops=FLOPS / 3, stages=4, layout=layout)
         found |= {f"{engine} 8": Scene(engine, 8, half, "<= 1.15"), f"{engine} 16": Scene(engine, 16, half, "<= 1.08")}
         found[f"{engine} one cluster"] = Scene(engine, 8, {"as it is": ONE}, steps=24)
     return found | {"deepspeed latency": Scene("deepspeed", 16, far, "<= 1.15", FLOPS * 64 / 60)}
@@ -130,7 +137,7 @@ SCENES = _scenes()
 
 @dataclass(frozen=True)
 class Run:
-    """One way to run a scene. how: "holmes" or "engine"; file: its cluster.toml; telemetry: where that is written."""
+    """One way to run a scene. how: of INFLIGHT; file: its cluster.toml; telemetry: where that is written."""
 
     variant: Variant
     how: str
@@ -147,11 +154,12 @@ def _prepared(scene: Scene, folder: Path) -> tuple[Path, list[Run]]:
         file.write_text(toml)
         spec = load_spec(file)
         names = {"holmes": "holmes", "engine": "engine"} | ({} if len(scene.edges) > 1 else {"again": "engine"})
+        names |= {"own": "own"} if scene.stages > 2 else {}
         for how, own in names.items():
             name, telemetry = f"{how}, {edge}", folder / f"telemetry {how} {edge}"
-            flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", "pipeline=2", "--holmes-model",
-                     str(model), "--holmes-telemetry", str(telemetry))
-            flags += ("--holmes-inflight", "off") if own == "engine" else ()
+            flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes",
+                     f"pipeline={scene.stages}", "--holmes-model", str(model), "--holmes-telemetry", str(telemetry))
+            flags += ("--holmes-inflight", INFLIGHT[own])
             found.append(Run(Variant(name, spec, interleave(spec), flags), own, file, telemetry))
     return model, found
 
@@ -162,7 +170,8 @@ def measured_anew(repetitions: int, name: str) -> list[Row]:
         model, runs = _prepared(scene, Path(directory))
         example, stages, paced = ENGINES[scene.engine]
         train = examples() / example / "train.py"
-        script = [str(train), *MODEL, stages, "2", "--micro-batches", str(scene.micro_batches)]
+        script = [str(train), *MODEL, stages, str(scene.stages), "--micro-batches", str(scene.micro_batches),
+                  *scene.layout]
         started, total = iter(range(1, repetitions * len(runs) + 1)), repetitions * len(runs)
         series = compare(
             [run.variant for run in runs], script, repetitions=repetitions, steps=scene.steps, skip=4,
@@ -197,12 +206,14 @@ def _ratios(name: str, scene: Scene, series: dict[str, Series], exposed: dict[st
                 Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-6")]
     rows = [ratio_row(name, f"{how}: slow edge : free edge", series[f"{how}, slow"], series[f"{how}, free"],
                       scene.target if how == "holmes" else "") for how in ("holmes", "engine")]
-    rows.append(ratio_row(name, "slow edge, engine : holmes", series["engine, slow"], series["holmes, slow"], ""))
+    others = [how for how in ("engine", "own") if f"{how}, slow" in series]
+    rows += [ratio_row(name, f"slow edge, {how} : holmes", series[f"{how}, slow"], series["holmes, slow"], "")
+             for how in others]
     extra = {how: exposed[f"{how}, slow"] - exposed[f"{how}, free"] for how in ("holmes", "engine")}
     rows += [Row.median(name, f"exposed by the slow edge, {how}", [extra[how]], "s", True) for how in extra]
     rows.append(Row.median(name, "exposed by the slow edge, holmes : engine", [extra["holmes"] / extra["engine"]], "x",
-                           True, "<= 0.25"))
-    difference = max_loss_difference(series["engine, slow"], series["holmes, slow"])
+                           True, "<= 0.25" if scene.target else ""))
+    difference = max(max_loss_difference(series[f"{how}, slow"], series["holmes, slow"]) for how in others)
     return [*rows, Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-6")]
 
 
@@ -235,8 +246,8 @@ def predicted_anew(name: str, file: Path) -> list[Row]:
 
 def predict(scene: Scene, run: Run, model_file: Path) -> float:
     """Seconds of a step."""
-    options, model = Options(inflight="off" if run.how == "engine" else "auto"), load_model(str(model_file))
-    return predicted_step(scene.engine, run.variant.spec, model, Sizes(pipeline=2),
+    options, model = Options(inflight=INFLIGHT[run.how]), load_model(str(model_file))
+    return predicted_step(scene.engine, run.variant.spec, model, Sizes(pipeline=scene.stages),
                           forward_s(HIDDEN, SEQUENCE, scene.flops), options)
 
 

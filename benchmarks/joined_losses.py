@@ -149,11 +149,8 @@ class Joined:
 
     def apply(self, fragment: int, gradient: torch.Tensor, sent: list[torch.Tensor]) -> None:
         momentum, anchor = self.momenta[fragment], self.anchors[fragment]
-        gap = (
-            staleness_gap(self.settings, float(momentum.square().sum()), float(gradient.square().sum()))
-            if self.settings.stale
-            else 1.0
-        )
+        before = float(momentum.float().square().sum()) if momentum is not None else 0.0
+        gap = staleness_gap(self.settings, before, float(gradient.square().sum())) if self.settings.stale else 1.0
         mu = momentum_of(self.settings, [1.0] * len(self.copies))
         outer_step(self.settings, anchor, momentum, gradient, mu, gap)
         for k, copy in enumerate(self.copies):
