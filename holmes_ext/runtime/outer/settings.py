@@ -36,10 +36,10 @@ _BOUNDS: dict[str, tuple[float, float | None]] = {
     "trim": (1, 31),
 }
 #: What an algorithm takes where the user did not say otherwise.
-_DEFAULTS: dict[str, dict[str, float | None]] = {
+_DEFAULTS: dict[str, dict[str, Any]] = {
     "diloco": {"lr": 1.0, "momentum": None},
     "average": {"lr": 1.0, "momentum": 0.0},
-    "co2": {"lr": 1.0, "momentum": 0.5},
+    "co2": {"lr": 0.5, "momentum": 0.0, "fragments": 1},
 }
 #: Each job's own business; everything else must be the same in all jobs.
 OWN = ("min", "timeout", "part")
@@ -157,7 +157,7 @@ def parse_outer(text: str) -> OuterSettings:
         given[name] = _read(name, value)
     if isinstance(given.get("every"), float):
         given |= {"seconds": given["every"], "every": 0}
-    algorithm = given.get("algorithm", OuterSettings.algorithm)
+    given = _DEFAULTS.get(given.get("algorithm", OuterSettings.algorithm), {}) | given
     if given.get("every", OuterSettings.every) and "fragments" in given and "every" not in given:
         period = -(-OuterSettings.every // given["fragments"])
         given["every"] = period * given["fragments"]
@@ -165,7 +165,7 @@ def parse_outer(text: str) -> OuterSettings:
     if isinstance(every, int) and every > 0:  # what was not given suits what was
         given.setdefault("fragments", next(count for count in (4, 3, 2, 1) if every % count == 0))
         given.setdefault("delay", min(OuterSettings.delay, max(0, every // max(given["fragments"], 1) - 1)))
-    return OuterSettings(**{**_DEFAULTS.get(algorithm, {}), **given})
+    return OuterSettings(**given)
 
 
 def _read(name: str, value: str) -> Any:

@@ -17,7 +17,9 @@ def test_what_is_not_given_suits_what_is():
     assert parse_outer("fragments=5").every == 35
     assert parse_outer("every=60s").seconds == 60 and parse_outer("every=60s").every == 0
     assert (parse_outer("algorithm=average").lr, parse_outer("algorithm=average").momentum) == (1.0, 0.0)
-    assert parse_outer("algorithm=co2,momentum=0.3").momentum == 0.3
+    co2 = parse_outer("algorithm=co2,momentum=0.3")
+    assert (co2.lr, co2.momentum, co2.fragments, co2.every) == (0.5, 0.3, 1, 32)
+    assert parse_outer("algorithm=co2,fragments=2").fragments == 2
     assert parse_outer("algorithm=co2,momentum=auto").momentum is None
 
 
