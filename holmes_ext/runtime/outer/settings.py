@@ -134,7 +134,8 @@ class OuterSettings:
 
     def agreed(self) -> dict[str, Any]:
         """What all jobs must have been given alike."""
-        return {name: value for name, value in asdict(self).items() if name not in OWN}
+        given = asdict(self) | ({"momentum": "auto"} if self.momentum is None else {})
+        return {name: value for name, value in given.items() if name not in OWN}
 
 
 def parse_outer(text: str) -> OuterSettings:

@@ -21,6 +21,7 @@ def test_what_is_not_given_suits_what_is():
     assert (co2.lr, co2.momentum, co2.fragments, co2.every) == (0.5, 0.3, 1, 32)
     assert parse_outer("algorithm=co2,fragments=2").fragments == 2
     assert parse_outer("algorithm=co2,momentum=auto").momentum is None
+    assert parse_outer("").agreed()["momentum"] == "auto" and parse_outer("momentum=0").agreed()["momentum"] == 0
 
 
 @pytest.mark.parametrize("text, why", [
