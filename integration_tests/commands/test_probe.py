@@ -17,7 +17,7 @@ FILE = Path(__file__).parents[2] / "benchmarks" / "two_nodes.toml"
 def probe(tmp_path):
     file = tmp_path / "cluster.toml"
     text = FILE.read_text().replace('nodes = ["a0"]', 'nodes = ["a0", "a1"]')
-    text = text.replace('rate = "250Mb/s"', 'rate = "20Mb/s"')  # carried by any machine, however busy: measured as flat
+    text = text.replace('rate = "250Mb/s"', 'rate = "50Mb/s"')  # carried by any machine, however busy: measured as flat
     file.write_text(text)
 
     def run(*arguments):
