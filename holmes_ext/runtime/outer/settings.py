@@ -35,10 +35,9 @@ _BOUNDS: dict[str, tuple[float, float | None]] = {
     "limit": (0, None),
     "trim": (1, 31),
 }
-#: What an algorithm takes where the user did not say otherwise.
+#: What an algorithm takes otherwise than OuterSettings has it, where the user did not say.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "diloco": {"lr": 1.0, "momentum": None},
-    "average": {"lr": 1.0, "momentum": 0.0},
+    "average": {"momentum": 0.0},
     "co2": {"lr": 0.5, "momentum": 0.0, "fragments": 1},
 }
 #: Each job's own business; everything else must be the same in all jobs.
@@ -49,11 +48,10 @@ OWN = ("min", "timeout", "part")
 class OuterSettings:
     """every: steps (above 0), or 0 where `seconds` are given. delay: steps. mix: "keep", or the share of local
     weights (0 to 1) that a fragment keeps when the sum is applied. momentum: None for auto, by the round's jobs
-    (algorithms.momentum_of). clip: bound on each element of CO2's outer
-    momentum (0: none). limit: a pseudo-gradient so many times longer than usual is left out (0: never). trim: jobs
-    left out at each end by aggregate=trimmed. min: jobs that a round needs. timeout: seconds that a late job, or a
-    silent link, is waited for. part: "k/K", this job reads the k-th (from 0) of K parts
-    of the data. Raises HolmesError for what does not fit.
+    (algorithms.momentum_of). clip: bound on each element of CO2's outer momentum (0: none). limit: a pseudo-gradient so
+    many times longer than usual is left out (0: never). trim: jobs left out at each end by aggregate=trimmed. min: jobs
+    that a round needs. timeout: seconds that a late job, or a silent link, is waited for. part: "k/K", this job reads
+    the k-th (from 0) of K parts of the data. Raises HolmesError for what does not fit.
     """
 
     algorithm: str = "diloco"
