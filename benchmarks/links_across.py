@@ -23,7 +23,7 @@ from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.across import Across
 from holmes_ext.plan.cost.workload import Workload
-from holmes_ext.plan.placement import place
+from holmes_ext.plan.place_old import place
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS
 

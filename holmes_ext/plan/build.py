@@ -16,7 +16,7 @@ from holmes_ext.plan.cost.stages import StageCosts, predict
 from holmes_ext.plan.cost.workload import StageLoad, Workload
 from holmes_ext.plan.decide import settle
 from holmes_ext.plan.in_flight import asked_in_flight
-from holmes_ext.plan.placement import place
+from holmes_ext.plan.place_old import place
 from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.profile import Profile, check_profile, measured_costs
 from holmes_ext.plan.search import partition as stages

@@ -22,7 +22,7 @@ from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.in_flight import under_way
 from holmes_ext.plan.layout import INSIDE, Layout, groups
-from holmes_ext.plan.placement import straddling_groups
+from holmes_ext.plan.place_old import straddling_groups
 from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.reductions import FLAT, in_two_levels, tied_reduction
 from holmes_ext.plan.sizes import Sizes

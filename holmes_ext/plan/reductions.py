@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from math import ceil, inf
 
 from holmes_ext.plan.cost.across import Across, neighbours
-from holmes_ext.plan.cost.network import FREE, all_reduce, crossing, slowest_inside, summed_across
+from holmes_ext.plan.cost.network_old import FREE, all_reduce, crossing, slowest_inside, summed_across
 from holmes_ext.plan.layout import groups
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes

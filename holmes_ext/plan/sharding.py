@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.network import FREE, Price, all_reduce
+from holmes_ext.plan.cost.network_old import FREE, Price, all_reduce
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.words import some_of

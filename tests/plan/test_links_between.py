@@ -15,11 +15,11 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.across import Across, neighbours
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model_file import load_model
-from holmes_ext.plan.cost.network import Price, all_reduce, crossing, message, summed_across, two_levels
+from holmes_ext.plan.cost.network_old import Price, all_reduce, crossing, message, summed_across, two_levels
 from holmes_ext.plan.cost.nodes import Predictor, step_seconds
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.layout import Layout
-from holmes_ext.plan.placement import place
+from holmes_ext.plan.place_old import place
 from holmes_ext.plan.plan import load_plan
 from holmes_ext.plan.search import arrangement
 from holmes_ext.plan.search.arrangement import Ground

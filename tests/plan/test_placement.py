@@ -12,7 +12,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.nodes import Predictor, step_seconds
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.layout import Layout, groups
-from holmes_ext.plan.placement import distinct_orders, order_count, pack, place
+from holmes_ext.plan.place_old import distinct_orders, order_count, pack, place
 from holmes_ext.plan.sizes import Sizes
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"

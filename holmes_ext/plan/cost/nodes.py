@@ -17,7 +17,7 @@ from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.across import hop_loads
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.network import FREE, Price, Way, all_reduce, latency_s, message, passes, tied_seconds
+from holmes_ext.plan.cost.network_old import FREE, Price, Way, all_reduce, latency_s, message, passes, tied_seconds
 from holmes_ext.plan.cost.pipeline import Estimate, formula_ends, step_of
 from holmes_ext.plan.cost.stages import Portion, StageCosts, StagePrice, costs_of
 from holmes_ext.plan.cost.workload import Workload

@@ -18,7 +18,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.buckets import buffer_bytes
 from holmes_ext.plan.cost.memory import state_bytes, under_way, working_bytes
 from holmes_ext.plan.cost.model import Layer, Model
-from holmes_ext.plan.cost.network import FREE, Price
+from holmes_ext.plan.cost.network_old import FREE, Price
 from holmes_ext.plan.cost.pipeline import (
     Estimate,
     formula_ends,

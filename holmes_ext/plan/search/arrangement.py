@@ -24,7 +24,7 @@ from holmes_ext.cluster.wan import Wan
 from holmes_ext.plan.cost.across import best_order, neighbours
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Gpu, Model
-from holmes_ext.plan.cost.network import Way, crossing
+from holmes_ext.plan.cost.network_old import Way, crossing
 from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, Sizes
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.decide import settle
 from holmes_ext.plan.layout import Layout
-from holmes_ext.plan.placement import place, straddling_groups
+from holmes_ext.plan.place_old import place, straddling_groups
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.search.arrangement import arrangement_of
 from holmes_ext.plan.search.explanation import causes, stock_like

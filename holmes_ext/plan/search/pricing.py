@@ -19,7 +19,7 @@ from holmes_ext.cluster.site import ETHERNET, Fabric
 from holmes_ext.plan.cost.across import facing
 from holmes_ext.plan.cost.memory import Memory, stage_memory, under_way
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.network import FREE, Price, all_reduce, message, ring, summed_across, tied_seconds
+from holmes_ext.plan.cost.network_old import FREE, Price, all_reduce, message, ring, summed_across, tied_seconds
 from holmes_ext.plan.cost.stages import Portion, StageCosts, StagePrice, costs_of, layer_kinds
 from holmes_ext.plan.search.arrangement import Arrangement, Content, Ground
 from holmes_ext.plan.search.space import REDUCTIONS, Shape

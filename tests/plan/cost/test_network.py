@@ -3,7 +3,7 @@
 import pytest
 
 from holmes_ext.cluster.site import Fabric
-from holmes_ext.plan.cost.network import all_reduce, chunks_of, message
+from holmes_ext.plan.cost.network_old import all_reduce, chunks_of, message
 
 FABRIC = Fabric("f", "ib", 8_000_000, 0.0)  # a megabyte a second
 

@@ -11,7 +11,7 @@ from holmes_ext.cluster.site import Fabric
 from holmes_ext.cluster.wan import Wan
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan.cost.network import two_level_seconds
+from holmes_ext.plan.cost.network_old import two_level_seconds
 from holmes_ext.plan.traffic import Reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce import straddling

@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.network import two_level_seconds
+from holmes_ext.plan.cost.network_old import two_level_seconds
 from holmes_ext.runtime.reduce.reducer import GradientReducer
 from holmes_ext.runtime.reduce.two_level import Piece, TwoLevelAllReduce, pieces
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.cluster.site import Fabric
-from holmes_ext.plan.cost.network import NCCL_CHUNK_BYTES, Price, chunk_bytes, two_levels
+from holmes_ext.plan.cost.network_old import NCCL_CHUNK_BYTES, Price, chunk_bytes, two_levels
 from holmes_ext.runtime.reduce import two_level_nccl
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 

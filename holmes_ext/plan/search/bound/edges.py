@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from holmes_ext.plan.cost.network import all_reduce, message, passes
+from holmes_ext.plan.cost.network_old import all_reduce, message, passes
 from holmes_ext.plan.search.arrangement import Arrangement
 from holmes_ext.plan.search.pricing import Pricing
 

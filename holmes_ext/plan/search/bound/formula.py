@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from math import ceil, floor, inf
 
 from holmes_ext.plan.cost.memory import under_way
-from holmes_ext.plan.cost.network import all_reduce
+from holmes_ext.plan.cost.network_old import all_reduce
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import Rows, StageCosts, estimate
 from holmes_ext.plan.search.arrangement import Ground

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holmes_ext.plan.cost.network import FREE, WORTH, Price
+from holmes_ext.plan.cost.network_old import FREE, WORTH, Price
 from holmes_ext.plan.search.arrangement import Arrangement
 from holmes_ext.plan.search.bound.edges import cluster_at, columns, least_edges, least_tied_s, sent_both_ways
 from holmes_ext.plan.search.bound.formula import Bounds
