@@ -270,7 +270,7 @@ def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) ->
         bucket_bytes=next(
             (int(float(scene.flags[i + 1]) * 1e6) for i, text in enumerate(scene.flags) if text == "--bucket-mb"), 0
         ),
-        two_level="direct" if scene.two_level else "off",
+        two_level=scene.two_level, direct=True,
         zero=scene.zero,
         block_s=overhead[0],
         parameter_s=overhead[1],

@@ -119,7 +119,7 @@ def data_parallel(ground: Ground, way: str, flops: float, parameter_s: float) ->
     """DistributedDataParallel's step; way: "stock" (one ring on Ethernet), "holmes" (two levels), "one cluster".
     parameter_s: CPU seconds of a parameter, most of them the norm's and the optimizer's: a block's own computing is
     inside its emulated time."""
-    buckets = {"two_level": "direct"} if way == "holmes" else DDP_BUCKETS
+    buckets = {"two_level": True, "direct": True} if way == "holmes" else DDP_BUCKETS
     run = Execution(DDP, overlap="on", parameter_s=parameter_s, sums=1, cores=CORES, **buckets)
     return _step(ground, way, flops, run, tied=True)
 

@@ -99,7 +99,7 @@ def test_simulated_ring_over_the_link():
 def test_two_levels_simulated_as_priced():
     site = two(nodes="a[0-1]")
     model = replace(MODEL, micro_batches=1, gpu=replace(MODEL.gpu, flops=1e15))
-    run = Execution(engine="megatron", parameter_s=0.0, two_level="direct")
+    run = Execution(engine="megatron", parameter_s=0.0, two_level=True, direct=True)
     flat = simulate(site, names(site), Sizes(pipeline=1), model, replace(run, two_level="off"))
     step = simulate(site, names(site), Sizes(pipeline=1), model, run)
     gradients = sum(sum(layer.reduced(4, 1)) for layer in model.layers_of(Sizes().complete(4))) * model.gradient_width

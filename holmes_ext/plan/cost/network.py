@@ -193,6 +193,9 @@ class Network:
         messages, volume = 2 * (family.ranks - 1), 2 * (family.ranks - 1) / family.ranks
         if family.nodes == 1:
             return Load(inside_bps=inside_bps, volume=volume)
+        return self.remember(("ring", family, groups), lambda: self._ring(family, groups, messages, volume))
+
+    def _ring(self, family: Family, groups: float, messages: int, volume: float) -> Load:
         fabric, pairs = self.fabric(family.kinds), Counter(self.neighbours(family.ring))
         longer = [self.longer_s(fabric, pair) for pair, times in pairs.items() for _ in range(times)]
         longer += [0.0] * (family.ranks - len(longer))
@@ -267,3 +270,8 @@ class Network:
     def curve(self, load: Load) -> Curve:
         link = self.link(load)
         return link.ring if load.ring else link.send
+
+
+def stock_fabric(site: Site) -> Fabric:
+    """Where a job without holmes runs all its traffic: the one fabric that every node is on, else Ethernet."""
+    return site.shared_fabric(node.name for node in site.nodes)

@@ -21,7 +21,7 @@ from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.reductions.reduction import NONE, Reduction
 from holmes_ext.plan.cost.reductions.sharded import Sharded, inside_clusters, owners
 from holmes_ext.plan.cost.reductions.tied import by_pairs, in_two_levels, twins
-from holmes_ext.plan.cost.reductions.two_levels import two_levels
+from holmes_ext.plan.cost.reductions.two_levels import TwoLevels, two_levels
 from holmes_ext.plan.cost.stages import Row, StageCosts
 from holmes_ext.plan.placement.fold import Family, Fold
 from holmes_ext.plan.placement.placement import Content, Placement
@@ -66,7 +66,7 @@ class Prices:
         self.network, self.job, self.rules = network, job, rules
         self.stock = network.only is not None
         self.hide_edges = rules.hide_edges and not self.stock and rules.virtual == 1
-        self._known: dict[Hashable, Any] = {}
+        self.known: dict[Hashable, Any] = {}
 
     # ------------------------------------------------------------------- what is alike
 
@@ -80,13 +80,17 @@ class Prices:
         key = stages, placement
         return key, lambda: (self._fold(placement, lambda: placement), stages[0])
 
+    def fold(self, placement: Placement, *stages: int) -> tuple[Fold, int]:
+        """Where the groups of these stages, and the edge between two, are found; the number of the first there."""
+        return self._stages(placement, *stages)[1]()
+
     def _fold(self, key: Hashable, make: Callable[[], Placement]) -> Fold:
         return self.network.remember(("fold", key), lambda: Fold(make()))
 
-    def _remember(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
-        if (what, key) not in self._known:
-            self._known[what, key] = make()
-        found: T = self._known[what, key]
+    def remember(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
+        if (what, key) not in self.known:
+            self.known[what, key] = make()
+        found: T = self.known[what, key]
         return found
 
     # ------------------------------------------------------------------- reductions
@@ -107,7 +111,7 @@ class Prices:
 
     def _reduction(self, placement: Placement, stage: int, alike: int) -> Reduction:
         key, fold = self._stages(placement, stage)
-        return self._remember("reduction", (key, alike), lambda: self._slowest(*fold(), alike, placement.sizes.pipeline))
+        return self.remember("reduction", (key, alike), lambda: self._slowest(*fold(), alike, placement.sizes.pipeline))
 
     def _slowest(self, fold: Fold, stage: int, alike: int, pipeline: int) -> Reduction:
         families = fold.families(stage)
@@ -121,10 +125,11 @@ class Prices:
         if family.ranks == 1:
             return NONE
         size = self.job.total_bytes / pipeline
-        load = network.ring(family, groups, self._link_bps(family.kinds))
+        load = network.ring(family, groups, self.link_bps(family.kinds))
         flat = Reduction(load, "flat" if family.nodes > 1 else "local")
         if not self.stock and rules.zero < 2 and "two-level" in rules.reductions:
-            both = two_levels(network, family, size, rules.direct, groups, rules.compress)
+            link = self.link_bps(family.kinds)
+            both = two_levels(network, family, size, rules.direct, groups, rules.compress, link)
             if both and ("flat" not in rules.reductions or both.seconds(size) < flat.seconds(size)):
                 return both
         return self._sharded(family, load, flat.name, groups) if rules.zero else flat
@@ -134,7 +139,7 @@ class Prices:
         parts = inside_clusters(self.network, family) if self.rules.hybrid else []
         if not parts:
             return Sharded(load, name, **known)
-        rings = [self.network.ring(part, groups, self._link_bps(part.kinds)) for part in parts]
+        rings = [self.network.ring(part, groups, self.link_bps(part.kinds)) for part in parts]
         slowest = max(rings, key=lambda ring: ring.price.byte_s)
         across = self.network.ring(owners(self.network, family), groups)
         return Sharded(slowest, "hybrid", **known, across=across, shards=parts[0].ranks)
@@ -148,13 +153,13 @@ class Prices:
         rows = []
         for stage, way in enumerate(ways):
             key, fold = self._stages(placement, stage)
-            rows.append(self._remember("layers", (key, id(way), sharded), lambda: self._layers(*fold(), way, sharded)))  # noqa: B023
+            rows.append(self.remember("layers", (key, id(way), sharded), lambda: self._layers(*fold(), way, sharded)))  # noqa: B023
         forward, backward, reduction = zip(*rows)
         edges, size = self.edges(placement), job.block.activation_bytes
         seconds = [edge.seconds(size) for edge in (*edges, FREE)]
         ends = (0.0,) * bool(job.after)
         transfer = tuple((edge,) * (len(job.layers) - len(ends)) + ends for edge in seconds)
-        places = [self._remember("place", content, lambda: self._place(content)) for content in contents]  # noqa: B023
+        places = [self.remember("place", content, lambda: self._place(content)) for content in contents]  # noqa: B023
         return StageCosts(
             forward, backward, reduction, transfer, job.micro_batches,
             latency_s=tuple(way.once.latency_s for way in ways),
@@ -203,7 +208,7 @@ class Prices:
     def _group_s(self, fold: Fold, stage: int, kind: str, size: float) -> float:
         seconds = [0.0]
         for family in fold.families(stage, kind):
-            link = self._link_bps(family.kinds)
+            link = self.link_bps(family.kinds)
             if kind == "tensor":
                 load = self.network.ring(family, family.count, link)
             else:
@@ -211,9 +216,13 @@ class Prices:
             seconds.append(load.price.seconds(size))
         return max(seconds)
 
-    def _link_bps(self, kinds: Iterable[int]) -> float:
+    def link_bps(self, kinds: Iterable[int]) -> float:
         """Between the GPUs of a node of these kinds."""
-        return self.job.slowest([self.network.cluster(kind) for kind in kinds]).link_bps
+        key = "link", frozenset(kinds)
+        if key not in self.known:
+            self.known[key] = self.job.slowest([self.network.cluster(kind) for kind in key[1]]).link_bps
+        found: float = self.known[key]
+        return found
 
     def edges(self, placement: Placement) -> list[Price]:
         """Of an activation, from each stage to the next."""
@@ -222,18 +231,23 @@ class Prices:
     def edge(self, placement: Placement, one: int, other: int) -> Price:
         """Until the slowest pair of ranks has its activation across."""
         key, fold = self._stages(placement, one, other)
-        return self._remember("edge", key, lambda: self._edge(*fold(), other - one if not placement.whole else 1))
+        return self.remember("edge", key, lambda: self._edge(*fold(), other - one if not placement.whole else 1))
 
     def _edge(self, fold: Fold, one: int, step: int) -> Price:
-        crossing: Counter[tuple[int, int]] = Counter()
-        edges = [fold.edge(kind, one, one + step) for kind in range(len(fold.kinds))]
-        for edge in edges:
-            crossing[edge.kinds] += edge.count
-        slices, size, prices = self.slices(fold.whole), self.job.block.activation_bytes, []
-        for edge in edges:
-            link = self._link_bps(edge.kinds)
-            prices.append(_sliced(self.network.message(edge, link, crossing[edge.kinds]), link, slices))
-        return max(prices, key=lambda price: price.seconds(size or 1.0))
+        """What each kind of pipeline's message takes depends on no bytes: it is worked out once for all jobs."""
+        slices, size = self.slices(fold.whole), self.job.block.activation_bytes
+
+        def prices() -> list[Price]:
+            crossing: Counter[tuple[int, int]] = Counter()
+            edges = [fold.edge(kind, one, one + step) for kind in range(len(fold.kinds))]
+            for edge in edges:
+                crossing[edge.kinds] += edge.count
+            links = [self.link_bps(edge.kinds) for edge in edges]
+            loads = [self.network.message(edge, link, crossing[edge.kinds]) for edge, link in zip(edges, links)]
+            return [_sliced(load, link, slices) for load, link in zip(loads, links)]
+
+        key = "edge", id(fold), one, step, slices, id(self.job.gpus)
+        return max(self.network.remember(key, prices), key=lambda price: price.seconds(size or 1.0))
 
     def slices(self, placement: Placement) -> int:
         """Tensor ranks that share out an activation on Ethernet (runtime/groups/wire.py): those that all have it, where
@@ -253,21 +267,29 @@ class Prices:
         def seconds() -> float:
             return max(one.seconds(size) for one in self.tied(fold()[0], end))
 
-        return self._remember("tied", key, seconds)
+        return self.remember("tied", key, seconds)
 
     def tied(self, fold: Fold, last: int) -> list[Reduction]:
         """Of each kind of pipeline: by pairs, or in two levels where that is faster."""
-        size, network = self.job.tied_bytes, self.network
-        found: dict[int, Reduction] = {}
+        size, found = self.job.tied_bytes, []
         for kind in range(len(fold.kinds)):
-            kinds = fold.kind_on(kind, 0), fold.kind_on(kind, last)
-            found[kind] = by_pairs(network, fold, kind, self._link_bps(kinds))
-        for family in twins(fold) if self.rules.tied and not self.stock else ():
-            both = in_two_levels(network, family, size, self.rules.direct, family.count)
-            slowest = max(found[kind].seconds(size) for kind in family.pipelines)
-            if both is not None and both.seconds(size) < slowest:
-                found |= dict.fromkeys(family.pipelines, both)
-        return list(found.values())
+            pairs, both = self.tied_of(fold, last, kind, alone=False)
+            found.append(both if both and both.seconds(size) < pairs.seconds(size) else pairs)
+        return found
+
+    def tied_of(self, fold: Fold, last: int, kind: int, alone: bool) -> tuple[Reduction, TwoLevels | None]:
+        """By pairs, and in two levels where that is possible; alone: the others being still."""
+        kinds = fold.kind_on(kind, 0), fold.kind_on(kind, last)
+        pairs = by_pairs(self.network, fold, kind, self.link_bps(kinds))
+        if self.stock or not self.rules.tied:
+            return pairs, None
+        for family in twins(fold):
+            if kind in family.pipelines:
+                groups = 0 if alone else family.count
+                size, direct = self.job.tied_bytes, self.rules.direct
+                link = self.link_bps(family.kinds)
+                return pairs, in_two_levels(self.network, family, size, direct, groups, link)
+        return pairs, None
 
     def _load_s(self, placement: Placement, edges: Sequence[Price]) -> float:
         """Seconds that a stage's NIC sends for one micro-batch of all chunks: v activations down, v gradients up, and

@@ -12,6 +12,16 @@ from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
 
 
+#: (embedding, block, output), and what recomputation works on.
+Kinds = tuple[tuple[Layer, Layer, Layer], float]
+
+
+def kinds_of(model: Model, sizes: Sizes) -> Kinds:
+    """As a rank of complete sizes has them."""
+    every, expert = model.layers_of(sizes), sizes.expert if model.experts else 1
+    return (every[0], every[1], every[-1]), working_bytes(model, sizes.tensor, sizes.context, expert)
+
+
 @dataclass(frozen=True)
 class RankModel:
     """layers: of each kind, in their order; repeats: how many follow each other. By kind: reduced_bytes of
@@ -37,19 +47,17 @@ class RankModel:
     gpu: Gpu = Gpu()
 
     @classmethod
-    def of(cls, model: Model, sizes: Sizes) -> RankModel:
-        """Embedding, blocks, output; sizes: complete."""
-        every = model.layers_of(sizes)
-        kinds = every[0], every[1], every[-1]
+    def of(cls, model: Model, sizes: Sizes, kinds: Kinds | None = None) -> RankModel:
+        """Embedding, blocks, output; sizes: complete. kinds: kinds_of(), where they are known."""
+        layers, working = kinds or kinds_of(model, sizes)
         shards = sizes.data * sizes.context
         experts = max(1, shards // sizes.expert)
-        reduced = [model.gradient_width * sum(kind.reduced(shards, sizes.expert)) for kind in kinds]
-        working = working_bytes(model, sizes.tensor, sizes.context, sizes.expert if model.experts else 1)
+        reduced = [model.gradient_width * sum(kind.reduced(shards, sizes.expert)) for kind in layers]
         if shards > 1:
             working += buffer_bytes(reduced[1] * model.layers / sizes.pipeline)
         return cls(
-            kinds, (1, model.layers, 1), tuple(reduced),
-            tuple(state_bytes(model, kind, shards, experts) for kind in kinds),
+            layers, (1, model.layers, 1), tuple(reduced),
+            tuple(state_bytes(model, kind, shards, experts) for kind in layers),
             model.micro_batches_of(sizes.data), working_bytes=working, tied_bytes=model.tied_bytes(sizes),
             copies=model.copies(sizes), weights=model.activation_width / model.gradient_width,
             gpus=model.gpus, gpu=model.gpu,

@@ -149,13 +149,12 @@ class Fold:
         """Of a stage's ranks those that are looked at, and how many like each there are."""
         contents = dict.fromkeys(self.placement.stages)
         borders = {end for own in contents for end in accumulate(ranks for _, ranks in own)}
-        low = 0
-        for high in sorted(borders):
+        self._borders = [0, *sorted(borders)]
+        for low, high in zip(self._borders, self._borders[1:]):
             stop, like = high, 1
             if low % self._unit == 0 and high % self._unit == 0:
                 stop, like = low + self._unit, (high - low) // self._unit
             yield from ((at, like) for at in range(low, stop))
-            low = high
 
     def _kind(self, slot: int) -> int:
         return self.placement.slots[bisect_right(self._ends, slot)][0]
@@ -163,6 +162,14 @@ class Fold:
     def _look(self, slots: tuple[int, ...]) -> Hashable:
         pairs = zip(slots, (*slots[1:], slots[0]))
         return tuple(self._kind_of_slot[slot] for slot in slots), tuple(one == two for one, two in pairs)
+
+    def kind_at(self, position: int) -> int:
+        """The kind of pipeline whose ranks stand at a position of every stage."""
+        at = position // self.times
+        if at not in self.kind_of:
+            first = max(border for border in self._borders if border <= at)
+            at = first + (at - first) % self._unit
+        return self.kind_of[at]
 
     def kind_on(self, pipeline: int, stage: int) -> int:
         """The kind of node that holds a stage of a kind of pipeline."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.memory import states
 from holmes_ext.plan.cost.model import RECOMPUTE, Model
-from holmes_ext.plan.search.arrangement import Ground
+from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, Sizes
 from holmes_ext.words import did_you_mean
 
@@ -131,9 +131,9 @@ def _shared(model: Model, zero: int) -> float:
     return sum(parts[name] for name in ("optimizer", "gradients", "weights")[:zero])
 
 
-def shapes(ground: Ground, model: Model, global_batch: int, limits: Limits) -> Iterator[Shape]:
+def shapes(network: Network, model: Model, global_batch: int, limits: Limits) -> Iterator[Shape]:
     """All shapes of the space within `limits`."""
-    world, processes, kv = ground.world, ground.processes, model.groups or model.heads
+    world, processes, kv = network.world, network.processes, model.groups or model.heads
     for tensor in limits.of("tensor", divisors(world)):
         if model.heads % tensor or (kv % tensor and tensor % kv) or not _even(processes, tensor):
             continue

@@ -139,8 +139,9 @@ class Collectives:
         total = sum(gradient.size for gradient in gradients)
         ring = self.network.ring(family, inside_bps=self._inside_bps(family))
         both = None
-        if run.two_level != "off":
-            both = two_levels(self.network, family, total, run.two_level == "direct", compress=run.compress)
+        if run.in_two_levels(stage):
+            how = run.direct, 0, run.compress, self._inside_bps(family)
+            both = two_levels(self.network, family, total, *how)
         scatters = run.zero > 0 and run.engine.scatters
         every = self._buckets(family, gradients, both.chunk_bytes if both else 0.0)
         for kind in family.pipelines:
@@ -226,7 +227,8 @@ class Collectives:
         both = {}
         if self.run.cut:
             for family in twins(fold):
-                made = in_two_levels(self.network, family, self.tied_bytes, True, 0)
+                how = self.run.direct, 0, self._inside_bps(family)
+                made = in_two_levels(self.network, family, self.tied_bytes, *how)
                 both |= dict.fromkeys(family.pipelines, (made, family) if made else None)
         for kind in range(len(fold.kinds)):
             kinds = fold.kind_on(kind, 0), fold.kind_on(kind, last)

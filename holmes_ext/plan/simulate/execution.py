@@ -8,7 +8,6 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.engine import EngineTraits
 
 OVERLAPS = ("off", "first", "on")
-TWO_LEVELS = ("off", "rings", "direct")
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,11 @@ class Execution:
     #: 0: by the rule of plan/cost/buckets.py; first: of the first bucket, where that is another.
     bucket_bytes: int = 0
     first_bucket_bytes: int = 0
-    #: Of groups that straddle clusters: how the steps inside clusters are made, by rings (NCCL) or directly (gloo).
-    two_level: str = "off"
+    #: Groups that straddle clusters sum in two levels, of the stages whose reduction has that name; () for all.
+    two_level: bool = False
+    reductions: tuple[str, ...] = ()
+    #: The steps of two levels inside clusters are direct exchanges (gloo), not rings (NCCL).
+    direct: bool = False
     compress: str = "off"
     #: 2 and 3 without a pipeline.
     zero: int = 0
@@ -58,9 +60,8 @@ class Execution:
     cores: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("overlap", OVERLAPS), ("two_level", TWO_LEVELS)):
-            if getattr(self, name) not in known:
-                raise HolmesError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
+        if self.overlap not in OVERLAPS:
+            raise HolmesError(f"overlap {self.overlap!r} is none of {', '.join(OVERLAPS)}")
         if self.replicas not in ("", "clusters"):
             raise HolmesError(f"replicas {self.replicas!r} is neither '' nor 'clusters'")
         if self.zero not in (0, 1, 2, 3):
@@ -74,6 +75,10 @@ class Execution:
             raise HolmesError(f"in_flight is {self.in_flight}, but {schedule} schedule has its own order")
         if self.virtual < 1 or self.cores < 0 or self.sums < 0:
             raise HolmesError("virtual must be 1 or more, cores and sums 0 or more")
+
+    def in_two_levels(self, stage: int) -> bool:
+        """Whether a stage's groups may sum so."""
+        return self.two_level and (not self.reductions or self.reductions[stage] == "two-level")
 
     def buckets_on(self, stage: int) -> bool:
         """Whether a stage's gradients leave in buckets under its last backward."""

@@ -20,8 +20,9 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import CORES, Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.cost.nodes import costs_on_site
 from holmes_ext.plan.cost.pipeline import uniform
+from holmes_ext.plan.cost.price import price
+from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.placement.fold import Fold
 from holmes_ext.plan.placement.placement import Placement
@@ -89,7 +90,7 @@ def simulate(
     stage and layer if they are known better than price() knows them. HolmesError: what does not fit together."""
     network = Network(site, links, only)
     placement = network.placement(order, sizes.complete(site.world_size))
-    costs = costs or costs_on_site(site, order, sizes, model, only=only)
+    costs = costs or price(network, placement, RankModel.of(model, placement.sizes))
     return JobStep(network, placement, model, execution, costs).step()
 
 

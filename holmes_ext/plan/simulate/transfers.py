@@ -47,16 +47,20 @@ class TransferMaker:
         (size,) = flow.sizes
         fixed_s = 0.0
         for load in flow.loads:
-            each = self.network.curve(load).fixed_s(load.part * size) + self.message_s
-            fixed_s = max(fixed_s, load.messages * each)
+            if load.fabric is None:
+                fixed_s = max(fixed_s, load.price.seconds(size))
+            else:
+                each = self.network.curve(load).fixed_s(load.part * size) + self.message_s
+                fixed_s = max(fixed_s, load.messages * each)
         latency_s = 0.0 if flow.blocks else flow.way_s
         fixed_s += 2 * flow.way_s if flow.blocks else 0.0
         uses: dict[Hashable, float] = {}
-        for load in flow.loads:
+        for load in (load for load in flow.loads if load.fabric is not None):
             for resource, weight in self._uses(load, size):
                 uses[resource] = uses.get(resource, 0.0) + load.volume * weight
         shared = tuple(uses.items())
-        return Transfer(parties, fixed_s, 8 * size, inf, shared, flow.channel, flow.then, True, latency_s)
+        bits = 8 * size if shared else 0.0
+        return Transfer(parties, fixed_s, bits, inf, shared, flow.channel, flow.then, True, latency_s)
 
     def _uses(self, load: Load, size: float, host: float = 1.0) -> tuple[tuple[Hashable, float], ...]:
         """host: CPU seconds of a byte, to an all-reduced one's."""

@@ -17,7 +17,7 @@ CASES = [
     (Sizes(pipeline=2), Execution(), 64), (Sizes(pipeline=2), Execution(overlap="on"), 61),
     (Sizes(pipeline=4), Execution("deepspeed"), 96), (Sizes(pipeline=4), Execution("async"), 97),
     (Sizes(pipeline=2), Execution(virtual=2), 96), (Sizes(pipeline=2), Execution("deepspeed", in_flight=(4, 1)), 80),
-    (Sizes(), Execution(zero=2), 40), (Sizes(), Execution(zero=3), 41), (Sizes(), Execution(two_level="rings"), 30),
+    (Sizes(), Execution(zero=2), 40), (Sizes(), Execution(zero=3), 41), (Sizes(), Execution(two_level=True), 30),
     (Sizes(pipeline=2), Execution(zero=1, gather_overlap=True), 64),
 ]
 

@@ -264,7 +264,7 @@ def test_overlap_and_two_levels_help_where_groups_straddle_clusters():
     order = [node.name for node in site.nodes]
     plain = simulate(site, order, sizes, gpt, Execution())
     overlapped = simulate(site, order, sizes, gpt, Execution(overlap="on"))
-    two = simulate(site, order, sizes, gpt, Execution(overlap="on", two_level="rings"))
+    two = simulate(site, order, sizes, gpt, Execution(overlap="on", two_level=True))
     assert two.step_s < overlapped.step_s < plain.step_s
     for step in (plain, overlapped, two):  # what is waited for is the network, whichever chunk or level is under way
         assert step.causes["bubble"] < 1e-3 * step.step_s and step.causes["reduce_across"] > 0.1 * step.step_s
@@ -417,7 +417,7 @@ def test_software_shares_the_cores_that_there_are(cores, crowd, host_s):
     assert step.causes["compute"] == pytest.approx(3 * 2 * 3.0 + 3 * 2 * 0.1 * crowd) and not step.carried
 
 
-@pytest.mark.parametrize("sizes, options", [(Sizes(), Execution()), (Sizes(), Execution(two_level="direct")),
+@pytest.mark.parametrize("sizes, options", [(Sizes(), Execution()), (Sizes(), Execution(two_level=True, direct=True)),
                                             (Sizes(pipeline=2), Execution())], ids=["ring", "two levels", "pipeline"])
 def test_bytes_cost_the_seconds_of_shared_cores_that_hosts_need_for_them(sizes, options):
     """4 + 4 nodes that compute nothing: the 2 cores are busy all the time, with every byte that any of the nodes
@@ -445,7 +445,7 @@ def on_two_cores(options, **costs):
 
 def test_messages_of_two_levels_take_core_time():
     """Of each chunk 4 x 3 in each cluster and 8 across, both twice."""
-    options = Execution("ddp", two_level="direct", parameter_s=0.0)
+    options = Execution("ddp", two_level=True, direct=True, parameter_s=0.0)
     small, step = on_two_cores(options), on_two_cores(options, host_message_s=1.0)
     chunks = step.step_s / (2 * (4 * 3 * 2 + 8) / 2)
     assert chunks == pytest.approx(round(chunks), rel=1e-3) and chunks >= 1 > small.step_s

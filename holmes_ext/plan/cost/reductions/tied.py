@@ -31,13 +31,15 @@ def by_pairs(network: Network, fold: Fold, pipeline: int, inside_bps: float = 0.
     return Reduction(network.pairwise(edge, inside_bps), "pairs")
 
 
-def in_two_levels(network: Network, both: Family, size: float, direct: bool, groups: float) -> TwoLevels | None:
+def in_two_levels(
+    network: Network, both: Family, size: float, direct: bool, groups: float, inside_bps: float = 0.0
+) -> TwoLevels | None:
     """None where a stage lies on several clusters, both lie on one, or a stage has one rank."""
     clusters = {network.cluster(part.kind) for part in both.parts}
     ends = {network.cluster(both.ring[0][0]), network.cluster(both.ring[-1][0])}
     if network.only is not None or both.ranks == 2 or len(clusters) != 2 or clusters != ends:
         return None
-    return two_levels(network, both, size, direct, groups)
+    return two_levels(network, both, size, direct, groups, "off", inside_bps, spread=False)
 
 
 def tied_sums(sizes: Sizes) -> list[tuple[int, ...]]:

@@ -155,22 +155,35 @@ class TwoLevels(Reduction):
 
 def two_levels(
     network: Network, family: Family, size: float, direct: bool, groups: float = 0, compress: str = "off",
+    inside_bps: float = 0.0, spread: bool = True,
 ) -> TwoLevels | None:
-    """Of the groups of a family, by the fastest route for a sum of `size` bytes; None where they cannot, or no
-    cluster has two nodes. direct: gloo's; groups: as of Network.ring."""
+    """Of the groups of a family, by the fastest route for a sum of `size` bytes; None where they cannot.
+
+    direct: gloo's; groups: as of Network.ring; inside_bps: of the GPUs of a node; spread: only where some cluster has
+    two nodes, else every rank sends across what it has anyhow.
+    """
+    known = family, direct, groups, compress, inside_bps, spread
+    key = "two levels", known, size if network.wan else 0.0
+    return network.remember(key, lambda: _two_levels(network, size, *known))
+
+
+def _two_levels(
+    network: Network, size: float, family: Family, direct: bool, groups: float, compress: str, inside_bps: float,
+    spread: bool,
+) -> TwoLevels | None:
     clusters: dict[str, list[Part]] = {}
     for part in family.parts:
         clusters.setdefault(network.cluster(part.kind), []).append(part)
     ranks = {name: sum(part.nodes * part.here for part in parts) for name, parts in clusters.items()}
-    spread = any(sum(part.nodes for part in parts) > 1 for parts in clusters.values())
+    spread = not spread or any(sum(part.nodes for part in parts) > 1 for parts in clusters.values())
     if len(clusters) < 2 or not spread or not direct and len(set(ranks.values())) > 1:
         return None
     share = SHARES[compress]
     if compress != "off" and not direct:  # every cluster's sum is gathered whole
         share *= len(clusters) / 2
     insides = tuple(
-        _inside(network, family, parts, ranks[name], direct, groups)
-        for name, parts in clusters.items() if sum(part.nodes for part in parts) > 1
+        _inside(network, family, parts, ranks[name], direct, groups, inside_bps)
+        for name, parts in clusters.items() if ranks[name] > 1
     )
     routes = ways_across(network.wan, tuple(clusters)) if direct else _nccl_route(network, tuple(clusters))
     made = []
@@ -203,9 +216,12 @@ def _senders(part: Part, groups: float) -> float:
 
 
 def _inside(
-    network: Network, family: Family, parts: Sequence[Part], ranks: int, direct: bool, groups: float
+    network: Network, family: Family, parts: Sequence[Part], ranks: int, direct: bool, groups: float,
+    inside_bps: float,
 ) -> Load:
     """One step among the ranks of a cluster."""
+    if sum(part.nodes for part in parts) == 1:
+        return Load(inside_bps=inside_bps, volume=(ranks - 1) / ranks)
     fabric, here = network.fabric(part.kind for part in parts), max(part.here for part in parts)
     volume = here * (ranks - here) / ranks if direct else (ranks - 1) / ranks
     flows = {part.node: float(part.crowd if groups else part.groups) for part in parts}
