@@ -5,13 +5,17 @@ plan/ knows no engine by name. What differs between them is a field here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from holmes_ext.errors import HolmesError
 
 #: How a stage awaits what it sends and receives: each operation by itself; those of a pass together with what the
 #: next one needs; or receives are posted beforehand and nobody waits for sends.
 SENDS = AWAITED, PAIRED, POSTED = "awaited", "paired", "posted"
+#: What holmes can do in an engine: reduce under the last backward; sum in two levels, of a tied weight too; have
+#: more micro-batches in flight; cut what crosses into slices; round it.
+ABILITIES = "overlap", "two-level", "tied", "in-flight", "slices", "narrow"
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,19 @@ class EngineTraits:
     tied_first: bool = False
     #: ZeRO 1 scatters gradients; else it all-reduces them.
     scatters: bool = True
+    #: Ability -> features of holmes (HOLMES_DISABLE's names) that it takes. What is missing cannot be done.
+    features: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: dict.fromkeys(ABILITIES, ()), hash=False
+    )
 
     def __post_init__(self) -> None:
         if self.sends not in SENDS:
             raise HolmesError(f"engine {self.name}: sends {self.sends!r} is none of {', '.join(SENDS)}")
+        for ability in self.features:
+            if ability not in ABILITIES:
+                known = ", ".join(ABILITIES)
+                raise HolmesError(f"engine {self.name}: features {ability!r} is none of {known}")
+
+    def can(self, ability: str, off: Collection[str] = ()) -> bool:
+        """off: features that are switched off."""
+        return ability in self.features and not set(self.features[ability]) & set(off)

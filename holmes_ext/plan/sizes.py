@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from holmes_ext.errors import HolmesError
@@ -54,7 +55,7 @@ class Sizes:
             size = getattr(self, named[absent[0]])
             raise HolmesError(f"order {self.order!r} lacks {absent[0]}, whose size is {size}")
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """Innermost first, without the expert axis (it subdivides the others)."""
         named = [axis for axis in self.order.split("-") if axis != "ep"]

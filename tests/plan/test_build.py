@@ -19,7 +19,7 @@ from holmes_ext.plan.cost.nodes import costs_on_site, step_seconds
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.decide import settle
-from holmes_ext.plan.layout import groups
+from holmes_ext.plan.sizes import groups
 from holmes_ext.plan.plan import Plan, check_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
 

@@ -15,7 +15,7 @@ from holmes_ext.plan.cost.links import Link, Links
 from holmes_ext.plan.cost.model_file import load_model
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.decide import own_pair, own_pairs, reduction_of, resized, settle, straddling
-from holmes_ext.plan.layout import groups
+from holmes_ext.plan.sizes import groups
 from holmes_ext.plan.plan import Plan, parse_plan
 from holmes_ext.plan.reductions import SHARES, tied_reduction, tied_sums
 from holmes_ext.plan.sizes import Sizes

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from holmes_ext.plan.layout import INSIDE, Layout, groups
+from holmes_ext.plan.sizes import INSIDE, groups
 from holmes_ext.plan.sizes import Sizes
 
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp", "pp-tp-cp-ep-dp", "dp-tp-cp-ep-pp", "tp-pp-cp-ep-dp")

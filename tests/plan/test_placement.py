@@ -9,11 +9,16 @@ import pytest
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.nodes import Predictor, step_seconds
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.cost.price import Prices
+from holmes_ext.plan.cost.rank_model import RankModel
+from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.cost.workload import Workload
-from holmes_ext.plan.layout import Layout, groups
-from holmes_ext.plan.place_old import distinct_orders, order_count, pack, place
-from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.placement import place as placing
+from holmes_ext.plan.placement.pack import pack
+from holmes_ext.plan.placement.place import distinct_orders, fastest_first, order_count
+from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.sizes import Sizes, groups
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
 RATES = (2e9, 1.6e9, 0.6e9, 2e9)
@@ -38,6 +43,23 @@ def make_site(clusters, processes=1, interleave=False):
     return Site(tuple(node for _, node in nodes), tuple(fabrics))
 
 
+def prices_of(site, sizes, work):
+    return Prices(Network(site), RankModel.of_workload(work, sizes))
+
+
+def place(site, sizes, work=WORK, prices=None, **options):
+    sizes = sizes.complete(site.world_size)
+    return placing.place(prices or prices_of(site, sizes, work), sizes, **options)
+
+
+def seconds(site, order, sizes, work=WORK, prices=None):
+    """Of a step with the nodes in this order."""
+    sizes = sizes.complete(site.world_size)
+    prices = prices or prices_of(site, sizes, work)
+    costs = prices.costs(prices.network.placement(order, sizes))
+    return estimate(costs, (1,) * sizes.pipeline).step_s
+
+
 def plain(*counts, **options):
     """Clusters of these many nodes, each with a fabric of its own."""
     return make_site([(count, (f"f{index}",)) for index, count in enumerate(counts)], **options)
@@ -56,31 +78,33 @@ def straddling(site, order, sizes):
     return False
 
 
-def brute_force(site, sizes):
+def brute_force(site, sizes, prices):
     """(straddles, least seconds) over all distinct orders; nodes with equal fabrics are interchangeable."""
     kinds = [node.fabrics for node in site.nodes]
     best = None
-    predictor = Predictor(site, Layout(sizes.complete(site.world_size), site.processes), WORK)
     for line in distinct_orders({kind: kinds.count(kind) for kind in kinds}):
         queues = {kind: iter([node.name for node in site.nodes if node.fabrics == kind]) for kind in kinds}
         order = [next(queues[kind]) for kind in line]
-        step = predictor.breakdown(predictor.cut([predictor.class_of[name] for name in order])).step_s
-        score = straddling(site, order, sizes), step
+        score = straddling(site, order, sizes), seconds(site, order, sizes, prices=prices)
         best = score if best is None else min(best, score)
     return best
 
 
 def check(site, sizes, **options):
-    placed = place(site, sizes, WORK, **options)
-    least = brute_force(site, sizes)
+    prices = prices_of(site, sizes.complete(site.world_size), WORK)
+    placed = place(site, sizes, prices=prices, **options)
+    least = brute_force(site, sizes, prices)
     case = ([(node.name, node.fabrics) for node in site.nodes], site.processes, sizes)
-    assert sorted(placed.nodes) == sorted(node.name for node in site.nodes), case
-    assert bool(placed.straddling) == straddling(site, placed.nodes, sizes) == least[0], case
-    assert placed.predicted == step_seconds(site, placed.nodes, sizes, WORK), case
-    assert placed.predicted.step_s == pytest.approx(least[1], rel=1e-8), case
+    assert sorted(placed.names) == sorted(node.name for node in site.nodes), case
+    assert straddles(site, placed) == straddling(site, placed.names, sizes) == least[0], case
+    assert seconds(site, placed.names, sizes, prices=prices) == pytest.approx(least[1], rel=1e-8), case
     for cluster in site.clusters:  # within a cluster the launcher's order stays
         own = [node.name for node in site.nodes if node.cluster == cluster]
-        assert [name for name in placed.nodes if name in own] == own, case
+        assert [name for name in placed.names if name in own] == own, case
+
+
+def straddles(site, placed):
+    return prices_of(site, placed.sizes, WORK).straddles(placed)
 
 
 def cases(limit, seed, nodes=7):
@@ -135,10 +159,9 @@ def test_a_fit_group_by_group_that_no_component_has():
     """Every group shares a fabric, yet no fabric holds all four nodes (rails): found because small sites are searched
     whole."""
     site = make_site([(1, ("p", "r")), (1, ("p", "s")), (1, ("q", "r")), (1, ("q", "s"))])
-    assert pack({0: 1, 1: 1, 2: 1, 3: 1}, [frozenset("pr"), frozenset("ps"), frozenset("qr"), frozenset("qs")],
-                4) is None
+    assert pack({0: 1, 1: 1, 2: 1, 3: 1}, dict(enumerate(("pr", "ps", "qr", "qs"))), 4) is None
     check(site, Sizes(1, 2))
-    assert place(site, Sizes(1, 2), WORK).straddling == ()
+    assert not straddles(site, place(site, Sizes(1, 2)))
 
 
 def test_heuristic_stays_close_to_brute_force():
@@ -147,20 +170,23 @@ def test_heuristic_stays_close_to_brute_force():
     worst = 1.0
     for counts, processes, sizes, interleave in cases(100, 7):
         site = plain(*counts, processes=processes, interleave=interleave)
-        placed, least = place(site, sizes, WORK, budget=6), brute_force(site, sizes)
-        assert bool(placed.straddling) == least[0]
-        launcher = [node.name for node in site.nodes]
+        prices = prices_of(site, sizes.complete(site.world_size), WORK)
+        placed, least = place(site, sizes, prices=prices, budget=6), brute_force(site, sizes, prices)
+        assert straddles(site, placed) == least[0]
+        step_s, launcher = seconds(site, placed.names, sizes), [node.name for node in site.nodes]
         if straddling(site, launcher, sizes) == least[0]:
-            assert placed.predicted.step_s <= step_seconds(site, launcher, sizes, WORK).step_s * (1 + 1e-9)
-        worst = max(worst, placed.predicted.step_s / least[1])
+            assert step_s <= seconds(site, launcher, sizes) * (1 + 1e-9)
+        worst = max(worst, step_s / least[1])
     assert worst <= 1.1
 
 
 @pytest.mark.parametrize("counts", [(8,), (3, 5), (1, 1, 2), (2, 4, 2)])
 def test_homogeneous_nodes_are_never_reordered(counts):
     site = make_site([(count, ("shared",)) for count in counts], 2, interleave=True)
-    for sizes in (None, Sizes(1), Sizes(2), Sizes(4, 2), Sizes(2, order="tp-cp-ep-pp-dp")):
-        assert place(site, sizes).nodes == tuple(node.name for node in site.nodes)
+    launcher = tuple(node.name for node in site.nodes)
+    assert fastest_first(Network(site)) == launcher
+    for sizes in (Sizes(1), Sizes(2), Sizes(4, 2), Sizes(2, order="tp-cp-ep-pp-dp")):
+        assert place(site, sizes).names == launcher
 
 
 def test_slow_fabric_goes_last():
@@ -168,8 +194,8 @@ def test_slow_fabric_goes_last():
     site = Site(
         site.nodes, (Fabric("slow", "roce", int(6e8), 0.0), Fabric("fast", "ib", int(2e9), 0.0), site.fabrics[-1]))
     swapped = ("b0", "b1", "b2", "b3", "a0", "a1", "a2", "a3")
-    assert place(site, Sizes(2), WORK).nodes == swapped
-    assert place(site).nodes == swapped
+    assert place(site, Sizes(2)).names == swapped
+    assert fastest_first(Network(site)) == swapped
 
 
 def test_no_straddling_goes_before_time():
@@ -177,53 +203,44 @@ def test_no_straddling_goes_before_time():
     cross."""
     site, heavy = plain(2, 2, interleave=True), Workload(0.03, 0.06, 8, gradient_bytes=0, activation_bytes=1e8)
     placed = place(site, Sizes(2), heavy)
-    assert placed.nodes == ("a0", "a1", "b0", "b1")
-    assert placed.predicted.step_s > step_seconds(site, ("a0", "b0", "a1", "b1"), Sizes(2), heavy).step_s
+    assert placed.names == ("a0", "a1", "b0", "b1")
+    mixed = seconds(site, ("a0", "b0", "a1", "b1"), Sizes(2), heavy)
+    assert seconds(site, placed.names, Sizes(2), heavy) > mixed
 
 
 def test_equal_times_keep_the_launchers_order():
     site = make_site([(2, ("slow",)), (2, ("fast",))])
     free = Workload(0.03, 0.06, 8, 0.0, 0.0)  # nothing to reduce; activations cost next to nothing on either side
-    assert place(site, Sizes(2), free).nodes == ("a0", "a1", "b0", "b1")
+    assert place(site, Sizes(2), free).names == ("a0", "a1", "b0", "b1")
 
 
 def test_issue_examples():
     for counts, pipeline in (((2, 4), 3), ((3, 5), 8), ((1, 1, 2), 4), ((2, 2, 4), 4), ((4, 4), 2)):
-        assert place(plain(*counts, interleave=True), Sizes(pipeline), WORK).straddling == ()
-    assert place(plain(2, 4, processes=4, interleave=True), Sizes(3, 4), WORK).straddling == ()
+        site = plain(*counts, interleave=True)
+        assert not straddles(site, place(site, Sizes(pipeline)))
+    site = plain(2, 4, processes=4, interleave=True)
+    assert not straddles(site, place(site, Sizes(3, 4)))
 
 
 def test_stages_that_share_nodes_partly():
     """3 ranks a stage, 2 processes a node: two stages share every third node, so whole triples go into one cluster."""
     site = plain(3, 6, processes=2, interleave=True)
-    assert len(Layout(Sizes(6).complete(18), 2).components) == 3
-    assert place(site, Sizes(6), WORK).straddling == ()
-    assert place(plain(4, 5, processes=2), Sizes(6), WORK).straddling != ()
-
-
-def test_straddling_says_which_and_what_it_costs():
-    site = plain(3, 5)
-    placed = place(site, Sizes(2), WORK)
-    (straddle,) = placed.straddling
-    assert (straddle.kind, straddle.groups, straddle.fabric) == ("data", 1, ETHERNET)
-    assert {site.node_by_name[name].cluster for name in straddle.example} == {"a", "b"}
-    whole = Predictor(site, Layout(Sizes(2).complete(8), 1), WORK)
-    parts = whole.cut([whole.class_of[name] for name in placed.nodes])
-    saved = whole.breakdown(parts).step_s - whole.like(inside=frozenset(["data"])).breakdown(parts).step_s
-    assert straddle.seconds == pytest.approx(saved)
-    assert saved > 0.1
+    assert len(Placement.of(Sizes(6).complete(18), 2, [0] * 9).components) == 3
+    assert not straddles(site, place(site, Sizes(6)))
+    site = plain(4, 5, processes=2)
+    assert straddles(site, place(site, Sizes(6)))
 
 
 def test_tensor_groups_are_broken_last():
     """Stages of 4 nodes in tensor pairs: the mixed stage keeps its pairs whole, so only data-parallel groups
     straddle."""
-    placed = place(plain(2, 6, interleave=True), Sizes(2, 2), WORK)
-    assert {straddle.kind for straddle in placed.straddling} == {"data"}
+    site = plain(2, 6, interleave=True)
+    placed = place(site, Sizes(2, 2))
+    assert {straddle.kind for straddle in straddling_of(site, placed)} == {"data"}
 
 
 def test_unknown_sizes_make_blocks():
-    assert place(plain(2, 2, interleave=True)).nodes == ("a0", "a1", "b0", "b1")
-    assert place(plain(2, 2)).predicted is None
+    assert fastest_first(Network(plain(2, 2, interleave=True))) == ("a0", "a1", "b0", "b1")
 
 
 def test_bad_sizes():
@@ -232,7 +249,7 @@ def test_bad_sizes():
 
 
 def test_pack_with_flexible_nodes():
-    classes = [frozenset({"f"}), frozenset({"f", "g"}), frozenset({"g"})]
+    classes = dict(enumerate(("f", "fg", "g")))
     assert pack({0: 4, 2: 4}, classes, 4) == [(0,) * 4, (2,) * 4]
     for zero, one, two, size in itertools.product(range(6), range(6), range(6), (2, 3, 4)):
         if (zero + one + two) % size == 0 and zero + one + two:
@@ -266,10 +283,11 @@ def test_distinct_orders():
 )
 def test_16384_gpus(sizes):
     site = site_from_spec(load_spec(EXAMPLES / "eight_clusters_16384.toml"))
-    placed = place(site, sizes)
-    assert len(set(placed.nodes)) == 2048
+    names = place(site, sizes, Workload()).names if sizes else fastest_first(Network(site))
+    assert len(set(names)) == 2048
     if sizes in (None, Sizes(16, 8), Sizes(16, 8, order="tp-cp-ep-pp-dp")):
-        assert placed.straddling == ()
         whole = (sizes or Sizes(16, 8)).complete(16384)
-        stages = {whole.stage(slot * 8): name[:2] for slot, name in enumerate(placed.nodes)}
+        placement = Network(site).placement(names, whole)
+        assert not straddles(site, placement)
+        stages = {whole.stage(slot * 8): name[:2] for slot, name in enumerate(names)}
         assert [stages[stage] for stage in range(0, 16, 2)] == ["c0", "c2", "c4", "c6", "c1", "c3", "c5", "c7"]

@@ -105,7 +105,9 @@ class Network:
     def __init__(self, site: Site, links: Links = Links(), only: Fabric | None = None):
         self.site, self.links, self.only = site, links, only
         self.processes, self.world = site.processes, site.world_size
-        self.wan: Wan = links.site(site).wan
+        #: Fabrics are chosen by what was measured of them.
+        self.measured = links.site(site)
+        self.wan: Wan = self.measured.wan
         looks = {node.name: (node.cluster, node.fabrics) for node in site.nodes}
         self.kinds = tuple(dict.fromkeys(looks.values()))
         numbers = {look: index for index, look in enumerate(self.kinds)}
@@ -130,9 +132,9 @@ class Network:
     def cluster(self, kind: int) -> str:
         return self.kinds[kind][0]
 
-    def place(self, kinds: Iterable[int]) -> str:
-        """The names of their clusters."""
-        return ", ".join(dict.fromkeys(map(self.cluster, kinds)))
+    def clusters(self, content: Content) -> list[str]:
+        """Names, in the order of nodes."""
+        return list(dict.fromkeys(self.cluster(kind) for kind, _ in content))
 
     def placement(self, names: Sequence[str], sizes: Sizes) -> Placement:
         """Of nodes in the order of ranks."""
@@ -147,12 +149,17 @@ class Network:
         return tuple(next(left[kind]) for kind in placement.kinds())
 
     def fabric(self, kinds: Iterable[int]) -> Fabric:
-        """The fastest that nodes of these kinds share, as cluster.toml states it."""
+        """The fastest that nodes of these kinds share; with the numbers that cluster.toml states."""
         if self.only is not None:
             return self.only
         key = frozenset(kinds)
         firsts = (self.names[kind][0] for kind in key)
-        return self.remember(key, lambda: self.site.shared_fabric(firsts))
+
+
+        def fastest() -> Fabric:
+            return self.site.fabric_by_name[self.measured.shared_fabric(firsts).name]
+
+        return self.remember(key, fastest)
 
     def line(self, fabric: Fabric) -> Fabric:
         """With rate and latency as measured, where that was."""
@@ -251,13 +258,19 @@ class Network:
         """So many flows out of and into each class of nodes."""
         return tuple(((node, fabric.name, way), count) for way in ("out", "in") for node, count in flows.items())
 
+    def homes(self, kind: int) -> list[str]:
+        """The fabrics that hold groups of such nodes as well as any: the fast ones; where there is none Ethernet,
+        of its own cluster where that between clusters is not flat."""
+        cluster, fabrics = self.kinds[kind]
+        least = self.site.fabric_by_name[ETHERNET].preference
+        fast = [name for name in sorted(fabrics) if self.site.fabric_by_name[name].preference > least]
+        return fast or [f"{ETHERNET} of {cluster}" if self.wan else ETHERNET]
+
     def straddles(self, kinds: frozenset[int]) -> bool:
-        """Whether nodes of these kinds have Ethernet alone in common, though one of them has better: a fast fabric,
-        or Ethernet inside its cluster where that between clusters is not flat."""
+        """Whether nodes of these kinds have Ethernet alone in common, though one of them has a better home."""
         if len(kinds) == 1 or self.fabric(kinds).name != ETHERNET:
             return False
-        better = any(self.fabric([kind]).name != ETHERNET for kind in kinds)
-        return better or bool(self.wan) and self.across(kinds)
+        return len({tuple(self.homes(kind)) for kind in kinds}) > 1
 
     def across(self, kinds: Iterable[int]) -> bool:
         return len(set(map(self.cluster, kinds))) > 1

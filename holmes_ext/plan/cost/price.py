@@ -25,38 +25,24 @@ from holmes_ext.plan.cost.reductions.two_levels import TwoLevels, two_levels
 from holmes_ext.plan.cost.stages import Row, StageCosts
 from holmes_ext.plan.placement.fold import Family, Fold
 from holmes_ext.plan.placement.placement import Content, Placement
+from holmes_ext.plan.rules import FLAT, TWO_LEVEL, Rules
 from holmes_ext.plan.sizes import INSIDE
 
 T = TypeVar("T")
+#: The fold of some stages, and their numbers there.
+Found = tuple[Fold, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What a job may do and does, besides where it runs: by its engine, its options, its network API."""
+class Sums:
+    """How the groups of a family could sum their gradients."""
 
-    #: Of flat, two-level.
-    reductions: tuple[str, ...] = ("flat", "two-level")
-    #: gloo's exchanges; else NCCL's rings.
-    direct: bool = False
-    compress: str = "off"
-    zero: int = 0
-    #: FSDP's shards inside clusters.
-    hybrid: bool = False
-    #: Gathers and scatters travel while the layer before computes.
-    prefetch: bool = False
-    #: Chunks of a stage.
-    virtual: int = 1
-    #: Gradients are reduced under the last backward.
-    overlap: bool = False
-    #: As many micro-batches are in flight as hide the pipeline's edges.
-    hide_edges: bool = True
-    #: Tensor ranks share out what crosses; tied weights are summed in two levels.
-    slices: bool = True
-    tied: bool = True
-    #: Of every GPU; 0: what the GPUs have.
-    memory_bytes: float = 0.0
-    #: All stages that lie on as many clusters reduce alike.
-    alike: bool = False
+    family: Family
+    flat: Reduction
+    #: None: they cannot.
+    both: TwoLevels | None
+    #: Groups that share what lies between clusters.
+    crossing: float
 
 
 class Prices:
@@ -67,25 +53,26 @@ class Prices:
         self.stock = network.only is not None
         self.hide_edges = rules.hide_edges and not self.stock and rules.virtual == 1
         self.known: dict[Hashable, Any] = {}
+        #: By kind of group.
+        self.groups: dict[str, Network] = dict.fromkeys(INSIDE, network)
 
     # ------------------------------------------------------------------- what is alike
 
-    def _stages(self, placement: Placement, *stages: int) -> tuple[Hashable, Callable[[], tuple[Fold, int]]]:
-        """What tells these stages from others, and where their groups and edges are found: among their own nodes
-        where every stage has whole ones; the number of the first of them there."""
-        if placement.whole:
-            contents = tuple(placement.stages[stage] for stage in stages)
-            key = contents, placement.sizes
-            return key, lambda: (self._fold(key, lambda: placement.alone(*stages)), 0)
-        key = stages, placement
-        return key, lambda: (self._fold(placement, lambda: placement), stages[0])
+    def _stages(self, placement: Placement, *stages: int) -> tuple[Hashable, Callable[[], Found]]:
+        """What tells these stages from others, and where they are found: among the nodes of their components."""
+        tied = placement.tied
+        components = sorted({stage // tied for stage in stages})
+        places = tuple(components.index(stage // tied) * tied + stage % tied for stage in stages)
+        key = tuple(placement.parts[index] for index in components), placement.sizes
 
-    def fold(self, placement: Placement, *stages: int) -> tuple[Fold, int]:
-        """Where the groups of these stages, and the edge between two, are found; the number of the first there."""
+        def found() -> Found:
+            return self.network.remember(("fold", key), lambda: Fold(placement.alone(*components))), places
+
+        return (key, places), found
+
+    def fold(self, placement: Placement, *stages: int) -> Found:
+        """Where the groups of these stages, and the edges between them, are found; their numbers there."""
         return self._stages(placement, *stages)[1]()
-
-    def _fold(self, key: Hashable, make: Callable[[], Placement]) -> Fold:
-        return self.network.remember(("fold", key), lambda: Fold(make()))
 
     def remember(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
         if (what, key) not in self.known:
@@ -96,52 +83,75 @@ class Prices:
     # ------------------------------------------------------------------- reductions
 
     def reductions(self, placement: Placement) -> list[Reduction]:
-        """Of each stage: the slowest of its groups. Stages that hold the same nodes reduce at about the same time:
-        they share what lies between clusters."""
-        contents = placement.stages
-        counts = Counter(contents) if self.network.wan else Counter[Content]()
-        found = [
-            self._reduction(placement, stage, counts.get(content, 1)) for stage, content in enumerate(contents)
-        ]
-        names = {(one.name, len(content)) for one, content in zip(found, contents)}
-        if self.rules.alike and len(names) > 1 and any(name == "two-level" for name, _ in names):
-            flat = Prices(self.network, self.job, replace(self.rules, reductions=("flat",)))
+        """Of each stage: the slowest of its groups."""
+        found = [self._reduction(placement, stage) for stage in range(placement.sizes.pipeline)]
+        names = {(one.name, len(content)) for one, content in zip(found, placement.stages)}
+        if self.rules.alike and len(names) > 1 and any(name == TWO_LEVEL for name, _ in names):
+            flat = Prices(self.network, self.job, replace(self.rules, reductions=(FLAT,)))
             return flat.reductions(placement)
         return found
 
-    def _reduction(self, placement: Placement, stage: int, alike: int) -> Reduction:
-        key, fold = self._stages(placement, stage)
-        return self.remember("reduction", (key, alike), lambda: self._slowest(*fold(), alike, placement.sizes.pipeline))
+    def _reduction(self, placement: Placement, stage: int) -> Reduction:
+        key, _ = self._stages(placement, stage)
+        size = self.job.total_bytes / placement.sizes.pipeline
 
-    def _slowest(self, fold: Fold, stage: int, alike: int, pipeline: int) -> Reduction:
-        families = fold.families(stage)
-        groups = alike * sum(family.count for family in families)
-        every = [self.of_family(family, groups, pipeline) for family in families]
-        return max(every, key=lambda one: one.seconds(self.job.total_bytes / pipeline))
+        def slowest() -> Reduction:
+            every = self.sums(placement, stage)
+            across = [one for one in every if one.both is not None or self.network.across(one.family.kinds)]
+            twice = bool(across) and all(self._in_two_levels(one, size) for one in across)
+            chosen = [self._chosen(one, twice) for one in every]
+            return max(chosen, key=lambda one: one.seconds(size))
 
-    def of_family(self, family: Family, groups: float, pipeline: int) -> Reduction:
-        """By the fastest way that is allowed; groups: that cross at once."""
-        network, rules = self.network, self.rules
-        if family.ranks == 1:
+        return self.remember("reduction", (key, self._together(placement, stage)), slowest)
+
+    def _in_two_levels(self, one: Sums, size: float) -> bool:
+        if one.both is None:
+            return False
+        return FLAT not in self.rules.reductions or one.both.seconds(size) < one.flat.seconds(size)
+
+    def _chosen(self, one: Sums, twice: bool) -> Reduction:
+        if one.family.ranks == 1:
             return NONE
-        size = self.job.total_bytes / pipeline
-        load = network.ring(family, groups, self.link_bps(family.kinds))
-        flat = Reduction(load, "flat" if family.nodes > 1 else "local")
-        if not self.stock and rules.zero < 2 and "two-level" in rules.reductions:
-            link = self.link_bps(family.kinds)
-            both = two_levels(network, family, size, rules.direct, groups, rules.compress, link)
-            if both and ("flat" not in rules.reductions or both.seconds(size) < flat.seconds(size)):
-                return both
-        return self._sharded(family, load, flat.name, groups) if rules.zero else flat
+        if twice and one.both is not None:
+            return one.both
+        return self._sharded(one) if self.rules.zero else one.flat
 
-    def _sharded(self, family: Family, load: Load, name: str, groups: float) -> Reduction:
+    def _together(self, placement: Placement, stage: int) -> int:
+        """Stages that hold the same nodes reduce at about the same time: they share what lies between clusters."""
+        return placement.stages.count(placement.stages[stage]) if self.network.wan else 1
+
+    def sums(self, placement: Placement, stage: int) -> list[Sums]:
+        """How the groups of a stage could sum: of each family."""
+        key, found = self._stages(placement, stage)
+        together = self._together(placement, stage)
+
+        def made() -> list[Sums]:
+            fold, (place,) = found()
+            families = fold.families(place)
+            crossing = together * sum(family.count for family in families)
+            return [self.sums_of(family, crossing, placement.sizes.pipeline) for family in families]
+
+        return self.remember("sums", (key, together), made)
+
+    def sums_of(self, family: Family, crossing: float, pipeline: int = 1) -> Sums:
+        """crossing: groups that share what lies between clusters."""
+        network, rules = self.groups["data"], self.rules
+        link, both = self.link_bps(family.kinds), None
+        load = network.ring(family, crossing, link)
+        if not self.stock and rules.zero < 2 and TWO_LEVEL in rules.reductions:
+            how = rules.direct, crossing, rules.compress, link
+            size = self.job.total_bytes / pipeline
+            both = two_levels(network, family, size, *how, chunk_bytes=rules.bucket_bytes)
+        return Sums(family, Reduction(load, FLAT if family.nodes > 1 else "local"), both, crossing)
+
+    def _sharded(self, one: Sums) -> Reduction:
         known = {"zero": self.rules.zero, "weights": self.job.weights}
-        parts = inside_clusters(self.network, family) if self.rules.hybrid else []
+        parts = inside_clusters(self.network, one.family) if self.rules.hybrid else []
         if not parts:
-            return Sharded(load, name, **known)
-        rings = [self.network.ring(part, groups, self.link_bps(part.kinds)) for part in parts]
+            return Sharded(one.flat.load, one.flat.name, **known)
+        rings = [self.network.ring(part, one.crossing, self.link_bps(part.kinds)) for part in parts]
         slowest = max(rings, key=lambda ring: ring.price.byte_s)
-        across = self.network.ring(owners(self.network, family), groups)
+        across = self.network.ring(owners(self.network, one.family), one.crossing)
         return Sharded(slowest, "hybrid", **known, across=across, shards=parts[0].ranks)
 
     # ------------------------------------------------------------------- stages and edges
@@ -153,7 +163,8 @@ class Prices:
         rows = []
         for stage, way in enumerate(ways):
             key, fold = self._stages(placement, stage)
-            rows.append(self.remember("layers", (key, id(way), sharded), lambda: self._layers(*fold(), way, sharded)))  # noqa: B023
+            key = key, id(way), sharded
+            rows.append(self.remember("layers", key, lambda: self._layers(fold(), way, sharded)))  # noqa: B023
         forward, backward, reduction = zip(*rows)
         edges, size = self.edges(placement), job.block.activation_bytes
         seconds = [edge.seconds(size) for edge in (*edges, FREE)]
@@ -178,8 +189,9 @@ class Prices:
         memory = self.job.slowest(clusters).memory_bytes or inf
         return ", ".join(clusters), min(memory, self.rules.memory_bytes or inf)
 
-    def _layers(self, fold: Fold, stage: int, way: Reduction, sharded: bool) -> tuple[Row, Row, Row]:
+    def _layers(self, found: Found, way: Reduction, sharded: bool) -> tuple[Row, Row, Row]:
         """By kind of layer: forward, backward, reduction but its latency."""
+        fold, (stage,) = found
         job, content = self.job, fold.placement.stages[stage]
         flops = job.slowest([self.network.cluster(kind) for kind, _ in content]).flops
         half = self.collective_s(fold, stage) / 2
@@ -198,7 +210,7 @@ class Prices:
 
     def collective_s(self, fold: Fold, stage: int) -> float:
         """Seconds of a block's tensor, context and expert groups in one micro-batch, forward and backward."""
-        block, sizes = self.job.block, fold.whole.sizes
+        block, sizes = self.job.block, fold.of.sizes
         groups = (
             ("tensor", sizes.tensor, block.tensor_bytes), ("context", sizes.context, block.context_bytes),
             ("expert", sizes.expert, block.expert_bytes),
@@ -210,9 +222,9 @@ class Prices:
         for family in fold.families(stage, kind):
             link = self.link_bps(family.kinds)
             if kind == "tensor":
-                load = self.network.ring(family, family.count, link)
+                load = self.groups[kind].ring(family, family.count, link)
             else:
-                load = self.network.in_turn(family, kind == "expert", link)
+                load = self.groups[kind].in_turn(family, kind == "expert", link)
             seconds.append(load.price.seconds(size))
         return max(seconds)
 
@@ -231,22 +243,23 @@ class Prices:
     def edge(self, placement: Placement, one: int, other: int) -> Price:
         """Until the slowest pair of ranks has its activation across."""
         key, fold = self._stages(placement, one, other)
-        return self.remember("edge", key, lambda: self._edge(*fold(), other - one if not placement.whole else 1))
+        return self.remember("edge", key, lambda: self._edge(*fold()))
 
-    def _edge(self, fold: Fold, one: int, step: int) -> Price:
+    def _edge(self, fold: Fold, ends: tuple[int, ...]) -> Price:
         """What each kind of pipeline's message takes depends on no bytes: it is worked out once for all jobs."""
-        slices, size = self.slices(fold.whole), self.job.block.activation_bytes
+        slices, size = self.slices(fold.of), self.job.block.activation_bytes
+        share = 1.0 if self.stock else self.job.narrowed(self.rules.narrow)
 
         def prices() -> list[Price]:
             crossing: Counter[tuple[int, int]] = Counter()
-            edges = [fold.edge(kind, one, one + step) for kind in range(len(fold.kinds))]
+            edges = fold.edges(*ends, lambda kinds: self.network.fabric(kinds).name)
             for edge in edges:
                 crossing[edge.kinds] += edge.count
             links = [self.link_bps(edge.kinds) for edge in edges]
             loads = [self.network.message(edge, link, crossing[edge.kinds]) for edge, link in zip(edges, links)]
-            return [_sliced(load, link, slices) for load, link in zip(loads, links)]
+            return [_cut(load, link, slices, share) for load, link in zip(loads, links)]
 
-        key = "edge", id(fold), one, step, slices, id(self.job.gpus)
+        key = "edge", id(fold), ends, slices, share, id(self.job.gpus)
         return max(self.network.remember(key, prices), key=lambda price: price.seconds(size or 1.0))
 
     def slices(self, placement: Placement) -> int:
@@ -262,24 +275,23 @@ class Prices:
         if not size or not last:
             return 0.0
         key, fold = self._stages(placement, 0, last)
-        end = 1 if placement.whole else last
 
         def seconds() -> float:
-            return max(one.seconds(size) for one in self.tied(fold()[0], end))
+            return max(one.seconds(size) for one in self.tied(fold()[0]))
 
         return self.remember("tied", key, seconds)
 
-    def tied(self, fold: Fold, last: int) -> list[Reduction]:
+    def tied(self, fold: Fold) -> list[Reduction]:
         """Of each kind of pipeline: by pairs, or in two levels where that is faster."""
         size, found = self.job.tied_bytes, []
         for kind in range(len(fold.kinds)):
-            pairs, both = self.tied_of(fold, last, kind, alone=False)
+            pairs, both = self.tied_of(fold, kind, alone=False)
             found.append(both if both and both.seconds(size) < pairs.seconds(size) else pairs)
         return found
 
-    def tied_of(self, fold: Fold, last: int, kind: int, alone: bool) -> tuple[Reduction, TwoLevels | None]:
+    def tied_of(self, fold: Fold, kind: int, alone: bool) -> tuple[Reduction, TwoLevels | None]:
         """By pairs, and in two levels where that is possible; alone: the others being still."""
-        kinds = fold.kind_on(kind, 0), fold.kind_on(kind, last)
+        kinds = fold.kind_on(kind, 0), fold.kind_on(kind, fold.stages[-1])
         pairs = by_pairs(self.network, fold, kind, self.link_bps(kinds))
         if self.stock or not self.rules.tied:
             return pairs, None
@@ -306,25 +318,28 @@ class Prices:
             load[len(on[0] | on[-1]) > 1] += (v - 1) * around
         return max(max(load.values()) for load in loads)
 
-    def straddling(self, placement: Placement) -> dict[str, list[tuple[int, Family]]]:
-        """Of each kind the groups that only Ethernet holds though a member has better: (stage, family)."""
-        found: dict[str, list[tuple[int, Family]]] = {}
-        for stage in range(placement.sizes.pipeline):
-            _, fold = self._stages(placement, stage)
-            own, place = fold()
-            for kind in INSIDE:
-                for family in own.families(place, kind):
-                    if self.network.straddles(family.kinds):
-                        found.setdefault(kind, []).append((stage, family))
-        return found
+    def straddles(self, placement: Placement) -> bool:
+        """Whether groups are left to Ethernet though a member has a better fabric."""
+        return any(self._straddles(placement, stage) for stage in range(placement.sizes.pipeline))
+
+    def _straddles(self, placement: Placement, stage: int) -> bool:
+        key, found = self._stages(placement, stage)
+
+        def straddles() -> bool:
+            fold, (place,) = found()
+            families = (family for kind in INSIDE for family in fold.families(place, kind))
+            return any(self.network.straddles(family.kinds) for family in families)
+
+        return self.remember("straddles", key, straddles)
 
 
-def _sliced(load: Load, link_bps: float, slices: int) -> Price:
-    """A message of which each of `slices` ranks sends a part on Ethernet, gathered on the node that it reaches."""
-    if load.fabric is None or load.fabric.name != ETHERNET or slices == 1:
+def _cut(load: Load, link_bps: float, slices: int, share: float) -> Price:
+    """A message that is rounded to a share on Ethernet, and of which each of `slices` ranks sends a part there,
+    gathered on the node that it reaches."""
+    if load.fabric is None or load.fabric.name != ETHERNET:
         return load.price
     gathered = 8 * (slices - 1) / slices / link_bps if link_bps else 0.0
-    return Price(load.price.byte_s / slices + gathered, load.price.latency_s)
+    return Price(share * load.price.byte_s / slices + gathered, load.price.latency_s)
 
 
 def price(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from holmes_ext.plan.cost.buckets import buffer_bytes
 from holmes_ext.plan.cost.memory import state_bytes, working_bytes
@@ -12,8 +13,15 @@ from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
 
 
+#: Of a number that is rounded (runtime/groups/wire.py); int8 has a scale for each row besides.
+NARROW_BYTES = {"bf16": 2, "int8": 1}
 #: (embedding, block, output), and what recomputation works on.
 Kinds = tuple[tuple[Layer, Layer, Layer], float]
+
+
+def narrowed(narrow: str, width: int) -> float:
+    """What of an activation's bytes is left when it is rounded so; never more. width: of a number of it."""
+    return min(1.0, NARROW_BYTES.get(narrow, inf) / width)
 
 
 def kinds_of(model: Model, sizes: Sizes) -> Kinds:
@@ -40,6 +48,8 @@ class RankModel:
     tied_bytes: float = 0.0
     #: Tensor ranks that have the same activation to send; 0: not known.
     copies: int = 0
+    #: Bytes of a number of an activation.
+    activation_width: int = 2
     #: Bytes of weights that travel for each byte of gradients.
     weights: float = 0.5
     #: By cluster; gpu: of the others.
@@ -59,7 +69,8 @@ class RankModel:
             layers, (1, model.layers, 1), tuple(reduced),
             tuple(state_bytes(model, kind, shards, experts) for kind in layers),
             model.micro_batches_of(sizes.data), working_bytes=working, tied_bytes=model.tied_bytes(sizes),
-            copies=model.copies(sizes), weights=model.activation_width / model.gradient_width,
+            copies=model.copies(sizes), activation_width=model.activation_width,
+            weights=model.activation_width / model.gradient_width,
             gpus=model.gpus, gpu=model.gpu,
         )
 
@@ -72,7 +83,7 @@ class RankModel:
         )
         return cls(
             (layer,), (sizes.pipeline,), (work.gradient_bytes,), (0.0,), work.micro_batches, before=0, after=0,
-            copies=work.copies, gpu=Gpu(flops=1.0),
+            copies=work.copies, activation_width=work.activation_width, gpu=Gpu(flops=1.0),
         )
 
     @property
@@ -84,9 +95,17 @@ class RankModel:
         return self.layers[1 if self.before else 0]
 
     @property
+    def block_bytes(self) -> float:
+        """Of a block's gradients."""
+        return self.reduced_bytes[1 if self.before else 0]
+
+    @property
     def total_bytes(self) -> float:
         """Of all gradients, on all stages of a pipeline."""
         return sum(count * size for count, size in zip(self.repeats, self.reduced_bytes))
+
+    def narrowed(self, narrow: str) -> float:
+        return narrowed(narrow, self.activation_width)
 
     def gpu_of(self, cluster: str) -> Gpu:
         return self.gpus.get(cluster, self.gpu)

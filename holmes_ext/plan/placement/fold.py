@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -109,7 +109,7 @@ class Fold:
     """kinds: of pipelines, the slot on each stage of one that stands for them; count: pipelines of each kind."""
 
     def __init__(self, placement: Placement):
-        self.whole, self.times = placement, _times(placement)
+        self.of, self.times = placement, _times(placement)
         sizes, processes = placement.sizes, placement.processes // self.times
         if self.times > 1:
             sizes = replace(sizes, tensor=sizes.tensor // self.times)
@@ -187,10 +187,23 @@ class Fold:
 
     def edge(self, pipeline: int, stage: int, other: int) -> Edge:
         """From `stage` to `other` of a kind of pipeline."""
+        return self._edge(pipeline, stage, other, {pipeline})
+
+    def edges(self, stage: int, other: int, fabric: Callable[[Sequence[int]], Hashable]) -> list[Edge]:
+        """Of each kind of pipeline, with all that leaves and reaches a node then. fabric: of two kinds of nodes."""
+        every = range(len(self.kinds))
+        on = {kind: fabric((self.kind_on(kind, stage), self.kind_on(kind, other))) for kind in every}
+        together = {name: {kind for kind in every if on[kind] == name} for name in on.values()}
+        return [self._edge(kind, stage, other, together[on[kind]]) for kind in every]
+
+    def _edge(self, pipeline: int, stage: int, other: int, together: Collection[int]) -> Edge:
+        """together: kinds of pipelines that are counted."""
         one, two = self.kinds[pipeline][stage], self.kinds[pipeline][other]
         kinds = self._kind_of_slot[one], self._kind_of_slot[two]
-        leaving, reaching = self._leaving(stage, other)[one, pipeline], self._leaving(other, stage)[two, pipeline]
-        nodes, flows = (self.node_of[one], self.node_of[two]), [max(1, self.times * n) for n in (leaving, reaching)]
+        leaving = sum(self._leaving(stage, other)[one, kind] for kind in together)
+        reaching = sum(self._leaving(other, stage)[two, kind] for kind in together)
+        flows = [max(1, self.times * count) for count in (leaving, reaching)]
+        nodes = self.node_of[one], self.node_of[two]
         return Edge(*nodes, kinds, *flows, self.count[pipeline], one == two)
 
     def _leaving(self, stage: int, other: int) -> Counter[tuple[int, int]]:
@@ -320,3 +333,14 @@ def _expert_group(placement: Placement):  # type: ignore[no-untyped-def]
         return at // strides["tp"] % grid["tp"], at // strides["dp"] % grid["dp"]
 
     return name
+
+
+def family_of(placement: Placement, ranks: Sequence[int]) -> Family:
+    """A group of any ranks, as if the others of its nodes were in groups like it."""
+    kinds, here = placement.kinds(), Counter(rank // placement.processes for rank in ranks)
+    alike = Counter((kinds[slot], count) for slot, count in here.items())
+    parts = []
+    for number, ((kind, count), nodes) in enumerate(alike.items()):
+        together = max(1, placement.processes // count)
+        parts.append(Part(number, kind, nodes, count, together, together))
+    return Family(0, len(ranks), 1, tuple(parts), (), joined((kinds[slot], 1) for slot in here))

@@ -52,6 +52,17 @@ class Placement:
         """kinds: of the node in each slot."""
         return cls(sizes, processes, runs(kinds))
 
+    @classmethod
+    def of_parts(cls, sizes: Sizes, processes: int, parts: Sequence[Sequence[int]]) -> Placement:
+        """parts: kinds of the nodes of each component."""
+        if len(parts) == 1:
+            return cls.of(sizes, processes, parts[0])
+        ranks, size = sum(map(len, parts)) * processes, len(parts[0])
+        blocks = ranks // (sizes.strides()["pp"] * sizes.pipeline)
+        each = size // blocks  # nodes of a component that follow each other
+        kinds = (kind for at in range(0, size, each) for part in parts for kind in part[at : at + each])
+        return cls.of(sizes, processes, kinds)
+
     @cached_property
     def nodes(self) -> int:
         return sum(count for _, count in self.slots)
@@ -98,30 +109,41 @@ class Placement:
         return tuple(known.setdefault(own, own) for own in map(joined, parts))
 
     @cached_property
-    def components(self) -> tuple[tuple[int, ...], ...]:
-        """Slots that groups of ranks tie together, in the order of stages; only pipeline edges leave them.
+    def tied(self) -> int:
+        """Stages that are tied together: they share nodes.
 
-        Groups connect all ranks of a stage, and stages that share a node are tied by it. A stage begins on a
-        node of its own after every `count` stages: where those divide the pipeline, they are a component.
+        A stage begins on a node of its own after every `count` stages. Where those divide the pipeline they are
+        a component: groups of ranks stay inside, only pipeline edges leave it. All components are alike.
         """
         count = self.processes // gcd(self.stride, self.processes)
-        count = count if self.sizes.pipeline % count == 0 else self.sizes.pipeline
+        return count if self.sizes.pipeline % count == 0 else self.sizes.pipeline
+
+    @cached_property
+    def components(self) -> tuple[tuple[int, ...], ...]:
+        """The slots of each, in the order of stages."""
         found: dict[int, list[int]] = {}
         for slot in range(self.nodes):
             stage = slot * self.processes // self.stride % self.sizes.pipeline
-            found.setdefault(stage // count, []).append(slot)
+            found.setdefault(stage // self.tied, []).append(slot)
         return tuple(tuple(found[index]) for index in sorted(found))
 
     @cached_property
-    def whole(self) -> bool:
-        """Whether every stage has nodes of its own, one after the other."""
-        return self.stride == self.stage_ranks and self.stage_ranks % self.processes == 0
+    def parts(self) -> tuple[Content, ...]:
+        """The nodes of each component."""
+        if self.tied == 1:
+            return tuple(
+                tuple((kind, ranks // self.processes) for kind, ranks in content) for content in self.stages
+            )
+        kinds = self.kinds()
+        return tuple(runs(kinds[slot] for slot in slots) for slots in self.components)
 
-    def alone(self, *stages: int) -> Placement:
-        """These stages by themselves, of a placement that is `whole`."""
-        parts = [part for stage in stages for part in self.stages[stage]]
-        sizes = replace(self.sizes, pipeline=len(stages))
-        return Placement(sizes, self.processes, tuple((kind, ranks // self.processes) for kind, ranks in parts))
+    def alone(self, *components: int) -> Placement:
+        """These components by themselves."""
+        if len(components) == len(self.parts):
+            return self
+        sizes = replace(self.sizes, pipeline=len(components) * self.tied)
+        kinds = [[kind for kind, count in self.parts[at] for _ in range(count)] for at in components]
+        return Placement.of_parts(sizes, self.processes, kinds)
 
     def reordered(self, kinds: Sequence[int]) -> Placement:
         """The same sizes on other nodes, by slot."""

@@ -33,7 +33,7 @@ def execution_of(
         reductions=tuple(reductions), compress=result.rules.compress,
         zero=0 if two_level else shape.zero,  # scattered inside, summed across, gathered inside: as two levels
         replicas="clusters" if "hybrid" in reductions else "",
-        cut=result.rules.slices,
+        cut=result.rules.slices, narrow=result.rules.narrow,
     )
 
 

@@ -56,6 +56,8 @@ class Execution:
     sums: int = 0
     #: Tensor ranks share out what crosses, and tied weights are summed in two levels.
     cut: bool = True
+    #: What activations are rounded to on the slow network.
+    narrow: str = "off"
     #: CPU cores that all ranks share for software and for bytes sent, as in a lab; 0: every rank has its own.
     cores: int = 0
 

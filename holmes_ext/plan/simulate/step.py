@@ -22,7 +22,7 @@ from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import price
-from holmes_ext.plan.cost.rank_model import RankModel
+from holmes_ext.plan.cost.rank_model import RankModel, narrowed
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.placement.fold import Fold
 from holmes_ext.plan.placement.placement import Placement
@@ -135,9 +135,11 @@ class JobStep:
         load = self.network.message(fold.edge(kind, stage, other), min(rates))
         if stage == other:
             return Transfer(2, buffered=buffered)
-        if load.fabric is not None and load.fabric.name == ETHERNET and (slices := self._slices) > 1:
+        if load.fabric is not None and load.fabric.name == ETHERNET:
+            share = 1.0 if self.network.only else narrowed(self.run.narrow, self.model.activation_width)
+            slices = self._slices
             gathered_s = 8 * (slices - 1) / slices * size / rates[1] if rates[1] else 0.0
-            size /= slices
+            size *= share / slices
         made = maker.message(load, size, gathered_s)
         return replace(made, channel=(kind, stage, other) if load.fabric else None, buffered=buffered)
 

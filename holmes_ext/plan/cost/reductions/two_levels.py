@@ -155,21 +155,21 @@ class TwoLevels(Reduction):
 
 def two_levels(
     network: Network, family: Family, size: float, direct: bool, groups: float = 0, compress: str = "off",
-    inside_bps: float = 0.0, spread: bool = True,
+    inside_bps: float = 0.0, spread: bool = True, chunk_bytes: int = 0,
 ) -> TwoLevels | None:
     """Of the groups of a family, by the fastest route for a sum of `size` bytes; None where they cannot.
 
     direct: gloo's; groups: as of Network.ring; inside_bps: of the GPUs of a node; spread: only where some cluster has
-    two nodes, else every rank sends across what it has anyhow.
+    two nodes, else every rank sends across what it has anyhow; chunk_bytes: 0 for what suits.
     """
-    known = family, direct, groups, compress, inside_bps, spread
+    known = family, direct, groups, compress, inside_bps, spread, chunk_bytes
     key = "two levels", known, size if network.wan else 0.0
     return network.remember(key, lambda: _two_levels(network, size, *known))
 
 
 def _two_levels(
     network: Network, size: float, family: Family, direct: bool, groups: float, compress: str, inside_bps: float,
-    spread: bool,
+    spread: bool, given_bytes: int,
 ) -> TwoLevels | None:
     clusters: dict[str, list[Part]] = {}
     for part in family.parts:
@@ -178,6 +178,10 @@ def _two_levels(
     spread = not spread or any(sum(part.nodes for part in parts) > 1 for parts in clusters.values())
     if len(clusters) < 2 or not spread or not direct and len(set(ranks.values())) > 1:
         return None
+    fabric = network.fabric(family.kinds)
+    inside = [network.fabric(part.kind for part in parts) for parts in clusters.values() if len(parts) > 1 or parts[0].nodes > 1]
+    if fabric in inside and not network.wan:
+        return None  # the ring sends no more over it
     share = SHARES[compress]
     if compress != "off" and not direct:  # every cluster's sum is gathered whole
         share *= len(clusters) / 2
@@ -195,13 +199,15 @@ def _two_levels(
         def way_s(pair: Pair) -> float:
             return sum(hop.latency_s for hop in network.wan.hops(*pair)) or fabric.latency_s  # noqa: B023
 
-        made.append(TwoLevels(
-            insides=insides, there=there, back=back, chunk_bytes=chunk_bytes(min(ranks.values()), direct),
+        one = TwoLevels(
+            insides=insides, there=there, back=back,
+            chunk_bytes=given_bytes or chunk_bytes(min(ranks.values()), direct),
             route=route, ranks=ranks, half_s=route.latency_s(way_s), share=share,
             longer_s=route.latency_s(lambda pair: network.longer_s(fabric, pair)),  # noqa: B023
             stalls=bool(network.wan) and direct and route.way == "direct",
             senders=max(_senders(part, groups) for part in family.parts),
-        ).sized(size))
+        )  # fmt: skip
+        made.append(one if given_bytes else one.sized(size))
     best = min(made, key=lambda one: one.seconds(size))
     return best if best.seconds(size) < WORTH * made[0].seconds(size) else made[0]
 

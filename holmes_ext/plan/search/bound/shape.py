@@ -10,6 +10,7 @@ from holmes_ext.cluster.site import ETHERNET, Fabric
 from holmes_ext.plan.cost.memory import under_way
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
+from holmes_ext.plan.cost.reductions.two_levels import SHARES
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.search.space import Shape
 from holmes_ext.plan.sizes import Sizes
@@ -81,7 +82,7 @@ class ShapeBound:
             processes = self.network.processes
             stages, nodes = max(1, processes // self.size), max(1, self.size // processes)
             sizes = replace(self.sizes, pipeline=stages)
-            fold, stage = self.prices.fold(Placement(sizes, processes, ((kind, nodes),)), 0)
+            fold, (stage,) = self.prices.fold(Placement(sizes, processes, ((kind, nodes),)), 0)
             return self.prices.collective_s(fold, stage)
 
         block, sizes = self.job.block, (self.shape.tensor, self.shape.context, self.shape.expert)
@@ -115,17 +116,18 @@ class ShapeBound:
         if shape.pipeline == 1 or first or self.size % processes:
             return 0.0
         size, slices = self.job.block.activation_bytes, self.prices.slices(Placement(self.sizes, processes, ()))
+        share = self.job.narrowed(self.prices.rules.narrow) / slices
         every = range(len(self.ranks))
 
         def least() -> float:
             found = []
             for fabric in {self.network.fabric((one, other)) for one in every for other in every}:
-                part = size / slices if fabric.name == ETHERNET else size
+                part = size * share if fabric.name == ETHERNET else size
                 line = self.network.line(fabric)
                 found.append(8 * processes * part / line.rate_bps + latency * line.latency_s)
             return min(found)
 
-        return self.network.remember(("edge", size, slices, latency), least)
+        return self.network.remember(("edge", size, share, latency), least)
 
     def _reduction_s(self, kind: int) -> float:
         """Seconds that a stage reduces a block's gradients at least where a cluster has a part in it, whatever part: on
@@ -164,9 +166,10 @@ class ShapeBound:
         tree, into, latency_s = self.network.remember("best links", lambda: best_links(self.network))
         latency_s *= not self.prices.hide_edges  # under what computes
         every_bit = 8 * shape.micro_batches * self.job.block.activation_bytes / shape.tensor
+        every_bit *= self.job.narrowed(self.prices.rules.narrow)
         shards = shape.data * shape.context
         summed = 0.0 if self.job.layers[1].expert_parameters else 8 * shape.tensor * self.job.total_bytes
-        summed *= 1 - 1 / shards
+        summed *= (1 - 1 / shards) * SHARES[self.prices.rules.compress]
         found = []
         for together in (n for n in range(max(1, size // ranks), count + 1) if count % n == 0):
             seconds = 0.0

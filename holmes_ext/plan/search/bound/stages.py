@@ -121,10 +121,10 @@ class Stages:
         return total
 
     def _remember(self, what: str, stage: int, low: int, make):  # type: ignore[no-untyped-def]
-        content = self.placement.stages[stage] if self.placement.whole else self.placement
+        tied = self.placement.tied
+        content = self.placement.parts[stage // tied], stage % tied
         ends = stage == 0, stage == self.count - 1
         key: Hashable = what, content, low, ends, self.run.two_level, self.run.reductions[stage : stage + 1]
-        key = key if self.placement.whole else (key, stage)
         if key not in self.prices.known:
             self.prices.known[key] = make(stage, low)
         return self.prices.known[key]
@@ -137,9 +137,8 @@ class Stages:
         prices, placement = self.prices, self.placement
         if other == stage:
             return Message(0.0, 0.0, 0.0, 0.0, "")
-        key: Hashable = "message", placement, stage, low
-        if placement.whole:
-            key = "message", placement.stages[stage], placement.stages[other], low
+        parts, tied = placement.parts, placement.tied
+        key = "message", parts[stage // tied], parts[other // tied], stage % tied, other - stage, low
         if key not in prices.known:
             prices.known[key] = self._message_of(stage, other, low)
         found: Message = prices.known[key]
@@ -147,15 +146,15 @@ class Stages:
 
     def _message_of(self, stage: int, other: int, low: int) -> Message:
         prices, network = self.prices, self.prices.network
-        fold, first = prices.fold(self.placement, stage, other)
-        edge = fold.edge(fold.kind_at(low), first, 1 if self.placement.whole else other)
+        fold, ends = prices.fold(self.placement, stage, other)
+        edge = fold.edge(fold.kind_at(low), *ends)
         link, size = prices.link_bps(edge.kinds), prices.job.block.activation_bytes
         load = network.message(edge, link)
         if load.fabric is None:
             seconds = load.price.seconds(size)
             return Message(seconds, seconds, 0.0, 0.0, "")
         if load.fabric.name == ETHERNET:
-            size /= prices.slices(self.placement)
+            size *= prices.job.narrowed(prices.rules.narrow) / prices.slices(self.placement)
         flow_s, rate = size * load.price.byte_s, load.fabric.rate_bps
         nic_s = 8 * size * max(flows for _, flows in load.nics) / rate
         held_s = flow_s + load.fabric.latency_s
@@ -208,7 +207,7 @@ class Stages:
     def _reduction(self, stage: int, low: int) -> tuple[Reduction, Family]:
         """Of the family that a column is in, as it is simulated."""
         prices, run = self.prices, self.run
-        fold, place = prices.fold(self.placement, stage)
+        fold, (place,) = prices.fold(self.placement, stage)
         kind = fold.kind_at(low)
         family = next(own for own in fold.families(place) if kind in own.pipelines)
         if family.ranks == 1:
@@ -223,7 +222,7 @@ class Stages:
 
     def _kind(self, stage: int, low: int) -> int:
         """Of the node."""
-        fold, place = self.prices.fold(self.placement, stage)
+        fold, (place,) = self.prices.fold(self.placement, stage)
         return fold.kind_on(fold.kind_at(low), place)
 
     def _shared(self, reduction: Reduction, fold_kind: int) -> float:
@@ -241,8 +240,7 @@ class Stages:
         if last * self.placement.stride < prices.network.processes:
             return 0.0
         fold, _ = prices.fold(self.placement, 0, last)
-        end, kind = (1 if self.placement.whole else last), fold.kind_at(low)
-        pairs, both = prices.tied_of(fold, end, kind, alone=True)
+        pairs, both = prices.tied_of(fold, fold.kind_at(low), alone=True)
         seconds = [pairs.seconds(size)]
         if both is not None:
             seconds.append(both.seconds(size) * (WORTH if prices.network.wan else 1.0))
