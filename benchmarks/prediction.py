@@ -44,7 +44,7 @@ from holmes_ext.patches.torch.traits import LOOP
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.nodes import stock_fabric
+from holmes_ext.plan.cost.network import stock_fabric
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes

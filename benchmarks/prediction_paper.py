@@ -33,7 +33,7 @@ from holmes_ext.patches.deepspeed.traits import DEEPSPEED
 from holmes_ext.patches.megatron.traits import MEGATRON
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import load_model, on_clusters
-from holmes_ext.plan.cost.nodes import stock_fabric
+from holmes_ext.plan.cost.network import stock_fabric
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from holmes_ext.errors import HolmesError
 
@@ -38,6 +39,14 @@ class EngineTraits:
     features: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: dict.fromkeys(ABILITIES, ()), hash=False
     )
+
+    #: Of what a search may choose (plan/search/space.py, NAMES), what it can run.
+    limits: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
+    #: ZeRO stages under which it sums in two levels, all stages over as many clusters or none; None: as each stage
+    #: likes.
+    two_level_zero: tuple[int, ...] | None = None
+    #: It has schedules that run all micro-batches of a chunk before the next one (LoopedBFS).
+    breadth_first: bool = False
 
     def __post_init__(self) -> None:
         if self.sends not in SENDS:

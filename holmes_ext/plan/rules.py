@@ -23,6 +23,8 @@ class Rules:
     #: Of a bucket; 0: as suits the network.
     bucket_bytes: int = 0
     zero: int = 0
+    #: ZeRO 1 gathers updated weights over all ranks, also where gradients are summed in two levels.
+    gathers: bool = False
     #: FSDP's shards inside clusters.
     hybrid: bool = False
     #: Gathers and scatters travel while the layer before computes.
@@ -55,6 +57,7 @@ def rules_of(engine: EngineTraits, options: Options, direct: bool = False, **mor
         direct=direct,
         compress=options.compress,
         bucket_bytes=options.bucket_bytes or 0,
+        gathers=not engine.scatters,
         hide_edges=able("in-flight") and options.inflight != "off",
         slices=able("slices"),
         tied=able("tied"),

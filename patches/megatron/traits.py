@@ -9,4 +9,6 @@ MEGATRON = EngineTraits(
         "overlap": (REDUCTION.name,), "two-level": (REDUCTION.name,), "tied": (TIED.name,),
         "in-flight": (EDGES.name,), "slices": (SLICES.name,), "narrow": (SLICES.name,),
     },
+    limits={"zero": (0, 1)},
+    two_level_zero=(1,),
 )  # fmt: skip

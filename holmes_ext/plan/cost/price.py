@@ -112,9 +112,12 @@ class Prices:
     def _chosen(self, one: Sums, twice: bool) -> Reduction:
         if one.family.ranks == 1:
             return NONE
+        sharded = self._sharded(one) if self.rules.zero else None
         if twice and one.both is not None:
+            if sharded is not None and self.rules.gathers:
+                return replace(one.both, gather=sharded.gather)
             return one.both
-        return self._sharded(one) if self.rules.zero else one.flat
+        return sharded or one.flat
 
     def _together(self, placement: Placement, stage: int) -> int:
         """Stages that hold the same nodes reduce at about the same time: they share what lies between clusters."""
@@ -144,8 +147,8 @@ class Prices:
             both = two_levels(network, family, size, *how, chunk_bytes=rules.bucket_bytes)
         return Sums(family, Reduction(load, FLAT if family.nodes > 1 else "local"), both, crossing)
 
-    def _sharded(self, one: Sums) -> Reduction:
-        known = {"zero": self.rules.zero, "weights": self.job.weights}
+    def _sharded(self, one: Sums) -> Sharded:
+        known: dict[str, Any] = {"zero": self.rules.zero, "weights": self.job.weights}
         parts = inside_clusters(self.network, one.family) if self.rules.hybrid else []
         if not parts:
             return Sharded(one.flat.load, one.flat.name, **known)

@@ -57,17 +57,19 @@ class RankModel:
     gpu: Gpu = Gpu()
 
     @classmethod
-    def of(cls, model: Model, sizes: Sizes, kinds: Kinds | None = None) -> RankModel:
-        """Embedding, blocks, output; sizes: complete. kinds: kinds_of(), where they are known."""
+    def of(cls, model: Model, sizes: Sizes, kinds: Kinds | None = None, replicas: int = 1) -> RankModel:
+        """Embedding, blocks, output; sizes: complete. kinds: kinds_of(), where they are known. replicas: of what is
+        sharded."""
         layers, working = kinds or kinds_of(model, sizes)
         shards = sizes.data * sizes.context
-        experts = max(1, shards // sizes.expert)
+        owners = shards // replicas
+        experts = max(1, owners // sizes.expert)
         reduced = [model.gradient_width * sum(kind.reduced(shards, sizes.expert)) for kind in layers]
         if shards > 1:
             working += buffer_bytes(reduced[1] * model.layers / sizes.pipeline)
         return cls(
             layers, (1, model.layers, 1), tuple(reduced),
-            tuple(state_bytes(model, kind, shards, experts) for kind in layers),
+            tuple(state_bytes(model, kind, owners, experts) for kind in layers),
             model.micro_batches_of(sizes.data), working_bytes=working, tied_bytes=model.tied_bytes(sizes),
             copies=model.copies(sizes), activation_width=model.activation_width,
             weights=model.activation_width / model.gradient_width,

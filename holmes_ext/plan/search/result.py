@@ -9,13 +9,14 @@ from functools import lru_cache
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network, stock_fabric
 from holmes_ext.plan.cost.pipeline import uniform
-from holmes_ext.plan.cost.price import Prices, Rules
+from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel, kinds_of
 from holmes_ext.plan.cost.stages import StageCosts, estimate
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.placement.orders import described, launched
 from holmes_ext.plan.placement.placement import Placement
-from holmes_ext.plan.search.space import REDUCTIONS, Limits, Shape
+from holmes_ext.plan.rules import FLAT, Rules
+from holmes_ext.plan.search.space import Limits, Shape
 from holmes_ext.plan.sizes import DEFAULT_ORDER
 
 #: Steps that differ by less than this fraction are equal.
@@ -138,19 +139,21 @@ class SearchResult:
         return found
 
     def _prices_of(self, shape: Shape) -> Prices:
-        reductions, two_level = self.limits.allowed.get("reduction", REDUCTIONS), self.limits.two_level
+        two_level = self.limits.two_level
+        reductions = self.limits.of("reduction", self.rules.reductions)
         if two_level is not None and shape.zero not in two_level:
-            reductions = ("flat",)
+            reductions = [FLAT]
         rules = replace(
             self.rules, reductions=tuple(reductions), zero=shape.zero, virtual=shape.virtual,
             memory_bytes=self.limits.memory_bytes, alike=two_level is not None,
+            hybrid=shape.replicas > 1,
         )
         sizes, remember = shape.sizes(), self.network.remember
         key = id(self.model), shape.micro_batch, shape.recompute
         model = remember((*key, shape.micro_batches, shape.zero), lambda: shape.model(self.model))
         key = *key, shape.tensor, shape.context, shape.expert, shape.pipeline == 1
         kinds = remember(key, lambda: kinds_of(model, sizes))
-        return Prices(self.network, RankModel.of(model, sizes, kinds), rules)
+        return Prices(self.network, RankModel.of(model, sizes, kinds, shape.replicas), rules)
 
     def costs(self, candidate: Candidate, sharded: bool = True) -> StageCosts:
         """The candidate's costs again; sharded: with what ZeRO 2 and 3 send."""
@@ -180,6 +183,7 @@ class SearchResult:
         layers = split or uniform(self.model.layers, shape.pipeline)
         return stock, stock.candidate(shape, placement, layers)
 
-    def on(self, network: Network) -> SearchResult:
+    def on(self, network: Network, model: Model | None = None) -> SearchResult:
         """The same on another network, nothing found."""
-        return replace(self, network=network, candidates=[], ideals={}, certificate=None, user_layout=None)
+        model = model or self.model
+        return replace(self, network=network, model=model, candidates=[], ideals={}, certificate=None, user_layout=None)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from holmes_ext.plan.cost.memory import stage_memory, under_way
-from holmes_ext.plan.cost.memory import Memory
+from holmes_ext.plan.cost.memory import Memory, stage_memory, under_way
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.cost.workload import StageLoad
 from holmes_ext.plan.search.result import Candidate, SearchResult
@@ -31,7 +30,8 @@ def execution_of(
         overlap=result.overlap or ("on" if result.rules.overlap else "off"),
         gather_overlap=result.gather_overlap, two_level=two_level, direct=result.rules.direct,
         reductions=tuple(reductions), compress=result.rules.compress,
-        zero=0 if two_level else shape.zero,  # scattered inside, summed across, gathered inside: as two levels
+        # scattered inside, summed across, gathered inside: as two levels
+        zero=0 if two_level and result.engine.scatters else shape.zero,
         replicas="clusters" if "hybrid" in reductions else "",
         cut=result.rules.slices, narrow=result.rules.narrow,
     )
@@ -93,6 +93,30 @@ def memory_of(result: SearchResult, candidate: Candidate, stage: int) -> Memory:
     held += [job.layers[-1]] if stage == shape.pipeline - 1 else []
     keep = under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
     keep = candidate.in_flight[stage] if candidate.in_flight else keep
-    shards = sizes.data * sizes.context
+    shards = sizes.data * sizes.context // shape.replicas
     experts = max(1, shards // sizes.expert)
     return stage_memory(result.model, held, shape.zero, shards, experts, keep, job.working_bytes)
+
+
+def with_breadth_first(result: SearchResult) -> SearchResult:
+    """`result`, simulated, for a stack that has breadth-first order (arXiv 2211.05953): first the candidate that it
+    makes faster than the best one, if there is one. The certificate still speaks of 1F1B's orders."""
+    piped = [one for one in result.candidates if one.simulated_s and one.shape.pipeline > 1]
+    found = filter(None, (_in_breadth_first(result, one) for one in piped))
+    ahead = [replace(one, simulated_s=simulated(result, one).step_s) for one in found]
+    best = min(ahead, key=lambda one: one.simulated_s, default=None)
+    if best is None or best.simulated_s >= result.best.step_s:
+        return result
+    return replace(result, candidates=[best, *result.candidates])
+
+
+def _in_breadth_first(result: SearchResult, one: Candidate) -> Candidate | None:
+    """None where a stage has no memory for all micro-batches at once."""
+    shape, sizes = one.shape, []
+    for stage, used in enumerate(one.memory_bytes):
+        terms = memory_of(result, one, stage)
+        now = under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
+        now = one.in_flight[stage] if one.in_flight else now
+        sizes.append(used + terms.activations * (shape.micro_batches / now - 1))
+    found = replace(one, breadth_first=True, in_flight=(), memory_bytes=tuple(sizes))
+    return found if found.fits else None

@@ -67,6 +67,8 @@ class TwoLevels(Reduction):
     share: float = 1.0
     #: Ranks of a node that send across at once.
     senders: float = 1.0
+    #: Of weights, once a step, by the bytes of their gradients.
+    gather: Price = FREE
 
     @cached_property
     def inside(self) -> Price:
@@ -93,7 +95,7 @@ class TwoLevels(Reduction):
         """Of many chunks: the slower level all the time, and the first chunk on the other one."""
         slower, faster = sorted((self.inside.byte_s, self.across.byte_s), reverse=True)
         latency_s = self.inside.latency_s + self.across.latency_s
-        return Price(slower, latency_s + self.chunk_bytes * faster)
+        return Price(slower, latency_s + self.chunk_bytes * faster) + self.gather
 
     def seconds(self, size: float) -> float:
         """One chunk alone takes one level after the other."""
@@ -101,7 +103,8 @@ class TwoLevels(Reduction):
             return self.once.seconds(size)
         stall_s = 2 * self.half_s / self.chunk_bytes if self.stalls else 0.0
         each = self.inside.byte_s + self.across.byte_s - stall_s  # nothing follows that could stall
-        return Price(each, self.inside.latency_s + self.across.latency_s).seconds(size)
+        alone = Price(each, self.inside.latency_s + self.across.latency_s)
+        return (alone + self.gather).seconds(size)
 
     def sized(self, size: float) -> TwoLevels:
         """With chunks that suit a sum of so many bytes: small ones fill the levels soon, large ones outlast the

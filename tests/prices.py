@@ -1,0 +1,23 @@
+"""Prices of a job whose nodes stand in a given order."""
+
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.cost.price import Prices, price
+from holmes_ext.plan.cost.rank_model import RankModel
+from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.cost.workload import Workload
+from holmes_ext.plan.rules import Rules
+
+
+def costs_on_site(site, order, sizes, model, overlap=False, only=None, hides=True, **rules):
+    """Of each layer of a model on each stage; only: the fabric of all traffic."""
+    network, sizes = Network(site, only=only), sizes.complete(site.world_size)
+    job = RankModel.of(model, sizes)
+    rules = Rules(overlap=overlap, hide_edges=hides, **rules)
+    return price(network, network.placement(order, sizes), job, rules)
+
+
+def step_seconds(site, order, sizes, work=Workload(), only=None, **rules):
+    """A workload's step."""
+    network, sizes = Network(site, only=only), sizes.complete(site.world_size)
+    prices = Prices(network, RankModel.of_workload(work, sizes), Rules(**{"hide_edges": False, **rules}))
+    return estimate(prices.costs(network.placement(order, sizes)), (1,) * sizes.pipeline)
