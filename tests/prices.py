@@ -5,7 +5,9 @@ from holmes_ext.plan.cost.price import Prices, price
 from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.cost.workload import Workload
+from holmes_ext.plan.placement.fold import family_of
 from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.sizes import Sizes
 
 
 def costs_on_site(site, order, sizes, model, overlap=False, only=None, hides=True, **rules):
@@ -21,3 +23,12 @@ def step_seconds(site, order, sizes, work=Workload(), only=None, **rules):
     network, sizes = Network(site, only=only), sizes.complete(site.world_size)
     prices = Prices(network, RankModel.of_workload(work, sizes), Rules(**{"hide_edges": False, **rules}))
     return estimate(prices.costs(network.placement(order, sizes)), (1,) * sizes.pipeline)
+
+
+def sums_on_site(site, order=(), ranks=(), size=1e9, **rules):
+    """How a group of ranks (all of them) could sum so many bytes; order: of the nodes."""
+    network, sizes = Network(site), Sizes().complete(site.world_size)
+    job = RankModel.of_workload(Workload(gradient_bytes=size), sizes)
+    placement = network.placement(order or [node.name for node in site.nodes], sizes)
+    family = family_of(placement, ranks or range(site.world_size))
+    return Prices(network, job, Rules(**{"direct": True, **rules})).sums_of(family, 1)

@@ -1,12 +1,13 @@
-"""plan/spread.py against every way to put units into stages, and what plan/search makes of it."""
+"""placement/spread.py against every way to put units into stages, and what plan/search makes of it."""
 
 import random
 from itertools import permutations
 
 import pytest
 
-from holmes_ext.plan.search.ranking import laid
-from holmes_ext.plan.spread import mixed, spread
+from holmes_ext.plan.placement.spread import mixed, spread
+from holmes_ext.plan.search.spreading import laid
+from holmes_ext.plan.sizes import Sizes
 
 
 def every(units, stages):
@@ -43,8 +44,8 @@ def test_groups_are_mixed_evenly():
 
 
 def test_clusters_of_neighbouring_stages_face_their_own():
-    arrangement = laid(((0, 0, 1), (1, 2, 2), (0, 1, 2)), unit=4)
-    assert [sorted(content) for content in arrangement.contents] == [
+    placement = laid(((0, 0, 1), (1, 2, 2), (0, 1, 2)), Sizes(pipeline=3).complete(36), processes=4)
+    assert [sorted(content) for content in placement.stages] == [
         [(0, 8), (1, 4)], [(1, 4), (2, 8)], [(0, 4), (1, 4), (2, 4)]]
-    last = [content[-1][0] for content in arrangement.contents]
+    last = [content[-1][0] for content in placement.stages]
     assert last == [1, 1, 1]

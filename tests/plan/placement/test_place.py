@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ from holmes_ext.plan.placement import place as placing
 from holmes_ext.plan.placement.pack import pack
 from holmes_ext.plan.placement.place import distinct_orders, fastest_first, order_count
 from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.placement.straddling import straddling as straddling_groups
+from holmes_ext.plan.rules import Rules
 from holmes_ext.plan.sizes import Sizes, groups
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "clusters"
 RATES = (2e9, 1.6e9, 0.6e9, 2e9)
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp", "pp-tp-cp-ep-dp", "dp-tp-cp-ep-pp", "tp-pp-cp-ep-dp")
 WORK = Workload(0.03, 0.06, 8, 13e6, 4e5, 4e6, 4e6, 4e6)
@@ -229,6 +232,25 @@ def test_stages_that_share_nodes_partly():
     assert not straddles(site, place(site, Sizes(6)))
     site = plain(4, 5, processes=2)
     assert straddles(site, place(site, Sizes(6)))
+
+
+def straddling_of(site, placed):
+    return straddling_groups(prices_of(site, placed.sizes, WORK), placed)
+
+
+def test_straddling_says_which_and_what_it_costs():
+    site = plain(3, 5)
+    placed = place(site, Sizes(2))
+    (straddle,) = straddling_of(site, placed)
+    assert (straddle.kind, straddle.groups, straddle.fabric) == ("data", 1, ETHERNET)
+    assert {site.node_by_name[name].cluster for name in straddle.example} == {"a", "b"}
+    prices = Prices(Network(site), RankModel.of_workload(WORK, placed.sizes), Rules(reductions=("flat",)))
+    (flat,) = straddling_groups(prices, placed)
+    own = replace(site, fabrics=(*site.fabrics[:-1], replace(site.fabrics[-1], rate_bps=int(RATES[1]), latency_s=2e-6)))
+    assert flat.seconds > 0.1 and straddle.seconds <= flat.seconds
+    saved = seconds(site, placed.names, Sizes(2), prices=prices)
+    faster = Prices(Network(own), prices.job, prices.rules)
+    assert flat.seconds == pytest.approx(saved - seconds(own, placed.names, Sizes(2), prices=faster), rel=0.05)
 
 
 def test_tensor_groups_are_broken_last():

@@ -1,13 +1,14 @@
-"""nodes: steps under orders of nodes against hand-made numbers, and what was measured."""
+"""price: steps under orders of nodes against hand-made numbers, and what was measured."""
 
 import pytest
+from prices import step_seconds
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.nodes import Predictor, exposed_stages, step_seconds, stock_fabric
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.cost.network import stock_fabric
 from holmes_ext.plan.cost.workload import Workload
-from holmes_ext.plan.layout import Layout
 from holmes_ext.plan.sizes import Sizes
 
 SPEC = """
@@ -49,7 +50,7 @@ def test_step_by_hand():
     assert placed.end_s[0] - placed.exposed_s[0] == pytest.approx(15.0, abs=1e-3)  # (4 + 2 - 1) * 3
     assert placed.step_s == pytest.approx(15.15, abs=1e-3)  # the first stage's is exposed, the second's is hidden
     assert placed.waited_s == pytest.approx(0.15, abs=1e-3)
-    mixed = step_seconds(site(), MIXED, Sizes(2), work)
+    mixed = step_seconds(site(), MIXED, Sizes(2), work, reductions=("flat",))
     assert mixed.reduction_s == pytest.approx([1.5 * 25e6 * 8 / 250e6] * 2, abs=1e-3)
 
 
@@ -77,12 +78,9 @@ def test_tensor_groups_that_leave_the_node_cost_time():
     assert inside < across < mixed
 
 
-def test_inside_and_only():
+def test_only_one_network():
     work = Workload(1.0, 2.0, 4, gradient_bytes=25e6)
-    mixed = step_seconds(site(), MIXED, Sizes(2), work)
-    predictor = Predictor(site(), Layout(Sizes(2).complete(8), 1), work)
-    inside = predictor.like(frozenset(["data"])).breakdown(predictor.parts(MIXED))
-    assert inside.reduction_s == pytest.approx([1.5 * 25e6 * 8 / 1.6e9] * 2, rel=1e-3)  # the slower of the members' own
+    mixed = step_seconds(site(), MIXED, Sizes(2), work, reductions=("flat",))
     only = step_seconds(site(), SORTED, Sizes(2), work, only=site().fabric_by_name["ethernet"])
     assert only.reduction_s == mixed.reduction_s
 
@@ -99,7 +97,8 @@ def test_agrees_with_what_was_measured():
     reduction = 1.5 * 13.2e6 * 8 / 2e9
     busy = (1.006 - reduction) / 9
     work = Workload(busy / 3, 2 * busy / 3, 8, gradient_bytes=13.2e6, activation_bytes=0.5e6 / 16)
-    hybrid, stock = step_seconds(site(), SORTED, Sizes(2), work), step_seconds(site(), MIXED, Sizes(2), work)
+    hybrid = step_seconds(site(), SORTED, Sizes(2), work)
+    stock = step_seconds(site(), MIXED, Sizes(2), work, reductions=("flat",))
     assert 1.006 / hybrid.step_s == pytest.approx(0.99, abs=0.03)
     assert 1.006 / stock.step_s == pytest.approx(0.62, abs=0.04)
 
@@ -114,14 +113,17 @@ def test_bad_workload(change):
 FOUR = site_from_spec(parse_spec(SPEC.format(eth="250Mb/s", ib="2Gb/s", roce="1.6Gb/s", p=1).replace("[0-3]", "[0-1]")))
 
 
+def overlapped(sizes, work):
+    return tuple(one.overlap for one in build_plan(FOUR, sizes, work).traffic_of().reductions)
+
+
 def test_the_first_stage_is_always_waited_for_a_later_one_when_its_fabric_is_slow():
     sizes = Sizes(pipeline=2, data=2)
-    slow = Workload(
-        forward_s=1.0, backward_s=2.0, gradient_bytes=1e9)  # 4 s and 5 s on 2 and 1.6 Gb/s; a backward is 2 s
-    assert exposed_stages(FOUR, ("a0", "a1", "b0", "b1"), sizes, slow) == (True, True)
+    slow = Workload(forward_s=1.0, backward_s=2.0, gradient_bytes=1e9)  # 4 s and 5 s; a backward is 2 s
+    assert overlapped(sizes, slow) == (True, True)
     quick = Workload(forward_s=1.0, backward_s=2.0, gradient_bytes=1e8)  # 0.5 s on 1.6 Gb/s
-    assert exposed_stages(FOUR, ("a0", "a1", "b0", "b1"), sizes, quick) == (True, False)
+    assert overlapped(sizes, quick) == (True, False)
 
 
 def test_what_is_not_reduced_is_not_waited_for():
-    assert exposed_stages(FOUR, ("a0", "a1", "b0", "b1"), Sizes(pipeline=4, data=1)) == (False,) * 4
+    assert overlapped(Sizes(pipeline=4, data=1), Workload()) == (False,) * 4

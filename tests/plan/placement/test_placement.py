@@ -1,11 +1,12 @@
-"""layout: components and groups, against definitions written out rank by rank."""
+"""placement: components and groups, against definitions written out rank by rank."""
 
 import itertools
 
 import pytest
 
-from holmes_ext.plan.sizes import INSIDE, groups
-from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.placement.fold import Fold
+from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.sizes import INSIDE, Sizes, groups
 
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp", "pp-tp-cp-ep-dp", "dp-tp-cp-ep-pp", "tp-pp-cp-ep-dp")
 
@@ -29,14 +30,16 @@ def tied_components(sizes, processes, world):
 
 
 def test_components_are_what_groups_connect():
-    """Also that the layout's own assertion (all components alike) holds for every small case."""
+    """All of them alike."""
     for sizes in small_sizes():
         world = sizes.pipeline * sizes.tensor * sizes.context * sizes.data
         for processes in (count for count in range(1, 9) if world % count == 0):
-            layout = Layout(sizes, processes)
-            joined = {frozenset(slots) for slots in layout.components}
+            components = Placement.of(sizes, processes, [0] * (world // processes)).components
+            joined = {frozenset(slots) for slots in components}
+            for slots in components:
+                assert slots == tuple(slot + slots[0] - components[0][0] for slot in components[0])
             tied = tied_components(sizes, processes, world)
-            # stages are whole in components; single-rank stages may be less tied than the layout's components
+            # stages are whole in components; single-rank stages may be less tied
             assert all(any(part <= whole for whole in joined) for part in tied), (sizes, processes)
             if sizes.tensor * sizes.context * sizes.data > 1:
                 assert joined == tied, (sizes, processes)
@@ -84,16 +87,29 @@ def test_expert_groups_agree_with_megatron(expert):
     assert sorted(map(tuple, generator.get_ranks("ep"))) == groups(sizes, "expert")
 
 
-def test_edges_and_ties():
-    layout = Layout(Sizes(2, 2).complete(16), 4)  # 4 slots, a stage is two of them
-    assert layout.components == ((0, 1), (2, 3))
-    assert layout.onward == {(0, 0): 4, (1, 1): 4}
-    (tie,) = layout.ties["data"]
-    assert (tie.slots, tie.members, tie.count) == ((0, 1), 4, 2)
-    assert layout.ties["tensor"] == ()
-    half = Layout(Sizes(4).complete(8), 4)  # two whole stages in each slot: one edge inside, one onward
-    assert half.components == ((0,), (1,))
-    assert half.onward == {(0, 0): 2}
-    partly = Layout(Sizes(6).complete(18), 2)  # 3 ranks a stage: ranks 0 1 | 2 3 | 4 5 send 0 -> 3, 1 -> 4, 2 -> 5
-    assert partly.inner == ({(0, 1): 1, (0, 2): 1, (1, 2): 1},)
-    assert partly.onward == {(1, 0): 1, (2, 0): 1, (2, 1): 1}
+def alone(sizes, world, processes):
+    return Placement.of(sizes.complete(world), processes, [0] * (world // processes))
+
+
+def test_edges_and_families():
+    fold = Fold(alone(Sizes(2, 2), 16, 4))  # 4 slots, a stage is two of them
+    assert fold.of.components == ((0, 1), (2, 3))
+    assert fold.edge(0, 0, 1).leaving == 4 and fold.count == {0: 8}
+    (family,) = fold.families(0)
+    assert (family.nodes, family.ranks, family.count) == (2, 4, 2)
+    assert {one.nodes for one in fold.families(0, "tensor")} == {1}
+    half = Fold(alone(Sizes(4), 8, 4))  # two whole stages in each slot: one edge inside, one onward
+    assert half.of.components == ((0,), (1,))
+    assert half.edge(0, 0, 1).local and half.edge(0, 1, 2).leaving == 2
+
+
+def test_components_by_themselves():
+    """Two of three ranks a stage on nodes of two: stages share every second node; and blocks of stages."""
+    kinds = [0, 1, 1, 0, 0, 1, 1, 1, 0]
+    partly = Placement.of(Sizes(6).complete(18), 2, kinds)
+    assert partly.tied == 2 and partly.components == ((0, 1, 2), (3, 4, 5), (6, 7, 8))
+    assert partly.alone(1).kinds() == [0, 0, 1] and partly.alone(1).sizes.pipeline == 2
+    assert partly.alone(0, 2).kinds() == [0, 1, 1, 1, 1, 0]
+    blocks = Placement.of(Sizes(2, order="tp-cp-ep-pp-dp").complete(8), 1, [0, 1] * 4)
+    assert blocks.parts == (((0, 4),), ((1, 4),)) and blocks.alone(1).kinds() == [1] * 4
+    assert Placement.of_parts(blocks.sizes, 1, [[0] * 4, [1] * 4]) == blocks
