@@ -7,6 +7,7 @@ from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.placement.fold import family_of
 from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.simulate.step import JobStep
 from holmes_ext.plan.sizes import Sizes
 
 
@@ -32,3 +33,10 @@ def sums_on_site(site, order=(), ranks=(), size=1e9, **rules):
     placement = network.placement(order or [node.name for node in site.nodes], sizes)
     family = family_of(placement, ranks or range(site.world_size))
     return Prices(network, job, Rules(**{"direct": True, **rules})).sums_of(family, 1)
+
+
+def job_on_site(site, order, sizes, model, execution):
+    """A step to be simulated."""
+    network, sizes = Network(site), sizes.complete(site.world_size)
+    placement = network.placement(order, sizes)
+    return JobStep(network, placement, model, execution, price(network, placement, RankModel.of(model, sizes)))

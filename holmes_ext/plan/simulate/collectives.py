@@ -87,7 +87,7 @@ class Collectives:
     ):
         self.network, self.fold, self.run, self.ranges = network, fold, run, ranges
         self.model, self.maker = model, maker
-        self.stages, sizes = len(fold.stages), fold.placement.sizes
+        self.stages, sizes = len(fold.stages), fold.of.sizes
         #: Bytes of weights for each byte of gradients.
         self.weights = model.activation_width / model.gradient_width
         self.parameters = [layer.parameters for layer in layers]

@@ -145,7 +145,7 @@ class JobStep:
 
     @property
     def _slices(self) -> int:
-        sizes = self.fold.placement.sizes
+        sizes = self.fold.of.sizes
         cut = self.network.only is None and self.run.cut and sizes.tensor_inside(self.network.processes)
         return self.model.copies(sizes) if cut else 1
 

@@ -1,22 +1,25 @@
-"""plan/simulate/fold.py: a step whose middle repeats takes what the whole simulation says."""
+"""plan/simulate/repeat.py: a step whose middle repeats takes what the whole simulation says."""
 
 from dataclasses import replace
 
 import clusters
 import pytest
+from prices import job_on_site
 
 from holmes_ext.cluster.wan import Between, Wan
+from holmes_ext.patches.deepspeed.traits import DEEPSPEED
+from holmes_ext.patches.torch.traits import LOOP
 from holmes_ext.plan.cost.model import Gpu, Model
-from holmes_ext.plan.simulate import fold
+from holmes_ext.plan.simulate import repeat
 from holmes_ext.plan.simulate.execution import Execution
-from holmes_ext.plan.simulate.fold import folded_s
+from holmes_ext.plan.simulate.repeat import folded_s
 from holmes_ext.plan.simulate.step import JobStep
 from holmes_ext.plan.sizes import Sizes
 
 CASES = [
     (Sizes(pipeline=2), Execution(), 64), (Sizes(pipeline=2), Execution(overlap="on"), 61),
-    (Sizes(pipeline=4), Execution("deepspeed"), 96), (Sizes(pipeline=4), Execution("async"), 97),
-    (Sizes(pipeline=2), Execution(virtual=2), 96), (Sizes(pipeline=2), Execution("deepspeed", in_flight=(4, 1)), 80),
+    (Sizes(pipeline=4), Execution(DEEPSPEED), 96), (Sizes(pipeline=4), Execution(LOOP), 97),
+    (Sizes(pipeline=2), Execution(virtual=2), 96), (Sizes(pipeline=2), Execution(DEEPSPEED, in_flight=(4, 1)), 80),
     (Sizes(), Execution(zero=2), 40), (Sizes(), Execution(zero=3), 41), (Sizes(), Execution(two_level=True), 30),
     (Sizes(pipeline=2), Execution(zero=1, gather_overlap=True), 64),
 ]
@@ -27,7 +30,7 @@ def job(sizes, execution, micro_batches, ethernet, mixed=False):
     order = [site.nodes[index].name for index in ((0, 2, 1, 3) if mixed else range(4))]
     model = Model(layers=8, hidden=256, heads=4, sequence=128, vocabulary=256, micro_batches=micro_batches, tied=False,
                   gpu=Gpu(2e11))
-    return JobStep(site, order, sizes, model, execution)
+    return job_on_site(site, order, sizes, model, execution)
 
 
 @pytest.mark.parametrize("sizes, execution, micro_batches", CASES)
@@ -54,7 +57,7 @@ def test_kinds_of_pipelines_without_a_common_link_have_a_pace_of_their_own(monke
     site = replace(site, wan=Wan((), tuple(Between(pair, rates.get(pair, 10**10), 1e-3) for pair in pairs)))
     model = Model(layers=8, hidden=256, heads=4, sequence=128, vocabulary=256, micro_batches=120, tied=False,
                   gpu=Gpu(2e11))
-    one = JobStep(site, ["a0", "b0", "c0", "d0"], Sizes(pipeline=2), model, Execution("deepspeed", in_flight=(4, 1)))
+    one = job_on_site(site, ["a0", "b0", "c0", "d0"], Sizes(pipeline=2), model, Execution(DEEPSPEED, in_flight=(4, 1)))
     assert [*map(sorted, one.apart())] == [[0], [1]]
     whole, simulated, simulation = one.step().step_s, [], JobStep.simulation
     monkeypatch.setattr(JobStep, "simulation", lambda *given: simulated.append(given[1]) or simulation(*given))
@@ -63,6 +66,6 @@ def test_kinds_of_pipelines_without_a_common_link_have_a_pace_of_their_own(monke
 
 def test_what_does_not_repeat_is_simulated_whole(monkeypatch):
     """A pace that is found where there is none would be wrong by as much as the period."""
-    monkeypatch.setattr(fold, "_longer_s", lambda spans, stages, period: 0.0)
+    monkeypatch.setattr(repeat, "_longer_s", lambda spans, stages, period: 0.0)
     one = job(Sizes(pipeline=2), Execution(), 64, "1Gb/s")
     assert folded_s(one) == one.step().step_s
