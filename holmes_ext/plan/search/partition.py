@@ -4,9 +4,9 @@
     speed       floor(alpha N S_i / sum S) (Holmes, arXiv 2312.03549). The paper leaves the remainder open: layers that
                 are left go, one by one, where most was cut off; those that are too many (alpha > 1) come from the
                 slowest stages. S_i: the steps a second of a job whose stages were all like i
-    balanced    the least predicted step that is found: from the best of uniform, speed and levelled on (the slowest
-                stage as fast as can be), one block at a time is moved from a stage to another while the step gets
-                shorter, by the closed form first, then pass by pass
+    balanced    the least predicted step: of all splits where those are few; else from the best of uniform, speed and
+                levelled on (the slowest stage as fast as can be) one block at a time is moved from a stage to another
+                while the step gets shorter, by the closed form first, then pass by pass
 
 So balanced is never predicted to be slower than the other two.
 """
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import floor, inf
+from itertools import combinations
+from math import comb, floor, inf
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.pipeline import uniform
@@ -27,6 +28,8 @@ METHODS = ("uniform", "speed", "balanced")
 ROUNDING = 1e-12
 #: Passes of micro-batches that balanced walks through at most (0.1 s or so), and closed forms that it works out.
 WALKED_PASSES, FORMULAS = 100_000, 1500
+#: Of all splits by the closed form, those that are walked.
+FIRST = 20
 #: Split of the layers.
 Split = tuple[int, ...]
 
@@ -45,15 +48,38 @@ def partition(method: str, costs: StageCosts, alpha: float = 1.0) -> Split:
 
 def balanced(costs: StageCosts, alpha: float = 1.0) -> Split:
     """HolmesError where no split fits the memory."""
+    walk_s = 2 * costs.stages * costs.micro_batches
+    if (count := comb(costs.blocks - 1, costs.stages - 1)) <= FORMULAS:
+        found = list(_every(costs.blocks, costs.stages))
+        if count * walk_s > WALKED_PASSES:
+            found = sorted(found, key=lambda split: in_closed_form(costs, split))[:FIRST]
+    else:
+        found = by_moves(costs, alpha)
+    best = min(found, key=lambda split: walked(costs, split))
+    if walked(costs, best) == inf:
+        raise HolmesError(_too_big(costs))
+    return improved(best, lambda split: walked(costs, split), _over_borders, WALKED_PASSES // walk_s)
 
-    def in_closed_form(split: Sequence[int]) -> float:
-        one = estimate(costs, split)
-        return one.step_s if all(one.fits) else inf
 
-    def walked(split: Sequence[int]) -> float:
-        one = predict(costs, split)
-        return one.step_s if all(one.fits) else inf
+def in_closed_form(costs: StageCosts, split: Sequence[int]) -> float:
+    """Seconds; inf where it does not fit."""
+    one = estimate(costs, split)
+    return one.step_s if all(one.fits) else inf
 
+
+def walked(costs: StageCosts, split: Sequence[int]) -> float:
+    """The same pass by pass."""
+    one = predict(costs, split)
+    return one.step_s if all(one.fits) else inf
+
+
+def _every(blocks: int, stages: int) -> Iterator[Split]:
+    for borders in combinations(range(1, blocks), stages - 1):
+        yield tuple(high - low for low, high in zip((0, *borders), (*borders, blocks)))
+
+
+def by_moves(costs: StageCosts, alpha: float = 1.0) -> list[Split]:
+    """The other methods' splits and the levelled one, and what moving blocks makes of them by the closed form."""
     level = levelled(costs)
     starts = [uniform(costs.blocks, costs.stages), by_speed(costs.blocks, speeds(costs), alpha)]
     starts += [level] if level else []
@@ -64,13 +90,9 @@ def balanced(costs: StageCosts, alpha: float = 1.0) -> Split:
         yield from _over_borders(split)
         yield from full_to_empty(each)
 
-    moved = [improved(start, in_closed_form, pairs, FORMULAS // len(starts)) for start in starts]
-    every = list(dict.fromkeys((*starts, *moved)))
-    best = min(every, key=walked)
-    if walked(best) == inf:
-        raise HolmesError(_too_big(costs))
-    tries = WALKED_PASSES // (2 * costs.stages * costs.micro_batches)
-    return improved(best, walked, _over_borders, tries)
+    tries = FORMULAS // len(starts)
+    moved = [improved(start, lambda split: in_closed_form(costs, split), pairs, tries) for start in starts]
+    return list(dict.fromkeys((*starts, *moved)))
 
 
 def _busy(costs: StageCosts) -> list[Row]:
