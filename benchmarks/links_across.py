@@ -22,7 +22,6 @@ from holmes_ext.lab.compare import tuned
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.across import Across
-from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel

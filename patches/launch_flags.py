@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.pipeline import uniform
-from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.search.result import Candidate
 from holmes_ext.plan.search.space import Limits
 from holmes_ext.plan.sizes import PIPELINES_FIRST
+
 
 def limited(limits: Limits, engine: EngineTraits, framework: str) -> Limits:
     """`limits` and those of the engine; HolmesError where they leave nothing."""

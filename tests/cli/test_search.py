@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from holmes_ext.cli.main import main
-from holmes_ext.cli.show import search_table
 from holmes_ext.plan.plan import check_plan, load_plan
-from holmes_ext.plan.search.ranking import hybrid_s
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLUSTER = str(EXAMPLES / "clusters" / "two_clusters_4.toml")
@@ -302,17 +300,16 @@ def test_flags_of_torchtitan(capsys):
     assert given["--parallelism.pipeline_parallel_schedule"] in ("1F1B", "Interleaved1F1B", "LoopedBFS")
 
 
-def test_mesh_of_fsdp2(capsys):
-    status, said = holmes(capsys, *across("fsdp2")[:9])
-    assert status == 0 and "a mesh (replicate 2, shard 4), or one dimension and --holmes-fsdp hybrid" in said.out
-    hybrid, flat = map(float, re.search(r"([\d.]+) s a step instead of ([\d.]+) s, for 2 x", said.out).groups())
-    assert hybrid < 0.7 * flat
-
-
-@pytest.mark.parametrize("framework, times", [("fsdp2", 1), ("deepspeed", 0)])
-def test_hybrid_is_simulated_once_and_where_it_is_asked_for(capsys, monkeypatch, tmp_path, framework, times):
-    simulated = []
-    monkeypatch.setattr(search_table, "hybrid_s", lambda outcome, one: simulated.append(one) or hybrid_s(outcome, one))
-    pages = ("--html", str(tmp_path / "plan.html"))
-    status, _ = holmes(capsys, *SEARCH, "--for", framework, "--limit", "zero=3", "--limit", "pipeline=1", *pages)
-    assert status == 0 and len(simulated) == times and (tmp_path / "plan.html").exists()
+def test_hybrid_shards_of_fsdp2_are_ranked_in_the_flags_and_in_the_table(capsys):
+    status, said = holmes(capsys, *across("fsdp2"))
+    found = json.loads(said.out)
+    hybrid, flat = (
+        min((one for one in found["candidates"] if one["replicas"] == replicas), key=lambda one: one["step_seconds"])
+        for replicas in (2, 1)
+    )
+    assert status == 0 and found["candidates"][0] == hybrid
+    assert hybrid["step_seconds"] < 0.7 * flat["step_seconds"]
+    assert "--holmes-fsdp hybrid" in " ".join(found["launch"]["fsdp2"]["flags"])
+    assert "(replicate 2, shard 4)" in found["launch"]["fsdp2"]["script"]
+    _, table = holmes(capsys, *across("fsdp2")[:-1])
+    assert "hybrid" in table.out

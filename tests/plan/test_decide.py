@@ -13,14 +13,13 @@ from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Link, Links
 from holmes_ext.plan.cost.model_file import load_model
-from holmes_ext.plan.cost.workload import Workload
-from holmes_ext.plan.decide import own_pair, own_pairs, reduction_of, resized, settle, straddling
-from holmes_ext.plan.sizes import groups
-from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.plan import Plan, parse_plan
 from holmes_ext.plan.cost.reductions.tied import tied_sums
 from holmes_ext.plan.cost.reductions.two_levels import SHARES
-from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.cost.workload import Workload
+from holmes_ext.plan.decide import own_pair, own_pairs, reduction_of, resized, settle, straddling
+from holmes_ext.plan.engine import EngineTraits
+from holmes_ext.plan.plan import Plan, parse_plan
+from holmes_ext.plan.sizes import Sizes, groups
 from holmes_ext.plan.traffic import CARRIERS, SOCKETS, VERBS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -8,7 +8,9 @@ from holmes_ext.patches.traits import ENGINES, any_engine
 from holmes_ext.plan.engine import ABILITIES, EngineTraits
 
 
-@pytest.mark.parametrize("change, word", [({"sends": "thrown"}, "sends 'thrown'"), ({"features": {"fly": ()}}, "'fly'")])
+@pytest.mark.parametrize(
+    "change, word", [({"sends": "thrown"}, "sends 'thrown'"), ({"features": {"fly": ()}}, "'fly'")]
+)
 def test_bad_traits_are_told(change, word):
     with pytest.raises(HolmesError, match=f"engine odd: .*{word}"):
         EngineTraits("odd", **change)

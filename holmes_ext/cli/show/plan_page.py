@@ -55,7 +55,8 @@ def _launches(result: SearchResult, args: argparse.Namespace, starts: Mapping[st
     """What is to be copied; and below it which frameworks cannot do the plan."""
     parts, cannot = [], []
     if result.user_layout:
-        own = shlex.join(added(result.user_layout, args.cluster, (args.output or "") * (result.user_layout is result.best)))
+        plan = args.output or "" if result.user_layout is result.best else ""
+        own = shlex.join(added(result.user_layout, args.cluster, plan))
         parts += [heading("your layout: add to your command line", 3), command(own)]
     for name, lines in shown.launch_lines(starts).items():
         if lines[0].startswith(shown.CANNOT):

@@ -1,7 +1,7 @@
 """What `holmes plan` says about a search: the ranked table, where the best plan's time goes, how to start it; as JSON.
 
-The step that leads is the simulated one (plan/search/simulated.py) wherever there is one, and what explains it adds up to
-it; the closed form, which chose what was simulated, stands beside it.
+The step that leads is the simulated one (plan/search/simulated.py) wherever there is one, and what explains it adds up
+to it; the closed form, which chose what was simulated, stands beside it.
 """
 
 from __future__ import annotations

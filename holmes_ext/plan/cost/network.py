@@ -81,8 +81,8 @@ class Load:
 
     def scaled(self, factor: float) -> Load:
         """So many times as many messages and bytes: 1/2 of a ring is a reduce-scatter, or a gather."""
-        more = {"volume": factor * self.volume, "messages": factor * self.messages}
-        return replace(self, longer_s=factor * self.longer_s, **more)
+        volume, messages = factor * self.volume, factor * self.messages
+        return replace(self, volume=volume, messages=messages, longer_s=factor * self.longer_s)
 
     @cached_property
     def price(self) -> Price:

@@ -248,21 +248,22 @@ class Prices:
         key, fold = self._stages(placement, one, other)
         return self.remember("edge", key, lambda: self._edge(*fold()))
 
-    def _edge(self, fold: Fold, ends: tuple[int, ...]) -> Price:
+    def _edge(self, fold: Fold, stages: tuple[int, ...]) -> Price:
         """What each kind of pipeline's message takes depends on no bytes: it is worked out once for all jobs."""
+        sender, receiver = stages
         slices, size = self.slices(fold.of), self.job.block.activation_bytes
         share = 1.0 if self.stock else self.job.narrowed(self.rules.narrow)
 
         def prices() -> list[Price]:
             crossing: Counter[tuple[int, int]] = Counter()
-            edges = fold.edges(*ends, lambda kinds: self.network.fabric(kinds).name)
+            edges = fold.edges(sender, receiver, lambda kinds: self.network.fabric(kinds).name)
             for edge in edges:
                 crossing[edge.kinds] += edge.count
             links = [self.link_bps(edge.kinds) for edge in edges]
             loads = [self.network.message(edge, link, crossing[edge.kinds]) for edge, link in zip(edges, links)]
             return [_cut(load, link, slices, share) for load, link in zip(loads, links)]
 
-        key = "edge", id(fold), ends, slices, share, id(self.job.gpus)
+        key = "edge", id(fold), stages, slices, share, id(self.job.gpus)
         return max(self.network.remember(key, prices), key=lambda price: price.seconds(size or 1.0))
 
     def slices(self, placement: Placement) -> int:

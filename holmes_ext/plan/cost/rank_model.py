@@ -12,7 +12,6 @@ from holmes_ext.plan.cost.model import Gpu, Layer, Model
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
 
-
 #: Of a number that is rounded (runtime/groups/wire.py); int8 has a scale for each row besides.
 NARROW_BYTES = {"bf16": 2, "int8": 1}
 #: (embedding, block, output), and what recomputation works on.

@@ -202,9 +202,9 @@ class Fold:
         kinds = self._kind_of_slot[one], self._kind_of_slot[two]
         leaving = sum(self._leaving(stage, other)[one, kind] for kind in together)
         reaching = sum(self._leaving(other, stage)[two, kind] for kind in together)
-        flows = [max(1, self.times * count) for count in (leaving, reaching)]
-        nodes = self.node_of[one], self.node_of[two]
-        return Edge(*nodes, kinds, *flows, self.count[pipeline], one == two)
+        leaving, reaching = (max(1, self.times * count) for count in (leaving, reaching))
+        sender, receiver, count = self.node_of[one], self.node_of[two], self.count[pipeline]
+        return Edge(sender, receiver, kinds, leaving, reaching, count, local=one == two)
 
     def _leaving(self, stage: int, other: int) -> Counter[tuple[int, int]]:
         """(slot, kind of pipeline) -> ranks of a stage whose next one is on another node."""
@@ -276,7 +276,7 @@ class Fold:
 
     def _groups(self, kind: str) -> dict[Hashable, list[int]]:
         """Positions of every group's members, in their order, by what they have in common."""
-        sizes, found = self.placement.sizes, {}
+        sizes, found = self.placement.sizes, dict[Hashable, list[int]]()
         if kind == "expert":
             name = _expert_group(self.placement)
         else:

@@ -137,14 +137,15 @@ class _Search:
 
     def offer(self, parts: Sequence[Part], gain: float = ROUNDING) -> bool:
         """Take it if it straddles less, or no more and is faster by more than the fraction `gain`."""
-        (straddles, *found), (now, *least) = self.score_of(parts), self.score
-        better = straddles < now
-        for seconds, known in zip(found, least) if straddles == now else ():
+        found = self.score_of(parts)
+        better = found[0] < self.score[0]
+        compared = zip(found[1:], self.score[1:]) if found[0] == self.score[0] else ()
+        for seconds, known in compared:
             better = seconds < known * (1 - gain)
             if better or seconds > known * (1 + ROUNDING):
                 break
         if better:
-            self.best, self.score = tuple(parts), (straddles, *found)
+            self.best, self.score = tuple(parts), found
         return better
 
     def swapped(self, parts: Sequence[Part]) -> bool:

@@ -146,10 +146,11 @@ def speeds(costs: StageCosts) -> tuple[float, ...]:
     stages = list(zip(costs.forward_s, costs.backward_s, costs.reduction_s, costs.latency_s))
     free, known = ((0.0,) * len(costs.repeats),) * costs.stages, {}
     for own in dict.fromkeys(stages):
-        forward, backward, reduction, latency = ((row,) * costs.stages for row in own)
+        forward, backward, reduction, latency_s = own
+        count = costs.stages
         alike = replace(
-            costs, forward_s=forward, backward_s=backward, transfer_s=free, reduction_s=reduction,
-            latency_s=latency, tied_s=0.0,
+            costs, forward_s=(forward,) * count, backward_s=(backward,) * count, transfer_s=free,
+            reduction_s=(reduction,) * count, latency_s=(latency_s,) * count, tied_s=0.0,
         )  # fmt: skip
         step_s = estimate(alike, uniform(costs.blocks, costs.stages)).step_s
         known[own] = 1 / max(step_s, 1e-30)
@@ -187,7 +188,11 @@ def improved(
         better = False
         for giver, taker in list(pairs_of(best))[:tries]:
             tries -= 1
-            if best[giver] > 1 and (seconds := seconds_of(moved := _moved(best, giver, taker))) < least * (1 - ROUNDING):
+            if best[giver] == 1:
+                continue
+            moved = _moved(best, giver, taker)
+            seconds = seconds_of(moved)
+            if seconds < least * (1 - ROUNDING):
                 least, best, better = seconds, moved, True
     return best
 

@@ -151,8 +151,8 @@ class SearchResult:
         sizes, remember = shape.sizes(), self.network.remember
         key = id(self.model), shape.micro_batch, shape.recompute
         model = remember((*key, shape.micro_batches, shape.zero), lambda: shape.model(self.model))
-        key = *key, shape.tensor, shape.context, shape.expert, shape.pipeline == 1
-        kinds = remember(key, lambda: kinds_of(model, sizes))
+        of_rank = *key, shape.tensor, shape.context, shape.expert, shape.pipeline == 1
+        kinds = remember(of_rank, lambda: kinds_of(model, sizes))
         return Prices(self.network, RankModel.of(model, sizes, kinds, shape.replicas), rules)
 
     def costs(self, candidate: Candidate, sharded: bool = True) -> StageCosts:

@@ -30,6 +30,7 @@ from multiprocessing import get_context
 from holmes_ext.plan.search.evaluate import Evaluator, Found, Item, Placed
 from holmes_ext.plan.search.result import EQUAL, Certificate, SearchResult
 from holmes_ext.plan.search.sketch import Sketch
+from holmes_ext.plan.search.space import Shape
 
 #: Seconds that one process works before another is started, and processes at most.
 ALONE_S, PROCESSES = 2.0, 2
@@ -47,7 +48,7 @@ Progress = Callable[[int, int, float, float], None]
 
 def search(
     result: SearchResult, seconds: float = inf, progress: Progress | None = None, rows: int = 10,
-    only: Sequence[object] = (), prove: bool = True,
+    only: Sequence[Shape] = (), prove: bool = True,
 ) -> SearchResult:
     """`result`, asked for and empty, with what is found in so many seconds. rows: shapes that a table shows; only:
     shapes to look at, instead of all; prove: whether to go on after the first look.

@@ -13,7 +13,9 @@ from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.placement.orders import launched
 from holmes_ext.plan.search.bound.shape import ShapeBound
+from holmes_ext.plan.search.bound.stages import Stages
 from holmes_ext.plan.search.evaluate import Evaluator
+from holmes_ext.plan.search.partition import Split
 from holmes_ext.plan.search.result import EQUAL, Candidate, Certificate, SearchResult
 from holmes_ext.plan.search.simulated import memory_of, passes, timed
 from holmes_ext.plan.search.space import Limits, Shape, shapes
@@ -118,7 +120,8 @@ class Sketch:
 
     def _sketch(self, shape: Shape) -> None:
         """The best placement of a shape by the closed form."""
-        result, found = self.result, []
+        result = self.result
+        found: list[tuple[float, int, Split, Stages]] = []
         for placement in self.evaluator.placements(shape)[0]:
             stages = self.evaluator.stages(shape, placement)
             split = self.evaluator.level(stages)
@@ -171,8 +174,8 @@ class Sketch:
 
 
 def simulate_first(result: SearchResult, count: int = COUNT) -> SearchResult:
-    """`result` with its fastest shapes simulated: those first, by their simulated step, and a certificate by the shapes'
-    bounds."""
+    """`result` with its fastest shapes simulated: those first, by their simulated step, and a certificate by the
+    shapes' bounds."""
     left, best, layers = WORK, inf, result.model.layers
     found: list[Candidate] = []
     rest: list[Candidate] = []

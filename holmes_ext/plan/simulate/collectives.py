@@ -22,7 +22,7 @@ from holmes_ext.plan.cost.network import Load, Network
 from holmes_ext.plan.cost.reductions.reduction import Reduction, Tag
 from holmes_ext.plan.cost.reductions.sharded import inside_clusters, owners
 from holmes_ext.plan.cost.reductions.tied import by_pairs, in_two_levels, twins
-from holmes_ext.plan.cost.reductions.two_levels import two_levels
+from holmes_ext.plan.cost.reductions.two_levels import TwoLevels, two_levels
 from holmes_ext.plan.placement.fold import Family, Fold
 from holmes_ext.plan.simulate.events import Op, Transfer
 from holmes_ext.plan.simulate.execution import Execution
@@ -205,8 +205,8 @@ class Collectives:
                     tag = ("weights", *of_layer, letter)
                     self._add_ring(own, ring.scaled(0.5), tag, [self.weights * size])
             if across is not None:
-                tag = ("across", stage, family.pipelines, layer)
-                self._add_ring(across, self._ring(across), tag, [size / inside[0].ranks])
+                owned = ("across", stage, family.pipelines, layer)
+                self._add_ring(across, self._ring(across), owned, [size / inside[0].ranks])
 
     def _of_cluster(self, family: Family) -> Family:
         """Only the pipelines whose ranks are there."""
@@ -224,7 +224,7 @@ class Collectives:
     def _add_tied(self) -> None:
         """By pairs, or in two levels where each of the two stages is on a cluster of its own."""
         fold, last = self.fold, self.fold.stages[-1]
-        both = {}
+        both: dict[int, tuple[TwoLevels, Family] | None] = {}
         if self.run.cut:
             for family in twins(fold):
                 how = self.run.direct, 0, self._inside_bps(family)

@@ -182,7 +182,8 @@ def _two_levels(
     if len(clusters) < 2 or not spread or not direct and len(set(ranks.values())) > 1:
         return None
     fabric = network.fabric(family.kinds)
-    inside = [network.fabric(part.kind for part in parts) for parts in clusters.values() if len(parts) > 1 or parts[0].nodes > 1]
+    several = (parts for parts in clusters.values() if sum(part.nodes for part in parts) > 1)
+    inside = {network.fabric(part.kind for part in parts) for parts in several}
     if fabric in inside and not network.wan:
         return None  # the ring sends no more over it
     share = SHARES[compress]
@@ -196,8 +197,8 @@ def _two_levels(
     made = []
     for route in routes[:1] if compress != "off" else routes:
         there, back = (_half(network, family, clusters, ranks, half, groups) for half in route.halves)
+        assert there.fabric is not None
         fabric = there.fabric
-        assert fabric is not None
 
         def way_s(pair: Pair) -> float:
             return sum(hop.latency_s for hop in network.wan.hops(*pair)) or fabric.latency_s  # noqa: B023

@@ -13,7 +13,6 @@ from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.reductions.two_levels import SHARES
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.search.space import Shape
-from holmes_ext.plan.sizes import Sizes
 
 
 class ShapeBound:
@@ -183,8 +182,8 @@ class ShapeBound:
 
 
 def best_links(network: Network) -> tuple[list[float], list[list[float]], float]:
-    """Bits/s of the links of the clusters' spanning tree of the best ones (Prim 1957), descending; for 1, 2, ... others,
-    into each cluster from so many over its best links, descending; seconds of the least latency."""
+    """Bits/s of the links of the clusters' spanning tree of the best ones (Prim 1957), descending; for 1, 2, ...
+    others, into each cluster from so many over its best links, descending; seconds of the least latency."""
     every = range(len(network.kinds))
     pairs = [(a, b) for a in every for b in every if a != b]
     clusters = [network.cluster(kind) for kind in every]

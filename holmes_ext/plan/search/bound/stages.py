@@ -7,22 +7,23 @@ the slowest one's messages are taken.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, floor, inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from holmes_ext.cluster.site import ETHERNET
 from holmes_ext.plan.cost.network import FREE, Load, Price
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.reductions.reduction import Reduction
-from holmes_ext.plan.cost.reductions.tied import twins
 from holmes_ext.plan.cost.reductions.two_levels import WORTH, TwoLevels, two_levels
 from holmes_ext.plan.cost.stages import Rows, StageCosts
-from holmes_ext.plan.placement.fold import Family, Fold
+from holmes_ext.plan.placement.fold import Family
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.simulate.execution import Execution
+
+T = TypeVar("T")
 
 
 class Message(NamedTuple):
@@ -120,14 +121,15 @@ class Stages:
                 break
         return total
 
-    def _remember(self, what: str, stage: int, low: int, make):  # type: ignore[no-untyped-def]
+    def _remember(self, what: str, stage: int, low: int, make: Callable[[int, int], T]) -> T:
         tied = self.placement.tied
         content = self.placement.parts[stage // tied], stage % tied
         ends = stage == 0, stage == self.count - 1
         key: Hashable = what, content, low, ends, self.run.two_level, self.run.reductions[stage : stage + 1]
         if key not in self.prices.known:
             self.prices.known[key] = make(stage, low)
-        return self.prices.known[key]
+        found: T = self.prices.known[key]
+        return found
 
     # ------------------------------------------------------------------- messages
 
