@@ -9,14 +9,15 @@ from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.buckets import bucket_bytes
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.cost.pipeline import quickest_in_flight, worth_hiding
-from holmes_ext.plan.cost.price import Prices, Sums
+from holmes_ext.plan.cost.pipeline import schedule
+from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.reductions.tied import twins
 from holmes_ext.plan.cost.reductions.two_levels import TwoLevels
+from holmes_ext.plan.cost.stage_sums import Sums
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.placement.fold import family_of
+from holmes_ext.plan.placement.families import family_of
 from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import Sizes, groups
@@ -169,10 +170,8 @@ class Decisions:
         forward = tuple(load.forward_s for load in plan.loads) or (work.forward_s,) * sizes.pipeline
         backward = tuple(load.backward_s for load in plan.loads) or (work.backward_s,) * sizes.pipeline
         seconds, sent = tuple(edge.seconds(size) for edge in edges), tuple(edge.byte_s * size for edge in edges)
-        if not worth_hiding([f + b for f, b in zip(forward, backward)], seconds):
-            return ()
         most = tuple(load.most for load in plan.loads)
-        return quickest_in_flight(forward, backward, seconds, work.micro_batches, sent, most)
+        return schedule(forward, backward, seconds, work.micro_batches, sent, most)
 
 
 def asked_in_flight(options: Options, stages: int, micro_batches: int) -> tuple[int, ...]:

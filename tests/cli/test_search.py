@@ -31,7 +31,7 @@ def test_table_and_explanation(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     status, said = holmes(capsys, *SEARCH)
     assert status == 0
-    for part in ("proven best within the model", "simulated: best", "where a step's seconds go", "computing", "x stock",
+    for part in ("proven best within the model", "where a step's seconds go", "computing", "x stock",
                  "megatron-lm:", "--output plan.json fixes"):
         assert part in said.out, part
 
@@ -52,7 +52,7 @@ def test_json_keeps_every_candidate_and_the_plan_loads(capsys, tmp_path):
     assert first["tokens_per_second"] == pytest.approx(16 * 16 / first["step_seconds"])
     assert first["step_seconds"] == first["simulated_seconds"] == found["certificate"]["step_seconds"]
     assert sum(found["where"]["holmes"].values()) == pytest.approx(first["step_seconds"])
-    assert found["closed_form"]["proven"] and found["plan"]["predicted"]["step_seconds"] == first["step_seconds"]
+    assert found["certificate"]["gap"] < 0.05 and found["plan"]["predicted"]["step_seconds"] == first["step_seconds"]
     plan = load_plan(tmp_path / "plan.json")
     assert plan.sizes.pipeline == first["pipeline"] and plan.sizes.tensor == first["tensor"]
     from holmes_ext.cluster.site import site_from_spec
@@ -213,9 +213,9 @@ def test_sizes_given_means_no_search(capsys):
 
 
 def test_ctrl_c_prints_the_best_so_far():
-    code = "import os, signal, sys\nfrom holmes_ext.plan.search import search\nreal = search._Run._work_out\n"
+    code = "import os, signal, sys\nfrom holmes_ext.plan.search.sketch import Sketch\nreal = Sketch._sketch\n"
     code += "def once(self, *given):\n    real(self, *given)\n    os.kill(os.getpid(), signal.SIGINT)\n"
-    code += "search._Run._work_out = once\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "Sketch._sketch = once\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += f"from holmes_ext.cli.main import main\nsys.exit(main({SEARCH!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240,
                           env={**os.environ, "COLUMNS": "160"})
@@ -301,7 +301,8 @@ def test_flags_of_torchtitan(capsys):
 
 
 def test_hybrid_shards_of_fsdp2_are_ranked_in_the_flags_and_in_the_table(capsys):
-    status, said = holmes(capsys, *across("fsdp2"))
+    fsdp2 = across("fsdp2")[:9]
+    status, said = holmes(capsys, *fsdp2, "--json")
     found = json.loads(said.out)
     hybrid, flat = (
         min((one for one in found["candidates"] if one["replicas"] == replicas), key=lambda one: one["step_seconds"])
@@ -311,5 +312,5 @@ def test_hybrid_shards_of_fsdp2_are_ranked_in_the_flags_and_in_the_table(capsys)
     assert hybrid["step_seconds"] < 0.7 * flat["step_seconds"]
     assert "--holmes-fsdp hybrid" in " ".join(found["launch"]["fsdp2"]["flags"])
     assert "(replicate 2, shard 4)" in found["launch"]["fsdp2"]["script"]
-    _, table = holmes(capsys, *across("fsdp2")[:-1])
+    _, table = holmes(capsys, *fsdp2)
     assert "hybrid" in table.out

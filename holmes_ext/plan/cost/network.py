@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.cluster.wan import Hop, Wan
 from holmes_ext.plan.cost.links import Curve, Link, Links
-from holmes_ext.plan.placement.fold import Edge, Family
+from holmes_ext.plan.placement.families import GroupFamily, StageEdge
 from holmes_ext.plan.placement.placement import Content, Placement
 from holmes_ext.plan.sizes import Sizes
 
@@ -191,7 +191,7 @@ class Network:
 
     # ------------------------------------------------------------------- loads
 
-    def ring(self, family: Family, groups: float = 0, inside_bps: float = 0.0) -> Load:
+    def ring(self, family: GroupFamily, groups: float = 0, inside_bps: float = 0.0) -> Load:
         """An all-reduce of each group of a family.
 
         groups: 0 as a simulation has it, whose other groups are loads of their own; else so many that cross at
@@ -202,7 +202,7 @@ class Network:
             return Load(inside_bps=inside_bps, volume=volume)
         return self.remember(("ring", family, groups), lambda: self._ring(family, groups, messages, volume))
 
-    def _ring(self, family: Family, groups: float, messages: int, volume: float) -> Load:
+    def _ring(self, family: GroupFamily, groups: float, messages: int, volume: float) -> Load:
         fabric, pairs = self.fabric(family.kinds), Counter(self.neighbours(family.ring))
         longer = [self.longer_s(fabric, pair) for pair, times in pairs.items() for _ in range(times)]
         longer += [0.0] * (family.ranks - len(longer))
@@ -215,7 +215,7 @@ class Network:
             senders=family.count * family.nodes,
         )
 
-    def in_turn(self, family: Family, every: bool, inside_bps: float = 0.0) -> Load:
+    def in_turn(self, family: GroupFamily, every: bool, inside_bps: float = 0.0) -> Load:
         """Bytes that each rank passes on in parts, one after the other: around a ring of the group (K and V of a
         context group), or from every rank to each other one (experts)."""
         if family.nodes == 1:
@@ -229,7 +229,7 @@ class Network:
             longer_s=messages * longer_s, across=self.across(family.kinds),
         )
 
-    def message(self, edge: Edge, inside_bps: float = 0.0, crossing: float = 0) -> Load:
+    def message(self, edge: StageEdge, inside_bps: float = 0.0, crossing: float = 0) -> Load:
         """From a stage to another. crossing: pipelines that cross at once, where they are not this kind's alone.
         """
         if edge.local:
@@ -242,7 +242,7 @@ class Network:
         return Load(nics, self.hops(fabric, flows), self.line(fabric), longer_s=longer_s, across=bool(flows),
                     senders=edge.count)
 
-    def pairwise(self, edge: Edge, inside_bps: float = 0.0) -> Load:
+    def pairwise(self, edge: StageEdge, inside_bps: float = 0.0) -> Load:
         """An all-reduce between two ranks on these nodes."""
         there, back = self.message(edge, inside_bps), self.message(edge.turned, inside_bps)
         if there.fabric is None:

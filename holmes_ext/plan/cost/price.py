@@ -10,156 +10,29 @@ smallest one does; its groups take as long as the slowest of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from math import inf
-from typing import Any, TypeVar
 
 from holmes_ext.cluster.site import ETHERNET
 from holmes_ext.plan.cost.network import FREE, Load, Network, Price
 from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.reductions.reduction import NONE, Reduction
-from holmes_ext.plan.cost.reductions.sharded import Sharded, inside_clusters, owners
+from holmes_ext.plan.cost.reductions.reduction import PricedReduction
 from holmes_ext.plan.cost.reductions.tied import by_pairs, in_two_levels, twins
-from holmes_ext.plan.cost.reductions.two_levels import TwoLevels, two_levels
+from holmes_ext.plan.cost.reductions.two_levels import TwoLevels
+from holmes_ext.plan.cost.stage_sums import Found, StageSums
 from holmes_ext.plan.cost.stages import Row, StageCosts
-from holmes_ext.plan.placement.fold import Family, Fold
+from holmes_ext.plan.placement.fold import Fold
 from holmes_ext.plan.placement.placement import Content, Placement
-from holmes_ext.plan.rules import FLAT, TWO_LEVEL, Rules
+from holmes_ext.plan.rules import Rules
 from holmes_ext.plan.sizes import INSIDE
 
-T = TypeVar("T")
-#: The fold of some stages, and their numbers there.
-Found = tuple[Fold, tuple[int, ...]]
 
-
-@dataclass(frozen=True)
-class Sums:
-    """How the groups of a family could sum their gradients."""
-
-    family: Family
-    flat: Reduction
-    #: None: they cannot.
-    both: TwoLevels | None
-    #: Groups that share what lies between clusters.
-    crossing: float
-
-
-class Prices:
+class Prices(StageSums):
     """Of one job on one network, for any placement of the same sizes."""
 
-    def __init__(self, network: Network, job: RankModel, rules: Rules = Rules()):
-        self.network, self.job, self.rules = network, job, rules
-        self.stock = network.only is not None
-        self.hide_edges = rules.hide_edges and not self.stock and rules.virtual == 1
-        self.known: dict[Hashable, Any] = {}
-        #: By kind of group.
-        self.groups: dict[str, Network] = dict.fromkeys(INSIDE, network)
-
-    # ------------------------------------------------------------------- what is alike
-
-    def _stages(self, placement: Placement, *stages: int) -> tuple[Hashable, Callable[[], Found]]:
-        """What tells these stages from others, and where they are found: among the nodes of their components."""
-        tied = placement.tied
-        components = sorted({stage // tied for stage in stages})
-        places = tuple(components.index(stage // tied) * tied + stage % tied for stage in stages)
-        key = tuple(placement.parts[index] for index in components), placement.sizes
-
-        def found() -> Found:
-            return self.network.remember(("fold", key), lambda: Fold(placement.alone(*components))), places
-
-        return (key, places), found
-
-    def fold(self, placement: Placement, *stages: int) -> Found:
-        """Where the groups of these stages, and the edges between them, are found; their numbers there."""
-        return self._stages(placement, *stages)[1]()
-
-    def remember(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
-        if (what, key) not in self.known:
-            self.known[what, key] = make()
-        found: T = self.known[what, key]
-        return found
-
-    # ------------------------------------------------------------------- reductions
-
-    def reductions(self, placement: Placement) -> list[Reduction]:
-        """Of each stage: the slowest of its groups."""
-        found = [self._reduction(placement, stage) for stage in range(placement.sizes.pipeline)]
-        names = {(one.name, len(content)) for one, content in zip(found, placement.stages)}
-        if self.rules.alike and len(names) > 1 and any(name == TWO_LEVEL for name, _ in names):
-            flat = Prices(self.network, self.job, replace(self.rules, reductions=(FLAT,)))
-            return flat.reductions(placement)
-        return found
-
-    def _reduction(self, placement: Placement, stage: int) -> Reduction:
-        key, _ = self._stages(placement, stage)
-        size = self.job.total_bytes / placement.sizes.pipeline
-
-        def slowest() -> Reduction:
-            every = self.sums(placement, stage)
-            across = [one for one in every if one.both is not None or self.network.across(one.family.kinds)]
-            twice = bool(across) and all(self._in_two_levels(one, size) for one in across)
-            chosen = [self._chosen(one, twice) for one in every]
-            return max(chosen, key=lambda one: one.seconds(size))
-
-        return self.remember("reduction", (key, self._together(placement, stage)), slowest)
-
-    def _in_two_levels(self, one: Sums, size: float) -> bool:
-        if one.both is None:
-            return False
-        return FLAT not in self.rules.reductions or one.both.seconds(size) < one.flat.seconds(size)
-
-    def _chosen(self, one: Sums, twice: bool) -> Reduction:
-        if one.family.ranks == 1:
-            return NONE
-        sharded = self._sharded(one) if self.rules.zero else None
-        if twice and one.both is not None:
-            if sharded is not None and self.rules.gathers:
-                return replace(one.both, gather=sharded.gather)
-            return one.both
-        return sharded or one.flat
-
-    def _together(self, placement: Placement, stage: int) -> int:
-        """Stages that hold the same nodes reduce at about the same time: they share what lies between clusters."""
-        return placement.stages.count(placement.stages[stage]) if self.network.wan else 1
-
-    def sums(self, placement: Placement, stage: int) -> list[Sums]:
-        """How the groups of a stage could sum: of each family."""
-        key, found = self._stages(placement, stage)
-        together = self._together(placement, stage)
-
-        def made() -> list[Sums]:
-            fold, (place,) = found()
-            families = fold.families(place)
-            crossing = together * sum(family.count for family in families)
-            return [self.sums_of(family, crossing, placement.sizes.pipeline) for family in families]
-
-        return self.remember("sums", (key, together), made)
-
-    def sums_of(self, family: Family, crossing: float, pipeline: int = 1) -> Sums:
-        """crossing: groups that share what lies between clusters."""
-        network, rules = self.groups["data"], self.rules
-        link, both = self.link_bps(family.kinds), None
-        load = network.ring(family, crossing, link)
-        if not self.stock and rules.zero < 2 and TWO_LEVEL in rules.reductions:
-            how = rules.direct, crossing, rules.compress, link
-            size = self.job.total_bytes / pipeline
-            both = two_levels(network, family, size, *how, chunk_bytes=rules.bucket_bytes)
-        return Sums(family, Reduction(load, FLAT if family.nodes > 1 else "local"), both, crossing)
-
-    def _sharded(self, one: Sums) -> Sharded:
-        known: dict[str, Any] = {"zero": self.rules.zero, "weights": self.job.weights}
-        parts = inside_clusters(self.network, one.family) if self.rules.hybrid else []
-        if not parts:
-            return Sharded(one.flat.load, one.flat.name, **known)
-        rings = [self.network.ring(part, one.crossing, self.link_bps(part.kinds)) for part in parts]
-        slowest = max(rings, key=lambda ring: ring.price.byte_s)
-        across = self.network.ring(owners(self.network, one.family), one.crossing)
-        return Sharded(slowest, "hybrid", **known, across=across, shards=parts[0].ranks)
-
-    # ------------------------------------------------------------------- stages and edges
-
-    def costs(self, placement: Placement, reductions: Sequence[Reduction] = (), sharded: bool = True) -> StageCosts:
+    def costs(
+        self, placement: Placement, reductions: Sequence[PricedReduction] = (), sharded: bool = True
+    ) -> StageCosts:
         """See the module. sharded: with what ZeRO 2 and 3 send in each micro-batch."""
         job, rules, contents = self.job, self.rules, placement.stages
         ways = list(reductions) or self.reductions(placement)
@@ -192,7 +65,7 @@ class Prices:
         memory = self.job.slowest(clusters).memory_bytes or inf
         return ", ".join(clusters), min(memory, self.rules.memory_bytes or inf)
 
-    def _layers(self, found: Found, way: Reduction, sharded: bool) -> tuple[Row, Row, Row]:
+    def _layers(self, found: Found, way: PricedReduction, sharded: bool) -> tuple[Row, Row, Row]:
         """By kind of layer: forward, backward, reduction but its latency."""
         fold, (stage,) = found
         job, content = self.job, fold.placement.stages[stage]
@@ -230,14 +103,6 @@ class Prices:
                 load = self.groups[kind].in_turn(family, kind == "expert", link)
             seconds.append(load.price.seconds(size))
         return max(seconds)
-
-    def link_bps(self, kinds: Iterable[int]) -> float:
-        """Between the GPUs of a node of these kinds."""
-        key = "link", frozenset(kinds)
-        if key not in self.known:
-            self.known[key] = self.job.slowest([self.network.cluster(kind) for kind in key[1]]).link_bps
-        found: float = self.known[key]
-        return found
 
     def edges(self, placement: Placement) -> list[Price]:
         """Of an activation, from each stage to the next."""
@@ -285,7 +150,7 @@ class Prices:
 
         return self.remember("tied", key, seconds)
 
-    def tied(self, fold: Fold) -> list[Reduction]:
+    def tied(self, fold: Fold) -> list[PricedReduction]:
         """Of each kind of pipeline: by pairs, or in two levels where that is faster."""
         size, found = self.job.tied_bytes, []
         for kind in range(len(fold.kinds)):
@@ -293,7 +158,7 @@ class Prices:
             found.append(both if both and both.seconds(size) < pairs.seconds(size) else pairs)
         return found
 
-    def tied_of(self, fold: Fold, kind: int, alone: bool) -> tuple[Reduction, TwoLevels | None]:
+    def tied_of(self, fold: Fold, kind: int, alone: bool) -> tuple[PricedReduction, TwoLevels | None]:
         """By pairs, and in two levels where that is possible; alone: the others being still."""
         kinds = fold.kind_on(kind, 0), fold.kind_on(kind, fold.stages[-1])
         pairs = by_pairs(self.network, fold, kind, self.link_bps(kinds))
@@ -348,7 +213,7 @@ def _cut(load: Load, link_bps: float, slices: int, share: float) -> Price:
 
 def price(
     network: Network, placement: Placement, job: RankModel, rules: Rules = Rules(),
-    reductions: Sequence[Reduction] = (),
+    reductions: Sequence[PricedReduction] = (),
 ) -> StageCosts:
     """What a partition of the job's layers over the placement's stages costs."""
     return Prices(network, job, rules).costs(placement, reductions)

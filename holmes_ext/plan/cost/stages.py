@@ -19,10 +19,9 @@ from holmes_ext.plan.cost.memory import under_way
 from holmes_ext.plan.cost.pipeline import (
     Estimate,
     formula_ends,
-    quickest_in_flight,
+    schedule,
     step_of,
     walked_ends,
-    worth_hiding,
 )
 from holmes_ext.plan.cost.workload import StageLoad
 
@@ -188,10 +187,8 @@ class StageCosts:
             return ()
         loads, ranges = self.loads(stage_layers), self.ranges(stage_layers)
         transfer = tuple(row[high - 1] for row, (_, high) in zip(self.transfer, ranges[:-1]))
-        if not worth_hiding([load.busy_s for load in loads], transfer):
-            return ()
         forward, backward, most = zip(*((load.forward_s, load.backward_s, load.most) for load in loads))
-        return quickest_in_flight(forward, backward, transfer, self.micro_batches, self.hidden, most)
+        return schedule(forward, backward, transfer, self.micro_batches, self.hidden, most)
 
     @property
     def tied_wait_s(self) -> float:

@@ -14,89 +14,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from math import gcd, lcm
 from typing import TypeVar
 
-from holmes_ext.plan.placement.placement import Content, Placement, joined
+from holmes_ext.plan.placement.families import GroupFamily, GroupPart, StageEdge
+from holmes_ext.plan.placement.placement import Placement, joined
 from holmes_ext.plan.sizes import AXES, KINDS, expert_grid
 
 Key = TypeVar("Key", bound=Hashable)
-
-
-@dataclass(frozen=True)
-class Part:
-    """Nodes of one class in a group."""
-
-    node: int
-    kind: int
-    #: In one group.
-    nodes: int
-    #: Ranks of one group on each node.
-    here: int
-    #: Groups of the family on each node.
-    groups: int
-    #: Groups of all families and stages on each node.
-    crowd: int
-
-
-@dataclass(frozen=True)
-class Family:
-    """Groups of one stage that are alike."""
-
-    stage: int
-    #: Of each group.
-    ranks: int
-    #: How many groups.
-    count: int
-    parts: tuple[Part, ...]
-    #: Kinds of pipelines whose ranks are in them.
-    pipelines: tuple[int, ...]
-    #: Nodes round a ring of all ranks, in runs of one kind.
-    ring: Content
-
-    @cached_property
-    def kinds(self) -> frozenset[int]:
-        return frozenset(part.kind for part in self.parts)
-
-    @cached_property
-    def nodes(self) -> int:
-        """Of one group."""
-        return sum(part.nodes for part in self.parts)
-
-    @property
-    def here(self) -> int:
-        """Ranks of a group on one node, at most."""
-        return max(part.here for part in self.parts)
-
-    @property
-    def crowd(self) -> int:
-        """Groups on one node, at most."""
-        return max(part.crowd for part in self.parts)
-
-
-@dataclass(frozen=True)
-class Edge:
-    """Messages from a stage to another of one kind of pipeline."""
-
-    #: Classes of the nodes, and their kinds.
-    sender: int
-    receiver: int
-    kinds: tuple[int, int]
-    #: How many leave a node, reach one, in all.
-    leaving: int
-    reaching: int
-    count: int
-    #: Inside one node.
-    local: bool = False
-
-    @property
-    def turned(self) -> Edge:
-        """The way back."""
-        one, two = self.kinds
-        return Edge(self.receiver, self.sender, (two, one), self.reaching, self.leaving, self.count, self.local)
 
 
 def numbered(looks: Mapping[Key, Hashable]) -> dict[Key, int]:
@@ -142,7 +70,7 @@ class Fold:
                 self._on.setdefault(slot, Counter())[self.kind_of[at], stage] += 1
         held = {slot: (self._kind_of_slot[slot], frozenset(on.items())) for slot, on in self._on.items()}
         self.node_of = numbered(held)
-        self._family: dict[tuple[int, str], tuple[Family, ...]] = {}
+        self._family: dict[tuple[int, str], tuple[GroupFamily, ...]] = {}
         self._apart: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
 
     def _positions(self) -> Iterable[tuple[int, int]]:
@@ -185,18 +113,18 @@ class Fold:
                 found += [first + more for first in firsts for more in range(self.times)]
         return tuple(sorted(found))
 
-    def edge(self, pipeline: int, stage: int, other: int) -> Edge:
+    def edge(self, pipeline: int, stage: int, other: int) -> StageEdge:
         """From `stage` to `other` of a kind of pipeline."""
         return self._edge(pipeline, stage, other, {pipeline})
 
-    def edges(self, stage: int, other: int, fabric: Callable[[Sequence[int]], Hashable]) -> list[Edge]:
+    def edges(self, stage: int, other: int, fabric: Callable[[Sequence[int]], Hashable]) -> list[StageEdge]:
         """Of each kind of pipeline, with all that leaves and reaches a node then. fabric: of two kinds of nodes."""
         every = range(len(self.kinds))
         on = {kind: fabric((self.kind_on(kind, stage), self.kind_on(kind, other))) for kind in every}
         together = {name: {kind for kind in every if on[kind] == name} for name in on.values()}
         return [self._edge(kind, stage, other, together[on[kind]]) for kind in every]
 
-    def _edge(self, pipeline: int, stage: int, other: int, together: Collection[int]) -> Edge:
+    def _edge(self, pipeline: int, stage: int, other: int, together: Collection[int]) -> StageEdge:
         """together: kinds of pipelines that are counted."""
         one, two = self.kinds[pipeline][stage], self.kinds[pipeline][other]
         kinds = self._kind_of_slot[one], self._kind_of_slot[two]
@@ -204,7 +132,7 @@ class Fold:
         reaching = sum(self._leaving(other, stage)[two, kind] for kind in together)
         leaving, reaching = (max(1, self.times * count) for count in (leaving, reaching))
         sender, receiver, count = self.node_of[one], self.node_of[two], self.count[pipeline]
-        return Edge(sender, receiver, kinds, leaving, reaching, count, local=one == two)
+        return StageEdge(sender, receiver, kinds, leaving, reaching, count, local=one == two)
 
     def _leaving(self, stage: int, other: int) -> Counter[tuple[int, int]]:
         """(slot, kind of pipeline) -> ranks of a stage whose next one is on another node."""
@@ -222,13 +150,13 @@ class Fold:
                 found.setdefault(slot, set()).add((stage, self._group[at]))
         return {self.node_of[slot]: len(groups) * self.times for slot, groups in found.items()}
 
-    def families(self, stage: int, kind: str = "data") -> tuple[Family, ...]:
+    def families(self, stage: int, kind: str = "data") -> tuple[GroupFamily, ...]:
         """Groups of a kind (sizes.py's KINDS) of a stage, those of one rank left out."""
         if (stage, kind) not in self._family:
             self._family[stage, kind] = tuple(self._families(stage, kind))
         return self._family[stage, kind]
 
-    def _families(self, stage: int, kind: str) -> Iterable[Family]:
+    def _families(self, stage: int, kind: str) -> Iterable[GroupFamily]:
         groups = self._groups(kind)
         slot_of = {at: slots[stage] for at, slots in self._slots.items()}
         on: dict[int, set[Hashable]] = {}
@@ -253,15 +181,15 @@ class Fold:
                 own = sum(name in on[slot] for name in names)
                 key = slot, ranks, own
                 parts[key] = parts.get(key, 0) + (like[slot] if whole else 1)
-            found: dict[Part, int] = {}
+            found: dict[GroupPart, int] = {}
             for (slot, ranks, own), nodes in parts.items():
                 node = self.node_of[slot]
                 crowd = groups_of * len(on[slot]) * self._stages_on(slot)
                 crowd = self.data_groups[node] if whole else crowd
-                part = Part(node, self._kind_of_slot[slot], 0, ranks_of * ranks, groups_of * own, crowd)
+                part = GroupPart(node, self._kind_of_slot[slot], 0, ranks_of * ranks, groups_of * own, crowd)
                 found[part] = found.get(part, 0) + nodes
             made = tuple(
-                Part(part.node, part.kind, nodes, part.here, part.groups, part.crowd)
+                GroupPart(part.node, part.kind, nodes, part.here, part.groups, part.crowd)
                 for part, nodes in found.items()
             )
             turns = [at for at, before in zip(members, (None, *members))
@@ -269,7 +197,7 @@ class Fold:
             ring = joined((self._kind_of_slot[slot_of[at]], like[slot_of[at]] if whole else 1) for at in turns)
             ranks = sum(part.nodes * part.here for part in made)
             pipelines = tuple(sorted({self.kind_of[at] for at in members}))
-            yield Family(stage, ranks, groups_of * count, made, pipelines, ring)
+            yield GroupFamily(stage, ranks, groups_of * count, made, pipelines, ring)
 
     def _stages_on(self, slot: int) -> int:
         return len({stage for _, stage in self._on[slot]})
@@ -333,14 +261,3 @@ def _expert_group(placement: Placement):  # type: ignore[no-untyped-def]
         return at // strides["tp"] % grid["tp"], at // strides["dp"] % grid["dp"]
 
     return name
-
-
-def family_of(placement: Placement, ranks: Sequence[int]) -> Family:
-    """A group of any ranks, as if the others of its nodes were in groups like it."""
-    kinds, here = placement.kinds(), Counter(rank // placement.processes for rank in ranks)
-    alike = Counter((kinds[slot], count) for slot, count in here.items())
-    parts = []
-    for number, ((kind, count), nodes) in enumerate(alike.items()):
-        together = max(1, placement.processes // count)
-        parts.append(Part(number, kind, nodes, count, together, together))
-    return Family(0, len(ranks), 1, tuple(parts), (), joined((kinds[slot], 1) for slot in here))

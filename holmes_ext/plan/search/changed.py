@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, permutations
+from math import inf
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.cluster.wan import Between
@@ -96,10 +97,20 @@ def what_if(result: SearchResult) -> list[tuple[str, float]]:
 def _least_s(result: SearchResult, changed: SearchResult) -> float:
     first = [one for one in result.candidates if one.simulated_s and not one.breadth_first][:SHAPES]
     again = [one for one in first if changed.network.names == result.network.names]
-    kept = [changed.candidate(one.shape, one.placement, one.split) for one in again]
     shapes = list(dict.fromkeys(one.shape for one in first))
     best = search(changed, rows=SHAPES, only=shapes, prove=False).best
-    return min([best.step_s, *(timed(changed, one).step_s for one in kept if one.fits)])
+    return min([best.step_s, *(_kept_s(changed, one) for one in again)])
+
+
+def _kept_s(changed: SearchResult, one: Candidate) -> float:
+    """Of a plan as it was, also with as many micro-batches in flight as it had; inf where it does not fit."""
+    again = changed.candidate(one.shape, one.placement, one.split)
+    if not again.fits:
+        return inf
+    step_s = timed(changed, again).step_s
+    if not one.in_flight:
+        return step_s
+    return min(step_s, folded_s(job_of(changed, again, in_flight=one.in_flight)))
 
 
 def _changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:

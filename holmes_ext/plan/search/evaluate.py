@@ -12,7 +12,7 @@ from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
 from holmes_ext.plan.placement.orders import Orders
 from holmes_ext.plan.placement.placement import Placement
-from holmes_ext.plan.search.bound.least import StepLowerBound
+from holmes_ext.plan.search.bound.chain import ChainBound
 from holmes_ext.plan.search.bound.stages import Stages
 from holmes_ext.plan.search.partition import Split, full_to_empty, improved
 from holmes_ext.plan.search.result import EQUAL, Candidate, SearchResult
@@ -29,7 +29,7 @@ TRIES = 1400
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedShape:
     """To be simulated: no step of it takes less than its bound. closer: whether that is of the chain of its stages;
     split: the one that it leaves, and its seconds walked pass by pass."""
 
@@ -40,7 +40,7 @@ class Placed:
     walked_s: float = 0.0
 
 
-Item = Shape | Placed
+Item = Shape | PlacedShape
 #: What became of an item: (bound, what is to be looked at), candidates, and the bound of what is left of it.
 Found = tuple[list[tuple[float, Item]], list[Candidate], float]
 
@@ -71,10 +71,10 @@ class Evaluator:
         costs = self.result.prices(shape).costs(placement)
         return Stages(self.result.prices(shape), placement, costs, execution_of(self.result, shape, (), ()))
 
-    def lower_bound(self, shape: Shape, placement: Placement, costs: StageCosts) -> StepLowerBound:
+    def lower_bound(self, shape: Shape, placement: Placement, costs: StageCosts) -> ChainBound:
         prices = self.result.prices(shape)
         names = [reduction.name for reduction in prices.reductions(placement)]
-        return StepLowerBound(prices, placement, costs, execution_of(self.result, shape, (), names))
+        return ChainBound(prices, placement, costs, execution_of(self.result, shape, (), names))
 
     def take_apart(self, shape: Shape, ideal: float, best: float) -> Found:
         every, complete = self.placements(shape)
@@ -83,10 +83,10 @@ class Evaluator:
             costs = self.result.prices(shape).costs(placement)
             bound = max(ideal, self.lower_bound(shape, placement, costs).seconds(best))
             if bound < best * (1 - EQUAL):
-                found.append((bound, Placed(shape, placement)))
+                found.append((bound, PlacedShape(shape, placement)))
         return found, [], inf if complete else ideal
 
-    def bound_closer(self, item: Placed, bound: float, best: float) -> Found:
+    def bound_closer(self, item: PlacedShape, bound: float, best: float) -> Found:
         costs = self.result.prices(item.shape).costs(item.placement)
         closer, split = self.lower_bound(item.shape, item.placement, costs).chained(bound, best)
         if not split:
@@ -94,7 +94,7 @@ class Evaluator:
         walked_s = predict(costs, split).step_s
         return [(closer, replace(item, closer=True, split=split, walked_s=walked_s))], [], inf
 
-    def simulate(self, item: Placed, bound: float, best: float) -> Found:
+    def simulate(self, item: PlacedShape, bound: float, best: float) -> Found:
         """Where a placement has one split only (no pipeline, or chunks) its simulation settles it; else its bound is
         left."""
         result, shape, placement = self.result, item.shape, item.placement

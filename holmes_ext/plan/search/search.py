@@ -27,7 +27,7 @@ from dataclasses import replace
 from math import inf
 from multiprocessing import get_context
 
-from holmes_ext.plan.search.evaluate import Evaluator, Found, Item, Placed
+from holmes_ext.plan.search.evaluate import Evaluator, Found, Item, PlacedShape
 from holmes_ext.plan.search.result import EQUAL, Certificate, SearchResult
 from holmes_ext.plan.search.sketch import Sketch
 from holmes_ext.plan.search.space import Shape
@@ -180,7 +180,7 @@ class _Proof:
     def _take(self, found: Found, early: bool) -> None:
         items, candidates, left_s = found
         for place, (bound, item) in enumerate(sorted(items, key=lambda one: one[0])):
-            if early and isinstance(item, Placed):
+            if early and isinstance(item, PlacedShape):
                 self._push_early(1 + item.closer, item.walked_s or place, bound, item)
             else:
                 self._push(bound, item)
@@ -189,7 +189,7 @@ class _Proof:
             known = self.candidates.get(one.key)
             if known is None or not known.simulated_s:
                 self.candidates[one.key] = one
-        again = any(isinstance(item, Placed) and item.closer for _, item in items)
+        again = any(isinstance(item, PlacedShape) and item.closer for _, item in items)
         self.done += not again
         best = min([self.best, *(one.simulated_s for one in candidates)])
         if best < self.best * (1 - GAIN):

@@ -37,11 +37,16 @@ def execution_of(
     )
 
 
-def job_of(result: SearchResult, candidate: Candidate, hide_edges: bool = True) -> JobStep:
-    """One step of `candidate`; hide_edges: as it is, or with the framework's own schedule."""
+def job_of(
+    result: SearchResult, candidate: Candidate, hide_edges: bool = True, in_flight: Sequence[int] = ()
+) -> JobStep:
+    """One step of `candidate`; hide_edges: as it is, or with the framework's own schedule; in_flight: instead of
+    as many micro-batches as the plan would have."""
     shape = candidate.shape
     costs, model = result.costs(candidate, sharded=False), shape.model(result.model)
-    held = costs.in_flight(candidate.split) if hide_edges and not candidate.breadth_first else ()
+    held = tuple(in_flight)
+    if not held and hide_edges and not candidate.breadth_first:
+        held = costs.in_flight(candidate.split)
     how = candidate.split, candidate.reductions, held, candidate.breadth_first
     run = execution_of(result, shape, *how)
     return JobStep(result.network, candidate.placement, model, run, costs)

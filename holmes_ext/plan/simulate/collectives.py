@@ -12,19 +12,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from holmes_ext.plan.cost.buckets import bucket_bytes, cut
 from holmes_ext.plan.cost.model import Layer, Model
 from holmes_ext.plan.cost.network import Load, Network
-from holmes_ext.plan.cost.reductions.reduction import Reduction, Tag
+from holmes_ext.plan.cost.reductions.reduction import PricedReduction, Tag
 from holmes_ext.plan.cost.reductions.sharded import inside_clusters, owners
 from holmes_ext.plan.cost.reductions.tied import by_pairs, in_two_levels, twins
 from holmes_ext.plan.cost.reductions.two_levels import TwoLevels, two_levels
-from holmes_ext.plan.placement.fold import Family, Fold
-from holmes_ext.plan.simulate.events import Op, Transfer
+from holmes_ext.plan.placement.families import GroupFamily
+from holmes_ext.plan.placement.fold import Fold
+from holmes_ext.plan.simulate.events import Transfer
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.transfers import TransferMaker
 from holmes_ext.plan.sizes import Sizes
@@ -34,8 +35,6 @@ from holmes_ext.plan.sizes import Sizes
 MOST_CHUNKS = 32
 #: (chunk, layer)
 Place = tuple[int, int]
-#: By layer.
-Operations = dict[int, list[Op]]
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def _leaving(buckets: Sequence[Sequence[Gradient]], after: Place | None) -> Leav
 
 
 class Collectives:
-    """transfers: of all of them. before, along, after, report: the operations of an actor's program."""
+    """transfers: of all of them."""
 
     def __init__(
         self, network: Network, fold: Fold, run: Execution, ranges: Sequence[tuple[int, int]],
@@ -98,8 +97,8 @@ class Collectives:
         #: What is posted to start a collective, where that is not itself.
         self.starts: dict[Tag, list[Hashable]] = {}
         #: By (kind of pipeline, stage).
-        self.groups: dict[tuple[int, int], Family] = {}
-        self.shards: dict[tuple[int, int], Family] = {}
+        self.groups: dict[tuple[int, int], GroupFamily] = {}
+        self.shards: dict[tuple[int, int], GroupFamily] = {}
         self.leaving: dict[tuple[int, int], list[Leaving]] = {}
         self.tied: dict[int, Tag] = {}
         for stage in fold.stages:
@@ -133,7 +132,7 @@ class Collectives:
                     found.append(Gradient((chunk, layer), size, (layer, number) in late))
         return found
 
-    def _add_family(self, family: Family) -> None:
+    def _add_family(self, family: GroupFamily) -> None:
         run, stage = self.run, family.stage
         gradients = self.gradients(stage)
         total = sum(gradient.size for gradient in gradients)
@@ -152,7 +151,7 @@ class Collectives:
             self._add_shards(family)
         for number, one in enumerate(every):
             tag = ("reduce", stage, family.pipelines, number)
-            reduction = both if both and not scatters else Reduction(ring)
+            reduction = both if both and not scatters else PricedReduction(ring)
             if scatters:
                 self._add_ring(family, ring.scaled(run.scatter), tag, one.sizes)
             else:
@@ -161,7 +160,7 @@ class Collectives:
                 sizes = [self.weights * size for size in one.sizes]
                 self._add_ring(family, ring.scaled(0.5), ("gather", *tag[1:]), sizes)
 
-    def _buckets(self, family: Family, gradients: Sequence[Gradient], chunk_bytes: float) -> list[Leaving]:
+    def _buckets(self, family: GroupFamily, gradients: Sequence[Gradient], chunk_bytes: float) -> list[Leaving]:
         run, total = self.run, sum(gradient.size for gradient in gradients)
         if not run.buckets_on(family.stage):
             places = dict.fromkeys(gradient.place for gradient in gradients)
@@ -172,7 +171,7 @@ class Collectives:
         return [one for own in chunks for one in leaving(own, *how)]
 
     def _add_reduction(
-        self, reduction: Reduction, tag: Tag, sizes: Sequence[float], parties: int, most: int
+        self, reduction: PricedReduction, tag: Tag, sizes: Sequence[float], parties: int, most: int
     ) -> None:
         chains = reduction.flows(sizes, tag, max(1, most))
         self.starts[tag] = [chain[0].tag for chain in chains]
@@ -180,14 +179,14 @@ class Collectives:
             for number, flow in enumerate(chain):
                 self.transfers[flow.tag] = self.maker.flow(flow, 1 if number else parties)
 
-    def _add_ring(self, family: Family, load: Load, tag: Tag, sizes: Sequence[float]) -> None:
+    def _add_ring(self, family: GroupFamily, load: Load, tag: Tag, sizes: Sequence[float]) -> None:
         links = self.network.links
         gather, scatter = links.host_gather, links.host_scatter
         host = {"gather": gather, "weights": gather, "scatter": scatter}.get(str(tag[0]), 1.0)
         made = self.maker.collective(load, sizes, len(family.pipelines), host)
         self.transfers[tag] = replace(made, channel=tag[:3])
 
-    def _add_shards(self, family: Family) -> None:
+    def _add_shards(self, family: GroupFamily) -> None:
         """What ZeRO 2 and 3 send for every layer, in each micro-batch."""
         run, stage = self.run, family.stage
         hybrid = inside_clusters(self.network, family) if run.replicas == "clusters" else []
@@ -208,23 +207,23 @@ class Collectives:
                 owned = ("across", stage, family.pipelines, layer)
                 self._add_ring(across, self._ring(across), owned, [size / inside[0].ranks])
 
-    def _of_cluster(self, family: Family) -> Family:
+    def _of_cluster(self, family: GroupFamily) -> GroupFamily:
         """Only the pipelines whose ranks are there."""
         fold, stage = self.fold, family.stage
         own = (kind for kind in family.pipelines if fold.kind_on(kind, stage) in family.kinds)
         return replace(family, pipelines=tuple(own))
 
-    def _ring(self, family: Family) -> Load:
+    def _ring(self, family: GroupFamily) -> Load:
         return self.network.ring(family, inside_bps=self._inside_bps(family))
 
-    def _inside_bps(self, family: Family) -> float:
+    def _inside_bps(self, family: GroupFamily) -> float:
         clusters = map(self.network.cluster, family.kinds)
         return min(self.model.gpu_of(cluster).link_bps for cluster in clusters)
 
     def _add_tied(self) -> None:
         """By pairs, or in two levels where each of the two stages is on a cluster of its own."""
         fold, last = self.fold, self.fold.stages[-1]
-        both: dict[int, tuple[TwoLevels, Family] | None] = {}
+        both: dict[int, tuple[TwoLevels, GroupFamily] | None] = {}
         if self.run.cut:
             for family in twins(fold):
                 how = self.run.direct, 0, self._inside_bps(family)
@@ -236,7 +235,7 @@ class Collectives:
             pair, found = by_pairs(self.network, fold, kind, link), both.get(kind)
             if found and found[0].seconds(self.tied_bytes) < pair.seconds(self.tied_bytes):
                 tag, parties = ("tied", 0, found[1].pipelines, 0), 2 * len(found[1].pipelines)
-                reduction: Reduction = found[0]
+                reduction: PricedReduction = found[0]
             else:
                 tag, parties, reduction = ("tied", 0, (kind,), 0), 2, pair
             if tag not in self.transfers:
@@ -259,7 +258,7 @@ class Collectives:
         seconds = 2 * (sum(each) - min(each)) + max(hop.latency_s for hop in hops)
         return Transfer(count, seconds, across=any(hop.across for hop in hops))
 
-    def _number_summed(self, family: Family, ring: Load) -> Transfer:
+    def _number_summed(self, family: GroupFamily, ring: Load) -> Transfer:
         """All-reduce of one number over gloo's ring (gloo/allreduce.cc): from the last rank down to the first, and
         from there down to the second; the last one hears first that the one below it waits."""
         if ring.fabric is None:
@@ -271,106 +270,6 @@ class Collectives:
         longer_s = 2 * sum(ways) - sum(ways[-2:]) + ways[0]
         made = self.maker.collective(replace(ring, longer_s=longer_s), [4.0], len(family.pipelines))
         return replace(made, bits=0.0, uses=())
-
-    # ------------------------------------------------------------------- when
-
-    def _post(self, tag: Tag) -> list[Op]:
-        return [("post", name) for name in self.starts.get(tag, [tag])]
-
-    def before(self, kind: int, stage: int) -> list[Op]:
-        """At the step's start: the last step's weights begin to be gathered, in the order of the forward pass."""
-        tags = reversed(self._tags(kind, stage, "gather")) if self.late_gather else ()
-        return [op for tag in tags for op in self._post(tag)]
-
-    def along(
-        self, kind: int, stage: int, chunk: int, letter: str, micro_batch: int, final: bool
-    ) -> tuple[Operations, Operations]:
-        """For one pass, by layer: operations before it (gathered weights are awaited), operations after it (buckets
-        leave)."""
-        needs: Operations = {}
-        launches: Operations = {}
-        if self.run.zero > 1 and (kind, stage) in self.groups:
-            return self._along_shards(kind, stage, letter, micro_batch)
-        if not final and not (self.late_gather and letter == "F" and micro_batch == 0):
-            return needs, launches
-        for number, one in enumerate(self.leaving.get((kind, stage), [])):
-            own = [layer for part, layer in one.places if part == chunk]
-            if own and letter == "F":
-                gathered = self._tag(kind, stage, "gather", number)
-                needs.setdefault(min(own), []).append(("wait", gathered, "gather", 0))
-            if final and one.after and one.after[0] == chunk:
-                launches[one.after[1]] = self._post(self._tag(kind, stage, "reduce", number))
-        return needs, launches
-
-    def _along_shards(
-        self, kind: int, stage: int, letter: str, micro_batch: int
-    ) -> tuple[Operations, Operations]:
-        """Of ZeRO 2 and 3: each layer's weights before it, its gradients after it, and both awaited."""
-        needs: Operations = {}
-        launches: Operations = {}
-        own, whole = self.shards[kind, stage], self.groups[kind, stage]
-        for layer in range(*self.ranges[stage]):
-            of_layer = (stage, own.pipelines, layer)
-            if self.run.zero == 3:
-                weights = (("weights", *of_layer, letter), micro_batch)
-                needs[layer] = [("post", weights), ("wait", weights, "gather", micro_batch)]
-            if letter == "B":
-                tags = [("scatter", *of_layer), ("across", stage, whole.pipelines, layer)]
-                each = [(tag, micro_batch) for tag in tags if tag in self.transfers]
-                launches[layer] = [
-                    op for tag in each for op in (("post", tag), ("wait", tag, "reduce", micro_batch))
-                ]
-        return needs, launches
-
-    def after(self, kind: int, stage: int) -> Iterator[Op]:
-        """After the last pass: what is left of the reductions, the optimizer, the gather."""
-        steps = [self._reduce(kind, stage), self._tie(kind, stage)]
-        for ops in reversed(steps) if self.run.engine.tied_first else steps:
-            yield from ops
-        if ("norm", kind) in self.transfers:
-            yield from (("post", ("norm", kind)), ("wait", ("norm", kind), "reduce", -1))
-        owners_of = (self.shards or self.groups) if self.run.zero else {}
-        share = owners_of[kind, stage].ranks if (kind, stage) in owners_of else 1
-        ranges = self.ranges[stage :: self.stages]
-        own = sum(self.parameters[layer] for low_high in ranges for layer in range(*low_high))
-        yield ("software", "optimizer", self.run.parameter_s * own / share, -1, 0)
-        if self.run.zero in (1, 2) and not self.late_gather:
-            for tag in self._tags(kind, stage, "gather"):
-                yield from (("post", tag), ("wait", tag, "gather", -1))
-
-    def report(self, kind: int, stage: int) -> Iterator[Op]:
-        """The loss, and what the script sums: the end of all."""
-        yield from self._loss(kind, stage)
-        for number in range(self.run.sums if (kind, stage) in self.groups else 0):
-            tag = self._tag(kind, stage, "sum", number)
-            yield from (("post", tag), ("wait", tag, "reduce", -1))
-
-    def _loss(self, kind: int, stage: int) -> list[Op]:
-        last = self.stages - 1
-        if stage < last and ("loss", kind, stage) in self.transfers:
-            return [("post", ("loss", kind, stage), True), ("wait", ("loss", kind, stage), "send", -1)]
-        tags = [("loss", kind, other) for other in range(last) if ("loss", kind, other) in self.transfers]
-        posts: list[Op] = [("post", tag) for tag in tags]
-        return [*posts, *(("wait", tag, "send", -1, True) for tag in tags)]
-
-    def _reduce(self, kind: int, stage: int) -> list[Op]:
-        tags = self._tags(kind, stage, "reduce") if self.run.zero < 2 else []
-        every = zip(tags, self.leaving.get((kind, stage), []))
-        late = [tag for tag, one in every if one.after is None]
-        posts = [op for tag in late for op in self._post(tag)]
-        return posts + [("wait", tag, "reduce", -1) for tag in tags]
-
-    def _tie(self, kind: int, stage: int) -> list[Op]:
-        if kind not in self.tied or stage not in (0, self.stages - 1):
-            return []
-        return [*self._post(self.tied[kind]), ("wait", self.tied[kind], "reduce", -1)]
-
-    def _tag(self, kind: int, stage: int, what: str, number: int) -> Tag:
-        return (what, stage, self.groups[kind, stage].pipelines, number)
-
-    def _tags(self, kind: int, stage: int, what: str) -> list[Tag]:
-        numbers = range(len(self.leaving.get((kind, stage), [])))
-        return [self._tag(kind, stage, what, number) for number in numbers]
 
 
 def _reduced(model: Model, layer: Layer, sizes: Sizes) -> list[float]:

@@ -26,7 +26,7 @@ from holmes_ext.plan.cost.rank_model import RankModel, narrowed
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.placement.fold import Fold
 from holmes_ext.plan.placement.placement import Placement
-from holmes_ext.plan.simulate.collectives import Collectives, Operations
+from holmes_ext.plan.simulate.collective_ops import CollectiveOps, Operations
 from holmes_ext.plan.simulate.events import Op, Simulation, Span, Transfer, Transfers
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.schedules import schedule
@@ -109,7 +109,7 @@ class JobStep:
         maker = TransferMaker(network, run.message_s)
         blocks = _blocks(run.stage_layers, costs.blocks, sizes.pipeline * run.virtual)
         self.ranges = costs.ranges(blocks)
-        self.collectives = Collectives(network, self.fold, run, self.ranges, layers, model, maker)
+        self.collectives = CollectiveOps(network, self.fold, run, self.ranges, layers, model, maker)
         messages = self._messages(maker, layers[0].activation_bytes)
         self.templates = {**messages, **self.collectives.transfers}
         kinds = range(len(self.fold.kinds))

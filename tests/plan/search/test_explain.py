@@ -54,7 +54,7 @@ def test_a_stage_that_memory_keeps_thin():
 def test_a_slow_edge_keeps_the_stages_beside_it_thin():
     """Two stages in each cluster, Ethernet between the second and the third; without sequence parallelism the whole
     activation crosses."""
-    site = clusters.site("a ib 100Gb/s a[0-3]", "b roce 100Gb/s b[0-3]", ethernet="1Gb/s", processes=2)
+    site = clusters.site("a ib 100Gb/s a[0-3]", "b roce 100Gb/s b[0-3]", ethernet="0.5Gb/s", processes=2)
     only = Limits({**PIPELINE.allowed, "pipeline": (4,), "tensor": (2,)})
     outcome = found(replace(MODEL, layers=24, sequence=2048), only, site, hide_edges=False)
     said = " ".join(thin_stages(outcome, outcome.best))

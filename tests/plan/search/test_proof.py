@@ -11,7 +11,7 @@ from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.rules import Rules
 from holmes_ext.plan.search import search as searching
-from holmes_ext.plan.search.evaluate import Evaluator, Placed
+from holmes_ext.plan.search.evaluate import Evaluator, PlacedShape
 from holmes_ext.plan.search.result import SearchResult
 from holmes_ext.plan.search.search import proven, search
 from holmes_ext.plan.search.simulated import job_of
@@ -66,7 +66,7 @@ def test_what_is_akin_to_the_best_comes_first(monkeypatch):
     first = ranked()
     assert first.best.shape.pipeline > 1 and first.best.shape.virtual == 1
     prove(first)
-    arranged = [isinstance(item, Placed) for item in seen]
+    arranged = [isinstance(item, PlacedShape) for item in seen]
     begun = arranged.index(True)
     assert {item.recompute for item in seen[:begun]} == {"none"} and first.best.shape in seen[:begun]
     early = seen[begun : 1 + next(at for at, item in enumerate(seen) if arranged[at] and item.closer)]

@@ -115,7 +115,7 @@ def test_the_slower_level_is_always_busy(recorded, as_buckets):
     took = seconds(recorded.log, COST)
     assert took == pytest.approx(count * max(INSIDE_S, ACROSS_S) + INSIDE_S)
     # what the plan says: the slower level, and one chunk on the faster
-    inside, across = 8 * 4096 / INSIDE_S, 8 * 4096 / ACROSS_S
+    inside, across = 8 * 4096 / INSIDE_S, 8 * 4096 / ACROSS_S / 2
     both = planned(["a", "b"], 2, inside, across, bucket_bytes=4096)
     assert both.seconds(4096 * count) == pytest.approx(took)
 

@@ -33,7 +33,7 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Reduction:
+class PricedReduction:
     """A reduction by one ring over all ranks of a group, which others refine. name: in tables."""
 
     load: Load = Load()
@@ -65,4 +65,4 @@ class Reduction:
 
 
 #: Where there is nothing to sum.
-NONE = Reduction(name="none")
+NONE = PricedReduction(name="none")

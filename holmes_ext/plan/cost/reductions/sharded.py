@@ -13,12 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from holmes_ext.plan.cost.network import FREE, Load, Network, Price
-from holmes_ext.plan.cost.reductions.reduction import Reduction
-from holmes_ext.plan.placement.fold import Family, Part
+from holmes_ext.plan.cost.reductions.reduction import PricedReduction
+from holmes_ext.plan.placement.families import GroupFamily, GroupPart
 
 
 @dataclass(frozen=True)
-class Sharded(Reduction):
+class Sharded(PricedReduction):
     """load: of an all-reduce among the ranks that share."""
 
     zero: int = 1
@@ -62,9 +62,9 @@ class Sharded(Reduction):
         return gathered + (self.scatter if self.zero > 1 else FREE)
 
 
-def inside_clusters(network: Network, family: Family) -> list[Family]:
+def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
     """The parts of such groups that lie in one cluster each; [] where they are not equal, or there is one."""
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[GroupPart]] = {}
     for part in family.parts:
         parts.setdefault(network.cluster(part.kind), []).append(part)
     ranks = {sum(part.nodes * part.here for part in own) for own in parts.values()}
@@ -77,10 +77,10 @@ def inside_clusters(network: Network, family: Family) -> list[Family]:
     ]
 
 
-def owners(network: Network, family: Family) -> Family:
+def owners(network: Network, family: GroupFamily) -> GroupFamily:
     """Of the same groups those of one shard: a rank of each cluster; a node has as many as ranks of the others.
     """
-    first: dict[str, Part] = {}
+    first: dict[str, GroupPart] = {}
     for part in family.parts:
         first.setdefault(network.cluster(part.kind), part)
     parts = tuple(

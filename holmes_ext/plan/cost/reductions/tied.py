@@ -10,29 +10,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.cost.reductions.reduction import Reduction
+from holmes_ext.plan.cost.reductions.reduction import PricedReduction
 from holmes_ext.plan.cost.reductions.two_levels import TwoLevels, two_levels
-from holmes_ext.plan.placement.fold import Family, Fold
+from holmes_ext.plan.placement.families import GroupFamily
+from holmes_ext.plan.placement.fold import Fold
 from holmes_ext.plan.sizes import Sizes, groups
 
 
-def twins(fold: Fold) -> Iterator[Family]:
+def twins(fold: Fold) -> Iterator[GroupFamily]:
     """Groups of the first and the last stage that hold the same part of such a weight, as one family each."""
     last = {own.pipelines: own for own in fold.families(fold.stages[-1])}
     for first in fold.families(0):
         if (other := last.get(first.pipelines)) is not None:
             parts, ring = first.parts + other.parts, first.ring + other.ring
-            yield Family(0, first.ranks + other.ranks, first.count, parts, first.pipelines, ring)
+            yield GroupFamily(0, first.ranks + other.ranks, first.count, parts, first.pipelines, ring)
 
 
-def by_pairs(network: Network, fold: Fold, pipeline: int, inside_bps: float = 0.0) -> Reduction:
+def by_pairs(network: Network, fold: Fold, pipeline: int, inside_bps: float = 0.0) -> PricedReduction:
     """Of one kind of pipeline."""
     edge = fold.edge(pipeline, 0, fold.stages[-1])
-    return Reduction(network.pairwise(edge, inside_bps), "pairs")
+    return PricedReduction(network.pairwise(edge, inside_bps), "pairs")
 
 
 def in_two_levels(
-    network: Network, both: Family, size: float, direct: bool, groups: float, inside_bps: float = 0.0
+    network: Network, both: GroupFamily, size: float, direct: bool, groups: float, inside_bps: float = 0.0
 ) -> TwoLevels | None:
     """None where a stage lies on several clusters, both lie on one, or a stage has one rank."""
     clusters = {network.cluster(part.kind) for part in both.parts}

@@ -17,8 +17,8 @@ from math import ceil
 
 from holmes_ext.plan.cost.across import Across, ways_across
 from holmes_ext.plan.cost.network import FREE, Load, Network, Pair, Price
-from holmes_ext.plan.cost.reductions.reduction import Flow, Reduction, Tag
-from holmes_ext.plan.placement.fold import Family, Part
+from holmes_ext.plan.cost.reductions.reduction import Flow, PricedReduction, Tag
+from holmes_ext.plan.placement.families import GroupFamily, GroupPart
 
 #: Bytes of a chunk for each rank of the smallest cluster: what its Ethernet NIC carries at a time.
 CHUNK_SHARE_BYTES = 512 * 2**10
@@ -47,7 +47,7 @@ def chunks_of(size: float, chunk_bytes: float) -> int:
 
 
 @dataclass(frozen=True)
-class TwoLevels(Reduction):
+class TwoLevels(PricedReduction):
     """insides: of each cluster, one of the two steps there; there, back: across."""
 
     name: str = "two-level"
@@ -147,7 +147,7 @@ class TwoLevels(Reduction):
                 found = max(found, ceil(STREAM_SHARE * wanted / link.stream_bps))
         return min(found, MOST_STREAMS)
 
-    def faster_from(self, flat: Reduction) -> int | None:
+    def faster_from(self, flat: PricedReduction) -> int | None:
         """The least bytes of a sum for which this is faster than `flat`; None: it is not, however large it is."""
         sums = [2**power for power in range(10, 31)]
         slower = [size for size in sums if self.seconds(size) >= flat.seconds(size)]
@@ -157,7 +157,7 @@ class TwoLevels(Reduction):
 
 
 def two_levels(
-    network: Network, family: Family, size: float, direct: bool, groups: float = 0, compress: str = "off",
+    network: Network, family: GroupFamily, size: float, direct: bool, groups: float = 0, compress: str = "off",
     inside_bps: float = 0.0, spread: bool = True, chunk_bytes: int = 0,
 ) -> TwoLevels | None:
     """Of the groups of a family, by the fastest route for a sum of `size` bytes; None where they cannot.
@@ -171,10 +171,10 @@ def two_levels(
 
 
 def _two_levels(
-    network: Network, size: float, family: Family, direct: bool, groups: float, compress: str, inside_bps: float,
+    network: Network, size: float, family: GroupFamily, direct: bool, groups: float, compress: str, inside_bps: float,
     spread: bool, given_bytes: int,
 ) -> TwoLevels | None:
-    clusters: dict[str, list[Part]] = {}
+    clusters: dict[str, list[GroupPart]] = {}
     for part in family.parts:
         clusters.setdefault(network.cluster(part.kind), []).append(part)
     ranks = {name: sum(part.nodes * part.here for part in parts) for name, parts in clusters.items()}
@@ -221,12 +221,12 @@ def _nccl_route(network: Network, names: tuple[str, ...]) -> tuple[Across, ...]:
     return (Across("ring" if network.wan else "direct", names),)
 
 
-def _senders(part: Part, groups: float) -> float:
+def _senders(part: GroupPart, groups: float) -> float:
     return part.here * (part.crowd if groups else part.groups)
 
 
 def _inside(
-    network: Network, family: Family, parts: Sequence[Part], ranks: int, direct: bool, groups: float,
+    network: Network, family: GroupFamily, parts: Sequence[GroupPart], ranks: int, direct: bool, groups: float,
     inside_bps: float,
 ) -> Load:
     """One step among the ranks of a cluster."""
@@ -244,7 +244,7 @@ def _inside(
 
 
 def _half(
-    network: Network, family: Family, clusters: Mapping[str, Sequence[Part]], ranks: Mapping[str, int],
+    network: Network, family: GroupFamily, clusters: Mapping[str, Sequence[GroupPart]], ranks: Mapping[str, int],
     volumes: Mapping[Pair, float], groups: float,
 ) -> Load:
     """The way across, there or back; volumes: bytes from cluster to cluster, for each byte summed."""

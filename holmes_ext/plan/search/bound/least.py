@@ -41,10 +41,8 @@ from holmes_ext.plan.search.bound.chunks import interleaved_s
 from holmes_ext.plan.search.bound.stages import Stages
 from holmes_ext.plan.simulate.execution import Execution
 
-#: The bounds are found up to these fractions: of each stage alone.
+#: The bound is found up to this fraction.
 CLOSE = 1e-2
-#: Of the chain of stages.
-NEAR = 2e-4
 #: Steps of the longest optimizer and gather that are looked at one by one: this part of a step, and ten times as much
 #: of its own.
 APART = 0.01
@@ -264,74 +262,6 @@ class StepLowerBound(Stages):
             layers = max(1, most[stage] - spare // self.count)
             begun.append(self._work(most, stage) + fixed + max(0.0, each) * layers)
         return min(begun) + total * min(self.after[stage].reduce[0] for stage in stages) <= step_s
-
-    def chained(self, low: float, known: float) -> tuple[float, tuple[int, ...]]:
-        """As seconds, between `low` and `known`, with the stages' last backwards one after the other; and a split for
-        which no more is known. (`known`, ()) where none is below that."""
-        found = self._chain(known)
-        if not found:
-            return known, ()
-        while known - low > NEAR * low:
-            middle = (low + known) / 2
-            if split := self._chain(middle):
-                found, known = split, middle
-            else:
-                low = middle
-        return low, found
-
-    def _chain(self, step_s: float) -> tuple[int, ...]:
-        """A split that could take no longer; () where there is none."""
-        return next(filter(None, (self._chain_of(step_s, *level) for level in self.levels)), ())
-
-    def _chain_of(self, step_s: float, rest_s: float, limit_s: float) -> tuple[int, ...]:
-        """The same within one of _levels. From the last stage up, for each number of layers that the stages below hold,
-        the least moment at which the last backward of a stage can end: after its own passes, or that of the next stage
-        and the edge between, or once that one's NIC has sent all."""
-        if (most := self._room(step_s, rest_s, limit_s)) is None:
-            return ()
-        ends, choices, over = {0: 0.0}, [], sum(most)
-        for stage in reversed(range(self.count)):
-            over -= most[stage]
-            found = self._chain_stage(stage, most[stage], ends, over, step_s, rest_s)
-            ends = {below: moment for below, (moment, _, _) in found.items()}
-            choices.append(found)
-        below, split = self.layers, []
-        for found in reversed(choices):
-            if below not in found:
-                return ()
-            _, layers, below = found[below]
-            split.append(layers)
-        return tuple(split)
-
-    def _chain_stage(
-        self, stage: int, most: int, ends: dict[int, float], over: int, step_s: float, rest_s: float
-    ) -> dict[int, tuple[float, int, int]]:
-        """Layers of this stage and those below -> (least moment, layers here, layers below). over: that the stages
-        above can hold."""
-        f, b, extra_b = self.forward[stage], self.backward[stage], self.extra_backward[stage]
-        last = stage == self.count - 1
-        edge = 0.0 if last else self.edges[stage]
-        slope = self.more_down[stage] if stage else 0.0
-        fixed, sent = self.down[stage] + self.there[stage], self.m * self.sent[stage]
-        down = fixed + self.extra_forward[stage] + sent - (self.edges[stage - 1] if stage else 0.0)
-        passes = [self._passes(stage, layers) for layers in range(most + 1)]
-        after = [self._left(stage, layers, rest_s) for layers in range(most + 1)]
-        found: dict[int, tuple[float, int, int]] = {}
-        for held, end in ends.items():
-            room, spare = self.layers - held, held - (self.count - 1 - stage)
-            below = self.below[stage] + (spare * self.more_below[stage] if spare else 0.0)
-            for n in range(max(1, room - over), min(most, room - stage) + 1):
-                alone, once, rounds_s, rounds = passes[n]
-                more = slope * (room - n - stage)
-                moment = max(alone + below, once + 2 * below, rounds_s + (rounds + 1) * below) + fixed + more
-                if not last:
-                    moment = max(moment, end + edge + b * n + extra_b)
-                if moment + after[n] <= step_s:
-                    if sent:  # its NIC is done, an edge before
-                        moment = max(moment, down + f * n + more)
-                    if held + n not in found or moment < found[held + n][0]:
-                        found[held + n] = moment, n, held
-        return found
 
 
 def _below(limit_s: float, rest: tuple[float, float], most: int) -> int:

@@ -16,10 +16,10 @@ from typing import NamedTuple, TypeVar
 from holmes_ext.cluster.site import ETHERNET
 from holmes_ext.plan.cost.network import FREE, Load, Price
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.reductions.reduction import Reduction
+from holmes_ext.plan.cost.reductions.reduction import PricedReduction
 from holmes_ext.plan.cost.reductions.two_levels import WORTH, TwoLevels, two_levels
 from holmes_ext.plan.cost.stages import Rows, StageCosts
-from holmes_ext.plan.placement.fold import Family
+from holmes_ext.plan.placement.families import GroupFamily
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.simulate.execution import Execution
 
@@ -178,7 +178,7 @@ class Stages:
     def _after(self, stage: int, low: int) -> After:
         prices, run = self.prices, self.run
         job, reduction, family = prices.job, *self._reduction(stage, low)
-        ring = Reduction(prices.network.ring(family, 0, prices.link_bps(family.kinds))).load.price
+        ring = PricedReduction(prices.network.ring(family, 0, prices.link_bps(family.kinds))).load.price
         half = ring.scaled(0.5)
         gather = Price(job.weights * half.byte_s, half.latency_s) if run.zero in (1, 2) else FREE
         if run.zero == 1 and run.gather_overlap:
@@ -206,28 +206,28 @@ class Stages:
         once, rest = split(bytes_s, reduce.latency_s), split(seconds, gather.latency_s)
         return After(once, rest, run.buckets_on(stage), shared)
 
-    def _reduction(self, stage: int, low: int) -> tuple[Reduction, Family]:
+    def _reduction(self, stage: int, low: int) -> tuple[PricedReduction, GroupFamily]:
         """Of the family that a column is in, as it is simulated."""
         prices, run = self.prices, self.run
         fold, (place,) = prices.fold(self.placement, stage)
         kind = fold.kind_at(low)
         family = next(own for own in fold.families(place) if kind in own.pipelines)
         if family.ranks == 1:
-            return Reduction(), family
+            return PricedReduction(), family
         if run.in_two_levels(stage):
             size = prices.job.total_bytes / self.count
             link = prices.link_bps(family.kinds)
             made = two_levels(prices.network, family, size, run.direct, 0, run.compress, link)
             if made is not None:
                 return made, family
-        return Reduction(prices.network.ring(family, 0, prices.link_bps(family.kinds))), family
+        return PricedReduction(prices.network.ring(family, 0, prices.link_bps(family.kinds))), family
 
     def _kind(self, stage: int, low: int) -> int:
         """Of the node."""
         fold, (place,) = self.prices.fold(self.placement, stage)
         return fold.kind_on(fold.kind_at(low), place)
 
-    def _shared(self, reduction: Reduction, fold_kind: int) -> float:
+    def _shared(self, reduction: PricedReduction, fold_kind: int) -> float:
         """Seconds a byte of the reduction on the NIC that carries activations inside a kind's cluster."""
         own = self.prices.network.fabric([fold_kind]).name
         loads = reduction.insides if isinstance(reduction, TwoLevels) else (reduction.load,)
