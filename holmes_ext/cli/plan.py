@@ -201,8 +201,9 @@ def _show(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:
     screen.table(columns, rows, _title(plan, plan.sizes))
     for straddle in plan.straddling:
         which = f"{straddle.kind} group{'s straddle' if straddle.groups > 1 else ' straddles'}"
-        text = f"! {straddle.groups} {which} (one has {', '.join(straddle.example)})"
-        screen.line(f"{text}: on {straddle.fabric}, costs {straddle.seconds:.3g} s a step", "yellow")
+        text = f"! {straddle.groups} {which} (one has {', '.join(straddle.example)}): on {straddle.fabric}"
+        costs = f"costs {straddle.seconds:.3g} s a step" if straddle.seconds else "no slower than inside clusters"
+        screen.line(f"{text}, {costs}", "yellow")
     if not plan.straddling:
         screen.line("no data-, tensor-, context- or expert-parallel group leaves its fabric", "green")
     if (slices := max((edge.slices for edge in plan.traffic_of().edges), default=1)) > 1:
