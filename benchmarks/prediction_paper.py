@@ -29,8 +29,8 @@ from harness import Row
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab.samples import examples
-from holmes_ext.patches.deepspeed.traits import DEEPSPEED
-from holmes_ext.patches.megatron.traits import MEGATRON
+from holmes_ext.patches.deepspeed.features import DEEPSPEED
+from holmes_ext.patches.megatron.features import MEGATRON
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import load_model, on_clusters
 from holmes_ext.plan.cost.network import stock_fabric

@@ -1,7 +1,7 @@
 """The engine of each framework, as a plan knows it."""
 
-from holmes_ext.patches.deepspeed.traits import DEEPSPEED
-from holmes_ext.patches.megatron.traits import MEGATRON
+from holmes_ext.patches.deepspeed.features import DEEPSPEED
+from holmes_ext.patches.megatron.features import MEGATRON
 from holmes_ext.patches.torch.traits import DDP, FSDP2, LOOP, TORCHTITAN
 from holmes_ext.plan.engine import ABILITIES, EngineTraits
 

@@ -12,8 +12,8 @@ from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec, parse_spec
 from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
-from holmes_ext.patches.deepspeed.traits import DEEPSPEED
-from holmes_ext.patches.megatron.traits import MEGATRON
+from holmes_ext.patches.deepspeed.features import DEEPSPEED
+from holmes_ext.patches.megatron.features import MEGATRON
 from holmes_ext.patches.torch.traits import LOOP
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.across import Across

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab.samples import examples
-from holmes_ext.patches.deepspeed.traits import DEEPSPEED
+from holmes_ext.patches.deepspeed.features import DEEPSPEED
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.sizes import Sizes

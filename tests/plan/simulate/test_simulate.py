@@ -10,8 +10,8 @@ from prices import costs_on_site
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.deepspeed.traits import DEEPSPEED
-from holmes_ext.patches.megatron.traits import MEGATRON
+from holmes_ext.patches.deepspeed.features import DEEPSPEED
+from holmes_ext.patches.megatron.features import MEGATRON
 from holmes_ext.patches.torch.traits import DDP, LOOP
 from holmes_ext.plan.cost.links import Curve, Link, Links, fit
 from holmes_ext.plan.cost.model import Gpu, Model
