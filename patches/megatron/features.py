@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from holmes_ext.patches.engine.patch import Feature
+from holmes_ext.patches.engine.patch import Feature, release_of
 
 
 def loaded_version() -> str | None:
@@ -111,4 +111,4 @@ P2P_FUNCTIONS, P2P_CLASS = "<0.14", ">=0.14"
 
 def has(what: str) -> bool:
     """Whether the megatron-core that the program imported has it."""
-    return Version(str(loaded_version())) >= Version(_SINCE[what])
+    return release_of(str(loaded_version())) >= Version(_SINCE[what])

@@ -13,8 +13,8 @@ NICS = _of("nics", what="every process group gets the fastest network of its mem
 JOINED = Feature("joined-torch", "torch>=2.4", ("2.13.0",), "join", ("",), binding=True,
     what="jobs that join: weights, steps and parts of the data set")
 TELEMETRY = _of("telemetry", what="times operations, for reports and the watchdog")
-DDP = Feature("ddp", "torch>=2.13", tried=("2.13.0",),
+DDP = Feature("ddp", "torch>=2.4", tried=("2.13.0",),
     what="DistributedDataParallel sums in two levels across clusters")
-FSDP = Feature("fsdp", "torch>=2.13", tried=("2.13.0",), what="FSDP: what sharding costs is told; hybrid shards")
-PIPELINING = Feature("pipelining", "torch>=2.13", tried=("2.13.0",),
+FSDP = Feature("fsdp", "torch>=2.4", tried=("2.13.0",), what="FSDP: what sharding costs is told; hybrid shards")
+PIPELINING = Feature("pipelining", "torch>=2.4", tried=("2.13.0",),
     what="torch's pipelining: stages on their fabric, reductions do not hold them up")
