@@ -27,14 +27,16 @@ METHODS: dict[str, tuple[str, int | None]] = {
     "allreduce": ("all_reduce", 0), "allreduce_coalesced": ("all_reduce", 0), "broadcast": ("broadcast", 0),
     "reduce": ("reduce", 0), "allgather": ("all_gather", 1), "allgather_coalesced": ("all_gather", 1),
     "gather": ("gather", 1), "scatter": ("scatter", 0), "reduce_scatter": ("reduce_scatter", 0),
-    "alltoall": ("all_to_all", 1), "barrier": ("barrier", None),
+    "alltoall": (("all_to_all", 1)), "barrier": ("barrier", None),
 }  # fmt: skip
-#: Those of one tensor: what torch 2.13 and newer call, and what older ones do.
-RENAMED = {
-    "all_gather_single": "_allgather_base", "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "reduce_scatter_single": "_reduce_scatter_base", "all_to_all_single": "alltoall_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-}  # fmt: skip
+#: Those of one tensor: what torch calls from 2.13 on, what it called before.
+RENAMED = (
+    ("all_gather_single", "_allgather_base", ("all_gather", 1)),
+    ("all_gather_single_coalesced", "allgather_into_tensor_coalesced", ("all_gather", 1)),
+    ("reduce_scatter_single", "_reduce_scatter_base", ("reduce_scatter", 0)),
+    ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", ("reduce_scatter", 0)),
+    ("all_to_all_single", "alltoall_base", ("all_to_all", 1)),
+)
 
 
 def _bytes(value: Any) -> int:
@@ -110,10 +112,8 @@ def _patch(
 
 PATCHES = (
     *(_patch(method, _starts(*about)) for method, about in METHODS.items()),
-    *(
-        _patch(name, _starts("reduce_scatter", 0) if "reduce" in new else _starts(new.partition("_single")[0], 1), only=only)
-        for new, old in RENAMED.items() for name, only in ((new, ">=2.13"), (old, "<2.13"))
-    ),
+    *(_patch(new, _starts(*about), only=">=2.13") for new, _, about in RENAMED),
+    *(_patch(old, _starts(*about), only="<2.13") for _, old, about in RENAMED),
     _patch("send", _starts("send", 0, 1)),
     _patch("recv", _starts("receive", 0, 1)),
     _patch("_start_coalescing", _start_coalescing, "operations inside a block have no work of their own"),
