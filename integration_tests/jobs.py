@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from holmes_ext.lab import Lab, interleave
 
@@ -101,6 +104,14 @@ def stages_of(text: str) -> tuple[int, ...]:
     found = re.search(r"data \d+, stages of ([0-9+]+) layers", text)
     assert found, text
     return tuple(map(int, found[1].split("+")))
+
+
+def megatron_core() -> Version | None:
+    """The version of the megatron.core that would be imported, installed or a checkout's; None: there is none."""
+    spec = find_spec("megatron.core") if find_spec("megatron") else None
+    if spec is None or spec.origin is None:
+        return None
+    return Version(runpy.run_path(str(Path(spec.origin).with_name("package_info.py")))["__version__"])
 
 
 #: A launch costs most of the time, so one launch of megatron-core trains several splits.

@@ -2,12 +2,12 @@
 
 Imported at start-up in the environments of benchmarks/matrix.py, whose torch is of any version.
 
-    torch.accelerator   a CUDA build says "cuda" where there is no GPU, and fully_shard's own mesh would be there
-    fully_shard         before 2.7 asks torch.cpu.Stream for record_event and wait_event, which it has not; its copy of
-                        gathered weights counts as a change, on CPUs alone, of what backward needs; and it averages by
-                        ReduceOp.AVG, which gloo does not know then
-    torch's pipelining  before 2.8 forgets all works of a batch but the last, and gloo a send whose work is forgotten:
-                        the receiver waits for ever
+    torch.accelerator   a CUDA build says "cuda" where there is no GPU; fully_shard's own mesh would be there
+    fully_shard         2.6 and 2.7 average by ReduceOp.AVG, which gloo refuses, or takes for a sum; 2.6 to
+                        2.9 want an event of torch.cpu.Stream, which gives none; 2.6 counts its copy of
+                        gathered weights, on CPUs alone, as a change of what the backward pass needs
+    torch's pipelining  2.6 and 2.7 forget all works of a batch but the last, and gloo a send whose work is
+                        forgotten: the receiver waits for ever
 """
 
 from __future__ import annotations
@@ -25,28 +25,38 @@ class _Works(list):
 
 def _accelerator(module):
     own = module.current_accelerator
-    module.current_accelerator = lambda check_available=False: own() if module.is_available() else None
+
+    def there(check_available=False):
+        found = own()
+        return found if found is not None and module.torch.get_device_module(found).is_available() else None
+
+    module.current_accelerator = there
 
 
 def _streams(module):
     if not hasattr(module.Stream, "record_event"):
-        module.Stream.record_event = module.Stream.wait_event = lambda self, event=None: event or object()
+        module.Stream.wait_event = lambda self, event: None
+    module.Stream.record_event = lambda self, event=None: event or object()
 
 
-def _gathered(module):
-    torch = module.torch
-    if not torch.__version__.startswith("2.6."):
-        return
-    own, factors = torch.ops.fsdp.split_with_sizes_copy, module._get_gradient_divide_factors
+def _fully_shard(module):
+    torch, factors = module.torch, module._get_gradient_divide_factors
+    copy = torch.ops.fsdp.split_with_sizes_copy
 
-    def copy(*args, out, **kwargs):
+    def divide_factors(scatter_group, reduce_group, dtype, *more):  # those of float16: sums, divided before and after
+        return factors(scatter_group, reduce_group, torch.float16, *more)
+
+    def copied(*args, out, **kwargs):
         with contextlib.ExitStack() as stack:
             for tensor in out:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
-            return own(*args, out=out, **kwargs)
+            return copy(*args, out=out, **kwargs)
 
-    torch.ops.fsdp.split_with_sizes_copy = copy
-    module._get_gradient_divide_factors = lambda scatter, reduce, dtype: factors(scatter, reduce, torch.float16)
+    version = torch.__version__[:4]
+    if version in ("2.6.", "2.7."):
+        module._get_gradient_divide_factors = divide_factors
+    if version == "2.6.":
+        torch.ops.fsdp.split_with_sizes_copy = copied
 
 
 def _pipelining(module):
@@ -61,5 +71,5 @@ def _pipelining(module):
 
 wrapt.register_post_import_hook(_accelerator, "torch.accelerator")
 wrapt.register_post_import_hook(_streams, "torch.cpu")
-wrapt.register_post_import_hook(_gathered, "torch.distributed.fsdp._fully_shard._fsdp_collectives")
+wrapt.register_post_import_hook(_fully_shard, "torch.distributed.fsdp._fully_shard._fsdp_collectives")
 wrapt.register_post_import_hook(_pipelining, "torch.distributed.pipelining.schedules")

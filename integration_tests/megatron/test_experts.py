@@ -8,7 +8,6 @@ import pytest
 
 from integration_tests.jobs import PRELOAD_MEGATRON, ROOT, SCRIPTS, full
 
-pytest.importorskip("megatron.core")
 pytest.importorskip("scipy")
 
 

@@ -57,30 +57,30 @@ GATHER = _core("megatron-gather", option="overlap", idle=("off", "auto"),
     what="updated weights travel during the next forward pass")
 P2P = _core("megatron-p2p", what="stages of one cluster send over its fabric")
 TIED = Feature(
-    "megatron-tied", "megatron-core>=0.14,<0.17", tried=("0.16.1",), version_of=loaded_version,
+    "megatron-tied", "megatron-core>=0.14,<0.21", tried=("0.16.1",), version_of=loaded_version,
     what="tied weights' gradients cross clusters once, in parts",
 )  # fmt: skip
 #: Where sends and receives are a class's (P2P_CLASS below), as far as the schedule was read.
 SLICES = Feature(
-    "megatron-slices", "megatron-core>=0.14,<0.17", tried=("0.16.1",), version_of=loaded_version,
+    "megatron-slices", "megatron-core>=0.14,<0.21", tried=("0.16.1",), version_of=loaded_version,
     what="tensor ranks share out what crosses clusters",
 )  # fmt: skip
 EDGES = Feature(
-    "megatron-edges", "megatron-core>=0.14,<0.17", tried=("0.16.1",), option="inflight", idle=("off",),
+    "megatron-edges", "megatron-core>=0.14,<0.21", tried=("0.16.1",), option="inflight", idle=("off",),
     version_of=loaded_version, what="sends between stages do not block",
 )  # fmt: skip
 EXPERTS = Feature(
-    "megatron-experts", "megatron-core>=0.14,<0.17", tried=("0.16.1",), option="experts", idle=("",),
+    "megatron-experts", "megatron-core>=0.14,<0.21", tried=("0.16.1",), option="experts", idle=("",),
     version_of=loaded_version, binding=True, what="experts live where holmes plan --experts placed them",
 )  # fmt: skip
 PROFILE = _core("megatron-profile", option="profile", idle=("",), what="measures layers for holmes plan --profile")
 JOINED = Feature(
-    "joined-megatron", "megatron-core>=0.16,<0.17", ("0.16.1",), "join", ("",), version_of=loaded_version, binding=True,
+    "joined-megatron", "megatron-core>=0.16,<0.21", ("0.16.1",), "join", ("",), version_of=loaded_version, binding=True,
     what="jobs that join: the optimizer takes new weights",
 )  # fmt: skip
 _PARTS = "joined jobs read different parts of one data set"
 JOINED_LM_DATA = Feature(
-    "joined-megatron-lm", "megatron-lm>=0.16,<0.17", ("0.16.1",), "join", ("",), version_of=loaded_version,
+    "joined-megatron-lm", "megatron-lm>=0.16,<0.21", ("0.16.1",), "join", ("",), version_of=loaded_version,
     binding=True, what=_PARTS,
 )  # fmt: skip
 TELEMETRY = _core("telemetry-megatron", what="where a step begins and ends")
