@@ -102,8 +102,8 @@ _SINCE = {
     # TransformerConfig.pipeline_model_parallel_layout: before, the first and the last stage alone can have layers of
     # their own
     "layout": "0.13.0",
-    # buckets of the distributed optimizer that are padded are saved right (buckets.py)
-    "padded buckets": "0.20.0",
+    # the distributed optimizer's buckets are laid out before they are made
+    "layout of buckets": "0.18.0",
 }
 #: Where sends and receives of a stage are: functions of p2p_communication, then methods of a class in it.
 P2P_FUNCTIONS, P2P_CLASS = "<0.14", ">=0.14"
