@@ -114,6 +114,17 @@ class Feature:
         return None if fits else f"{name} {version} is not supported (needs {supported})"
 
 
+    def beyond_tried(self, version: str | None) -> str:
+        """Says that nobody has tried this version: its minor release is newer than all that were, or it says nothing;
+        "" for others."""
+        newest = max(map(Version, self.tried), default=UNKNOWN)
+        if version is None or release_of(version).release[:2] <= newest.release[:2]:
+            return ""
+        silent = release_of(version) is UNKNOWN
+        told = "says nothing" if silent else f"is newer than {newest}, the newest that was tried"
+        return f"{self.requirement.name} {version} {told}: what fits it is on"
+
+
 @dataclass(frozen=True)
 class Patch:
     """One change to one attribute of a framework.
