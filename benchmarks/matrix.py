@@ -14,9 +14,9 @@ brings, which no CPU calls; --pip "--index-url ..." where an index has CPU build
 environment. It goes once the row is made, unless --keep is given or it was there. What stock's old torches lack on
 CPUs is lent by integration_tests/torch_on_cpu.py.
 
-The tables in README.md and docs/versions.md are written from FILE. Rows from Megatron-LM's source need
-MEGATRON_LM_DIR, a clone; Megatron-DeepSpeed needs MEGATRON_DEEPSPEED_DIR; a row of another Python needs pythonX.Y on
-PATH.
+The tables in README.md and docs/versions.md are written from FILE, where that is benchmarks/results/matrix.json.
+Rows from Megatron-LM's source need MEGATRON_LM_DIR, a clone; Megatron-DeepSpeed needs MEGATRON_DEEPSPEED_DIR; a row
+of another Python needs pythonX.Y on PATH.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from harness import chosen, finish, kept, machine, parser, tell, versions
 from matrix_rows import NEXT, ROWS, Row
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "matrix.json"
 PARTS = ("check", "tests", "lab")
 #: What the tests need beside a row's packages.
 TOOLS = ("wrapt", "packaging", "rich", "psutil", "scipy", "matplotlib", "prometheus_client", "numpy", "setuptools",
@@ -70,13 +71,14 @@ def environment(row: Row, pip: list[str]) -> Path:
         install = [str(python), "-m", "pip", "install", "-q"]
         subprocess.run([*install, row.torch, *pip], check=True)
         subprocess.run([*install, row.torch, *row.packages, *TOOLS], check=True, env=no_compiling)
+        lay_out(row, folder)
     else:
         subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
+        lay_out(row, folder)  # first: pip needs this environment's setuptools there
         install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps",
                    "--no-build-isolation", "--ignore-installed"]
         if row.packages:
             subprocess.run([*install, *row.packages], check=True, env=no_compiling)
-    lay_out(row, folder)
     (folder / "made").touch()
     return python
 
@@ -222,7 +224,8 @@ def main() -> int:
                 document = {"machine": machine(), "versions": versions(), "made": about,
                             "rows": [one.to_dict() for one in figures]}
                 args.json.write_text(json.dumps(document, indent=1) + "\n")
-                matrix_table.write_pages(figures, about)
+                if args.json.resolve() == RESULTS:
+                    matrix_table.write_pages(figures, about)
         if not (there or args.keep):
             shutil.rmtree(python.parents[1])
     return finish(figures, None, "Versions")

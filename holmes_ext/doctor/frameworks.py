@@ -96,10 +96,11 @@ def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
                           "install versions that work together, and try `python -c 'import ...'`")
             continue
         feature, names = next(iter(found.values())), ", ".join(found)
-        have = f"{feature.requirement.name} {feature.tried[0]} to {feature.tried[-1]}" if feature.tried else ""
+        name, tried = feature.requirement.name, feature.tried
+        have = f"{name} {tried[0]} to {tried[-1]}" if tried else "versions in the range"
         yield problem(which, f"features that are off: {names}: {reason}",
                       "holmes leaves them off; `--holmes-require` would stop the job",
-                      f"{have or 'a version in the range'} has them: pip install '{feature.versions}'; or train without"
+                      f"{have} have them: pip install '{feature.versions}'; or train without"
                       f" (HOLMES_TRY={names.replace(' ', '')} tries another version, at your own risk)")
 
 
