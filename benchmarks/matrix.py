@@ -113,7 +113,8 @@ def run(row: Row, python: Path, *arguments: str) -> subprocess.CompletedProcess[
 def holmes(row: Row, python: Path, *words: str) -> dict[str, Any]:
     """What a command of holmes's says, as JSON. megatron-core imports on CPUs through its shim alone."""
     shim = "import megatron_cpu_shim; " if "megatron-core" in row.features else ""
-    code = f"import sys; sys.path.append('integration_tests'); {shim}from holmes_ext.cli.main import main; main()"
+    path = "import sys; sys.path.append('examples/megatron_core/on_cpu'); "
+    code = f"{path}{shim}from holmes_ext.cli.main import main; main()"
     done = run(row, python, "-c", code, *words, "--check", "--json")
     assert done.stdout, done.stderr
     return json.loads(done.stdout)

@@ -52,7 +52,7 @@ def deepspeed(repetitions: int) -> dict[str, Series]:
 def megatron_core(repetitions: int) -> dict[str, Series]:
     import megatron_two_clusters
 
-    shim = str(ROOT / "integration_tests")
+    shim = str(ROOT / "examples" / "megatron_core" / "on_cpu")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [shim, os.environ.get("PYTHONPATH", "")]))
     script = [examples() / "megatron_core" / "train.py", *megatron_two_clusters.MODEL, "--micro-batches", BATCH]
     return run(variants("two_clusters_4.toml", "--holmes-sizes", "pipeline=2"), script, "TransformerLayer", 5e9,

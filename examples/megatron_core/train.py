@@ -23,7 +23,7 @@ from pathlib import Path
 from options import Parser, parse_args
 
 STARTED = time.time()
-SHIM = Path(__file__).resolve().parents[2] / "integration_tests" / "megatron_cpu_shim.py"
+SHIM = Path(__file__).resolve().parent / "on_cpu" / "megatron_cpu_shim.py"
 
 
 def prepare():
