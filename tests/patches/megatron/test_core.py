@@ -190,7 +190,8 @@ def test_the_installed_megatron_core_fits():
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.strip().splitlines()[-1])
     assert report["same"] and not report["wrong"] and report["undone"]
-    assert len(report["states"]) == 8 and set(report["states"].values()) <= {"applied", "other version"}, report["states"]
+    states = report["states"]
+    assert len(states) == 8 and set(states.values()) <= {"applied", "other version"}, states
 
 
 @pytest.mark.parametrize("layers, pipeline, expected", [
