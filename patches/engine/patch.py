@@ -113,7 +113,6 @@ class Feature:
         fits = release is UNKNOWN or supported.contains(release)
         return None if fits else f"{name} {version} is not supported (needs {supported})"
 
-
     def beyond_tried(self, version: str | None) -> str:
         """Says that nobody has tried this version: its minor release is newer than all that were, or it says nothing;
         "" for others."""

@@ -27,7 +27,7 @@ METHODS: dict[str, tuple[str, int | None]] = {
     "allreduce": ("all_reduce", 0), "allreduce_coalesced": ("all_reduce", 0), "broadcast": ("broadcast", 0),
     "reduce": ("reduce", 0), "allgather": ("all_gather", 1), "allgather_coalesced": ("all_gather", 1),
     "gather": ("gather", 1), "scatter": ("scatter", 0), "reduce_scatter": ("reduce_scatter", 0),
-    "alltoall": (("all_to_all", 1)), "barrier": ("barrier", None),
+    "alltoall": ("all_to_all", 1), "barrier": ("barrier", None),
 }  # fmt: skip
 #: Those of one tensor: what torch calls from 2.13 on, what it called before.
 RENAMED = (
