@@ -33,7 +33,8 @@ class Row:
 
 #: Of each feature of torch: the same weights or losses as stock's.
 TORCH_TESTS = (
-    "tests/patches/torch", "tests/runtime", "tests/test_job.py", "integration_tests/commands/test_telemetry.py",
+    "tests/patches/torch", "tests/runtime/groups", "tests/runtime/measure/test_telemetry.py",
+    "tests/runtime/outer/test_stacks_of_torch.py", "integration_tests/commands/test_telemetry.py",
     *(f"integration_tests/stacks/test_{name}.py" for name in ("fsdp2", "pipelining", "trainer", "trainer_joined")),
 )
 DEEPSPEED_TESTS = tuple(f"integration_tests/deepspeed/test_{name}.py"
@@ -109,4 +110,4 @@ ROWS = {row.name: row for row in (
 )}
 #: The newest of everything, whatever it is: `make matrix NEXT=1`.
 NEXT = Row("next", "next", ("deepspeed", "megatron-core", "transformers", "accelerate", "lightning"), "torch",
-           features=ALL, tests=("tests/patches", *FEW_MEGATRON))
+           features=ALL, tests=PAIR_TESTS)
