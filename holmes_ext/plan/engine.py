@@ -42,8 +42,8 @@ class EngineTraits:
 
     #: Of what a search may choose (plan/search/space.py, NAMES), what it can run.
     limits: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
-    #: ZeRO stages under which it sums in two levels, all stages over as many clusters or none; None: as each stage
-    #: likes.
+    #: ZeRO stages under which it sums in two levels itself, by flags of its own: all stages over as many clusters, or
+    #: none. None: holmes does it, stage by stage.
     two_level_zero: tuple[int, ...] | None = None
     #: It has schedules that run all micro-batches of a chunk before the next one (LoopedBFS).
     breadth_first: bool = False

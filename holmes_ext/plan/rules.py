@@ -53,7 +53,7 @@ def rules_of(engine: EngineTraits, options: Options, direct: bool = False, **mor
         return engine.can(ability, options.off)
 
     return Rules(
-        reductions=REDUCTIONS if able("two-level") else (FLAT,),
+        reductions=REDUCTIONS if able("two-level") and engine.two_level_zero is None else (FLAT,),
         direct=direct,
         compress=options.compress,
         bucket_bytes=options.bucket_bytes or 0,

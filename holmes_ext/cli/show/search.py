@@ -26,7 +26,7 @@ from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.plan import Plan
-from holmes_ext.plan.rules import rules_of
+from holmes_ext.plan.rules import REDUCTIONS, rules_of
 from holmes_ext.plan.search.as_plan import given, plan_of, shape_of
 from holmes_ext.plan.search.result import Candidate, SearchResult
 from holmes_ext.plan.search.search import proven, search
@@ -120,6 +120,8 @@ def asked_for(network: Network, job: Training, batch: int, limits: Limits = Limi
     """A search's question: what the job's model, engine, options and command line say."""
     assert job.model is not None
     rules = rules_of(job.engine, job.options, job.direct, overlap=job.overlap)
+    if job.engine.two_level_zero is not None:  # its flags can ask for them
+        rules = replace(rules, reductions=REDUCTIONS)
     asked = SearchResult(network, job.model, batch, limits, rules, job.engine)
     if job.said is None:
         return asked
@@ -157,9 +159,10 @@ def beside(found: SearchResult, job: Training) -> tuple[SearchResult, Training]:
         return found, job
     try:
         sizes = job.sizes.complete(found.network.world, found.network.processes)
-        return replace(found, user_layout=timed(found, _candidate(found, job, sizes))), job
+        layout = timed(found, _candidate(found, job, sizes))
     except HolmesError as error:
         return found, replace(job, lines=(*job.lines, f"not possible: your layout: {error}"))
+    return replace(found.with_known(layout), user_layout=layout), job
 
 
 def alone(plan: Plan, network: Network, job: Training, model: Model) -> SearchResult:
@@ -176,7 +179,10 @@ def _candidate(found: SearchResult, job: Training, sizes: Sizes, plan: Plan | No
     said = job.said
     own = (said.zero, said.virtual) if said and said.model else ()
     shape, layers = shape_of(found.model, sizes, *own), said.stage_layers if said else ()
-    return given(found, sizes, shape, (plan.stage_layers if plan else ()) or layers, plan.nodes if plan else ())
+    if plan is not None:
+        layers = plan.stage_layers or layers
+    flat = job.engine.two_level_zero is not None and not (said and said.instances > 1)
+    return given(found, sizes, shape, layers, plan.nodes if plan is not None else (), flat)
 
 
 def _global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:

@@ -19,6 +19,7 @@ from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.decide import settle
 from holmes_ext.plan.placement.place import place
 from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.rules import FLAT, TWO_LEVEL
 from holmes_ext.plan.search.result import Candidate, SearchResult
 from holmes_ext.plan.search.space import Shape, zero_of
 from holmes_ext.plan.search.stock import causes, stock_like
@@ -42,7 +43,10 @@ def plan_of(result: SearchResult, candidate: Candidate, options: Options = Optio
     )
     if not result.rules.hide_edges:
         options = replace(options, inflight="off")
-    return settle(plan, network.site, options, network.links, model.workload(sizes), model.source, result.engine)
+    engine = result.engine
+    if TWO_LEVEL in candidate.reductions:  # its flags will say so
+        engine = replace(engine, two_level_zero=None)
+    return settle(plan, network.site, options, network.links, model.workload(sizes), model.source, engine)
 
 
 def times(result: SearchResult, candidate: Candidate) -> dict[str, float]:
@@ -78,12 +82,13 @@ def shape_of(model: Model, sizes: Sizes, zero: int | None = None, virtual: int =
 
 
 def given(
-    result: SearchResult, sizes: Sizes, shape: Shape, split: Sequence[int] = (), nodes: Sequence[str] = ()
+    result: SearchResult, sizes: Sizes, shape: Shape, split: Sequence[int] = (), nodes: Sequence[str] = (),
+    flat: bool = False,
 ) -> Candidate:
     """The candidate of `shape` and complete `sizes`.
 
-    split: layers of the stages, even ones by default; nodes: their order, by default that of the job. HolmesError where
-    the split is none of the model's layers.
+    split: layers of the stages, even ones by default; nodes: their order, by default that of the job; flat: see
+    Candidate. HolmesError where the split is none of the model's layers.
     """
     layers = result.model.layers
     if split and (len(split) != shape.pipeline or sum(split) != layers or min(split) < 1):
@@ -94,6 +99,9 @@ def given(
         placement = result.network.placement(nodes, sizes)
     else:
         work = shape.model(result.model).workload(sizes)
-        prices = Prices(result.network, RankModel.of_workload(work, sizes), replace(result.rules, overlap=False))
+        rules = replace(result.rules, overlap=False)
+        if flat:
+            rules = replace(rules, reductions=(FLAT,))
+        prices = Prices(result.network, RankModel.of_workload(work, sizes), rules)
         placement = place(prices, sizes)
-    return result.candidate(shape, placement, split or uniform(layers, shape.pipeline))
+    return result.candidate(shape, placement, split or uniform(layers, shape.pipeline), flat)

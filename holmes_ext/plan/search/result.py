@@ -39,6 +39,8 @@ class Candidate:
     #: Micro-batches that a stage begins before its first backward; () under the framework's own schedule.
     in_flight: tuple[int, ...] = ()
     breadth_first: bool = False
+    #: Its command line asks for no two levels, where these are the framework's own.
+    flat: bool = False
 
     @property
     def step_s(self) -> float:
@@ -132,16 +134,16 @@ class SearchResult:
         forward = sum(layer.forward_flops for layer in layers) * self.global_batch
         return 3 * forward / candidate.step_s / self.network.world
 
-    def prices(self, shape: Shape) -> Prices:
+    def prices(self, shape: Shape, flat: bool = False) -> Prices:
         if "_prices" not in self.__dict__:
             self.__dict__["_prices"] = lru_cache(maxsize=64)(self._prices_of)
-        found: Prices = self.__dict__["_prices"](shape)
+        found: Prices = self.__dict__["_prices"](shape, flat)
         return found
 
-    def _prices_of(self, shape: Shape) -> Prices:
+    def _prices_of(self, shape: Shape, flat: bool) -> Prices:
         two_level = self.limits.two_level
         reductions = self.limits.of("reduction", self.rules.reductions)
-        if two_level is not None and shape.zero not in two_level:
+        if flat or two_level is not None and shape.zero not in two_level:
             reductions = [FLAT]
         rules = replace(
             self.rules, reductions=tuple(reductions), zero=shape.zero, virtual=shape.virtual,
@@ -157,15 +159,17 @@ class SearchResult:
 
     def costs(self, candidate: Candidate, sharded: bool = True) -> StageCosts:
         """The candidate's costs again; sharded: with what ZeRO 2 and 3 send."""
-        return self.prices(candidate.shape).costs(candidate.placement, sharded=sharded)
+        return self.prices(candidate.shape, candidate.flat).costs(candidate.placement, sharded=sharded)
 
-    def candidate(self, shape: Shape, placement: Placement, split: Sequence[int]) -> Candidate:
-        prices = self.prices(shape)
+    def candidate(
+        self, shape: Shape, placement: Placement, split: Sequence[int], flat: bool = False
+    ) -> Candidate:
+        prices = self.prices(shape, flat)
         costs = prices.costs(placement)
         one = estimate(costs, split)
         names = tuple(reduction.name for reduction in prices.reductions(placement))
         memory = one.memory_bytes, costs.limit_bytes
-        return Candidate(shape, placement, tuple(split), one.step_s, *memory, names)
+        return Candidate(shape, placement, tuple(split), one.step_s, *memory, names, flat=flat)
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_prices"}
@@ -182,6 +186,15 @@ class SearchResult:
         placement = launched(network, shape.sizes(order).complete(network.world))
         layers = split or uniform(self.model.layers, shape.pipeline)
         return stock, stock.candidate(shape, placement, layers)
+
+    def with_known(self, one: Candidate) -> SearchResult:
+        """With a candidate that others told, where it is in the space and better than what was found."""
+        quicker = one.simulated_s and one.fits and one.step_s < self.best.step_s
+        if not quicker or one.shape not in self.ideals or self.certificate is None:
+            return self
+        bound_s = min(one.step_s, self.certificate.bound_s)
+        certificate = Certificate(one.step_s, bound_s)
+        return replace(self, candidates=[replace(one), *self.candidates], certificate=certificate)
 
     def on(self, network: Network, model: Model | None = None) -> SearchResult:
         """The same on another network, nothing found."""
