@@ -16,6 +16,7 @@ from holmes_ext.doctor.command import split_command
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import state
 from holmes_ext.lab.lab import Lab
+from holmes_ext.lab.launchers.command import NEEDS, started
 from holmes_ext.lab.measure import CrossingRow, LinkRow, measure
 from holmes_ext.lab.process.ranks import interleave
 from holmes_ext.units import format_rate, format_seconds
@@ -52,6 +53,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     start.add_argument("--realtime", action="store_true", help="run the ranks under SCHED_RR where permitted")
     start.add_argument("--logs", type=Path, metavar="DIR", help="write each rank's output to DIR/rankN.log")
     start.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds (status 124)")
+    start.add_argument("--launcher", choices=tuple(NEEDS),
+                       help="start the job by the real launcher, with its daemons in the nodes; COMMAND may begin with"
+                       " its program (srun, sbatch, mpirun, ...): then it is run as it stands on the host \"login\"")
     start.add_argument("--quiet", action="store_true", help="only rank 0's output; of others the end, when they fail")
     start.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND",
                        help="what every process runs: python train.py ARGUMENTS")
@@ -84,15 +88,23 @@ def _run(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise HolmesError("holmes lab run: no command; write it after --, for example: -- python train.py")
-    refuse_launcher(command)
+    if args.launcher is None:
+        refuse_launcher(command)
     env = dict(_key_value(text) for text in args.env)
     order = interleave(spec) if args.interleave else args.order.split(",") if args.order else None
     preload = args.preload.split(",") if args.preload else ()
     sysctl = dict(_key_value(text, "--sysctl") for text in args.sysctl)
-    with Lab(spec, args.scale, realtime=args.realtime, sysctl=sysctl) as lab:
-        printer = _Printer(args.quiet, _labels(lab, spec, order, args.processes))
-        result = lab.run(command, order=order, processes=args.processes, env=env, preload=preload, logs=args.logs,
-                         accelerator=_configuration(args.accelerator), timeout=args.timeout, on_line=printer)
+    printer = _Printer(args.quiet)
+    how: dict[str, Any] = {"order": order, "processes": args.processes, "env": env, "logs": args.logs,
+                           "accelerator": _configuration(args.accelerator), "timeout": args.timeout,
+                           "on_line": printer}
+    with Lab(spec, args.scale, realtime=args.realtime, sysctl=sysctl, login=args.launcher is not None) as lab:
+        if args.launcher is None:
+            printer.labels = _labels(lab, spec, order, args.processes)
+            result = lab.run(command, preload=preload, **how)
+        else:
+            job, printer.labels = started(lab, args.launcher, command, **how)
+            result = job.wait()
     if result.emulated:
         print("holmes lab: an emulated accelerator made the timings of this run", file=sys.stderr)
     if args.timeout is not None and result.returncode == 124 and result.first_failed is None:
@@ -128,8 +140,9 @@ def _labels(lab: Lab, spec: SiteSpec, order: Sequence[str] | None, processes: in
 class _Printer:
     """Prints ranks' lines, stdout to stdout and stderr to stderr."""
 
-    def __init__(self, quiet: bool, labels: list[str]):
-        self.quiet, self.labels = quiet, labels
+    def __init__(self, quiet: bool):
+        self.quiet = quiet
+        self.labels: list[str] = []
 
     def __call__(self, rank: int, line: str, stream: str) -> None:
         file = sys.stdout if stream == "stdout" else sys.stderr
