@@ -1,10 +1,11 @@
-"""`holmes lab`: run a command on emulated clusters, measure their links, clear what a crash left."""
+"""`holmes lab`: run a command on emulated clusters, look into them, measure links, clear what a crash left."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +18,10 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.lab import state
 from holmes_ext.lab.lab import Lab
 from holmes_ext.lab.launchers.command import NEEDS, started
+from holmes_ext.lab.launchers.daemons import Daemons
 from holmes_ext.lab.measure import CrossingRow, LinkRow, measure
 from holmes_ext.lab.process.ranks import interleave
+from holmes_ext.lab.process.shell import inside, running
 from holmes_ext.units import format_rate, format_seconds
 
 #: Commands that start the processes of a job.
@@ -67,6 +70,21 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     _add_site(links)
     links.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
+    shell = actions.add_parser(
+        "shell", help="a shell on a host of a lab",
+        description="A shell on a node of a lab that runs (`holmes lab run` in another terminal), or with --cluster of"
+        " a lab of its own, which ends with the shell.",
+        epilog="Example: a Slurm of four nodes to try things on\n\n"
+        "  holmes lab shell --cluster examples/clusters/two_clusters_4.toml --launcher srun login")
+    which = shell.add_mutually_exclusive_group()
+    which.add_argument("--cluster", metavar="FILE", help="cluster.toml of a lab of its own")
+    which.add_argument("--lab", metavar="DIR", help="directory of a lab that runs, where several do")
+    shell.add_argument("--scale", type=float, default=1.0, metavar="S", help="with --cluster: multiply every rate by S")
+    shell.add_argument("--launcher", choices=tuple(NEEDS), help="with --cluster: start this launcher's daemons")
+    shell.add_argument("host", metavar="NODE", help="its name; \"login\" is where the lab's launchers start jobs")
+    shell.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", default=[],
+                       help="run this instead of a shell")
+
     down = actions.add_parser("down", help="end labs whose owner is gone and remove their files",
                               description="Ends labs whose owner is gone, and removes their files.")
     down.add_argument("--all", action="store_true", help="also end the labs that are in use")
@@ -80,7 +98,7 @@ def _add_site(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status: the command's (130 after Ctrl-C); `measure` 1 when a link is off by more than 10 %."""
-    return {"run": _run, "measure": _measure, "down": _down}[args.lab_action](args)
+    return {"run": _run, "measure": _measure, "shell": _shell, "down": _down}[args.lab_action](args)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -94,7 +112,7 @@ def _run(args: argparse.Namespace) -> int:
     order = interleave(spec) if args.interleave else args.order.split(",") if args.order else None
     preload = args.preload.split(",") if args.preload else ()
     sysctl = dict(_key_value(text, "--sysctl") for text in args.sysctl)
-    printer = _Printer(args.quiet)
+    printer = _Printer(args.quiet, [])
     how: dict[str, Any] = {"order": order, "processes": args.processes, "env": env, "logs": args.logs,
                            "accelerator": _configuration(args.accelerator), "timeout": args.timeout,
                            "on_line": printer}
@@ -140,9 +158,8 @@ def _labels(lab: Lab, spec: SiteSpec, order: Sequence[str] | None, processes: in
 class _Printer:
     """Prints ranks' lines, stdout to stdout and stderr to stderr."""
 
-    def __init__(self, quiet: bool):
-        self.quiet = quiet
-        self.labels: list[str] = []
+    def __init__(self, quiet: bool, labels: list[str]):
+        self.quiet, self.labels = quiet, labels
 
     def __call__(self, rank: int, line: str, stream: str) -> None:
         file = sys.stdout if stream == "stdout" else sys.stderr
@@ -170,6 +187,22 @@ def _configuration(text: str | None) -> dict[str, Any] | None:
         return None if text is None else json.loads(text)
     except json.JSONDecodeError as error:
         raise HolmesError(f"--accelerator: not JSON: {error}") from None
+
+
+def _shell(args: argparse.Namespace) -> int:
+    argv = (args.command[1:] if args.command[:1] == ["--"] else args.command) or [os.environ.get("SHELL") or "sh"]
+    if args.cluster is None:
+        if args.launcher:
+            raise HolmesError("--launcher: a lab that runs has the launcher that it was started with; give --cluster"
+                              " FILE for one of its own")
+        host = running(args.host, args.lab)
+        return inside(host.holder, argv, {**os.environ, **host.variables})
+    with Lab(load_spec(args.cluster), args.scale, login=args.launcher is not None) as lab:
+        lab.holder(args.host)  # a bad name is told before the daemons start
+        if args.launcher:
+            Daemons(lab, NEEDS[args.launcher])
+        host = running(args.host, str(lab.directory))
+        return inside(host.holder, argv, {**os.environ, **host.variables})
 
 
 def _measure(args: argparse.Namespace) -> int:

@@ -145,7 +145,7 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
             continue
         node = replace(check.node, processes=cluster.processes if cluster else 1)
         try:
-            site = resolve_site([node], only(spec, node.name))
+            site = resolve_site([node], spec)
         except HolmesError as error:
             yield problem(node.name, str(error), "a job with this file ends at start-up with the same line",
                           "mend the node or the file")
@@ -156,10 +156,3 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
         for text in rate_of_one_nic(site, node):
             yield note(node.name, text, "a rate is of a whole node: plans count on less than there is",
                        "write the sum of the node's fast NICs as the cluster's rate, or exclude those not for training")
-
-
-def only(spec: SiteSpec, node: str) -> SiteSpec:
-    """`spec` as far as one node goes, so that it is judged without the others."""
-    kept = {c.name: tuple(host for host in c.nodes if short_name(host) == short_name(node)) for c in spec.clusters}
-    clusters = tuple(replace(cluster, nodes=kept[cluster.name]) for cluster in spec.clusters if kept[cluster.name])
-    return replace(spec, clusters=clusters) if clusters else spec

@@ -212,8 +212,8 @@ class Lab:
     def _start_keeper(self) -> None:
         self._control, theirs = wire.pair()
         owner = state.identity(os.getpid())
-        describe = {"owner": owner, "source": self.spec.source, "nodes": list(self._by_name)}
-        state.record(self.directory, keeper=[0, 0], **describe)
+        self._told = {"owner": owner, "source": self.spec.source, "nodes": list(self._by_name)}
+        state.record(self.directory, keeper=[0, 0], **self._told)
         caller = os.pidfd_open(os.getpid())
         with open(self.directory / "keeper.log", "w") as log:
             boot = [sys.executable, "-I", "-S", "-c", _KEEPER_BOOT, _ROOT]
@@ -222,7 +222,8 @@ class Lab:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         theirs.close()
         os.close(caller)
-        state.record(self.directory, keeper=state.identity(self._keeper.pid), **describe)
+        self._told["keeper"] = state.identity(self._keeper.pid)
+        state.record(self.directory, **self._told)
         answer = self._answer()
         if "denied" in answer:
             raise HolmesError(_denied(answer["denied"]))
@@ -246,6 +247,8 @@ class Lab:
             told = crossing.delay_line(self.spec, self.scale, where, network.WIRE)
             self.delay_line = self._ask("wan", **told)["pids"][0]
             self._tool(_SWITCH, "ip", "".join(f"{line}\n" for line in crossing.tap_lines(len(told["clusters"]))))
+        holders = {name: [state.identity(self.holder(name)), self.variables(name)] for name in self._by_name}
+        state.record(self.directory, **self._told, hosts=holders)
 
     def _tool(self, place: str, tool: str, batch: str) -> None:
         answer = self._ask("tool", name=place, argv=[self._tools[tool], "-batch", "-"], text=batch)
