@@ -20,6 +20,8 @@ from holmes_ext.lab.process.ranks import Program
 
 #: Seconds that the daemons may take to answer.
 PATIENCE = 60.0
+#: Seconds for which the other daemons go on when one has ended (select takes 24 days at most).
+_GRACE = 1e6
 #: Variables of another job's launcher, which the lab's must not take for its own.
 _FOREIGN = ("SLURM", "OMPI_", "PMIX", "PMI_", "MPI_LOCAL")
 #: Waits for ports (HOST:PORT ...), then, with a number after "--", until so many nodes of Slurm are idle.
@@ -70,7 +72,7 @@ class Daemons:
         self.programs = [*(slurm.daemons(self.directory, self.order, common) if "slurm" in needs else ()),
                          *(ssh.daemons(self.directory, hosts, common) if "ssh" in needs else ())]
         if self.programs:
-            self.job = lab.start_programs(self.programs, logs=self.directory / "logs", grace=1e9)
+            self.job = lab.start_programs(self.programs, logs=self.directory / "logs", grace=_GRACE)
             ports = [f"{LOGIN}:{slurm.PORT}"] if "slurm" in needs else []
             ports += [f"{host}:{ssh.PORT}" for host in hosts] if "ssh" in needs else []
             self._wait([*ports, *(["--", str(len(self.order))] if "slurm" in needs else [])])
