@@ -29,9 +29,9 @@ def configure(
 ) -> None:
     """Write what Slurm reads into `directory`. order: of the nodes, which Slurm keeps when it numbers them; processes:
     of a node at most; variables: by host, what every task gets there."""
-    gpus = [directory / f"gpu{number}" for number in range(processes)]  # files stand for them
+    gpus = [directory / f"gpu{number}" for number in range(processes)]  # Slurm wants devices to stand for them
     for file in gpus:
-        file.touch()
+        file.symlink_to(os.devnull)
     files = {"slurm.conf": _slurm_conf(directory, spec, order, processes), "topology.conf": _topology_conf(spec),
              "gres.conf": "".join(f"Name=gpu File={file}\n" for file in gpus),
              "cgroup.conf": "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n",  # nodes have no cgroups; v1 asks at its use
