@@ -49,20 +49,35 @@ def _numbers(inside: str, text: str, where: str) -> Iterator[str]:
 def folded(names: Iterable[str]) -> str:
     """The other way: "a[0-2,5],b1". Hosts that differ in their last number alone, of as many digits, share brackets; in
     the order of their first ones, numbers ascending."""
+    return ",".join(_written(*key, ",".join(parts), several) for key, parts, several in _grouped(names))
+
+
+def runs(names: Iterable[str]) -> list[str]:
+    """The same as texts of at most one range each, "a[0-2]" "a5" "b1": what cluster.toml reads."""
+    return [_written(*key, part, "-" in part) for key, parts, _ in _grouped(names) for part in parts]
+
+
+_Key = tuple[str, str]
+
+
+def _grouped(names: Iterable[str]) -> Iterator[tuple[_Key, list[str], bool]]:
+    """((prefix, suffix), numbers and ranges, whether they are several hosts)."""
     groups: dict[tuple[str, str, int], list[int]] = {}
     for name in dict.fromkeys(names):
         match = _NUMBERED.fullmatch(name)
         prefix, digits, suffix = match.groups() if match else (name, "", "")
         groups.setdefault((prefix, suffix, len(digits)), []).append(int(digits or 0))
-    return ",".join(_bracketed(*key, sorted(numbers)) for key, numbers in groups.items())
+    for (prefix, suffix, width), numbers in groups.items():
+        parts: list[list[int]] = []
+        for number in sorted(numbers):
+            if parts and number == parts[-1][-1] + 1:
+                parts[-1].append(number)
+            else:
+                parts.append([number])
+        shown = ["-".join(f"{end:0{width}d}" for end in dict.fromkeys((part[0], part[-1]))) if width else ""
+                 for part in parts]
+        yield (prefix, suffix), shown, len(numbers) > 1
 
 
-def _bracketed(prefix: str, suffix: str, width: int, numbers: list[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    shown = ",".join(f"{run[0]:0{width}d}" + (f"-{run[-1]:0{width}d}" if len(run) > 1 else "") for run in runs)
-    return f"{prefix}[{shown}]{suffix}" if len(numbers) > 1 else f"{prefix}{shown if width else ''}{suffix}"
+def _written(prefix: str, suffix: str, numbers: str, several: bool) -> str:
+    return f"{prefix}[{numbers}]{suffix}" if several else f"{prefix}{numbers}{suffix}"
