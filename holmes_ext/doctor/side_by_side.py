@@ -89,6 +89,13 @@ def _owners(spec: SiteSpec) -> dict[str, ClusterSpec]:
     return {short_name(host): cluster for cluster in reversed(spec.clusters) for host in cluster.nodes}
 
 
+def part_for(spec: SiteSpec, checks: Sequence[NodeCheck]) -> SiteSpec:
+    """`spec` as far as the nodes go that were looked at; all of it where it knows none of them."""
+    here = {short_name(check.node.name) for check in checks}
+    known = [node for cluster in spec.clusters for node in cluster.nodes if short_name(node) in here]
+    return spec.only(known) if known else spec
+
+
 def kind_of(node: str, spec: SiteSpec | None) -> str:
     """Of the fast NICs that cluster.toml gives the node; "" where there is none, or it does not know the node."""
     cluster = _owners(spec).get(short_name(node)) if spec else None

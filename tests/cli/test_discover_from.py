@@ -13,8 +13,10 @@ PUBLIC = Path(__file__).parents[1] / "cluster" / "sources" / "public"
 ANSWERS = {
     ("scontrol", "--version"): "slurm 22.05.8\n",
     ("scontrol", "show", "node", "--oneliner"): "\n".join(
-        [f"NodeName=a{n} AvailableFeatures=ib Gres=gpu:a100:8 State=IDLE Partitions=gpu" for n in (1, 2)]
-        + [f"NodeName=b{n} AvailableFeatures=(null) Gres=gpu:h100:8 State=ALLOCATED Partitions=gpu,new" for n in (1, 2)]),
+        f"NodeName={name} AvailableFeatures={feature} Gres=gpu:{gpu}:8 State={state} Partitions={partitions}"
+        for name, feature, gpu, state, partitions in (
+            ("a1", "ib", "a100", "IDLE", "gpu"), ("a2", "ib", "a100", "IDLE", "gpu"),
+            ("b1", "(null)", "h100", "ALLOCATED", "gpu,new"), ("b2", "(null)", "h100", "ALLOCATED", "gpu,new"))),
     ("scontrol", "show", "topology"): "SwitchName=l1 Nodes=a[1-2]\nSwitchName=l2 Nodes=b[1-2]\n",
 }
 GIVEN = ("--rate", "ib=200Gb/s", "--rate", "new=400Gb/s", "--kind", "new=roce", "--rate", "ethernet=25Gb/s")

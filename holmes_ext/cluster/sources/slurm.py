@@ -6,7 +6,9 @@ uppermost switch of the topology; where it joins nodes of different kinds, it is
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 import subprocess
 from collections.abc import Iterable, Sequence
 
@@ -21,6 +23,8 @@ from holmes_ext.words import why
 OLDEST = Version("20.02")
 #: Seconds for a command of Slurm's, which itself waits for a controller that does not answer.
 PATIENCE = 60.0
+_MUNGE = "/run/munge/munge.socket.2"  # MUNGE_SOCKET_NAME of its source
+_MEND = "start munged, or ask the cluster's administrators"
 #: Base states in which a node takes jobs, and flags (after "+") with which it does not.
 _FREE = ("IDLE",)
 _OUT = ("DRAIN", "DOWN", "FAIL", "MAINT", "POWERING_DOWN", "REBOOT_ISSUED", "NOT_RESPONDING", "RESERVED", "INVALID_REG")
@@ -44,15 +48,23 @@ def ask(*argv: str) -> str:
     if done.returncode == 0:
         return done.stdout
     said = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    munge = next((line for line in said if "munge" in line.lower()), None)
-    if munge is not None:
-        raise HolmesError(f"Slurm's munge does not answer on this machine ({munge:.160}); start munged, or ask the"
-                          " cluster's administrators")
+    munge = [line for line in said if "munge" in line.lower()]
+    if munge:
+        raise HolmesError(f"Slurm's munge does not answer on this machine ({munge[-1]:.160}); {_MEND}")
     raise HolmesError(f"`{' '.join(argv)}` failed: {said[-1] if said else f'status {done.returncode}':.200}")
 
 
 def check_version() -> None:
-    """HolmesError for a Slurm that is older than OLDEST."""
+    """HolmesError for a Slurm that is older than OLDEST, or where nobody serves munge's socket: Slurm's commands would
+    try that for most of a minute."""
+    with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as munge:
+        try:
+            munge.connect(_MUNGE)
+        except ConnectionRefusedError:
+            raise HolmesError(f"Slurm's munge does not answer on this machine ({_MUNGE}: nobody listens); {_MEND}"
+                              ) from None
+        except PermissionError:
+            pass  # Slurm says what it makes of it
     said = ask("scontrol", "--version")
     match = re.search(r"slurm\D* (\d+\.\d+)", said)
     if match and Version(match[1]) < OLDEST:
