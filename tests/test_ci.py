@@ -7,6 +7,7 @@ import pytest
 from test_docs import ROOT
 
 TOOLS, THERE = ("bash", "dirname", "mkdir", "tail", "timeout"), ("git", "python3", "tc", "ip", "unshare")
+LAUNCHERS = ("slurmctld", "slurmd", "munged", "mpirun", "pdsh", "ssh", "sshd")
 SAID = ".ci/run: apt brought no chromium-headless-shell: the browser tests are skipped; E: Unable to locate package"
 
 
@@ -23,7 +24,7 @@ def test_a_browser_that_apt_cannot_bring_is_told(tmp_path, apt, said):
         folder.mkdir(parents=True)
     for tool in TOOLS:
         (programs / tool).symlink_to(shutil.which(tool))
-    for tool in THERE:
+    for tool in (*THERE, *LAUNCHERS):
         program(programs / tool, "exit 0")
     program(programs / "apt-get", f'echo "$1" >> asked; [ "$1" = update ] && exit 0; {apt}')
     program(programs / "make", 'echo "make $1"')
