@@ -105,11 +105,13 @@ def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -
     return with_gpus or [FoundNode(**{**vars(node), "processes": 1}) for node in found]
 
 
-def idle_nodes() -> list[str]:
-    """Those on which a job could start now, as Slurm says."""
-    records = map(_fields, ask("scontrol", "show", "node", "--oneliner").splitlines())
-    return [record["NodeName"] for record in records
-            if "NodeName" in record and not _why_not(record.get("State", ""))]
+def idle_nodes() -> tuple[list[str], dict[str, list[str]]]:
+    """Those on which a job could start now, and the features of every node, as Slurm says."""
+    check_version()
+    records = [record for record in map(_fields, ask("scontrol", "show", "node", "--oneliner").splitlines())
+               if "NodeName" in record]
+    idle = [record["NodeName"] for record in records if not _why_not(record.get("State", ""))]
+    return idle, {record["NodeName"]: _features(record) for record in records}
 
 
 def _fields(line: str) -> dict[str, str]:
