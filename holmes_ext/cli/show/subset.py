@@ -26,7 +26,7 @@ from holmes_ext.plan.search.ranking import rank
 from holmes_ext.plan.search.result import Outcome
 from holmes_ext.plan.search.search import search
 from holmes_ext.plan.search.space import Limits, Shape, parse_limits
-from holmes_ext.plan.search.subset import Counts, Priced, Subsets, best_subset, ideal
+from holmes_ext.plan.search.subset import Counts, Priced, Subsets, best_subset, ideal, ideal_gpus
 from holmes_ext.units import format_seconds
 from holmes_ext.words import some_of
 
@@ -97,6 +97,14 @@ class AvailableNodes:
         outcome = self.search(counts)
         return Priced(outcome.best.formula_s, outcome.formula.bound_s, outcome)
 
+    def computing_s(self, count: int) -> float:
+        """Seconds that no step on so many of the nodes beats: what the fastest GPUs compute, of the shape that takes
+        least."""
+        site, model = ideal_gpus(site_from_spec(self.spec), count, self.model, Links.of_spec(self.spec))
+        outcome = search(site, model, self.batch, self.limits, self.overlap, 0.0, rows=1, only=self.shapes,
+                         hides=self.hides)
+        return min(outcome.ideals.values())
+
     def alike(self) -> list[int]:
         """For each cluster the first one that can stand for it."""
         clusters, flat = self.spec.clusters, not (self.spec.wan or self.spec.pairs)
@@ -163,9 +171,9 @@ def _begin(args: argparse.Namespace, spec: SiteSpec, job: Training, seconds: flo
     outcome = search(best, ideal_model, batch, limits, overlap, FOR_SIZES * seconds, rows=1, only=shapes,
                      hides=job.hides)
     shapes = shapes or _of_every_depth(outcome)
-    unit = max(1, args.nodes // shapes[0].pipeline)
-    floor_s = outcome.formula.bound_s
-    return AvailableNodes(spec, model, batch, limits, overlap, job.hides, shapes), floor_s, unit
+    available = AvailableNodes(spec, model, batch, limits, overlap, job.hides, shapes)
+    floor_s = max(outcome.formula.bound_s, available.computing_s(args.nodes))
+    return available, floor_s, args.nodes // shapes[0].pipeline
 
 
 def _of_every_depth(outcome: Outcome) -> tuple[Shape, ...]:

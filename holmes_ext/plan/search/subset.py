@@ -4,22 +4,22 @@
     12 nodes    (8, 4, 0)  (6, 6, 0)  (0, 6, 6) ...   each has a price: the step of the best plan on it
 
 Looked at first is what is mostly best: clusters filled one after the other in every order, whole stages, equal parts;
-then what differs from the best by a move of nodes; then all the rest, as long as time is left. The floor is the step on
-nodes that have the best of everything and one network: better hardware never takes longer, so no subset is below it.
-Where all were looked at, or the best is no slower than the floor, it is the best; else it is so within a fraction.
+then what differs from the best by a move of nodes; all of two clusters; then the rest, as long as time is left. The floor
+is the step on nodes that have the best of everything and one network: better hardware never takes longer, so no subset
+is below it. Where all were looked at, or the best is no slower than the floor, it is the best; else within a fraction.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 from math import inf
 from typing import Any
 
-from holmes_ext.cluster.site import ETHERNET, Node, Port, Site
+from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Gpu, Model
@@ -72,9 +72,11 @@ def best_subset(
     """
     if sum(idle) < count or count < 1:
         raise HolmesError(f"{count} nodes are asked for, and {sum(idle)} are there; ask for 1 to {sum(idle)}")
+    unit = max(1, unit)
     search = _Search(idle, count, price, floor_s, alike or range(len(idle)), time.monotonic() + seconds)
     search.look(_likely(idle, count, unit))
     search.improve(unit)
+    search.look(_of_two(idle, count))
     return search.result(complete=search.look(_all(idle, count)))
 
 
@@ -128,11 +130,10 @@ class _Search:
 
     def improve(self, unit: int) -> None:
         """Move nodes from one cluster of the best subset to another, many at first, as long as that makes it better."""
-        step = max(1, unit)
         while not self.over and self.found:
             best_s, best, _ = self.found[0]
             for one, two in permutations(range(len(best)), 2):
-                for nodes in dict.fromkeys((step, 1)):
+                for nodes in dict.fromkeys((unit, 1)):
                     if best[one] >= nodes and best[two] + nodes <= self.idle[two] and not self.over:
                         moved = list(best)
                         moved[one], moved[two] = moved[one] - nodes, moved[two] + nodes
@@ -176,6 +177,13 @@ def _filled(idle: Counts, count: int, order: Sequence[int], whole: int) -> Itera
     yield tuple(counts)
 
 
+def _of_two(idle: Counts, count: int) -> Iterator[Counts]:
+    """Of one cluster or two: more are seldom better."""
+    for one, two in combinations(range(len(idle)), 2):
+        for nodes in range(max(0, count - idle[two]), min(idle[one], count) + 1):
+            yield tuple(nodes if index == one else count - nodes if index == two else 0 for index in range(len(idle)))
+
+
 def _all(idle: Counts, count: int) -> Iterator[Counts]:
     if len(idle) == 1:
         yield (count,)
@@ -187,18 +195,39 @@ def _all(idle: Counts, count: int) -> Iterator[Counts]:
 
 
 def ideal(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Model]:
-    """`count` nodes of one cluster with the best of all GPUs, its fabric the fastest of all and of the least latency;
-    and `model` there. What a step takes on it is a floor for best_subset. links: measured ones."""
+    """`count` nodes of one cluster with the best of all GPUs, on one network that is better than any; and `model` there.
+    What a step takes on it is a floor for best_subset. links: measured ones."""
+    names = [node.name for node in site.nodes[:count]]
+    return _on_one_fabric(site, dict.fromkeys(names, "best"), links), replace(
+        model, gpus={"best": _best([model.gpu_of(name) for name in site.clusters])})
+
+
+def ideal_gpus(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Model]:
+    """The `count` nodes with the fastest GPUs, each GPU a cluster of its own, all on that network: what they compute
+    alone is a floor, too."""
+    fastest = sorted(site.nodes, key=lambda node: -model.gpu_of(node.cluster).flops)[:count]
+    gpus = {f"{model.gpu_of(node.cluster).flops:g}": model.gpu_of(node.cluster).flops for node in fastest}
+    clusters = {node.name: f"{model.gpu_of(node.cluster).flops:g}" for node in fastest}
+    best = _best([model.gpu_of(name) for name in site.clusters])
+    return _on_one_fabric(site, clusters, links), replace(
+        model, gpus={name: replace(best, flops=flops) for name, flops in gpus.items()})
+
+
+def _best(gpus: Sequence[Gpu]) -> Gpu:
+    """0 stands for no limit."""
+    free = {field: any(not getattr(gpu, field) for gpu in gpus) for field in ("memory_bytes", "link_bps")}
+    most = {field: 0.0 if free[field] else max(getattr(gpu, field) for gpu in gpus) for field in free}
+    return Gpu(max(gpu.flops for gpu in gpus), **most)
+
+
+def _on_one_fabric(site: Site, clusters: Mapping[str, str], links: Links) -> Site:
+    """The nodes of `clusters` (node -> cluster), all on one network with the least latency of any, as fast as the best
+    fabric and Ethernet together: reductions in two levels use both at once. It is an Ethernet, over which tensor ranks
+    share out what a stage sends."""
     fast = [links.line(fabric) for fabric in site.fabrics if any(fabric.name in node.fabrics for node in site.nodes)]
-    best = max(fast, key=lambda fabric: fabric.preference)
-    best = replace(best, latency_s=min(fabric.latency_s for fabric in fast))
-    common = links.line(site.fabric_by_name[ETHERNET])
-    ports = () if best.name == ETHERNET else (Port(best.name, rate_bps=best.rate_bps),)
-    nodes = [Node(node.name, "best", site.processes, (*ports, Port(ETHERNET, rate_bps=common.rate_bps)))
-             for node in site.nodes[:count]]
-    gpus = [model.gpu_of(name) for name in site.clusters]
-    unlimited = [0.0 if any(not getattr(gpu, field) for gpu in gpus) else max(getattr(gpu, field) for gpu in gpus)
-                 for field in ("memory_bytes", "link_bps")]
-    gpu = Gpu(max(gpu.flops for gpu in gpus), *unlimited)
-    fabrics = tuple({fabric.name: fabric for fabric in (common, best)}.values())
-    return Site(tuple(nodes), fabrics, site.source), replace(model, gpus={"best": gpu})
+    rates = {fabric.name: fabric.rate_bps for fabric in fast}
+    rate_bps = rates[ETHERNET] + max((rate for name, rate in rates.items() if name != ETHERNET), default=0)
+    one = Fabric(ETHERNET, "ethernet", rate_bps, min(fabric.latency_s for fabric in fast))
+    nodes = [Node(name, cluster, site.processes, (Port(ETHERNET, rate_bps=rate_bps),))
+             for name, cluster in clusters.items()]
+    return Site(tuple(nodes), (one,), site.source)
