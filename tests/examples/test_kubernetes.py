@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from test_docs import ROOT
 
-from holmes_ext.cluster.sources.request import Part, node_affinity
+from holmes_ext.cluster.sources.request import ChosenNodes, node_affinity
 
 yaml = pytest.importorskip("yaml")
 jsonschema = pytest.importorskip("jsonschema")
@@ -44,7 +44,11 @@ def errors(schema, document):
 def published(name):
     """The strict schema of one of Kubernetes' or JobSet's types, by the model's name."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
-    return strict(getattr(models, name).model_json_schema())
+    schema = getattr(models, name).model_json_schema()
+    for one_of in ("IoK8sApimachineryPkgApiResourceQuantity", "IoK8sApimachineryPkgUtilIntstrIntOrString"):
+        if one_of in schema["$defs"]:  # Python's model of it is an object, in a manifest it is the value
+            schema["$defs"][one_of] = {"type": ["string", "number"]}
+    return strict(schema)
 
 
 def pods(document):
@@ -95,11 +99,13 @@ def test_what_holmes_needs_of_a_pod(document):
         assert container["env"][0]["name"] == "HOLMES_NODE" and spec["hostNetwork"]
         assert container["env"][0]["valueFrom"]["fieldRef"]["fieldPath"] == "spec.nodeName"
         command = container["command"]
-        assert command[0] == "torchrun" and "--holmes" in command and "--holmes-cluster=/etc/holmes/cluster.toml" in command
-        assert {volume["name"] for volume in spec["volumes"]} == volumes == {m["name"] for m in container["volumeMounts"]}
-        term = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"][0]
-        names = tuple(term["matchExpressions"][0]["values"])
-        assert spec["affinity"] == node_affinity([Part("x", names, 8, names)])
+        assert command[0] == "torchrun" and "--holmes" in command
+        assert "--holmes-cluster=/etc/holmes/cluster.toml" in command
+        assert {volume["name"] for volume in spec["volumes"]} == volumes
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        required = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        names = tuple(required["nodeSelectorTerms"][0]["matchExpressions"][0]["values"])
+        assert spec["affinity"] == node_affinity([ChosenNodes("x", names, 8, names)])
         hosts += [name for name in names if name not in hosts]
     assert len(hosts) == 12
 

@@ -154,7 +154,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _begin(args: argparse.Namespace, spec: SiteSpec, job: Training, seconds: float) -> tuple[AvailableNodes, float, int]:
+def _begin(
+    args: argparse.Namespace, spec: SiteSpec, job: Training, seconds: float
+) -> tuple[AvailableNodes, float, int]:
     """What prices a subset, the floor of all their steps, and the nodes that a stage fills."""
     site, links, model = site_from_spec(spec), Links.of_spec(spec), job.model
     assert model is not None
@@ -200,13 +202,13 @@ def _simulated(found: Subsets, site: AvailableNodes, end: float) -> list[tuple[C
     return sorted(ranked, key=lambda each: each[1].best.step_s)
 
 
-def _parts(spec: SiteSpec, whole: SiteSpec, counts: Counts) -> list[request.Part]:
-    return [request.Part(cluster.name, cluster.nodes[:count], cluster.processes,
+def _parts(spec: SiteSpec, whole: SiteSpec, counts: Counts) -> list[request.ChosenNodes]:
+    return [request.ChosenNodes(cluster.name, cluster.nodes[:count], cluster.processes,
                          next(one.nodes for one in whole.clusters if one.name == cluster.name))
             for cluster, count in zip(spec.clusters, counts) if count]
 
 
-def _written(form: str, parts: Sequence[request.Part], features: request.Features | None) -> str:
+def _written(form: str, parts: Sequence[request.ChosenNodes], features: request.Features | None) -> str:
     if form == "hostfile":
         return request.hostfile(parts)
     if form == "kubernetes":
@@ -215,7 +217,7 @@ def _written(form: str, parts: Sequence[request.Part], features: request.Feature
     return "\n".join(lines) + "\n"
 
 
-def _document(found: Subsets, best: Sequence[tuple[Counts, Outcome]], parts: Sequence[Sequence[request.Part]],
+def _document(found: Subsets, best: Sequence[tuple[Counts, Outcome]], parts: Sequence[Sequence[request.ChosenNodes]],
               features: request.Features | None) -> dict[str, Any]:
     rows = [{"nodes": {part.cluster: list(part.nodes) for part in own}, "step_seconds": outcome.best.step_s}
             for (_, outcome), own in zip(best, parts)]
@@ -228,7 +230,7 @@ def _document(found: Subsets, best: Sequence[tuple[Counts, Outcome]], parts: Seq
 
 
 def _show(args: argparse.Namespace, spec: SiteSpec, job: Training, found: Subsets,
-          best: Sequence[tuple[Counts, Outcome]], parts: Sequence[Sequence[request.Part]],
+          best: Sequence[tuple[Counts, Outcome]], parts: Sequence[Sequence[request.ChosenNodes]],
           features: request.Features | None) -> None:
     screen = Screen()
     job.show(screen)

@@ -19,7 +19,7 @@ Features = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
-class Part:
+class ChosenNodes:
     """Nodes of one cluster, `processes` on each; all_nodes: every one that the cluster has."""
 
     cluster: str
@@ -28,7 +28,7 @@ class Part:
     all_nodes: tuple[str, ...]
 
 
-def sbatch_lines(parts: Sequence[Part], features: Features | None = None) -> list[str]:
+def sbatch_lines(parts: Sequence[ChosenNodes], features: Features | None = None) -> list[str]:
     """Of one job on all of them; features: where Slurm was asked, so that it may choose the nodes."""
     each = f" --ntasks-per-node={parts[0].processes} --gpus-per-node={parts[0].processes}"
     count = sum(len(part.nodes) for part in parts)
@@ -41,7 +41,7 @@ def sbatch_lines(parts: Sequence[Part], features: Features | None = None) -> lis
     return [f"#SBATCH --nodes={count}{each} {where}"]
 
 
-def hetjob_lines(parts: Sequence[Part], features: Features | None = None) -> list[str]:
+def hetjob_lines(parts: Sequence[ChosenNodes], features: Features | None = None) -> list[str]:
     """Of a heterogeneous job: a component for each cluster (srun --het-group=0-1 starts one step on all)."""
     lines: list[str] = []
     for part in parts:
@@ -49,7 +49,7 @@ def hetjob_lines(parts: Sequence[Part], features: Features | None = None) -> lis
     return lines
 
 
-def _feature(part: Part, features: Features | None) -> str:
+def _feature(part: ChosenNodes, features: Features | None) -> str:
     """One that all nodes of the cluster have and no other node has; "" where there is none."""
     features = features or {}
     members = set(part.all_nodes)
@@ -59,12 +59,12 @@ def _feature(part: Part, features: Features | None) -> str:
     return ""
 
 
-def hostfile(parts: Sequence[Part]) -> str:
+def hostfile(parts: Sequence[ChosenNodes]) -> str:
     """Open MPI's and deepspeed's."""
     return "".join(f"{node} slots={part.processes}\n" for part in parts for node in part.nodes)
 
 
-def node_affinity(parts: Sequence[Part]) -> dict[str, Any]:
+def node_affinity(parts: Sequence[ChosenNodes]) -> dict[str, Any]:
     """`affinity` of a pod that may run on these nodes alone."""
     names = [node for part in parts for node in part.nodes]
     term = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": names}]}

@@ -3,10 +3,11 @@
     idle        a: 8   b: 6   c: 6                    nodes of a cluster are alike, so a subset is how many of each
     12 nodes    (8, 4, 0)  (6, 6, 0)  (0, 6, 6) ...   each has a price: the step of the best plan on it
 
-Looked at first is what is mostly best: clusters filled one after the other in every order, whole stages, equal parts;
-then what differs from the best by a move of nodes; all of two clusters; then the rest, as long as time is left. The floor
-is the step on nodes that have the best of everything and one network: better hardware never takes longer, so no subset
-is below it. Where all were looked at, or the best is no slower than the floor, it is the best; else within a fraction.
+Looked at first is what is mostly best: clusters filled one after the other in every order, whole stages,
+equal parts; then what differs from the best by a move of nodes; all of two clusters; then the rest, as long as
+time is left. The floor is the step on nodes that have the best of everything and one network: better hardware
+never takes longer, so no subset is below it. Where all were looked at, or the best is no slower than the
+floor, it is the best; else within a fraction.
 """
 
 from __future__ import annotations
@@ -195,8 +196,8 @@ def _all(idle: Counts, count: int) -> Iterator[Counts]:
 
 
 def ideal(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Model]:
-    """`count` nodes of one cluster with the best of all GPUs, on one network that is better than any; and `model` there.
-    What a step takes on it is a floor for best_subset. links: measured ones."""
+    """`count` nodes of one cluster with the best of all GPUs, on one network that is better than any; and
+    `model` there. What a step takes on it is a floor for best_subset. links: measured ones."""
     names = [node.name for node in site.nodes[:count]]
     return _on_one_fabric(site, dict.fromkeys(names, "best"), links), replace(
         model, gpus={"best": _best([model.gpu_of(name) for name in site.clusters])})

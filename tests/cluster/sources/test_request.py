@@ -1,7 +1,7 @@
-from holmes_ext.cluster.sources.request import Part, hetjob_lines, hostfile, node_affinity, sbatch_lines
+from holmes_ext.cluster.sources.request import ChosenNodes, hetjob_lines, hostfile, node_affinity, sbatch_lines
 
 A, B = ("a0", "a1", "a2"), ("b0", "b1")
-PARTS = [Part("a", A[:2], 8, A), Part("b", B[:1], 8, B)]
+PARTS = [ChosenNodes("a", A[:2], 8, A), ChosenNodes("b", B[:1], 8, B)]
 FEATURES = {**dict.fromkeys(A, ("gpu", "ib")), **dict.fromkeys(B, ("gpu", "roce")), "c0": ("gpu",)}
 EACH = "--ntasks-per-node=8 --gpus-per-node=8"
 
