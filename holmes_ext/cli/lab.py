@@ -191,6 +191,9 @@ def _configuration(text: str | None) -> dict[str, Any] | None:
 
 def _shell(args: argparse.Namespace) -> int:
     argv = (args.command[1:] if args.command[:1] == ["--"] else args.command) or [os.environ.get("SHELL") or "sh"]
+    if argv[0].startswith("-"):
+        raise HolmesError(f"{argv[0]!r} stands behind the node; options stand before it, a command after --:"
+                          f" holmes lab shell [--cluster FILE] {args.host} -- COMMAND")
     if args.cluster is None:
         if args.launcher:
             raise HolmesError("--launcher: a lab that runs has the launcher that it was started with; give --cluster"

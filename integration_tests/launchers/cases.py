@@ -34,9 +34,9 @@ def torchrun(bench: Bench, nodes: int, *flags: str) -> list[str]:
             "--rdzv-endpoint=a0:29400", "--rdzv-id=1", *flags, *bench.script]
 
 
-def agents(bench: Bench, *flags: str) -> list[str]:
+def agents(bench: Bench, *flags: str, env: dict[str, str] | None = None) -> list[str]:
     """torchrun on every node; what each printed."""
-    programs = [bench.daemons.program(torchrun(bench, 4, *flags), host) for host in bench.order]
+    programs = [bench.daemons.program(torchrun(bench, 4, *flags), host, env) for host in bench.order]
     result = bench.lab.start_programs(programs, timeout=PATIENCE).wait()
     assert result.returncode == 0, result.outputs
     return list(result.outputs.values())

@@ -13,6 +13,7 @@ import pytest
 
 from holmes_ext.lab import state
 from integration_tests.jobs import FULL, some
+from integration_tests.launchers import examples  # noqa: F401  more cases
 from integration_tests.launchers.cases import CASES
 
 SIDE_BY_SIDE = 4
