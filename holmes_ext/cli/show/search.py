@@ -84,9 +84,14 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         what = "the command line names no model (--num-layers, --hidden-size, ...)"
         what = what if args.command else "nothing says what to train"
         raise HolmesError(f"{what}; give --model FILE (examples/models has some)")
+<<<<<<< HEAD
     site, links = site_from_spec(spec), Links.of_spec(spec)
     batch, limits = _global_batch(args, job, site), parse_limits(args.limit)
     framework = args.framework or job.framework
+=======
+    site, links, overlap = site_from_spec(spec), Links.of_spec(spec), args.overlap == "on"
+    batch, limits, framework = global_batch(args, job, site), parse_limits(args.limit), args.framework or job.framework
+>>>>>>> main
     if framework:
         limits = limited(limits, job.engine, framework)
     with _Bar(quiet=args.json) as bar:
@@ -185,7 +190,8 @@ def _candidate(found: SearchResult, job: Training, sizes: Sizes, plan: Plan | No
     return given(found, sizes, shape, layers, plan.nodes if plan is not None else (), flat)
 
 
-def _global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
+def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
+    """Sequences of a step on all nodes of `site`; HolmesError where nothing says them."""
     model = job.model
     assert model is not None
     if args.global_batch is not None or model.global_batch:
