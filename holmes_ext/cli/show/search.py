@@ -84,14 +84,9 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         what = "the command line names no model (--num-layers, --hidden-size, ...)"
         what = what if args.command else "nothing says what to train"
         raise HolmesError(f"{what}; give --model FILE (examples/models has some)")
-<<<<<<< HEAD
     site, links = site_from_spec(spec), Links.of_spec(spec)
-    batch, limits = _global_batch(args, job, site), parse_limits(args.limit)
+    batch, limits = global_batch(args, job, site), parse_limits(args.limit)
     framework = args.framework or job.framework
-=======
-    site, links, overlap = site_from_spec(spec), Links.of_spec(spec), args.overlap == "on"
-    batch, limits, framework = global_batch(args, job, site), parse_limits(args.limit), args.framework or job.framework
->>>>>>> main
     if framework:
         limits = limited(limits, job.engine, framework)
     with _Bar(quiet=args.json) as bar:

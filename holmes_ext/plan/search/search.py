@@ -48,10 +48,11 @@ Progress = Callable[[int, int, float, float], None]
 
 def search(
     result: SearchResult, seconds: float = inf, progress: Progress | None = None, rows: int = 10,
-    only: Sequence[Shape] = (), prove: bool = True,
+    only: Sequence[Shape] = (), prove: bool = True, simulate: bool = True,
 ) -> SearchResult:
     """`result`, asked for and empty, with what is found in so many seconds. rows: shapes that a table shows; only:
-    shapes to look at, instead of all; prove: whether to go on after the first look.
+    shapes to look at, instead of all; prove: whether to go on after the first look; simulate: whether that has more
+    than closed forms.
 
     HolmesError: no sizes are possible, or nothing fits the memory. A KeyboardInterrupt ends it with the best so far and
     `interrupted` set; before anything was found it is raised on.
@@ -59,8 +60,9 @@ def search(
     begin = time.monotonic()
     sketch = Sketch(result, rows, only)
     try:
-        found = sketch.run(FIRST * seconds, progress)
-        found = found if found.interrupted or not prove else proven(found, begin + seconds, progress)
+        found = sketch.run(FIRST * seconds if simulate else seconds, progress, simulate)
+        if prove and simulate and not found.interrupted:
+            found = proven(found, begin + seconds, progress)
     finally:
         result.seconds = time.monotonic() - begin
     return replace(found, seconds=time.monotonic() - begin)

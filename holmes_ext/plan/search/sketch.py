@@ -59,8 +59,8 @@ class Sketch:
         #: The least bound of what was left out by the limit of orders.
         self.nearest: tuple[float, Shape] | None = None
 
-    def run(self, seconds: float, progress: Progress | None = None) -> SearchResult:
-        """In so many seconds of closed forms; then some steps are simulated."""
+    def run(self, seconds: float, progress: Progress | None = None, simulate: bool = True) -> SearchResult:
+        """In so many seconds of closed forms; then, if asked for, some steps are simulated."""
         result, end = self.result, time.monotonic() + seconds
         try:
             self._bound_shapes()
@@ -78,7 +78,7 @@ class Sketch:
         if not result.candidates:
             raise HolmesError(self._why_not())
         result.candidates.sort(key=lambda one: (one.formula_s, one.peak_bytes))
-        return result if result.interrupted else simulate_first(result)
+        return simulate_first(result) if simulate and not result.interrupted else result
 
     def _bound_shapes(self) -> None:
         result = self.result
