@@ -58,3 +58,27 @@ def test_megatron_sums_in_two_levels_where_its_flags_say_so(planned):
 def test_the_users_layout_is_never_better_than_the_best(planned):
     found = planned(*PIPELINE, off="megatron-edges")
     assert found["candidates"][0]["step_seconds"] <= step(found)
+
+
+@pytest.mark.parametrize("words, message", [
+    (GPT.replace("layers 8", "layers 44") + " --pipeline-model-parallel-size 8",
+     "--num-layers 44 does not divide by --pipeline-model-parallel-size 8; nearest that do: 4; or --holmes-partition"),
+    (GPT.replace("heads 16", "heads 50").replace("hidden-size 1024", "hidden-size 1000").replace("size 2", "size 4"),
+     "--num-attention-heads 50 does not divide by --tensor-model-parallel-size 4; nearest that do: 2"),
+])
+def test_what_the_framework_will_refuse_is_told_with_the_nearest_that_works(capsys, tmp_path, words, message):
+    (tmp_path / "cluster.toml").write_text(SITE)
+    cluster = "--cluster", str(tmp_path / "cluster.toml")
+    assert main(["plan", *cluster, "--seconds", "1", "--limit", "pipeline=1", "--", *words.split()]) == 0
+    assert message in " ".join(capsys.readouterr().out.split())
+    assert main(["doctor", *cluster, "--", *words.split(), "--holmes"]) == 1
+    assert message in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_a_misspelt_flag_of_holmes(capsys, tmp_path):
+    (tmp_path / "cluster.toml").write_text(SITE)
+    words = *GPT.split(), "--holmes", "--holmez-cluster", "c.toml"
+    assert main(["plan", "--cluster", str(tmp_path / "cluster.toml"), "--", *words]) == 2
+    assert "--holmez-cluster: did you mean --holmes-cluster?" in capsys.readouterr().err
+    assert main(["doctor", "--cluster", str(tmp_path / "cluster.toml"), "--", *words]) == 1
+    assert "did you mean --holmes-cluster?" in capsys.readouterr().out

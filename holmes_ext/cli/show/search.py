@@ -21,6 +21,7 @@ from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.launch_flags import Launch, limited
+from holmes_ext.patches.megatron.command_line.refusals import refusals
 from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
@@ -176,7 +177,10 @@ def alone(plan: Plan, network: Network, job: Training, model: Model) -> SearchRe
 
 
 def _candidate(found: SearchResult, job: Training, sizes: Sizes, plan: Plan | None = None) -> Candidate:
-    said = job.said
+    said, options = job.said, job.options
+    partitioned = bool(options.plan) or options.partition != "uniform"
+    for line in refusals(said, sizes, found.network.world, partitioned) if said else ():
+        raise HolmesError(line)
     own = (said.zero, said.virtual) if said and said.model else ()
     shape, layers = shape_of(found.model, sizes, *own), said.stage_layers if said else ()
     if plan is not None:

@@ -12,7 +12,7 @@ from holmes_ext.cluster.gpu import KNOWN
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.command import split_command
 from holmes_ext.errors import HolmesError
-from holmes_ext.options import Options, parse_flags
+from holmes_ext.options import Options, meant, parse_flags
 from holmes_ext.patches import features
 from holmes_ext.patches.engine.registry import disabled_features
 from holmes_ext.patches.megatron.command_line.describe import CommandLine, describe
@@ -86,6 +86,9 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
     sizes = _sizes(args, said)
     if said is not None and sizes is not None and said.sizes is not None and sizes.pipeline != said.sizes.pipeline:
         said = replace(said, stage_layers=(), virtual=1)  # those of other stages than are asked for
+    for word in said.unknown if said else ():
+        if near := meant(word):
+            raise HolmesError(f"{word}: did you mean {near}?")
     options = _options(args)
     framework = args.framework or (said.framework if said else "")
     overlap = args.overlap == "on" and options.overlap != "off"
