@@ -1,4 +1,4 @@
-"""Joined jobs for tests: each a thread with one rank, or processes that form a gloo world; a meeting point in this
+"""Joined jobs for tests: each a thread with one rank, or processes that form a gloo world; a coordinator in this
 process."""
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from holmes_ext.runtime.outer.enter import join
-from holmes_ext.runtime.outer.joined import Joined, Record
-from holmes_ext.runtime.outer.meeting.server import Server
-from holmes_ext.runtime.outer.place import Place
+from holmes_ext.runtime.outer.address import JoinAddress
+from holmes_ext.runtime.outer.coordinator.server import Server
+from holmes_ext.runtime.outer.join import join
+from holmes_ext.runtime.outer.loop import OuterLoop, Record
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.weights import Part, Tensor, Weights, row_of
 
@@ -21,8 +21,8 @@ TOKEN = "a token for tests"
 
 
 @contextlib.contextmanager
-def meeting_point(port: int = 0) -> Iterator[Server]:
-    """A meeting point on loopback; `told` are its events."""
+def coordinator(port: int = 0) -> Iterator[Server]:
+    """A coordinator on loopback; `told` are its events."""
     told: list[str] = []
     server = Server("127.0.0.1", port, TOKEN, told.append)
     server.told = told
@@ -50,8 +50,8 @@ def joined_of(
     settings: OuterSettings,
     records: list[Record] | None = None,
     **more: Any,
-) -> Joined:
-    place = Place(job, "127.0.0.1", port)
+) -> OuterLoop:
+    place = JoinAddress(job, "127.0.0.1", port)
     told = records.append if records is not None else (lambda record: None)
     return join(
         place,

@@ -1,4 +1,4 @@
-"""`holmes join`: the meeting point of jobs that train one model together, each on a cluster of its own."""
+"""`holmes join`: the coordinator of jobs that train one model together, each on a cluster of its own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.meeting.client import ask_status
-from holmes_ext.runtime.outer.meeting.server import Server
-from holmes_ext.runtime.outer.place import PORT, token_from
+from holmes_ext.runtime.outer.address import PORT, token_from
+from holmes_ext.runtime.outer.coordinator.client import ask_status
+from holmes_ext.runtime.outer.coordinator.server import Server
 from holmes_ext.units import format_rate
 
 _EPILOG = """\
@@ -31,15 +31,15 @@ COLUMNS = (
     Column("steps/s", right=True, drop=2), Column("sends", right=True, drop=3), Column("drift", right=True, drop=4),
     Column("heard, s ago", right=True, drop=1),
 )  # fmt: skip
-_ABOUT = "The meeting point of jobs that train one model together, each on a cluster of its own."
+_ABOUT = "The coordinator of jobs that train one model together, each on a cluster of its own."
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "join", help="the meeting point of jobs that train one model together", description=_ABOUT, epilog=_EPILOG)
+        "join", help="the coordinator of jobs that train one model together", description=_ABOUT, epilog=_EPILOG)
     actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
-    serve = actions.add_parser("serve", help="keep the meeting point (may be restarted: jobs come back by themselves)",
-                               description="Keeps the meeting point of joined jobs, on a machine that all reach. It may"
+    serve = actions.add_parser("serve", help="keep the coordinator (may be restarted: jobs come back by themselves)",
+                               description="Keeps the coordinator of joined jobs, on a machine that all reach. It may"
                                " be restarted: jobs come back by themselves.")
     serve.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
     serve.add_argument("--port", type=int, default=PORT,
@@ -93,7 +93,7 @@ def _status(args: argparse.Namespace) -> int:
     else:
         screen = Screen()
         screen.table(COLUMNS, [_row(job) for job in found["jobs"]], title=
-                     f"round {found['round']}; the meeting point is up for {found['up_s']:.0f} s")
+                     f"round {found['round']}; the coordinator is up for {found['up_s']:.0f} s")
         for event in found["events"][-8:]:
             screen.line(event)
     return 0 if all(job["state"] in ("in", "waiting") for job in found["jobs"]) else 1

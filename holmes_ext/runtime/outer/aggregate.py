@@ -65,7 +65,9 @@ def coefficients(settings: OuterSettings, gram: torch.Tensor, shares: Sequence[f
     return list(shares)
 
 
-def combine(settings: OuterSettings, gradients: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
+def combine(
+    settings: OuterSettings, gradients: Sequence[torch.Tensor], factors: Sequence[float]
+) -> torch.Tensor:
     """The aggregate of this rank's elements; factors: coefficients(), in the order of `gradients`. Added up in that
     order: the same bits in every job."""
     count = len(gradients)

@@ -38,7 +38,9 @@ def part_of(dataset: Any) -> Any:
         return dataset
     from torch.utils.data import IterableDataset
 
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    ):
         return dataset
     training.share()
     if hasattr(dataset, "shard"):  # Hugging Face's: stays one of its kind

@@ -75,7 +75,9 @@ class OuterSettings:
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
-                raise HolmesError(f"--holmes-outer: {name}={getattr(self, name)!r} is not one of {', '.join(known)}")
+                raise HolmesError(
+                    f"--holmes-outer: {name}={getattr(self, name)!r} is not one of {', '.join(known)}"
+                )
         for name, (least, most) in _BOUNDS.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= (most if most is not None else 1e12):
@@ -108,7 +110,9 @@ class OuterSettings:
 
         k, slash, parts = self.part.partition("/")
         if not (slash and k.isdecimal() and parts.isdecimal() and int(k) < int(parts) <= 64):
-            raise HolmesError(f"--holmes-outer: part={self.part!r} is not k/K with k from 0 to K - 1, such as part=0/2")
+            raise HolmesError(
+                f"--holmes-outer: part={self.part!r} is not k/K with k from 0 to K - 1, such as part=0/2"
+            )
 
     @property
     def data_part(self) -> tuple[int, int]:

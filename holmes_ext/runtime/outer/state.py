@@ -18,7 +18,7 @@ import torch
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer.algorithms import keeps_momentum, outer_step
-from holmes_ext.runtime.outer.elements import Owned, Range, fragment_cuts, owned_ranges
+from holmes_ext.runtime.outer.ownership import Range, RankRange, fragment_cuts, owned_ranges
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.weights import Weights, checksum
 
@@ -74,11 +74,12 @@ class Fragment:
 class OuterState:
     """lock: held by whoever changes a fragment, and by whoever copies one for another job."""
 
-    def __init__(self, settings: OuterSettings, weights: Weights, owned: Sequence[Owned], rank: int):
+    def __init__(self, settings: OuterSettings, weights: Weights, owned: Sequence[RankRange], rank: int):
         self.settings, self.weights, self.lock = settings, weights, threading.Lock()
         cuts = fragment_cuts(weights.total, settings.fragments)
         self.fragments = [
-            self._fragment(start, stop, owned_ranges(owned, rank, start, stop)) for start, stop in zip(cuts, cuts[1:])
+            self._fragment(start, stop, owned_ranges(owned, rank, start, stop))
+            for start, stop in zip(cuts, cuts[1:])
         ]
 
     def _fragment(self, start: int, stop: int, ranges: list[Range]) -> Fragment:
@@ -89,29 +90,39 @@ class OuterState:
             else None
         )
         residual = torch.zeros(count, dtype=torch.bfloat16) if int8 else None
-        return Fragment(start, stop, ranges, self.weights.read(ranges, torch.empty(count)), momentum, residual)
+        return Fragment(
+            start, stop, ranges, self.weights.read(ranges, torch.empty(count)), momentum, residual
+        )
 
     def apply(self, fragment: Fragment) -> None:
         """Take the outer step that is pending."""
         with self.lock:
             pending = fragment.pending
             assert pending is not None
-            outer_step(self.settings, fragment.anchor, fragment.momentum, pending.gradient, pending.mu, pending.gap)
+            outer_step(
+                self.settings, fragment.anchor, fragment.momentum, pending.gradient, pending.mu, pending.gap
+            )
             if fragment.residual is not None and pending.residual is not None:
                 fragment.residual.copy_(pending.residual)
             fragment.version, fragment.pending = pending.number, None
 
-    def copy_of(self, fragment: Fragment, start: int, stop: int) -> tuple[int, torch.Tensor, torch.Tensor | None]:
+    def copy_of(
+        self, fragment: Fragment, start: int, stop: int
+    ) -> tuple[int, torch.Tensor, torch.Tensor | None]:
         """Version, anchor and momentum of elements [start, stop), with what is pending applied: for another job."""
         with self.lock:
             place, pending = fragment.places(start, stop), fragment.pending
             anchor = fragment.anchor[place].clone()
             momentum = None if fragment.momentum is None else fragment.momentum[place].clone()
             if pending is not None:
-                outer_step(self.settings, anchor, momentum, pending.gradient[place].clone(), pending.mu, pending.gap)
+                outer_step(
+                    self.settings, anchor, momentum, pending.gradient[place].clone(), pending.mu, pending.gap
+                )
             return fragment.promised, anchor, momentum
 
-    def replace(self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None) -> None:
+    def replace(
+        self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None
+    ) -> None:
         """What another job has takes the place of ours; what int8 left out so far belonged to the old."""
         with self.lock:
             fragment.anchor.copy_(anchor)
@@ -124,7 +135,9 @@ class OuterState:
     @property
     def host_bytes(self) -> int:
         """What all of it takes."""
-        tensors = [one for f in self.fragments for one in (f.anchor, f.momentum, f.residual) if one is not None]
+        tensors = [
+            one for f in self.fragments for one in (f.anchor, f.momentum, f.residual) if one is not None
+        ]
         return sum(one.numel() * one.element_size() for one in tensors)
 
     def to_dict(self) -> dict[str, Any]:

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.runtime.measure import telemetry
-from holmes_ext.runtime.outer.place import Place, parse_place, token_from
+from holmes_ext.runtime.outer.address import JoinAddress, parse_address, token_from
 from holmes_ext.runtime.outer.settings import OuterSettings, parse_outer
 
 if TYPE_CHECKING:
-    from holmes_ext.runtime.outer.joined import Joined, Record
+    from holmes_ext.runtime.outer.loop import OuterLoop, Record
 
 
 @dataclass(frozen=True)
-class Held:
+class WeightShards:
     """The weights of one rank, as its framework has them.
 
     position: where in the model-parallel grid, such as "pipeline 0, tensor 1"; tensors: name, shape and type of all
@@ -47,7 +47,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Stack:
+class FrameworkAdapter:
     """What a patch knows of a job.
 
     weights: of this rank, HolmesError where they cannot be had; written: brings what the framework derives from them up
@@ -56,7 +56,7 @@ class Stack:
     """
 
     name: str
-    weights: Callable[[], Held]
+    weights: Callable[[], WeightShards]
     device: Callable[[], Any]
     written: Callable[[], None] = lambda: None
     agreed: Mapping[str, Any] = field(default_factory=dict)
@@ -68,11 +68,11 @@ class _Job:
     """rank 0 tells. saved: outer state of a checkpoint, and where it came from, until the job begins; shared: whether
     the data were shared out."""
 
-    place: Place
+    place: JoinAddress
     settings: OuterSettings
     token: str
     owner: object = None
-    joined: Joined | None = None
+    joined: OuterLoop | None = None
     saved: tuple[dict[str, Any], str] | None = None
     shared: bool = False
     began: float = 0.0
@@ -87,11 +87,12 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
     global _job
     if not options.join:
         if options.outer:
-            raise HolmesError("--holmes-outer says how joined jobs update each other; give --holmes-join"
-                              " NAME@HOST:PORT too")
+            raise HolmesError(
+                "--holmes-outer says how joined jobs update each other; give --holmes-join NAME@HOST:PORT too"
+            )
         return []
     settings = parse_outer(options.outer)
-    _job = _Job(parse_place(options.join), settings, token_from(environ))
+    _job = _Job(parse_address(options.join), settings, token_from(environ))
     atexit.register(end)
     often = f"{settings.every} steps" if settings.every else f"{settings.seconds:g} s"
     return [f"job {_job.place.job} joins others at {_job.place.host}:{_job.place.port}: {settings.algorithm}, every"
@@ -126,7 +127,7 @@ def reserve(owner: object) -> None:
         _job.owner = owner
 
 
-def claim(owner: object, stack: Callable[[], Stack]) -> bool:
+def claim(owner: object, stack: Callable[[], FrameworkAdapter]) -> bool:
     """Before a step of `owner`: whether its steps are the job's. The first one joins; collective then."""
     reserve(owner)
     if _job is None or _job.owner is not owner:
@@ -160,7 +161,9 @@ def load_joined_state_dict(saved: dict[str, Any], source: str = "outer state") -
     if _job is None:
         return
     if _job.joined is not None:
-        raise HolmesError(f"{source}: outer state can be loaded before the first step only; restart the job to resume")
+        raise HolmesError(
+            f"{source}: outer state can be loaded before the first step only; restart the job to resume"
+        )
     _job.saved = saved, source
 
 
@@ -173,8 +176,8 @@ def end(why: str = "training is over") -> None:
         job.joined.end(why)
 
 
-def _begin(job: _Job, stack: Stack) -> None:
-    from holmes_ext.runtime.outer.enter import join, weights_of  # a job that is not joined must not load them
+def _begin(job: _Job, stack: FrameworkAdapter) -> None:
+    from holmes_ext.runtime.outer.join import join, weights_of  # a job that is not joined must not load them
 
     def weights() -> Any:
         if why := stack.refusal(job.settings):
@@ -225,11 +228,14 @@ def _tell(record: Record) -> None:
     for name, why in outcome.left_out.items():
         _say(_job.joined, f"round {record.number}: job {name} is left out: {why}")
     if outcome.verdict == "taken":
-        _say(_job.joined, f"round {record.number}: fragments {outcome.fragments} taken from job {outcome.source}")
+        _say(
+            _job.joined,
+            f"round {record.number}: fragments {outcome.fragments} taken from job {outcome.source}",
+        )
     elif outcome.verdict == "void":
         _say(_job.joined, f"round {record.number} came to nothing: {outcome.why}; training goes on")
 
 
-def _say(joined: Joined, text: str) -> None:
-    if joined.rounds.inside.rank == 0:
+def _say(joined: OuterLoop, text: str) -> None:
+    if joined.rounds.job_ranks.rank == 0:
         print(f"holmes: {text}", file=sys.stderr, flush=True)

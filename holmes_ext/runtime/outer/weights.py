@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.elements import Range
+from holmes_ext.runtime.outer.ownership import Range
 
 #: Elements whose checksum is taken at a time.
 _CHUNK = 2**18

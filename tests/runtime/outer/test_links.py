@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from holmes_ext.runtime.outer.cross.links import Peer, PeerLinks, PeersFailed, reach
+from holmes_ext.runtime.outer.peers.links import Peer, PeerLinks, PeersFailed, reach
 
 
 class Rank:
     """One rank of a job, with its peers by job."""
 
     def __init__(self, job, token="secret", serve=None):
-        self.links = PeerLinks(job, f"life of {job}", 0, token, "127.0.0.1", serve=serve)
-        self.peer = Peer(job, f"life of {job}", 0, self.links.address)
+        self.links = PeerLinks(job, f"incarnation of {job}", 0, token, "127.0.0.1", serve=serve)
+        self.peer = Peer(job, f"incarnation of {job}", 0, self.links.address)
 
 
 @pytest.fixture
@@ -59,7 +59,9 @@ def together(*calls):
 def test_all_get_what_the_others_sent(ranks):
     data = [os.urandom(3_000_000) for _ in ranks]
     for number in (1, 2):  # the second time over the same connections
-        sends = (lambda k=k, n=number: swap(ranks[k], ranks[:k] + ranks[k + 1 :], data[k], n) for k in range(3))
+        sends = (
+            lambda k=k, n=number: swap(ranks[k], ranks[:k] + ranks[k + 1 :], data[k], n) for k in range(3)
+        )
         found = together(*sends)
         for k, one in enumerate(found):
             assert one == {other.peer.job: data[j] for j, other in enumerate(ranks) if j != k}
@@ -87,10 +89,14 @@ def test_a_killed_peer_is_named_at_once_and_the_others_are_served(ranks):
         south.links.close()
 
     started = time.monotonic()
-    first, second, _ = together(lambda: swap(east, [south, west], data), lambda: swap(west, [east, south], data), dies)
+    first, second, _ = together(
+        lambda: swap(east, [south, west], data), lambda: swap(west, [east, south], data), dies
+    )
     assert first.jobs == {"south"} and second.jobs == {"south"}
     assert time.monotonic() - started < 9
-    assert together(lambda: swap(east, [west], data, attempt=2), lambda: swap(west, [east], data, attempt=2)) == [
+    assert together(
+        lambda: swap(east, [west], data, attempt=2), lambda: swap(west, [east], data, attempt=2)
+    ) == [
         {"west": data},
         {"east": data},
     ]
@@ -114,7 +120,9 @@ def test_another_round_is_not_taken_for_this_one(ranks):
         lambda: swap(west, [east], bytes(10), number=4, patience=3.0),
     )
     assert all(isinstance(one, PeersFailed) for one in found)
-    again = together(lambda: swap(east, [west], bytes(10), number=5), lambda: swap(west, [east], bytes(10), number=5))
+    again = together(
+        lambda: swap(east, [west], bytes(10), number=5), lambda: swap(west, [east], bytes(10), number=5)
+    )
     assert again == [{"west": bytes(10)}, {"east": bytes(10)}]
 
 
@@ -122,7 +130,7 @@ def test_strangers_and_earlier_lives_are_not_let_in(ranks):
     east, _, west = ranks
     stranger = Rank("aaa", token="guess")
     assert swap(stranger, [west], b"x", patience=2.0).jobs == {"west"}
-    late = Peer("west", "an earlier life", 0, west.links.address)
+    late = Peer("west", "an earlier incarnation", 0, west.links.address)
     with pytest.raises(PeersFailed):
         east.links.swap(1, 1, {late: [memoryview(b"x")]}, {late: [memoryview(bytearray(1))]}, 1.0)
     stranger.links.close()
@@ -136,7 +144,7 @@ def test_questions_have_a_line_of_their_own():
         line.send({"echo": line.receive(5)["say"]})
 
     rank = Rank("east", serve=serve)
-    line = reach(rank.peer.address, "secret", {"purpose": "fetch", "to": rank.peer.life}, 5.0)
+    line = reach(rank.peer.address, "secret", {"purpose": "fetch", "to": rank.peer.incarnation}, 5.0)
     line.send({"say": "hello"})
     assert line.receive(5) == {"echo": "hello"} and asked == ["fetch"]
     line.close()

@@ -5,7 +5,7 @@ import pytest
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.runtime.outer import training
-from holmes_ext.runtime.outer.place import Place, parse_place, token_from
+from holmes_ext.runtime.outer.address import JoinAddress, parse_address, token_from
 from holmes_ext.runtime.outer.settings import parse_outer
 
 
@@ -21,7 +21,9 @@ def test_what_is_not_given_suits_what_is():
     assert (co2.lr, co2.momentum, co2.fragments, co2.every) == (0.5, 0.3, 1, 32)
     assert parse_outer("algorithm=co2,fragments=2").fragments == 2
     assert parse_outer("algorithm=co2,momentum=auto").momentum is None
-    assert parse_outer("").agreed()["momentum"] == "auto" and parse_outer("momentum=0").agreed()["momentum"] == 0
+    assert (
+        parse_outer("").agreed()["momentum"] == "auto" and parse_outer("momentum=0").agreed()["momentum"] == 0
+    )
 
 
 @pytest.mark.parametrize("text, why", [
@@ -41,11 +43,11 @@ def test_bad_settings(text, why):
 
 
 def test_places():
-    assert parse_place("east@10.0.0.1:4000") == Place("east", "10.0.0.1", 4000)
-    assert parse_place("east@host").port == 29600
+    assert parse_address("east@10.0.0.1:4000") == JoinAddress("east", "10.0.0.1", 4000)
+    assert parse_address("east@host").port == 29600
     for text in ("east", "@host:1", "east@", "east@host:x", "east@host:70000", "a b@host:1"):
         with pytest.raises(HolmesError, match="is not NAME@HOST:PORT"):
-            parse_place(text)
+            parse_address(text)
 
 
 def test_tokens(tmp_path):

@@ -1,4 +1,4 @@
-"""A job that takes fragments from another one (cross/take.py): the giver's side, at the moment of a commit."""
+"""A job that takes fragments from another one (peers/take.py): the giver's side, at the moment of a commit."""
 
 import socket
 import threading
@@ -6,9 +6,9 @@ import threading
 import pytest
 import torch
 
-from holmes_ext.runtime.outer.cross import take
-from holmes_ext.runtime.outer.elements import Owned
-from holmes_ext.runtime.outer.meeting.wire import Line
+from holmes_ext.runtime.outer.coordinator.wire import Line
+from holmes_ext.runtime.outer.ownership import RankRange
+from holmes_ext.runtime.outer.peers import take
 from holmes_ext.runtime.outer.settings import parse_outer
 from holmes_ext.runtime.outer.state import OuterState, Pending
 from holmes_ext.runtime.outer.weights import Part, Tensor, Weights
@@ -18,7 +18,9 @@ from holmes_ext.runtime.outer.weights import Part, Tensor, Weights
 def state():
     """Of 8 ones, one fragment of version 0; an outer step takes the gradient off."""
     weights = Weights("all", [Tensor("w", (8,), "float32")], [Part(0, torch.ones(8))])
-    return OuterState(parse_outer("algorithm=average,every=1,fragments=1,timeout=60"), weights, [Owned(0, 8, 0)], 0)
+    return OuterState(
+        parse_outer("algorithm=average,every=1,fragments=1,timeout=60"), weights, [RankRange(0, 8, 0)], 0
+    )
 
 
 @pytest.fixture
@@ -71,7 +73,7 @@ def committed(state, number):
 
 
 def test_a_taker_that_comes_before_the_commit_waits_for_it(state, taker, monkeypatch):
-    """The meeting point has told it of a commit that the giver has not heard of yet: what the giver has now is the
+    """The coordinator has told it of a commit that the giver has not heard of yet: what the giver has now is the
     version before, and the taker would be behind again."""
     clock = Clock(lambda: committed(state, 5))
     monkeypatch.setattr(take, "time", clock)

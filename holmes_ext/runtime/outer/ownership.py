@@ -27,7 +27,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Owned:
+class RankRange:
     """Elements [start, stop) that `rank` exchanges for its job."""
 
     start: int
@@ -36,7 +36,7 @@ class Owned:
 
 
 @dataclass(frozen=True)
-class Segment:
+class ShardPair:
     """Elements [start, stop) that one rank of each job exchanges: `owners`, by job."""
 
     start: int
@@ -51,13 +51,15 @@ def fragment_cuts(total: int, fragments: int) -> list[int]:
     return [total * k // fragments // grain * grain for k in range(fragments)] + [total]
 
 
-def owners(total: int, cuts: Sequence[int], holdings: Mapping[int, Sequence[Range]]) -> list[Owned]:
+def owners(total: int, cuts: Sequence[int], holdings: Mapping[int, Sequence[Range]]) -> list[RankRange]:
     """Who exchanges what, each element one rank: in order of `start`, none overlapping, 0 to `total` covered.
 
     holdings: the ranges that each rank holds. What several hold is shared out evenly among them, fragment by fragment
     (`cuts`, as of fragment_cuts), in the order of their ranks. HolmesError when an element is held by no rank.
     """
-    borders = sorted({0, total, *cuts, *(edge for ranges in holdings.values() for span in ranges for edge in span)})
+    borders = sorted(
+        {0, total, *cuts, *(edge for ranges in holdings.values() for span in ranges for edge in span)}
+    )
     if borders[0] < 0 or borders[-1] > total:
         raise HolmesError(f"shards reach from element {borders[0]} to {borders[-1]}, but there are {total}")
     held_by: dict[int, list[int]] = {edge: [] for edge in borders}
@@ -66,7 +68,7 @@ def owners(total: int, cuts: Sequence[int], holdings: Mapping[int, Sequence[Rang
         for start, stop in ranges:
             for number in range(place[start], place[stop]):
                 held_by[borders[number]].append(rank)
-    result: list[Owned] = []
+    result: list[RankRange] = []
     inner = set(cuts)
     first = 0
     for start, stop in pairwise(borders):
@@ -80,23 +82,23 @@ def owners(total: int, cuts: Sequence[int], holdings: Mapping[int, Sequence[Rang
     return _merged(result)
 
 
-def _shares(start: int, stop: int, ranks: Sequence[int]) -> list[Owned]:
+def _shares(start: int, stop: int, ranks: Sequence[int]) -> list[RankRange]:
     grain = ALIGNMENT if stop - start >= 2 * ALIGNMENT * len(ranks) else 1
     cuts = [start + (stop - start) * k // len(ranks) // grain * grain for k in range(len(ranks))] + [stop]
-    return [Owned(a, b, rank) for (a, b), rank in zip(pairwise(cuts), ranks) if a < b]
+    return [RankRange(a, b, rank) for (a, b), rank in zip(pairwise(cuts), ranks) if a < b]
 
 
-def _merged(owned: list[Owned]) -> list[Owned]:
-    result: list[Owned] = []
+def _merged(owned: list[RankRange]) -> list[RankRange]:
+    result: list[RankRange] = []
     for one in owned:
         if result and result[-1].rank == one.rank and result[-1].stop == one.start:
-            result[-1] = Owned(result[-1].start, one.stop, one.rank)
+            result[-1] = RankRange(result[-1].start, one.stop, one.rank)
         else:
             result.append(one)
     return result
 
 
-def pieces(maps: Mapping[str, Sequence[Owned]], start: int, stop: int) -> list[Segment]:
+def shard_pairs(maps: Mapping[str, Sequence[RankRange]], start: int, stop: int) -> list[ShardPair]:
     """Elements [start, stop) cut wherever the owner changes in some job. maps: owners() of each job."""
     edges = {name: [one.start for one in owned] for name, owned in maps.items()}
     cuts = {start, stop}
@@ -107,12 +109,12 @@ def pieces(maps: Mapping[str, Sequence[Owned]], start: int, stop: int) -> list[S
                 break
             cuts.add(one.start)
     return [
-        Segment(a, b, {name: owned[bisect_right(edges[name], a) - 1].rank for name, owned in maps.items()})
+        ShardPair(a, b, {name: owned[bisect_right(edges[name], a) - 1].rank for name, owned in maps.items()})
         for a, b in pairwise(sorted(cuts))
     ]
 
 
-def owned_ranges(owned: Sequence[Owned], rank: int, start: int, stop: int) -> list[Range]:
+def owned_ranges(owned: Sequence[RankRange], rank: int, start: int, stop: int) -> list[Range]:
     """What `rank` exchanges of elements [start, stop)."""
     return [
         (max(one.start, start), min(one.stop, stop))

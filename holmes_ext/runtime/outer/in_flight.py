@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from holmes_ext.runtime.outer.cross.links import Peer
-from holmes_ext.runtime.outer.elements import Owned
+from holmes_ext.runtime.outer.ownership import RankRange
+from holmes_ext.runtime.outer.peers.links import Peer
 
 
 @dataclass
-class Flight:
+class InFlight:
     """A fragment's pseudo-gradient on its way: from the step at which it was taken to the step at which its sum is
     applied.
 
@@ -29,11 +29,11 @@ class Flight:
     step: int
     period: int = 0
     versions: list[int] = field(default_factory=list)
-    end: Future[RoundEnd] = field(default_factory=Future)
+    end: Future[RoundResult] = field(default_factory=Future)
 
 
 @dataclass
-class RoundEnd:
+class RoundResult:
     """How a round ended, the same on all ranks of the job. verdict: "commit", "taken" (`fragments` from job `source`)
     or "void".
 
@@ -56,9 +56,9 @@ class RoundEnd:
 
 
 @dataclass(frozen=True)
-class Counterpart:
-    """What this rank knows of another job, in one of its lives: who exchanges what at this position, and where they
-    listen."""
+class RemoteJob:
+    """What this rank knows of another job, in one of its incarnations: who exchanges what at this
+    position, and where they listen."""
 
-    owned: list[Owned]
+    owned: list[RankRange]
     peers: dict[int, Peer]

@@ -1,4 +1,4 @@
-"""What the meeting point decides: who is in, who is waited for, what becomes of a round. Pure: no clock, no network.
+"""What the coordinator decides: who is in, who is waited for, what becomes of a round. Pure: no clock, no network.
 
     hello   -> accepted, or an error          (models, shards and settings must agree; a name is taken once)
     enter   -> in or behind, when `min` jobs are there
@@ -7,7 +7,7 @@
 
 A round is one exchange of one fragment. What counts is the version of a fragment: the round in which it was last
 stepped. The highest version that a job here has is the truth; a job that has less, whatever the reason (late, new, an
-older checkpoint, a message lost), takes the fragment from one that has it. So the meeting point keeps nothing that
+older checkpoint, a message lost), takes the fragment from one that has it. So the coordinator keeps nothing that
 its jobs do not know, and may be restarted.
 
 A round is committed when every member has all its sums; then, and only then, they step. One that cannot be completed
@@ -22,8 +22,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.meeting.member import PULSE_S, Member, State, difference, member_from, states
-from holmes_ext.runtime.outer.meeting.round import MeetingRound, counted
+from holmes_ext.runtime.outer.coordinator.member import (
+    HEARTBEAT_S,
+    Member,
+    State,
+    difference,
+    member_from,
+    states,
+)
+from holmes_ext.runtime.outer.coordinator.round import RoundState, counted
 
 Reply = dict[str, Any]
 
@@ -37,12 +44,12 @@ def _differ(one: State, other: State) -> bool:
     return one[0] != other[0] or (None not in (one[1], other[1]) and one[1] != other[1])
 
 
-class Meeting:
+class Coordinator:
     """The state of one run. `events` are lines for the log: what was decided, in order."""
 
     def __init__(self, now: float):
         self.members: dict[str, Member] = {}
-        self.rounds: dict[int, MeetingRound] = {}
+        self.rounds: dict[int, RoundState] = {}
         self.number = 0
         # After a restart: jobs that others know of, and until when they are waited for.
         self.awaited: dict[str, float] = {}
@@ -55,16 +62,16 @@ class Meeting:
 
     def hello(self, document: Mapping[str, Any], now: float) -> Reply | None:
         """None while another job of this name may only seem to be there: its host has lost power, or the link is cut. A
-        pulse of it tells that it lives, PULSE_S from now at the latest; look() finds out that it is gone."""
+        heartbeat of it tells that it lives, HEARTBEAT_S from now at the latest; look() finds out that it is gone."""
         self._order += 1
         new = member_from(document, self._order, now)
         old = self.members.get(new.name)
-        if old is not None and old.state != "gone" and old.life != new.life:
-            if new.life not in old.claims:
-                old.claims[new.life] = now
+        if old is not None and old.state != "gone" and old.incarnation != new.incarnation:
+            if new.incarnation not in old.claims:
+                old.claims[new.incarnation] = now
                 ago = now - old.heard
                 self.events.append(f"another job asks for the name {new.name}, heard {ago:.0f} s ago: waiting")
-            if old.heard > old.claims[new.life]:
+            if old.heard > old.claims[new.incarnation]:
                 raise HolmesError(f"there is a job named {new.name!r} in this run already; join by another name")
             return None
         for other in self.members.values():
@@ -72,9 +79,9 @@ class Meeting:
                 continue
             if text := difference(new.agreed, other.agreed, other.name):
                 raise HolmesError(f"job {new.name!r} cannot join: it differs from job {other.name!r} in {text}")
-        if document.get("entered"):  # it lost the connection, or the meeting point was restarted
+        if document.get("entered"):  # it lost the connection, or the coordinator was restarted
             new.state = "in"
-            if old is not None and old.life == new.life:
+            if old is not None and old.incarnation == new.incarnation:
                 new.state, new.order, new.rounds, new.missed = "late", old.order, old.rounds, old.missed
         self.members[new.name] = new
         self.awaited.pop(new.name, None)
@@ -107,23 +114,23 @@ class Meeting:
         # Another that began with it may have opened the next round already, and waits there.
         return {**(behind or {"verdict": "in"}), "round": member.expected_from - 1}
 
-    def gone(self, name: str, life: str, why: str, now: float) -> None:
+    def gone(self, name: str, incarnation: str, why: str, now: float) -> None:
         """Its connection was closed, or it says that it ends."""
         member = self.members.get(name)
-        if member is not None and member.life == life and member.state != "gone":
+        if member is not None and member.incarnation == incarnation and member.state != "gone":
             member.state = "gone"
             self.events.append(f"job {name} is gone: {why}")
 
-    def pulse(self, name: str, life: str, told: Mapping[str, Any], now: float) -> None:
+    def heartbeat(self, name: str, incarnation: str, told: Mapping[str, Any], now: float) -> None:
         member = self.members.get(name)
-        if member is not None and member.life == life:
+        if member is not None and member.incarnation == incarnation:
             member.heard, member.told = now, dict(told)
 
     def look(self, now: float) -> None:
         """Whoever has been silent for its timeout is gone."""
         for member in self.members.values():
-            if member.state != "gone" and now - member.heard > max(member.timeout_s, 3 * PULSE_S):
-                self.gone(member.name, member.life, f"nothing heard for {now - member.heard:.0f} s", now)
+            if member.state != "gone" and now - member.heard > max(member.timeout_s, 3 * HEARTBEAT_S):
+                self.gone(member.name, member.incarnation, f"nothing heard for {now - member.heard:.0f} s", now)
 
     # Rounds
 
@@ -141,7 +148,7 @@ class Meeting:
             if member.awaits is not None or late or self._behind(member):
                 return self._catch_up(member, number, now)
             if known is None:
-                known = self.rounds[number] = MeetingRound(number, now)
+                known = self.rounds[number] = RoundState(number, now)
                 self.number = number
                 self.rounds.pop(number - 64, None)
             known.ready[name] = dict(report)
@@ -180,7 +187,7 @@ class Meeting:
         """report: round, attempt, ok, accused (jobs that this one could not exchange with), factors."""
         known = self.rounds.get(int(report["round"]))
         if known is None:
-            return {"verdict": "void", "round": self.number, "why": "the meeting point was restarted"}
+            return {"verdict": "void", "round": self.number, "why": "the coordinator was restarted"}
         if int(report["attempt"]) == known.attempt and not known.outcome and name not in known.done:
             known.done[name] = dict(report)
             known.last_done = now
@@ -196,10 +203,14 @@ class Meeting:
             return self._lost(known)
         return self._verdict(known, name, now) if int(report["attempt"]) != known.attempt else None
 
-    def _lost(self, known: MeetingRound) -> Reply:
-        return {"verdict": "void", "round": known.number, "why": known.why or "the round went on without this job"}
+    def _lost(self, known: RoundState) -> Reply:
+        return {
+            "verdict": "void",
+            "round": known.number,
+            "why": known.why or "the round went on without this job",
+        }
 
-    def _decide(self, known: MeetingRound, now: float) -> None:
+    def _decide(self, known: RoundState, now: float) -> None:
         """Members of the round, once all that are waited for have reported."""
         present = [m for m in self.members.values() if m.state == "in" and m.expected_from <= known.number]
         missing = [m for m in present if m.name not in known.ready]
@@ -231,7 +242,7 @@ class Meeting:
         for name, why in known.left_out.items():
             self.events.append(f"round {known.number}: job {name} is left out: {why}")
 
-    def _conclude(self, known: MeetingRound, now: float) -> None:
+    def _conclude(self, known: RoundState, now: float) -> None:
         """Commit, the next attempt, or void: when all members here have told, or those who have not are given up."""
         members = [self.members[name] for name in known.members]
         silent = [m for m in members if m.name not in known.done and m.state != "gone"]
@@ -253,7 +264,11 @@ class Meeting:
                 lost = {worst.name}
                 rest.remove(worst)
             else:
-                self._end(known, "void", "its jobs are here, but could not exchange: " + ", ".join(sorted({*accused})))
+                self._end(
+                    known,
+                    "void",
+                    "its jobs are here, but could not exchange: " + ", ".join(sorted({*accused})),
+                )
                 return
         for name in lost:
             self.events.append(f"round {known.number}: job {name} is lost on the way")
@@ -267,12 +282,12 @@ class Meeting:
         known.members = {m.name: known.members[m.name] / total for m in rest}
         known.attempt, known.done, known.last_done = known.attempt + 1, {}, now
 
-    def _end(self, known: MeetingRound, outcome: str, why: str = "") -> None:
+    def _end(self, known: RoundState, outcome: str, why: str = "") -> None:
         known.outcome, known.why = outcome, why
         who = ", ".join(f"{name} {share:.2f}" for name, share in known.members.items())
         self.events.append(f"round {known.number}: {outcome}" + (f" ({who})" if outcome == "commit" else f": {why}"))
 
-    def _verdict(self, known: MeetingRound, name: str, now: float) -> Reply | None:
+    def _verdict(self, known: RoundState, name: str, now: float) -> Reply | None:
         if known.outcome == "void":
             return {"verdict": "void", "round": known.number, "why": known.why, "left_out": known.left_out}
         if name in known.behind:
@@ -281,8 +296,13 @@ class Meeting:
             return {"verdict": "skip", "round": known.number}
         if not known.attempt:
             return None
-        lives = {member: self.members[member].life for member in known.members}
-        told = {"attempt": known.attempt, "members": known.members, "lives": lives, "left_out": known.left_out}
+        incarnations = {member: self.members[member].incarnation for member in known.members}
+        told = {
+            "attempt": known.attempt,
+            "members": known.members,
+            "incarnations": incarnations,
+            "left_out": known.left_out,
+        }
         return {"verdict": "go", "round": known.number, **told}
 
     # Versions
@@ -307,7 +327,7 @@ class Meeting:
         return None not in (mine[1], theirs[1]) and mine[1] != theirs[1] and donor.order < member.order
 
     def _take(self, donor: Member, fragments: list[int]) -> Reply:
-        told: Reply = {"from": donor.name, "life": donor.life, "fragments": fragments}
+        told: Reply = {"from": donor.name, "incarnation": donor.incarnation, "fragments": fragments}
         told["versions"] = [donor.fragments[number][0] for number in fragments]
         return {"verdict": "behind", "round": self.number, **told}
 

@@ -1,6 +1,6 @@
 """Shards that jobs can join with, and those that they cannot."""
 
-from holmes_ext.runtime.outer.enter import _shares_some
+from holmes_ext.runtime.outer.join import _shares_some
 
 
 def ranks(*holdings, position="all"):

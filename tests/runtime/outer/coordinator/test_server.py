@@ -1,4 +1,4 @@
-"""The meeting point over sockets: the token, questions asked again, a restart, strangers."""
+"""The coordinator over sockets: the token, questions asked again, a restart, strangers."""
 
 import contextlib
 import socket
@@ -8,10 +8,10 @@ import time
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.meeting import client as clients
-from holmes_ext.runtime.outer.meeting.client import MeetingPoint, ask_status
-from holmes_ext.runtime.outer.meeting.server import Server
-from holmes_ext.runtime.outer.meeting.wire import Line, Refused, answer, call, challenge, proof
+from holmes_ext.runtime.outer.coordinator import client as clients
+from holmes_ext.runtime.outer.coordinator.client import CoordinatorClient, ask_status
+from holmes_ext.runtime.outer.coordinator.server import Server
+from holmes_ext.runtime.outer.coordinator.wire import Line, Refused, answer, call, challenge, proof
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def job(name, port, token="secret", least=1, timeout=20.0):
         "min": least,
         "timeout": timeout,
     }
-    return MeetingPoint(name, "127.0.0.1", port, token, lambda: document)
+    return CoordinatorClient(name, "127.0.0.1", port, token, lambda: document)
 
 
 def soon(seconds=20.0):
@@ -65,7 +65,9 @@ def test_two_jobs_go_through_a_round():
             thread.start()
         for thread in threads:
             thread.join(30)
-        assert answers == {name: ("in", {"east": 0.5, "west": 0.5}, "commit", [0.5, 0.5]) for name in ("east", "west")}
+        assert answers == {
+            name: ("in", {"east": 0.5, "west": 0.5}, "commit", [0.5, 0.5]) for name in ("east", "west")
+        }
         assert jobs[0].ask("maps", {"of": "west"}, soon())["maps"] == {"0": [[0, 8, 0]]}
         for one in jobs:
             one.close("done")
@@ -74,7 +76,7 @@ def test_two_jobs_go_through_a_round():
 
 def test_a_wrong_token_is_one_line_and_never_tried_again():
     with serving() as (server, told):
-        with pytest.raises(Refused, match="the token is not the meeting point's; set HOLMES_JOIN_TOKEN"):
+        with pytest.raises(Refused, match="the token is not the coordinator's; set HOLMES_JOIN_TOKEN"):
             job("east", server.port, token="guess").ask("enter", {}, soon())
         with pytest.raises(HolmesError, match="the token is not"):
             ask_status("127.0.0.1", server.port, "guess")
@@ -108,19 +110,21 @@ def test_the_token_does_not_travel_and_answers_cannot_be_used_again():
 
 
 def test_a_job_that_ends_is_gone_at_once(monkeypatch):
-    monkeypatch.setattr(clients, "PULSE_S", 0.1)
+    monkeypatch.setattr(clients, "HEARTBEAT_S", 0.1)
     with serving() as (server, _):
         one = job("east", server.port)
         one.ask("enter", {}, soon())
-        one.pulse(lambda: {"step": 5, "round": 2, "steps_per_second": 10.0, "bits_per_second": 8e6})
+        one.heartbeat(lambda: {"step": 5, "round": 2, "steps_per_second": 10.0, "bits_per_second": 8e6})
         until(lambda: ask_status("127.0.0.1", server.port, "secret")["jobs"][0]["step"] == 5)
         one.close("training is over")
         until(lambda: ask_status("127.0.0.1", server.port, "secret")["jobs"][0]["state"] == "gone")
-        assert "job east is gone: training is over" in ask_status("127.0.0.1", server.port, "secret")["events"]
+        assert (
+            "job east is gone: training is over" in ask_status("127.0.0.1", server.port, "secret")["events"]
+        )
 
 
 def test_a_job_that_dies_before_its_first_pulse_is_gone_at_once():
-    """Its next life is not told that the name is taken."""
+    """Its next incarnation is not told that the name is taken."""
     with serving() as (server, told):
         first = job("east", server.port)
         first.ask("enter", {}, soon())
@@ -133,11 +137,11 @@ def test_a_job_that_dies_before_its_first_pulse_is_gone_at_once():
 
 
 def test_jobs_come_back_to_a_restarted_meeting_point(monkeypatch):
-    monkeypatch.setattr(clients, "PULSE_S", 0.1)
+    monkeypatch.setattr(clients, "HEARTBEAT_S", 0.1)
     with serving() as (server, _):
         one = job("east", server.port)
         one.ask("enter", {}, soon())
-        one.pulse(lambda: {"step": 5})
+        one.heartbeat(lambda: {"step": 5})
     one._hello = lambda document=one._hello(): {**document, "entered": True, "round": 0}
     again = {}
     thread = threading.Thread(target=lambda: again.update(one.ask("ready", READY, soon())))

@@ -1,12 +1,12 @@
-"""`holmes join serve`: the meeting point as a process. Needs no torch; a thread for each connection, two connections
+"""`holmes join serve`: the coordinator as a process. Needs no torch; a thread for each connection, two connections
 for each job.
 
-    pulse line    a pulse every PULSE_S seconds: what `holmes join status` shows. When it closes, the job is gone
+    heartbeat line    every HEARTBEAT_S seconds: what `holmes join status` shows. When it closes, the job is gone
     job line      {"op": "hello" | "enter" | "ready" | "done" | "maps", ...} -> an answer, or {"verdict": "wait"}
     after POLL_S: ask again
     status line   -> one document
 
-All decisions are rules.Meeting's.
+All decisions are rules.Coordinator's.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.meeting.rules import Meeting, NotHere
-from holmes_ext.runtime.outer.meeting.wire import HANDSHAKE_S, WRONG_TOKEN, Line, answer
+from holmes_ext.runtime.outer.coordinator.rules import Coordinator, NotHere
+from holmes_ext.runtime.outer.coordinator.wire import HANDSHAKE_S, WRONG_TOKEN, Line, answer
 
 #: Why a job is gone that said nothing.
 CLOSED = "its connection was closed"
@@ -29,7 +29,7 @@ POLL_S = 1.0
 _EVENTS = 100
 #: Connections at a time that have not shown the token yet.
 _STRANGERS = 64
-#: Seconds without a word on a line until it is closed: jobs ask, or pulse, far more often.
+#: Seconds without a word on a line until it is closed: jobs ask, or heartbeat, far more often.
 _SILENCE_S = 3600.0
 
 
@@ -41,8 +41,8 @@ class Server:
         self._listener = _listen(host, port)
         self.port = self._listener.getsockname()[1]
         self._changed = threading.Condition()
-        self._meeting = Meeting(time.monotonic())
-        self._pulses: dict[tuple[str, str], Line] = {}
+        self._coordinator = Coordinator(time.monotonic())
+        self._heartbeats: dict[tuple[str, str], Line] = {}
         self._strangers = threading.Semaphore(_STRANGERS)
         self._told = 0
         self._open = True
@@ -80,8 +80,8 @@ class Server:
                 self._strangers.release()
             if purpose is None:
                 self._tell(f"a caller from {host} was turned away: {WRONG_TOKEN.partition(';')[0]}")
-            elif purpose.get("purpose") == "pulse":
-                self._pulse(line, str(purpose.get("job")), str(purpose.get("life")))
+            elif purpose.get("purpose") == "heartbeat":
+                self._heartbeat(line, str(purpose.get("job")), str(purpose.get("incarnation")))
             elif purpose.get("purpose") == "status":
                 line.send(self.status())
             elif purpose.get("purpose") == "job":
@@ -92,22 +92,22 @@ class Server:
             self._lines.discard(line)
             line.close()
 
-    def _pulse(self, line: Line, job: str, life: str) -> None:
-        self._pulses[job, life] = line
+    def _heartbeat(self, line: Line, job: str, incarnation: str) -> None:
+        self._heartbeats[job, incarnation] = line
         why = CLOSED
         try:
             while True:
                 told = line.receive(_SILENCE_S)
                 with self._changed:
-                    self._meeting.pulse(job, life, told, time.monotonic())
+                    self._coordinator.heartbeat(job, incarnation, told, time.monotonic())
                 if told.get("ends"):
                     why = str(told["ends"])
                     return
         finally:
             with self._changed:
-                if self._pulses.get((job, life)) is line:
-                    del self._pulses[job, life]
-                    self._meeting.gone(job, life, why, time.monotonic())
+                if self._heartbeats.get((job, incarnation)) is line:
+                    del self._heartbeats[job, incarnation]
+                    self._coordinator.gone(job, incarnation, why, time.monotonic())
                     self._after()
 
     def _questions(self, line: Line) -> None:
@@ -116,12 +116,12 @@ class Server:
             while True:
                 question = line.receive(_SILENCE_S)
                 if question.get("op") == "hello":
-                    who = str(question.get("job")), str(question.get("life"))
+                    who = str(question.get("job")), str(question.get("incarnation"))
                 line.send(self._answer_to(question))
         finally:
             with self._changed:
-                if who not in self._pulses:  # it died before its first pulse, which would tell
-                    self._meeting.gone(*who, CLOSED, time.monotonic())
+                if who not in self._heartbeats:  # it died before its first heartbeat, which would tell
+                    self._coordinator.gone(*who, CLOSED, time.monotonic())
                     self._after()
 
     def _answer_to(self, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Server:
             return {"verdict": "hello"}
         except (KeyError, TypeError, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
-            return {"error": f"the meeting point cannot read this {question.get('op')} ({why})"}
+            return {"error": f"the coordinator cannot read this {question.get('op')} ({why})"}
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         deadline, first = time.monotonic() + POLL_S, True
@@ -152,23 +152,28 @@ class Server:
     def _reply(self, question: Mapping[str, Any], now: float) -> dict[str, Any] | None:
         op, job = question.get("op"), str(question.get("job"))
         if op == "hello":
-            return self._meeting.hello(question, now)
+            return self._coordinator.hello(question, now)
         if op == "enter":
-            return self._meeting.enter(job, now)
+            return self._coordinator.enter(job, now)
         if op == "ready":
-            return self._meeting.ready(job, question, now)
+            return self._coordinator.ready(job, question, now)
         if op == "done":
-            return self._meeting.done(job, question, now)
+            return self._coordinator.done(job, question, now)
         if op == "maps":
-            member = self._meeting.members.get(str(question["of"]))
+            member = self._coordinator.members.get(str(question["of"]))
             if member is None:
                 return {"verdict": "void", "why": f"there is no job {question['of']} any more"}
-            return {"verdict": "maps", "life": member.life, "maps": member.maps, "addresses": member.addresses}
-        raise HolmesError(f"the meeting point does not know {op!r}; install the same holmes_ext everywhere")
+            return {
+                "verdict": "maps",
+                "incarnation": member.incarnation,
+                "maps": member.maps,
+                "addresses": member.addresses,
+            }
+        raise HolmesError(f"the coordinator does not know {op!r}; install the same holmes_ext everywhere")
 
     def _after(self, wake: bool = False) -> None:
         """Tell what was decided, and wake those who wait for it. Holds the lock."""
-        events = self._meeting.events
+        events = self._coordinator.events
         new = events[self._told :]
         for event in new:
             self._tell(event)
@@ -181,17 +186,17 @@ class Server:
         while self._open:
             time.sleep(1.0)
             with self._changed:
-                self._meeting.look(time.monotonic())
+                self._coordinator.look(time.monotonic())
                 self._after()
 
     def status(self) -> dict[str, Any]:
         """What `holmes join status` shows."""
         with self._changed:
-            return status(self._meeting, time.monotonic())
+            return status(self._coordinator, time.monotonic())
 
 
-def status(meeting: Meeting, now: float) -> dict[str, Any]:
-    """round: the last one that was opened; of each job its state, what it told in its last pulse (step,
+def status(coordinator: Coordinator, now: float) -> dict[str, Any]:
+    """round: the last one that was opened; of each job its state, what it told in its last heartbeat (step,
     steps_per_second, bits_per_second, round), its lag (seconds after the first in its last round), rounds it was
     counted in and missed."""
     jobs = [
@@ -205,18 +210,18 @@ def status(meeting: Meeting, now: float) -> dict[str, Any]:
             "missed": m.missed,
             **{key: m.told.get(key) for key in TOLD},
         }
-        for m in sorted(meeting.members.values(), key=lambda m: m.order)
+        for m in sorted(coordinator.members.values(), key=lambda m: m.order)
     ]
     return {
         "version": 1,
-        "round": meeting.number,
-        "up_s": round(now - meeting.started, 1),
+        "round": coordinator.number,
+        "up_s": round(now - coordinator.started, 1),
         "jobs": jobs,
-        "events": meeting.events[-20:],
+        "events": coordinator.events[-20:],
     }
 
 
-#: Of a pulse.
+#: Of a heartbeat.
 TOLD = ("round", "step", "steps_per_second", "bits_per_second", "drift")
 
 

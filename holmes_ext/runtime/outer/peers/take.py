@@ -4,7 +4,7 @@ elements there.
     taker   {"fragment": 2, "version": 57, "start": a, "stop": b}      on a line of its own to the donor's rank
     donor   {"version": 57, "anchor": bytes, "momentum": bytes}, then these bytes
 
-The donor trains on meanwhile: it answers from a thread, from its host memory, once it has that version: the meeting
+The donor trains on meanwhile: it answers from a thread, from its host memory, once it has that version: the coordinator
 point may have told the taker of a commit before the donor has heard of it. Should it step the fragment in between,
 the ranks of the taker see different versions, and ask again.
 """
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.cross.links import Peer, reach
-from holmes_ext.runtime.outer.elements import Owned, pieces
-from holmes_ext.runtime.outer.inside import Inside
-from holmes_ext.runtime.outer.meeting.wire import Line
+from holmes_ext.runtime.outer.coordinator.wire import Line
+from holmes_ext.runtime.outer.job_ranks import JobRanks
+from holmes_ext.runtime.outer.ownership import RankRange, shard_pairs
+from holmes_ext.runtime.outer.peers.links import Peer, reach
 from holmes_ext.runtime.outer.state import Fragment, OuterState
 
 #: How often a fragment is asked for again, because it was stepped in between.
@@ -41,7 +41,9 @@ def give(state: OuterState, line: Line) -> None:
             time.sleep(_LOOK_S)
         version, anchor, momentum = state.copy_of(fragment, int(asked["start"]), int(asked["stop"]))
         data = [_bytes(one) for one in (anchor, momentum) if one is not None]
-        line.send({"version": version, "anchor": len(data[0]), "momentum": len(data[1]) if len(data) > 1 else 0})
+        line.send(
+            {"version": version, "anchor": len(data[0]), "momentum": len(data[1]) if len(data) > 1 else 0}
+        )
         line.socket.settimeout(_ASKED_S)
         for one in data:
             line.socket.sendall(one)
@@ -50,11 +52,11 @@ def give(state: OuterState, line: Line) -> None:
 def take(
     state: OuterState,
     wanted: Mapping[int, int],
-    mine: Sequence[Owned],
-    theirs: Sequence[Owned],
+    mine: Sequence[RankRange],
+    theirs: Sequence[RankRange],
     rank: int,
     peers: Mapping[int, Peer],
-    inside: Inside,
+    job_ranks: JobRanks,
     token: str,
     patience_s: float,
 ) -> str:
@@ -70,11 +72,23 @@ def take(
             momentum = None if fragment.momentum is None else torch.empty_like(fragment.momentum)
             try:
                 told["versions"] = sorted(
-                    _fetch(fragment, number, least, anchor, momentum, mine, theirs, rank, peers, token, patience_s)
+                    _fetch(
+                        fragment,
+                        number,
+                        least,
+                        anchor,
+                        momentum,
+                        mine,
+                        theirs,
+                        rank,
+                        peers,
+                        token,
+                        patience_s,
+                    )
                 )
             except (OSError, HolmesError) as error:
                 told["why"] = str(error) or type(error).__name__
-            everyone = inside.from_all(told)
+            everyone = job_ranks.from_all(told)
             if whys := [one["why"] for one in everyone if "why" in one]:
                 return whys[0]
             versions = {version for one in everyone for version in one["versions"]}
@@ -92,8 +106,8 @@ def _fetch(
     least: int,
     anchor: torch.Tensor,
     momentum: torch.Tensor | None,
-    mine: Sequence[Owned],
-    theirs: Sequence[Owned],
+    mine: Sequence[RankRange],
+    theirs: Sequence[RankRange],
     rank: int,
     peers: Mapping[int, Peer],
     token: str,
@@ -101,7 +115,7 @@ def _fetch(
 ) -> set[int]:
     """The versions of what was read into `anchor` and `momentum`: one, unless the donor stepped in between; none for
     a rank without elements."""
-    cut = pieces({"mine": mine, "theirs": theirs}, fragment.start, fragment.stop)
+    cut = shard_pairs({"mine": mine, "theirs": theirs}, fragment.start, fragment.stop)
     by_donor: dict[int, list] = {}
     for piece in cut:
         if piece.owners["mine"] == rank:
@@ -109,7 +123,7 @@ def _fetch(
     versions: set[int] = set()
     for donor, wanted in by_donor.items():
         peer = peers[donor]
-        line = reach(peer.address, token, {"purpose": "fetch", "to": peer.life}, patience_s)
+        line = reach(peer.address, token, {"purpose": "fetch", "to": peer.incarnation}, patience_s)
         try:
             for piece in wanted:
                 place = fragment.places(piece.start, piece.stop)

@@ -5,7 +5,7 @@ Why not gloo: measured with torch 2.13, ProcessGroupGloo.abort() does not end an
 timeout passes), that timeout counts from the operation's start instead of from the last byte, a group needs a
 TCPStore that somebody holds, and any number of ports; and nothing tells who is at the other end. Here a link is given
 up when no byte has come or gone for `patience` seconds, at once when its peer is killed, or by cut(); each rank
-listens on one port, and both ends show the run's token (meeting/wire.py).
+listens on one port, and both ends show the run's token (coordinator/wire.py).
 
     the job whose name sorts first calls, the other one is called; one connection for both directions
     frame: "HLM1", round, attempt, bytes of the payload; then the payload
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.meeting.wire import Line, Refused, answer, call
+from holmes_ext.runtime.outer.coordinator.wire import Line, Refused, answer, call
 
 _HEADER = struct.Struct("!4sQIQ")
 _MAGIC = b"HLM1"
@@ -35,10 +35,10 @@ _RETRY_S = 0.2
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank of another job. life: of that start of the job; address: "host:port"."""
+    """A rank of another job. incarnation: of that start of the job; address: "host:port"."""
 
     job: str
-    life: str
+    incarnation: str
     rank: int
     address: str
 
@@ -61,14 +61,14 @@ class PeerLinks:
     def __init__(
         self,
         job: str,
-        life: str,
+        incarnation: str,
         rank: int,
         token: str,
         host: str,
         port: int = 0,
         serve: Callable[[Line, dict], None] | None = None,
     ):
-        self.job, self.life, self.rank, self._token, self._serve = job, life, rank, token, serve
+        self.job, self.incarnation, self.rank, self._token, self._serve = job, incarnation, rank, token, serve
         try:
             self._listener = socket.create_server((host, port))
         except OSError as error:
@@ -97,7 +97,9 @@ class PeerLinks:
             for key in [key for key in self._open if jobs is None or key[0] in jobs]:
                 _cut(self._open.pop(key))
 
-    def swap(self, number: int, attempt: int, outgoing: Exchange, incoming: Exchange, patience_s: float) -> None:
+    def swap(
+        self, number: int, attempt: int, outgoing: Exchange, incoming: Exchange, patience_s: float
+    ) -> None:
         """Send and receive all at once; returns when everything is there. What cannot be had from one job does not
         keep it from the others: PeersFailed names those that failed, at the end, and their connections are closed.
 
@@ -115,7 +117,9 @@ class PeerLinks:
             self.drop(set(failed))
             raise PeersFailed(failed, "; ".join(failed.values()))
 
-    def _connect(self, peers: Iterable[Peer], patience_s: float) -> tuple[dict[Peer, socket.socket], dict[str, str]]:
+    def _connect(
+        self, peers: Iterable[Peer], patience_s: float
+    ) -> tuple[dict[Peer, socket.socket], dict[str, str]]:
         """Connections to all peers that could be reached, and why not to jobs that could not."""
         deadline = time.monotonic() + patience_s
         found: dict[Peer, socket.socket] = {}
@@ -124,11 +128,13 @@ class PeerLinks:
             try:
                 found[peer] = self._connection(peer, deadline)
             except OSError as error:
-                failed[peer.job] = f"rank {peer.rank} of job {peer.job} at {peer.address} cannot be reached ({error})"
+                failed[peer.job] = (
+                    f"rank {peer.rank} of job {peer.job} at {peer.address} cannot be reached ({error})"
+                )
         return found, failed
 
     def _connection(self, peer: Peer, deadline: float) -> socket.socket:
-        key = (peer.job, peer.life, peer.rank)
+        key = (peer.job, peer.incarnation, peer.rank)
         while True:
             if key in self._open and _lives(self._open[key]):
                 return self._open[key]
@@ -142,7 +148,13 @@ class PeerLinks:
                     self._came.wait(min(_RETRY_S, left))
 
     def _call(self, peer: Peer, left: float) -> None:
-        purpose = {"purpose": "exchange", "job": self.job, "life": self.life, "rank": self.rank, "to": peer.life}
+        purpose = {
+            "purpose": "exchange",
+            "job": self.job,
+            "incarnation": self.incarnation,
+            "rank": self.rank,
+            "to": peer.incarnation,
+        }
         try:
             line = reach(peer.address, self._token, purpose, max(0.1, min(5.0, left)))
         except Refused as error:
@@ -150,7 +162,7 @@ class PeerLinks:
         except OSError:
             time.sleep(min(_RETRY_S, left))
             return
-        self._keep((peer.job, peer.life, peer.rank), line.socket)
+        self._keep((peer.job, peer.incarnation, peer.rank), line.socket)
 
     def _keep(self, key: tuple[str, str, int], connection: socket.socket) -> None:
         connection.settimeout(None)
@@ -167,15 +179,19 @@ class PeerLinks:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._welcome, args=(connection,), name="holmes-link", daemon=True).start()
+            threading.Thread(
+                target=self._welcome, args=(connection,), name="holmes-link", daemon=True
+            ).start()
 
     def _welcome(self, connection: socket.socket) -> None:
         line = Line(connection)
         try:
             purpose = answer(line, self._token)
-            if purpose is not None and purpose.get("to") == self.life:
+            if purpose is not None and purpose.get("to") == self.incarnation:
                 if purpose.get("purpose") == "exchange":
-                    self._keep((str(purpose["job"]), str(purpose["life"]), int(purpose["rank"])), connection)
+                    self._keep(
+                        (str(purpose["job"]), str(purpose["incarnation"]), int(purpose["rank"])), connection
+                    )
                     return
                 if self._serve is not None:
                     self._serve(line, purpose)
@@ -257,9 +273,13 @@ def _run(traffic: Iterable[_Traffic], patience_s: float) -> dict[str, str]:
                 elif one.events != before:
                     selector.modify(one.connection, one.events, one)
             for one in [
-                key.data for key in selector.get_map().values() if time.monotonic() - key.data.heard > patience_s
+                key.data
+                for key in selector.get_map().values()
+                if time.monotonic() - key.data.heard > patience_s
             ]:
-                failed[one.peer.job] = f"rank {one.peer.rank} of job {one.peer.job}: silent for {patience_s:.0f} s"
+                failed[one.peer.job] = (
+                    f"rank {one.peer.rank} of job {one.peer.job}: silent for {patience_s:.0f} s"
+                )
                 selector.unregister(one.connection)
     return failed
 

@@ -1,4 +1,4 @@
-"""Lines of JSON between jobs and their meeting point, and the handshake that keeps strangers out. Needs no torch.
+"""Lines of JSON between jobs and their coordinator, and the handshake that keeps strangers out. Needs no torch.
 
     listener   {"holmes": 1, "challenge": S}
     caller     {"challenge": C, "proof": HMAC(token, "caller S C"), "purpose": ...}
@@ -102,7 +102,7 @@ def call(host: str, port: int, token: str, purpose: dict[str, Any], timeout_s: f
         hello = line.receive(timeout_s, _STRANGERS)
         if hello.get("holmes") != VERSION:
             raise Refused(
-                f"{host}:{port} speaks version {hello.get('holmes')} of holmes's meeting point, this is"
+                f"{host}:{port} speaks version {hello.get('holmes')} of holmes's coordinator, this is"
                 f" {VERSION}; install the same holmes_ext"
             )
         theirs, ours = str(hello.get("challenge")), challenge()
@@ -111,7 +111,9 @@ def call(host: str, port: int, token: str, purpose: dict[str, Any], timeout_s: f
         if "error" in answer:
             raise Refused(str(answer["error"]))
         if not proves(answer, token, "listener", theirs, ours):
-            raise Refused(f"{host}:{port} does not know the token of this run; is it another run's meeting point?")
+            raise Refused(
+                f"{host}:{port} does not know the token of this run; is it another run's coordinator?"
+            )
     except BaseException:
         line.close()
         raise
@@ -133,6 +135,6 @@ def answer(line: Line, token: str, timeout_s: float = HANDSHAKE_S) -> dict[str, 
 
 
 WRONG_TOKEN = (
-    "the token is not the meeting point's; set HOLMES_JOIN_TOKEN to the one that `holmes join serve` was given or"
+    "the token is not the coordinator's; set HOLMES_JOIN_TOKEN to the one that `holmes join serve` was given or"
     " printed"
 )

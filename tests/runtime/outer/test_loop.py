@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from joined_jobs import in_threads, joined_of, meeting_point
+from joined_jobs import coordinator, in_threads, joined_of
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer.algorithms import momentum_of
@@ -22,7 +22,11 @@ def model_of(seed=0):
 
 def _model():
     return torch.nn.Sequential(
-        torch.nn.Linear(7, 40), torch.nn.Tanh(), torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3)
+        torch.nn.Linear(7, 40),
+        torch.nn.Tanh(),
+        torch.nn.Linear(40, 30),
+        torch.nn.Tanh(),
+        torch.nn.Linear(30, 3),
     )
 
 
@@ -60,7 +64,7 @@ def train(number, name, port, settings, steps, seed=0, records=None, **more):
 
 def run(text, steps, jobs=("east", "west"), **more):
     settings = parse_outer(f"min={len(jobs)},{text}")
-    with meeting_point() as server:
+    with coordinator() as server:
         return in_threads(
             {
                 name: lambda k=k, name=name: train(k, name, server.port, settings, steps, **more)
@@ -76,7 +80,7 @@ def expected(text, steps, jobs=2, alpha=None):
     models = [model_of() for _ in range(jobs)]
     optimizers = [optimizer_of(model) for model in models]
     total = len(flat(models[0]))
-    from holmes_ext.runtime.outer.elements import fragment_cuts
+    from holmes_ext.runtime.outer.ownership import fragment_cuts
 
     cuts = fragment_cuts(total, settings.fragments)
     anchor, momentum = flat(models[0]), torch.zeros(total)
@@ -110,7 +114,9 @@ def expected(text, steps, jobs=2, alpha=None):
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("delay, alpha", [(0, None), (2, None), (2, 0.0), (2, 0.5)])
 def test_diloco_is_the_papers(fragments, delay, alpha):
-    text = f"every=12,fragments={fragments},delay={delay},compress=off,mix={'keep' if alpha is None else alpha}"
+    text = (
+        f"every=12,fragments={fragments},delay={delay},compress=off,mix={'keep' if alpha is None else alpha}"
+    )
     found = run(text, 30)
     for mine, theirs in zip(found.values(), expected(text, 30, alpha=alpha)):
         torch.testing.assert_close(torch.stack(mine), torch.stack(theirs), rtol=1e-5, atol=1e-6)
@@ -188,13 +194,15 @@ def test_robust_aggregates_run(aggregate):
 
 
 def test_int8_is_close_to_float32():
-    exact, coded = (run(f"every=4,fragments=1,delay=0,compress={kind}", 40)["east"][-1] for kind in ("off", "int8"))
+    exact, coded = (
+        run(f"every=4,fragments=1,delay=0,compress={kind}", 40)["east"][-1] for kind in ("off", "int8")
+    )
     assert 0 < (coded - exact).norm() < 0.05 * (exact - flat(model_of())).norm()
 
 
 def test_a_job_that_begins_with_other_weights_takes_the_first_ones():
     settings = parse_outer("min=2,every=3,fragments=1,delay=0,compress=off")
-    with meeting_point() as server:
+    with coordinator() as server:
         found = in_threads(
             {
                 name: lambda k=k, name=name: train(k, name, server.port, settings, 3, seed=k)
@@ -217,16 +225,21 @@ def test_the_tokens_of_the_jobs_weigh_them():
         joined.end()
         return flat(model)
 
-    with meeting_point() as server:
+    with coordinator() as server:
         found = in_threads(
-            {"east": lambda: job(0, "east", server.port, 300), "west": lambda: job(1, "west", server.port, 100)}
+            {
+                "east": lambda: job(0, "east", server.port, 300),
+                "west": lambda: job(1, "west", server.port, 100),
+            }
         )
-    torch.testing.assert_close(found["east"], 0.75 * train_alone(0, 2) + 0.25 * train_alone(1, 2), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found["east"], 0.75 * train_alone(0, 2) + 0.25 * train_alone(1, 2), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_outer_state_is_twice_the_weights_at_most():
     for compress in ("off", "bf16", "int8"):
-        with meeting_point() as server:
+        with coordinator() as server:
             joined = joined_of(model_of(), "east", server.port, parse_outer(f"compress={compress}"))
             assert joined.state.host_bytes <= 2 * 4 * len(flat(model_of()))
             joined.end()
@@ -249,12 +262,15 @@ def test_a_not_finite_pseudo_gradient_is_left_out_and_its_job_brought_back():
         joined.end()
         return flat(model), records
 
-    with meeting_point() as server:
+    with coordinator() as server:
         found = in_threads(
-            {name: lambda k=k, name=name: job(k, name, server.port) for k, name in enumerate(("east", "west"))}
+            {
+                name: lambda k=k, name=name: job(k, name, server.port)
+                for k, name in enumerate(("east", "west"))
+            }
         )
     settings_alone = parse_outer("every=3,fragments=1,delay=0,compress=off")
-    with meeting_point() as server:
+    with coordinator() as server:
         alone = train(0, "east", server.port, settings_alone, 3)
     for weights, records in found.values():
         assert torch.equal(weights, alone[-1])  # east's own steps are all that counts
@@ -262,16 +278,21 @@ def test_a_not_finite_pseudo_gradient_is_left_out_and_its_job_brought_back():
 
 
 def test_jobs_with_other_settings_or_models_are_refused():
-    with meeting_point() as server:
+    with coordinator() as server:
         first = joined_of(model_of(), "east", server.port, parse_outer("every=6,fragments=2,delay=0"))
         first.begin()
         second = joined_of(model_of(), "west", server.port, parse_outer("every=6,fragments=2,delay=0,lr=0.5"))
         with pytest.raises(
-            HolmesError, match=r"'west' cannot join: it differs from job 'east' in outer lr \(0.5 here, 1.0 in east\)"
+            HolmesError,
+            match=r"'west' cannot join: it differs from job 'east' in outer lr \(0.5 here, 1.0 in east\)",
         ):
             second.begin()
-        third = joined_of(torch.nn.Linear(3, 3), "south", server.port, parse_outer("every=6,fragments=2,delay=0"))
-        with pytest.raises(HolmesError, match=r"it differs from job 'east' in weights at all (0|b).* in east"):
+        third = joined_of(
+            torch.nn.Linear(3, 3), "south", server.port, parse_outer("every=6,fragments=2,delay=0")
+        )
+        with pytest.raises(
+            HolmesError, match=r"it differs from job 'east' in weights at all (0|b).* in east"
+        ):
             third.begin()
         for one in (first, second, third):
             one.end()
@@ -294,6 +315,6 @@ def test_every_in_seconds_adapts_the_steps():
         joined.end()
         return joined.number
 
-    with meeting_point() as server:
+    with coordinator() as server:
         assert in_threads({"east": lambda: job(server.port)})["east"] >= 3
     assert periods[0] == 8 and 2 <= periods[-1] <= 12

@@ -1,19 +1,19 @@
-"""What the meeting point decides, with a clock of our own."""
+"""What the coordinator decides, with a clock of our own."""
 
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.meeting.rules import Meeting, NotHere
+from holmes_ext.runtime.outer.coordinator.rules import Coordinator, NotHere
 
 TIMEOUT = 30.0
 
 
 class Run:
-    """A meeting and the jobs that talk to it, each with two fragments."""
+    """A coordinator and the jobs that talk to it, each with two fragments."""
 
     def __init__(self, *jobs, least=1, **outer):
         self.now, self.least = 100.0, least
-        self.meeting = Meeting(self.now)
+        self.coordinator = Coordinator(self.now)
         self.outer = {"limit": 10.0, "weight": "tokens", **outer}
         self.fragments = {}
         for job in jobs:
@@ -21,12 +21,12 @@ class Run:
         for job in jobs:
             assert self.enter(job)["verdict"] == "in"
 
-    def hello(self, job, life="1", agreed=None, fragments=((0, 7), (0, 7)), **more):
+    def hello(self, job, incarnation="1", agreed=None, fragments=((0, 7), (0, 7)), **more):
         self.fragments.setdefault(job, [list(one) for one in fragments])
         agreed = agreed or {"outer": self.outer, "model": "abc"}
         document = {
             "job": job,
-            "life": life,
+            "incarnation": incarnation,
             "agreed": agreed,
             "maps": {},
             "addresses": ["a:1"],
@@ -35,10 +35,10 @@ class Run:
             "timeout": TIMEOUT,
             **more,
         }
-        return self.meeting.hello(document, self.now)
+        return self.coordinator.hello(document, self.now)
 
     def enter(self, job):
-        return self.meeting.enter(job, self.now)
+        return self.coordinator.enter(job, self.now)
 
     def ready(self, job, number, norm=1.0, tokens=100):
         fragment = (number - 1) % 2
@@ -49,11 +49,13 @@ class Run:
             "norm": norm,
             "tokens": tokens,
         }
-        return self.meeting.ready(job, report, self.now)
+        return self.coordinator.ready(job, report, self.now)
 
     def done(self, job, number, attempt=1, ok=True, accused=()):
-        reply = self.meeting.done(
-            job, {"round": number, "attempt": attempt, "ok": ok, "accused": list(accused), "factors": job}, self.now
+        reply = self.coordinator.done(
+            job,
+            {"round": number, "attempt": attempt, "ok": ok, "accused": list(accused), "factors": job},
+            self.now,
         )
         if reply and reply["verdict"] == "commit":
             self.fragments[job][(number - 1) % 2] = [number, 1000 + number]
@@ -75,7 +77,11 @@ def test_a_round_goes_when_all_are_ready_and_is_committed_when_all_are_done():
     assert run.ready("east", 1) == go
     assert run.done("west", 1) is None
     assert run.done("east", 1) == {"verdict": "commit", "round": 1, "factors": "east"}
-    assert run.done("west", 1) == {"verdict": "commit", "round": 1, "factors": "east"}  # the first member's, for all
+    assert run.done("west", 1) == {
+        "verdict": "commit",
+        "round": 1,
+        "factors": "east",
+    }  # the first member's, for all
 
 
 def test_weights_may_be_equal():
@@ -94,7 +100,14 @@ def test_a_late_job_is_waited_for_until_its_timeout_and_takes_the_weights_when_i
     assert run.done("east", 1)["verdict"] == "commit"
     assert run.ready("east", 2)["members"] == {"east": 1.0}  # not waited for a second time
     run.done("east", 2)
-    found = {"verdict": "behind", "round": 2, "from": "east", "life": "1", "fragments": [0, 1], "versions": [1, 2]}
+    found = {
+        "verdict": "behind",
+        "round": 2,
+        "from": "east",
+        "incarnation": "1",
+        "fragments": [0, 1],
+        "versions": [1, 2],
+    }
     assert run.ready("west", 1) == found
     run.fragments["west"] = [list(one) for one in run.fragments["east"]]
     assert run.ready("east", 3) is None  # waited for again
@@ -104,7 +117,7 @@ def test_a_late_job_is_waited_for_until_its_timeout_and_takes_the_weights_when_i
 def test_a_job_whose_connection_ends_is_not_waited_for():
     run = Run("east", "west")
     run.ready("east", 1)
-    run.meeting.gone("west", "1", "closed", run.now)
+    run.coordinator.gone("west", "1", "closed", run.now)
     assert run.ready("east", 1)["members"] == {"east": 1.0}
     with pytest.raises(NotHere):
         run.ready("west", 1)
@@ -112,10 +125,10 @@ def test_a_job_whose_connection_ends_is_not_waited_for():
 
 def test_silence_is_an_end_too():
     run = Run("east", "west")
-    run.meeting.pulse("east", "1", {}, run.now + 40)
+    run.coordinator.heartbeat("east", "1", {}, run.now + 40)
     run.now += 41
-    run.meeting.look(run.now)
-    assert [m.state for m in run.meeting.members.values()] == ["in", "gone"]
+    run.coordinator.look(run.now)
+    assert [m.state for m in run.coordinator.members.values()] == ["in", "gone"]
 
 
 def test_a_job_lost_on_the_way_is_left_and_the_others_go_again():
@@ -123,7 +136,7 @@ def test_a_job_lost_on_the_way_is_left_and_the_others_go_again():
     for job in ("east", "west", "south"):
         run.ready(job, 1)
     assert run.done("east", 1, ok=False, accused=["south"]) is None
-    run.meeting.gone("south", "1", "closed", run.now)
+    run.coordinator.gone("south", "1", "closed", run.now)
     again = run.done("west", 1, ok=False, accused=["south"])
     assert (again["verdict"], again["attempt"], set(again["members"])) == ("go", 2, {"east", "west"})
     assert sum(again["members"].values()) == pytest.approx(1)
@@ -170,7 +183,7 @@ def test_a_member_that_is_silent_after_the_exchange_is_given_up():
 def test_fewer_than_min_makes_a_round_void_and_training_goes_on():
     run = Run("east", "west", least=2)
     run.ready("east", 1)
-    run.meeting.gone("west", "1", "closed", run.now)
+    run.coordinator.gone("west", "1", "closed", run.now)
     assert run.ready("east", 1)["why"] == "1 of min=2 jobs"
     assert run.ready("east", 2)["verdict"] == "void"
 
@@ -220,34 +233,35 @@ def test_when_all_are_longer_than_usual_it_is_the_training():
 
 def test_two_jobs_with_one_name():
     run = Run("east")
-    assert run.hello("east", life="2") is None
+    assert run.hello("east", incarnation="2") is None
     run.now += 1
-    run.meeting.pulse("east", "1", {}, run.now)  # it lives
+    run.coordinator.heartbeat("east", "1", {}, run.now)  # it lives
     with pytest.raises(HolmesError, match="a job named 'east' in this run already"):
-        run.hello("east", life="2")
+        run.hello("east", incarnation="2")
 
 
 def test_a_job_that_is_back_before_its_last_life_is_missed_waits_until_that_is_gone():
     run = Run("east", "west")
-    run.meeting.pulse("east", "1", {}, run.now)
+    run.coordinator.heartbeat("east", "1", {}, run.now)
     run.now += 1  # its host has lost power: nothing closes the connection
-    assert run.hello("east", life="2") is None
+    assert run.hello("east", incarnation="2") is None
     for _ in range(9):
         run.now += 1
-        run.meeting.pulse("west", "1", {}, run.now)
-        run.meeting.look(run.now)
-        assert run.hello("east", life="2") is None
+        run.coordinator.heartbeat("west", "1", {}, run.now)
+        run.coordinator.look(run.now)
+        assert run.hello("east", incarnation="2") is None
     run.now += 60
-    run.meeting.look(run.now)
-    assert run.hello("east", life="2")["state"] == "waiting"
-    (line,) = [event for event in run.meeting.events if "asks for the name east" in event]
+    run.coordinator.look(run.now)
+    assert run.hello("east", incarnation="2")["state"] == "waiting"
+    (line,) = [event for event in run.coordinator.events if "asks for the name east" in event]
     assert line.endswith("heard 1 s ago: waiting")
 
 
 def test_jobs_that_differ_are_told_in_what():
     run = Run("east")
     with pytest.raises(
-        HolmesError, match="'west' cannot join: it differs from job 'east' in model .'xyz' here, 'abc' in east"
+        HolmesError,
+        match="'west' cannot join: it differs from job 'east' in model .'xyz' here, 'abc' in east",
     ):
         run.hello("west", agreed={"outer": run.outer, "model": "xyz"})
     with pytest.raises(HolmesError, match=r"outer limit \(3 here, 10.0 in east\)"):
@@ -257,7 +271,14 @@ def test_jobs_that_differ_are_told_in_what():
 def test_other_initial_weights_are_taken_from_the_first_job():
     run = Run("east")
     run.hello("west", fragments=((0, 7), (0, 8)))
-    found = {"verdict": "behind", "round": 0, "from": "east", "life": "1", "fragments": [1], "versions": [0]}
+    found = {
+        "verdict": "behind",
+        "round": 0,
+        "from": "east",
+        "incarnation": "1",
+        "fragments": [1],
+        "versions": [0],
+    }
     assert run.enter("west") == found
 
 
@@ -313,7 +334,7 @@ def test_a_job_that_is_behind_does_not_wait_for_a_round_that_nobody_begins(what)
     if what == "the other begins none":
         run.now += 2 * TIMEOUT + 1
     elif what == "the other is gone":
-        run.meeting.gone("east", "1", "closed", run.now)
+        run.coordinator.gone("east", "1", "closed", run.now)
     else:
         run.fragments["west"][1], run.fragments["east"][1] = [2, 9], [0, 7]
         run.ready("west", 2)
@@ -331,7 +352,7 @@ def test_a_job_that_is_behind_does_not_wait_for_a_round_that_nobody_ends():
     run = Run("east", "west")
     run.fragments["west"][0] = [0, 9]
     assert run.ready("east", 1) is None and run.ready("west", 1) is None
-    run.meeting.gone("east", "1", "closed", run.now)
+    run.coordinator.gone("east", "1", "closed", run.now)
     assert run.ready("west", 1)["verdict"] == "skip"
 
 
@@ -351,7 +372,7 @@ def test_a_commit_that_one_job_did_not_hear_of_is_made_up_for():
     for job in ("east", "west"):
         old.ready(job, 1)
     old.done("east", 1)
-    old.done("west", 1)  # west steps; then the meeting point is killed before east hears of it
+    old.done("west", 1)  # west steps; then the coordinator is killed before east hears of it
     new = Run()
     new.fragments = old.fragments
     new.hello("east", entered=True, round=0, peers=["west"])
@@ -360,7 +381,14 @@ def test_a_commit_that_one_job_did_not_hear_of_is_made_up_for():
     assert new.ready("east", 2) is None  # until west's round has ended
     assert new.ready("west", 2)["members"] == {"west": 1.0}
     new.done("west", 2)
-    found = {"verdict": "behind", "round": 2, "from": "west", "life": "1", "fragments": [0, 1], "versions": [1, 2]}
+    found = {
+        "verdict": "behind",
+        "round": 2,
+        "from": "west",
+        "incarnation": "1",
+        "fragments": [0, 1],
+        "versions": [1, 2],
+    }
     assert new.ready("east", 2) == found
 
 
@@ -369,10 +397,10 @@ def test_all_jobs_resumed_from_an_older_checkpoint_go_on_from_there():
     for number in (1, 2, 3, 4):
         run.whole_round(number, "east", "west")
     for job in ("east", "west"):
-        run.meeting.gone(job, "1", "closed", run.now)
+        run.coordinator.gone(job, "1", "closed", run.now)
     run.fragments = {job: [[1, 1001], [2, 1002]] for job in ("east", "west")}
     for job in ("east", "west"):
-        run.hello(job, life="2")
+        run.hello(job, incarnation="2")
     assert [run.enter(job)["verdict"] for job in ("east", "west")] == ["in", "in"]
     assert run.ready("east", 5) is None and run.ready("west", 5)["verdict"] == "go"
 
@@ -381,18 +409,25 @@ def test_a_job_resumed_from_an_older_checkpoint_takes_what_the_others_have():
     run = Run("east", "west")
     for number in (1, 2, 3):
         run.whole_round(number, "east", "west")
-    run.meeting.gone("west", "1", "closed", run.now)
+    run.coordinator.gone("west", "1", "closed", run.now)
     run.fragments["west"] = [[1, 1001], [2, 1002]]
-    run.hello("west", life="2")
-    found = {"verdict": "behind", "round": 3, "from": "east", "life": "1", "fragments": [0], "versions": [3]}
+    run.hello("west", incarnation="2")
+    found = {
+        "verdict": "behind",
+        "round": 3,
+        "from": "east",
+        "incarnation": "1",
+        "fragments": [0],
+        "versions": [3],
+    }
     assert run.enter("west") == found
 
 
 def test_a_job_behind_in_numbers_alone_skips_to_the_round_that_runs():
     run = Run("east", "west", least=2)
-    run.meeting.gone("west", "1", "closed", run.now)
+    run.coordinator.gone("west", "1", "closed", run.now)
     assert run.ready("east", 1)["verdict"] == "void" and run.ready("east", 2)["verdict"] == "void"
-    run.hello("west", life="2")
+    run.hello("west", incarnation="2")
     run.enter("west")
     assert run.ready("west", 1) == {"verdict": "skip", "round": 2}
     assert run.ready("east", 3) is None and run.ready("west", 3)["verdict"] == "go"

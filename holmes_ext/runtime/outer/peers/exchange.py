@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from holmes_ext.runtime.outer.cross.links import Peer, PeerLinks
-from holmes_ext.runtime.outer.elements import Segment
+from holmes_ext.runtime.outer.ownership import ShardPair
+from holmes_ext.runtime.outer.peers.links import Peer, PeerLinks
 from holmes_ext.runtime.outer.state import Fragment
 from holmes_ext.runtime.reduce.compress import Codec
 
@@ -30,7 +30,7 @@ class Attempt:
         self,
         job: str,
         members: Mapping[str, float],
-        pieces: Sequence[Segment],
+        pieces: Sequence[ShardPair],
         peers: Mapping[tuple[str, int], Peer],
         codec: Codec | None,
     ):
@@ -41,7 +41,13 @@ class Attempt:
         self.residual: torch.Tensor | None = None  # what it becomes when the round is committed
 
     def run(
-        self, links: PeerLinks, number: int, attempt: int, fragment: Fragment, gradient: torch.Tensor, patience_s: float
+        self,
+        links: PeerLinks,
+        number: int,
+        attempt: int,
+        fragment: Fragment,
+        gradient: torch.Tensor,
+        patience_s: float,
     ) -> list[torch.Tensor]:
         """The contributors' pseudo-gradients of this rank's elements, in their order: float32, host. gradient: this
         job's own.
@@ -51,9 +57,15 @@ class Attempt:
         if self.codec is not None and self.codec.feedback and fragment.residual is not None:
             self.residual = fragment.residual.float()
         places = [fragment.places(piece.start, piece.stop) for piece in self.pieces]
-        own = [self._encoded(gradient[place], place) for place in places] if self.job in self.contributors else []
+        own = (
+            [self._encoded(gradient[place], place) for place in places]
+            if self.job in self.contributors
+            else []
+        )
         came = {
-            name: [self._wire(gradient[place]) for place in places] for name in self.contributors if name != self.job
+            name: [self._wire(gradient[place]) for place in places]
+            for name in self.contributors
+            if name != self.job
         }
         outgoing: dict[Peer, list[memoryview]] = {}
         incoming: dict[Peer, list[memoryview]] = {}
@@ -66,7 +78,10 @@ class Attempt:
                 if name in came:
                     into.append(_bytes(came[name][number_of_piece]))
         links.swap(number, attempt, outgoing, incoming, patience_s)
-        return [self._decoded(own if name == self.job else came[name], places, gradient) for name in self.contributors]
+        return [
+            self._decoded(own if name == self.job else came[name], places, gradient)
+            for name in self.contributors
+        ]
 
     def _encoded(self, values: torch.Tensor, place: slice) -> torch.Tensor:
         if self.codec is None:
@@ -76,7 +91,9 @@ class Attempt:
     def _wire(self, like: torch.Tensor) -> torch.Tensor:
         return self.codec.buffer(like) if self.codec is not None else torch.empty_like(like)
 
-    def _decoded(self, wires: Sequence[torch.Tensor], places: Sequence[slice], gradient: torch.Tensor) -> torch.Tensor:
+    def _decoded(
+        self, wires: Sequence[torch.Tensor], places: Sequence[slice], gradient: torch.Tensor
+    ) -> torch.Tensor:
         result = torch.empty_like(gradient)
         for wire, place in zip(wires, places):
             result[place] = wire if self.codec is None else self.codec.decode(wire, result[place])

@@ -5,13 +5,24 @@ import random
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.elements import ALIGNMENT, Owned, fragment_cuts, owned_ranges, owners, pieces
+from holmes_ext.runtime.outer.ownership import (
+    ALIGNMENT,
+    RankRange,
+    fragment_cuts,
+    owned_ranges,
+    owners,
+    shard_pairs,
+)
 
 
 def random_job(source: random.Random, total: int) -> dict[int, list[tuple[int, int]]]:
     """Holdings of a job: replicas of shards, the shards cut anywhere and dealt out in any order."""
     shards, replicas = source.randint(1, 4), source.randint(1, 3)
-    cuts = [0, *sorted(source.randint(0, total) for _ in range(source.randint(shards - 1, 3 * shards))), total]
+    cuts = [
+        0,
+        *sorted(source.randint(0, total) for _ in range(source.randint(shards - 1, 3 * shards))),
+        total,
+    ]
     ranges = [pair for pair in zip(cuts, cuts[1:]) if pair[0] < pair[1]]
     holdings = {rank: [] for rank in range(shards * replicas)}
     for pair in ranges:
@@ -29,11 +40,15 @@ def test_every_element_crosses_once_between_two_ranks_that_hold_it(seed):
     holdings = {name: random_job(source, total) for name in ("east", "west", "south")[: source.randint(1, 3)]}
     maps = {name: owners(total, cuts, one) for name, one in holdings.items()}
     for name, owned in maps.items():
-        assert [one.start for one in owned] == [0, *(one.stop for one in owned)][:-1] and owned[-1].stop == total
+        assert [one.start for one in owned] == [0, *(one.stop for one in owned)][:-1] and owned[
+            -1
+        ].stop == total
         for one in owned:
-            assert any(start <= one.start and one.stop <= stop for start, stop in joined_up(holdings[name][one.rank]))
+            assert any(
+                start <= one.start and one.stop <= stop for start, stop in joined_up(holdings[name][one.rank])
+            )
     for start, stop in zip(cuts, cuts[1:]):
-        found = pieces(maps, start, stop) if start < stop else []
+        found = shard_pairs(maps, start, stop) if start < stop else []
         assert (
             [piece.start for piece in found] == [start, *(piece.stop for piece in found)][:-1]
             if found
@@ -61,11 +76,13 @@ def test_replicas_share_each_fragment_evenly():
     cuts = fragment_cuts(total, 4)
     owned = owners(total, cuts, {rank: [(0, total)] for rank in range(4)})
     for start, stop in zip(cuts, cuts[1:]):
-        assert [sum(b - a for a, b in owned_ranges(owned, rank, start, stop)) for rank in range(4)] == [total // 16] * 4
+        assert [sum(b - a for a, b in owned_ranges(owned, rank, start, stop)) for rank in range(4)] == [
+            total // 16
+        ] * 4
 
 
 def test_shards_stay_with_the_rank_that_holds_them():
-    assert owners(10, [0, 10], {0: [(0, 6)], 1: [(6, 10)]}) == [Owned(0, 6, 0), Owned(6, 10, 1)]
+    assert owners(10, [0, 10], {0: [(0, 6)], 1: [(6, 10)]}) == [RankRange(0, 6, 0), RankRange(6, 10, 1)]
 
 
 def test_shares_of_replicas_keep_the_blocks_of_int8_whole():

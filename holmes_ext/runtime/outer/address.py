@@ -12,15 +12,15 @@ PORT = 29600
 
 
 @dataclass(frozen=True)
-class Place:
-    """NAME@HOST:PORT: this job's name in the run, and where the meeting point is."""
+class JoinAddress:
+    """NAME@HOST:PORT: this job's name in the run, and where the coordinator is."""
 
     job: str
     host: str
     port: int
 
 
-def parse_place(text: str) -> Place:
+def parse_address(text: str) -> JoinAddress:
     """HolmesError when it is not NAME@HOST or NAME@HOST:PORT."""
     job, at, where = text.partition("@")
     host, colon, port = where.rpartition(":") if ":" in where else (where, "", str(PORT))
@@ -33,7 +33,7 @@ def parse_place(text: str) -> Place:
         or not 0 < int(port) < 65536
     ):
         raise HolmesError(f"--holmes-join: {text!r} is not NAME@HOST:PORT, such as east@10.0.0.1:{PORT}")
-    return Place(job, host, int(port))
+    return JoinAddress(job, host, int(port))
 
 
 def token_from(environ: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""One round as the meeting point sees it, and whose pseudo-gradients count in it. Pure."""
+"""One round as the coordinator sees it, and whose pseudo-gradients count in it. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _USUAL_ROUNDS = 16
 
 
 @dataclass
-class MeetingRound:
+class RoundState:
     """ready, done: reports by job; of `done` those of the attempt under way."""
 
     number: int
@@ -31,7 +31,7 @@ class MeetingRound:
 
 
 def counted(
-    known: MeetingRound, able: Sequence[str], settings: Mapping[str, Any], usual: list[float]
+    known: RoundState, able: Sequence[str], settings: Mapping[str, Any], usual: list[float]
 ) -> dict[str, float]:
     """Tokens (or 1) of the jobs whose pseudo-gradients count: finite, and not `limit` times longer than usual.
 
@@ -41,7 +41,9 @@ def counted(
     norms = {name: known.ready[name]["norm"] for name in able}
     finite = {name: norm for name, norm in norms.items() if norm is not None}
     lost = (name for name in norms if name not in finite)
-    known.left_out = {name: known.ready[name].get("why") or "its pseudo-gradient is not finite" for name in lost}
+    known.left_out = {
+        name: known.ready[name].get("why") or "its pseudo-gradient is not finite" for name in lost
+    }
     limit = float(settings.get("limit", 0))
     typical = [*usual] or [norm for norm in finite.values() if len(finite) > 2]
     middle = statistics.median(typical) if typical else 0.0

@@ -1,4 +1,4 @@
-"""What the meeting point knows of one job."""
+"""What the coordinator knows of one job."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 
-#: Seconds between two pulses of a job.
-PULSE_S = 2.0
+#: Seconds between two heartbeats of a job.
+HEARTBEAT_S = 2.0
 #: A fragment: the round in which it was last stepped, and the checksum of what it was then (None: not told yet).
 State = tuple[int, int | None]
 
 
 @dataclass
 class Member:
-    """One job. life: this start of it. agreed: what must be the same in all jobs. maps: by position, who exchanges
-    what. fragments: of its anchors.
+    """One job. incarnation: this start of it. agreed: what must be the same in all jobs. maps: by
+    position, who exchanges what. fragments: of its anchors.
 
     state: "waiting" (for others, at its start), "in", "late" (not waited for until it is heard again), "gone".
     expected_from: the first round in which it is waited for; awaits: the round whose end it waits for, to take what it
-    is behind, since awaits_from. claims: when another life asked for its name first.
+    is behind, since awaits_from. claims: when another incarnation asked for its name first.
     """
 
     name: str
-    life: str
+    incarnation: str
     agreed: dict[str, Any]
     maps: dict[str, Any]
     addresses: list[str]
@@ -55,7 +55,7 @@ def member_from(document: Mapping[str, Any], order: int, now: float) -> Member:
     try:
         return Member(
             name=str(document["job"]),
-            life=str(document["life"]),
+            incarnation=str(document["incarnation"]),
             agreed=dict(document["agreed"]),
             maps=dict(document["maps"]),
             addresses=[str(one) for one in document["addresses"]],
@@ -89,7 +89,8 @@ def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str) ->
         if isinstance(here, Mapping) and isinstance(there, Mapping):
             parts = [part for part in sorted({*here, *there}) if here.get(part) != there.get(part)]
             found += [
-                f"{key} {part} ({here.get(part, 'none')} here, {there.get(part, 'none')} in {name})" for part in parts
+                f"{key} {part} ({here.get(part, 'none')} here, {there.get(part, 'none')} in {name})"
+                for part in parts
             ]
         else:
             found.append(f"{key} ({here!r:.80} here, {there!r:.80} in {name})")

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError, RemoteError
-from holmes_ext.runtime.outer.elements import Owned, owned_ranges
+from holmes_ext.runtime.outer.ownership import RankRange, owned_ranges
 from holmes_ext.runtime.outer.state import Fragment
 from holmes_ext.runtime.outer.weights import Part
 
 _MASK = 2**64 - 1
 
 
-class Inside:
+class JobRanks:
     """control: None where the job is one process. All methods are collective over the job."""
 
     def __init__(self, control: dist.ProcessGroup | None):
@@ -100,7 +100,11 @@ class Replicas:
     """
 
     def __init__(
-        self, owned: Sequence[Owned], replicas: Sequence[int], group: dist.ProcessGroup | None, device: torch.device
+        self,
+        owned: Sequence[RankRange],
+        replicas: Sequence[int],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
     ):
         self._owned, self._replicas, self._group, self._device = list(owned), list(replicas), group, device
 
