@@ -11,20 +11,21 @@ from typing import Any
 import torch
 
 from holmes_ext.runtime.outer.address import JoinAddress
-from holmes_ext.runtime.outer.coordinator.server import Server
-from holmes_ext.runtime.outer.join import join
+from holmes_ext.runtime.outer.coordinator.server import CoordinatorServer
+from holmes_ext.runtime.outer.join import JoinPlace, join
 from holmes_ext.runtime.outer.loop import OuterLoop, Record
 from holmes_ext.runtime.outer.settings import OuterSettings
-from holmes_ext.runtime.outer.weights import Part, Tensor, Weights, row_of
+from holmes_ext.runtime.outer.shards.weights import Part, Tensor, Weights, row_of
+from holmes_ext.runtime.sockets.handshake import Credentials
 
-TOKEN = "a token for tests"
+TOKEN = "a token for these tests"
 
 
 @contextlib.contextmanager
-def coordinator(port: int = 0) -> Iterator[Server]:
+def coordinator(port: int = 0, token: str = TOKEN) -> Iterator[CoordinatorServer]:
     """A coordinator on loopback; `told` are its events."""
     told: list[str] = []
-    server = Server("127.0.0.1", port, TOKEN, told.append)
+    server = CoordinatorServer("127.0.0.1", port, Credentials(token), told.append)
     server.told = told
     thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()
@@ -51,16 +52,15 @@ def joined_of(
     records: list[Record] | None = None,
     **more: Any,
 ) -> OuterLoop:
-    place = JoinAddress(job, "127.0.0.1", port)
+    place = JoinPlace(JoinAddress(job, "127.0.0.1", port), Credentials(TOKEN))
     told = records.append if records is not None else (lambda record: None)
     return join(
         place,
-        TOKEN,
         settings,
         lambda: weights_of(model),
         {},
         torch.device("cpu"),
-        told=told,
+        on_round=told,
         **more,
     )
 

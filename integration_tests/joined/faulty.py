@@ -30,10 +30,10 @@ from holmes_ext.options import Options
 from holmes_ext.patches.torch import joined as torch_joined
 from holmes_ext.runtime.outer import training
 from holmes_ext.runtime.outer.loop import OuterLoop
-from holmes_ext.runtime.outer.peers import exchange, links
+from holmes_ext.runtime.outer.peers import exchange, transfer
 from holmes_ext.runtime.outer.peers import take as cross_take
-from holmes_ext.runtime.outer.round_runner import RoundRunner
-from holmes_ext.runtime.outer.state import OuterState
+from holmes_ext.runtime.outer.rounds.coordinator_link import CoordinatorLink
+from holmes_ext.runtime.outer.shards.state import OuterState
 
 TIMEOUT_S = 3
 OUTER = f"every=4,fragments=2,delay=1,compress=off,weight=equal,timeout={TIMEOUT_S}"
@@ -55,15 +55,17 @@ class Fault:
 
 #: point -> (class or module, function, for calls with this operation, whether after it).
 POINTS: dict[str, tuple[Any, str, str, bool]] = {
-    "enter": (RoundRunner, "_ask", "enter", False),
-    "entered": (RoundRunner, "_ask", "enter", True),
-    "ready": (RoundRunner, "_ask", "ready", False),
-    "go": (RoundRunner, "_ask", "ready", True),
-    "exchange": (links._Traffic, "move", "", True),
+    "enter": (CoordinatorLink, "ask", "enter", False),
+    "entered": (CoordinatorLink, "ask", "enter", True),
+    "ready": (CoordinatorLink, "ask", "ready", False),
+    "go": (CoordinatorLink, "ask", "ready", True),
+    "exchange": (transfer.PeerTransfer, "move", "", True),
     "exchanged": (exchange.Attempt, "run", "", True),
-    "done": (RoundRunner, "_ask", "done", False),
-    "verdict": (RoundRunner, "_ask", "done", True),
-    "arrive": (OuterLoop, "_receive", "", False),
+    "done": (CoordinatorLink, "ask", "done", False),
+    "check": (CoordinatorLink, "ask", "done", True),
+    "checked": (CoordinatorLink, "ask", "checked", False),
+    "verdict": (CoordinatorLink, "ask", "checked", True),
+    "settle": (OuterLoop, "settle", "", False),
     "apply": (OuterState, "apply", "", False),
     "write": (OuterLoop, "_write", "", False),
     "written": (OuterLoop, "_write", "", True),
@@ -252,20 +254,20 @@ def _do(what: str, model: torch.nn.Module) -> None:
         with torch.no_grad():
             model[0].bias.fill_(float("nan")) if what == "nan" else model[0].bias.add_(1e4)
     elif what == "reset":
-        training._job.joined.rounds.links.drop()
+        training._job.loop.rounds.links.drop()
     else:
-        move, until = links._Traffic.move, time.monotonic() + 2 * TIMEOUT_S + 1
+        move, until = transfer.PeerTransfer.move, time.monotonic() + 2 * TIMEOUT_S + 1
 
         def slowly(traffic, mask):
             if time.monotonic() > until:
                 return move(traffic, mask)
             time.sleep(0.005)
             if what == "slow":
-                links._CALL_BYTES = 1024
+                transfer._CALL_BYTES = 1024
                 return move(traffic, mask)
             raise BlockingIOError  # nothing comes or goes
 
-        links._Traffic.move = slowly
+        transfer.PeerTransfer.move = slowly
 
 
 def check(place: Path, events: list[str]) -> dict[str, int]:
@@ -292,7 +294,7 @@ def check(place: Path, events: list[str]) -> dict[str, int]:
             applied[name].add(key[1])
             if together[0]["how"] == "replace" or key[1] in others:
                 sums[key][f"{name}.{incarnation}"] = sum(line["sum"] for line in together) % 2**64
-        rounds = [line["round"] for line in ranks[0] if "verdict" in line]
+        rounds = [line["round"] for line in ranks[0] if line.get("verdict") == "commit"]
         assert rounds == sorted(set(rounds)), f"{name}: rounds out of order: {rounds}"
     for (fragment, version), found in sums.items():
         counts["states compared"] += len(found)

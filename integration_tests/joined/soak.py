@@ -6,8 +6,8 @@
 Three jobs (one of two ranks) on loopback. Every few seconds one of: a job killed, one rank of it killed, a job stopped
 for a while, a fault inside the next incarnation (faulty.POINTS), the coordinator restarted. Jobs that died come back.
 At the end: all jobs have the same bits of the same version of each fragment, each round that a job began has an end,
-each committed round was applied by all of its members that lived. Status 1 where one of that is not so. The ledger (JSON
-lines, as it goes): what was done, and whenever the coordinator is restarted what has been counted and compared.
+each committed round was applied by all of its members that lived. Status 1 where one of that is not so. The ledger
+(JSON lines, as it goes): what was done, and whenever the coordinator is restarted what has been counted and compared.
 """
 
 from __future__ import annotations

@@ -68,6 +68,8 @@ DEATHS = {
     "after the exchange": Fault("exchanged", 3, "kill"),
     "before it tells": Fault("done", 3, "kill"),
     "when the round is committed": Fault("verdict", 3, "kill"),
+    "when what came is compared": Fault("check", 3, "kill"),
+    "before it tells what it compared": Fault("checked", 3, "kill"),
     "before the outer step": Fault("apply", 3, "kill"),
     "before weights are written": Fault("write", 4, "kill"),
     "rank 0 of two": Fault("exchanged", 3, "kill"),

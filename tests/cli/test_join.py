@@ -48,7 +48,7 @@ def test_a_wrong_token_and_a_port_that_is_taken(token, monkeypatch, capsys):
     with coordinator() as server:
         assert main(["join", "serve", "--host", "127.0.0.1", "--port", str(server.port)]) == 2
         assert str(server.port) in capsys.readouterr().err
-        monkeypatch.setenv("HOLMES_JOIN_TOKEN", "another")
+        monkeypatch.setenv("HOLMES_JOIN_TOKEN", "a token that is wrong")
         assert main(["join", "status", f"127.0.0.1:{server.port}"]) == 2
         assert "token" in capsys.readouterr().err
     monkeypatch.delenv("HOLMES_JOIN_TOKEN")

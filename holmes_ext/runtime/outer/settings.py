@@ -2,8 +2,8 @@
 
     every=32,fragments=4,delay=5,lr=1,momentum=auto,compress=bf16,aggregate=mean,...
 
-The weights are cut into `fragments`; every `every` steps (or seconds: every=60s) each of them is exchanged once, one
-after the other. A fragment's pseudo-gradient leaves `delay` steps before its sum is applied.
+The weights are cut into `fragments`; every `every` steps (or seconds: every=60s) each of them is exchanged
+once, one after the other. A fragment's pseudo-gradient leaves `delay` steps before its sum is applied.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.joined import DEFAULT, MOST_FRAGMENTS
+from holmes_ext.runtime.outer.algorithms import ALGORITHMS, DiLoCo
 
-ALGORITHMS = ("diloco", "co2", "average")
 AGGREGATES = ("mean", "median", "trimmed", "geometric", "clipping", "flag")
 _CHOICES = {
-    "algorithm": ALGORITHMS,
+    "algorithm": tuple(ALGORITHMS),
     "aggregate": AGGREGATES,
     "compress": ("off", "bf16", "int8"),
     "weight": ("tokens", "equal"),
@@ -35,23 +35,19 @@ _BOUNDS: dict[str, tuple[float, float | None]] = {
     "limit": (0, None),
     "trim": (1, 31),
 }
-#: What an algorithm takes otherwise than OuterSettings has it, where the user did not say.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "average": {"momentum": 0.0},
-    "co2": {"lr": 0.5, "momentum": 0.0, "fragments": 1},
-}
 #: Each job's own business; everything else must be the same in all jobs.
 OWN = ("min", "timeout", "part")
 
 
 @dataclass(frozen=True)
 class OuterSettings:
-    """every: steps (above 0), or 0 where `seconds` are given. delay: steps. mix: "keep", or the share of local
-    weights (0 to 1) that a fragment keeps when the sum is applied. momentum: None for auto, by the round's jobs
-    (algorithms.momentum_of). clip: bound on each element of CO2's outer momentum (0: none). limit: a pseudo-gradient so
-    many times longer than usual is left out (0: never). trim: jobs left out at each end by aggregate=trimmed. min: jobs
-    that a round needs. timeout: seconds that a late job, or a silent link, is waited for. part: "k/K", this job reads
-    the k-th (from 0) of K parts of the data. Raises HolmesError for what does not fit.
+    """every: steps (above 0), or 0 where `seconds` are given. delay: steps. mix: "keep", or the share of
+    local weights (0 to 1) that a fragment keeps when the sum is applied. momentum: None for auto, by the
+    round's jobs (algorithms.momentum_of). clip: bound on each element of CO2's outer momentum (0: none).
+    limit: a pseudo-gradient so many times longer than usual is left out (0: never). trim: jobs left out at
+    each end by aggregate=trimmed. min: jobs that a round needs. timeout: seconds that a late job, or a silent
+    link, is waited for. part: "k/K", this job reads the k-th (from 0) of K parts of the data. Raises
+    HolmesError for what does not fit.
     """
 
     algorithm: str = "diloco"
@@ -94,7 +90,7 @@ class OuterSettings:
                 " fragment is exchanged"
                 f" once in that many steps; {self._nearest()}"
             )
-        if self.every and not self.stale and self.delay >= self.period:
+        if self.every and ALGORITHMS[self.algorithm].one_at_a_time and self.delay >= self.period:
             raise HolmesError(
                 f"--holmes-outer: delay={self.delay} must be less than every / fragments = {self.period} steps:"
                 " a fragment's"
@@ -129,10 +125,9 @@ class OuterSettings:
         """Steps from one round (exchange of one fragment) to the next; 0 where `seconds` decide."""
         return self.every // self.fragments
 
-    @property
-    def stale(self) -> bool:
-        """Whether a fragment's sum is applied only when the fragment is sent the next time."""
-        return self.algorithm == "co2"
+    def outer_algorithm(self) -> DiLoCo:
+        """The algorithm with these settings."""
+        return ALGORITHMS[self.algorithm](self.lr, self.momentum, self.mix, self.delay, self.clip)
 
     def agreed(self) -> dict[str, Any]:
         """What all jobs must have been given alike."""
@@ -141,7 +136,8 @@ class OuterSettings:
 
 
 def parse_outer(text: str) -> OuterSettings:
-    """Settings from "every=32,fragments=4,..."; "" gives the defaults. HolmesError names the part that does not fit."""
+    """Settings from "every=32,fragments=4,..."; "" gives the defaults. HolmesError names the part that does
+    not fit."""
     known = {field.name: field for field in fields(OuterSettings) if field.name != "seconds"}
     given: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -160,7 +156,8 @@ def parse_outer(text: str) -> OuterSettings:
         given[name] = _read(name, value)
     if isinstance(given.get("every"), float):
         given |= {"seconds": given["every"], "every": 0}
-    given = _DEFAULTS.get(given.get("algorithm", OuterSettings.algorithm), {}) | given
+    if (algorithm := ALGORITHMS.get(given.get("algorithm", OuterSettings.algorithm))) is not None:
+        given = {**algorithm.defaults, **given}
     if given.get("every", OuterSettings.every) and "fragments" in given and "every" not in given:
         period = -(-OuterSettings.every // given["fragments"])
         given["every"] = period * given["fragments"]

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from holmes_ext.runtime.outer.aggregate import (
+from holmes_ext.runtime.outer.rounds.aggregate import (
     BY_PRODUCTS,
     centered_clipping,
     coefficients,

@@ -1,5 +1,5 @@
-"""Joined jobs of one rank each, as threads: what they compute, round by round, against the papers' equations written
-out for whole models."""
+"""Joined jobs of one rank each, as threads: what they compute, round by round, against the papers' equations
+written out for whole models."""
 
 import threading
 
@@ -8,7 +8,6 @@ import torch
 from joined_jobs import coordinator, in_threads, joined_of
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.algorithms import momentum_of
 from holmes_ext.runtime.outer.settings import parse_outer
 
 _SEEDING = threading.Lock()  # torch's generator is the process's
@@ -80,7 +79,7 @@ def expected(text, steps, jobs=2, alpha=None):
     models = [model_of() for _ in range(jobs)]
     optimizers = [optimizer_of(model) for model in models]
     total = len(flat(models[0]))
-    from holmes_ext.runtime.outer.ownership import fragment_cuts
+    from holmes_ext.runtime.outer.shards.ownership import fragment_cuts
 
     cuts = fragment_cuts(total, settings.fragments)
     anchor, momentum = flat(models[0]), torch.zeros(total)
@@ -131,10 +130,10 @@ def test_four_jobs_move_further_and_one_moves_as_far_as_alone():
 
 
 def test_auto_momentum_counts_jobs_by_their_shares():
-    auto, given = parse_outer(""), parse_outer("momentum=0.7")
-    assert [momentum_of(auto, [1 / jobs] * jobs) for jobs in (1, 2, 3, 4, 16)] == [0.0, 0.3, 0.4, 0.5, 0.8]
-    assert momentum_of(auto, [0.98, 0.02]) == 0.0 and momentum_of(auto, [0.51, 0.49]) == 0.3
-    assert momentum_of(given, [1.0]) == 0.7
+    auto, given = (parse_outer(text).outer_algorithm() for text in ("", "momentum=0.7"))
+    assert [auto.momentum_of([1 / jobs] * jobs) for jobs in (1, 2, 3, 4, 16)] == [0.0, 0.3, 0.4, 0.5, 0.8]
+    assert auto.momentum_of([0.98, 0.02]) == 0.0 and auto.momentum_of([0.51, 0.49]) == 0.3
+    assert given.momentum_of([1.0]) == 0.7
 
 
 def test_plain_averaging_makes_all_jobs_the_mean():

@@ -10,8 +10,9 @@ from joined_jobs import TOKEN, coordinator
 
 from holmes_ext.patches.torch import joined
 from holmes_ext.runtime.outer.address import JoinAddress
-from holmes_ext.runtime.outer.join import join, weights_of
+from holmes_ext.runtime.outer.join import JoinPlace, join, weights_of
 from holmes_ext.runtime.outer.settings import parse_outer
+from holmes_ext.runtime.sockets.handshake import Credentials
 from integration_tests.jobs import full
 
 SCRIPT = """
@@ -30,8 +31,7 @@ def port():
     with coordinator() as server:
         optimizer = torch.optim.SGD(torch.nn.Linear(3, 4).parameters(), lr=0.1)
         first = join(
-            JoinAddress("first", "127.0.0.1", server.port),
-            TOKEN,
+            JoinPlace(JoinAddress("first", "127.0.0.1", server.port), Credentials(TOKEN)),
             parse_outer("every=4"),
             lambda: weights_of(joined.weights_of(optimizer)),
             {"framework": "torch"},
@@ -43,7 +43,7 @@ def port():
 
 
 @pytest.mark.parametrize("name, outer, token, why", [
-    ("west", "every=4", "another", "the token is not the coordinator's; set HOLMES_JOIN_TOKEN"),
+    ("west", "every=4", "a token that is wrong", "the token is not this run's; set HOLMES_JOIN_TOKEN"),
     ("first", "every=4", TOKEN, "there is a job named 'first' in this run already"),
     pytest.param("west", "every=4,lr=0.5", TOKEN, "it differs from job 'first' in outer lr (0.5 here, 1.0 in first)",
                  marks=full),

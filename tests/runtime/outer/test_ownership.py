@@ -5,7 +5,7 @@ import random
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.ownership import (
+from holmes_ext.runtime.outer.shards.ownership import (
     ALIGNMENT,
     RankRange,
     fragment_cuts,

@@ -1,4 +1,5 @@
-"""Joined jobs of several processes, as --holmes-join makes them of unmodified programs: DDP, FSDP2, one process."""
+"""Joined jobs of several processes, as --holmes-join makes them of unmodified programs: DDP, FSDP2, one
+process."""
 
 import pytest
 import torch

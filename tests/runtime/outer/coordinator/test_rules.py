@@ -3,9 +3,12 @@
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.coordinator.rules import Coordinator, NotHere
+from holmes_ext.runtime.outer.coordinator.membership import NotHere
+from holmes_ext.runtime.outer.coordinator.reports import CheckedReport, Claim, DoneReport, Hello, ReadyReport
+from holmes_ext.runtime.outer.coordinator.rules import Coordinator
 
 TIMEOUT = 30.0
+SUM = 16 * "0"
 
 
 class Run:
@@ -21,52 +24,58 @@ class Run:
         for job in jobs:
             assert self.enter(job)["verdict"] == "in"
 
-    def hello(self, job, incarnation="1", agreed=None, fragments=((0, 7), (0, 7)), **more):
+    def hello(self, job, incarnation="1", agreed=None, fragments=((0, 7), (0, 7)), timeout=TIMEOUT, **more):
         self.fragments.setdefault(job, [list(one) for one in fragments])
         agreed = agreed or {"outer": self.outer, "model": "abc"}
-        document = {
-            "job": job,
-            "incarnation": incarnation,
-            "agreed": agreed,
-            "maps": {},
-            "addresses": ["a:1"],
-            "fragments": self.fragments[job],
-            "min": self.least,
-            "timeout": TIMEOUT,
-            **more,
-        }
-        return self.coordinator.hello(document, self.now)
+        claims = claims_of(self.fragments[job])
+        least = more.pop("least", self.least)
+        told = Hello(
+            agreed, {"all": (0, 8, 0)}, ("a:1",) * more.pop("ranks", 1), claims, least, timeout, **more
+        )
+        return self.coordinator.hello(job, incarnation, told, self.now)
 
     def enter(self, job):
         return self.coordinator.enter(job, self.now)
 
-    def ready(self, job, number, norm=1.0, tokens=100):
-        fragment = (number - 1) % 2
-        report = {
-            "round": number,
-            "fragment": fragment,
-            "fragments": self.fragments[job],
-            "norm": norm,
-            "tokens": tokens,
-        }
+    def ready(self, job, number, norm=1.0, tokens=100, salted="", why=""):
+        salt_round = number if salted else 0
+        report = ReadyReport(
+            number, (number - 1) % 2, claims_of(self.fragments[job]), tokens, norm, why, salted, salt_round
+        )
         return self.coordinator.ready(job, report, self.now)
 
-    def done(self, job, number, attempt=1, ok=True, accused=()):
-        reply = self.coordinator.done(
-            job,
-            {"round": number, "attempt": attempt, "ok": ok, "accused": list(accused), "factors": job},
-            self.now,
+    def done(self, job, number, attempt=1, unreached=(), faults=None):
+        return self.coordinator.done(
+            job, DoneReport(number, attempt, tuple(unreached), faults or {}), self.now
         )
+
+    def checked(self, job, number, attempt=1, check=1, digests=None, factors=None, gap=1.0):
+        """digests: of what it got from each member, all the same unless told."""
+        known = self.coordinator.rounds[number]
+        names = [name for name, share in known.members.items() if share > 0]
+        digests = dict.fromkeys(names, SUM) | (digests or {})
+        factors = factors or {name: known.members[name] for name in names if name not in known.excluded}
+        report = CheckedReport(number, attempt, check, digests, factors, gap)
+        reply = self.coordinator.checked(job, report, self.now)
         if reply and reply["verdict"] == "commit":
             self.fragments[job][(number - 1) % 2] = [number, 1000 + number]
         return reply
 
+    def end(self, number, *jobs, attempt=1):
+        """From the exchange to the verdict."""
+        for call in (self.done, self.checked):
+            for job in jobs:
+                call(job, number, attempt)
+        return [self.checked(job, number, attempt) for job in jobs]
+
     def whole_round(self, number, *jobs, **ready):
         for job in jobs:
             self.ready(job, number, **ready)
-        for job in jobs:
-            self.done(job, number)
-        assert [self.done(job, number)["verdict"] for job in jobs] == ["commit"] * len(jobs)
+        assert [reply["verdict"] for reply in self.end(number, *jobs)] == ["commit"] * len(jobs)
+
+
+def claims_of(fragments):
+    return tuple(Claim(version, "" if total is None else f"{total:016x}") for version, total in fragments)
 
 
 def test_a_round_goes_when_all_are_ready_and_is_committed_when_all_are_done():
@@ -76,12 +85,19 @@ def test_a_round_goes_when_all_are_ready_and_is_committed_when_all_are_done():
     assert (go["verdict"], go["members"], go["attempt"]) == ("go", {"east": 0.75, "west": 0.25}, 1)
     assert run.ready("east", 1) == go
     assert run.done("west", 1) is None
-    assert run.done("east", 1) == {"verdict": "commit", "round": 1, "factors": "east"}
-    assert run.done("west", 1) == {
+    check = run.done("east", 1)
+    assert (check["verdict"], check["check"], check["excluded"]) == ("check", 1, {})
+    assert run.done("west", 1) == check and check["salt"]
+    assert run.checked("west", 1, factors={"east": 0.75, "west": 0.25}, gap=1.5) is None
+    commit = {
         "verdict": "commit",
         "round": 1,
-        "factors": "east",
-    }  # the first member's, for all
+        "factors": {"east": 0.75, "west": 0.25},
+        "gap": 1.5,
+        "left_out": {},
+    }
+    assert run.checked("east", 1, factors={"east": 0.75, "west": 0.25}, gap=1.5) == commit
+    assert run.checked("west", 1) == commit
 
 
 def test_weights_may_be_equal():
@@ -97,9 +113,9 @@ def test_a_late_job_is_waited_for_until_its_timeout_and_takes_the_weights_when_i
     assert run.ready("east", 1) is None
     run.now += 2
     assert run.ready("east", 1)["members"] == {"east": 1.0}
-    assert run.done("east", 1)["verdict"] == "commit"
+    assert run.end(1, "east")[0]["verdict"] == "commit"
     assert run.ready("east", 2)["members"] == {"east": 1.0}  # not waited for a second time
-    run.done("east", 2)
+    run.end(2, "east")
     found = {
         "verdict": "behind",
         "round": 2,
@@ -117,7 +133,7 @@ def test_a_late_job_is_waited_for_until_its_timeout_and_takes_the_weights_when_i
 def test_a_job_whose_connection_ends_is_not_waited_for():
     run = Run("east", "west")
     run.ready("east", 1)
-    run.coordinator.gone("west", "1", "closed", run.now)
+    run.coordinator.gone("west", "1", "closed")
     assert run.ready("east", 1)["members"] == {"east": 1.0}
     with pytest.raises(NotHere):
         run.ready("west", 1)
@@ -135,23 +151,22 @@ def test_a_job_lost_on_the_way_is_left_and_the_others_go_again():
     run = Run("east", "west", "south")
     for job in ("east", "west", "south"):
         run.ready(job, 1)
-    assert run.done("east", 1, ok=False, accused=["south"]) is None
-    run.coordinator.gone("south", "1", "closed", run.now)
-    again = run.done("west", 1, ok=False, accused=["south"])
+    assert run.done("east", 1, unreached=["south"]) is None
+    run.coordinator.gone("south", "1", "closed")
+    again = run.done("west", 1, unreached=["south"])
     assert (again["verdict"], again["attempt"], set(again["members"])) == ("go", 2, {"east", "west"})
     assert sum(again["members"].values()) == pytest.approx(1)
     assert run.done("east", 1, attempt=1) == again  # who still speaks of the first attempt is told
-    run.done("east", 1, attempt=2)
-    assert run.done("west", 1, attempt=2)["verdict"] == "commit"
+    assert [reply["verdict"] for reply in run.end(1, "east", "west", attempt=2)] == ["commit"] * 2
 
 
 def test_a_cut_link_between_two_jobs_makes_the_round_void():
     run = Run("east", "west")
     for job in ("east", "west"):
         run.ready(job, 1)
-    run.done("east", 1, ok=False, accused=["west"])
-    assert run.done("west", 1, ok=False, accused=["east"])["verdict"] == "void"
-    assert run.done("east", 1, ok=False, accused=["west"])["verdict"] == "void"
+    run.done("east", 1, unreached=["west"])
+    assert run.done("west", 1, unreached=["east"])["verdict"] == "void"
+    assert run.done("east", 1, unreached=["west"])["verdict"] == "void"
     run.whole_round(2, "east", "west")  # nothing is lost: both go on from the same versions
 
 
@@ -159,12 +174,13 @@ def test_of_three_the_one_that_the_others_cannot_reach_is_left():
     run = Run("east", "west", "south")
     for job in ("east", "west", "south"):
         run.ready(job, 1)
-    run.done("east", 1, ok=False, accused=["south"])
-    run.done("west", 1, ok=False, accused=["south"])
-    assert run.done("south", 1, ok=False, accused=["east", "west"]) == {
+    run.done("east", 1, unreached=["south"])
+    run.done("west", 1, unreached=["south"])
+    assert run.done("south", 1, unreached=["east", "west"]) == {
         "verdict": "void",
         "round": 1,
         "why": "the round went on without this job",
+        "left_out": {},
     }
     assert set(run.done("east", 1)["members"]) == {"east", "west"}
 
@@ -183,7 +199,7 @@ def test_a_member_that_is_silent_after_the_exchange_is_given_up():
 def test_fewer_than_min_makes_a_round_void_and_training_goes_on():
     run = Run("east", "west", least=2)
     run.ready("east", 1)
-    run.coordinator.gone("west", "1", "closed", run.now)
+    run.coordinator.gone("west", "1", "closed")
     assert run.ready("east", 1)["why"] == "1 of min=2 jobs"
     assert run.ready("east", 2)["verdict"] == "void"
 
@@ -214,10 +230,7 @@ def test_what_is_not_finite_or_far_out_is_left_out_and_named():
     go = run.ready("south", 1, norm=0.9)
     assert go["members"] == {"east": 0.5, "west": 0.0, "south": 0.5}
     assert go["left_out"] == {"west": "its pseudo-gradient is not finite"}
-    for job in ("east", "west", "south"):
-        run.done(job, 1)
-    for job in ("east", "west", "south"):
-        run.done(job, 1)
+    run.end(1, "east", "west", "south")
     run.whole_round(2, "east", "west", "south")
     run.ready("east", 3, norm=50.0)
     run.ready("west", 3)
@@ -240,7 +253,7 @@ def test_two_jobs_with_one_name():
         run.hello("east", incarnation="2")
 
 
-def test_a_job_that_is_back_before_its_last_life_is_missed_waits_until_that_is_gone():
+def test_a_job_that_is_back_before_its_last_incarnation_is_missed_waits_until_that_is_gone():
     run = Run("east", "west")
     run.coordinator.heartbeat("east", "1", {}, run.now)
     run.now += 1  # its host has lost power: nothing closes the connection
@@ -288,7 +301,7 @@ def test_the_same_version_with_other_bits_is_taken_from_the_first_job():
     assert run.ready("east", 1) is None
     assert run.ready("west", 1) is None  # until the round has ended that is open
     assert run.ready("east", 1)["members"] == {"east": 1.0}
-    run.done("east", 1)
+    run.end(1, "east")
     assert run.ready("west", 1)["fragments"] == [0]
 
 
@@ -301,8 +314,7 @@ def test_a_job_that_is_behind_takes_all_once_the_round_without_it_has_ended():
     assert run.ready("west", 2) is None
     assert run.ready("north", 2)["verdict"] == "go" and run.ready("east", 2)["verdict"] == "go"
     assert run.ready("west", 2) is None
-    for job in ("east", "north", "east"):
-        run.done(job, 2)
+    run.end(2, "east", "north")
     found = run.ready("west", 2)
     assert (found["verdict"], found["round"], found["fragments"]) == ("behind", 2, [0, 1])
     run.fragments["west"] = [list(one) for one in run.fragments[found["from"]]]
@@ -318,7 +330,7 @@ def test_a_job_that_is_behind_and_ahead_of_the_others_waits_for_the_round_that_b
     assert run.ready("west", 2) is None
     assert run.ready("east", 2)["members"] == {"east": 1.0}
     assert run.ready("west", 2) is None
-    run.done("east", 2)
+    run.end(2, "east")
     found = run.ready("west", 2)
     assert (found["verdict"], found["round"], found["fragments"]) == ("behind", 2, [0, 1])
     run.fragments["west"] = [list(one) for one in run.fragments["east"]]
@@ -334,7 +346,7 @@ def test_a_job_that_is_behind_does_not_wait_for_a_round_that_nobody_begins(what)
     if what == "the other begins none":
         run.now += 2 * TIMEOUT + 1
     elif what == "the other is gone":
-        run.coordinator.gone("east", "1", "closed", run.now)
+        run.coordinator.gone("east", "1", "closed")
     else:
         run.fragments["west"][1], run.fragments["east"][1] = [2, 9], [0, 7]
         run.ready("west", 2)
@@ -352,11 +364,11 @@ def test_a_job_that_is_behind_does_not_wait_for_a_round_that_nobody_ends():
     run = Run("east", "west")
     run.fragments["west"][0] = [0, 9]
     assert run.ready("east", 1) is None and run.ready("west", 1) is None
-    run.coordinator.gone("east", "1", "closed", run.now)
+    run.coordinator.gone("east", "1", "closed")
     assert run.ready("west", 1)["verdict"] == "skip"
 
 
-def test_a_restarted_meeting_point_learns_from_its_jobs():
+def test_a_restarted_coordinator_learns_from_its_jobs():
     old = Run("east", "west")
     old.whole_round(1, "east", "west")
     new = Run()
@@ -372,7 +384,9 @@ def test_a_commit_that_one_job_did_not_hear_of_is_made_up_for():
     for job in ("east", "west"):
         old.ready(job, 1)
     old.done("east", 1)
-    old.done("west", 1)  # west steps; then the coordinator is killed before east hears of it
+    old.done("west", 1)
+    old.checked("east", 1)
+    old.checked("west", 1)  # west steps; then the coordinator is killed before east hears of it
     new = Run()
     new.fragments = old.fragments
     new.hello("east", entered=True, round=0, peers=["west"])
@@ -380,7 +394,7 @@ def test_a_commit_that_one_job_did_not_hear_of_is_made_up_for():
     assert new.done("east", 1)["verdict"] == "void"
     assert new.ready("east", 2) is None  # until west's round has ended
     assert new.ready("west", 2)["members"] == {"west": 1.0}
-    new.done("west", 2)
+    new.end(2, "west")
     found = {
         "verdict": "behind",
         "round": 2,
@@ -397,7 +411,7 @@ def test_all_jobs_resumed_from_an_older_checkpoint_go_on_from_there():
     for number in (1, 2, 3, 4):
         run.whole_round(number, "east", "west")
     for job in ("east", "west"):
-        run.coordinator.gone(job, "1", "closed", run.now)
+        run.coordinator.gone(job, "1", "closed")
     run.fragments = {job: [[1, 1001], [2, 1002]] for job in ("east", "west")}
     for job in ("east", "west"):
         run.hello(job, incarnation="2")
@@ -409,7 +423,7 @@ def test_a_job_resumed_from_an_older_checkpoint_takes_what_the_others_have():
     run = Run("east", "west")
     for number in (1, 2, 3):
         run.whole_round(number, "east", "west")
-    run.coordinator.gone("west", "1", "closed", run.now)
+    run.coordinator.gone("west", "1", "closed")
     run.fragments["west"] = [[1, 1001], [2, 1002]]
     run.hello("west", incarnation="2")
     found = {
@@ -425,7 +439,7 @@ def test_a_job_resumed_from_an_older_checkpoint_takes_what_the_others_have():
 
 def test_a_job_behind_in_numbers_alone_skips_to_the_round_that_runs():
     run = Run("east", "west", least=2)
-    run.coordinator.gone("west", "1", "closed", run.now)
+    run.coordinator.gone("west", "1", "closed")
     assert run.ready("east", 1)["verdict"] == "void" and run.ready("east", 2)["verdict"] == "void"
     run.hello("west", incarnation="2")
     run.enter("west")

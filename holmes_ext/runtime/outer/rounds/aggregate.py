@@ -15,10 +15,10 @@
                Directions alone choose Y, so a long vector may lie in it: in the mean none counts as longer than the
                median length
 
-The last three depend on the vectors through their products d_i . d_j alone, and what comes out is a sum of c_j d_j.
-So each rank multiplies the elements that it exchanges, the products are summed over a job's ranks, and shards do not
-change the result; only J numbers c_j are needed to combine. (byzfl's take whole vectors and no products: they serve
-as reference in the tests.)
+The last three depend on the vectors through their products d_i . d_j alone, and what comes out is a sum of
+c_j d_j. So each rank multiplies the elements that it exchanges, the products are summed over a job's ranks,
+and shards do not change the result; only J numbers c_j are needed to combine. (byzfl's take whole vectors and
+no products: they serve as reference in the tests.)
 """
 
 from __future__ import annotations
@@ -38,23 +38,19 @@ _STEPS, _CLIPPING_STEPS = 100, 5
 _SMALLEST = 1e-6
 
 
-def products(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """d_i . d_j of the jobs' flat tensors: float64 [J, J], to be summed over the ranks of a job."""
-    count = len(gradients)
-    result = torch.zeros(count, count, dtype=torch.float64)
-    for i in range(count):
-        for j in range(i + 1):
-            result[i, j] = result[j, i] = _dot(gradients[i], gradients[j])
+def products(gradients: Sequence[torch.Tensor], chunk: int = 2**16) -> torch.Tensor:
+    """d_i . d_j of the jobs' flat tensors: float64 [J, J], to be summed over the ranks of a job; without a
+    copy of the whole in float64."""
+    result = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
+    for parts in zip(*(gradient.split(chunk) for gradient in gradients)):
+        rows = torch.stack(parts).double()
+        result += rows @ rows.T
     return result
 
 
-def _dot(a: torch.Tensor, b: torch.Tensor, chunk: int = 2**16) -> float:
-    """In float64, without a copy of the whole in it."""
-    return sum(float(torch.dot(x.double(), y.double())) for x, y in zip(a.split(chunk), b.split(chunk)))
-
-
 def coefficients(settings: OuterSettings, gram: torch.Tensor, shares: Sequence[float]) -> list[float]:
-    """c_j of the sum; gram: the products over all elements; shares: each job's part of the tokens (they sum to 1)."""
+    """c_j of the sum; gram: the products over all elements; shares: each job's part of the tokens (they sum
+    to 1)."""
     w = torch.tensor(shares, dtype=torch.float64)
     if settings.aggregate == "geometric":
         return geometric_median(gram, w).tolist()
@@ -68,8 +64,8 @@ def coefficients(settings: OuterSettings, gram: torch.Tensor, shares: Sequence[f
 def combine(
     settings: OuterSettings, gradients: Sequence[torch.Tensor], factors: Sequence[float]
 ) -> torch.Tensor:
-    """The aggregate of this rank's elements; factors: coefficients(), in the order of `gradients`. Added up in that
-    order: the same bits in every job."""
+    """The aggregate of this rank's elements; factors: coefficients(), in the order of `gradients`. Added up
+    in that order: the same bits in every job."""
     count = len(gradients)
     if settings.aggregate in ("median", "trimmed") and count > 2:
         cut = (count - 1) // 2 if settings.aggregate == "median" else min(settings.trim, (count - 1) // 2)
@@ -113,9 +109,9 @@ def centered_clipping(
 
 
 def flag_aggregate(gram: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """With A = D S (D: the vectors as columns, S: 1 / length and the square roots of the weights), Y are A's first m
-    left singular vectors: A V / s of the eigenvectors V and eigenvalues s^2 of A'A = S gram S. Y Y' x = D S V s^-2 V'
-    S D' x needs gram alone."""
+    """With A = D S (D: the vectors as columns, S: 1 / length and the square roots of the weights), Y are A's
+    first m left singular vectors: A V / s of the eigenvectors V and eigenvalues s^2 of A'A = S gram S. Y Y' x
+    = D S V s^-2 V' S D' x needs gram alone."""
     lengths = gram.diagonal().sqrt()
     if float(lengths.min()) == 0:
         return w

@@ -1,14 +1,15 @@
-"""The weights that one rank holds, as ranges of its position's row of elements (elements.py): read, written, compared.
+"""The weights that one rank holds, as ranges of its position's row of elements (elements.py): read, written,
+compared.
 
-A framework's patch makes the parts: views of the tensors that its optimizer steps (main weights in float32 where
-there are some). A part is contiguous; reading and writing goes through host memory, one fragment at a time.
+A framework's patch makes the parts: views of the tensors that its optimizer steps (main weights in float32
+where there are some). A part is contiguous; reading and writing goes through host memory, one fragment at a
+time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.ownership import Range
+from holmes_ext.runtime.outer.shards.ownership import Range
 
 #: Elements whose checksum is taken at a time.
 _CHUNK = 2**18
@@ -43,7 +44,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """Elements [start, start + len(values)) of the row; values: a flat view of what training steps, on its device."""
+    """Elements [start, start + len(values)) of the row; values: a flat view of what training steps, on its
+    device."""
 
     start: int
     values: torch.Tensor
@@ -54,8 +56,8 @@ class Part:
 
 
 class Weights:
-    """position: where in the model-parallel grid, such as "pipeline 0, tensor 1"; tensors: its row in order; parts:
-    what this rank holds; moved: whether the framework has put other memory in their place.
+    """position: where in the model-parallel grid, such as "pipeline 0, tensor 1"; tensors: its row in order;
+    parts: what this rank holds; moved: whether the framework has put other memory in their place.
     """
 
     def __init__(
@@ -134,12 +136,29 @@ def row_of(tensors: Iterable[Tensor]) -> dict[str, int]:
     return starts
 
 
-def checksum(values: torch.Tensor, start: int, position: str) -> int:
-    """Of the bits of float32 elements and where they stand: a sum modulo 2^64, so that those of parts add up to the
-    whole's."""
-    total, salt = 0, zlib.crc32(position.encode())
+def checksum(values: torch.Tensor, start: int, salt: str) -> int:
+    """Of the bits of elements (float32, or bfloat16 by its exact value) and where they stand: a sum modulo
+    2^64, so that those of parts add up to the whole's. Who does not know the salt cannot find other elements
+    with the same sum: each is multiplied by a number that looks random without it."""
+    total = 0
+    seed = int.from_bytes(hashlib.sha256(salt.encode()).digest()[:8], "big", signed=True)
     for place in range(0, values.numel(), _CHUNK):
-        bits = values[place : place + _CHUNK].view(torch.int32).to(torch.int64)
-        where = torch.arange(start + place + salt, start + place + salt + bits.numel(), dtype=torch.int64)
-        total += int((bits * (where * 0x9E3779B97F4A7C1 | 1)).sum())
+        bits = values[place : place + _CHUNK].float().view(torch.int32).to(torch.int64)
+        where = torch.arange(start + place, start + place + bits.numel(), dtype=torch.int64)
+        total += int((bits * (_mixed(where.add_(seed)) | 1)).sum())
     return total & _MASK
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """splitmix64's finalizer (Steele et al. 2014), of int64 in place; shifts fill with zeros."""
+    for shift, keep, factor in _MIX:
+        x ^= (x >> shift) & keep
+        x *= factor
+    return x
+
+
+#: Shift, the bits that it leaves, and the factor as a signed number.
+_MIX = (
+    (30, 2**34 - 1, 0xBF58476D1CE4E5B9 - 2**64),
+    (27, 2**37 - 1, 0x94D049BB133111EB - 2**64),
+)

@@ -1,4 +1,5 @@
-"""The outer state of one rank: of every fragment the elements that it exchanges (elements.owners), on the host.
+"""The outer state of one rank: of every fragment the elements that it exchanges (elements.owners), on the
+host.
 
     anchor      float32: as they were after their last outer step; the same bits in every job
     momentum    float32 (bfloat16 beside int8's residual), where the outer step has one
@@ -17,16 +18,16 @@ from typing import Any
 import torch
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.algorithms import keeps_momentum, outer_step
-from holmes_ext.runtime.outer.ownership import Range, RankRange, fragment_cuts, owned_ranges
+from holmes_ext.runtime.outer.rounds.codecs import residual_dtype
 from holmes_ext.runtime.outer.settings import OuterSettings
-from holmes_ext.runtime.outer.weights import Weights, checksum
+from holmes_ext.runtime.outer.shards.ownership import Range, RankRange, fragment_cuts, owned_ranges
+from holmes_ext.runtime.outer.shards.weights import Weights, checksum
 
 
 @dataclass
 class Pending:
-    """A round that is committed, and whose outer step is still to be taken: by this job when its delay is over.
-    gradient: the aggregate; mu, gap: as outer_step() takes them."""
+    """A round that is committed, and whose outer step is still to be taken: by this job when its delay is
+    over. gradient: the aggregate; mu, gap: as the algorithm's step() takes them."""
 
     number: int
     gradient: torch.Tensor
@@ -37,8 +38,8 @@ class Pending:
 
 @dataclass
 class Fragment:
-    """Elements [start, stop) of the row; ranges: what this rank exchanges of them. version: the round of its last
-    outer step."""
+    """Elements [start, stop) of the row; ranges: what this rank exchanges of them. version: the round of its
+    last outer step."""
 
     start: int
     stop: int
@@ -54,10 +55,14 @@ class Fragment:
         """The version that it has, or will have when what is pending has been applied."""
         return self.pending.number if self.pending is not None else self.version
 
-    def checksum(self, position: str) -> int:
+    def checksum(self, position: str, salt: str = "") -> int:
+        """Of anchor and momentum at this position; the ranks' add up."""
         total, place = 0, 0
         for start, stop in self.ranges:
-            total += checksum(self.anchor[place : place + stop - start], start, position)
+            there = slice(place, place + stop - start)
+            total += checksum(self.anchor[there], start, f"anchor {position} {salt}")
+            if self.momentum is not None:
+                total += checksum(self.momentum[there], start, f"momentum {position} {salt}")
             place += stop - start
         return total & (2**64 - 1)
 
@@ -65,7 +70,7 @@ class Fragment:
         """Where elements [start, stop), all in one of the ranges, stand in the anchor."""
         place = 0
         for a, b in self.ranges:
-            if a <= start and stop <= b:
+            if a <= start <= stop <= b:
                 return slice(place + start - a, place + stop - a)
             place += b - a
         raise KeyError((start, stop))
@@ -76,6 +81,7 @@ class OuterState:
 
     def __init__(self, settings: OuterSettings, weights: Weights, owned: Sequence[RankRange], rank: int):
         self.settings, self.weights, self.lock = settings, weights, threading.Lock()
+        self.algorithm = settings.outer_algorithm()
         cuts = fragment_cuts(weights.total, settings.fragments)
         self.fragments = [
             self._fragment(start, stop, owned_ranges(owned, rank, start, stop))
@@ -83,25 +89,21 @@ class OuterState:
         ]
 
     def _fragment(self, start: int, stop: int, ranges: list[Range]) -> Fragment:
-        count, int8 = sum(b - a for a, b in ranges), self.settings.compress == "int8"
-        momentum = (
-            torch.zeros(count, dtype=torch.bfloat16 if int8 else torch.float32)
-            if keeps_momentum(self.settings)
-            else None
-        )
-        residual = torch.zeros(count, dtype=torch.bfloat16) if int8 else None
-        return Fragment(
-            start, stop, ranges, self.weights.read(ranges, torch.empty(count)), momentum, residual
-        )
+        count = sum(b - a for a, b in ranges)
+        residual_kind = residual_dtype(self.settings)
+        # Beside a residual of two bytes momentum has two as well: all of it is twice the weights at most.
+        kind = torch.bfloat16 if residual_kind == torch.bfloat16 else torch.float32
+        momentum = torch.zeros(count, dtype=kind) if self.algorithm.keeps_momentum else None
+        residual = torch.zeros(count, dtype=residual_kind) if residual_kind is not None else None
+        anchor = self.weights.read(ranges, torch.empty(count))
+        return Fragment(start, stop, ranges, anchor, momentum, residual)
 
     def apply(self, fragment: Fragment) -> None:
         """Take the outer step that is pending."""
         with self.lock:
             pending = fragment.pending
             assert pending is not None
-            outer_step(
-                self.settings, fragment.anchor, fragment.momentum, pending.gradient, pending.mu, pending.gap
-            )
+            self.algorithm.step(fragment.anchor, fragment.momentum, pending.gradient, pending.mu, pending.gap)
             if fragment.residual is not None and pending.residual is not None:
                 fragment.residual.copy_(pending.residual)
             fragment.version, fragment.pending = pending.number, None
@@ -109,14 +111,15 @@ class OuterState:
     def copy_of(
         self, fragment: Fragment, start: int, stop: int
     ) -> tuple[int, torch.Tensor, torch.Tensor | None]:
-        """Version, anchor and momentum of elements [start, stop), with what is pending applied: for another job."""
+        """Version, anchor and momentum of elements [start, stop), with what is pending applied: for another
+        job."""
         with self.lock:
             place, pending = fragment.places(start, stop), fragment.pending
             anchor = fragment.anchor[place].clone()
             momentum = None if fragment.momentum is None else fragment.momentum[place].clone()
             if pending is not None:
-                outer_step(
-                    self.settings, anchor, momentum, pending.gradient[place].clone(), pending.mu, pending.gap
+                self.algorithm.step(
+                    anchor, momentum, pending.gradient[place].clone(), pending.mu, pending.gap
                 )
             return fragment.promised, anchor, momentum
 
@@ -141,7 +144,7 @@ class OuterState:
         return sum(one.numel() * one.element_size() for one in tensors)
 
     def to_dict(self) -> dict[str, Any]:
-        """For a checkpoint: tensors, numbers and lists only."""
+        """For a checkpoint (saved.py)."""
         fragments = []
         for f in self.fragments:
             one: dict[str, Any] = {
@@ -156,7 +159,7 @@ class OuterState:
             }
             if (pending := f.pending) is not None:
                 left = None if pending.residual is None else pending.residual.clone()
-                one["pending"] = vars(pending) | {"gradient": pending.gradient.clone(), "residual": left}
+                one["pending"] = {**vars(pending), "gradient": pending.gradient.clone(), "residual": left}
             fragments.append(one)
         return {"position": self.weights.position, "digest": self.weights.digest, "fragments": fragments}
 

@@ -1,8 +1,9 @@
-"""What the ranks of one job say to each other about its rounds, and how they gather a fragment that all of them hold.
+"""What the ranks of one job say to each other about its rounds, and how they gather a fragment that all of
+them hold.
 
-Two groups: `control`, of all ranks, for small messages from the thread that runs the rounds (gloo; nothing else may
-use it, so that the order of its collectives is the same on all ranks); `replicas`, of those that hold the same parts,
-used by the training thread alone, on the fast fabric.
+Two groups: `control`, of all ranks, for small messages from the thread that runs the rounds (gloo; nothing
+else may use it, so that the order of its collectives is the same on all ranks); `replicas`, of those that
+hold the same parts, used by the training thread alone, on the fast fabric.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError, RemoteError
-from holmes_ext.runtime.outer.ownership import RankRange, owned_ranges
-from holmes_ext.runtime.outer.state import Fragment
-from holmes_ext.runtime.outer.weights import Part
+from holmes_ext.runtime.outer.shards.ownership import RankRange, owned_ranges
+from holmes_ext.runtime.outer.shards.state import Fragment
+from holmes_ext.runtime.outer.shards.weights import Part
 
 _MASK = 2**64 - 1
 
@@ -75,7 +76,8 @@ class JobRanks:
         raise (RemoteError if self.rank else HolmesError)(text)
 
     def together(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns, once no rank's has raised a HolmesError; else that of the first rank, on all."""
+        """What `call` returns, once no rank's has raised a HolmesError; else that of the first rank, on
+        all."""
         result, trouble = None, None
         try:
             result = call()
@@ -93,10 +95,12 @@ class JobRanks:
 
 
 class Replicas:
-    """whole = gather(fragment, own): what this rank holds of a fragment, from what its replicas exchange each.
+    """whole = gather(fragment, own): what this rank holds of a fragment, from what its replicas exchange
+    each.
 
-    owned: who of the position exchanges what; replicas: ranks that hold the same parts, this one among them, sorted;
-    group: theirs, None where this rank alone holds its parts. device: where the group's backend moves tensors.
+    owned: who of the position exchanges what; replicas: ranks that hold the same parts, this one among them,
+    sorted; group: theirs, None where this rank alone holds its parts. device: where the group's backend moves
+    tensors.
     """
 
     def __init__(
@@ -109,8 +113,8 @@ class Replicas:
         self._owned, self._replicas, self._group, self._device = list(owned), list(replicas), group, device
 
     def gather(self, fragment: Fragment, own: torch.Tensor) -> list[Part]:
-        """own: values of the ranges that this rank exchanges (float32, host). Parts that cover all that it holds of
-        the fragment."""
+        """own: values of the ranges that this rank exchanges (float32, host). Parts that cover all that it
+        holds of the fragment."""
         start, stop = fragment.start, fragment.stop
         if self._group is None:
             return _parts(fragment.ranges, own)

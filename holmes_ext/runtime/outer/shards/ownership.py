@@ -1,8 +1,8 @@
 """Which rank of a job exchanges which elements, and with whom in another job. Pure.
 
-All weights at one place of the model-parallel grid (a "position": pipeline stage, tensor-parallel rank, ...) stand in
-a row, in the model's order: element i of that row is the same weight in every job. A rank holds ranges of it: all of
-it under plain data parallelism, its shard under ZeRO, FSDP or a distributed optimizer.
+All weights at one place of the model-parallel grid (a "position": pipeline stage, tensor-parallel rank, ...)
+stand in a row, in the model's order: element i of that row is the same weight in every job. A rank holds
+ranges of it: all of it under plain data parallelism, its shard under ZeRO, FSDP or a distributed optimizer.
 
     job east, 2 replicas        [ rank 0          ][ rank 1          ]        each exchanges its half; gathered inside
     job west, sharded over 3    [ rank 0     ][ rank 1     ][ rank 2 ]        each exchanges what it holds
@@ -45,8 +45,8 @@ class ShardPair:
 
 
 def fragment_cuts(total: int, fragments: int) -> list[int]:
-    """Where the fragments of a row of `total` elements begin and end: equal parts, at multiples of ALIGNMENT where
-    they are large enough."""
+    """Where the fragments of a row of `total` elements begin and end: equal parts, at multiples of ALIGNMENT
+    where they are large enough."""
     grain = ALIGNMENT if total >= 2 * ALIGNMENT * fragments else 1
     return [total * k // fragments // grain * grain for k in range(fragments)] + [total]
 
@@ -54,8 +54,9 @@ def fragment_cuts(total: int, fragments: int) -> list[int]:
 def owners(total: int, cuts: Sequence[int], holdings: Mapping[int, Sequence[Range]]) -> list[RankRange]:
     """Who exchanges what, each element one rank: in order of `start`, none overlapping, 0 to `total` covered.
 
-    holdings: the ranges that each rank holds. What several hold is shared out evenly among them, fragment by fragment
-    (`cuts`, as of fragment_cuts), in the order of their ranks. HolmesError when an element is held by no rank.
+    holdings: the ranges that each rank holds. What several hold is shared out evenly among them, fragment by
+    fragment (`cuts`, as of fragment_cuts), in the order of their ranks. HolmesError when an element is held
+    by no rank.
     """
     borders = sorted(
         {0, total, *cuts, *(edge for ranges in holdings.values() for span in ranges for edge in span)}
