@@ -86,8 +86,8 @@ class Options:
     telemetry: str = _option(
         "", "DIR: where each rank writes what its steps and messages took; `holmes report DIR` shows it")
     metrics: str = _option(
-        "", "PORT, HOST:PORT or FILE.prom: what the steps take and how the NICs are, for Prometheus, from one rank of"
-        " each node (extra `metrics`)")
+        "", "PORT (of 127.0.0.1), HOST:PORT or FILE.prom: what the steps take and how the NICs are, for Prometheus,"
+        " from one rank of each node (extra `metrics`); 0.0.0.0:PORT tells whoever reaches the node")
     watchdog: str = _option(
         "5,10", "K or K,SECONDS: a step that takes over K times the median (and over SECONDS) is explained in one line"
         " while it hangs (default 5,10); or off")
@@ -154,7 +154,7 @@ class Options:
     def metrics_address(self) -> tuple[str, int]:
         """(host, port) to listen on; port 0 where the text has none."""
         host, _, port = self.metrics.rpartition(":")
-        return host.strip("[]") or "0.0.0.0", int(port) if port.isdecimal() and len(port) < 6 else 0
+        return host.strip("[]") or "127.0.0.1", int(port) if port.isdecimal() and len(port) < 6 else 0
 
     @property
     def profile_steps(self) -> int:

@@ -65,7 +65,7 @@ def refusal(engine: Any, settings: OuterSettings) -> str | None:
     several = _size(engine, "pipe") * _size(engine, "model") > 1
     if tied and _size(engine, "pipe") > 1 and settings.fragments > 1:
         return "layers are tied over pipeline stages, whose copies must be updated together; give fragments=1"
-    if several and settings.compress == "int8":
+    if several and settings.rounds_by_blocks:
         return "copies of a weight on several stages or tensor-parallel ranks would be rounded differently; give" \
                " compress=bf16"
     return None

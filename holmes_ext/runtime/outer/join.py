@@ -22,7 +22,9 @@ from holmes_ext.runtime.outer.peers.links import PeerLinks
 from holmes_ext.runtime.outer.peers.listening import open_port, told_address
 from holmes_ext.runtime.outer.peers.routes import RankIdentity, Routes
 from holmes_ext.runtime.outer.peers.take import Giver
+from holmes_ext.runtime.outer.rolling_loop import RollingLoop
 from holmes_ext.runtime.outer.rounds.coordinator_link import CoordinatorLink
+from holmes_ext.runtime.outer.rounds.rolling_runner import RollingRunner
 from holmes_ext.runtime.outer.rounds.round_runner import RoundRunner
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.shards.job_ranks import JobRanks, Replicas
@@ -117,8 +119,15 @@ def join(
             secret,
         )
     coordinator = CoordinatorLink(client, job_ranks, settings.timeout)
-    rounds = RoundRunner(settings, state, own, job_ranks, links, coordinator, job)
-    loop = OuterLoop(settings, here, state, rounds, Replicas(own, replicas, group, device), on_round, written)
+    rolling = settings.rounds == "async"
+    runner = RollingRunner if rolling else RoundRunner
+    rounds = runner(settings, state, own, job_ranks, links, coordinator, job)
+    arguments = settings, here, state, rounds, Replicas(own, replicas, group, device), on_round, written
+    if rolling:
+        boundary = JobRanks(dist.new_group(backend="gloo", timeout=_CONTROL) if many else None)
+        loop: OuterLoop = RollingLoop(*arguments, boundary=boundary)
+    else:
+        loop = OuterLoop(*arguments)
     if client is not None:
         client.start_heartbeat(lambda: {"round": rounds.number, "step": loop.steps, **status()})
     return loop

@@ -163,7 +163,7 @@ class OuterLoop:
 
     def _is_pending(self, in_flight: InFlight) -> bool:
         pending = self.state.fragments[in_flight.fragment].pending
-        return pending is not None and pending.number == in_flight.number
+        return any(one.number == in_flight.number for one in pending)
 
     def _result_of(self, in_flight: InFlight) -> RoundResult:
         """Every wait of a round has a deadline (round_runner.py), so it ends; what its thread raised is
@@ -201,6 +201,21 @@ class OuterLoop:
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers, texts, lists and dicts. What travels is waited for, not applied: it comes with
         the rest."""
+        return sealed(
+            {
+                "number": self.number,
+                "steps": self.steps,
+                "period": self.period,
+                "in_period": self.in_period,
+                "tokens": self._tokens,
+                "carried": {str(index): one for index, one in self._carried.items()},
+                "submitted": self._saved_submitted(),
+                "state": self.state.to_dict(pending=self.settings.rounds == "sync"),
+            }
+        )
+
+    def _saved_submitted(self) -> list[dict[str, Any]]:
+        """What travels: its round is waited for."""
         submitted = []
         for sent in self._submitted.values():
             in_flight, outcome = sent.in_flight, self._result_of(sent.in_flight)
@@ -215,18 +230,7 @@ class OuterLoop:
                     "parts": None if sent.parts is None else [[one.start, one.values] for one in sent.parts],
                 }
             )
-        return sealed(
-            {
-                "number": self.number,
-                "steps": self.steps,
-                "period": self.period,
-                "in_period": self.in_period,
-                "tokens": self._tokens,
-                "carried": {str(index): one for index, one in self._carried.items()},
-                "submitted": submitted,
-                "state": self.state.to_dict(),
-            }
-        )
+        return submitted
 
     def load_state_dict(self, saved: Any, source: str = "checkpoint") -> None:
         """Before begin(); HolmesError when it does not fit."""

@@ -20,8 +20,9 @@ AGGREGATES = ("mean", "median", "trimmed", "geometric", "clipping", "flag")
 _CHOICES = {
     "algorithm": tuple(ALGORITHMS),
     "aggregate": AGGREGATES,
-    "compress": ("off", "bf16", "int8"),
+    "compress": ("off", "bf16", "int8", "topk"),
     "weight": ("tokens", "equal"),
+    "rounds": ("sync", "async"),
 }
 #: Least, most (None: open) of each number.
 _BOUNDS: dict[str, tuple[float, float | None]] = {
@@ -34,9 +35,13 @@ _BOUNDS: dict[str, tuple[float, float | None]] = {
     "timeout": (1, 86400),
     "limit": (0, None),
     "trim": (1, 31),
+    "grace": (0, 86400),
+    "topk": (4, 2048),
 }
 #: Each job's own business; everything else must be the same in all jobs.
 OWN = ("min", "timeout", "part")
+#: Numbers that may be auto: None then.
+_AUTO = ("momentum", "grace")
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,9 @@ class OuterSettings:
     round's jobs (algorithms.momentum_of). clip: bound on each element of CO2's outer momentum (0: none).
     limit: a pseudo-gradient so many times longer than usual is left out (0: never). trim: jobs left out at
     each end by aggregate=trimmed. min: jobs that a round needs. timeout: seconds that a late job, or a silent
-    link, is waited for. part: "k/K", this job reads the k-th (from 0) of K parts of the data. Raises
+    link, is waited for. part: "k/K", this job reads the k-th (from 0) of K parts of the data. rounds:
+    "async": a round closes without those who are not ready, `grace` seconds (None: half of what hides it)
+    after half of the jobs were. topk: elements of each 4096 that travel with compress=topk. Raises
     HolmesError for what does not fit.
     """
 
@@ -67,6 +74,9 @@ class OuterSettings:
     min: int = 1
     timeout: float = 60.0
     part: str = "0/1"
+    rounds: str = "sync"
+    grace: float | None = None
+    topk: int = 88
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -104,11 +114,31 @@ class OuterSettings:
             if not fits:
                 raise HolmesError(f"--holmes-outer: mix={self.mix!r} is neither keep nor a share from 0 to 1")
 
+        if self.rounds == "async" and (self.seconds or self.mix != "keep" or not self._is_async_able):
+            raise HolmesError(
+                "--holmes-outer: rounds=async needs every=STEPS, mix=keep and algorithm=diloco or average"
+            )
+        if self.topk % 4:
+            raise HolmesError(f"--holmes-outer: topk={self.topk} is not divisible by 4")
+        if self.compress == "topk" and self.aggregate in ("median", "trimmed"):
+            raise HolmesError(
+                f"--holmes-outer: compress=topk with aggregate={self.aggregate}: most elements would be 0; give"
+                " aggregate=geometric, clipping, flag or mean"
+            )
         k, slash, parts = self.part.partition("/")
         if not (slash and k.isdecimal() and parts.isdecimal() and int(k) < int(parts) <= 64):
             raise HolmesError(
                 f"--holmes-outer: part={self.part!r} is not k/K with k from 0 to K - 1, such as part=0/2"
             )
+
+    @property
+    def rounds_by_blocks(self) -> bool:
+        """Whether copies of a weight, on several ranks of a job, would be rounded differently."""
+        return self.compress in ("int8", "topk")
+
+    @property
+    def _is_async_able(self) -> bool:
+        return ALGORITHMS[self.algorithm].keeps_progress
 
     @property
     def data_part(self) -> tuple[int, int]:
@@ -131,7 +161,7 @@ class OuterSettings:
 
     def agreed(self) -> dict[str, Any]:
         """What all jobs must have been given alike."""
-        given = asdict(self) | ({"momentum": "auto"} if self.momentum is None else {})
+        given = {name: "auto" if value is None else value for name, value in asdict(self).items()}
         return {name: value for name, value in given.items() if name not in OWN}
 
 
@@ -149,7 +179,7 @@ def parse_outer(text: str) -> OuterSettings:
                 + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}")
             )
         if not equals or not value:
-            example = "auto" if name == "momentum" else getattr(OuterSettings(), name)
+            example = "auto" if name in _AUTO else getattr(OuterSettings(), name)
             raise HolmesError(f"--holmes-outer: {name} needs a value, such as {name}={example}")
         if name in given:
             raise HolmesError(f"--holmes-outer: {name} stands twice; give it once")
@@ -169,15 +199,15 @@ def parse_outer(text: str) -> OuterSettings:
 
 
 def _read(name: str, value: str) -> Any:
-    if (name, value) == ("momentum", "auto"):
+    if name in _AUTO and value == "auto":
         return None
-    kind = float if name == "momentum" else type(getattr(OuterSettings(), name))
+    kind = float if name in _AUTO else type(getattr(OuterSettings(), name))
     try:
         if name == "every" and value.endswith("s"):
             return float(value[:-1])
         number = kind(value)
     except ValueError:
-        others = {"every": "steps or seconds (60s)", "momentum": "a number, or auto"}
+        others = {"every": "steps or seconds (60s)", **dict.fromkeys(_AUTO, "a number, or auto")}
         wanted = others.get(name, "a whole number" if kind is int else "a number")
         raise HolmesError(f"--holmes-outer: {name}={value!r} is not {wanted}") from None
     if isinstance(number, float) and number != number:

@@ -61,7 +61,7 @@ def ask(channel, version):
 
 
 def committed(state, number):
-    state.fragments[0].pending = Pending(number, torch.full((8,), 0.25), 0.0, 1.0, None)
+    state.fragments[0].pending = [Pending(number, torch.full((8,), 0.25))]
 
 
 def test_a_taker_that_comes_before_the_commit_waits_for_it(state, taker, monkeypatch):

@@ -18,6 +18,8 @@ from holmes_ext.words import why
 
 #: Seconds after which a question without an answer yet is told to be asked again.
 POLL_S = 1.0
+#: The same for a job that may have something new to offer by then.
+IDLE_S = 0.2
 #: Seconds between two tries to reach a coordinator that is not there.
 _RETRY_S = 0.5
 #: Seconds that an answer may take beyond POLL_S, until the connection counts as lost.

@@ -76,6 +76,26 @@ class ReadyReport:
 
 
 @dataclass(frozen=True)
+class Offer:
+    """Of rounds=async: a pseudo-gradient that waits for a round of its fragment. norm, why, salted,
+    salt_round: as of ReadyReport; slack_s: seconds until its sum would be applied at the earliest."""
+
+    fragment: int
+    tokens: float
+    norm: float | None = None
+    why: str = ""
+    slack_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class NextReport:
+    """Of rounds=async: what a job has, and what it offers, by fragment."""
+
+    claims: tuple[Claim, ...]
+    offers: Mapping[int, Offer] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class DoneReport:
     """unreached: jobs with which the exchange failed; faults: jobs whose data cannot be used, and why."""
 
@@ -151,6 +171,26 @@ def ready_from(document: dict[str, Any], fragments: int) -> ReadyReport:
         why=printable(told.take("why", str, ""), _LINE),
         salted=_checksum(told, "salted"),
         salt_round=_number(told, "salt_round", 0, MOST, 0),
+    )
+
+
+def next_from(document: dict[str, Any], fragments: int) -> NextReport:
+    """fragments: that the run has."""
+    told = Table(document, "the report of a job that asks for its next round")
+    claims = _claims(told)
+    if len(claims) != fragments:
+        raise HolmesError(f"{told.at('versions')}: {len(claims)} fragments, but the run has {fragments}")
+    offers = [_offer(one, fragments) for one in (told.tables("offers") or ())]
+    return NextReport(claims, {one.fragment: one for one in offers})
+
+
+def _offer(told: Table, fragments: int) -> Offer:
+    return Offer(
+        fragment=_number(told, "fragment", 0, fragments - 1),
+        tokens=_real(told, "tokens", _MOST_TOKENS),
+        norm=_real(told, "norm", _MOST_NORM) if "norm" in told.values else None,
+        why=printable(told.take("why", str, ""), _LINE),
+        slack_s=_real(told, "slack_s", 86400.0, 0.0),
     )
 
 

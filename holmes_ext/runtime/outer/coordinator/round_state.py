@@ -37,6 +37,8 @@ class RoundState:
     checked: dict[str, CheckedReport] = field(default_factory=dict)
     last_report: float = 0.0
     outcome: str = ""
+    # Of rounds=async: members that know that it is void.
+    heard: set[str] = field(default_factory=set)
     why: str = ""
     factors: dict[str, float] = field(default_factory=dict)
     gap: float = 1.0

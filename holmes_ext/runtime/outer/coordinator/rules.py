@@ -43,7 +43,7 @@ class Coordinator(Settlement):
             if member.awaits is not None or late or self.behind(member):
                 return self._catch_up(member, number, now)
             if known is None:
-                known = self._open(number, report.fragment, now)
+                known = self.open_round(number, report.fragment, now)
             if report.fragment != known.fragment:
                 raise HolmesError(
                     f"round {number} exchanges fragment {known.fragment}, not {report.fragment}"
@@ -60,7 +60,11 @@ class Coordinator(Settlement):
         begin = known.half_ready if known.half_ready is not None else known.opened + patience_s
         return begin + patience_s
 
-    def _open(self, number: int, fragment: int, now: float) -> RoundState:
+    def usual_of(self, fragment: int) -> list[float]:
+        """Lengths of pseudo-gradients in its last rounds."""
+        return self._usual.setdefault(fragment, [])
+
+    def open_round(self, number: int, fragment: int, now: float) -> RoundState:
         known = self.rounds[number] = RoundState(number, fragment, now)
         self.number = number
         for old in [one for one in self.rounds if one <= number - _REMEMBERED]:
@@ -112,12 +116,12 @@ class Coordinator(Settlement):
             [m.name for m in able],
             {m.name: len(m.hello.addresses) for m in able},
             able[0].hello.agreed.get("outer", {}) if able else {},
-            self._usual.setdefault(known.fragment, []),
+            self.usual_of(known.fragment),
         )
         least = self.least(here) if here else 1
         if len(counts) < least or not counts:
             kept_out = "".join(f"; {name} is left out: {why}" for name, why in known.left_out.items())
-            self._end(known, "void", f"{len(counts)} of min={least} jobs" + kept_out)
+            self.end(known, "void", f"{len(counts)} of min={least} jobs" + kept_out)
             return
         total = sum(counts.values())
         known.members = {m.name: counts.get(m.name, 0.0) / total for m in able}
@@ -155,7 +159,8 @@ class Coordinator(Settlement):
         told = {
             "attempt": known.attempt,
             "members": known.members,
-            "norms": {member: known.ready[member].norm for member in known.members},
+            "fragment": known.fragment,
+            "norms": {name: report.norm for name, report in known.ready.items() if name in known.members},
             "incarnations": {member: self.members[member].incarnation for member in known.members},
             "left_out": known.left_out,
         }

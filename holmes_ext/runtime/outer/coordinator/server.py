@@ -23,17 +23,18 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer.address import is_name, ticket
-from holmes_ext.runtime.outer.coordinator.client import POLL_S
+from holmes_ext.runtime.outer.coordinator.client import IDLE_S, POLL_S
 from holmes_ext.runtime.outer.coordinator.membership import NotHere
 from holmes_ext.runtime.outer.coordinator.relay import PeerRelay
 from holmes_ext.runtime.outer.coordinator.reports import (
     checked_from,
     done_from,
     hello_from,
+    next_from,
     ready_from,
     telemetry_from,
 )
-from holmes_ext.runtime.outer.coordinator.rules import Coordinator
+from holmes_ext.runtime.outer.coordinator.rolling import RollingCoordinator
 from holmes_ext.runtime.outer.coordinator.status import status_of
 from holmes_ext.runtime.sockets.addresses import listen
 from holmes_ext.runtime.sockets.channel import Channel
@@ -84,7 +85,7 @@ class CoordinatorServer:
         self._credentials, self._tell = credentials, tell
         self.relay = relay or PeerRelay()
         self._changed = threading.Condition()
-        self._coordinator = Coordinator(time.monotonic())
+        self._coordinator = RollingCoordinator(time.monotonic())
         self._heartbeats: dict[tuple[str, str], Channel] = {}
         self._secrets: dict[tuple[str, str], str] = {}
         self._complaints: dict[str, list[float]] = {}
@@ -221,7 +222,8 @@ class CoordinatorServer:
 
     def _ask(self, job: str, incarnation: str, question: dict[str, Any]) -> dict[str, Any]:
         decide = self._decision(job, incarnation, question)
-        deadline, first = Deadline(POLL_S, "an answer"), True
+        coming = question.get("op") == "next"
+        deadline, first = Deadline(IDLE_S if coming else POLL_S, "an answer"), True
         with self._changed:
             while True:
                 reply = decide(time.monotonic())
@@ -230,7 +232,7 @@ class CoordinatorServer:
                 if reply is not None:
                     return reply
                 if deadline.passed:
-                    return {"verdict": "wait"}
+                    return {"verdict": "idle" if coming else "wait"}
                 self._changed.wait(max(0.01, min(deadline.left, 0.25)))
 
     def _decision(
@@ -251,6 +253,9 @@ class CoordinatorServer:
         if op == "ready":
             ready = ready_from(question, fragments)
             return lambda now: rules.ready(job, ready, now)
+        if op == "next":
+            coming = next_from(question, fragments)
+            return lambda now: rules.next(job, coming, now)
         if op == "done":
             done = done_from(question)
             return lambda now: rules.done(job, done, now)

@@ -98,7 +98,7 @@ class Settlement(Membership):
             others = len(known.members) - 1
             if others < 2 or 2 * accused.count(worst) < others:
                 who = ", ".join(sorted({*accused, *unreached}))
-                self._end(known, "void", f"its jobs are here, but could not exchange: {who}")
+                self.end(known, "void", f"its jobs are here, but could not exchange: {who}")
                 return
             lost = {worst}
         self._go_again(known, lost, now)
@@ -124,7 +124,7 @@ class Settlement(Membership):
         known.factors = {name: factors.get(name, 0.0) for name in known.members if name in counting}
         known.gap = middle({"gap": report.gap} for report in known.checked.values())["gap"]
         known.left_out |= known.excluded
-        self._end(known, "commit")
+        self.end(known, "commit")
 
     def _begin_check(self, known: RoundState, now: float) -> None:
         known.check, known.checked, known.last_report = known.check + 1, {}, now
@@ -135,7 +135,7 @@ class Settlement(Membership):
         if len(counting) < self.least(members) or not counting:
             why = "; ".join(f"{name} is left out: {why}" for name, why in known.excluded.items())
             known.left_out |= known.excluded
-            self._end(known, "void", why or "no job counts")
+            self.end(known, "void", why or "no job counts")
 
     def _given_up(self, known: RoundState, reported: set[str], now: float) -> set[str] | None:
         """Members that are gone, or have been silent for too long; None while others may still report."""
@@ -154,7 +154,7 @@ class Settlement(Membership):
         rest = {name: share for name, share in known.members.items() if name not in lost}
         counting = [name for name, share in rest.items() if share > 0]
         if not counting or len(counting) < self.least([self.members[name] for name in rest]):
-            self._end(known, "void", f"job {', '.join(sorted(lost))} was lost on the way")
+            self.end(known, "void", f"job {', '.join(sorted(lost))} was lost on the way")
             return
         total = sum(rest.values())
         known.members = {name: share / total for name, share in rest.items()}
@@ -170,7 +170,7 @@ class Settlement(Membership):
         if event:
             self.events.append(event)
 
-    def _end(self, known: RoundState, outcome: str, why: str = "") -> None:
+    def end(self, known: RoundState, outcome: str, why: str = "") -> None:
         known.outcome, known.why = outcome, why
         if outcome == "void":
             self.events.append(f"round {known.number}: void: {why}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,10 +95,16 @@ class Donor:
 
 
 def take(
-    state: OuterState, wanted: Mapping[int, int], donor: Donor, job_ranks: JobRanks, patience_s: float
+    state: OuterState,
+    wanted: Mapping[int, int],
+    donor: Donor,
+    job_ranks: JobRanks,
+    patience_s: float,
+    store: Callable[[Fragment, int, torch.Tensor, torch.Tensor | None], None],
 ) -> str:
     """Fragments (`wanted`: with the versions that they have there) from the ranks of the donor, on all ranks
-    of this job. "" when all is well, else why not: nothing has changed then."""
+    of this job; store(fragment, version, anchor, momentum) is done with each. "" when all is well, else why
+    not: what was not stored has not changed then."""
     for number, least in wanted.items():
         fragment = state.fragments[number]
         for _ in range(_TRIES):
@@ -114,7 +120,7 @@ def take(
                 return whys[0]
             versions = {version for one in everyone for version in one["versions"]}
             if len(versions) == 1 and min(versions) >= least:
-                state.replace(fragment, versions.pop(), anchor, momentum)
+                store(fragment, versions.pop(), anchor, momentum)
                 break
         else:
             return f"fragment {number} was stepped each time while it was read, or never"

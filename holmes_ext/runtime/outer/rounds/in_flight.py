@@ -52,6 +52,7 @@ class InFlight:
     tokens: float
     step: int
     period: int = 0
+    slack_s: float = 0.0
     versions: list[int] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
     _result: RoundResult | BaseException | None = None

@@ -29,7 +29,7 @@ from holmes_ext.runtime.outer.peers.links import PeerLinks, PeersFailed
 from holmes_ext.runtime.outer.peers.take import Donor, take
 from holmes_ext.runtime.outer.rounds.aggregate import coefficients, combine, products
 from holmes_ext.runtime.outer.rounds.claims import Claims, hexadecimal
-from holmes_ext.runtime.outer.rounds.codecs import codec_of
+from holmes_ext.runtime.outer.rounds.codecs import codec_of, residual_share
 from holmes_ext.runtime.outer.rounds.coordinator_link import CoordinatorLink, Verdict
 from holmes_ext.runtime.outer.rounds.in_flight import InFlight, RoundResult
 from holmes_ext.runtime.outer.rounds.remote_jobs import RemoteJobs
@@ -37,7 +37,7 @@ from holmes_ext.runtime.outer.rounds.screening import Screening
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.shards.job_ranks import JobRanks
 from holmes_ext.runtime.outer.shards.ownership import RankRange, shard_pairs
-from holmes_ext.runtime.outer.shards.state import OuterState, Pending
+from holmes_ext.runtime.outer.shards.state import Fragment, OuterState, Pending
 
 #: How often a job that begins tries to take weights, and the seconds in between: by then the coordinator
 #: knows whether the donor is gone.
@@ -146,7 +146,7 @@ class RoundRunner:
         fragment = self.state.fragments[in_flight.fragment]
         momentum = 0.0
         if self.algorithm.needs_gap and fragment.momentum is not None:
-            momentum = _square(fragment.momentum.float())
+            momentum = square_of(fragment.momentum.float())
         square, momentum, tokens = self.job_ranks.sums(
             [self._square_to_send(in_flight), momentum, in_flight.tokens]
         )
@@ -162,7 +162,9 @@ class RoundRunner:
     def _square_to_send(self, in_flight: InFlight) -> float:
         """Of what the codec will encode: with what it has left out so far."""
         residual = self.state.fragments[in_flight.fragment].residual
-        return _square(in_flight.gradient if residual is None else in_flight.gradient + residual)
+        if residual is None:
+            return square_of(in_flight.gradient)
+        return square_of(torch.add(in_flight.gradient, residual, alpha=residual_share(self.settings)))
 
     def _report(self, in_flight: InFlight, norm: float | None, tokens: float) -> dict[str, Any]:
         """What this job says when it is ready."""
@@ -269,16 +271,22 @@ class RoundRunner:
         used = [(name, one) for name, one in zip(came.names, came.gradients) if name in factors]
         total = combine(self.settings, [one for _, one in used], [factors[name] for name, _ in used])
         mine = self.job in factors
-        away = _square(in_flight.gradient - total) if mine else 0.0
-        length, away = self.job_ranks.sums([_square(total), away])
+        away = square_of(in_flight.gradient - total) if mine else 0.0
+        length, away = self.job_ranks.sums([square_of(total), away])
         shares = {name: members[name] if name in factors else 0.0 for name in members}
         mu = self.algorithm.momentum_of([shares[name] for name, _ in used])
         residual = came.attempt.residual if mine else None
         self._screening.remember(in_flight.fragment, came.gram)
         with self.state.lock:
-            fragment.pending = Pending(in_flight.number, total, mu, float(verdict["gap"]), residual)
+            fragment.pending.append(Pending(in_flight.number, total, mu, float(verdict["gap"]), residual))
         drift = (away / length) ** 0.5 if length > 0 and len(used) > 1 and mine else None
         return RoundResult("commit", in_flight.number, members=shares, left_out=left_out, drift=drift)
+
+    def _store(
+        self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None
+    ) -> None:
+        """What was taken from another job. Training waits for it."""
+        self.state.replace(fragment, version, anchor, momentum)
 
     def take(self, verdict: Verdict) -> RoundResult:
         """Fragments from another job, as the verdict says; collective."""
@@ -288,7 +296,7 @@ class RoundRunner:
         if failed:
             return RoundResult("void", number, f"job {name}, which has newer weights, is gone again")
         donor = Donor(self.own, known[name].ranges, known[name].peers, self.links.routes)
-        why = take(self.state, wanted, donor, self.job_ranks, self.settings.timeout)
+        why = take(self.state, wanted, donor, self.job_ranks, self.settings.timeout, self._store)
         for fragment in wanted:
             self.claims.forget(fragment)
         if why:
@@ -297,5 +305,6 @@ class RoundRunner:
         return RoundResult("taken", number, source=name, fragments=list(wanted))
 
 
-def _square(values: torch.Tensor) -> float:
+def square_of(values: torch.Tensor) -> float:
+    """Sum of squares, without a copy of the whole."""
     return float(sum(torch.dot(one, one).double() for one in values.split(2**20)))

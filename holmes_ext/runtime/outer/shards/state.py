@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,13 +27,16 @@ from holmes_ext.runtime.outer.shards.weights import Weights, checksum
 @dataclass
 class Pending:
     """A round that is committed, and whose outer step is still to be taken: by this job when its delay is
-    over. gradient: the aggregate; mu, gap: as the algorithm's step() takes them."""
+    over. gradient: the aggregate; mu, gap: as the algorithm's step() takes them. replaces: it is no step:
+    `gradient` is the anchor that another job has after that round, `momentum` its momentum."""
 
     number: int
     gradient: torch.Tensor
-    mu: float
-    gap: float
-    residual: torch.Tensor | None
+    mu: float = 0.0
+    gap: float = 1.0
+    residual: torch.Tensor | None = None
+    replaces: bool = False
+    momentum: torch.Tensor | None = None
 
 
 @dataclass
@@ -48,12 +51,12 @@ class Fragment:
     momentum: torch.Tensor | None
     residual: torch.Tensor | None
     version: int = 0
-    pending: Pending | None = None
+    pending: list[Pending] = field(default_factory=list)
 
     @property
     def promised(self) -> int:
         """The version that it has, or will have when what is pending has been applied."""
-        return self.pending.number if self.pending is not None else self.version
+        return self.pending[-1].number if self.pending else self.version
 
     def checksum(self, position: str, salt: str = "") -> int:
         """Of anchor and momentum at this position; the ranks' add up."""
@@ -99,14 +102,26 @@ class OuterState:
         return Fragment(start, stop, ranges, anchor, momentum, residual)
 
     def apply(self, fragment: Fragment) -> None:
-        """Take the outer step that is pending."""
+        """Take the outer step that has been pending longest."""
         with self.lock:
-            pending = fragment.pending
-            assert pending is not None
-            self.algorithm.step(fragment.anchor, fragment.momentum, pending.gradient, pending.mu, pending.gap)
+            pending = fragment.pending.pop(0)
+            self._take(pending, fragment.anchor, fragment.momentum, pending.gradient)
             if fragment.residual is not None and pending.residual is not None:
                 fragment.residual.copy_(pending.residual)
-            fragment.version, fragment.pending = pending.number, None
+            elif fragment.residual is not None and pending.replaces:
+                fragment.residual.zero_()  # what was left out so far belonged to the old anchor
+            fragment.version = pending.number
+
+    def _take(
+        self, pending: Pending, anchor: torch.Tensor, momentum: torch.Tensor | None, gradient: torch.Tensor
+    ) -> None:
+        """The step on anchor and momentum, in place; `gradient` (of the same elements) is overwritten."""
+        if not pending.replaces:
+            self.algorithm.step(anchor, momentum, gradient, pending.mu, pending.gap)
+            return
+        anchor.copy_(gradient)
+        if momentum is not None and pending.momentum is not None:
+            momentum.copy_(pending.momentum)
 
     def copy_of(
         self, fragment: Fragment, start: int, stop: int
@@ -114,26 +129,31 @@ class OuterState:
         """Version, anchor and momentum of elements [start, stop), with what is pending applied: for another
         job."""
         with self.lock:
-            place, pending = fragment.places(start, stop), fragment.pending
+            place = fragment.places(start, stop)
             anchor = fragment.anchor[place].clone()
             momentum = None if fragment.momentum is None else fragment.momentum[place].clone()
-            if pending is not None:
-                self.algorithm.step(
-                    anchor, momentum, pending.gradient[place].clone(), pending.mu, pending.gap
-                )
+            for pending in fragment.pending:
+                part = pending
+                if pending.momentum is not None:
+                    part = replace(pending, momentum=pending.momentum[place])
+                self._take(part, anchor, momentum, pending.gradient[place].clone())
             return fragment.promised, anchor, momentum
 
     def replace(
         self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None
     ) -> None:
-        """What another job has takes the place of ours; what int8 left out so far belonged to the old."""
+        """What another job has takes the place of ours, and of what is pending."""
         with self.lock:
-            fragment.anchor.copy_(anchor)
-            if fragment.momentum is not None and momentum is not None:
-                fragment.momentum.copy_(momentum)
-            if fragment.residual is not None:
-                fragment.residual.zero_()
-            fragment.version, fragment.pending = version, None
+            fragment.pending.clear()
+        self.promise(fragment, version, anchor, momentum)
+        self.apply(fragment)
+
+    def promise(
+        self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None
+    ) -> None:
+        """What another job has will take the place of ours, after what is pending."""
+        with self.lock:
+            fragment.pending.append(Pending(version, anchor, replaces=True, momentum=momentum))
 
     @property
     def host_bytes(self) -> int:
@@ -143,8 +163,8 @@ class OuterState:
         ]
         return sum(one.numel() * one.element_size() for one in tensors)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For a checkpoint (saved.py)."""
+    def to_dict(self, pending: bool = True) -> dict[str, Any]:
+        """For a checkpoint (saved.py). pending: with what is committed and not applied yet."""
         fragments = []
         for f in self.fragments:
             one: dict[str, Any] = {
@@ -157,9 +177,7 @@ class OuterState:
                 for name, value in (("momentum", f.momentum), ("residual", f.residual))
                 if value is not None
             }
-            if (pending := f.pending) is not None:
-                left = None if pending.residual is None else pending.residual.clone()
-                one["pending"] = {**vars(pending), "gradient": pending.gradient.clone(), "residual": left}
+            one["pending"] = [_copied(step) for step in f.pending] if pending else []
             fragments.append(one)
         return {"position": self.weights.position, "digest": self.weights.digest, "fragments": fragments}
 
@@ -185,4 +203,11 @@ class OuterState:
                 if getattr(mine, name) is not None and name in theirs:
                     getattr(mine, name).copy_(theirs[name])
             mine.version = theirs["version"]
-            mine.pending = Pending(**theirs["pending"]) if "pending" in theirs else None
+            mine.pending = [Pending(**one) for one in theirs["pending"]]
+
+
+def _copied(pending: Pending) -> dict[str, Any]:
+    """For a checkpoint: tensors that stay as they are."""
+    return {
+        name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in vars(pending).items()
+    }
