@@ -137,6 +137,21 @@ class Channel:
                 yield memoryview(tag)
             self._received.check(tag, header, *chunk)
 
+    def lives(self) -> bool:
+        """Whether the other end has not closed it, as far as is known here. Takes nothing that has come."""
+        try:
+            probe = socket.socket(fileno=self.socket.fileno())
+        except (OSError, ValueError):  # it is closed here
+            return False
+        try:
+            return probe.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            probe.detach()
+
     def close(self) -> None:
         self.socket.close()
 

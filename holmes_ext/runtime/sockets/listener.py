@@ -4,7 +4,7 @@ a loop that survives whatever accept() says.
     accept -> a thread for each connection -> handle(guest)
                   stranger                    until guest.admit(): counted by address and in all; where there are
                                               too many the oldest of the address that has most is closed
-                  admitted                    counted in all
+                  admitted                    counted in all; one address gets half of the places
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ class Listener:
 
     def _admit(self, guest: Guest) -> bool:
         with self._lock:
-            if guest not in self._strangers or len(self._admitted) >= self._admitted_most:
+            of_host = sum(other.host == guest.host for other in self._admitted)
+            full = len(self._admitted) >= self._admitted_most or of_host >= self._admitted_most // 2 + 1
+            if guest not in self._strangers or full:
                 return False
             self._strangers.remove(guest)
             self._admitted.add(guest)

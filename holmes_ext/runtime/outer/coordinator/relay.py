@@ -33,6 +33,8 @@ MOST_PAIRS = 256
 WAIT_S, ANSWER_S = 10.0, 10.0
 #: Seconds without a byte until a pair is closed.
 _SILENCE_S = 3600.0
+#: Seconds between two looks at whether a rank still stands by.
+_LOOK_S = 5.0
 #: Seconds to tell a rank something, and to end TLS with it.
 _TELL_S = 10.0
 
@@ -78,7 +80,11 @@ class PeerRelay:
             self._changed.notify_all()
         if before is not None:
             before.over.set()
-        line.over.wait()
+        while not line.over.wait(_LOOK_S):
+            with self._changed:
+                if self._lines.get(key) is line and not channel.lives():
+                    del self._lines[key]
+                    return
 
     def call(self, channel: Channel, job: str, purpose: Mapping[str, Any]) -> None:
         """In the thread of a caller, until all is carried."""

@@ -13,7 +13,6 @@ needs a TCPStore that somebody holds, and any number of ports; and nothing tells
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections import defaultdict
@@ -34,6 +33,8 @@ _CALLING_S = 10.0
 LANE_BYTES, MOST_LANES = 2**25, 4
 #: Peers that are called at the same time.
 _CALLS = 16
+#: Connections to the ranks of one job.
+_MOST_OPEN = 128
 #: Bytes for, or from, each peer.
 Exchange = Mapping[Peer, list[memoryview]]
 #: Of one connection: job, incarnation, rank, which of several.
@@ -143,7 +144,7 @@ class PeerLinks:
         while not self._closed:
             with self._changed:
                 known = self._open.get(key)
-                if known is not None and _lives(known):
+                if known is not None and known.lives():
                     return known
                 if self.job > peer.job:  # it calls
                     if deadline.passed:
@@ -167,7 +168,10 @@ class PeerLinks:
                 _end(channel)
                 return
             if key in self._open:
-                _end(self._open[key])
+                _end(self._open.pop(key))
+            of_job = [one for one in self._open if one[0] == key[0]]
+            if len(of_job) >= _MOST_OPEN:  # no honest job has so many to one rank
+                _end(self._open.pop(of_job[0]))
             self._open[key] = channel
             self._changed.notify_all()
 
@@ -216,19 +220,6 @@ def _run_lanes(lanes: Sequence[list[PeerTransfer]], patience_s: float) -> dict[s
             for found in pool.map(lambda transfers: run(transfers, patience_s), lanes):
                 failed |= found
     return failed
-
-
-def _lives(channel: Channel) -> bool:
-    """Whether the other end has not closed it. Under TLS an end may only be seen when it is used."""
-    probe = socket.socket(fileno=channel.socket.fileno())
-    try:
-        return probe.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        probe.detach()
 
 
 def _end(channel: Channel) -> None:

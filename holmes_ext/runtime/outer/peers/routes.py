@@ -47,7 +47,7 @@ _RETRY_S = 2.0
 #: Seconds that nothing may come over a standing line, until it is made anew.
 _STANDING_S = 3600.0
 #: Connections from strangers at a time, from one address and in all; admitted ones.
-_STRANGERS, _PER_ADDRESS, _ADMITTED = 32, 16, 4096
+_STRANGERS, _PER_ADDRESS, _ADMITTED = 32, 16, 512
 Purpose = Mapping[str, Any]
 
 
