@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from holmes_ext.runtime.outer.address import JoinAddress
+from holmes_ext.runtime.outer.address import JoinAddress, PortRange
 from holmes_ext.runtime.outer.coordinator.server import CoordinatorServer
 from holmes_ext.runtime.outer.join import JoinPlace, join
 from holmes_ext.runtime.outer.loop import OuterLoop, Record
@@ -50,9 +50,10 @@ def joined_of(
     port: int,
     settings: OuterSettings,
     records: list[Record] | None = None,
+    ports: PortRange = PortRange(),
     **more: Any,
 ) -> OuterLoop:
-    place = JoinPlace(JoinAddress(job, "127.0.0.1", port), Credentials(TOKEN))
+    place = JoinPlace(JoinAddress(job, "127.0.0.1", port), Credentials(TOKEN), ports)
     told = records.append if records is not None else (lambda record: None)
     return join(
         place,

@@ -77,7 +77,7 @@ class RoundRunner:
         self.remote = RemoteJobs(coordinator, state.weights.position, state.weights.total)
         self.number = 0
         self.claims = Claims(state, job_ranks)
-        self._screening = Screening(by_direction=settings.aggregate == "mean")
+        self._screening = Screening(settings.aggregate)
         self._inbox: queue.SimpleQueue[InFlight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="holmes-rounds", daemon=True)
 

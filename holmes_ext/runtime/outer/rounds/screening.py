@@ -3,8 +3,9 @@ coordinator, which leaves it out where the others find the same (coordinator/con
 
     not finite               a NaN or infinity in it
     longer than claimed      its length is not the one for which the coordinator let it in
-    points another way       aggregate=mean, three jobs or more: it has less than a tenth of the others' agreement
-                             with each other (the middle cosine); a flipped sign, noise
+    points another way       aggregate=mean or flag (whose subspace may hold any one direction), three jobs or more: it
+                             has less than a tenth of the others' agreement with each other (the middle cosine); a
+                             flipped sign, noise
     sent again               its length is, to the last digit, what it, or another job, sent in an earlier round
 """
 
@@ -19,6 +20,8 @@ import torch
 
 #: Longer than claimed: what rounding by a codec may add.
 _LONGER = 1.1
+#: Aggregates in which one job of several counts for its share, whatever its direction.
+_BY_DIRECTION = ("mean", "flag")
 #: Of the others' agreement, what a job must have; and agreement below which nothing is said.
 _SHARE_OF_AGREEMENT, _LEAST_AGREEMENT = 0.1, 0.2
 #: Rounds of a fragment whose lengths are remembered.
@@ -26,11 +29,11 @@ _REMEMBERED = 32
 
 
 class Screening:
-    """Of one job, round after round. by_direction: whether data that point another way are left out; where
-    the aggregate itself is robust they are not."""
+    """Of one job, round after round. Data that point another way are left out where the aggregate is not
+    robust against them itself."""
 
-    def __init__(self, by_direction: bool):
-        self._by_direction = by_direction
+    def __init__(self, aggregate: str):
+        self._by_direction = aggregate in _BY_DIRECTION
         self._squares: dict[int, deque[float]] = {}
 
     def faults(
