@@ -180,10 +180,12 @@ class PeerLinks:
         if purpose.get("purpose") != "exchange":
             self._serve(channel, purpose)
             return
-        rank, lane = purpose.get("rank"), purpose.get("lane")
-        if not isinstance(rank, int) or not isinstance(lane, int) or not 0 <= lane < MOST_LANES:
+        job, incarnation, rank, lane = (purpose.get(key) for key in ("job", "incarnation", "rank", "lane"))
+        if not isinstance(job, str) or not isinstance(incarnation, str) or not isinstance(rank, int):
             raise ConnectionError("it does not say who it is")
-        self._keep((str(purpose["job"]), str(purpose["incarnation"]), rank, lane), channel)
+        if not isinstance(lane, int) or not 0 <= lane < MOST_LANES:
+            raise ConnectionError("it does not say who it is")
+        self._keep((job, incarnation, rank, lane), channel)
 
 
 def lanes_for(size: int) -> int:
