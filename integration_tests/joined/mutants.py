@@ -26,7 +26,10 @@ MOST_SURVIVORS, PATIENCE_S = 2, 400
 HANDSHAKE, CHANNEL, LISTENER = (
     f"tests/runtime/sockets/test_{name}.py" for name in ("handshake", "channel", "listener")
 )
-SERVER, RULES = (f"tests/runtime/outer/coordinator/test_{name}.py" for name in ("server", "rules"))
+SERVER, RULES = (
+    " ".join(f"tests/runtime/outer/coordinator/test_{name}.py" for name in names)
+    for names in (["server"], ["rules", "trust"])
+)
 LIARS, LINKS, TAKE, TOKENS, ROUTES, INPUTS = (
     f"tests/runtime/outer/test_{name}.py" for name in ("liars", "links", "take", "token", "routes", "bad_inputs")
 )

@@ -137,6 +137,8 @@ def hello_from(document: dict[str, Any]) -> Hello:
         for position in maps.values
         if _is_line(position, maps)
     }
+    if not made:
+        raise HolmesError(f"{told.at('maps')} is empty")
     peers = told.list("peers", str, ())
     if not all(map(is_name, peers)):
         raise HolmesError(f"{told.at('peers')}: names of jobs are letters, digits, '-', '_' and '.'")

@@ -115,6 +115,7 @@ class Settlement(Membership):
         digests = {
             name: {sender: digest for sender, digest in report.digests.items() if sender in counting}
             for name, report in known.checked.items()
+            if name not in known.excluded  # who is found out already does not begin it again
         }
         if excluded := voted_out(differing(digests)):
             known.excluded |= excluded
