@@ -184,7 +184,7 @@ def test_wrong_values_do_not_reach_the_others(what, jobs, tmp_path):
 
 @pytest.mark.parametrize("away_s", some([0.2, TIMEOUT_S + 2], 0.2))
 @pytest.mark.parametrize("times", some([1, 2], 1))
-def test_the_meeting_point_is_killed_and_restarted(times, away_s, jobs, tmp_path):
+def test_the_coordinator_is_killed_and_restarted(times, away_s, jobs, tmp_path):
     events = []
     with coordinator() as server:
         port = server.port
@@ -202,7 +202,7 @@ def test_the_meeting_point_is_killed_and_restarted(times, away_s, jobs, tmp_path
 
 
 @pytest.mark.parametrize("point", some(["go", "exchanged", "verdict"]))
-def test_the_meeting_point_is_killed_in_a_round(point, jobs, tmp_path):
+def test_the_coordinator_is_killed_in_a_round(point, jobs, tmp_path):
     """West stops there; the coordinator is another one when it goes on."""
     with coordinator() as server:
         port, events = server.port, server.told
@@ -217,7 +217,7 @@ def test_the_meeting_point_is_killed_in_a_round(point, jobs, tmp_path):
 
 
 @pytest.mark.parametrize("what", some(["for good"]))
-def test_the_meeting_point_is_gone(what, jobs, tmp_path):
+def test_the_coordinator_is_gone(what, jobs, tmp_path):
     with coordinator() as server:
         east, west = jobs("east", server.port), jobs("west", server.port, seed=1)
         run_on(east)
