@@ -190,8 +190,6 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* activ
 CUresult cuCtxGetCurrent(CUcontext* context);
 CUresult cuCtxSetCurrent(CUcontext context);
 CUresult cuCtxGetDevice(CUdevice* device);
-CUresult cuCtxCreate(CUcontext* context, unsigned flags, CUdevice device);
-CUresult cuCtxDestroy(CUcontext context);
 CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdeviceptr address);
 CUresult cuMemGetAddressRange(CUdeviceptr* begin, size_t* size, CUdeviceptr address);
 CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -200,6 +198,8 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, u
 CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** parameters, void** extra);
 
 // Declared only: cuda.cc has none of these.
+CUresult cuCtxCreate(CUcontext* context, void* affinity, int affinity_count, unsigned flags, CUdevice device);
+CUresult cuCtxDestroy(CUcontext context);
 CUresult cuMemAddressReserve(CUdeviceptr* address, size_t size, size_t alignment, CUdeviceptr at,
                              unsigned long long flags);
 CUresult cuMemAddressFree(CUdeviceptr address, size_t size);
