@@ -3,6 +3,8 @@
 
 #include "cuda_runtime_api.h"
 
+#define __CUDA_BF16_TYPES_EXIST__
+
 struct __nv_bfloat16 {
   unsigned short bits;
   __nv_bfloat16() = default;

@@ -3,6 +3,8 @@
 
 #include "cuda_runtime_api.h"
 
+#define __CUDA_FP16_TYPES_EXIST__
+
 struct __half {
   _Float16 value;
   __half() = default;
