@@ -46,6 +46,7 @@ typedef enum cudaDeviceAttr CUdevice_attribute;
 #define CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED ((CUdevice_attribute)128)
 #define CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED ((CUdevice_attribute)132)
 #define CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID ((CUdevice_attribute)134)
+#define CU_DEVICE_ATTRIBUTE_HOST_NUMA_MULTINODE_IPC_SUPPORTED ((CUdevice_attribute)143)
 
 #define CU_CTX_SCHED_SPIN 0x01
 #define CU_CTX_MAP_HOST 0x08
@@ -61,11 +62,14 @@ typedef enum cudaDeviceAttr CUdevice_attribute;
 
 typedef enum CUpointer_attribute_enum {
   CU_POINTER_ATTRIBUTE_CONTEXT = 1,
+  CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2,
   CU_POINTER_ATTRIBUTE_SYNC_MEMOPS = 6,
   CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9,
   CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE = 10,
   CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES = 14
 } CUpointer_attribute;
+
+typedef enum CUmemorytype_enum { CU_MEMORYTYPE_HOST = 1, CU_MEMORYTYPE_DEVICE = 2 } CUmemorytype;
 
 typedef enum CUclusterSchedulingPolicy_enum { CU_CLUSTER_SCHEDULING_POLICY_SPREAD = 1 } CUclusterSchedulingPolicy;
 typedef enum CUlaunchMemSyncDomain_enum { CU_LAUNCH_MEM_SYNC_DOMAIN_DEFAULT = 0 } CUlaunchMemSyncDomain;

@@ -1,6 +1,7 @@
 // What NCCL's host code takes from cuda_runtime.h besides the API: vector types, and a launch by a function's address.
 #pragma once
 
+#include <assert.h>
 #include <string.h>
 #include <strings.h>
 
