@@ -25,9 +25,10 @@ from holmes_ext.lab.gpu.torch_build import TorchBuild
 CSRC = Path(__file__).with_name("csrc")
 #: In a command: the file that it makes, the component's folder while it is built.
 MADE, HERE = "{made}", "{here}"
-#: Signature of ncclLaunchKernel as the compiler writes it (2.27 to 2.30).
-_LAUNCH = "_Z16ncclLaunchKernelP8ncclCommP14ncclKernelPlan"
-_STANDALONE = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")  # it must not bring its own into a program
+#: Functions whose calls go to ours: ncclLaunchKernel (csrc/nccl/kernels.cc), and how NCCL's threads wait (patience.cc).
+_WRAPS = ("_Z16ncclLaunchKernelP8ncclCommP14ncclKernelPlan", "sched_yield", "recv", "accept")
+# What is loaded before a program brings no C++ library of its own into it.
+_STANDALONE = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,libstdc++.a:libgcc.a:libgcc_eh.a")
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def runtime(compiler: Compiler, cuda: tuple[int, int]) -> Component:
             steps.append(_link(compiler, soname, [*flags, source, f"{HERE}/{cudart}"]))
         return steps
 
-    digest = _digest(compiler, flags, digest_of_tree(CSRC, "runtime/*", "driver/*", "include/**/*"))
+    digest = _digest(compiler, flags, _STANDALONE, digest_of_tree(CSRC, "runtime/*", "driver/*", "include/**/*"))
     return Component("runtime", digest, (cudart, "libcuda.so.1", "libnvidia-ml.so.1"), compiles, links, prepare)
 
 
@@ -96,7 +97,8 @@ def operators(compiler: Compiler, torch: TorchBuild) -> Component:
         return [_link(compiler, "libholmes_operators.so", [*objects, f"-L{torch.folder}/lib", *libraries, str(cudart)],
                       standalone=False)]
 
-    digest = _digest(compiler, flags, torch.digest, digest_of_tree(CSRC, "operators/*", "runtime/*.h", "include/**/*"))
+    digest = _digest(compiler, flags, torch.digest, digest_of_tree(CSRC, "operators/*", "runtime/*.h", "include/**/*"),
+                     outside=torch.folder)
     return Component("operators", digest, ("libholmes_operators.so",), compiles, links)
 
 
@@ -139,7 +141,8 @@ def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> 
     def links(built: dict[str, Path]) -> list[Step]:
         return [Step("libnccl_host.a", ("ar", "rcs", MADE, *(f"{HERE}/{_object(file, src)}" for file in files)))]
 
-    digest = _digest(compiler, flags, source.digest, digest_of_tree(CSRC, "include/**/*"))
+    digest = _digest(compiler, flags, source.digest, names, digest_of_tree(CSRC, "include/**/*"),
+                     outside=source.folder)
     return Component("nccl-host", digest, ("libnccl_host.a",), compiles, links,
                      lambda folder: _write_headers(source, folder))  # fmt: skip
 
@@ -148,7 +151,8 @@ def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> Compo
     src, cudart = source.folder / "src", f"libcudart.so.{cuda[0]}"
     flags = (*_nccl_flags(source, cuda), "-O2", "-march=native", f"-I{CSRC}/nccl", f"-I{CSRC}/runtime", f"-I{src}/device",
              f"-I{HERE}/generated")
-    own = [*sorted((CSRC / "nccl").glob("*.cc")), CSRC / "runtime" / "text.cc"]
+    library = [*sorted((CSRC / "nccl").glob("*.cc")), CSRC / "runtime" / "text.cc"]
+    plugin, check = sorted((CSRC / "net").glob("*.cc")), [CSRC / "check" / "nccl_check.cc"]
 
     def prepare(folder: Path) -> None:
         _write_headers(source, folder)
@@ -157,24 +161,28 @@ def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> Compo
         if done.returncode:
             raise HolmesError(f"NCCL {source.name}: its generators fail: {' '.join(done.stderr.split())[-300:]}")
 
-    def files(folder: Path) -> list[Path]:
-        return [*own, *sorted((folder / "generated").glob("**/*.cc"))]
+    def generated(folder: Path) -> list[Path]:
+        return sorted((folder / "generated").glob("**/*.cc"))
 
     def compiles(folder: Path) -> list[Step]:
-        return [_compile(compiler, file, flags, file.parent) for file in files(folder)]
+        made = [_compile(compiler, file, flags, folder) for file in generated(folder)]
+        return made + [_compile(compiler, file, flags) for file in (*library, *plugin, *check)]
 
     def links(built: dict[str, Path]) -> list[Step]:
-        objects = [f"{HERE}/{_object(file, file.parent)}" for file in files(built["nccl"])]
-        wraps = [f"-Wl,--wrap={name}" for name in (_LAUNCH, "sched_yield", "recv", "accept")]
-        exports = src / "libnccl.map"
-        library = [*objects, "-Wl,--whole-archive", str(built["nccl-host"] / "libnccl_host.a"), "-Wl,--no-whole-archive",
-                   *wraps, *([f"-Wl,--version-script={exports}"] if exports.exists() else []), "-Wl,--no-undefined",
-                   str(built["runtime"] / cudart), "-lpthread", "-lrt", "-ldl"]
-        plugin = [*flags, *(str(path) for path in sorted((CSRC / "net").glob("*.cc")))]
-        return [_link(compiler, "libnccl.so.2", library), _link(compiler, "libnccl-net-holmes.so", plugin)]
+        objects = [f"{HERE}/{_object(file)}" for file in library]
+        objects += [f"{HERE}/{_object(file, built['nccl'])}" for file in generated(built["nccl"])]
+        whole = ["-Wl,--whole-archive", str(built["nccl-host"] / "libnccl_host.a"), "-Wl,--no-whole-archive"]
+        wraps = [f"-Wl,--wrap={name}" for name in _WRAPS]
+        exports = [f"-Wl,--version-script={file}" for file in src.glob("libnccl.map")]
+        system = [str(built["runtime"] / cudart), "-lpthread", "-lrt", "-ldl"]
+        checked = (f"{HERE}/{_object(check[0])}", "-o", MADE, f"{HERE}/libnccl.so.2", *system)
+        return [_link(compiler, "libnccl.so.2", [*objects, *whole, *wraps, *exports, "-Wl,--no-undefined", *system]),
+                _link(compiler, "libnccl-net-holmes.so", [f"{HERE}/{_object(file)}" for file in plugin]),
+                Step("nccl_check", (*compiler.command, *checked))]
 
-    digest = _digest(compiler, flags, source.digest, digest_of_tree(CSRC, "nccl/*", "net/*", "runtime/*", "include/**/*"))
-    return Component("nccl", digest, ("libnccl.so.2", "libnccl-net-holmes.so"), compiles, links, prepare)
+    digest = _digest(compiler, flags, _STANDALONE, _WRAPS, source.digest,
+                     digest_of_tree(CSRC, "nccl/*", "net/*", "check/*", "runtime/*", "include/**/*"), outside=source.folder)
+    return Component("nccl", digest, ("libnccl.so.2", "libnccl-net-holmes.so", "nccl_check"), compiles, links, prepare)
 
 
 def _version(cuda: tuple[int, int]) -> tuple[str]:
@@ -195,6 +203,7 @@ def _link(compiler: Compiler, soname: str, arguments: Sequence[str], standalone:
     return Step(soname, (*compiler.command, "-shared", "-o", MADE, f"-Wl,-soname,{soname}", *arguments, *own))
 
 
-def _digest(compiler: Compiler, *parts: object) -> str:
-    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    return hashlib.sha256("\0".join(map(str, (compiler, recipe, *parts))).encode()).hexdigest()
+def _digest(*parts: object, outside: Path | None = None) -> str:
+    """Of all parts, wherever holmes and `outside` lie."""
+    text = "\0".join(map(str, parts)).replace(str(CSRC), "csrc")
+    return hashlib.sha256((text.replace(str(outside), "outside") if outside else text).encode()).hexdigest()
