@@ -1,8 +1,10 @@
-"""The emulated GPU: CUDA and NCCL for an unmodified training command, on a machine without a GPU.
+"""CUDA and NCCL without a GPU: what `holmes lab run --gpu` puts under a user's own command.
 
-    libraries.py   what a job is started with: builds it (build.py, recipes.py) or finds it in the user's cache
-    compiler.py, torch_build.py, nccl_source.py   what it is built with, and for
-    job.py         the environment of the ranks
-    networks.py    which network NCCL chose for each group, which NIC carried how many bytes
-    csrc/          the libraries' sources
+    torch (unmodified)     libcudart, libcuda, NVML      csrc/runtime, csrc/driver   streams, events, memory
+      its operators        boxed host kernels            csrc/operators              the CPU's numbers
+      ProcessGroupNCCL     NCCL's own host code          csrc/nccl                   its device side on host threads
+                           net plugin "IB"               csrc/net                    RDMA over the lab's fast NICs
+
+Nothing here is a model of speed, unless an emulated clock is asked for: numbers, order, networks, bytes and waits are
+those of the real programs.
 """

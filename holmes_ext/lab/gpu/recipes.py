@@ -25,8 +25,9 @@ from holmes_ext.lab.gpu.torch_build import TorchBuild
 CSRC = Path(__file__).with_name("csrc")
 #: In a command: the file that it makes, the component's folder while it is built.
 MADE, HERE = "{made}", "{here}"
-#: Functions whose calls go to ours: ncclLaunchKernel (csrc/nccl/kernels.cc), and how NCCL's threads wait (patience.cc).
-_WRAPS = ("_Z16ncclLaunchKernelP8ncclCommP14ncclKernelPlan", "sched_yield", "recv", "accept")
+#: Functions that csrc/nccl stands around: of NCCL, as the compiler writes their signatures (2.27 to 2.30), and of libc.
+_WRAPPED = ("_Z16ncclLaunchKernelP8ncclCommP14ncclKernelPlan", "_Z17ncclTopoTuneModelP8ncclCommiiPP13ncclTopoGraph",
+            "_Z13bootstrapRecvPviiS_i", "sched_yield", "recv", "accept")
 # What is loaded before a program brings no C++ library of its own into it.
 _STANDALONE = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,libstdc++.a:libgcc.a:libgcc_eh.a")
 
@@ -172,7 +173,7 @@ def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> Compo
         objects = [f"{HERE}/{_object(file)}" for file in library]
         objects += [f"{HERE}/{_object(file, built['nccl'])}" for file in generated(built["nccl"])]
         whole = ["-Wl,--whole-archive", str(built["nccl-host"] / "libnccl_host.a"), "-Wl,--no-whole-archive"]
-        wraps = [f"-Wl,--wrap={name}" for name in _WRAPS]
+        wraps = [f"-Wl,--wrap={name}" for name in _WRAPPED]
         exports = [f"-Wl,--version-script={file}" for file in src.glob("libnccl.map")]
         system = [str(built["runtime"] / cudart), "-lpthread", "-lrt", "-ldl"]
         checked = (f"{HERE}/{_object(check[0])}", "-o", MADE, f"{HERE}/libnccl.so.2", *system)
@@ -180,7 +181,7 @@ def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> Compo
                 _link(compiler, "libnccl-net-holmes.so", [f"{HERE}/{_object(file)}" for file in plugin]),
                 Step("nccl_check", (*compiler.command, *checked))]
 
-    digest = _digest(compiler, flags, _STANDALONE, _WRAPS, source.digest,
+    digest = _digest(compiler, flags, _STANDALONE, _WRAPPED, source.digest,
                      digest_of_tree(CSRC, "nccl/*", "net/*", "check/*", "runtime/*", "include/**/*"), outside=source.folder)
     return Component("nccl", digest, ("libnccl.so.2", "libnccl-net-holmes.so", "nccl_check"), compiles, links, prepare)
 

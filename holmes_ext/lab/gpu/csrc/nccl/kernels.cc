@@ -1,16 +1,13 @@
 // The kernels that NCCL's host code launches by their symbols, and what it links from its device objects.
 
 #include <cstring>
-#include <string>
 
 #include "blocks.h"
 #include "comm.h"
 #include "device.h"
 #include "emulated_gpu.h"
-#include "enqueue.h"
 #include "reduction.h"
 #include "sym_kernels.h"
-#include "text.h"
 
 // Each symbol is registered when the library is loaded. The symmetric kernels need memory that several GPUs map
 // (cuMem), which no emulated GPU has: NCCL does not launch them.
@@ -66,30 +63,3 @@ ncclResult_t ncclLaunchOneRank(void* into, const void* from, size_t count, ncclD
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0)
 ncclResult_t ncclGinResetSignalsAndCounters(ncclComm*, ncclDevComm_t const*) { return ncclInvalidUsage; }
 #endif
-
-// ncclLaunchKernel is linked by --wrap: what it launches is described for the report of a job that hangs.
-ncclResult_t real_launch(ncclComm* comm, ncclKernelPlan* plan) __asm__("__real__Z16ncclLaunchKernelP8ncclCommP14ncclKernelPlan");
-ncclResult_t described_launch(ncclComm* comm, ncclKernelPlan* plan) __asm__("__wrap__Z16ncclLaunchKernelP8ncclCommP14ncclKernelPlan");
-
-static std::string describe(ncclComm* comm, ncclKernelPlan* plan) {
-  std::string what;
-  for (auto* task = ncclIntruQueueHead(&plan->collTaskQueue); task; task = task->next) {
-    what += gpu::text("%s%s of %zu", what.empty() ? "" : ", ", ncclFuncToString(task->func), task->count);
-    if (what.size() > 200) break;
-  }
-  for (auto* task = ncclIntruQueueHead(&plan->p2pTaskQueue); task; task = task->next) {
-    what += gpu::text("%s%s %d (%zu bytes)", what.empty() ? "" : ", ", ncclFuncToString(task->func), task->root, task->bytes);
-    if (what.size() > 200) break;
-  }
-  const char* name = comm->config.commName ? comm->config.commName : "";
-  return gpu::text("\"communicator\": \"0x%llx\", \"group\": \"%s\", \"rank\": %d, \"ranks\": %d, \"number\": %llu, \"what\": \"%s\"",
-                   (unsigned long long)comm->commHash, gpu::escaped(name).c_str(), comm->rank, comm->nRanks,
-                   (unsigned long long)comm->opCount, gpu::escaped(what).c_str());
-}
-
-ncclResult_t described_launch(ncclComm* comm, ncclKernelPlan* plan) {
-  egpuDescribeLaunch(describe(comm, plan).c_str());
-  ncclResult_t result = real_launch(comm, plan);
-  egpuDescribeLaunch("");
-  return result;
-}
