@@ -33,7 +33,7 @@ _STANDALONE = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,libstd
 
 
 @dataclass(frozen=True)
-class Step:
+class BuildStep:
     """One command. makes: a file of the component's folder; weight: bytes of its source, to begin with the longest."""
 
     makes: str
@@ -43,15 +43,15 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Component:
-    """prepare(folder) writes what is generated; compiles(folder) are the commands after that, in any order; links(built)
-    those after all of them, in order, built: component -> its folder; products: what is kept."""
+class BuildUnit:
+    """prepare(folder) writes what is generated; compiles(folder) are the commands after that, in any order;
+    links(built) those after all of them, in order, built: component -> its folder; products: what is kept."""
 
     name: str
     digest: str
     products: tuple[str, ...]
-    compiles: Callable[[Path], list[Step]]
-    links: Callable[[dict[str, Path]], list[Step]]
+    compiles: Callable[[Path], list[BuildStep]]
+    links: Callable[[dict[str, Path]], list[BuildStep]]
     prepare: Callable[[Path], None] = field(default=lambda folder: None)
 
     @property
@@ -59,18 +59,19 @@ class Component:
         return f"{self.name}-{self.digest[:16]}"
 
 
-def runtime(compiler: Compiler, cuda: tuple[int, int]) -> Component:
-    flags = ("-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", *_version(cuda), f"-I{CSRC}/include")
+def runtime(compiler: Compiler, cuda: tuple[int, int]) -> BuildUnit:
+    flags = ("-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", *_version(cuda), f"-I{CSRC}/include",
+             f"-I{CSRC}/runtime")
     cudart, sources = f"libcudart.so.{cuda[0]}", sorted((CSRC / "runtime").glob("*.cc"))
 
     def prepare(folder: Path) -> None:
         text = (CSRC / "runtime" / "exports.map").read_text()
         (folder / "exports.map").write_text(text.replace("MAJOR", str(cuda[0])))
 
-    def compiles(folder: Path) -> list[Step]:
+    def compiles(folder: Path) -> list[BuildStep]:
         return [_compile(compiler, source, flags) for source in sources]
 
-    def links(built: dict[str, Path]) -> list[Step]:
+    def links(built: dict[str, Path]) -> list[BuildStep]:
         objects = [f"{HERE}/{_object(source)}" for source in sources]
         exports = f"-Wl,--version-script={HERE}/exports.map"
         steps = [_link(compiler, cudart, [*objects, exports, "-lpthread", "-ldl"])]
@@ -79,19 +80,19 @@ def runtime(compiler: Compiler, cuda: tuple[int, int]) -> Component:
         return steps
 
     digest = _digest(compiler, flags, _STANDALONE, digest_of_tree(CSRC, "runtime/*", "driver/*", "include/**/*"))
-    return Component("runtime", digest, (cudart, "libcuda.so.1", "libnvidia-ml.so.1"), compiles, links, prepare)
+    return BuildUnit("runtime", digest, (cudart, "libcuda.so.1", "libnvidia-ml.so.1"), compiles, links, prepare)
 
 
-def operators(compiler: Compiler, torch: TorchBuild) -> Component:
+def operators(compiler: Compiler, torch: TorchBuild) -> BuildUnit:
     headers = torch.folder / "include"
     flags = ("-std=c++20", "-O2", "-g1", "-fPIC", "-w", *_version(torch.cuda), f"-I{CSRC}/include", f"-I{CSRC}/runtime",
              f"-isystem{headers}", f"-isystem{headers}/torch/csrc/api/include")
     sources = sorted((CSRC / "operators").glob("*.cc"))
 
-    def compiles(folder: Path) -> list[Step]:
+    def compiles(folder: Path) -> list[BuildStep]:
         return [_compile(compiler, source, flags) for source in sources]
 
-    def links(built: dict[str, Path]) -> list[Step]:
+    def links(built: dict[str, Path]) -> list[BuildStep]:
         libraries = [f"-l{name}" for name in ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")]
         cudart = built["runtime"] / f"libcudart.so.{torch.cuda[0]}"
         objects = [f"{HERE}/{_object(source)}" for source in sources]
@@ -100,7 +101,7 @@ def operators(compiler: Compiler, torch: TorchBuild) -> Component:
 
     digest = _digest(compiler, flags, torch.digest, digest_of_tree(CSRC, "operators/*", "runtime/*.h", "include/**/*"),
                      outside=torch.folder)
-    return Component("operators", digest, ("libholmes_operators.so",), compiles, links)
+    return BuildUnit("operators", digest, ("libholmes_operators.so",), compiles, links)
 
 
 def _nccl_flags(source: NcclSource, cuda: tuple[int, int]) -> tuple[str, ...]:
@@ -126,32 +127,32 @@ def _write_headers(source: NcclSource, folder: Path) -> None:
         '#define NCCL_GIT_BRANCH ""\n#define NCCL_GIT_COMMIT_HASH ""\n')
 
 
-def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> Component:
+def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> BuildUnit:
     flags, src = (*_nccl_flags(source, cuda), "-O1"), source.folder / "src"
     others = {"device", "windows"}  # the device side is ours
     programs = {"ras/client.cc", "param/ncclparam.cc", "enhcompat.cc"}
     names = [path.relative_to(src) for path in src.rglob("*.cc")]
     names = [name for name in names if name.parts[0] not in others and str(name) not in programs
-             and "windows" not in name.name]  # fmt: skip
+             and "windows" not in name.name and not name.stem.endswith("_stub")]  # fmt: skip
     names += [path.relative_to(src) for path in src.glob("**/doca-gpunetio/src/*.cpp")]
     files = [src / name for name in sorted(names)]
 
-    def compiles(folder: Path) -> list[Step]:
+    def compiles(folder: Path) -> list[BuildStep]:
         return [_compile(compiler, file, flags, src) for file in files]
 
-    def links(built: dict[str, Path]) -> list[Step]:
-        return [Step("libnccl_host.a", ("ar", "rcs", MADE, *(f"{HERE}/{_object(file, src)}" for file in files)))]
+    def links(built: dict[str, Path]) -> list[BuildStep]:
+        return [BuildStep("libnccl_host.a", ("ar", "rcs", MADE, *(f"{HERE}/{_object(file, src)}" for file in files)))]
 
-    digest = _digest(compiler, flags, source.digest, names, digest_of_tree(CSRC, "include/**/*"),
+    digest = _digest(compiler, flags, source.digest, files, digest_of_tree(CSRC, "include/**/*"),
                      outside=source.folder)
-    return Component("nccl-host", digest, ("libnccl_host.a",), compiles, links,
+    return BuildUnit("nccl-host", digest, ("libnccl_host.a",), compiles, links,
                      lambda folder: _write_headers(source, folder))  # fmt: skip
 
 
-def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> Component:
+def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> BuildUnit:
     src, cudart = source.folder / "src", f"libcudart.so.{cuda[0]}"
-    flags = (*_nccl_flags(source, cuda), "-O2", "-march=native", f"-I{CSRC}/nccl", f"-I{CSRC}/runtime", f"-I{src}/device",
-             f"-I{HERE}/generated")
+    flags = (*_nccl_flags(source, cuda), "-O2", "-march=native", f"-I{CSRC}/nccl", f"-I{CSRC}/runtime",
+             f"-I{src}/device", f"-I{HERE}/generated")
     library = [*sorted((CSRC / "nccl").glob("*.cc")), CSRC / "runtime" / "text.cc"]
     plugin, check = sorted((CSRC / "net").glob("*.cc")), [CSRC / "check" / "nccl_check.cc"]
 
@@ -165,11 +166,11 @@ def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> Compo
     def generated(folder: Path) -> list[Path]:
         return sorted((folder / "generated").glob("**/*.cc"))
 
-    def compiles(folder: Path) -> list[Step]:
+    def compiles(folder: Path) -> list[BuildStep]:
         made = [_compile(compiler, file, flags, folder) for file in generated(folder)]
         return made + [_compile(compiler, file, flags) for file in (*library, *plugin, *check)]
 
-    def links(built: dict[str, Path]) -> list[Step]:
+    def links(built: dict[str, Path]) -> list[BuildStep]:
         objects = [f"{HERE}/{_object(file)}" for file in library]
         objects += [f"{HERE}/{_object(file, built['nccl'])}" for file in generated(built["nccl"])]
         whole = ["-Wl,--whole-archive", str(built["nccl-host"] / "libnccl_host.a"), "-Wl,--no-whole-archive"]
@@ -179,11 +180,12 @@ def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> Compo
         checked = (f"{HERE}/{_object(check[0])}", "-o", MADE, f"{HERE}/libnccl.so.2", *system)
         return [_link(compiler, "libnccl.so.2", [*objects, *whole, *wraps, *exports, "-Wl,--no-undefined", *system]),
                 _link(compiler, "libnccl-net-holmes.so", [f"{HERE}/{_object(file)}" for file in plugin]),
-                Step("nccl_check", (*compiler.command, *checked))]
+                BuildStep("nccl_check", (*compiler.command, *checked))]
 
     digest = _digest(compiler, flags, _STANDALONE, _WRAPPED, source.digest,
-                     digest_of_tree(CSRC, "nccl/*", "net/*", "check/*", "runtime/*", "include/**/*"), outside=source.folder)
-    return Component("nccl", digest, ("libnccl.so.2", "libnccl-net-holmes.so", "nccl_check"), compiles, links, prepare)
+                     digest_of_tree(CSRC, "nccl/*", "net/*", "check/*", "runtime/*", "include/**/*"),
+                     outside=source.folder)
+    return BuildUnit("nccl", digest, ("libnccl.so.2", "libnccl-net-holmes.so", "nccl_check"), compiles, links, prepare)
 
 
 def _version(cuda: tuple[int, int]) -> tuple[str]:
@@ -194,14 +196,14 @@ def _object(source: Path, base: Path = CSRC) -> str:
     return "objects/" + str(source.relative_to(base)).replace("/", "_") + ".o"
 
 
-def _compile(compiler: Compiler, source: Path, flags: Sequence[str], base: Path = CSRC) -> Step:
+def _compile(compiler: Compiler, source: Path, flags: Sequence[str], base: Path = CSRC) -> BuildStep:
     argv = (*compiler.command, *flags, "-c", str(source), "-o", MADE)
-    return Step(_object(source, base), argv, source.stat().st_size, base)
+    return BuildStep(_object(source, base), argv, source.stat().st_size, base)
 
 
-def _link(compiler: Compiler, soname: str, arguments: Sequence[str], standalone: bool = True) -> Step:
+def _link(compiler: Compiler, soname: str, arguments: Sequence[str], standalone: bool = True) -> BuildStep:
     own = _STANDALONE if standalone else ()
-    return Step(soname, (*compiler.command, "-shared", "-o", MADE, f"-Wl,-soname,{soname}", *arguments, *own))
+    return BuildStep(soname, (*compiler.command, "-shared", "-o", MADE, f"-Wl,-soname,{soname}", *arguments, *own))
 
 
 def _digest(*parts: object, outside: Path | None = None) -> str:
