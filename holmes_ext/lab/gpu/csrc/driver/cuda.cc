@@ -5,7 +5,7 @@
 #include <string.h>
 
 extern "C" cudaError_t egpuLaunchBuffer(const void* symbol, const void* buffer, size_t size, int blocks,
-                                        cudaStream_t stream);
+                                        cudaStream_t stream, cudaEvent_t started);
 
 namespace {
 
@@ -83,6 +83,9 @@ CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdevi
     case CU_POINTER_ATTRIBUTE_CONTEXT:
       *static_cast<CUcontext*>(data) = context_of(attributes.device);
       return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+      *static_cast<CUmemorytype*>(data) = CU_MEMORYTYPE_DEVICE;
+      return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
       *static_cast<int*>(data) = attributes.device;
       return CUDA_SUCCESS;
@@ -103,7 +106,12 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
     if (*item == CU_LAUNCH_PARAM_BUFFER_SIZE) size = *static_cast<size_t*>(item[1]);
   }
   if (parameters || !buffer) return from(cudaLaunchKernel(function, dim3(), dim3(), parameters, 0, config->hStream));
-  return from(egpuLaunchBuffer(function, buffer, size, static_cast<int>(config->gridDimX), config->hStream));
+  cudaEvent_t started = nullptr;
+  for (unsigned index = 0; index < config->numAttrs; ++index) {
+    const CUlaunchAttribute& attribute = config->attrs[index];
+    if (attribute.id == CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT) started = attribute.value.launchCompletionEvent.event;
+  }
+  return from(egpuLaunchBuffer(function, buffer, size, static_cast<int>(config->gridDimX), config->hStream, started));
 }
 
 CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,

@@ -46,6 +46,7 @@ typedef enum cudaDeviceAttr CUdevice_attribute;
 #define CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED ((CUdevice_attribute)128)
 #define CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED ((CUdevice_attribute)132)
 #define CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID ((CUdevice_attribute)134)
+#define CU_DEVICE_ATTRIBUTE_HOST_NUMA_MULTINODE_IPC_SUPPORTED ((CUdevice_attribute)143)
 
 #define CU_CTX_SCHED_SPIN 0x01
 #define CU_CTX_MAP_HOST 0x08
@@ -61,11 +62,14 @@ typedef enum cudaDeviceAttr CUdevice_attribute;
 
 typedef enum CUpointer_attribute_enum {
   CU_POINTER_ATTRIBUTE_CONTEXT = 1,
+  CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2,
   CU_POINTER_ATTRIBUTE_SYNC_MEMOPS = 6,
   CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9,
   CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE = 10,
   CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES = 14
 } CUpointer_attribute;
+
+typedef enum CUmemorytype_enum { CU_MEMORYTYPE_HOST = 1, CU_MEMORYTYPE_DEVICE = 2 } CUmemorytype;
 
 typedef enum CUclusterSchedulingPolicy_enum { CU_CLUSTER_SCHEDULING_POLICY_SPREAD = 1 } CUclusterSchedulingPolicy;
 typedef enum CUlaunchMemSyncDomain_enum { CU_LAUNCH_MEM_SYNC_DOMAIN_DEFAULT = 0 } CUlaunchMemSyncDomain;
@@ -190,8 +194,6 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* activ
 CUresult cuCtxGetCurrent(CUcontext* context);
 CUresult cuCtxSetCurrent(CUcontext context);
 CUresult cuCtxGetDevice(CUdevice* device);
-CUresult cuCtxCreate(CUcontext* context, unsigned flags, CUdevice device);
-CUresult cuCtxDestroy(CUcontext context);
 CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdeviceptr address);
 CUresult cuMemGetAddressRange(CUdeviceptr* begin, size_t* size, CUdeviceptr address);
 CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -200,6 +202,8 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, u
 CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** parameters, void** extra);
 
 // Declared only: cuda.cc has none of these.
+CUresult cuCtxCreate(CUcontext* context, void* affinity, int affinity_count, unsigned flags, CUdevice device);
+CUresult cuCtxDestroy(CUcontext context);
 CUresult cuMemAddressReserve(CUdeviceptr* address, size_t size, size_t alignment, CUdeviceptr at,
                              unsigned long long flags);
 CUresult cuMemAddressFree(CUdeviceptr address, size_t size);

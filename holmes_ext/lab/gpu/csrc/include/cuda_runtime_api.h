@@ -237,6 +237,7 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
   cudaDevAttrHostRegisterSupported = 99,
   cudaDevAttrMaxBlocksPerMultiprocessor = 106,
+  cudaDevAttrMemoryPoolsSupported = 115,
   cudaDevAttrGPUDirectRDMASupported = 116
 };
 

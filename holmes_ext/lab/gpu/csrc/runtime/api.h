@@ -40,8 +40,8 @@ struct Location {
 };
 Location locate(const void* address);
 
-// Puts a kernel into a stream: what a launch comes to. label: see egpuDescribeLaunch.
-cudaError_t launch(cudaStream_t stream, WorkPointer work);
+// Puts work into a stream, as egpuDescribeLaunch describes it; ticket: set to its own.
+cudaError_t launch(cudaStream_t stream, WorkPointer work, Ticket* ticket = nullptr);
 
 // Waits for all streams of a device, as `call`.
 void synchronize_device(const char* call, int device);

@@ -72,8 +72,9 @@ static int attribute(int which, int device) {
     case cudaDevAttrComputeCapabilityMajor: return kMajor;
     case cudaDevAttrComputeCapabilityMinor: return kMinor;
     case cudaDevAttrCanMapHostMemory: case cudaDevAttrConcurrentKernels: case cudaDevAttrUnifiedAddressing:
-    case cudaDevAttrStreamPrioritiesSupported: case cudaDevAttrHostRegisterSupported: return 1;
-    default: return 0;  // all else it has not: GPUDirect, virtual memory management, pools, multicast, peers, graphs
+    case cudaDevAttrStreamPrioritiesSupported: case cudaDevAttrHostRegisterSupported:
+    case cudaDevAttrMemoryPoolsSupported: return 1;
+    default: return 0;  // all else it has not: GPUDirect, virtual memory management, multicast, peers, graphs
   }
 }
 

@@ -46,6 +46,9 @@ void egpuProgress(void);
 // It failed: its device reports cudaErrorLaunchFailure with this message from now on.
 void egpuFail(egpuRunning kernel, const char* message);
 
+// This host thread waits outside CUDA for another rank, as `call`; target: JSON members. NULL: it goes on.
+void egpuHostWaits(const char* call, const char* target);
+
 // The value of HOLMES_GPU_<NAME>, or the default.
 long egpuSetting(const char* name, long otherwise);
 

@@ -58,10 +58,17 @@ cudaError_t launch_stub(const void* symbol, void** arguments, cudaStream_t strea
 
 }  // namespace
 
-cudaError_t launch(cudaStream_t handle, WorkPointer work) {
+cudaError_t launch(cudaStream_t handle, WorkPointer work, Ticket* ticket) {
+  static const bool blocking = [] {
+    const char* value = getenv("CUDA_LAUNCH_BLOCKING");
+    return value && atoi(value) != 0;
+  }();
   StreamPointer stream = stream_of(handle);
   work->label = launch_label;
-  Scheduler::instance().submit(stream, std::move(work));
+  bool is_kernel = work->kind == Kind::kKernel;
+  Ticket mine = Scheduler::instance().submit(stream, std::move(work));
+  if (ticket) *ticket = mine;
+  if (blocking && is_kernel) Scheduler::instance().wait("a launch (CUDA_LAUNCH_BLOCKING=1)", {mine});
   return result(cudaSuccess);
 }
 
@@ -90,8 +97,10 @@ void egpuRegisterKernel(const void* symbol, const char* name, egpuHostFunction r
 
 void egpuDescribeLaunch(const char* json_members) { gpu::launch_label = json_members; }
 
-// A launch with a parameter buffer, which is how NCCL launches; cuda.cc's cuLaunchKernelEx ends here.
-cudaError_t egpuLaunchBuffer(const void* symbol, const void* buffer, size_t size, int blocks, cudaStream_t stream) {
+// A launch with a parameter buffer, which is how NCCL launches; cuda.cc's cuLaunchKernelEx ends here. started: an event
+// that is over once the kernel has started, or nullptr.
+cudaError_t egpuLaunchBuffer(const void* symbol, const void* buffer, size_t size, int blocks, cudaStream_t stream,
+                             cudaEvent_t started) {
   gpu::HostKernel kernel;
   {
     std::lock_guard<std::mutex> lock(gpu::kernels_mutex);
@@ -105,7 +114,13 @@ cudaError_t egpuLaunchBuffer(const void* symbol, const void* buffer, size_t size
   work->name = kernel.name;
   work->sms = blocks;
   work->run = [kernel, arguments, blocks] { kernel.run(arguments->data(), blocks); };
-  return gpu::launch(stream, std::move(work));
+  gpu::Ticket ticket;
+  cudaError_t error = gpu::launch(stream, std::move(work), &ticket);
+  if (started) {
+    ticket.begun = true;
+    started->record = std::make_shared<gpu::Record>(gpu::Record{ticket, gpu::now()});
+  }
+  return error;
 }
 
 cudaError_t cudaLaunchKernel(const void* symbol, dim3, dim3, void** arguments, size_t, cudaStream_t stream) {

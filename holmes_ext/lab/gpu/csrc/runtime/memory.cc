@@ -197,21 +197,6 @@ cudaError_t cudaFree(void* address) {
   return result(gpu::memory_of(where.device).free(address) ? cudaSuccess : cudaErrorInvalidValue);
 }
 
-cudaError_t cudaMallocAsync(void** address, size_t size, cudaStream_t) {
-  *address = gpu::memory_of(gpu::current_device()).allocate(size);
-  return result(*address ? cudaSuccess : cudaErrorMemoryAllocation);
-}
-
-cudaError_t cudaFreeAsync(void* address, cudaStream_t stream) {
-  Location where = gpu::locate(address);
-  if (where.place != Place::kDevice) return result(cudaErrorInvalidValue);
-  auto work = std::make_shared<gpu::Work>();
-  work->kind = gpu::Kind::kCopy;
-  work->name = "cudaFreeAsync";
-  work->run = [=] { gpu::memory_of(where.device).free(address); };
-  return gpu::launch(stream, std::move(work));
-}
-
 cudaError_t cudaMallocManaged(void**, size_t, unsigned) {
   return refuse(cudaErrorNotSupported, "managed memory (cudaMallocManaged) is not emulated");
 }

@@ -20,6 +20,7 @@ constexpr double kSlack = 100e-6;
 constexpr int kShownWork = 64;  // of a stream, in a report
 
 thread_local Work* running = nullptr;
+thread_local HostWait* outside = nullptr;  // what this host thread waits for outside CUDA
 
 void sleep_until(double when) {
   timespec moment;
@@ -47,6 +48,8 @@ double now() {
   clock_gettime(CLOCK_MONOTONIC, &moment);
   return static_cast<double>(moment.tv_sec) + static_cast<double>(moment.tv_nsec) * 1e-9;
 }
+
+bool Ticket::open() const { return stream && (begun ? stream->started : stream->completed) < sequence; }
 
 struct Scheduler::Worker {
   std::condition_variable wake;
@@ -159,7 +162,7 @@ std::vector<Ticket> Scheduler::last_of_device(int number) {
 
 bool Scheduler::done(const Ticket& ticket) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return !ticket.stream || ticket.stream->completed >= ticket.sequence;
+  return !ticket.open();
 }
 
 void Scheduler::wait(const char* call, std::vector<Ticket> tickets) {
@@ -167,17 +170,31 @@ void Scheduler::wait(const char* call, std::vector<Ticket> tickets) {
   HostWait wait;
   wait.call = call;
   wait.tickets = std::move(tickets);
-  auto undone = [](const Ticket& ticket) { return ticket.stream && ticket.stream->completed < ticket.sequence; };
-  auto over = [&] { return std::none_of(wait.tickets.begin(), wait.tickets.end(), undone); };
+  auto open = [](const Ticket& ticket) { return ticket.open(); };
+  auto over = [&] { return std::none_of(wait.tickets.begin(), wait.tickets.end(), open); };
   if (over()) return;
   host_waits_.push_back(&wait);
   wait.done.wait(lock, over);
   host_waits_.erase(std::find(host_waits_.begin(), host_waits_.end(), &wait));
 }
 
+void Scheduler::host_waits(const char* call, const char* target) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (outside) {
+    host_waits_.erase(std::find(host_waits_.begin(), host_waits_.end(), outside));
+    delete outside;
+    outside = nullptr;
+  }
+  if (!call) return;
+  outside = new HostWait;
+  outside->call = call;
+  outside->target = target;
+  host_waits_.push_back(outside);
+}
+
 std::string Scheduler::obstacle(const Work& work, Device& where) {
   for (const Ticket& ticket : work.after) {
-    if (ticket.stream->completed < ticket.sequence) {
+    if (ticket.open()) {
       return text("\"after\": {\"device\": %d, \"stream\": %llu, \"sequence\": %llu}", ticket.stream->device,
                   ticket.stream->id, static_cast<unsigned long long>(ticket.sequence));
     }
@@ -194,6 +211,7 @@ bool Scheduler::may_start(const Work& work, Device& where) { return obstacle(wor
 
 void Scheduler::start(Work& work, Device& where) {
   work.started = true;
+  work.stream->started = work.sequence;
   ++where.connections[work.stream->connection].started;
   where.free_sms -= std::min(work.sms, where.all_sms);
   double begin = std::max(work.stream->clock, work.submitted);
@@ -207,6 +225,15 @@ void Scheduler::start(Work& work, Device& where) {
     work.end = begin;
   }
   progress();
+  wake_hosts(*work.stream);
+}
+
+void Scheduler::wake_hosts(const Stream& stream) {
+  for (HostWait* wait : host_waits_) {
+    for (const Ticket& ticket : wait->tickets) {
+      if (ticket.stream.get() == &stream && !ticket.open()) wait->done.notify_one();
+    }
+  }
 }
 
 void Scheduler::finish(Work& work, Device& where) {
@@ -221,11 +248,7 @@ void Scheduler::finish(Work& work, Device& where) {
     active_.erase(place);
   }
   progress();
-  for (HostWait* wait : host_waits_) {
-    for (const Ticket& ticket : wait->tickets) {
-      if (ticket.stream.get() == &stream && ticket.sequence <= stream.completed) wait->done.notify_one();
-    }
-  }
+  wake_hosts(stream);
 }
 
 void Scheduler::advance(WorkPointer* for_caller) {
@@ -339,14 +362,16 @@ std::string Scheduler::state_json() {
   for (HostWait* wait : host_waits_) {
     std::string tickets;
     for (const Ticket& ticket : wait->tickets) {
-      if (!ticket.stream || ticket.stream->completed >= ticket.sequence) continue;
+      if (!ticket.open()) continue;
       tickets += text("%s{\"device\": %d, \"stream\": %llu, \"sequence\": %llu}", tickets.empty() ? "" : ", ",
                       ticket.stream->device, ticket.stream->id, static_cast<unsigned long long>(ticket.sequence));
     }
-    hosts += text("%s{\"call\": \"%s\", \"for\": [%s]}", hosts.empty() ? "" : ", ", wait->call.c_str(), tickets.c_str());
+    hosts += text("%s{\"call\": \"%s\", \"for\": [%s]%s%s}", hosts.empty() ? "" : ", ", wait->call.c_str(),
+                  tickets.c_str(), wait->target.empty() ? "" : ", ", wait->target.c_str());
   }
-  return text("{\"progress\": %llu, \"streams\": [%s], \"hosts\": [%s]}",
-              static_cast<unsigned long long>(progress_count()), streams.c_str(), hosts.c_str());
+  const char* node = getenv("HOLMES_LAB_NODE");
+  return text("{\"progress\": %llu, \"node\": \"%s\", \"streams\": [%s], \"hosts\": [%s]}",
+              static_cast<unsigned long long>(progress_count()), node ? node : "", streams.c_str(), hosts.c_str());
 }
 
 }  // namespace gpu
@@ -358,6 +383,8 @@ egpuRunning egpuThisKernel(void) { return reinterpret_cast<egpuRunning>(gpu::run
 void egpuWaitsFor(egpuRunning kernel, const char* json_members) {
   gpu::Scheduler::instance().set_waits_for(*reinterpret_cast<gpu::Work*>(kernel), json_members);
 }
+
+void egpuHostWaits(const char* call, const char* target) { gpu::Scheduler::instance().host_waits(call, target); }
 
 void egpuProgress(void) { gpu::Scheduler::instance().progress(); }
 

@@ -27,10 +27,12 @@ double now();  // seconds, monotonic
 struct Stream;
 using StreamPointer = std::shared_ptr<Stream>;
 
-// All that was put into `stream` up to its work number `sequence`.
+// All that was put into `stream` up to its work number `sequence`: done, or (begun) started.
 struct Ticket {
   StreamPointer stream;
   uint64_t sequence = 0;
+  bool begun = false;
+  bool open() const;  // not yet
 };
 
 // What an event has been recorded with last. when: seconds, once it is done.
@@ -70,13 +72,13 @@ struct Stream {
   bool blocking = false;
   bool destroyed = false;
   std::deque<WorkPointer> queue;  // its head may be running
-  uint64_t submitted = 0, completed = 0;
+  uint64_t submitted = 0, started = 0, completed = 0;  // sequence numbers
   double clock = 0;         // when its last work ended, seconds
 };
 
-// What a host thread waits for: all of these, by the CUDA call of that name.
+// What a host thread waits for: all of these, by the CUDA call of that name, or (target) another rank.
 struct HostWait {
-  std::string call;
+  std::string call, target;
   std::vector<Ticket> tickets;
   std::condition_variable done;
 };
@@ -95,7 +97,8 @@ class Scheduler {
   bool done(const Ticket& ticket);
   void wait(const char* call, std::vector<Ticket> tickets);
 
-  // For running kernels; see emulated_gpu.h.
+  // See emulated_gpu.h.
+  void host_waits(const char* call, const char* target);
   void set_waits_for(Work& work, const char* json_members);
   void progress() { progress_.fetch_add(1, std::memory_order_relaxed); }
   uint64_t progress_count() { return progress_.load(std::memory_order_relaxed); }
@@ -114,6 +117,7 @@ class Scheduler {
   bool may_start(const Work& work, Device& device);
   void start(Work& work, Device& device);
   void finish(Work& work, Device& device);
+  void wake_hosts(const Stream& stream);
   void advance(WorkPointer* for_caller = nullptr);  // starts all that may; one of them is left to the calling worker
   void hand_over(WorkPointer work);
   void worker_main(Worker* self);

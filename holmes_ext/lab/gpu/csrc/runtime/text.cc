@@ -7,8 +7,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "emulated_gpu.h"
-
 namespace gpu {
 
 std::string text(const char* format, ...) {
@@ -65,8 +63,3 @@ std::string operator_of_thread() {
 }
 
 }  // namespace gpu
-
-extern "C" long egpuSetting(const char* name, long otherwise) {
-  const char* value = getenv((std::string("HOLMES_GPU_") + name).c_str());
-  return value && *value ? atol(value) : otherwise;
-}

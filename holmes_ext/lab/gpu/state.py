@@ -1,0 +1,148 @@
+"""What the ranks of a job on emulated GPUs stand at: their watch files (csrc/runtime/watch.cc), read by the lab.
+
+    directory/rank<N>.watch   a page that the rank maps: progress, asked, answered (uint64 each)
+    directory/rank<N>.json    its answer: streams with their work, host threads that wait
+    directory/rank<N>.stack   the Python stacks of its threads (faulthandler)
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_WORD = struct.Struct("=Q")
+_PROGRESS, _ASKED, _ANSWERED = 0, 8, 16
+
+
+@dataclass(frozen=True)
+class Place:
+    """A piece of work: its rank, device, stream, and its number in that stream."""
+
+    rank: int
+    device: int
+    stream: int
+    sequence: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """A kernel, copy, host function, event record or event wait in a stream.
+
+    position: in its hardware queue; sms: multiprocessors that it holds or asks for; after, queue, needs_sms: what keeps
+    it from starting; peer: the rank of its communicator that it waits for, with direction "send" or "recv".
+    communicator, group, member, number, what: of NCCL's kernels.
+    """
+
+    place: Place
+    kind: str
+    name: str
+    position: int
+    started: bool
+    sms: int
+    after: Place | None = None
+    queue: int | None = None
+    needs_sms: bool = False
+    peer: int | None = None
+    direction: str = ""
+    communicator: str = ""
+    group: str = ""
+    member: int = -1
+    number: int = -1
+    what: str = ""
+
+
+@dataclass(frozen=True)
+class HostWait:
+    """A host thread that waits: in a CUDA call for pieces of work, or in NCCL for a peer of a communicator."""
+
+    call: str
+    places: tuple[Place, ...]
+    communicator: str = ""
+    peer: int | None = None
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Of one rank. streams: (device, stream, hardware queue) -> work in order, its head first."""
+
+    rank: int
+    node: str
+    streams: dict[tuple[int, int, int], tuple[Work, ...]] = field(default_factory=dict)
+    hosts: tuple[HostWait, ...] = ()
+    stacks: str = ""
+
+    def works(self) -> Iterator[Work]:
+        for works in self.streams.values():
+            yield from works
+
+
+class Watch:
+    """The watch files of a job in `directory`."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._pages: dict[int, mmap.mmap] = {}
+        self._asked = 0
+
+    def progress(self) -> dict[int, int]:
+        """Rank -> what it has counted. A rank is here from its first stream on."""
+        for path in self.directory.glob("rank*.watch"):
+            rank = int(path.stem[len("rank") :])
+            if rank not in self._pages and path.stat().st_size >= mmap.PAGESIZE:
+                with open(path, "r+b") as file:
+                    self._pages[rank] = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+        return {rank: self._read(page, _PROGRESS) for rank, page in self._pages.items()}
+
+    def ask(self, seconds: float = 2.0) -> list[RankState]:
+        """What each rank answers within `seconds`; a rank that does not answer is not in it."""
+        self.progress()
+        self._asked += 1
+        for page in self._pages.values():
+            page[_ASKED : _ASKED + _WORD.size] = _WORD.pack(self._asked)
+        end = time.monotonic() + seconds
+        missing = dict(self._pages)
+        while missing and time.monotonic() < end:
+            missing = {rank: page for rank, page in missing.items() if self._read(page, _ANSWERED) != self._asked}
+            time.sleep(0.02)
+        return [self._state(rank) for rank in sorted(self._pages.keys() - missing.keys())]
+
+    def _state(self, rank: int) -> RankState:
+        document = json.loads((self.directory / f"rank{rank}.json").read_text())
+        stacks = self.directory / f"rank{rank}.stack"
+        return parse(rank, document, stacks.read_text(errors="replace") if stacks.exists() else "")
+
+    @staticmethod
+    def _read(page: mmap.mmap, offset: int) -> int:
+        return _WORD.unpack_from(page, offset)[0]
+
+
+def parse(rank: int, document: dict[str, Any], stacks: str = "") -> RankState:
+    """The answer of a rank."""
+    streams = {}
+    for stream in document["streams"]:
+        key = stream["device"], stream["stream"], stream["queue"]
+        streams[key] = tuple(_work(rank, key, item) for item in stream["work"])
+    hosts = tuple(HostWait(host["call"], tuple(_place(rank, place) for place in host["for"]),
+                           host.get("communicator", ""), host.get("peer")) for host in document["hosts"])
+    return RankState(rank, document.get("node", ""), streams, hosts, stacks)
+
+
+def _place(rank: int, place: dict[str, int]) -> Place:
+    return Place(rank, place["device"], place["stream"], place["sequence"])
+
+
+def _work(rank: int, key: tuple[int, int, int], item: dict[str, Any]) -> Work:
+    waits = item["waits_for"]
+    after = waits.get("after")
+    return Work(
+        Place(rank, key[0], key[1], item["sequence"]), item["kind"], item["name"], item["position"], item["started"],
+        item["sms"], after=_place(rank, after) if after else None, queue=waits.get("queue"),
+        needs_sms="sms" in waits, peer=waits.get("peer"), direction=waits.get("direction", ""),
+        communicator=item.get("communicator", ""), group=item.get("group", ""), member=item.get("rank", -1),
+        number=item.get("number", -1), what=item.get("what", ""))
