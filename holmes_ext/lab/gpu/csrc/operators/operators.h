@@ -101,6 +101,7 @@ class Operator : public c10::OperatorKernel {
   bool host_tensors = false;              // takes CPU tensors besides CUDA tensors (indices)
   std::unique_ptr<c10::OperatorHandle> out;     // writes into given tensors what `handle` returns
   const OwnKernel* own = nullptr;
+  c10::DispatchKey host_key = c10::DispatchKey::CPU;
   const c10::SafeKernelFunction* meta = nullptr;  // torch's C++ Meta kernel
 
  private:
@@ -125,6 +126,7 @@ OwnKernels normalization_kernels();
 OwnKernels recurrent_kernels();
 OwnKernels matrix_kernels();
 OwnKernels random_kernels();
+OwnKernels cudnn_kernels();
 
 // Operators that need more than the general kernel on the host thread.
 using MakeKernel = torch::CppFunction (*)(const c10::OperatorHandle&);
@@ -137,6 +139,7 @@ MakeKernel host_part() {
 }
 HostParts copy_parts();
 HostParts recurrent_parts();
+HostParts cudnn_parts();
 
 // metadata.cc. Describes the last parameters.size() values of a stack, and finds their device. Raises torch's error
 // where tensors are on several devices.
@@ -167,6 +170,14 @@ Output look(const at::Tensor& tensor);
 
 // values.cc. Waits for the stream, runs on the host, puts the results into the stack.
 void run_now(const Operator& op, Stack* stack, c10::Device device);
+// A new tensor of the device with what a CPU tensor holds; only while nothing runs on the current stream.
+at::Tensor on_device(const at::Tensor& host, c10::Device device);
+
+// sparse.cc. Sparse tensors between host and device; their parts are aliases on the host, new tensors on the device.
+at::Tensor sparse_on_host(const at::Tensor& tensor, Aliases* aliases);
+at::Tensor sparse_on_device(const at::Tensor& host, c10::Device device);
+void put_sparse(const at::Tensor& target, const at::Tensor& host);
+void install_sparse();
 
 // random.cc
 Seed take_seed(const c10::IValue& generator, c10::Device device);

@@ -23,7 +23,8 @@ const std::set<std::string> kTorchsOwn = {
 const std::set<std::string> kBesides = {"convolution", "convolution_backward", "copy_"};
 
 // They read values on a GPU too, though no tag says so.
-const std::set<std::string> kReadValues = {"_unique", "equal", "nonzero_static"};
+const std::set<std::string> kReadValues = {"_unique", "nonzero_static", "_to_sparse", "_to_sparse.sparse_dim",
+                                          "_to_sparse_csr", "_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc"};
 
 const std::set<std::string> kScalarValuesCount = {"arange.start_out", "range.out", "linspace.out", "logspace.out"};
 
@@ -87,7 +88,7 @@ const OwnKernel* own_kernel(const std::string& name) {
   static const auto* kernels = [] {
     auto* all = new std::map<std::string, OwnKernel>;
     for (const OwnKernels& some : {attention_kernels(), normalization_kernels(), recurrent_kernels(), matrix_kernels(),
-                                   random_kernels()}) {
+                                   random_kernels(), cudnn_kernels()}) {
       for (const OwnKernel& kernel : some) all->emplace(kernel.name, kernel);
     }
     return all;
@@ -145,7 +146,7 @@ void install() {
   auto& dispatcher = c10::Dispatcher::singleton();
   static auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   std::map<std::string, MakeKernel> host_parts;
-  for (const HostParts& parts : {copy_parts(), recurrent_parts()}) host_parts.insert(parts.begin(), parts.end());
+  for (const HostParts& parts : {copy_parts(), recurrent_parts(), cudnn_parts()}) host_parts.insert(parts.begin(), parts.end());
   for (const c10::OperatorName& full : dispatcher.getAllOpNames()) {
     const std::string name = c10::toString(full);
     if (name.rfind("aten::", 0) != 0) continue;
@@ -162,6 +163,7 @@ void install() {
       library->impl(own.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Refused>(name)));
     }
   }
+  install_sparse();
 }
 
 }  // namespace operators
