@@ -8,7 +8,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "operators.h"
+#include "own.h"
 
 namespace operators {
 
@@ -207,7 +207,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tenso
 class FlattenWeights : public Operator {
  public:
   using Operator::Operator;
-  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
+  void call(Stack* stack) override {
     const size_t begin = stack->size() - parameters.size();
     std::vector<Tensor> weights = (*stack)[begin].toTensorVector();
     int64_t total = 0;
@@ -236,6 +236,6 @@ OwnKernels recurrent_kernels() {
           {"_thnn_fused_gru_cell_backward", host_kernel(gru_cell_backward)}};
 }
 
-HostParts recurrent_parts() { return {{"_cudnn_rnn_flatten_weight", host_part<FlattenWeights>()}}; }
+HostParts recurrent_parts() { return {{"_cudnn_rnn_flatten_weight", make<FlattenWeights>}}; }
 
 }  // namespace operators
