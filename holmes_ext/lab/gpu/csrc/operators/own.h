@@ -50,5 +50,6 @@ struct OfKey {
 };
 std::vector<OfKey> sparse_operators();
 std::vector<OfKey> nested_operators();
+std::vector<OfKey> recurrent_operators();
 
 }  // namespace operators

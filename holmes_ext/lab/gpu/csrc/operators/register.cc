@@ -174,7 +174,7 @@ void install() {
       add(library_of(c10::DispatchKey::CUDA), own, std::make_unique<Refused>(name));
     }
   }
-  for (std::vector<OfKey>& all : std::array{sparse_operators(), nested_operators()}) {
+  for (std::vector<OfKey>& all : std::array{sparse_operators(), nested_operators(), recurrent_operators()}) {
     for (OfKey& one : all) add(library_of(one.key), one.name, std::move(one.kernel));
   }
 }
