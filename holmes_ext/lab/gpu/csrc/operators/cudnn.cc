@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "operators.h"
+#include "own.h"
 
 namespace operators {
 
@@ -80,7 +80,7 @@ Tensor depthwise(const Tensor& self, const Tensor& weight, Sizes, const Optional
 class Never : public Operator {
  public:
   using Operator::Operator;
-  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
+  void call(Stack* stack) override {
     stack->resize(stack->size() - parameters.size());
     stack->emplace_back(false);
   }
@@ -104,10 +104,10 @@ OwnKernels cudnn_kernels() {
 }
 
 HostParts cudnn_parts() {
-  return {{"_use_cudnn_ctc_loss", host_part<Never>()},
-          {"_use_cudnn_ctc_loss.Tensor", host_part<Never>()},
-          {"_use_miopen_ctc_loss", host_part<Never>()},
-          {"_use_miopen_ctc_loss.Tensor", host_part<Never>()}};
+  return {{"_use_cudnn_ctc_loss", make<Never>},
+          {"_use_cudnn_ctc_loss.Tensor", make<Never>},
+          {"_use_miopen_ctc_loss", make<Never>},
+          {"_use_miopen_ctc_loss.Tensor", make<Never>}};
 }
 
 }  // namespace operators

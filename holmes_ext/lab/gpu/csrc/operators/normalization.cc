@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/OpMathType.h>
 
-#include "operators.h"
+#include "own.h"
 
 namespace operators {
 

@@ -7,7 +7,7 @@
 #include <ATen/native/SparseTensorUtils.h>
 #include <c10/cuda/CUDAGuard.h>
 
-#include "operators.h"
+#include "own.h"
 
 namespace operators {
 
@@ -58,7 +58,7 @@ namespace {
 class Sparse : public Operator {
  public:
   explicit Sparse(const c10::OperatorHandle& handle, c10::DispatchKey key) : Operator(handle) { host_key = key; }
-  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
+  void call(Stack* stack) override {
     std::optional<c10::Device> device;
     for (size_t index = stack->size() - parameters.size(); index < stack->size(); ++index) {
       each_tensor((*stack)[index], [&](const Tensor& tensor) {
@@ -84,24 +84,23 @@ const char* const kCompressed[] = {
     "_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc",
 };
 
-template <size_t count>
-void install_for(c10::DispatchKey key, c10::DispatchKey host_key, const char* const (&names)[count]) {
-  auto* library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
-  for (const char* name : names) {
-    const std::string all = name;
-    const size_t dot = all.find('.');
+void add_for(c10::DispatchKey key, c10::DispatchKey host_key, c10::ArrayRef<const char*> names, std::vector<OfKey>* all) {
+  for (const std::string name : names) {
+    const size_t dot = name.find('.');
     auto handle = c10::Dispatcher::singleton().findSchema(
-        {"aten::" + all.substr(0, dot), dot == std::string::npos ? "" : all.substr(dot + 1)});
+        {"aten::" + name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)});
     if (!handle || !handle->hasComputedKernelForDispatchKey(host_key)) continue;
-    library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Sparse>(*handle, host_key)));
+    all->push_back({key, name, std::make_unique<Sparse>(*handle, host_key)});
   }
 }
 
 }  // namespace
 
-void install_sparse() {
-  install_for(c10::DispatchKey::SparseCUDA, c10::DispatchKey::SparseCPU, kCoordinates);
-  install_for(c10::DispatchKey::SparseCsrCUDA, c10::DispatchKey::SparseCsrCPU, kCompressed);
+std::vector<OfKey> sparse_operators() {
+  std::vector<OfKey> all;
+  add_for(c10::DispatchKey::SparseCUDA, c10::DispatchKey::SparseCPU, kCoordinates, &all);
+  add_for(c10::DispatchKey::SparseCsrCUDA, c10::DispatchKey::SparseCsrCPU, kCompressed, &all);
+  return all;
 }
 
 }  // namespace operators
