@@ -9,7 +9,8 @@ from test_docs import ROOT
 
 TOOLS = ("bash", "dirname", "mkdir", "nice", "tail", "timeout")
 THERE = ("git", "g++", "python3", "tc", "ip", "unshare")
-SAID = ".ci/run: apt brought no chromium-headless-shell: the browser tests are skipped; E: Unable to locate package"
+SAID = (".ci/run: apt brought no chromium-headless-shell: the browser tests are skipped;"
+        " E: Unable to locate package")
 
 NO_TORCH = (".ci/run: NO EMULATED GPU WAS TESTED (but its runtime, by make test), as pip brought no CUDA build of torch:"
             " ERROR: no matching distribution")
@@ -22,7 +23,7 @@ def program(path, text):
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs .ci/run with stand-ins for make, apt and .venv's python, and no browser on PATH; the lines that it prints."""
+    """Runs .ci/run with stand-ins for make, apt and .venv's python, and no browser on PATH; what it prints."""
     programs, own = tmp_path / "bin", tmp_path / ".ci" / "run"
     for folder in (programs, own.parent, tmp_path / ".venv" / "bin"):
         folder.mkdir(parents=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holmes_ext.lab.gpu.state import WorkPlace, RankState, StreamWork
+from holmes_ext.lab.gpu.state import RankState, StreamWork, WorkPlace
 
 
 @dataclass(frozen=True)
