@@ -44,7 +44,7 @@ def in_a_process(code: str, **environ: str) -> str:
     lambda x: torch.nn.functional.conv1d(x[None], x[:, :, None]),
     lambda x: torch.nn.functional.dropout(x, 0.5),
     lambda x: x.sort()[0],
-    lambda x: torch.linalg.inv(x @ x.T + 10 * torch.eye(8, device="cuda")),
+    lambda x: torch.linalg.inv_ex(x @ x.T + 10 * torch.eye(8, device="cuda")),
     lambda x: torch.nn.functional.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
     lambda x: x.index_select(0, torch.arange(3, device="cuda")),
     lambda x: torch.randn(5, device="cuda"),
@@ -53,7 +53,7 @@ def in_a_process(code: str, **environ: str) -> str:
     lambda x: torch.cat([x, x]),
     lambda x: x.clone().masked_fill_(x > 0, 0.0),
     lambda x: torch.empty(8, 8, pin_memory=True).copy_(x, non_blocking=True),
-], ids=["add", "matmul", "layer_norm", "conv1d", "dropout", "sort", "inv", "attention", "index_select", "randn", "foreach",
+], ids=["add", "matmul", "layer_norm", "conv1d", "dropout", "sort", "inv_ex", "attention", "index_select", "randn", "foreach",
         "to", "cat", "masked_fill", "copy to pinned"])  # fmt: skip
 def test_host_runs_ahead(call):
     inputs = torch.randn(8, 8, device="cuda")
