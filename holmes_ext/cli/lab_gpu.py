@@ -15,6 +15,7 @@ from holmes_ext.cli.show.gpu_build import BuildProgress
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
+from holmes_ext.lab.cores import BOUND, BOUND_TEXT
 from holmes_ext.lab.gpu import communicators
 from holmes_ext.lab.gpu.hang_report import explain
 from holmes_ext.lab.gpu.job import GpuClock, Gpus, parse_clock
@@ -179,6 +180,10 @@ def show(runs: Sequence[GpuRun], found: Libraries) -> None:
         screen.line(f"{versions}: no communicator was made")
     cells = [[run.name * named, nic.node, nic.nic, nic.kind, _megabytes(nic.sent), _megabytes(nic.received)]
              for run in runs for nic in run.nics]  # fmt: skip
+    for run in runs:
+        busy = f"this machine's cores were {run.result.busy:.0%} busy"
+        timing = f": its times are {BOUND_TEXT}" if run.result.busy > BOUND else ""
+        screen.line(f"{run.name} ran {run.result.seconds:.1f} s; {busy}{timing}".lstrip())
     screen.table(NICS, cells, "emulated GPU: bytes of each NIC, from start to end of the job (headers included)")
 
 
@@ -195,6 +200,7 @@ def _megabytes(count: int) -> str:
 def write_report(file: str, runs: Sequence[GpuRun], found: Libraries) -> None:
     document = {"version": 1, "emulated": "GPU", "torch": found.torch.version, "nccl": found.source.name,
                 "runs": [{"name": run.name, "status": run.result.returncode, "seconds": run.result.seconds,
+                          "cores_busy": round(run.result.busy, 3), "bound_by_cores": run.result.busy > BOUND,
                           "hang": list(run.hang), "groups": [asdict(group) for group in run.groups],
                           "nics": [asdict(nic) for nic in run.nics]} for run in runs]}  # fmt: skip
     save(file, json.dumps(document) + "\n", "the report")
