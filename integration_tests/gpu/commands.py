@@ -108,8 +108,8 @@ def checkout_of(variable: str, name: str) -> Path | None:
 
 
 def megatron_lm(folder: Path, checkout: Path, *flags: str) -> Command:
-    """With the distributed optimizer. On the CPU through integration_tests/megatron_cpu_shim.py, which does nothing where
-    CUDA is; its Makefile finds this Python's tools."""
+    """With the distributed optimizer. On the CPU through integration_tests/megatron_cpu_shim.py, which does nothing
+    where CUDA is; its Makefile finds this Python's tools."""
     from megatron_cpu_shim import write_sitecustomize
 
     tools = folder / "bin"
@@ -118,7 +118,8 @@ def megatron_lm(folder: Path, checkout: Path, *flags: str) -> Command:
     (tools / "python3-config").write_text(f"#!/bin/sh\necho {sysconfig.get_config_var('EXT_SUFFIX')}\n")
     (tools / "python3-config").chmod(0o755)
     site = Path(write_sitecustomize(folder)) / "sitecustomize.py"
-    site.write_text(f"import typing\nvars(typing).setdefault('override', lambda made: made)\n{site.read_text()}")  # 3.11
+    python_3_11 = "import typing\nvars(typing).setdefault('override', lambda made: made)\n"
+    site.write_text(python_3_11 + site.read_text())
     paths = [str(folder), str(checkout), os.environ.get("PYTHONPATH", "")]
     env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "CUDA_DEVICE_MAX_CONNECTIONS": "1",
            "PATH": os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]),
