@@ -35,8 +35,7 @@ class Row:
 TORCH_TESTS = ("tests/patches/torch", "tests/runtime/measure/test_telemetry.py",
                "tests/runtime/outer/test_stacks_of_torch.py")
 #: Scripts that users have, on emulated clusters: the same, and what crosses.
-SCRIPT_TESTS = ("integration_tests/commands/test_telemetry.py",
-                *(f"integration_tests/stacks/test_{name}.py" for name in ("fsdp2", "pipelining")),
+SCRIPT_TESTS = (*(f"integration_tests/stacks/test_{name}.py" for name in ("fsdp2", "pipelining")),
                 "integration_tests/stacks/test_trainer.py::test_losses_are_stock_s_and_only_sums_cross")
 DEEPSPEED_TESTS = tuple(f"integration_tests/deepspeed/test_{name}.py"
                         for name in ("overlap", "zero", "partition", "resume", "two_clusters", "joined"))
@@ -47,7 +46,7 @@ PRETRAIN_TESTS = ("integration_tests/megatron_deepspeed", "-k", "same_losses or 
 FEW_DEEPSPEED = tuple(f"integration_tests/deepspeed/test_{name}.py" for name in ("overlap", "resume"))
 FEW_MEGATRON = ("integration_tests/megatron/test_core.py", "-k", "every_split or leave_ethernet or built_once")
 #: Of a pair of versions: what one framework can break of another.
-PAIR_TESTS = ("tests/patches", *FEW_DEEPSPEED, "integration_tests/megatron/test_core.py", *SCRIPT_TESTS[1:])
+PAIR_TESTS = ("tests/patches", *FEW_DEEPSPEED, "integration_tests/megatron/test_core.py", *SCRIPT_TESTS)
 #: What a version that nobody knows breaks first, in some minutes.
 NEXT_TESTS = ("tests/patches", "integration_tests/deepspeed/test_overlap.py", "integration_tests/megatron/test_core.py")
 OLD, MIDDLE, TODAY = (
