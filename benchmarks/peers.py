@@ -41,7 +41,7 @@ from holmes_ext.lab.process.job import Job
 JOB = str(Path(__file__).with_name("peers_job.py"))
 NODES = {"east": "a0", "west": "b0"}
 TOKENS = BATCH * SIZE["sequence"]
-TOKEN = {"HOLMES_JOIN_TOKEN": "the lab's own token", "OMP_NUM_THREADS": "1"}
+TOKEN = {"HOLMES_JOIN_TOKEN": "the token of joined jobs in a lab", "OMP_NUM_THREADS": "1"}
 SCENES = ("train", "killed")
 #: Steps until exposed seconds and tokens/s count: the jobs meet in the first ones.
 SKIP = 40

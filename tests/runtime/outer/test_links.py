@@ -223,6 +223,19 @@ def test_strangers_and_earlier_incarnations_are_not_let_in(ranks):
     stranger.links.close()
 
 
+def test_a_call_for_an_earlier_incarnation_is_not_served():
+    asked = []
+    east, west = Rank("east", serve=lambda channel, purpose: asked.append(purpose)), Rank("west")
+    now = east.as_seen_by(west)
+    earlier = Peer(now.job, "an-earlier-one", now.rank, now.address, now.ticket)
+    deadline = Deadline(5, "a test")
+    with pytest.raises(OSError):
+        west.links.routes.dial(earlier, {"purpose": "fetch"}, deadline).receive(deadline)
+    assert not asked
+    for one in (east, west):
+        one.links.close()
+
+
 def test_no_job_speaks_for_another(ranks):
     """South has the token, and knows east's name and incarnation, but not what shows west that a call is
     east's."""
