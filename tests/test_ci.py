@@ -1,4 +1,5 @@
-""".ci/run where apt brings a browser and the launchers, and where it cannot: the run goes on, and says so in a line."""
+""".ci/run where apt brings a browser and the launchers, and pip a CUDA build of torch, and where they cannot: the run
+goes on, and says so in a line."""
 
 import shutil
 import subprocess
@@ -6,18 +7,48 @@ import subprocess
 import pytest
 from test_docs import ROOT
 
-TOOLS = ("bash", "chmod", "dirname", "mkdir", "rm", "tail", "timeout", "touch")
-THERE = ("git", "python3", "tc", "ip", "unshare")
+TOOLS = ("bash", "chmod", "dirname", "mkdir", "nice", "rm", "tail", "timeout", "touch")
+THERE = ("git", "g++", "python3", "tc", "ip", "unshare")
 LAUNCHERS = ("slurmctld", "slurmd", "munged", "mpirun", "pdsh", "ssh", "sshd")
 WHY = "; E: Unable to locate package"
 BROWSER = f".ci/run: apt brought no chromium-headless-shell: the browser tests are skipped{WHY}"
 SLURM = f".ci/run: apt brought no slurm-wlm munge: the tests of real launchers are skipped{WHY}"
 FAILS = "echo 'E: Unable to locate package' >&2; exit 100"
+NO_TORCH = (".ci/run: NO EMULATED GPU WAS TESTED (but its runtime, by make test), as pip brought no CUDA build of"
+            " torch: ERROR: no matching distribution")
 
 
 def program(path, text):
     path.write_text(f"#!/bin/bash\n{text}\n")
     path.chmod(0o755)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs .ci/run with stand-ins for make, apt and .venv's python, no browser on PATH, and `there` of the launchers:
+    what it prints."""
+    programs, own = tmp_path / "bin", tmp_path / ".ci" / "run"
+    for folder in (programs, own.parent, tmp_path / ".venv" / "bin"):
+        folder.mkdir(parents=True)
+    for tool in TOOLS:
+        (programs / tool).symlink_to(shutil.which(tool))
+    for tool in THERE:
+        program(programs / tool, "exit 0")
+    program(tmp_path / ".venv" / "bin" / "python", 'echo "python $1"')
+    text = (ROOT / ".ci" / "run").read_text()
+    assert "PATH=$PATH:/usr/sbin:/sbin\n" in text  # this machine's own launchers lie there
+    program(own, text.replace("PATH=$PATH:/usr/sbin:/sbin\n", "").replace("/usr/sbin/policy-rc.d", "policy-rc.d"))
+
+    def lines(apt="exit 0", there=LAUNCHERS, make=""):
+        for tool in there:
+            program(programs / tool, "exit 0")
+        program(programs / "apt-get", f'echo "$1" >> asked; [ "$1" = update ] && exit 0; {apt}')
+        program(programs / "make", f'echo "make $1"; {make}')
+        done = subprocess.run([own], env={"PATH": str(programs)}, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return lines
 
 
 @pytest.mark.parametrize("apt, there, said, asked", [
@@ -26,22 +57,14 @@ def program(path, text):
     (FAILS, [name for name in LAUNCHERS if name not in ("slurmctld", "slurmd", "munged")], [SLURM, BROWSER], 2),
     (f'[[ "$*" != *slurm* ]] || {{ {FAILS}; }}', [LAUNCHERS[1], *LAUNCHERS[3:]], [SLURM], 2),
 ])
-def test_what_apt_cannot_bring_is_told(tmp_path, apt, there, said, asked):
-    """Stand-ins for make, apt and .venv's python; no browser on PATH, and not all of the launchers."""
-    programs, own = tmp_path / "bin", tmp_path / ".ci" / "run"
-    for folder in (programs, own.parent, tmp_path / ".venv" / "bin"):
-        folder.mkdir(parents=True)
-    for tool in TOOLS:
-        (programs / tool).symlink_to(shutil.which(tool))
-    for tool in (*THERE, *there):
-        program(programs / tool, "exit 0")
-    program(programs / "apt-get", f'echo "$1" >> asked; [ "$1" = update ] && exit 0; {apt}')
-    program(programs / "make", 'echo "make $1"')
-    program(tmp_path / ".venv" / "bin" / "python", 'echo "python $1"')
-    text = (ROOT / ".ci" / "run").read_text()
-    assert "PATH=$PATH:/usr/sbin:/sbin\n" in text  # this machine's own launchers lie there
-    program(own, text.replace("PATH=$PATH:/usr/sbin:/sbin\n", "").replace("/usr/sbin/policy-rc.d", "policy-rc.d"))
-    done = subprocess.run([own], env={"PATH": str(programs)}, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["make check", *said, "make test", "python benchmarks/matrix.py"]
+def test_what_apt_cannot_bring_is_told(run, tmp_path, apt, there, said, asked):
+    torch = tmp_path / ".venv-gpu" / "lib" / "python3.11" / "site-packages" / "torch" / "version.py"
+    torch.parent.mkdir(parents=True)
+    torch.write_text("")
+    assert run(apt, there) == ["make check", *said, "make test", "python benchmarks/matrix.py", "make gpu"]
     assert (tmp_path / "asked").read_text().split() == ["update", "install"] * asked
+
+
+def test_a_torch_that_pip_cannot_bring_is_told(run):
+    lines = run(make='[ "$1" != .venv-gpu ] || { echo "ERROR: no matching distribution" >&2; exit 2; }')
+    assert lines == ["make check", "make test", "python benchmarks/matrix.py", NO_TORCH]

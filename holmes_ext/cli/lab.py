@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from holmes_ext.cli import lab_gpu
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.doctor.command import split_command
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import state
+from holmes_ext.lab.cores import BOUND, BOUND_TEXT
 from holmes_ext.lab.lab import Lab
 from holmes_ext.lab.launchers.command import NEEDS, started
 from holmes_ext.lab.launchers.daemons import Daemons
@@ -50,7 +52,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     start.add_argument("--processes", type=int, metavar="N", help="processes for each node (default: the file's)")
     start.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable in every process")
     start.add_argument("--preload", metavar="M,N", help="import these modules once and fork every rank (python)")
-    start.add_argument("--accelerator", metavar="JSON", help='emulate a GPU: {"flops": 5e9, "classes": ["Block"]}')
+    start.add_argument("--accelerator", metavar="JSON",
+                       help='emulate a GPU\'s speed: {"flops": 5e9, "classes": ["Block"]}; with --gpu {"flops": 5e9,'
+                       ' "bytes": 2e9, "sms": 108}')
     start.add_argument("--sysctl", action="append", default=[], metavar="K=V",
                        help="a kernel setting (sysctl) of every node's network")
     start.add_argument("--realtime", action="store_true", help="run the ranks under SCHED_RR where permitted")
@@ -60,8 +64,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
                        help="start the job by the real launcher, with its daemons in the nodes; COMMAND may begin with"
                        " its program (srun, sbatch, mpirun, ...): then it is run as it stands on the host \"login\"")
     start.add_argument("--quiet", action="store_true", help="only rank 0's output; of others the end, when they fail")
+    lab_gpu.add_options(start)
     start.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND",
                        help="what every process runs: python train.py ARGUMENTS")
+
+    made = actions.add_parser(
+        "build", help="build what `holmes lab run --gpu` needs, beforehand",
+        description="Builds the libraries of the emulated GPU for the torch of a Python, into the user's cache, and"
+        " tries NCCL's numbers: what the first `holmes lab run --gpu` does otherwise.")
+    made.add_argument("--nccl-source", metavar="DIR", help="a checkout of NCCL, or an archive of it (.tar.gz)")
+    made.add_argument("--python", default="python", metavar="P",
+                      help="the Python whose torch is used (default: python)")
 
     links = actions.add_parser(
         "measure", help="achieved against configured bandwidth of every kind of link",
@@ -98,7 +111,8 @@ def _add_site(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status: the command's (130 after Ctrl-C); `measure` 1 when a link is off by more than 10 %."""
-    return {"run": _run, "measure": _measure, "shell": _shell, "down": _down}[args.lab_action](args)
+    return {"run": _run, "build": lab_gpu.build, "measure": _measure, "shell": _shell,
+            "down": _down}[args.lab_action](args)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -112,19 +126,26 @@ def _run(args: argparse.Namespace) -> int:
     order = interleave(spec) if args.interleave else args.order.split(",") if args.order else None
     preload = args.preload.split(",") if args.preload else ()
     sysctl = dict(_key_value(text, "--sysctl") for text in args.sysctl)
+    gpus = lab_gpu.gpus_of(args, command, env)
     printer = _Printer(args.quiet, [])
     how: dict[str, Any] = {"order": order, "processes": args.processes, "env": env, "logs": args.logs,
-                           "accelerator": _configuration(args.accelerator), "timeout": args.timeout,
-                           "on_line": printer}
+                           "timeout": args.timeout, "on_line": printer}
+    if gpus is None:
+        how["accelerator"] = _configuration(args.accelerator)
     with Lab(spec, args.scale, realtime=args.realtime, sysctl=sysctl, login=args.launcher is not None) as lab:
         if args.launcher is None:
             printer.labels = _labels(lab, spec, order, args.processes)
+        if gpus is not None:
+            result = lab_gpu.run(lab, command, args, gpus, printer.labels, preload=preload, **how)
+        elif args.launcher is None:
             result = lab.run(command, preload=preload, **how)
         else:
             job, printer.labels = started(lab, args.launcher, command, **how)
             result = job.wait()
     if result.emulated:
         print("holmes lab: an emulated accelerator made the timings of this run", file=sys.stderr)
+    if result.busy > BOUND and args.accelerator:
+        print(f"holmes lab: its timings are {BOUND_TEXT}, which were {result.busy:.0%} busy", file=sys.stderr)
     if args.timeout is not None and result.returncode == 124 and result.first_failed is None:
         print(f"holmes lab: ended after {args.timeout:g} s (--timeout)", file=sys.stderr)
     elif result.first_failed is not None:

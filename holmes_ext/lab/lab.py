@@ -18,10 +18,12 @@ from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import state
 from holmes_ext.lab.emulate.accelerator import VARIABLE as ACCELERATOR
+from holmes_ext.lab.gpu.job import OF_TEMPLATE, Gpus
 from holmes_ext.lab.network import crossing, sysfs_tree
 from holmes_ext.lab.network import shaping as network
 from holmes_ext.lab.process import ranks, wire, zygote
 from holmes_ext.lab.process.job import Job, OnLine, RunResult
+from holmes_ext.lab.rights import denied, tool_path
 
 _KEEPER_BOOT = """
 import sys
@@ -49,7 +51,7 @@ class Lab:
         self.nodes = network.lay_out(spec, scale)
         self.hosts = (*self.nodes, network.login_node(spec, self.nodes, scale)) if login else self.nodes
         self._by_name = {node.name: node for node in self.hosts}
-        self._tools = {name: _tool(name) for name in ("ip", "tc")}
+        self._tools = {name: tool_path(name) for name in ("ip", "tc")}
         self._ports = itertools.count(_FIRST_PORT)
         self._zygotes: dict[Any, socket.socket] = {}
         self._pids: dict[str, tuple[int, int]] = {}
@@ -89,20 +91,26 @@ class Lab:
     def start(self, command: Sequence[str], *, order: Sequence[str] | None = None, processes: int | None = None,
               env: Mapping[str, str] | None = None, preload: Sequence[str] = (), timeout: float | None = None,
               on_line: OnLine | None = None, logs: Path | None = None, accelerator: Mapping[str, Any] | None = None,
-              grace: float = 5.0, cwd: str | Path | None = None) -> Job:
+              grace: float = 5.0, cwd: str | Path | None = None, gpus: Gpus | None = None) -> Job:
         """Start `command` once for each process; the Job has pids, poll, wait and kill.
 
         order: the nodes in the launcher's order, default the file's (some of them: a smaller job); processes: of each
         node, default the file's; env: on top of this process's environment; preload: modules imported once, then every
         rank is forked (`command` must be python SCRIPT or python -m MODULE); timeout in seconds (returncode 124);
         on_line(rank, line, "stdout" or "stderr") is called in a thread; logs: a directory for rank0.log, ...;
-        accelerator: configuration of lab.emulate.accelerator; grace: seconds that others get when one fails.
+        accelerator: configuration of lab.emulate.accelerator; grace: seconds that others get when one fails; gpus: the
+        emulated GPUs that the ranks find (Job.watch: where they tell what they do).
         """
         nodes = list(self.nodes) if order is None else [self._node(name) for name in order]
         ranks.check_order(nodes)
         count = ranks.processes_for_each(nodes, processes, self.spec.source)
         common, emulated = ranks.common_environment(env or {}, accelerator)
-        directory = str(cwd or os.getcwd())
+        port, directory, watch = next(self._ports), str(cwd or os.getcwd()), None
+        if gpus is not None:
+            total, holmes = gpus.check(count, len(nodes) * count, common), ranks.asks_for_holmes(command, common)
+            watch = self.directory / "gpu" / str(port)
+            watch.mkdir(parents=True)
+            common |= gpus.environment(common, total, nodes, holmes, watch)
         argv, zygote_control = list(command), None
         if preload:
             found = zygote.script_of(argv)
@@ -111,13 +119,14 @@ class Lab:
                 raise HolmesError(f"--preload: the command must be {wanted}, not {' '.join(argv[:2])!r}")
             argv = found[1]
             zygote_control = self._zygote(found[0], tuple(preload), common, directory)
-        port = next(self._ports)
         messages: list[dict[str, Any]] = []
         for rank in range(len(nodes) * count):
             node = nodes[rank // count]
-            env = {**common, **ranks.rank_environment(nodes, rank, count, port), **self.variables(node.name)}
+            env = {**common, **ranks.rank_environment(nodes, rank, count, port), **self.variables(node.name),
+                   "HOLMES_LAB_RANK": str(rank)}
+            env |= gpus.clock.variables(node.cluster) if gpus else {}
             messages.append(self._message(rank, node.name, argv, env, directory))
-        return self._job(messages, zygote_control, on_line, logs and Path(logs), timeout, grace, emulated)
+        return self._job(messages, zygote_control, on_line, logs and Path(logs), timeout, grace, emulated, watch)
 
     def start_programs(self, programs: Sequence[ranks.Program], *, timeout: float | None = None,
                        on_line: OnLine | None = None, logs: Path | None = None, grace: float = 5.0,
@@ -226,15 +235,16 @@ class Lab:
         state.record(self.directory, **self._told)
         answer = self._answer()
         if "denied" in answer:
-            raise HolmesError(_denied(answer["denied"]))
+            raise HolmesError(denied(answer["denied"]))
 
     def _make_nodes(self) -> None:
         hosts, nsswitch = self.directory / "hosts", self.directory / "nsswitch.conf"
         hosts.write_text(network.hosts_file(self.hosts))
         nsswitch.write_text("passwd: files\ngroup: files\nhosts: files\n")  # no name server can be reached from a node
+        rails = network.RAILS_SYSCTL if any(len(node.nics) > 2 for node in self.nodes) else {}
         for node in self.hosts:
             answer = self._ask("node", name=node.name, hosts=str(hosts), nsswitch=str(nsswitch),
-                               sysctl=dict(self.sysctl))
+                               sysctl={**rails, **self.sysctl})
             self._pids[node.name] = tuple(answer["pids"])
             sysfs_tree.write_tree(self.sysfs(node.name), node)
         batches = {_SWITCH: network.switch_batches(self.hosts, {name: pids[1] for name, pids in self._pids.items()})}
@@ -257,8 +267,10 @@ class Lab:
 
     def _zygote(self, interpreter: str, modules: tuple[str, ...], env: dict[str, str], directory: str) -> socket.socket:
         """The control socket of a Python with `modules` imported in that environment; started when first needed."""
-        env = {name: value for name, value in env.items()
-               if name == ACCELERATOR or not name.startswith(("HOLMES", "GLOO_", "NCCL_"))}  # each rank's own
+        env = {name: value for name, value in env.items() if name in (ACCELERATOR, *OF_TEMPLATE)
+               or not name.startswith(("HOLMES", "GLOO_", "NCCL_"))}  # each rank's own
+        if OF_TEMPLATE[0] in env:
+            env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else a module that counts GPUs when imported forbids the fork
         key = (interpreter, modules, tuple(sorted(env.items())), directory)
         if key not in self._zygotes:
             ours, theirs = wire.pair()
@@ -293,25 +305,3 @@ class Lab:
             reason = lines[-1] if lines else "it was killed"
             raise HolmesError(f"the lab's keeper (pid {self._keeper.pid}) has ended: {reason}")
         return message
-
-
-def _tool(name: str) -> str:
-    """Path of ip or tc, which ordinary users may not have in PATH."""
-    path = shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
-    if path is None:
-        raise HolmesError(f"the lab needs `{name}`, which is missing; install iproute2 (iproute on Red Hat)")
-    return path
-
-
-def _denied(reason: str) -> str:
-    """One line on what forbids namespaces here, and the way out."""
-    for sysctl, bad in (
-        ("kernel.unprivileged_userns_clone", "0"),
-        ("kernel.apparmor_restrict_unprivileged_userns", "1"),
-        ("user.max_user_namespaces", "0"),
-    ):
-        path = Path("/proc/sys") / sysctl.replace(".", "/")
-        if path.exists() and path.read_text().strip() == bad:
-            way_out = "run it as root or set that"
-            return f"the lab needs root, or user namespaces, which {sysctl}={bad} forbids ({reason}); {way_out}"
-    return f"the lab needs root, or unprivileged user namespaces, which this machine refuses ({reason}); run it as root"

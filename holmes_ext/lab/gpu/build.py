@@ -1,0 +1,142 @@
+"""Builds components on all cores, into the user's cache.
+
+    CACHE/NAME-DIGEST/         what is built: made in one rename, so it is whole or not there
+    CACHE/NAME-DIGEST.part/    being built; a build that was killed goes on here
+    CACHE/NAME-DIGEST.lock     held by the process that builds it; another one waits, and then finds it
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Event
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.lab.gpu.recipes import HERE, MADE, BuildStep, BuildUnit
+
+VARIABLE = "HOLMES_GPU_CACHE"
+#: Told (commands done, commands in all, what was made last).
+OnProgress = Callable[[int, int, str], None]
+_FORGOTTEN_S = 30 * 86400  # seconds without use after which a component of another digest is removed
+_SHOWN = 300  # characters of a compiler's message
+
+
+def cache_folder() -> Path:
+    """HOLMES_GPU_CACHE, else the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(VARIABLE) or Path(base, "holmes_ext", "gpu")).absolute()
+
+
+def build(components: Sequence[BuildUnit], cache: Path, on_progress: OnProgress = lambda *_: None) -> dict[str, Path]:
+    """BuildUnit -> its folder. Builds those that are not in the cache, in the given order where one links another.
+    HolmesError with the compiler's first error."""
+    built = {one.name: cache / one.folder for one in components}
+    if all(folder.is_dir() for folder in built.values()):
+        for folder in built.values():
+            os.utime(folder)
+        return built
+    cache.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        for one in components:
+            stack.enter_context(_locked(cache / f"{one.folder}.lock", on_progress))
+        missing = [one for one in components if not built[one.name].is_dir()]
+        _build_all(missing, {**built, **{one.name: cache / f"{one.folder}.part" for one in missing}}, on_progress)
+        for one in missing:
+            _publish(one, cache / f"{one.folder}.part", built[one.name])
+    _forget(components, cache)
+    return built
+
+
+class _locked:
+    """Holds a file's lock inside the with block; the kernel frees it when the process ends."""
+
+    def __init__(self, path: Path, on_progress: OnProgress):
+        self.path, self.on_progress = path, on_progress
+
+    def __enter__(self) -> None:
+        self.file = open(self.path, "w")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.on_progress(0, 0, "another process builds it: waiting")
+            fcntl.flock(self.file, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+
+def _build_all(missing: Sequence[BuildUnit], folders: dict[str, Path], on_progress: OnProgress) -> None:
+    for one in missing:
+        (folders[one.name] / "objects").mkdir(parents=True, exist_ok=True)
+        one.prepare(folders[one.name])
+    compiles = [(step, folders[one.name]) for one in missing for step in one.compiles(folders[one.name])]
+    compiles = [(step, folder) for step, folder in compiles if not (folder / step.makes).exists()]
+    links = [(step, folders[one.name]) for one in missing for step in one.links(folders)]
+    total, done, failed = len(compiles) + len(links), 0, Event()
+
+    def run(item: tuple[BuildStep, Path]) -> None:
+        nonlocal done
+        if failed.is_set():
+            return
+        try:
+            _run(*item)
+        except BaseException:
+            failed.set()
+            raise
+        done += 1
+        on_progress(done, total, item[0].makes.removeprefix("objects/").removesuffix(".o"))
+
+    on_progress(0, total, "compiling")
+    compiles.sort(key=lambda item: -item[0].weight)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        try:
+            for _ in pool.map(run, compiles):
+                pass
+        except BaseException:
+            failed.set()  # Ctrl-C: the commands that run get it, too; no other is begun
+            raise
+    for item in links:
+        run(item)
+
+
+def _run(step: BuildStep, folder: Path) -> None:
+    target = folder / step.makes
+    draft = target.with_name(f"{target.name}.{os.getpid()}.draft")
+    argv = [word.replace(MADE, str(draft)).replace(HERE, str(folder)) for word in step.argv]
+    try:
+        done = subprocess.run(argv, cwd=step.where, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    except OSError as error:
+        raise HolmesError(f"the emulated GPU cannot be built: {argv[0]}: {error}") from None
+    if done.returncode:
+        draft.unlink(missing_ok=True)
+        log = folder / "failed.log"
+        log.write_text(" ".join(argv) + "\n" + done.stdout + done.stderr)
+        lines = done.stderr.splitlines() or [f"status {done.returncode}"]
+        said = next((line for line in lines if "error" in line or "undefined" in line), lines[-1])
+        raise HolmesError(f"the emulated GPU cannot be built: {step.makes}: {said.strip()[:_SHOWN]} (all of it: {log})")
+    draft.rename(target)
+
+
+def _publish(component: BuildUnit, part: Path, target: Path) -> None:
+    """Keep its products only, and give it its name."""
+    for path in part.iterdir():
+        if path.name not in component.products:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    part.rename(target)
+
+
+def _forget(components: Sequence[BuildUnit], cache: Path) -> None:
+    """Remove what other versions of holmes, torch or NCCL left here and nobody used for a month."""
+    names = {one.name for one in components}
+    for path in cache.iterdir():
+        old = time.time() - path.stat().st_mtime > _FORGOTTEN_S
+        if old and path.is_dir() and path.name.removesuffix(".part").rpartition("-")[0] in names:
+            shutil.rmtree(path, ignore_errors=True)
+            path.with_name(f"{path.name}.lock").unlink(missing_ok=True)

@@ -1,0 +1,3 @@
+// All types stand in cuda_runtime_api.h.
+#pragma once
+#include "cuda_runtime_api.h"

@@ -1,0 +1,133 @@
+// Tells the lab of each communicator when it is made, as a line of JSON in HOLMES_GPU_WATCH/rank<N>.communicators:
+//     {"communicator", "rank", "ranks", "group", "network", "self", "members": [...]}
+// self and members: processes, by the hashes that NCCL knows them by. And describes launches for a job that hangs.
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "bootstrap.h"
+#include "comm.h"
+#include "emulated_gpu.h"
+#include "enqueue.h"
+#include "graph.h"
+#include "text.h"
+#include "transport.h"
+#include "utils.h"
+
+// Linked by --wrap: these are NCCL's own functions of these names, and what is called in their place.
+#define WRAPPED(result, alias, mangled, ...)                  \
+  result real_##alias(__VA_ARGS__) __asm__("__real_" mangled); \
+  result alias(__VA_ARGS__) __asm__("__wrap_" mangled);
+
+WRAPPED(ncclResult_t, launch, "_Z16ncclLaunchKernelP8ncclCommP14ncclKernelPlan", ncclComm* comm, ncclKernelPlan* plan)
+// The last step of every communicator's initialization that has a name.
+WRAPPED(ncclResult_t, tune, "_Z17ncclTopoTuneModelP8ncclCommiiPP13ncclTopoGraph", ncclComm* comm, int least, int most,
+        ncclTopoGraph** graphs)
+
+// Where a rank waits until its peer sets up the connection between them.
+WRAPPED(ncclResult_t, receive, "_Z13bootstrapRecvPviiS_i", void* state, int peer, int tag, void* data, int size)
+
+namespace {
+
+std::mutex hashes_mutex;
+std::map<void*, unsigned long long>& hashes() {  // of communicators, by their bootstrap
+  static auto* made = new std::map<void*, unsigned long long>;
+  return *made;
+}
+
+std::string name_of(const ncclComm* comm) {
+  return comm->config.commName ? gpu::escaped(comm->config.commName) : "";
+}
+
+void tell(const ncclComm* comm) {
+  const char* directory = std::getenv("HOLMES_GPU_WATCH");
+  if (!directory || !*directory) return;
+  const ncclPeerInfo& mine = comm->peerInfo[comm->rank];
+  auto process = [&](int rank) {
+    const ncclPeerInfo& peer = comm->peerInfo[rank];
+    return gpu::text("\"%llx:%llx\"", (unsigned long long)(peer.hostHash - mine.hostHash + getHostHash()),
+                     (unsigned long long)(peer.pidHash - mine.pidHash + getPidHash()));
+  };
+  std::string members;
+  for (int rank = 0; rank < comm->nRanks; ++rank) members += (rank ? ", " : "") + process(rank);
+  std::string line = gpu::text(
+      "{\"communicator\": \"0x%llx\", \"rank\": %d, \"ranks\": %d, \"group\": \"%s\", \"network\": \"%s\", \"self\": %s, \"members\": [%s]}\n",
+      (unsigned long long)comm->commHash, comm->rank, comm->nRanks, name_of(comm).c_str(),
+      comm->ncclNet ? comm->ncclNet->name : "", process(comm->rank).c_str(), members.c_str());
+  std::string path = gpu::text("%s/rank%d.communicators", directory, gpu::rank_of_process());
+  int file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+  if (file < 0) return;
+  if (write(file, line.data(), line.size()) < 0) perror(path.c_str());
+  close(file);
+}
+
+constexpr size_t kShown = 200;  // characters of what a kernel does
+
+std::string work_of(ncclKernelPlan* plan) {
+  std::string what;
+  auto add = [&](const std::string& item) {
+    if (what.size() < kShown) what += (what.empty() ? "" : ", ") + item;
+  };
+  for (auto* task = ncclIntruQueueHead(&plan->collTaskQueue); task; task = task->next) {
+    const char* type = ncclDatatypeToString(task->datatype);  // "ncclFloat32"
+    add(gpu::text("%s of %zu %s", ncclFuncToString(task->func), task->count, type + std::strlen("nccl")));
+  }
+  for (auto* task = ncclIntruQueueHead(&plan->p2pTaskQueue); task; task = task->next) {
+    bool sends = task->func == ncclFuncSend;
+    add(gpu::text("%s %d (%zu bytes)", sends ? "Send to" : "Recv from", task->root, task->bytes));
+  }
+  return what;
+}
+
+// The how-many-th launch of a communicator this is among those with collectives, which all ranks must launch alike; -1:
+// it only sends and receives.
+long long collective_number(const ncclComm* comm, ncclKernelPlan* plan) {
+  static std::mutex mutex;
+  static auto* counts = new std::map<uint64_t, long long>;
+  if (!ncclIntruQueueHead(&plan->collTaskQueue)) return -1;
+  std::lock_guard<std::mutex> lock(mutex);
+  return (*counts)[comm->commHash]++;
+}
+
+}  // namespace
+
+ncclResult_t tune(ncclComm* comm, int least, int most, ncclTopoGraph** graphs) {
+  {
+    std::lock_guard<std::mutex> lock(hashes_mutex);
+    hashes()[comm->bootstrap] = comm->commHash;
+  }
+  tell(comm);
+  return real_tune(comm, least, most, graphs);
+}
+
+ncclResult_t launch(ncclComm* comm, ncclKernelPlan* plan) {
+  std::string label = gpu::text(
+      "\"communicator\": \"0x%llx\", \"group\": \"%s\", \"rank\": %d, \"ranks\": %d, \"number\": %llu, "
+      "\"collective\": %lld, \"what\": \"%s\"",
+      (unsigned long long)comm->commHash, name_of(comm).c_str(), comm->rank, comm->nRanks,
+      (unsigned long long)comm->opCount, collective_number(comm, plan), work_of(plan).c_str());
+  egpuDescribeLaunch(label.c_str());
+  ncclResult_t result = real_launch(comm, plan);
+  egpuDescribeLaunch("");
+  return result;
+}
+
+ncclResult_t receive(void* state, int peer, int tag, void* data, int size) {
+  unsigned long long hash = 0;
+  {
+    std::lock_guard<std::mutex> lock(hashes_mutex);
+    auto found = hashes().find(state);
+    if (found != hashes().end()) hash = found->second;
+  }
+  if (!hash) return real_receive(state, peer, tag, data, size);
+  egpuHostWaits("NCCL, to connect to", gpu::text("\"communicator\": \"0x%llx\", \"peer\": %d", hash, peer).c_str());
+  ncclResult_t result = real_receive(state, peer, tag, data, size);
+  egpuHostWaits(nullptr, nullptr);
+  return result;
+}

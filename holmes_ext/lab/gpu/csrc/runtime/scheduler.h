@@ -1,0 +1,144 @@
+// The order of things on an emulated GPU: streams, events, hardware queues, multiprocessors.
+//
+//     stream 7   [kernel][record e][kernel]            each stream's work in order; its head starts when
+//     stream 9   [wait e][kernel]                        - what it waits for is done (events, the legacy stream)
+//                                                        - all that was put into its hardware queue before has started
+//     hardware queue 0: streams 0, 8, 16 ...             - as many multiprocessors are free as it holds
+//
+// A hardware queue is what CUDA_DEVICE_MAX_CONNECTIONS counts: streams take them in turn, and work behind a head that
+// cannot start yet waits with it, whichever stream it belongs to.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace gpu {
+
+double now();  // seconds, monotonic
+
+struct Stream;
+using StreamPointer = std::shared_ptr<Stream>;
+
+// All that was put into `stream` up to its work number `sequence`: done, or (begun) started.
+struct Ticket {
+  StreamPointer stream;
+  uint64_t sequence = 0;
+  bool begun = false;
+  bool open() const;  // not yet
+};
+
+// What an event has been recorded with last. when: seconds, once it is done.
+struct Record {
+  Ticket ticket;
+  double when = 0;
+};
+using RecordPointer = std::shared_ptr<Record>;
+
+enum class Kind { kKernel, kCopy, kHostFunction, kRecord, kWait };
+
+struct Work {
+  Kind kind = Kind::kKernel;
+  std::string name;
+  std::string label;               // JSON members that describe it further
+  std::function<void()> run;       // empty for kRecord and kWait
+  double flops = 0, bytes = 0;     // of a kernel
+  int sms = 0;                     // held while it runs
+  std::vector<Ticket> after;       // other streams' work that must be done
+  RecordPointer record;            // kRecord: what it stamps; kWait: what it waits for
+  // Kept by the scheduler.
+  StreamPointer stream;
+  uint64_t sequence = 0, position = 0;  // in its stream, in its hardware queue
+  double submitted = 0, end = 0;        // seconds; end: when the emulated clock lets it end (0: when it has run)
+  bool started = false;
+  std::string waits_for;                // JSON members, set by the running kernel
+};
+using WorkPointer = std::shared_ptr<Work>;
+
+struct Stream {
+  int device = 0;
+  unsigned flags = 0;
+  int priority = 0;
+  unsigned long long id = 0;
+  int connection = 0;       // its hardware queue
+  bool legacy = false;      // the default stream, which blocking streams wait for and which waits for them
+  bool blocking = false;
+  bool destroyed = false;
+  std::deque<WorkPointer> queue;  // its head may be running
+  uint64_t submitted = 0, started = 0, completed = 0;  // sequence numbers
+  double clock = 0;         // when its last work ended, seconds
+};
+
+// What a host thread waits for: all of these, by the CUDA call of that name, or (target) another rank.
+struct HostWait {
+  std::string call, target;
+  std::vector<Ticket> tickets;
+  std::condition_variable done;
+};
+
+class Scheduler {
+ public:
+  static Scheduler& instance();  // made at first use, in the process that uses it (after a fork)
+
+  StreamPointer make_stream(int device, unsigned flags, int priority, bool legacy = false);
+  void destroy_stream(const StreamPointer& stream);
+
+  // Puts work into a stream; returns its ticket.
+  Ticket submit(const StreamPointer& stream, WorkPointer work);
+  Ticket last(const StreamPointer& stream);             // a ticket for all that is in it now
+  std::vector<Ticket> last_of_device(int device);
+  bool done(const Ticket& ticket);
+  void wait(const char* call, std::vector<Ticket> tickets);
+
+  // See emulated_gpu.h.
+  void host_waits(const char* call, const char* target);
+  void set_waits_for(Work& work, const char* json_members);
+  void progress() { progress_.fetch_add(1, std::memory_order_relaxed); }
+  uint64_t progress_count() { return progress_.load(std::memory_order_relaxed); }
+  void fail(int device, const std::string& message);
+  std::string failure(int device);  // what a kernel of the device said when it failed; "" if none did
+  bool any_failure() { return any_failure_.load(std::memory_order_acquire); }
+
+  std::string state_json();  // what every stream and every waiting host thread of this process stands at
+
+ private:
+  struct Worker;
+  struct Device;
+  Scheduler();
+  Device& device(int number);
+  void order_with_legacy(Work& work, Device& device);
+  std::string obstacle(const Work& work, Device& device);  // JSON members; "" when it may start
+  bool may_start(const Work& work, Device& device);
+  void start(Work& work, Device& device);
+  void finish(Work& work, Device& device);
+  void wake_hosts(const Stream& stream);
+  void advance(WorkPointer* for_caller = nullptr);  // starts all that may; one of them is left to the calling worker
+  void hand_over(WorkPointer work);
+  void worker_main(Worker* self);
+  void run(Work& work);
+  void start_late(std::unique_lock<std::mutex>& lock);
+
+  std::mutex mutex_;
+  std::map<int, std::unique_ptr<Device>> devices_;
+  std::vector<StreamPointer> active_;  // those with work
+  std::vector<Worker*> idle_;
+  std::vector<HostWait*> host_waits_;
+  std::deque<std::string> recent_;  // labels of the last kernels that have one
+  std::map<int, std::string> failures_;
+  std::atomic<bool> any_failure_{false};
+  std::atomic<uint64_t> progress_{0};
+  const double flops_, bytes_;  // of the emulated GPU in a second; 0: kernels take the time that the host takes
+  const bool random_;           // whether work starts late, at random
+  uint64_t random_state_;
+  uint64_t submitted_ = 0;  // pieces of work, to all streams
+  std::condition_variable host_moved_;
+};
+
+}  // namespace gpu
