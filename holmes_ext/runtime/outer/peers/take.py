@@ -67,7 +67,8 @@ class Giver:
         until = Deadline(_ASKED_S, "a taker's turn")
         while not self._takers.acquire(timeout=_TURN_LOOK_S):
             until.check()
-            _refuse_gone(channel)
+            if not channel.lives():  # its first question may have come
+                raise ConnectionError("the taker is gone")
 
     def _answer(self, channel: Channel) -> None:
         state = self._state
@@ -80,7 +81,8 @@ class Giver:
         fragment = state.fragments[index]
         until = Deadline(state.settings.timeout / 2, "a version that is asked for")
         while fragment.promised < version and not until.passed:
-            _refuse_gone(channel)
+            if not channel.idle():
+                raise ConnectionError("the taker does not wait")
             time.sleep(_LOOK_S)
         try:
             has, anchor, momentum = state.copy_of(fragment, start, stop)
@@ -91,12 +93,6 @@ class Giver:
         deadline = Deadline.for_bytes(state.settings.timeout, sum(map(len, data)), "giving weights")
         channel.send({"version": has, **sizes}, deadline)
         channel.send_bytes(data, deadline)
-
-
-def _refuse_gone(channel: Channel) -> None:
-    """Nobody waits for an answer any more."""
-    if not channel.lives():
-        raise ConnectionError("the taker is gone")
 
 
 @dataclass(frozen=True)
