@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Row, chosen, finish, kept, parser, tell
+from harness import Row, chosen, finish, kept, parser, tell, write
 from peers_job import BATCH, SIZE, evaluate
 
 from holmes_ext.cluster.spec import parse_spec
@@ -196,6 +196,7 @@ def main() -> int:
     rows = kept(args.json, names)
     for name in names:
         rows += measure(name, args)
+        write(rows, args.json)
     return finish(rows, args.json, f"joined jobs beside torchft, seeds {args.seeds}")
 
 
