@@ -28,8 +28,10 @@ def check(found: torch.Tensor, expected: float) -> None:
 
 
 def slow(value: float, size: int = SIZE) -> torch.Tensor:
-    """A tensor that takes the GPU a while to make."""
-    made = torch.zeros(size, device="cuda")
+    """A tensor that takes the GPU a while to make, where another number was before."""
+    made = torch.full((size,), -7.0, device="cuda")
+    torch.cuda.synchronize()
+    made.zero_()
     for _ in range(10):
         made += value / 10
     return made.round_()

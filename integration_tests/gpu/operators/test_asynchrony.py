@@ -189,7 +189,8 @@ def ones(*sizes, **options):
     (lambda: torch.nn.functional.conv2d(ones(1, 2, 5, 5), ones(1, 3, 3, 3)), "channels"),
     (lambda: torch.ops.aten._weight_int4pack_mm(ones(2, 2), ones(2, 2), 32, ones(2, 2, 2)),
      "_weight_int4pack_mm is not emulated"),
-], ids=["sizes", "matmul", "devices", "two GPUs", "types", "layer_norm", "normal_", "conv2d", "not emulated"])  # fmt: skip
+], ids=["sizes", "matmul", "devices", "two GPUs", "types", "layer_norm", "normal_", "conv2d",
+        "not emulated"])  # fmt: skip
 def test_wrong_arguments_are_refused_at_the_call(call, text):
     with pytest.raises(RuntimeError, match=text):
         call()

@@ -5,7 +5,8 @@
 //                                                        - all that was put into its hardware queue before has started
 //     hardware queue 0: streams 0, 8, 16 ...             - as many multiprocessors are free as it holds
 //
-// A hardware queue is what CUDA_DEVICE_MAX_CONNECTIONS counts: streams take them in turn, and work behind a head that
+// A hardware queue is what CUDA_DEVICE_MAX_CONNECTIONS counts: streams take them in turn when they first get work (so
+// that those of torch's pools which nobody uses take none), and work behind a head that
 // cannot start yet waits with it, whichever stream it belongs to.
 #pragma once
 
@@ -67,7 +68,7 @@ struct Stream {
   unsigned flags = 0;
   int priority = 0;
   unsigned long long id = 0;
-  int connection = 0;       // its hardware queue
+  int connection = -1;      // its hardware queue, from its first work on
   bool legacy = false;      // the default stream, which blocking streams wait for and which waits for them
   bool blocking = false;
   bool destroyed = false;
@@ -138,7 +139,8 @@ class Scheduler {
   const bool random_;           // whether work starts late, at random
   uint64_t random_state_;
   uint64_t submitted_ = 0;  // pieces of work, to all streams
-  std::condition_variable host_moved_;
+  int executing_ = 0;  // work that runs and is not held back
+  std::condition_variable moved_;
 };
 
 }  // namespace gpu
