@@ -16,6 +16,7 @@ import datetime
 import gc
 import multiprocessing
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -69,7 +70,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         while readers and (ready := wait(list(readers), max(0.0, end - time.monotonic()))):
             for reader in ready:
                 try:
-                    kind, value = reader.recv()
+                    kind, value = pickle.loads(reader.recv_bytes())
                 except EOFError:  # the rank has ended
                     del readers[reader]
                     continue
@@ -119,7 +120,13 @@ def all_are_here(rank: int, world_size: int) -> None:
 
 def say(text: object) -> None:
     """In a rank: tell the caller of run_ranks, whatever becomes of this rank; RankError.said has "rank R: TEXT"."""
-    _parent.send(("said", str(text)))
+    _tell(_parent, "said", str(text))
+
+
+def _tell(parent: Any, kind: str, value: object) -> None:
+    """By plain pickle: a tensor sent by multiprocessing's is a file of the rank, which may have ended when it is
+    opened."""
+    parent.send_bytes(pickle.dumps((kind, value)))
 
 
 def _rank(parent: Any, rank: int, function: Callable[..., Any], args: tuple, world_size: int, port: int,
@@ -136,8 +143,8 @@ def _rank(parent: Any, rank: int, function: Callable[..., Any], args: tuple, wor
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         timeout = datetime.timedelta(seconds=TIMEOUT_S)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-        parent.send(("answer", function(rank, *args)))
+        _tell(parent, "answer", function(rank, *args))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - handed to the parent, which raises it
-        parent.send(("error", traceback.format_exc()))
+        _tell(parent, "error", traceback.format_exc())

@@ -16,10 +16,10 @@ import select
 import sys
 
 from holmes_ext import __version__
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.words import did_you_mean, nearest
 
-COMMANDS = ("discover", "doctor", "plan", "probe", "lab", "demo", "join", "patches", "report", "tune")
+COMMANDS = ("discover", "doctor", "plan", "probe", "lab", "demo", "examples", "join", "patches", "report", "tune")
 #: What `holmes` alone prints.
 FIRST = """\
 holmes: one LLM training job over several GPU clusters whose NICs differ. What to do first:
@@ -81,6 +81,8 @@ def main(argv: list[str] | None = None) -> int:
             return args.run(args)
         finally:
             sys.stdout.flush()
+    except RemoteError:  # another process of the job has told it
+        return 2
     except HolmesError as error:
         text = str(error)
         if argv and text.startswith(f"holmes {argv[0]}"):  # it says which command it is about

@@ -44,8 +44,8 @@ class Series:
     """What was measured of one variant.
 
     steps: seconds of the measured steps of each run; losses: of each step of the last run; sent: node -> NIC -> bytes
-    sent for each step (last run, its start-up included); lines: what rank 0 printed in the last run; busy: share of this
-    machine's cores that was used, in the run in which it was the greatest.
+    sent for each step (last run, its start-up included); lines: what rank 0 printed in the last run; busy: share of
+    this machine's cores that was used, in the run in which it was the greatest.
     """
 
     name: str

@@ -1,48 +1,33 @@
-"""Training commands of users on emulated GPUs, not changed by a character: the losses of the same commands on CPUs and
-gloo.
+"""Users' training commands on emulated GPUs: the losses of the same commands on CPUs and gloo.
 
-HOLMES_TEST_FULL=1: on 2 + 2 nodes with 2 GPUs each (8 ranks), else on 1 + 1 (4 ranks).
+HOLMES_TEST_FULL=1: on 2 + 2 nodes with 2 GPUs each (8 ranks, tensor 2 with Megatron), else on 1 + 1 (4 ranks).
 """
 
 import pytest
 
-from integration_tests.jobs import FULL, ROOT, SIZE, losses, same
+from integration_tests.gpu import commands
+from integration_tests.jobs import FULL, same
 
-HERE = ROOT / "integration_tests" / "gpu"
-NODES = "a0,b0,a1,b1" if FULL else "a0,b0"
-ON_CPU = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "eth0"}
-ON_GPU = {"DS_ACCELERATOR": "cuda", "DS_BUILD_OPS": "0"}
+NODES, TENSOR = ("a0,b0,a1,b1", ("--tensor-model-parallel-size", "2")) if FULL else ("a0,b0", ())
 
 
-def both(lab, *command, preload, log=None):
-    """(losses on emulated GPUs, losses on CPUs); log: where the command writes them, else each rank prints them."""
-    found = []
-    for on_gpus, env in ((True, ON_GPU), (False, ON_CPU)):
-        file = log and log.with_name(f"{'gpu' if on_gpus else 'cpu'}-{log.name}")
-        words = [str(file) if word == "LOG" else word for word in command]
-        ran = lab.run(*words, order=NODES, preload=preload, env=env, on_gpus=on_gpus)
-        assert ran.result.returncode == 0, ran.said
-        assert bool(ran.groups) == on_gpus
-        found.append(losses(file) if log else ran.json[0]["losses"])
-    return found
+def compare(lab, command):
+    gpu, cpu = (command.losses(lab.lab, NODES, gpus) for gpus in (lab.gpus, None))
+    assert len(gpu) >= 4 and gpu[-1] < gpu[0] and same(gpu, cpu), (gpu, cpu)
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_deepspeed_zero(lab, stage):
-    gpu, cpu = both(lab, str(HERE / "zero.py"), "--stage", str(stage), preload=("torch", "deepspeed"))
-    assert len(gpu) == 4 and gpu[3] < gpu[0] and same(gpu, cpu)
-
-
-def test_deepspeed_pipeline(lab, tmp_path):
-    script = str(ROOT / "examples" / "deepspeed_pipeline" / "train.py")
-    command = [script, *SIZE, "--stages", "2", "--log", "LOG"]
-    gpu, cpu = both(lab, *command, preload=("torch", "deepspeed"), log=tmp_path / "log.jsonl")
-    assert gpu[-1] < gpu[0] and same(gpu, cpu)
+@pytest.mark.parametrize("number", range(5), ids=["ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "pipeline"])
+def test_deepspeed(lab, tmp_path, number):
+    compare(lab, commands.deepspeed(tmp_path)[number])
 
 
 def test_trainer_of_transformers(lab, tmp_path):
-    script = str(ROOT / "examples" / "trainer" / "train.py")
-    model = "--layers 2 --hidden 64 --sequence 16 --micro-batch 2 --micro-batches 2 --steps 4".split()
-    command = [script, *model, "--output", str(tmp_path / "out"), "--log-file", "LOG"]
-    gpu, cpu = both(lab, *command, preload=("torch", "transformers.trainer"), log=tmp_path / "log.jsonl")
-    assert len(gpu) == 4 and gpu[-1] < gpu[0] and same(gpu, cpu)
+    compare(lab, commands.trainer(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["Megatron-LM", "Megatron-DeepSpeed"])
+def test_pretrain_gpt(lab, tmp_path, name):
+    known = commands.of_checkouts(tmp_path, *TENSOR)
+    if name not in known:
+        pytest.skip(f"no checkout of {name} in checkouts/")
+    compare(lab, known[name]())

@@ -1,0 +1,285 @@
+"""Lets megatron-core train on a machine without CUDA: what it asks of "cuda" is answered by the CPU, its groups use
+gloo.
+
+    import megatron_cpu_shim          before anything imports megatron: it changes torch (and one method of megatron's)
+    PYTHONPATH=<directory made by write_sitecustomize()>     for scripts that cannot be edited, and their children
+
+The import is all: it does nothing where CUDA is. Tests and examples use it; no part of holmes_ext does. Needed for
+megatron-core 0.14 to 0.16 and Megatron-LM's main branch (what each part is for stands beside it). Not to be had this
+way: sequence parallelism (its norm needs Transformer Engine or Apex), NCCL, CUDA graphs.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+import types
+
+import wrapt
+
+SITECUSTOMIZE = "import runpy, os\nrunpy.run_path({path!r}, run_name='megatron_cpu_shim')\n"
+
+
+def write_sitecustomize(directory) -> str:
+    """Write a sitecustomize.py that loads this file into `directory`; with it on PYTHONPATH every Python process is
+    shimmed."""
+    with open(os.path.join(directory, "sitecustomize.py"), "w", encoding="utf-8") as file:
+        file.write(SITECUSTOMIZE.format(path=os.path.abspath(__file__)))
+    return os.fspath(directory)
+
+
+def install() -> bool:
+    """Apply the shim to torch, once; False where CUDA is available or the shim is in place already."""
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # its kernels are compiled for CUDA's fusions
+    import torch
+
+    if torch.cuda.is_available() or getattr(torch.cuda, "_on_cpu", False):
+        return False
+    torch.cuda._on_cpu = True
+    _devices(torch)
+    _tensors(torch)
+    _streams(torch)
+    _random_state(torch)
+    _optimizer(torch)
+    _experts()
+    _modules(torch)
+    return True
+
+
+def _devices(torch):
+    """One GPU, which is the CPU."""
+    cpu = torch.device("cpu")
+    properties = types.SimpleNamespace(name="CPU", major=8, minor=0, total_memory=2**36, multi_processor_count=1)
+    answers = {
+        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": cpu,
+        "get_device_capability": (8, 0), "get_device_properties": properties, "get_device_name": "CPU",
+        "is_bf16_supported": True, "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0,
+        "max_memory_reserved": 0, "memory_stats": {}, "mem_get_info": (2**36, 2**36),
+        "is_current_stream_capturing": False,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *args, _answer=answer, **kwargs: _answer)
+    for name in ("set_device", "synchronize", "empty_cache", "init", "_lazy_init", "reset_peak_memory_stats",
+                 "ipc_collect"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
+    torch.cuda.device = lambda *args, **kwargs: contextlib.nullcontext()
+
+
+def _off_cuda(device):
+    """The CPU instead of a CUDA device, in any way of writing one; anything else as it is."""
+    kind = device.split(":")[0] if isinstance(device, str) else getattr(device, "type", device)
+    return "cpu" if kind == "cuda" or isinstance(kind, int) and not isinstance(kind, bool) else device
+
+
+def _tensors(torch):
+    """Factories, .to and .cuda with a CUDA device; Tensor.type() says torch.cuda.* where megatron's optimizers sort by
+    it."""
+
+    def redirect(function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            if kwargs.get("device") is not None:
+                kwargs["device"] = _off_cuda(kwargs["device"])
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("empty", "zeros", "ones", "full", "tensor", "rand", "randn", "randint", "arange", "eye", "linspace",
+                 "as_tensor", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+                 "randperm"):
+        setattr(torch, name, redirect(getattr(torch, name)))
+    for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"):
+        setattr(torch.Tensor, name, redirect(getattr(torch.Tensor, name)))
+
+    def moved(to):
+        @functools.wraps(to)
+        def call(self, *args, **kwargs):
+            if args and not isinstance(args[0], (torch.Tensor, torch.dtype)):
+                args = (_off_cuda(args[0]), *args[1:])
+            if kwargs.get("device") is not None:
+                kwargs["device"] = _off_cuda(kwargs["device"])
+            return to(self, *args, **kwargs)
+
+        return call
+
+    for kind in (torch.Tensor, torch.nn.Module):
+        kind.to = moved(kind.to)
+        kind.cuda = lambda self, *args, **kwargs: self
+
+    plain_type = torch.Tensor.type
+
+    def cuda_type(self, *args, **kwargs):
+        answer = plain_type(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    torch.Tensor.type = cuda_type
+    for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor", "IntTensor", "LongTensor",
+                 "ByteTensor"):
+        if hasattr(torch, name):  # torch.cuda.LongTensor([...]), which batch broadcasts use
+            setattr(torch.cuda, name, getattr(torch, name))
+
+
+def _streams(torch):
+    """Streams and events that do nothing: the CPU runs one thing after the other."""
+
+    class Stream:
+        cuda_stream = 0
+
+        def __init__(self, *args, **kwargs):
+            pass
+
+        def __getattr__(self, name):  # wait_stream, wait_event, synchronize, record_event, query, ...
+            return lambda *args, **kwargs: Event() if name == "record_event" else True
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            return False
+
+    class Event(Stream):
+        def elapsed_time(self, end):
+            return 0.0
+
+    torch.cuda.Stream, torch.cuda.Event = Stream, Event
+    for name in ("current_stream", "default_stream"):
+        setattr(torch.cuda, name, lambda *args, _stream=Stream(), **kwargs: _stream)
+    torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
+    torch.cuda.set_stream = lambda *args, **kwargs: None
+    torch.Tensor.record_stream = lambda *args, **kwargs: None
+    torch.cuda.nvtx = types.SimpleNamespace(range_push=lambda *a: None, range_pop=lambda *a: None, mark=lambda *a: None,
+                                            range=lambda *a, **k: contextlib.nullcontext())
+
+
+def _random_state(torch):
+    """CUDA's generator is the CPU's. tensor_parallel/random.py copies _lazy_call when it is imported: hence this comes
+    first."""
+    get, put = torch.get_rng_state, torch.set_rng_state
+    for module in (torch.cuda, torch.cuda.random):
+        module.get_rng_state = lambda *args, **kwargs: get()
+        module.set_rng_state = lambda state, *args, **kwargs: put(state)
+        module.manual_seed = module.manual_seed_all = lambda seed: torch.default_generator.manual_seed(int(seed))
+    torch.cuda.default_generators = (torch.default_generator,)
+    torch.cuda._lazy_call = lambda call, **kwargs: call()
+
+    class Index:  # default_generators[torch.cuda.current_device()], where the device is no number
+        def __getitem__(self, _):
+            return torch.default_generator
+
+    torch.cuda.default_generators = Index()
+
+
+def _optimizer(torch):
+    """What resuming with torch's Adam needs, which Transformer Engine's and Apex's do not.
+
+    A fresh one has a state (of zeros, at step 0); every parameter counts its own steps, since megatron loads one `step`
+    tensor for all of them and each would advance it; and the distributed optimizer, which loads weights and moments,
+    leaves `step` alone.
+    """
+    load = torch.optim.Optimizer.load_state_dict
+
+    def load_and_part(self, state_dict):
+        result = load(self, state_dict)
+        for state in self.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+        return result
+
+    torch.optim.Optimizer.load_state_dict = load_and_part
+    describe = torch.optim.Adam.state_dict
+
+    def begun(self):
+        if not self.state:
+            for param in (param for group in self.param_groups for param in group["params"]):
+                self.state[param] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(param),
+                                     "exp_avg_sq": torch.zeros_like(param)}
+        return describe(self)
+
+    torch.optim.Adam.state_dict = begun  # AdamW is a kind of Adam
+
+    def keep_step(module):
+        put = module.DistributedOptimizer._set_main_param_and_optimizer_states
+
+        def put_with_step(self, model_param, tensors):
+            group, place = self.model_param_group_index_map[model_param]
+            step = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]["step"]
+            return put(self, model_param, {"step": step.clone(), **tensors})
+
+        module.DistributedOptimizer._set_main_param_and_optimizer_states = put_with_step
+
+    wrapt.register_post_import_hook(keep_step, "megatron.core.optimizer.distrib_optimizer")
+
+
+def _experts():
+    """Mixtures of experts: 0.16's router asks for Transformer Engine's te_general_gemm by a name that is not there
+    without it, and what the dispatcher takes off the GPU becomes a numpy array, which all_to_all_single needs, only if
+    it was there."""
+
+    def mend(module):
+        if not hasattr(module, "te_general_gemm"):
+            module.te_general_gemm = None
+        move = getattr(module, "maybe_move_tensor_to_cpu", None)
+        if move is not None:
+
+            @functools.wraps(move)
+            def moved(tensor, as_numpy=False, **kwargs):
+                result = move(tensor, as_numpy=as_numpy, **kwargs)
+                return result.numpy() if as_numpy and hasattr(result, "numpy") else result
+
+            module.maybe_move_tensor_to_cpu = moved
+
+    wrapt.register_post_import_hook(mend, "megatron.core.transformer.moe.moe_utils")
+
+
+def _modules(torch):
+    """Modules that Megatron-LM imports and never calls on a CPU; and no compiler: torch.compile gives the function
+    back."""
+    import importlib.util
+    import typing
+
+    import torch.utils._triton
+
+    def compile(model=None, **kwargs):
+        return model if model is not None else lambda function: function
+
+    torch.compile = compile
+
+    if not hasattr(typing, "override"):  # Python before 3.12
+        typing.override = lambda method: method
+    if importlib.util.find_spec("triton") is None:
+        # torch is not to take it for real
+        torch.utils._triton.has_triton_package = torch.utils._triton.has_triton = lambda: False
+        sys.meta_path.append(_DummyFinder("triton"))
+
+
+class _DummyFinder:
+    """Serves an empty module for one package and everything below it; any attribute of it is a decorator that changes
+    nothing."""
+
+    def __init__(self, package):
+        self.package = package
+
+    def find_spec(self, name, path=None, target=None):
+        from importlib.machinery import ModuleSpec
+
+        if name == self.package or name.startswith(f"{self.package}."):
+            return ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return _Dummy(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+class _Dummy(types.ModuleType):
+    __version__ = "0.0.0"
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: args[0] if args and callable(args[0]) else lambda function: function
+
+
+install()
