@@ -67,7 +67,7 @@ struct Scheduler::Device {
   std::vector<Connection> connections;
   std::vector<std::weak_ptr<Stream>> streams;
   StreamPointer legacy;
-  int made = 0, used = 0;  // streams
+  int made = 0;  // streams
   int free_sms, all_sms;
   double compute_clock = 0;  // until when its multiprocessors compute, seconds
 };
@@ -133,13 +133,21 @@ void Scheduler::order_with_legacy(Work& work, Device& where) {
   }
 }
 
+int Scheduler::free_connection(const Device& where) {
+  std::vector<int> streams(where.connections.size());
+  for (auto& stream : active_) {
+    if (&device(stream->device) == &where) ++streams[stream->connection];
+  }
+  return static_cast<int>(std::min_element(streams.begin(), streams.end()) - streams.begin());
+}
+
 Ticket Scheduler::submit(const StreamPointer& stream, WorkPointer work) {
   std::lock_guard<std::mutex> lock(mutex_);
   Device& where = device(stream->device);
   work->stream = stream;
   work->submitted = now();
   order_with_legacy(*work, where);
-  if (stream->connection < 0) stream->connection = where.used++ % static_cast<int>(where.connections.size());
+  if (stream->queue.empty()) stream->connection = free_connection(where);
   work->sequence = ++stream->submitted;
   work->position = ++where.connections[stream->connection].submitted;
   Ticket ticket{stream, work->sequence};
