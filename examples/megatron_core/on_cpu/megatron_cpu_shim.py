@@ -102,6 +102,7 @@ def _tensors(torch):
 
         return call
 
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # torch's CUDA build asks for a driver
     for kind in (torch.Tensor, torch.nn.Module):
         kind.to = moved(kind.to)
         kind.cuda = lambda self, *args, **kwargs: self
