@@ -222,9 +222,13 @@ def _numbers(value: Any) -> str:
     return ", ".join(map(str, value if isinstance(value, (tuple, list, set, frozenset)) else (value,)))
 
 
+#: Ending of a file -> what a page calls its language.
+LANGUAGES = {".py": "python", ".toml": "toml", ".sbatch": "bash", ".sh": "bash", ".yaml": "yaml", "": "dockerfile"}
+
+
 def source(path: str) -> str:
     """A file of this repository, whole."""
-    return f"```{'python' if path.endswith('.py') else 'toml'}\n{(ROOT / path).read_text().rstrip()}\n```\n"
+    return f"```{LANGUAGES[Path(path).suffix]}\n{(ROOT / path).read_text().rstrip()}\n```\n"
 
 
 BLOCKS = {one.__name__: one for one in (
