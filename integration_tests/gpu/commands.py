@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -149,7 +149,8 @@ def of_checkouts(folder: Path, *flags: str) -> dict[str, Callable[[], Command]]:
     return made
 
 
-def all_commands(folder: Path) -> list[Command]:
+def all_commands(folder: Path) -> Iterator[Command]:
     """For 8 ranks."""
-    flags = ("--tensor-model-parallel-size", "2")
-    return [*(make() for make in of_checkouts(folder, *flags).values()), *deepspeed(folder), trainer(folder)]
+    for make in of_checkouts(folder, "--tensor-model-parallel-size", "2").values():
+        yield make()
+    yield from (*deepspeed(folder), trainer(folder))
