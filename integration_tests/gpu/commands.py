@@ -152,4 +152,4 @@ def of_checkouts(folder: Path, *flags: str) -> dict[str, Callable[[], Command]]:
 def all_commands(folder: Path) -> list[Command]:
     """For 8 ranks."""
     flags = ("--tensor-model-parallel-size", "2")
-    return [*deepspeed(folder), trainer(folder), *(make() for make in of_checkouts(folder, *flags).values())]
+    return [*(make() for make in of_checkouts(folder, *flags).values()), *deepspeed(folder), trainer(folder)]
