@@ -295,8 +295,8 @@ def side_by_side(right: bool) -> None:
 
 @fault
 def launched_in_order(right: bool) -> None:
-    kernels in the order of their launches (NCCL_LAUNCH_ORDER_IMPLICIT=1), as that other one was launched later."""
-    kernels in the order of their launches (NCCL_LAUNCH_ORDER_IMPLICIT=1), as that other one was launched later."""
+    """A reduction stands behind a receive whose sender needs another group's reduction first: a circle where NCCL
+    begins kernels in the order of their launches (NCCL_LAUNCH_ORDER_IMPLICIT=1), as that one was launched later."""
     first, second = pairs()
     dist.all_reduce(torch.zeros(1, device="cuda"))
     value, answer = torch.ones(SIZE, device="cuda"), torch.ones(SIZE, device="cuda")
