@@ -27,7 +27,7 @@ def table(kinds: str, most: int, figures: list[Figure], about: dict[str, Any]) -
         if row.kind in kinds.split() and row.name in of_row:
             dates = about.get(row.name, {}).get("parts", {}).values()
             lines.append(f"| {_name(row)} | {' | '.join(_cells(of_row[row.name]))} | {max(dates, default='-')} |")
-    return "\n".join(lines[: most + 1])
+    return "\n".join(lines[: most + 1]) if lines[1:] else "None has been made yet."
 
 
 def _name(row: Row) -> str:
