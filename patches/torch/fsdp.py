@@ -97,7 +97,8 @@ def _device_type(mesh: Any, otherwise: str = "") -> str:
 
     if mesh is not None or otherwise:
         return otherwise if mesh is None else mesh.device_type
-    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator else "cpu"
 
 
 def _clusters_mesh(current: session.Session, ranks: Sequence[int], device_type: str) -> Any:
