@@ -15,6 +15,8 @@ namespace operators {
 
 namespace {
 
+thread_local Seed seed_of_thread;
+
 // What the worker thread needs of a call. All tensors in it are CPU tensors over memory that they do not own.
 struct Launch {
   const Operator* op = nullptr;
@@ -40,10 +42,8 @@ void fill_output(const at::Tensor& output, const at::Tensor& result, const Outpu
 
 void run_kernel(Launch& launch) {
   const Operator& op = *launch.op;
-  if (op.generator >= 0) launch.stack[op.generator] = generator_of(launch.seed);
-  const c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
+  op.run(&launch.stack, launch.seed, /*into_outputs=*/op.out != nullptr);
   if (op.out) {
-    op.out->redispatchBoxed(cpu, &launch.stack);
     size_t first = launch.stack.size() - launch.outputs.size();
     for (size_t index = 0; index < launch.outputs.size(); ++index) {
       TORCH_CHECK(launch.stack[first + index].toTensor().const_data_ptr() == launch.outputs[index].const_data_ptr(),
@@ -51,7 +51,6 @@ void run_kernel(Launch& launch) {
     }
     return;
   }
-  op.handle.redispatchBoxed(cpu, &launch.stack);
   size_t first = launch.stack.size() - op.returns.size(), next = 0;
   for (size_t index = 0; index < op.returns.size(); ++index) {
     if (op.returns[index].argument >= 0) continue;
@@ -76,6 +75,13 @@ void run_launch(void* argument) {
 
 void release_launch(void* argument) { delete static_cast<Launch*>(argument); }
 
+// The values of a CPU tensor as they are now.
+at::Tensor snapshot(const at::Tensor& tensor) {
+  at::Tensor taken = tensor.clone();
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) taken.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return taken;
+}
+
 void resize_written(const Operator& op, const Prediction& prediction, const Stack& stack, size_t begin) {
   size_t place = 0;
   for (size_t index = 0; index < op.parameters.size(); ++index) {
@@ -97,6 +103,8 @@ at::Tensor new_output(const Output& output, c10::Device device) {
 
 }  // namespace
 
+const Seed& seed_of_call() { return seed_of_thread; }
+
 void launch(const char* name, void (*run)(void*), void (*release)(void*), void* argument, double flops, double bytes,
             c10::Device device) {
   egpuKernel kernel{name, run, release, argument, flops, bytes, /*sms=*/0};
@@ -105,14 +113,16 @@ void launch(const char* name, void (*run)(void*), void (*release)(void*), void* 
 
 // The returns of a call, in place of its arguments.
 void replace_by_returns(const Operator& op, Stack* stack, size_t begin, std::vector<at::Tensor> fresh,
-                        const std::vector<int>& lengths) {
+                        const Prediction& prediction) {
   c10::SmallVector<c10::IValue, 4> results;
-  size_t next = 0, place = 0;
+  size_t next = 0, place = 0, value = 0;
   for (const Return& one : op.returns) {
     if (one.argument >= 0) {
       results.push_back((*stack)[begin + one.argument]);
-    } else if (int length = lengths[place++]; length < 0) {
+    } else if (int length = prediction.lengths[place++]; length == kOne) {
       results.emplace_back(std::move(fresh[next++]));
+    } else if (length == kValue) {
+      results.push_back(prediction.values[value++]);
     } else {
       c10::List<at::Tensor> list;
       for (int index = 0; index < length; ++index) list.push_back(std::move(fresh[next++]));
@@ -121,6 +131,17 @@ void replace_by_returns(const Operator& op, Stack* stack, size_t begin, std::vec
   }
   stack->resize(begin);
   for (c10::IValue& result : results) stack->push_back(std::move(result));
+}
+
+void Operator::run(Stack* stack, const Seed& seed, bool into_outputs) const {
+  const c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
+  if (generator >= 0) (*stack)[generator] = generator_of(seed);
+  if (own) {
+    seed_of_thread = seed;
+    own->kernel.callBoxed(handle, cpu, stack);
+  } else {
+    (into_outputs ? *out : handle).redispatchBoxed(cpu, stack);
+  }
 }
 
 void Operator::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
@@ -138,7 +159,7 @@ void Operator::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack
   Aliases aliases;
   for (size_t index = begin; index < stack->size(); ++index) {
     call->stack.push_back(with_tensors((*stack)[index], [&](const at::Tensor& tensor) {
-      return tensor.defined() && tensor.is_cpu() ? tensor.clone() : aliases.of(tensor);
+      return tensor.defined() && tensor.is_cpu() ? snapshot(tensor) : aliases.of(tensor);
     }));
   }
   std::vector<at::Tensor> fresh;
@@ -152,12 +173,12 @@ void Operator::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack
     call->outputs.push_back(aliases.of_memory(fresh.back().mutable_data_ptr(), output));
     if (out) call->stack.emplace_back(call->outputs.back());
   }
-  if (generator >= 0) call->seed = take_seed((*stack)[begin + generator], device);
+  if (random) call->seed = take_seed(generator >= 0 ? (*stack)[begin + generator] : c10::IValue(), device);
   call->op = this;
   call->prediction = prediction;
   call->threads = host_threads();
   launch(name.c_str(), run_launch, release_launch, call.release(), prediction->flops, prediction->bytes, device);
-  replace_by_returns(*this, stack, begin, std::move(fresh), prediction->lengths);
+  replace_by_returns(*this, stack, begin, std::move(fresh), *prediction);
 }
 
 }  // namespace operators

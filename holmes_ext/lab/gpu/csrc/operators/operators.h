@@ -24,6 +24,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/util/FunctionRef.h>
+#include <torch/library.h>
 
 #include <memory>
 #include <mutex>
@@ -48,6 +49,8 @@ struct Parameter {
   bool device = false;
 };
 
+constexpr int kOne = -1, kValue = -2;  // a return that is one tensor; that is a number
+
 struct Return {
   int argument = -1;  // it is this argument; -1: a new tensor, list of tensors, or value
   bool list = false;
@@ -64,28 +67,40 @@ struct Output {
 // What a call with some key does.
 struct Prediction {
   std::vector<Output> outputs;           // all new tensors, lists flattened
-  std::vector<int> lengths;              // for each new return: of its list; -1: no list
+  std::vector<int> lengths;              // for each new return: of its list; kOne or kValue
+  std::vector<c10::IValue> values;       // of returns that are no tensors
   std::vector<c10::DimVector> resized;   // out= variants: the sizes of what is written
   double flops = 0, bytes = 0;
 };
 using PredictionPointer = std::shared_ptr<const Prediction>;
+
+// Of random numbers: what a call took from the CUDA generator.
+struct Seed {
+  uint64_t seed = 0, offset = 0;
+};
+
+struct OwnKernel;
 
 // The kernel on the CUDA key of one operator.
 class Operator : public c10::OperatorKernel {
  public:
   explicit Operator(const c10::OperatorHandle& handle);
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack);
+  // The CPU kernel on a stack of CPU tensors; into_outputs: that of `out`.
+  void run(Stack* stack, const Seed& seed, bool into_outputs) const;
 
   const c10::OperatorHandle handle;
   const std::string name;                 // aten::add.Tensor
   std::vector<Parameter> parameters;
   std::vector<Return> returns;
   int generator = -1;                     // which parameter it is
+  bool random = false;                    // takes a seed
   bool out_variant = false;               // written arguments may be resized
   bool reads_values = false;              // the host must know the result
   bool scalar_values_count = false;       // outputs depend on the values of scalars and floats (arange)
   bool host_tensors = false;              // takes CPU tensors besides CUDA tensors (indices)
   std::unique_ptr<c10::OperatorHandle> out;     // writes into given tensors what `handle` returns
+  const OwnKernel* own = nullptr;
   const c10::SafeKernelFunction* meta = nullptr;  // torch's C++ Meta kernel
 
  private:
@@ -93,6 +108,35 @@ class Operator : public c10::OperatorKernel {
   std::mutex mutex_;
   std::unordered_map<Key, PredictionPointer, KeyHash> predictions_;
 };
+
+// Operators with a kernel of their own: what runs in place of a CPU kernel, on CPU tensors.
+struct OwnKernel {
+  std::string name;  // without aten::
+  c10::KernelFunction kernel;
+  bool random = false;  // takes seed_of_call()
+};
+using OwnKernels = std::vector<OwnKernel>;
+template <class Function>
+c10::KernelFunction host_kernel(Function* function) {
+  return c10::KernelFunction::makeFromUnboxedRuntimeFunction(function);
+}
+OwnKernels attention_kernels();
+OwnKernels normalization_kernels();
+OwnKernels recurrent_kernels();
+OwnKernels matrix_kernels();
+OwnKernels random_kernels();
+
+// Operators that need more than the general kernel on the host thread.
+using MakeKernel = torch::CppFunction (*)(const c10::OperatorHandle&);
+using HostParts = std::vector<std::pair<std::string, MakeKernel>>;
+template <class Kernel>
+MakeKernel host_part() {
+  return [](const c10::OperatorHandle& handle) {
+    return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(handle));
+  };
+}
+HostParts copy_parts();
+HostParts recurrent_parts();
 
 // metadata.cc. Describes the last parameters.size() values of a stack, and finds their device. Raises torch's error
 // where tensors are on several devices.
@@ -125,11 +169,9 @@ Output look(const at::Tensor& tensor);
 void run_now(const Operator& op, Stack* stack, c10::Device device);
 
 // random.cc
-struct Seed {
-  uint64_t seed = 0, offset = 0;
-};
 Seed take_seed(const c10::IValue& generator, c10::Device device);
 at::Generator generator_of(const Seed& seed);
+const Seed& seed_of_call();  // of the own kernel that runs on this thread
 
 // cost.cc
 void set_cost(const Operator& op, const Stack& stack, size_t begin, Prediction* prediction);

@@ -74,7 +74,14 @@ Prediction read(const Operator& op, const Stack& results, const Stack& arguments
   for (size_t index = 0; index < op.returns.size(); ++index) {
     if (op.returns[index].argument >= 0) continue;
     const c10::IValue& result = results[first + index];
-    prediction.lengths.push_back(result.isTensorList() ? static_cast<int>(result.toListRef().size()) : -1);
+    if (result.isTensorList()) {
+      prediction.lengths.push_back(static_cast<int>(result.toListRef().size()));
+    } else if (result.isTensor()) {
+      prediction.lengths.push_back(kOne);
+    } else {
+      prediction.lengths.push_back(kValue);
+      prediction.values.push_back(result);
+    }
     each_tensor(result, [&](const at::Tensor& tensor) { prediction.outputs.push_back(look(tensor)); });
   }
   if (op.out_variant) {
@@ -117,7 +124,6 @@ Prediction by_scratch(const Operator& op, const Stack& stack, size_t begin, Fill
       return stand_ins.of(tensor, [&](const at::Tensor& like) { return on_scratch(like, fill); });
     }));
   }
-  if (op.generator >= 0) arguments[op.generator] = generator_of({1, 0});
   if (op.out_variant) {  // its memory can grow
     for (size_t index = 0; index < op.parameters.size(); ++index) {
       if (!op.parameters[index].written) continue;
@@ -127,7 +133,7 @@ Prediction by_scratch(const Operator& op, const Stack& stack, size_t begin, Fill
     }
   }
   Stack results = arguments;
-  op.handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &results);
+  op.run(&results, Seed{1, 0}, /*into_outputs=*/false);
   return read(op, results, arguments);
 }
 

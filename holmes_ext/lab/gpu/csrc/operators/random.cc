@@ -2,6 +2,7 @@
 // operators do, so that get_rng_state, set_rng_state, fork_rng and recomputation hold. The numbers are those of a CPU
 // generator whose state is made from both; they are not Philox's.
 
+#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 
@@ -42,6 +43,35 @@ at::Generator generator_of(const Seed& seed) {
   at::Generator made = at::detail::createCPUGenerator(seed.seed);
   at::check_generator<at::CPUGeneratorImpl>(made)->set_engine(engine);
   return made;
+}
+
+namespace {
+
+std::tuple<at::Tensor, at::Tensor> dropped(const at::Tensor& input, double p, const at::Generator& generator) {
+  double kept = 1 - p;
+  at::Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(kept, generator);
+  return {input.mul(mask).mul_(kept == 0 ? 0. : 1. / kept), mask};
+}
+
+std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
+  if (train.has_value() && !*train) return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
+  return dropped(input, p, generator_of(seed_of_call()));
+}
+
+// p: here what is kept.
+std::tuple<at::Tensor, at::Tensor> fused_dropout(const at::Tensor& input, double p, std::optional<at::Generator>) {
+  auto [output, mask] = dropped(input, 1 - p, generator_of(seed_of_call()));
+  return {output, mask.to(at::kByte)};
+}
+
+at::Tensor masked_scale(const at::Tensor& self, const at::Tensor& mask, double scale) { return self.mul(mask).mul_(scale); }
+
+}  // namespace
+
+OwnKernels random_kernels() {
+  return {{"native_dropout", host_kernel(native_dropout), /*random=*/true},
+          {"_fused_dropout", host_kernel(fused_dropout), /*random=*/true},
+          {"_masked_scale", host_kernel(masked_scale)}};
 }
 
 }  // namespace operators

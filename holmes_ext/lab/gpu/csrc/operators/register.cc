@@ -2,8 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
-#include <torch/library.h>
 
+#include <map>
 #include <set>
 
 #include "operators.h"
@@ -16,10 +16,11 @@ namespace {
 const std::set<std::string> kTorchsOwn = {
     "empty.memory_format", "empty_strided", "_efficientzerotensor", "resize_", "set_", "set_.source_Storage",
     "set_.source_Storage_storage_offset", "set_.source_Tensor", "is_set_to", "record_stream", "_local_scalar_dense",
+    "_fused_sdp_choice",
 };
 
 // They have no kernel on the CUDA key, but what they call has, or takes the device from a table of its own.
-const std::set<std::string> kBesides = {"convolution", "convolution_backward"};
+const std::set<std::string> kBesides = {"convolution", "convolution_backward", "copy_"};
 
 // They read values on a GPU too, though no tag says so.
 const std::set<std::string> kReadValues = {"_unique", "equal", "nonzero_static"};
@@ -79,6 +80,19 @@ std::unique_ptr<c10::OperatorHandle> out_overload(const c10::OperatorHandle& han
   return nullptr;
 }
 
+const OwnKernel* own_kernel(const std::string& name) {
+  static const auto* kernels = [] {
+    auto* all = new std::map<std::string, OwnKernel>;
+    for (const OwnKernels& some : {attention_kernels(), normalization_kernels(), recurrent_kernels(), matrix_kernels(),
+                                   random_kernels()}) {
+      for (const OwnKernel& kernel : some) all->emplace(kernel.name, kernel);
+    }
+    return all;
+  }();
+  auto found = kernels->find(name);
+  return found == kernels->end() ? nullptr : &found->second;
+}
+
 bool has_tag(const c10::OperatorHandle& handle, at::Tag tag) {
   auto tags = handle.getTags();
   return std::find(tags.begin(), tags.end(), tag) != tags.end();
@@ -95,7 +109,6 @@ Operator::Operator(const c10::OperatorHandle& handle) : handle(handle), name(c10
   const std::string own = name.substr(name.find("::") + 2);
   for (const c10::Argument& argument : schema.arguments()) {
     Parameter parameter;
-    const std::string type = argument.type()->annotation_str();
     parameter.scalar = argument.real_type()->str().find("Scalar") != std::string::npos;
     parameter.written = argument.alias_info() && argument.alias_info()->isWrite();
     if (argument.type()->str().find("Generator") != std::string::npos) generator = static_cast<int>(parameters.size());
@@ -110,13 +123,15 @@ Operator::Operator(const c10::OperatorHandle& handle) : handle(handle), name(c10
       if (other && other->beforeSets() == one.alias_info()->beforeSets()) made.argument = static_cast<int>(index);
     }
     returns.push_back(made);
-    if (one.type()->kind() != c10::TypeKind::TensorType && !made.list) reads_values = true;
+    if (one.type()->kind() != c10::TypeKind::TensorType && !made.list) reads_values = !own_kernel(own);
   }
   reads_values = reads_values || has_tag(handle, at::Tag::data_dependent_output) ||
                  has_tag(handle, at::Tag::dynamic_output_shape) || kReadValues.count(own);
   scalar_values_count = generator >= 0 || kScalarValuesCount.count(own);
   host_tensors = kHostTensors.count(own) != 0;
-  out = out_overload(handle);
+  this->own = own_kernel(own);
+  random = generator >= 0 || (this->own && this->own->random);
+  if (!this->own) out = out_overload(handle);
   meta = meta_kernel(name);
 }
 
@@ -125,6 +140,8 @@ void install() {
   c10::WarningUtils::WarningHandlerGuard no_warning(&silent);  // that a kernel is registered over another
   auto& dispatcher = c10::Dispatcher::singleton();
   static auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  std::map<std::string, MakeKernel> host_parts;
+  for (const HostParts& parts : {copy_parts(), recurrent_parts()}) host_parts.insert(parts.begin(), parts.end());
   for (const c10::OperatorName& full : dispatcher.getAllOpNames()) {
     const std::string name = c10::toString(full);
     if (name.rfind("aten::", 0) != 0) continue;
@@ -132,7 +149,10 @@ void install() {
     const std::string own = name.substr(6);
     if (!handle || kTorchsOwn.count(own) || view(handle->schema())) continue;
     if (!handle->hasKernelForDispatchKey(c10::DispatchKey::CUDA) && !kBesides.count(own)) continue;
-    if (handle->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
+    auto part = host_parts.find(own);
+    if (part != host_parts.end()) {
+      library->impl(own.c_str(), part->second(*handle));
+    } else if (own_kernel(own) || handle->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
       library->impl(own.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Operator>(*handle)));
     } else {
       library->impl(own.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Refused>(name)));

@@ -43,10 +43,11 @@ void run_now(const Operator& op, Stack* stack, c10::Device device) {
       return written.back().second;
     }));
   }
-  if (op.generator >= 0) arguments[op.generator] = generator_of(take_seed((*stack)[begin + op.generator], device));
+  Seed seed;
+  if (op.random) seed = take_seed(op.generator >= 0 ? (*stack)[begin + op.generator] : c10::IValue(), device);
   {
     HostKernels guard;
-    op.handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments);
+    op.run(&arguments, seed, /*into_outputs=*/false);
   }
   for (auto& [tensor, stand_in] : written) {
     at::native::resize_output(tensor, stand_in.sizes());
