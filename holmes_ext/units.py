@@ -5,6 +5,7 @@ import re
 from holmes_ext.errors import HolmesError
 
 _RATE = re.compile(r"\s*([0-9.]+)\s*([kMGT]?)(?:b/s|bps|bit/s|bit)\s*")
+_SIZE = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kMGT]?)(i?)B\s*")
 _TIME = re.compile(r"\s*([0-9.]+)\s*(s|ms|us|ns)\s*")
 _SCALE = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
@@ -28,6 +29,16 @@ def parse_rate(value: object, where: str) -> int:
     if rate <= 0:
         raise HolmesError(f"{where}: a rate must be above 0, not {value!r}")
     return rate
+
+
+def parse_size(value: object, where: str) -> int:
+    """Bytes of `value`, such as "16GB" or "16GiB"."""
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise HolmesError(f"{where}: {value!r:.80} is not a size; write for example \"16GB\"")
+    prefix: int = "_kMGT".index(match[2] or "_")
+    scale: int = (1024 if match[3] else 1000) ** prefix
+    return round(float(match[1]) * scale)
 
 
 def parse_seconds(value: object, where: str) -> float:

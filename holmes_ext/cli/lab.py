@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from holmes_ext.cli import lab_gpu
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.doctor.command import split_command
@@ -46,13 +47,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     start.add_argument("--processes", type=int, metavar="N", help="processes for each node (default: the file's)")
     start.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable in every process")
     start.add_argument("--preload", metavar="M,N", help="import these modules once and fork every rank (python)")
-    start.add_argument("--accelerator", metavar="JSON", help='emulate a GPU: {"flops": 5e9, "classes": ["Block"]}')
+    start.add_argument("--accelerator", metavar="JSON",
+                       help='emulate a GPU\'s speed: {"flops": 5e9, "classes": ["Block"]}; with --gpu {"flops": 5e9,'
+                       ' "bytes": 2e9, "sms": 108}')
     start.add_argument("--sysctl", action="append", default=[], metavar="K=V",
                        help="a kernel setting (sysctl) of every node's network")
     start.add_argument("--realtime", action="store_true", help="run the ranks under SCHED_RR where permitted")
     start.add_argument("--logs", type=Path, metavar="DIR", help="write each rank's output to DIR/rankN.log")
     start.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds (status 124)")
     start.add_argument("--quiet", action="store_true", help="only rank 0's output; of others the end, when they fail")
+    lab_gpu.add_options(start)
     start.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND",
                        help="what every process runs: python train.py ARGUMENTS")
 
@@ -89,10 +93,15 @@ def _run(args: argparse.Namespace) -> int:
     order = interleave(spec) if args.interleave else args.order.split(",") if args.order else None
     preload = args.preload.split(",") if args.preload else ()
     sysctl = dict(_key_value(text, "--sysctl") for text in args.sysctl)
+    gpus = lab_gpu.gpus_of(args, command, env)
+    accelerator = None if gpus else _configuration(args.accelerator)
+    options = {"processes": args.processes, "env": env, "preload": preload, "logs": args.logs, "timeout": args.timeout}
     with Lab(spec, args.scale, realtime=args.realtime, sysctl=sysctl) as lab:
         printer = _Printer(args.quiet, _labels(lab, spec, order, args.processes))
-        result = lab.run(command, order=order, processes=args.processes, env=env, preload=preload, logs=args.logs,
-                         accelerator=_configuration(args.accelerator), timeout=args.timeout, on_line=printer)
+        if gpus:
+            result = lab_gpu.run(lab, command, args, gpus, printer, order=order, **options)
+        else:
+            result = lab.run(command, order=order, accelerator=accelerator, on_line=printer, **options)
     if result.emulated:
         print("holmes lab: an emulated accelerator made the timings of this run", file=sys.stderr)
     if args.timeout is not None and result.returncode == 124 and result.first_failed is None:

@@ -40,6 +40,8 @@ KEYS = (
     Key("[[cluster]]", "nodes", _LIST, "", 'host names; `"gpu[00-15]"` stands for sixteen'),
     Key("[[cluster]]", "rate", _RATE, "none with kind ethernet",
         "of one node, all its fast NICs together, each way: eight HCAs of 200 Gb/s are `\"1600Gb/s\"`"),
+    Key("[[cluster]]", "rails", "a number", "1",
+        "for `holmes lab`: fast NICs of each node, which share its rate; a real node's are found"),
     Key("[[cluster]]", "processes", "a number", "1", "of each node, one a GPU"),
     Key("[[cluster]]", "fabric", "a text", "the cluster's name", "clusters that name the same fabric can talk over it"),
     Key("[[cluster]]", "latency", _TIME, _WAITS, "of a message on its fabric"),

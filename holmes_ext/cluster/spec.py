@@ -37,11 +37,13 @@ VERSIONS = (1, 2)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _RANGE = re.compile(r"(.*)\[([0-9]{1,18})-([0-9]{1,18})\](.*)")
 MAX_NODES = 100_000
+MAX_RAILS = 8
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """One `[[cluster]]`. Rates in bits/s for each node (uplink_bps: of all of them, 0 without), latency in seconds."""
+    """One `[[cluster]]`. Rates in bits/s for each node (uplink_bps: of all of them, 0 without), latency in seconds;
+    rails: fast NICs of each node, for the lab."""
 
     name: str
     kind: str
@@ -56,6 +58,7 @@ class ClusterSpec:
     accelerator: Accelerator = Accelerator()
     net: str = ""
     uplink_bps: int = 0
+    rails: int = 1
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class SiteSpec:
     def digest(self) -> str:
         """sha256 (hex) of what the file says; the file's name, its comments and what was measured do not count."""
         content: list[object] = [self.ethernet_rate_bps, self.ethernet_latency_s, self.ethernet_interface]
-        beside = ("accelerator", "uplink_bps", "net")
+        beside = ("accelerator", "uplink_bps", "net", "rails")
         content += [{key: value for key, value in vars(c).items() if key not in beside} for c in self.clusters]
         content += [[node, vars(override)] for node, override in sorted(self.overrides.items())]
         content += [asdict(self.wan)] if self.wan else []
@@ -174,6 +177,9 @@ def _cluster(table: Table) -> ClusterSpec:
         accelerator=Accelerator(flops, memory, table.rate("nvlink", required=False)))
     if not 1 <= cluster.processes <= 1024:
         raise HolmesError(f"{table.at('processes')}: {cluster.processes} processes for each node; it must be 1 to 1024")
+    if not 1 <= cluster.rails <= MAX_RAILS or kind == "ethernet" and "rails" in table.values:
+        raise HolmesError(f"{table.at('rails')}: {cluster.rails} fast NICs of each node; 1 to {MAX_RAILS}, and with kind"
+                          " 'ethernet' none")
     if cluster.net and fabric == "ethernet":
         raise HolmesError(f"{table.at('net')}: a cluster without a fast fabric goes over NCCL's sockets; remove it")
     if "net" in table.values and not (cluster.net.isprintable() and 0 < len(cluster.net) <= 64):

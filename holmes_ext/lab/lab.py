@@ -18,6 +18,7 @@ from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import state
 from holmes_ext.lab.emulate.accelerator import VARIABLE as ACCELERATOR
+from holmes_ext.lab.gpu.job import OF_TEMPLATE, Gpus
 from holmes_ext.lab.network import crossing, sysfs_tree
 from holmes_ext.lab.network import shaping as network
 from holmes_ext.lab.process import ranks, wire, zygote
@@ -87,20 +88,26 @@ class Lab:
     def start(self, command: Sequence[str], *, order: Sequence[str] | None = None, processes: int | None = None,
               env: Mapping[str, str] | None = None, preload: Sequence[str] = (), timeout: float | None = None,
               on_line: OnLine | None = None, logs: Path | None = None, accelerator: Mapping[str, Any] | None = None,
-              grace: float = 5.0, cwd: str | Path | None = None) -> Job:
+              grace: float = 5.0, cwd: str | Path | None = None, gpus: Gpus | None = None) -> Job:
         """Start `command` once for each process; the Job has pids, poll, wait and kill.
 
         order: the nodes in the launcher's order, default the file's (some of them: a smaller job); processes: of each
         node, default the file's; env: on top of this process's environment; preload: modules imported once, then every
         rank is forked (`command` must be python SCRIPT or python -m MODULE); timeout in seconds (returncode 124);
         on_line(rank, line, "stdout" or "stderr") is called in a thread; logs: a directory for rank0.log, ...;
-        accelerator: configuration of lab.emulate.accelerator; grace: seconds that others get when one fails.
+        accelerator: configuration of lab.emulate.accelerator; grace: seconds that others get when one fails; gpus: the
+        emulated GPUs that the ranks find (Job.watch: where they tell what they do).
         """
         nodes = list(self.nodes) if order is None else [self._node(name) for name in order]
         ranks.check_order(nodes)
         count = ranks.processes_for_each(nodes, processes, self.spec.source)
         common, emulated = ranks.common_environment(env or {}, accelerator)
-        directory = str(cwd or os.getcwd())
+        port, directory, watch = next(self._ports), str(cwd or os.getcwd()), None
+        if gpus is not None:
+            total, holmes = gpus.check(count, len(nodes) * count, common), ranks.asks_for_holmes(command, common)
+            watch = self.directory / "gpu" / str(port)
+            watch.mkdir(parents=True)
+            common |= gpus.environment(common, total, nodes, holmes, watch)
         argv, zygote_control = list(command), None
         if preload:
             found = zygote.script_of(argv)
@@ -109,12 +116,13 @@ class Lab:
                 raise HolmesError(f"--preload: the command must be {wanted}, not {' '.join(argv[:2])!r}")
             argv = found[1]
             zygote_control = self._zygote(found[0], tuple(preload), common, directory)
-        port = next(self._ports)
         same = {"argv": argv, "cwd": directory, "realtime": self.realtime}
         messages: list[dict[str, Any]] = []
         for rank in range(len(nodes) * count):
             node = nodes[rank // count]
-            env = {**common, **ranks.rank_environment(nodes, rank, count, port), **self._places(node)}
+            env = {**common, **ranks.rank_environment(nodes, rank, count, port), **self._places(node),
+                   "HOLMES_LAB_RANK": str(rank)}
+            env |= gpus.clock.variables(node.cluster) if gpus else {}
             messages.append({"rank": rank, "holder": self._pids[node.name][0], "env": env, **same})
         ours, theirs = wire.pair()
         try:
@@ -123,7 +131,7 @@ class Lab:
             else:
                 wire.send(zygote_control, {}, [theirs.fileno()])
             theirs.close()
-            return Job(messages, ours, on_line, logs and Path(logs), timeout, grace, emulated)
+            return Job(messages, ours, on_line, logs and Path(logs), timeout, grace, emulated, watch)
         except OSError as error:  # --logs cannot be written, too many open files, a long environment, a dead zygote
             raise HolmesError(f"lab: the job cannot be started: {error}") from None
 
@@ -210,9 +218,10 @@ class Lab:
         hosts, nsswitch = self.directory / "hosts", self.directory / "nsswitch.conf"
         hosts.write_text(network.hosts_file(self.nodes))
         nsswitch.write_text("passwd: files\ngroup: files\nhosts: files\n")  # no name server can be reached from a node
+        rails = network.RAILS_SYSCTL if any(len(node.nics) > 2 for node in self.nodes) else {}
         for node in self.nodes:
             answer = self._ask("node", name=node.name, hosts=str(hosts), nsswitch=str(nsswitch),
-                               sysctl=dict(self.sysctl))
+                               sysctl={**rails, **self.sysctl})
             self._pids[node.name] = tuple(answer["pids"])
             sysfs_tree.write_tree(self.sysfs(node.name), node)
         batches = {_SWITCH: network.switch_batches(self.nodes, {name: pids[1] for name, pids in self._pids.items()})}
@@ -233,8 +242,10 @@ class Lab:
 
     def _zygote(self, interpreter: str, modules: tuple[str, ...], env: dict[str, str], directory: str) -> socket.socket:
         """The control socket of a Python with `modules` imported in that environment; started when first needed."""
-        env = {name: value for name, value in env.items()
-               if name == ACCELERATOR or not name.startswith(("HOLMES", "GLOO_", "NCCL_"))}  # each rank's own
+        env = {name: value for name, value in env.items() if name in (ACCELERATOR, *OF_TEMPLATE)
+               or not name.startswith(("HOLMES", "GLOO_", "NCCL_"))}  # each rank's own
+        if OF_TEMPLATE[0] in env:
+            env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else a module that counts GPUs when imported forbids the fork
         key = (interpreter, modules, tuple(sorted(env.items())), directory)
         if key not in self._zygotes:
             ours, theirs = wire.pair()

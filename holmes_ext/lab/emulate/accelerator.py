@@ -36,7 +36,8 @@ from holmes_ext.errors import HolmesError
 
 VARIABLE = "HOLMES_LAB_ACCELERATOR"
 MARKER = "HOLMES_LAB_EMULATED"
-_SITE = str(Path(__file__).parent / "site")
+#: On PYTHONPATH where something is emulated inside the ranks.
+SITE = str(Path(__file__).parent / "site")
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def add_to_environment(env: MutableMapping[str, str]) -> None:
     """Let every Python that is started with `env` install what env[HOLMES_LAB_ACCELERATOR] says."""
     load(env[VARIABLE])
     env[MARKER] = "1"
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [_SITE, env.get("PYTHONPATH", "")]))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [SITE, env.get("PYTHONPATH", "")]))
 
 
 _listeners: list[Callable[[str, float, float], None]] = []

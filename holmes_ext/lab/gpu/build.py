@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Event
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab.gpu.recipes import HERE, MADE, Component, Step
+from holmes_ext.lab.gpu.recipes import HERE, MADE, BuildUnit, BuildStep
 
 VARIABLE = "HOLMES_GPU_CACHE"
 #: Told (commands done, commands in all, what was made last).
@@ -34,8 +34,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get(VARIABLE) or Path(base, "holmes_ext", "gpu")).absolute()
 
 
-def build(components: Sequence[Component], cache: Path, on_progress: OnProgress = lambda *_: None) -> dict[str, Path]:
-    """Component -> its folder. Builds those that are not in the cache, in the given order where one links another.
+def build(components: Sequence[BuildUnit], cache: Path, on_progress: OnProgress = lambda *_: None) -> dict[str, Path]:
+    """BuildUnit -> its folder. Builds those that are not in the cache, in the given order where one links another.
     HolmesError with the compiler's first error."""
     built = {one.name: cache / one.folder for one in components}
     if all(folder.is_dir() for folder in built.values()):
@@ -72,7 +72,7 @@ class _locked:
         self.file.close()
 
 
-def _build_all(missing: Sequence[Component], folders: dict[str, Path], on_progress: OnProgress) -> None:
+def _build_all(missing: Sequence[BuildUnit], folders: dict[str, Path], on_progress: OnProgress) -> None:
     for one in missing:
         (folders[one.name] / "objects").mkdir(parents=True, exist_ok=True)
         one.prepare(folders[one.name])
@@ -81,7 +81,7 @@ def _build_all(missing: Sequence[Component], folders: dict[str, Path], on_progre
     links = [(step, folders[one.name]) for one in missing for step in one.links(folders)]
     total, done, failed = len(compiles) + len(links), 0, Event()
 
-    def run(item: tuple[Step, Path]) -> None:
+    def run(item: tuple[BuildStep, Path]) -> None:
         nonlocal done
         if failed.is_set():
             return
@@ -106,7 +106,7 @@ def _build_all(missing: Sequence[Component], folders: dict[str, Path], on_progre
         run(item)
 
 
-def _run(step: Step, folder: Path) -> None:
+def _run(step: BuildStep, folder: Path) -> None:
     target = folder / step.makes
     draft = target.with_name(f"{target.name}.{os.getpid()}.draft")
     argv = [word.replace(MADE, str(draft)).replace(HERE, str(folder)) for word in step.argv]
@@ -124,7 +124,7 @@ def _run(step: Step, folder: Path) -> None:
     draft.rename(target)
 
 
-def _publish(component: Component, part: Path, target: Path) -> None:
+def _publish(component: BuildUnit, part: Path, target: Path) -> None:
     """Keep its products only, and give it its name."""
     for path in part.iterdir():
         if path.name not in component.products:
@@ -132,7 +132,7 @@ def _publish(component: Component, part: Path, target: Path) -> None:
     part.rename(target)
 
 
-def _forget(components: Sequence[Component], cache: Path) -> None:
+def _forget(components: Sequence[BuildUnit], cache: Path) -> None:
     """Remove what other versions of holmes, torch or NCCL left here and nobody used for a month."""
     names = {one.name for one in components}
     for path in cache.iterdir():

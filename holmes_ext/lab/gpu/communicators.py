@@ -1,4 +1,4 @@
-"""The communicators of a job, as NCCL made them: who is in each, and which network it chose (csrc/nccl/communicators.cc)."""
+"""The communicators of a job, as NCCL made them: who is in each, on which network (csrc/nccl/communicators.cc)."""
 
 from __future__ import annotations
 

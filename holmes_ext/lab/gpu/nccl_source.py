@@ -47,8 +47,8 @@ def find_nccl(given: str | None, cache: Path, wanted: str = TRIED[2]) -> NcclSou
     last = cache / _LAST
     where = given or os.environ.get(VARIABLE) or (last.read_text().strip() if last.exists() else "")
     if not where:
-        raise HolmesError(f"--gpu builds NCCL's host code from its source: git clone -b v{wanted}-1 {REPOSITORY}, then give"
-                          f" the folder to --nccl-source or {VARIABLE}")
+        raise HolmesError(f"--gpu builds NCCL's host code from its source: git clone -b v{wanted}-1 {REPOSITORY}, then"
+                          f" give the folder to --nccl-source or {VARIABLE}")
     path = Path(where).resolve()
     if not path.exists():
         raise HolmesError(f"{where}: there is no such NCCL source; git clone -b v{wanted}-1 {REPOSITORY}")
@@ -67,8 +67,8 @@ def _read(folder: Path, where: str) -> NcclSource:
     major, minor, patch = map(int, numbers)
     known = [tuple(map(int, one.split("."))) for one in TRIED]
     if (major, minor) not in [one[:2] for one in known]:
-        raise HolmesError(f"{where} is NCCL {major}.{minor}.{patch}; the emulated GPU takes {', '.join(TRIED)}: git -C {where}"
-                          f" checkout v{TRIED[2]}-1")
+        raise HolmesError(f"{where} is NCCL {major}.{minor}.{patch}; the emulated GPU takes {', '.join(TRIED)}: git -C"
+                          f" {where} checkout v{TRIED[2]}-1")
     return NcclSource(folder, (major, minor, patch), digest_of_tree(folder / "src"))
 
 

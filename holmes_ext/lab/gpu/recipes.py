@@ -28,11 +28,12 @@ MADE, HERE = "{made}", "{here}"
 #: Functions that csrc/nccl stands around: of NCCL, as the compiler writes their signatures (2.27 to 2.30), and of libc.
 _WRAPPED = ("_Z16ncclLaunchKernelP8ncclCommP14ncclKernelPlan", "_Z17ncclTopoTuneModelP8ncclCommiiPP13ncclTopoGraph",
             "_Z13bootstrapRecvPviiS_i", "sched_yield", "recv", "accept")
-_STANDALONE = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")  # it must not bring its own into a program
+# What is loaded before a program brings no C++ library of its own into it.
+_STANDALONE = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,libstdc++.a:libgcc.a:libgcc_eh.a")
 
 
 @dataclass(frozen=True)
-class Step:
+class BuildStep:
     """One command. makes: a file of the component's folder; weight: bytes of its source, to begin with the longest."""
 
     makes: str
@@ -42,15 +43,15 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Component:
-    """prepare(folder) writes what is generated; compiles(folder) are the commands after that, in any order; links(built)
-    those after all of them, in order, built: component -> its folder; products: what is kept."""
+class BuildUnit:
+    """prepare(folder) writes what is generated; compiles(folder) are the commands after that, in any order;
+    links(built) those after all of them, in order, built: component -> its folder; products: what is kept."""
 
     name: str
     digest: str
     products: tuple[str, ...]
-    compiles: Callable[[Path], list[Step]]
-    links: Callable[[dict[str, Path]], list[Step]]
+    compiles: Callable[[Path], list[BuildStep]]
+    links: Callable[[dict[str, Path]], list[BuildStep]]
     prepare: Callable[[Path], None] = field(default=lambda folder: None)
 
     @property
@@ -58,18 +59,19 @@ class Component:
         return f"{self.name}-{self.digest[:16]}"
 
 
-def runtime(compiler: Compiler, cuda: tuple[int, int]) -> Component:
-    flags = ("-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", *_version(cuda), f"-I{CSRC}/include")
+def runtime(compiler: Compiler, cuda: tuple[int, int]) -> BuildUnit:
+    flags = ("-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", *_version(cuda), f"-I{CSRC}/include",
+             f"-I{CSRC}/runtime")
     cudart, sources = f"libcudart.so.{cuda[0]}", sorted((CSRC / "runtime").glob("*.cc"))
 
     def prepare(folder: Path) -> None:
         text = (CSRC / "runtime" / "exports.map").read_text()
         (folder / "exports.map").write_text(text.replace("MAJOR", str(cuda[0])))
 
-    def compiles(folder: Path) -> list[Step]:
+    def compiles(folder: Path) -> list[BuildStep]:
         return [_compile(compiler, source, flags) for source in sources]
 
-    def links(built: dict[str, Path]) -> list[Step]:
+    def links(built: dict[str, Path]) -> list[BuildStep]:
         objects = [f"{HERE}/{_object(source)}" for source in sources]
         exports = f"-Wl,--version-script={HERE}/exports.map"
         steps = [_link(compiler, cudart, [*objects, exports, "-lpthread", "-ldl"])]
@@ -77,28 +79,29 @@ def runtime(compiler: Compiler, cuda: tuple[int, int]) -> Component:
             steps.append(_link(compiler, soname, [*flags, source, f"{HERE}/{cudart}"]))
         return steps
 
-    digest = _digest(compiler, flags, digest_of_tree(CSRC, "runtime/*", "driver/*", "include/**/*"))
-    return Component("runtime", digest, (cudart, "libcuda.so.1", "libnvidia-ml.so.1"), compiles, links, prepare)
+    digest = _digest(compiler, flags, _STANDALONE, digest_of_tree(CSRC, "runtime/*", "driver/*", "include/**/*"))
+    return BuildUnit("runtime", digest, (cudart, "libcuda.so.1", "libnvidia-ml.so.1"), compiles, links, prepare)
 
 
-def operators(compiler: Compiler, torch: TorchBuild) -> Component:
+def operators(compiler: Compiler, torch: TorchBuild) -> BuildUnit:
     headers = torch.folder / "include"
     flags = ("-std=c++20", "-O2", "-g1", "-fPIC", "-w", *_version(torch.cuda), f"-I{CSRC}/include", f"-I{CSRC}/runtime",
              f"-isystem{headers}", f"-isystem{headers}/torch/csrc/api/include")
     sources = sorted((CSRC / "operators").glob("*.cc"))
 
-    def compiles(folder: Path) -> list[Step]:
+    def compiles(folder: Path) -> list[BuildStep]:
         return [_compile(compiler, source, flags) for source in sources]
 
-    def links(built: dict[str, Path]) -> list[Step]:
+    def links(built: dict[str, Path]) -> list[BuildStep]:
         libraries = [f"-l{name}" for name in ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")]
         cudart = built["runtime"] / f"libcudart.so.{torch.cuda[0]}"
         objects = [f"{HERE}/{_object(source)}" for source in sources]
         return [_link(compiler, "libholmes_operators.so", [*objects, f"-L{torch.folder}/lib", *libraries, str(cudart)],
                       standalone=False)]
 
-    digest = _digest(compiler, flags, torch.digest, digest_of_tree(CSRC, "operators/*", "runtime/*.h", "include/**/*"))
-    return Component("operators", digest, ("libholmes_operators.so",), compiles, links)
+    digest = _digest(compiler, flags, torch.digest, digest_of_tree(CSRC, "operators/*", "runtime/*.h", "include/**/*"),
+                     outside=torch.folder)
+    return BuildUnit("operators", digest, ("libholmes_operators.so",), compiles, links)
 
 
 def _nccl_flags(source: NcclSource, cuda: tuple[int, int]) -> tuple[str, ...]:
@@ -124,32 +127,34 @@ def _write_headers(source: NcclSource, folder: Path) -> None:
         '#define NCCL_GIT_BRANCH ""\n#define NCCL_GIT_COMMIT_HASH ""\n')
 
 
-def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> Component:
+def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> BuildUnit:
     flags, src = (*_nccl_flags(source, cuda), "-O1"), source.folder / "src"
     others = {"device", "windows"}  # the device side is ours
     programs = {"ras/client.cc", "param/ncclparam.cc", "enhcompat.cc"}
     names = [path.relative_to(src) for path in src.rglob("*.cc")]
     names = [name for name in names if name.parts[0] not in others and str(name) not in programs
-             and "windows" not in name.name]  # fmt: skip
+             and "windows" not in name.name and not name.stem.endswith("_stub")]  # fmt: skip
     names += [path.relative_to(src) for path in src.glob("**/doca-gpunetio/src/*.cpp")]
     files = [src / name for name in sorted(names)]
 
-    def compiles(folder: Path) -> list[Step]:
+    def compiles(folder: Path) -> list[BuildStep]:
         return [_compile(compiler, file, flags, src) for file in files]
 
-    def links(built: dict[str, Path]) -> list[Step]:
-        return [Step("libnccl_host.a", ("ar", "rcs", MADE, *(f"{HERE}/{_object(file, src)}" for file in files)))]
+    def links(built: dict[str, Path]) -> list[BuildStep]:
+        return [BuildStep("libnccl_host.a", ("ar", "rcs", MADE, *(f"{HERE}/{_object(file, src)}" for file in files)))]
 
-    digest = _digest(compiler, flags, source.digest, digest_of_tree(CSRC, "include/**/*"))
-    return Component("nccl-host", digest, ("libnccl_host.a",), compiles, links,
+    digest = _digest(compiler, flags, source.digest, files, digest_of_tree(CSRC, "include/**/*"),
+                     outside=source.folder)
+    return BuildUnit("nccl-host", digest, ("libnccl_host.a",), compiles, links,
                      lambda folder: _write_headers(source, folder))  # fmt: skip
 
 
-def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> Component:
+def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> BuildUnit:
     src, cudart = source.folder / "src", f"libcudart.so.{cuda[0]}"
-    flags = (*_nccl_flags(source, cuda), "-O2", "-march=native", f"-I{CSRC}/nccl", f"-I{CSRC}/runtime", f"-I{src}/device",
-             f"-I{HERE}/generated")
-    own = [*sorted((CSRC / "nccl").glob("*.cc")), CSRC / "runtime" / "text.cc"]
+    flags = (*_nccl_flags(source, cuda), "-O2", "-march=native", f"-I{CSRC}/nccl", f"-I{CSRC}/runtime",
+             f"-I{src}/device", f"-I{HERE}/generated")
+    library = [*sorted((CSRC / "nccl").glob("*.cc")), CSRC / "runtime" / "text.cc"]
+    plugin, check = sorted((CSRC / "net").glob("*.cc")), [CSRC / "check" / "nccl_check.cc"]
 
     def prepare(folder: Path) -> None:
         _write_headers(source, folder)
@@ -158,24 +163,29 @@ def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> Compo
         if done.returncode:
             raise HolmesError(f"NCCL {source.name}: its generators fail: {' '.join(done.stderr.split())[-300:]}")
 
-    def files(folder: Path) -> list[Path]:
-        return [*own, *sorted((folder / "generated").glob("**/*.cc"))]
+    def generated(folder: Path) -> list[Path]:
+        return sorted((folder / "generated").glob("**/*.cc"))
 
-    def compiles(folder: Path) -> list[Step]:
-        return [_compile(compiler, file, flags, file.parent) for file in files(folder)]
+    def compiles(folder: Path) -> list[BuildStep]:
+        made = [_compile(compiler, file, flags, folder) for file in generated(folder)]
+        return made + [_compile(compiler, file, flags) for file in (*library, *plugin, *check)]
 
-    def links(built: dict[str, Path]) -> list[Step]:
-        objects = [f"{HERE}/{_object(file, file.parent)}" for file in files(built["nccl"])]
+    def links(built: dict[str, Path]) -> list[BuildStep]:
+        objects = [f"{HERE}/{_object(file)}" for file in library]
+        objects += [f"{HERE}/{_object(file, built['nccl'])}" for file in generated(built["nccl"])]
+        whole = ["-Wl,--whole-archive", str(built["nccl-host"] / "libnccl_host.a"), "-Wl,--no-whole-archive"]
         wraps = [f"-Wl,--wrap={name}" for name in _WRAPPED]
-        exports = src / "libnccl.map"
-        library = [*objects, "-Wl,--whole-archive", str(built["nccl-host"] / "libnccl_host.a"), "-Wl,--no-whole-archive",
-                   *wraps, *([f"-Wl,--version-script={exports}"] if exports.exists() else []), "-Wl,--no-undefined",
-                   str(built["runtime"] / cudart), "-lpthread", "-lrt", "-ldl"]
-        plugin = [*flags, *(str(path) for path in sorted((CSRC / "net").glob("*.cc")))]
-        return [_link(compiler, "libnccl.so.2", library), _link(compiler, "libnccl-net-holmes.so", plugin)]
+        exports = [f"-Wl,--version-script={file}" for file in src.glob("libnccl.map")]
+        system = [str(built["runtime"] / cudart), "-lpthread", "-lrt", "-ldl"]
+        checked = (f"{HERE}/{_object(check[0])}", "-o", MADE, f"{HERE}/libnccl.so.2", *system)
+        return [_link(compiler, "libnccl.so.2", [*objects, *whole, *wraps, *exports, "-Wl,--no-undefined", *system]),
+                _link(compiler, "libnccl-net-holmes.so", [f"{HERE}/{_object(file)}" for file in plugin]),
+                BuildStep("nccl_check", (*compiler.command, *checked))]
 
-    digest = _digest(compiler, flags, source.digest, digest_of_tree(CSRC, "nccl/*", "net/*", "runtime/*", "include/**/*"))
-    return Component("nccl", digest, ("libnccl.so.2", "libnccl-net-holmes.so"), compiles, links, prepare)
+    digest = _digest(compiler, flags, _STANDALONE, _WRAPPED, source.digest,
+                     digest_of_tree(CSRC, "nccl/*", "net/*", "check/*", "runtime/*", "include/**/*"),
+                     outside=source.folder)
+    return BuildUnit("nccl", digest, ("libnccl.so.2", "libnccl-net-holmes.so", "nccl_check"), compiles, links, prepare)
 
 
 def _version(cuda: tuple[int, int]) -> tuple[str]:
@@ -186,16 +196,17 @@ def _object(source: Path, base: Path = CSRC) -> str:
     return "objects/" + str(source.relative_to(base)).replace("/", "_") + ".o"
 
 
-def _compile(compiler: Compiler, source: Path, flags: Sequence[str], base: Path = CSRC) -> Step:
+def _compile(compiler: Compiler, source: Path, flags: Sequence[str], base: Path = CSRC) -> BuildStep:
     argv = (*compiler.command, *flags, "-c", str(source), "-o", MADE)
-    return Step(_object(source, base), argv, source.stat().st_size, base)
+    return BuildStep(_object(source, base), argv, source.stat().st_size, base)
 
 
-def _link(compiler: Compiler, soname: str, arguments: Sequence[str], standalone: bool = True) -> Step:
+def _link(compiler: Compiler, soname: str, arguments: Sequence[str], standalone: bool = True) -> BuildStep:
     own = _STANDALONE if standalone else ()
-    return Step(soname, (*compiler.command, "-shared", "-o", MADE, f"-Wl,-soname,{soname}", *arguments, *own))
+    return BuildStep(soname, (*compiler.command, "-shared", "-o", MADE, f"-Wl,-soname,{soname}", *arguments, *own))
 
 
-def _digest(compiler: Compiler, *parts: object) -> str:
-    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    return hashlib.sha256("\0".join(map(str, (compiler, recipe, *parts))).encode()).hexdigest()
+def _digest(*parts: object, outside: Path | None = None) -> str:
+    """Of all parts, wherever holmes and `outside` lie."""
+    text = "\0".join(map(str, parts)).replace(str(CSRC), "csrc")
+    return hashlib.sha256((text.replace(str(outside), "outside") if outside else text).encode()).hexdigest()

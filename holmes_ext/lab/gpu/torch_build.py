@@ -26,8 +26,8 @@ _ADVICE = "PIP_CONFIG_FILE=/dev/null pip install torch==2.13.0 (5 GB), or `make 
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """python: the interpreter that imports it; folder: of the package; cuda: (major, minor); digest: of what its headers
-    and libraries are."""
+    """python: the interpreter that imports it; folder: of the package; cuda: (major, minor); digest: which build of
+    torch it is."""
 
     python: str
     folder: Path
@@ -67,15 +67,16 @@ def find_torch(python: str, environ: Mapping[str, str]) -> TorchBuild:
         raise HolmesError(f"--gpu: {python} has no torch; install its CUDA build: {_ADVICE}")
     folder = Path(origin).parent
     text = (folder / "version.py").read_text()
-    said = {name: value for name, value in re.findall(r"^(\w+)(?:: .*?)? = '(.*?)'", text, re.MULTILINE)}
+    said = dict(re.findall(r"^(\w+)(?:: .*?)? = '(.*?)'", text, re.MULTILINE))
     if "cuda" not in said:
-        raise HolmesError(f"--gpu: the torch of {python} ({said.get('__version__')}) is built for the CPU only; install its"
-                          f" CUDA build: {_ADVICE}")
+        raise HolmesError(f"--gpu: the torch of {python} ({said.get('__version__')}) is built for the CPU only; install"
+                          f" its CUDA build: {_ADVICE}")
     major, minor = map(int, said["cuda"].split(".")[:2])
     version = said["__version__"]
     short = ".".join(version.split(".")[:2])
     if (short, major) not in TRIED and os.environ.get(UNTRIED) != "1":
         tried = " and ".join(f"{one} with CUDA {cuda}" for one, cuda in TRIED)
-        raise HolmesError(f"--gpu: torch {version} with CUDA {said['cuda']} was not tried; {tried} were. {UNTRIED}=1 runs"
-                          " it all the same")
-    return TorchBuild(executable, folder, version, (major, minor), f"{version} {said['cuda']} {said.get('git_version')}")
+        raise HolmesError(f"--gpu: torch {version} with CUDA {said['cuda']} was not tried; {tried} were. {UNTRIED}=1"
+                          " runs it all the same")
+    digest = f"{version} {said['cuda']} {said.get('git_version')}"
+    return TorchBuild(executable, folder, version, (major, minor), digest)

@@ -2,6 +2,7 @@
 
     node a0 [eth0]--veth--[e0]  bridge "eth" in the switch namespace   10.77.0.0/16, every node
             [ib0 ]--veth--[f0]  bridge "fab0" (fabric "a")             10.100.0.0/16, the fabric's nodes
+            [ib1 ]--veth--[f0r1]  the same, for a second rail
 
 Both ends of each veth are shaped with tbf: the node's egress and the switch port's egress (what the node receives).
 Where the file describes the network between clusters, each has an Ethernet of its own (lab/network/crossing.py).
@@ -22,7 +23,10 @@ MTU = 1500
 TBF_LATENCY_MS = 20  # with less, several senders to one receiver lose packets
 _FRAME_BYTES, _PAYLOAD_BYTES = MTU + 14, MTU - 52  # Ethernet; IPv4 and TCP with timestamps
 WIRE = _FRAME_BYTES / _PAYLOAD_BYTES
-_NAMES = {"ethernet": "eth0", "ib": "ib0", "roce": "roce0"}
+_NAMES = {"ethernet": "eth", "ib": "ib", "roce": "roce"}
+#: Of a node's network where several NICs are in one subnet: each answers for its own address only.
+RAILS_SYSCTL = {"net.ipv4.conf.all.arp_ignore": "1", "net.ipv4.conf.all.arp_announce": "2",
+                "net.ipv4.conf.all.rp_filter": "0", "net.ipv4.conf.default.rp_filter": "0"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class LabNic:
     """One emulated NIC.
 
     rate_bps: bits/s each way as shaped; nominal_bps: as cluster.toml says, which is what its sysfs shows; port: its
-    other end in the switch namespace; number: of its fabric among the fast ones (0: Ethernet); hca: RDMA device.
+    other end in the switch namespace; number: of its fabric among the fast ones (0: Ethernet); hca: RDMA device; rail:
+    its number among the fast NICs of its node.
     """
 
     name: str
@@ -45,11 +50,12 @@ class LabNic:
     number: int = 0
     hca: str = "mlx5_0"
     prefix: int = 16
+    rail: int = 0
 
 
 @dataclass(frozen=True)
 class LabNode:
-    """A node of the lab; `nics` has eth0 first, then the fast NIC if its cluster has one. `index` counts from 0."""
+    """A node of the lab; `nics` has eth0 first, then its cluster's fast NICs, if it has any. `index` counts from 0."""
 
     name: str
     cluster: str
@@ -88,19 +94,21 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
                 nics[0] = replace(nics[0], address=own, bridge=crossing.bridge(site), prefix=crossing.PREFIX)
             if cluster.fabric != ETHERNET:
                 number = fabrics.index(cluster.fabric)
-                nics.append(_nic(index, cluster.kind, cluster.fabric, number, cluster.rate_bps, scale))
+                rate = cluster.rate_bps // cluster.rails
+                nics += [_nic(index, cluster.kind, cluster.fabric, number, rate, scale, rail)
+                         for rail in range(cluster.rails)]
             nodes.append(LabNode(name, cluster.name, index, cluster.processes, tuple(nics), site if spec.wan else None))
     return tuple(nodes)
 
 
-def _nic(index: int, kind: str, fabric: str, number: int, nominal_bps: int, scale: float) -> LabNic:
+def _nic(index: int, kind: str, fabric: str, number: int, nominal_bps: int, scale: float, rail: int = 0) -> LabNic:
     ethernet = fabric == ETHERNET
     net = 77 if ethernet else 100 + number
-    high, low = divmod(index + 1, 256)
+    high, low = rail, index + 1  # at most 128 nodes
     address, mac = f"10.{net}.{high}.{low}", f"02:48:4d:{net:02x}:{high:02x}:{low:02x}"
-    port, bridge = (f"e{index}", "eth") if ethernet else (f"f{index}", f"fab{number}")
-    rate_bps = max(1, round(nominal_bps * scale))
-    return LabNic(_NAMES[kind], kind, fabric, address, mac, rate_bps, nominal_bps, port, bridge, number)
+    port, bridge = (f"e{index}", "eth") if ethernet else (f"f{index}" + f"r{rail}" * (rail > 0), f"fab{number}")
+    rate_bps, name, hca = max(1, round(nominal_bps * scale)), f"{_NAMES[kind]}{rail}", f"mlx5_{rail}"
+    return LabNic(name, kind, fabric, address, mac, rate_bps, nominal_bps, port, bridge, number, hca, rail=rail)
 
 
 @dataclass(frozen=True)

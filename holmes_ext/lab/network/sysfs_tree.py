@@ -13,9 +13,9 @@ import json
 import os
 from pathlib import Path
 
-from holmes_ext.lab.network.shaping import MTU, LabNic, LabNode
+from holmes_ext.lab.network.shaping import MAX_NODES, MTU, LabNic, LabNode
 
-_ETHERNET_PCI, _HCA_PCI = "0000:17:00.0", "0000:31:00.0"
+_ETHERNET_PCI, _HCA_BUS = "0000:17:00.0", 0x31  # of the first rail; the next one's is the next
 _LANE_GBPS = {"SDR": 2.5, "DDR": 5, "QDR": 10, "FDR": 14, "EDR": 25, "HDR": 50, "NDR": 100, "XDR": 200}
 _ARPHRD = {"ethernet": 1, "roce": 1, "ib": 32}
 _GID_TABLE_SIZE = 8
@@ -25,15 +25,16 @@ def write_tree(root: Path, node: LabNode) -> None:
     """Write the tree of `node` below `root` (made here), every link up; and ip_addr.json, as `ip -json addr` has it."""
     addresses = []
     for number, nic in enumerate(node.nics, start=2):  # 1 is lo
-        pci = root / "devices/pci0000:00" / (_ETHERNET_PCI if nic.kind == "ethernet" else _HCA_PCI)
+        address = _ETHERNET_PCI if nic.kind == "ethernet" else f"0000:{_HCA_BUS + nic.rail:02x}:00.0"
+        pci = root / "devices/pci0000:00" / address
         _write(pci, {"numa_node": "0", "vendor": "0x15b3", "device": "0x101b", "class": "0x020000"})
         _write(pci, {"uevent": f"DRIVER=mlx5_core\nPCI_SLOT_NAME={pci.name}"})
         _link(pci / "driver", root / "bus/pci/drivers/mlx5_core")
         _write(pci / "net" / nic.name, {**_net_files(nic), "ifindex": str(number), "iflink": str(number)})
         _write(pci / "net" / nic.name, {"uevent": f"INTERFACE={nic.name}\nIFINDEX={number}"})
-        address = {"family": "inet", "local": nic.address, "prefixlen": nic.prefix, "label": nic.name}
-        address["scope"] = "global"
-        addresses.append({"ifindex": number, "ifname": nic.name, "mtu": MTU, "addr_info": [address]})
+        inet = {"family": "inet", "local": nic.address, "prefixlen": nic.prefix, "label": nic.name}
+        inet["scope"] = "global"
+        addresses.append({"ifindex": number, "ifname": nic.name, "mtu": MTU, "addr_info": [inet]})
         _link(pci / "net" / nic.name / "device", pci)
         _link(root / "class/net" / nic.name, pci / "net" / nic.name)
         if nic.kind != "ethernet":
@@ -72,7 +73,8 @@ def _net_files(nic: LabNic) -> dict[str, str]:
 
 def _write_port(port: Path, node: LabNode, nic: LabNic) -> None:
     infiniband = nic.kind == "ib"
-    lid, sm_lid = (f"0x{node.index + 2:x}", "0x1") if infiniband else ("0x0", "0x0")  # 1 is the subnet manager's
+    own_lid = node.index + 2 + MAX_NODES * nic.rail  # 1 is the subnet manager's
+    lid, sm_lid = (f"0x{own_lid:x}", "0x1") if infiniband else ("0x0", "0x0")
     layer = "InfiniBand" if infiniband else "Ethernet"
     rate = _rate_text(nic.nominal_bps)
     _write(port, {"link_layer": layer, "rate": rate, "lid": lid, "sm_lid": sm_lid, "sm_sl": "0"})

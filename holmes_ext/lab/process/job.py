@@ -69,8 +69,10 @@ class Job:
     """A running job; made by Lab.start."""
 
     def __init__(self, ranks: list[dict[str, Any]], launcher: socket.socket, on_line: OnLine | None, logs: Path | None,
-                 timeout: float | None, grace: float, emulated: bool):
-        """`ranks`: what the launcher is told, in rank order; the others are those of Lab.start."""
+                 timeout: float | None, grace: float, emulated: bool, watch: Path | None = None):
+        """`ranks`: what the launcher is told, in rank order; watch: where ranks on emulated GPUs tell what they do; the
+        others are those of Lab.start."""
+        self.watch = watch
         self._launcher, self._on_line, self._grace, self._emulated = launcher, on_line, grace, emulated
         self._selector = selectors.DefaultSelector()
         self._selector.register(launcher, selectors.EVENT_READ, None)

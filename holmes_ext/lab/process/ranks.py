@@ -52,6 +52,11 @@ def common_environment(env: Mapping[str, str], configuration: Mapping[str, Any] 
     return common, emulated
 
 
+def asks_for_holmes(command: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether a job is to run with holmes."""
+    return "--holmes" in command or env.get("HOLMES") == "1"
+
+
 def rank_environment(nodes: Sequence[LabNode], rank: int, count: int, port: int) -> dict[str, str]:
     """torchrun's variables (torch/distributed/run.py), and LOCAL_SIZE for DeepSpeed; `count`: ranks of each node."""
     position, local = divmod(rank, count)

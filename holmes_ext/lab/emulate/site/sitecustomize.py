@@ -1,4 +1,4 @@
-"""Imported by Python at start-up where the emulated accelerator is on; it chains to the sitecustomize it hides."""
+"""Imported by Python at start-up where a GPU or its speed is emulated; it chains to the sitecustomize it hides."""
 
 import importlib.machinery
 import importlib.util
@@ -7,16 +7,20 @@ import sys
 
 _here = os.path.dirname(os.path.abspath(__file__))
 
-if "HOLMES_LAB_ACCELERATOR" in os.environ:
+if "HOLMES_LAB_ACCELERATOR" in os.environ or "HOLMES_GPU_OPERATORS" in os.environ:
     _path = list(sys.path)
     sys.path.append(os.path.abspath(os.path.join(_here, *[os.pardir] * 4)))
     try:
         from holmes_ext.lab.emulate import accelerator, trace
+        from holmes_ext.lab.gpu import operators
     except ImportError as error:
-        sys.exit(f"holmes lab: the emulated accelerator cannot be installed in {sys.executable}: {error}")
+        sys.exit(f"holmes lab: nothing can be emulated in {sys.executable}: {error}")
     finally:
         sys.path[:] = _path
-    accelerator.install_when_imported(os.environ["HOLMES_LAB_ACCELERATOR"])
+    if "HOLMES_GPU_OPERATORS" in os.environ:
+        operators.install_when_imported(os.environ["HOLMES_GPU_OPERATORS"])
+    if "HOLMES_LAB_ACCELERATOR" in os.environ:
+        accelerator.install_when_imported(os.environ["HOLMES_LAB_ACCELERATOR"])
     if "HOLMES_LAB_TRACE" in os.environ:
         trace.install(os.environ["HOLMES_LAB_TRACE"])
 

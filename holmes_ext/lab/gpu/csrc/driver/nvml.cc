@@ -1,9 +1,11 @@
-// libnvidia-ml.so.1: what NCCL and torch ask the management library; the same GPUs as cudaGetDeviceCount's.
+// libnvidia-ml.so.1: what NCCL and torch ask the management library. It knows all GPUs of the node, whatever
+// CUDA_VISIBLE_DEVICES shows, and starts nothing of the runtime: who only counts GPUs may fork afterwards.
 
 #include <stdio.h>
 #include <string.h>
 
 #include "cuda_runtime_api.h"
+#include "emulated_gpu.h"
 
 namespace {
 
@@ -18,11 +20,14 @@ struct PciInfo {  // nvmlPciInfo_t, version 3
   char bus_id[32];
 };
 
-int count() {
-  int devices = 0;
-  cudaGetDeviceCount(&devices);
-  cudaGetLastError();
-  return devices;
+int count() { return static_cast<int>(egpuSetting("COUNT", 1)); }
+
+// A device's number in CUDA; -1 where CUDA_VISIBLE_DEVICES hides it.
+int in_cuda(Device device) {
+  char id[16];
+  snprintf(id, sizeof id, "0000:%02X:00.0", EGPU_FIRST_BUS + static_cast<int>(device - 1));
+  int found = -1;
+  return cudaDeviceGetByPCIBusId(&found, id) == cudaSuccess ? found : -1;
 }
 
 }  // namespace
@@ -47,18 +52,11 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device* device) {
 int nvmlDeviceGetHandleByIndex(unsigned index, Device* device) { return nvmlDeviceGetHandleByIndex_v2(index, device); }
 
 int nvmlDeviceGetHandleByPciBusId_v2(const char* id, Device* device) {
-  unsigned domain, bus, number, own_bus;
+  unsigned domain, bus, number;
   if (sscanf(id, "%x:%x:%x", &domain, &bus, &number) != 3) return kInvalidArgument;
-  for (int index = 0; index < count(); ++index) {
-    char own[32];
-    cudaDeviceGetPCIBusId(own, sizeof own, index);
-    sscanf(own, "%*x:%x", &own_bus);
-    if (own_bus == bus) {
-      *device = index + 1;
-      return kSuccess;
-    }
-  }
-  return kNotFound;
+  if (bus < EGPU_FIRST_BUS || bus >= EGPU_FIRST_BUS + static_cast<unsigned>(count())) return kNotFound;
+  *device = bus - EGPU_FIRST_BUS + 1;
+  return kSuccess;
 }
 int nvmlDeviceGetHandleByPciBusId(const char* id, Device* device) { return nvmlDeviceGetHandleByPciBusId_v2(id, device); }
 
@@ -69,9 +67,9 @@ int nvmlDeviceGetIndex(Device device, unsigned* index) {
 
 int nvmlDeviceGetPciInfo_v3(Device device, PciInfo* info) {
   memset(info, 0, sizeof *info);
-  cudaDeviceGetPCIBusId(info->old_bus_id, sizeof info->old_bus_id, static_cast<int>(device - 1));
-  sscanf(info->old_bus_id, "%x:%x:%x", &info->domain, &info->bus, &info->device);
-  snprintf(info->bus_id, sizeof info->bus_id, "%08X:%02X:%02X.0", info->domain, info->bus, info->device);
+  info->bus = EGPU_FIRST_BUS + static_cast<unsigned>(device - 1);
+  snprintf(info->old_bus_id, sizeof info->old_bus_id, "0000:%02X:00.0", info->bus);
+  snprintf(info->bus_id, sizeof info->bus_id, "00000000:%02X:00.0", info->bus);
   return kSuccess;
 }
 
@@ -85,19 +83,23 @@ int nvmlDeviceGetUUID(Device device, char* uuid, unsigned length) {
   return kSuccess;
 }
 
-int nvmlDeviceGetCudaComputeCapability(Device device, int* major, int* minor) {
-  cudaDeviceGetAttribute(major, cudaDevAttrComputeCapabilityMajor, static_cast<int>(device - 1));
-  cudaDeviceGetAttribute(minor, cudaDevAttrComputeCapabilityMinor, static_cast<int>(device - 1));
+int nvmlDeviceGetCudaComputeCapability(Device, int* major, int* minor) {
+  *major = EGPU_MAJOR;
+  *minor = EGPU_MINOR;
   return kSuccess;
 }
 
+// What this process uses of it.
 int nvmlDeviceGetMemoryInfo(Device device, unsigned long long* total_free_used) {
-  size_t free = 0, total = 0;
-  int before = 0;
-  cudaGetDevice(&before);
-  cudaSetDevice(static_cast<int>(device - 1));
-  cudaMemGetInfo(&free, &total);
-  cudaSetDevice(before);
+  size_t free, total;
+  free = total = static_cast<size_t>(egpuSetting("MEMORY_MB", EGPU_MEMORY_MB)) << 20;
+  int before = 0, number = in_cuda(device);
+  if (number >= 0) {
+    cudaGetDevice(&before);
+    cudaSetDevice(number);
+    cudaMemGetInfo(&free, &total);
+    cudaSetDevice(before);
+  }
   total_free_used[0] = total;
   total_free_used[1] = free;
   total_free_used[2] = total - free;

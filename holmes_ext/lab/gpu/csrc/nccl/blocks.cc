@@ -38,6 +38,11 @@ thread_local Shared* shared = nullptr;
 namespace {
 
 using Batch = ncclDevWorkBatch;
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0)
+using CommAndChannels = ncclKernelCommAndChannels;
+#else
+using CommAndChannels = ncclDevCommAndChannels;
+#endif
 
 size_t work_size(int type) { return ncclDevWorkSize(static_cast<ncclDevWorkType>(type)); }
 
@@ -188,7 +193,7 @@ bool known(const Function& function) {
 }
 
 void run_block(egpuRunning kernel, const ncclDevKernelArgs* arguments, int block) {
-  auto* whole = reinterpret_cast<ncclKernelCommAndChannels*>(arguments->comm);
+  auto* whole = reinterpret_cast<CommAndChannels*>(arguments->comm);
   Shared state;
   uint64_t channels = arguments->channelMask;
   for (int skipped = 0; skipped < block; ++skipped) channels &= channels - 1;

@@ -27,6 +27,9 @@ const std::set<std::string> kReadValues = {"_unique", "equal", "nonzero_static"}
 
 const std::set<std::string> kScalarValuesCount = {"arange.start_out", "range.out", "linspace.out", "logspace.out"};
 
+// Structured, but their out= variants make the output large before it becomes the result.
+const std::set<std::string> kOutputForMore = {"mse_loss", "smooth_l1_loss"};
+
 const std::set<std::string> kHostTensors = {"index.Tensor", "index.Tensor_out", "_index_put_impl_", "index_put_",
                                             "_ctc_loss.Tensor"};
 
@@ -109,7 +112,8 @@ Operator::Operator(const c10::OperatorHandle& handle) : handle(handle), name(c10
   const std::string own = name.substr(name.find("::") + 2);
   for (const c10::Argument& argument : schema.arguments()) {
     Parameter parameter;
-    parameter.scalar = argument.real_type()->str().find("Scalar") != std::string::npos;
+    const std::string type = argument.real_type()->str();
+    parameter.scalar = type == "Scalar" || type == "Scalar?" || type == "Scalar[]";
     parameter.written = argument.alias_info() && argument.alias_info()->isWrite();
     if (argument.type()->str().find("Generator") != std::string::npos) generator = static_cast<int>(parameters.size());
     if (parameter.written && argument.is_out()) out_variant = true;
@@ -131,8 +135,8 @@ Operator::Operator(const c10::OperatorHandle& handle) : handle(handle), name(c10
   host_tensors = kHostTensors.count(own) != 0;
   this->own = own_kernel(own);
   random = generator >= 0 || (this->own && this->own->random);
-  if (!this->own) out = out_overload(handle);
   meta = meta_kernel(name);
+  if (meta && !this->own && !kOutputForMore.count(own)) out = out_overload(handle);  // others use `out` for what is not the result yet
 }
 
 void install() {

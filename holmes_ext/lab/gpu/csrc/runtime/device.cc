@@ -15,7 +15,6 @@ namespace {
 
 thread_local int device_of_thread = 0;
 
-constexpr int kMajor = 8, kMinor = 0;  // no tensor memory accelerator, no multicast: what nobody here emulates
 constexpr int kThreads = 2048, kRegisters = 65536, kShared = 164 << 10, kWarp = 32;
 
 }  // namespace
@@ -67,10 +66,10 @@ static int attribute(int which, int device) {
     case cudaDevAttrMaxBlocksPerMultiprocessor: return 32;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return kShared;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: return kShared - 1024;
-    case cudaDevAttrPciBusId: return 0x40 + number_on_node(device);
+    case cudaDevAttrPciBusId: return static_cast<int>(EGPU_FIRST_BUS) + number_on_node(device);
     case cudaDevAttrAsyncEngineCount: return 3;
-    case cudaDevAttrComputeCapabilityMajor: return kMajor;
-    case cudaDevAttrComputeCapabilityMinor: return kMinor;
+    case cudaDevAttrComputeCapabilityMajor: return EGPU_MAJOR;
+    case cudaDevAttrComputeCapabilityMinor: return EGPU_MINOR;
     case cudaDevAttrCanMapHostMemory: case cudaDevAttrConcurrentKernels: case cudaDevAttrUnifiedAddressing:
     case cudaDevAttrStreamPrioritiesSupported: case cudaDevAttrHostRegisterSupported:
     case cudaDevAttrMemoryPoolsSupported: return 1;
@@ -89,15 +88,16 @@ cudaError_t cudaGetDeviceCount(int* count) {
   return *count ? cudaSuccess : result(cudaErrorNoDevice);
 }
 
+// These two do not tell of a kernel that failed: torch's guards call them in destructors.
 cudaError_t cudaGetDevice(int* device) {
   *device = gpu::current_device();
-  return result(cudaSuccess);
+  return cudaSuccess;
 }
 
 cudaError_t cudaSetDevice(int device) {
   if (!gpu::exists(device)) return result(cudaErrorInvalidDevice);
   gpu::device_of_thread = device;
-  return result(cudaSuccess);
+  return cudaSuccess;
 }
 
 cudaError_t cudaSetDeviceFlags(unsigned) { return result(cudaSuccess); }
@@ -142,8 +142,8 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* properties, int devic
     properties->maxGridSize[axis] = axis ? 65535 : 2147483647;
   }
   properties->totalConstMem = 65536;
-  properties->major = gpu::kMajor;
-  properties->minor = gpu::kMinor;
+  properties->major = EGPU_MAJOR;
+  properties->minor = EGPU_MINOR;
   properties->textureAlignment = 512;
   properties->multiProcessorCount = of(cudaDevAttrMultiProcessorCount);
   properties->canMapHostMemory = properties->concurrentKernels = properties->unifiedAddressing = 1;

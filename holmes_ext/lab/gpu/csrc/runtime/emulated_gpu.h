@@ -7,6 +7,13 @@
 
 #include "cuda_runtime_api.h"
 
+// What an emulated GPU is to all who ask: compute capability 8.0 (no tensor memory accelerator, no multicast: what nobody
+// here emulates), the PCI bus of a node's first one, its memory unless HOLMES_GPU_MEMORY_MB says otherwise.
+#define EGPU_MAJOR 8
+#define EGPU_MINOR 0
+#define EGPU_FIRST_BUS 0x40u
+#define EGPU_MEMORY_MB 16384
+
 #ifdef __cplusplus
 extern "C" {
 #endif

@@ -69,7 +69,7 @@ static_assert(sizeof(Shared) <= sizeof(cudaIpcMemHandle_t), "an IPC handle is to
 }  // namespace
 
 DeviceMemory::DeviceMemory(int device) {
-  total_ = static_cast<size_t>(egpuSetting("MEMORY_MB", 16384)) << 20;
+  total_ = static_cast<size_t>(egpuSetting("MEMORY_MB", EGPU_MEMORY_MB)) << 20;
   file_ = memfd_create(text("emulated-gpu-%d", device).c_str(), MFD_CLOEXEC);
   if (file_ < 0 || ftruncate(file_, static_cast<off_t>(total_)) != 0) {
     fprintf(stderr, "holmes: emulated GPU: no %zu MB of device memory: %s\n", total_ >> 20, strerror(errno));

@@ -11,7 +11,7 @@ std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
 // As the inside of a JSON string.
 std::string escaped(const std::string& plain);
 
-// The number in RANK, 0 without.
+// The rank as the lab started it, else the number in RANK, 0 without.
 int rank_of_process();
 
 // A name as a C++ source has it, where it is a mangled one.

@@ -1,0 +1,181 @@
+"""What `holmes lab run --gpu` adds: emulated GPUs for the ranks, an end to what hangs, each group's network and bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+
+from holmes_ext.cli.show.gpu_build import BuildProgress
+from holmes_ext.cli.show.table import Column, Screen
+from holmes_ext.document import save
+from holmes_ext.errors import HolmesError
+from holmes_ext.lab.gpu import communicators
+from holmes_ext.lab.gpu.hang import explain
+from holmes_ext.lab.gpu.job import GpuClock, Gpus, parse_clock
+from holmes_ext.lab.gpu.libraries import Libraries, libraries
+from holmes_ext.lab.gpu.networks import GroupNetwork, NicBytes, group_networks, nic_bytes
+from holmes_ext.lab.gpu.watcher import Watcher
+from holmes_ext.lab.lab import Lab
+from holmes_ext.lab.process.job import RunResult
+from holmes_ext.units import parse_size
+
+GROUPS = (Column("run", drop=1), Column("group"), Column("communicators", right=True), Column("ranks", right=True),
+          Column("nodes", right=True), Column("NCCL's network"), Column("NICs"))  # fmt: skip
+NICS = (Column("run", drop=1), Column("node"), Column("NIC"), Column("kind"), Column("sent", right=True),
+        Column("received", right=True))  # fmt: skip
+_POLL_S = 0.5
+#: Status of a job that hung and was ended.
+HUNG = 125
+
+
+class Printer(Protocol):
+    """Prints the ranks' lines. labels: "a0:1" of each rank."""
+
+    labels: list[str]
+
+    def __call__(self, rank: int, line: str, stream: str) -> None: ...
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    what = "CUDA and NCCL without a GPU: the command needs the CUDA build of torch"
+    gpu = parser.add_argument_group("emulated GPUs", what)
+    gpu.add_argument("--gpu", nargs="?", type=int, const=-1, metavar="N",
+                     help="run on N emulated GPUs of each node (default: one for each process)")
+    gpu.add_argument("--gpu-memory", metavar="SIZE",
+                     help='of each GPU (default: "16GiB"); what is used of it is this machine\'s')
+    gpu.add_argument("--gpu-order", choices=("launched", "random"), default="launched",
+                     help="random: kernels start late at random, so that a missing wait gives wrong numbers")
+    gpu.add_argument("--seed", type=int, default=0, metavar="S", help="of --gpu-order random (default: 0)")
+    gpu.add_argument("--nccl-source", metavar="DIR", help="a checkout of NCCL, or an archive of it (.tar.gz)")
+    gpu.add_argument("--beside-stock", action="store_true",
+                     help="run the command without its --holmes flags first, and show both")
+    gpu.add_argument("--gpu-report", metavar="FILE", help="write the networks and bytes as JSON")
+
+
+def gpus_of(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, str]) -> Gpus | None:
+    """The emulated GPUs that the options ask for; None without --gpu."""
+    if args.gpu is None:
+        given = {"--gpu-memory": args.gpu_memory, "--nccl-source": args.nccl_source, "--gpu-report": args.gpu_report,
+                 "--beside-stock": args.beside_stock, "--gpu-order": args.gpu_order == "random"}
+        if name := next((name for name, value in given.items() if value), ""):
+            raise HolmesError(f"holmes lab run: {name} is for emulated GPUs; add --gpu")
+        return None
+    if args.gpu == 0 or args.gpu < -1:
+        raise HolmesError(f"--gpu {args.gpu}: a node needs at least 1 GPU (without a number: one for each process)")
+    memory_mb = 16384 if args.gpu_memory is None else parse_size(args.gpu_memory, "--gpu-memory") >> 20
+    if memory_mb < 64:
+        raise HolmesError(f"--gpu-memory {args.gpu_memory}: NCCL and torch alone need 64 MB")
+    clock = GpuClock() if args.accelerator is None else parse_clock(args.accelerator)
+    with BuildProgress() as progress:
+        found = libraries(command, {**os.environ, **env}, args.nccl_source, progress)
+    return Gpus(found, None if args.gpu < 0 else args.gpu, memory_mb,
+                args.seed if args.gpu_order == "random" else None, clock)
+
+
+@dataclass
+class GpuRun:
+    """One run of the command. hang: lines that explain why it was ended, () where it was not."""
+
+    name: str
+    result: RunResult
+    groups: list[GroupNetwork]
+    nics: list[NicBytes]
+    hang: tuple[str, ...] = field(default=())
+
+
+def run(lab: Lab, command: Sequence[str], args: argparse.Namespace, gpus: Gpus, printer: Printer,
+        **options: Any) -> RunResult:
+    """Runs the command (options: Lab.start's), before it without holmes where that is asked for; shows the networks and
+    bytes. The result of the command itself: status HUNG where it was ended because it could never move on."""
+    plain = without_holmes(command)
+    if args.beside_stock and plain == list(command):
+        raise HolmesError("--beside-stock: the command has no --holmes flag, so there is nothing beside stock")
+    named = {"stock": plain, "holmes": list(command)} if args.beside_stock else {"": list(command)}
+    runs = []
+    for name, words in named.items():
+        if name:
+            print(f"holmes lab: {name}", file=sys.stderr, flush=True)
+        runs.append(_run_watched(lab, name, words, printer.labels, gpus=gpus, on_line=printer, **options))
+        if runs[-1].result.returncode:
+            break
+    show(runs, gpus.libraries)
+    if args.gpu_report:
+        write_report(args.gpu_report, runs, gpus.libraries)
+    return runs[-1].result
+
+
+def _run_watched(lab: Lab, name: str, command: Sequence[str], labels: Sequence[str], **options: Any) -> GpuRun:
+    """Ends the job once it is sure that it hangs."""
+    before = lab.counters()
+    job = lab.start(command, **options)
+    assert job.watch is not None
+    watcher = Watcher(job.watch)
+    lines: list[str] = []
+    try:
+        while True:
+            try:
+                result = job.wait(_POLL_S)
+                break
+            except TimeoutError:
+                if not lines and (hang := watcher.poll()):
+                    lines = explain(hang, dict(enumerate(labels)))
+                    job.kill()
+    except BaseException:
+        job.kill()
+        raise
+    if lines:
+        result = replace(result, returncode=HUNG, first_failed=None)
+    by_name = {node.name: node for node in lab.nodes}
+    nodes = [by_name[node] for node in options["order"] or by_name]
+    groups = group_networks(communicators.read(job.watch), nodes, len(labels) // len(nodes))
+    return GpuRun(name, result, groups, nic_bytes(before, lab.counters(), nodes), tuple(lines))
+
+
+def without_holmes(command: Sequence[str]) -> list[str]:
+    """A command without --holmes and --holmes-NAME VALUE."""
+    kept, skip = [], False
+    for word in command:
+        if skip and not word.startswith("--"):
+            skip = False
+            continue
+        skip = word.startswith("--holmes-") and "=" not in word
+        if not (word == "--holmes" or word.startswith("--holmes-")):
+            kept.append(word)
+    return kept
+
+
+def show(runs: Sequence[GpuRun], found: Libraries) -> None:
+    """On standard error: standard output is the ranks'."""
+    screen = Screen(stderr=True)
+    for run in runs:
+        for line in run.hang:
+            screen.line(f"holmes lab: {line}")
+    named = len(runs) > 1
+    versions = f"emulated GPU, torch {found.torch.version}, NCCL {found.source.name}"
+    rows = [[run.name * named, group.group or "-", str(len(group.ranks)), str(len(group.ranks[0])), str(group.nodes),
+             group.network, " ".join(group.nics)] for run in runs for group in run.groups]  # fmt: skip
+    if rows:
+        screen.table(GROUPS, rows, f"{versions}: the network that NCCL chose for each group")
+    else:
+        screen.line(f"{versions}: no communicator was made")
+    cells = [[run.name * named, nic.node, nic.nic, nic.kind, _megabytes(nic.sent), _megabytes(nic.received)]
+             for run in runs for nic in run.nics]  # fmt: skip
+    screen.table(NICS, cells, "emulated GPU: bytes of each NIC, from start to end of the job (headers included)")
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.3f} MB"
+
+
+def write_report(file: str, runs: Sequence[GpuRun], found: Libraries) -> None:
+    document = {"version": 1, "emulated": "GPU", "torch": found.torch.version, "nccl": found.source.name,
+                "runs": [{"name": run.name, "status": run.result.returncode, "seconds": run.result.seconds,
+                          "hang": list(run.hang), "groups": [asdict(group) for group in run.groups],
+                          "nics": [asdict(nic) for nic in run.nics]} for run in runs]}  # fmt: skip
+    save(file, json.dumps(document) + "\n", "the report")

@@ -1,0 +1,128 @@
+"""What a job on emulated GPUs is started with: libraries for the torch of its command, built or found in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.lab.gpu import recipes
+from holmes_ext.lab.gpu.build import OnProgress, build, cache_folder
+from holmes_ext.lab.gpu.compiler import find_compiler
+from holmes_ext.lab.gpu.nccl_source import REPOSITORY, TRIED, NcclSource, find_nccl
+from holmes_ext.lab.gpu.torch_build import TorchBuild, find_torch, python_of
+
+CHECK_S = 600
+_NOT_FOR_CHECK = ("NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "CUDA_VISIBLE_DEVICES", "HOLMES_GPU_WATCH", "RANK")
+#: For NCCL on emulated GPUs whoever runs it: how NCCL would search for what is not emulated.
+NCCL_SETTINGS = {
+    "NCCL_PAT_ENABLE": "0",         # an algorithm whose device side is not emulated
+    "NCCL_LOCAL_REGISTER": "0",     # registered buffers: likewise
+    "NCCL_GRAPH_REGISTER": "0",
+    "NCCL_NVLS_ENABLE": "0",        # no NVLink
+    "NCCL_NET_PLUGIN_REF_COUNT": "1",  # 2.29 cannot load a plugin of others a second time
+}
+
+
+@dataclass(frozen=True)
+class Libraries:
+    """runtime, operators, nccl: their folders in the cache."""
+
+    torch: TorchBuild
+    source: NcclSource
+    runtime: Path
+    operators: Path
+    nccl: Path
+
+    @property
+    def preload(self) -> tuple[Path, ...]:
+        """What LD_PRELOAD names: nothing else goes before the path inside torch by which its own libraries are found."""
+        cuda = (f"libcudart.so.{self.torch.cuda[0]}", "libcuda.so.1", "libnvidia-ml.so.1")
+        return (*(self.runtime / name for name in cuda), self.nccl / "libnccl.so.2")
+
+    @property
+    def plugin(self) -> Path:
+        return self.nccl / "libnccl-net-holmes.so"
+
+    @property
+    def hook(self) -> Path:
+        """What is loaded when a program imports torch."""
+        return self.operators / "libholmes_operators.so"
+
+
+def libraries(command: Sequence[str], environ: Mapping[str, str], nccl_source: str | None = None,
+              on_progress: OnProgress = lambda *_: None) -> Libraries:
+    """For the torch that `command` imports in `environ`. nccl_source: --nccl-source. Builds what the cache lacks, and
+    tries NCCL's numbers once for each build. HolmesError in one line where something is missing or does not fit."""
+    torch, compiler, cache = find_torch(python_of(command, environ), environ), find_compiler(), cache_folder()
+    source = find_nccl(nccl_source, cache, _advised(torch))
+    parts = (recipes.runtime(compiler, torch.cuda), recipes.operators(compiler, torch),
+             recipes.nccl_host(compiler, source, torch.cuda), recipes.nccl(compiler, source, torch.cuda))
+    built = build(parts, cache, on_progress)
+    found = Libraries(torch, source, built["runtime"], built["operators"], built["nccl"])
+    checked = found.nccl / f"checked-{hashlib.sha256(torch.digest.encode()).hexdigest()[:16]}"
+    if not checked.exists():
+        on_progress(0, 0, "trying NCCL's numbers")
+        check_symbols(found)
+        said = [check_numbers(found, network) for network in ("Socket", "IB")]
+        checked.write_text("\n".join(said) + "\n")
+    return found
+
+
+def _advised(torch: TorchBuild) -> str:
+    """The version of NCCL that torch was built for, if it is one that was tried."""
+    found = [path.name.split("-")[1] for path in torch.folder.parent.glob("nvidia_nccl_cu*.dist-info")]
+    return next((version for version in found if version in TRIED), TRIED[2])
+
+
+def check_symbols(found: Libraries) -> None:
+    """HolmesError where torch calls functions that this NCCL lacks."""
+    needed = set().union(*(_symbols(path, "--undefined-only") for path in found.torch.folder.glob("lib/libtorch_*.so")))
+    own = _symbols(found.nccl / "libnccl.so.2", "--defined-only")
+    missing = sorted(name for name in needed if re.match(r"nccl[A-Z]", name) and name not in own)
+    if missing:
+        raise HolmesError(f"NCCL {found.source.name} lacks {', '.join(missing[:3])}, which torch {found.torch.version}"
+                          f" calls; take newer source: git clone -b v{_advised(found.torch)}-1 {REPOSITORY}")
+
+
+def _symbols(library: Path, which: str) -> set[str]:
+    done = subprocess.run(["nm", "-D", which, "--format=posix", library], capture_output=True, text=True)
+    return {line.split()[0].split("@")[0] for line in done.stdout.splitlines() if line}
+
+
+def check_numbers(found: Libraries, network: str) -> str:
+    """Runs csrc/check over one network; returns what it says. HolmesError where a number is wrong, or it hangs."""
+    with tempfile.TemporaryDirectory() as directory:
+        env = {**os.environ, **NCCL_SETTINGS, "LD_LIBRARY_PATH": f"{found.runtime}:{found.nccl}",
+               "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET_PLUGIN": "none"}
+        for name in _NOT_FOR_CHECK:
+            env.pop(name, None)
+        if network == "IB":
+            _loopback_hca(Path(directory))
+            env |= {"NCCL_NET_PLUGIN": str(found.plugin), "HOLMES_SYSFS": directory, "NCCL_NET": "IB"}
+        try:
+            done = subprocess.run([found.nccl / "nccl_check"], env=env, capture_output=True, text=True, timeout=CHECK_S)
+            said, status = done.stdout.strip() or done.stderr.strip(), done.returncode
+        except subprocess.TimeoutExpired:
+            said, status = f"no end after {CHECK_S} s", 1
+    if status:
+        lines = [line for line in said.splitlines() if line.startswith("wrong")]
+        wrong = lines[0] if lines else said[-300:] or f"status {status}"
+        raise HolmesError(f"NCCL {found.source.name} does not fit the emulated GPU: {wrong} (network {network}); take"
+                          f" the source of {', '.join(TRIED)}")
+    return f"{network}: {said}"
+
+
+def _loopback_hca(root: Path) -> None:
+    """An HCA over the loopback device, as a sysfs tree."""
+    device = root / "class" / "infiniband" / "mlx5_0"
+    (device / "device" / "net" / "lo").mkdir(parents=True)
+    (device / "ports" / "1").mkdir(parents=True)
+    (device / "ports" / "1" / "rate").write_text("200 Gb/sec (4X HDR)\n")
+    (device / "ports" / "1" / "state").write_text("4: ACTIVE\n")

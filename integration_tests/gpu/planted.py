@@ -1,0 +1,231 @@
+"""Faults that hide on a quiet machine: python planted.py FAULT [--right]        torchrun's variables say which rank
+
+Each is a few lines of what people write, wrong; with --right the same lines, mended. A run prints "right" or "wrong: ..."
+for its numbers; a fault that hangs prints nothing.
+"""
+
+import argparse
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+SIZE = 1 << 14
+FAULTS: dict[str, Callable[[bool], None]] = {}
+
+
+def fault(function: Callable[[bool], None]) -> Callable[[bool], None]:
+    FAULTS[function.__name__] = function
+    return function
+
+
+def check(found: torch.Tensor, expected: float) -> None:
+    bad = (found.float().cpu() != expected).sum().item()
+    print("right" if bad == 0 else f"wrong: {bad} of {found.numel()} numbers", flush=True)
+
+
+def slow(value: float, size: int = SIZE) -> torch.Tensor:
+    """A tensor that takes the GPU a while to make."""
+    made = torch.zeros(size, device="cuda")
+    for _ in range(10):
+        made += value / 10
+    return made.round_()
+
+
+def pairs() -> list:
+    """Two groups of the same ranks, with their communicators made."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    for group in groups:
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+        peer = 1 - dist.get_rank()
+        ops = [dist.P2POp(dist.isend, torch.zeros(1, device="cuda"), peer, group),
+               dist.P2POp(dist.irecv, torch.zeros(1, device="cuda"), peer, group)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+    torch.cuda.synchronize()
+    return groups
+
+
+def send_or_receive(tensor: torch.Tensor, sends: bool, group) -> list:
+    direction = dist.isend if sends else dist.irecv
+    return dist.batch_isend_irecv([dist.P2POp(direction, tensor, 1 - dist.get_rank(), group)])
+
+
+@fault
+def consumer_does_not_wait(right: bool) -> None:
+    """A side stream reads what the main stream still writes."""
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    made = slow(10.0)
+    if right:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        doubled = made * 2
+    torch.cuda.synchronize()
+    check(doubled, 20.0)
+
+
+@fault
+def collective_does_not_wait(right: bool) -> None:
+    """An all-reduce on a side stream sends what the main stream still writes."""
+    side = torch.cuda.Stream()
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    torch.cuda.synchronize()
+    made = slow(10.0)
+    if right:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        dist.all_reduce(made)
+    torch.cuda.synchronize()
+    check(made, 10.0 * dist.get_world_size())
+
+
+@fault
+def work_is_not_waited_for(right: bool) -> None:
+    """The result of an asynchronous all-reduce is read before its work is waited for."""
+    made = torch.full((SIZE,), 1.0, device="cuda")
+    work = dist.all_reduce(made, async_op=True)
+    if right:
+        work.wait()
+    doubled = made * 2
+    work.wait()
+    torch.cuda.synchronize()
+    check(doubled, 2.0 * dist.get_world_size())
+
+
+@fault
+def buffer_is_reused_too_early(right: bool) -> None:
+    """A tensor that a side stream reads is freed on the main stream, whose next tensor takes its memory."""
+    side = torch.cuda.Stream()
+    made = torch.full((SIZE,), 3.0, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        doubled = made * 2
+    if right:
+        made.record_stream(side)
+    del made
+    torch.full((SIZE,), 50.0, device="cuda")
+    torch.cuda.synchronize()
+    check(doubled, 6.0)
+
+
+@fault
+def pinned_result_is_read_too_early(right: bool) -> None:
+    """A copy to pinned memory is read by the host before it has come."""
+    there = torch.zeros(SIZE, pin_memory=True)
+    there.copy_(slow(10.0), non_blocking=True)
+    if right:
+        torch.cuda.synchronize()
+    seen = there.clone()
+    torch.cuda.synchronize()
+    check(seen, 10.0)
+
+
+@fault
+def pinned_source_is_changed_too_early(right: bool) -> None:
+    """A pinned batch is filled anew while its copy to the GPU waits behind a kernel."""
+    batch, there = torch.full((SIZE,), 1.0).pin_memory(), torch.empty(SIZE, device="cuda")
+    torch.cuda._sleep(20_000_000)
+    there.copy_(batch, non_blocking=True)
+    if right:
+        torch.cuda.synchronize()
+    batch.fill_(7.0)
+    torch.cuda.synchronize()
+    check(there, 1.0)
+
+
+@fault
+def communicators_in_other_orders(right: bool) -> None:
+    """Two ranks use two groups in opposite orders, and wait for the device after each."""
+    groups = pairs()
+    ordered = groups if right or dist.get_rank() == 0 else groups[::-1]
+    value = torch.ones(SIZE, device="cuda")
+    for group in ordered:
+        dist.all_reduce(value, group=group)
+        torch.cuda.synchronize()
+    check(value, 4.0)
+
+
+@fault
+def receive_before_a_device_wait(right: bool) -> None:
+    """A receive is posted in advance, and the device is waited for before its sender can have come so far."""
+    early, late = pairs()
+    value, total = torch.full((SIZE,), 5.0, device="cuda"), torch.ones(SIZE, device="cuda")
+    if dist.get_rank() == 0:
+        works = [] if right else send_or_receive(value, False, early)
+        dist.all_reduce(total, group=late)
+        torch.cuda.synchronize()
+        works = works or send_or_receive(value, False, early)
+    else:
+        dist.all_reduce(total, group=late)
+        torch.cuda.synchronize()
+        works = send_or_receive(value, True, early)
+    for work in works:
+        work.wait()
+    check(value, 5.0)
+
+
+@fault
+def both_send_first(right: bool) -> None:
+    """Both ranks send a large message and wait for it before they receive."""
+    group = pairs()[0]
+    mine, other = torch.full((1 << 22,), 5.0, device="cuda"), torch.empty(1 << 22, device="cuda")
+    order = [(mine, True), (other, False)]
+    for tensor, sends in order[::-1] if right and dist.get_rank() else order:
+        for work in send_or_receive(tensor, sends, group):
+            work.wait()
+        torch.cuda.synchronize()
+    check(other, 5.0)
+
+
+@fault
+def another_collective(right: bool) -> None:
+    """One rank reduces where the other gathers, on the same group."""
+    value = torch.ones(SIZE, device="cuda")
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    torch.cuda.synchronize()
+    if right or dist.get_rank() == 0:
+        dist.all_reduce(value)
+    else:
+        dist.broadcast(value, 1)
+        dist.broadcast(value, 1)
+    torch.cuda.synchronize()
+    dist.all_reduce(value)
+    torch.cuda.synchronize()
+    check(value, 4.0)
+
+
+@fault
+def one_hardware_queue(right: bool) -> None:
+    """With CUDA_DEVICE_MAX_CONNECTIONS=1 a posted receive stands before the kernels whose result its sender needs."""
+    first, second = pairs()
+    value = torch.full((SIZE,), 5.0, device="cuda")
+    answer = torch.empty(SIZE, device="cuda")
+    if dist.get_rank() == 0:
+        works = [] if right else send_or_receive(answer, False, second)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            works += send_or_receive(value * 2, True, first)
+        works += send_or_receive(answer, False, second) if right else []
+    else:
+        for work in send_or_receive(answer, False, first):
+            work.wait()
+        works = send_or_receive(answer + 1, True, second)
+    for work in works:
+        work.wait()
+    torch.cuda.synchronize()
+    check(answer, 11.0 if dist.get_rank() == 0 else 10.0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("fault", choices=FAULTS)
+    parser.add_argument("--right", action="store_true")
+    arguments = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    FAULTS[arguments.fault](arguments.right)
+    dist.destroy_process_group()

@@ -1,0 +1,158 @@
+"""Who waits for whom over all ranks of a job on emulated GPUs, and the circle (holmes_ext/lab/gpu/hang.py)."""
+
+import json
+import mmap
+import struct
+import threading
+import time
+
+from holmes_ext.lab.gpu import communicators
+from holmes_ext.lab.gpu.hang import Hang, explain
+from holmes_ext.lab.gpu.state import Watch, parse
+from holmes_ext.lab.gpu.watcher import Watcher
+
+PAIR = {"0xa": (0, 1), "0xb": (0, 1)}
+
+
+def kernel(sequence: int, communicator: str, member: int, peer: int | None = None, started: bool = True, **waits):
+    waits = waits or ({"peer": peer, "direction": "recv", "channel": 0} if peer is not None else {})
+    return {"kind": "kernel", "name": "ncclDevKernel", "sequence": sequence, "position": sequence, "started": started,
+            "sms": 1, "communicator": communicator, "group": "", "rank": member, "ranks": 2, "number": 0,
+            "what": "AllReduce of 4", "waits_for": waits}
+
+
+def stream(number: int, *work: dict, queue: int = 0) -> dict:
+    return {"device": 0, "stream": number, "queue": queue, "work": list(work)}
+
+
+def host(*places: tuple[int, int], call: str = "cudaDeviceSynchronize", **more) -> dict:
+    return {"call": call, "for": [{"device": 0, "stream": one, "sequence": two} for one, two in places], **more}
+
+
+def rank(number: int, *streams: dict, hosts: tuple = ()):
+    return parse(number, {"streams": list(streams), "hosts": list(hosts), "node": f"n{number}"})
+
+
+def test_two_communicators_in_other_orders():
+    """Each rank's host waits for a kernel whose peer has not been launched, as the other's host waits, too."""
+    hang = Hang([rank(0, stream(7, kernel(1, "0xa", 0, peer=1)), hosts=(host((7, 1)),)),
+                 rank(1, stream(8, kernel(1, "0xb", 1, peer=0)), hosts=(host((8, 1)),))], PAIR)
+    circle = hang.circle()
+    assert [type(wait.node).__name__ for wait in circle] == ["Host", "Place", "Host", "Place"]
+    lines = explain(hang, {})
+    assert "rank 0: its host waits in cudaDeviceSynchronize for rank 0: stream 7: kernel AllReduce of 4" in lines[1]
+    assert "waits for data from rank 1, which has launched no kernel for it: rank 1: its host" in lines[2]
+    assert len(lines) == 5
+
+
+def test_a_host_outside_cuda_may_do_anything():
+    hang = Hang([rank(0, stream(7, kernel(1, "0xa", 0, peer=1)), hosts=(host((7, 1)),)), rank(1)], PAIR)
+    assert hang.circle() == []
+    assert "rank 1 (n1): its host is in no CUDA call" in explain(hang, {1: "n1"})[2]
+
+
+def test_a_rank_that_does_not_answer_may_do_anything():
+    hang = Hang([rank(0, stream(7, kernel(1, "0xa", 0, peer=1)), hosts=(host((7, 1)),))], PAIR)
+    assert hang.circle() == []
+
+
+def test_a_kernel_that_computes_moves_on():
+    computes = {**kernel(1, "", -1), "name": "matmul", "sms": 0}
+    hang = Hang([rank(0, stream(7, computes, kernel(2, "0xa", 0, started=False)), hosts=(host((7, 2)),)),
+                 rank(1, stream(8, kernel(1, "0xa", 1, peer=0)), hosts=(host((8, 1)),))], PAIR)
+    assert hang.circle() == []
+
+
+def test_streams_that_head_each_other():
+    """Rank 0's Recv of a waits for rank 1's kernel of a, which stands in its stream behind one of b, and so on."""
+    hang = Hang([rank(0, stream(7, kernel(1, "0xa", 0, peer=1), kernel(2, "0xb", 0, started=False))),
+                 rank(1, stream(8, kernel(1, "0xb", 1, peer=0), kernel(2, "0xa", 1, started=False)))], PAIR)
+    whys = [wait.why for wait in hang.circle()]
+    assert len(whys) == 4 and whys.count("comes in its stream after") == 2
+
+
+def test_one_hardware_queue():
+    """A gradient that was posted before the forward pass that its sender needs: the pass stands behind it."""
+    posted = kernel(1, "0xa", 0, peer=1)
+    waits = {"kind": "event wait", "name": "cudaStreamWaitEvent", "sequence": 1, "position": 2, "started": False,
+             "sms": 0, "waits_for": {"after": {"device": 0, "stream": 7, "sequence": 1}}}
+    behind = {**kernel(1, "0xb", 0, started=False, queue=0), "position": 3}
+    hang = Hang([rank(0, stream(7, posted), stream(9, waits), stream(11, behind)),
+                 rank(1, stream(8, kernel(1, "0xb", 1, peer=0)), hosts=(host((8, 1)),))], PAIR)
+    assert "stands in hardware queue 0 behind" in [wait.why for wait in hang.circle()]
+
+
+def test_full_multiprocessors():
+    wanting = {**kernel(1, "0xb", 0, started=False, sms=2, free=0), "sms": 2}
+    hang = Hang([rank(0, stream(7, kernel(1, "0xa", 0, peer=1)), stream(9, wanting)),
+                 rank(1, stream(8, kernel(1, "0xb", 1, peer=0), kernel(2, "0xa", 1, started=False)))], PAIR)
+    assert any("multiprocessors" in wait.why for wait in hang.circle())
+
+
+def test_a_connection_that_is_not_made():
+    connecting = host(call="NCCL, to connect to", communicator="0xa", peer=1)
+    hang = Hang([rank(0, hosts=(connecting,)),
+                 rank(1, stream(8, kernel(1, "0xb", 1, peer=0)), hosts=(host((8, 1)),))], PAIR)
+    assert "rank 0: its host waits in NCCL, to connect to rank 1: its host" in explain(hang, {})[1]
+
+
+def page(directory, number: int, progress: int = 1) -> mmap.mmap:
+    path = directory / f"rank{number}.watch"
+    path.write_bytes(struct.pack("=QQQ", progress, 0, 0).ljust(mmap.PAGESIZE, b"\0"))
+    with open(path, "r+b") as file:
+        return mmap.mmap(file.fileno(), mmap.PAGESIZE)
+
+
+def answer(directory, number: int, mapped: mmap.mmap, state: dict) -> None:
+    """As a rank's thread does."""
+    (directory / f"rank{number}.json").write_text(json.dumps(state))
+    while not (asked := mapped[8:16]) != mapped[16:24]:
+        time.sleep(0.01)
+    mapped[16:24] = asked
+
+
+def stuck(number: int, communicator: str) -> dict:
+    waiting = stream(7, kernel(1, communicator, number, peer=1 - number))
+    return {"streams": [waiting], "hosts": [host((7, 1))]}
+
+
+def test_ranks_are_asked(tmp_path):
+    mapped = page(tmp_path, 0)
+    thread = threading.Thread(target=answer, args=(tmp_path, 0, mapped, stuck(0, "0xa")))
+    thread.start()
+    page(tmp_path, 1)  # and never answers
+    states = Watch(tmp_path).ask(seconds=1.0)
+    thread.join()
+    assert [state.rank for state in states] == [0]
+
+
+def test_the_watcher_is_sure_before_it_tells(tmp_path):
+    now = [0.0]
+    pages = [page(tmp_path, number) for number in (0, 1)]
+    for number in (0, 1):
+        line = {"communicator": "0xa", "rank": number, "ranks": 2, "group": "", "network": "IB", "self": f"p{number}",
+                "members": ["p0", "p1"]}
+        other = {**line, "communicator": "0xb"}
+        (tmp_path / f"rank{number}.communicators").write_text(f"{json.dumps(line)}\n{json.dumps(other)}\n")
+    watcher = Watcher(tmp_path, clock=lambda: now[0])
+    assert watcher.poll() is None
+    now[0] += 100
+    pages[0][0:8] = struct.pack("=Q", 2)  # it moved
+    assert watcher.poll() is None
+    now[0] += 100
+    threads = [threading.Thread(target=answer, args=(tmp_path, number, pages[number], stuck(number, name)))
+               for number, name in ((0, "0xa"), (1, "0xb"))]
+    for thread in threads:
+        thread.start()
+    hang = watcher.poll()
+    for thread in threads:
+        thread.join()
+    assert hang is not None and len(hang.circle()) == 4
+
+
+def test_communicators_by_the_ranks_of_the_job(tmp_path):
+    for number, own in ((0, "p0"), (3, "p3")):
+        line = {"communicator": "0xa", "rank": number % 2, "ranks": 2, "group": "edge", "network": "Socket", "self": own,
+                "members": ["p0", "p3"]}
+        (tmp_path / f"rank{number}.communicators").write_text(json.dumps(line) + "\n")
+    assert communicators.read(tmp_path) == [communicators.Communicator("0xa", (0, 3), "Socket", "edge")]

@@ -1,0 +1,105 @@
+"""The emulated GPU's runtime (holmes_ext/lab/gpu/csrc/runtime): the order of things in streams, memory, errors."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holmes_ext.lab.gpu import recipes
+from holmes_ext.lab.gpu.build import build, cache_folder
+from holmes_ext.lab.gpu.compiler import find_compiler
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the runtime is built with g++")
+
+
+@pytest.fixture(scope="session")
+def cudart() -> Path:
+    component = recipes.runtime(find_compiler(), (13, 0))
+    return build([component], cache_folder())["runtime"] / "libcudart.so.13"
+
+
+@pytest.fixture
+def scene(cudart):
+    def run(name: str, **environment: str):
+        command = [sys.executable, str(Path(__file__).with_name("runtime.py")), str(cudart), name]
+        variables = {key: value for key, value in os.environ.items() if not key.startswith(("CUDA_", "HOLMES_GPU_"))}
+        done = subprocess.run(command, env={**variables, **environment}, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_a_stream_keeps_its_order(scene):
+    assert scene("in_order") == [str(number) for number in range(20)]
+
+
+def test_streams_run_side_by_side(scene):
+    before, all_of_it = scene("side_by_side")
+    assert before == ["free"]
+    assert all_of_it == ["free", "held", "behind it"]
+
+
+def test_a_stream_waits_for_an_event(scene):
+    assert scene("event_wait") == [False, ["produces", "consumes"]]
+
+
+def test_an_event_counts_what_was_there(scene):
+    assert scene("event_of_now") == ["first", "waits for the first"]
+
+
+def test_the_default_stream_and_blocking_streams_wait_for_each_other(scene):
+    before, all_of_it = scene("legacy_stream")
+    assert before == ["other"]
+    assert all_of_it == ["other", "blocking", "default", "blocking again"]
+
+
+def test_one_hardware_queue_makes_false_dependencies(scene):
+    early, order = scene("hardware_queue", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    assert not early and order[0] == "runs"
+
+
+def test_eight_hardware_queues_do_not(scene):
+    early, order = scene("hardware_queue")
+    assert order[0] != "runs"
+
+
+def test_kernels_wait_for_free_multiprocessors(scene):
+    before, last = scene("multiprocessors", HOLMES_GPU_SMS="4")
+    assert before == [["needs 1"], False] or before == [["computes", "needs 1"], False]
+    assert last in ("needs 2", "computes")
+
+
+def test_full_multiprocessors_stop_all(scene):
+    assert scene("full", HOLMES_GPU_SMS="4") == [False, ["holds 4", "computes"]]
+
+
+def test_copies_of_pageable_memory(scene):
+    assert scene("pageable") == "abc"
+
+
+def test_an_unknown_kernel_is_named(scene):
+    error, text, last, after = scene("failure")
+    assert error == last != 0 == after
+    assert "kernel my_adder(float*, float*) is not emulated" in text
+
+
+def test_the_emulated_clock(scene):
+    """Three kernels of 50 MFLOP at 1 GFLOP/s share one GPU: 50 ms of emulated time each, and the host runs ahead."""
+    early, ends = scene("clock", HOLMES_GPU_MFLOPS="1000")
+    assert not early
+    assert [end >= least for end, least in zip(ends, (50, 100, 150))] == [True] * 3
+
+
+def test_memory_of_another_process(scene):
+    assert scene("ipc") == ["hello", True, 0]
+
+
+def test_memory_is_given_back(scene):
+    used, refused, again, same, bad = scene("memory", HOLMES_GPU_MEMORY_MB="64")
+    assert (used, again, same) == (3 << 20, 0, True)
+    assert refused == 2 and bad == 1
