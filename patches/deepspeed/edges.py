@@ -45,7 +45,7 @@ _planned: weakref.WeakKeyDictionary[Any, InFlight | None] = weakref.WeakKeyDicti
 
 def opened() -> Mailbox | None:
     """The mailbox, while it carries the messages of a step."""
-    return _mailbox if _mailbox is not None and _mailbox.open else None
+    return _mailbox if _mailbox is not None and (_mailbox.open or _mailbox.listening) else None
 
 
 def unsupported(engine: Any) -> str | None:
@@ -85,14 +85,10 @@ def _through_mailbox(direction: str):
 
         def call(tensor, stage, async_op=False):
             peer = p2p._grid.stage_to_global(stage_id=stage)
-            if not _mailbox.open:
-                p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)
-                if direction == "recv":
-                    _mailbox.note(tensor, peer)
-                return getattr(comm, direction)(tensor, peer, group=_mailbox.group(peer, direction))
-            if direction == "send":
-                _mailbox.check(tensor, peer)
-            getattr(_mailbox, direction)(tensor, peer)
+            if opened() is not None:
+                return getattr(_mailbox, direction)(tensor, peer)
+            p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)
+            return getattr(comm, direction)(tensor, peer, group=_mailbox.group(peer, direction))
 
         return call(*args, **{"stage" if key.endswith("_stage") else key: value for key, value in kwargs.items()})
 
@@ -121,7 +117,7 @@ def _announced(wrapped, instance, args, kwargs):
     def call(send_stage):
         result = wrapped(send_stage)
         if _mailbox is not None:
-            _mailbox.listen(instance.grid.stage_to_global(stage_id=send_stage))
+            _mailbox.leave_out(instance.grid.stage_to_global(stage_id=send_stage))
         return result
 
     return call(*args, **kwargs)

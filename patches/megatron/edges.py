@@ -69,8 +69,6 @@ class _Step:
     def send(self, kind: str, tensor: Any, peer: int) -> None:
         self.box.unit = kind, self.gone[kind] // self.each
         self.gone[kind] += 1
-        if kind == "F":
-            self.box.check(tensor, peer)
         self.box.send(tensor, peer)
         if self.gone[kind] % self.each == 0:
             self.box.passed(*self.box.unit)

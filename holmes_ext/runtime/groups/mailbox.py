@@ -15,7 +15,8 @@ current stream.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -64,15 +65,15 @@ class Mailbox:
         #: neighbour -> 1 for the next stage's, -1 for that of the stage before.
         self.neighbours = {peer: other - own for peer, (own, other) in ends.items() if abs(other - own) == 1}
         self._announced: dict[int, Sequence[Form]] = {}  # of each micro-batch, to a neighbour
-        self._place: tuple[tuple[str, int], int, int] = (("", 0), -1, 0)  # unit, neighbour, messages so far
+        self._checked: Counter[int] = Counter()  # messages to a neighbour in this step
         self.wire_to: Callable[[int], Wire] = lambda peer: PLAIN
         self._sent: dict[str, deque[_Sent]] = defaultdict(deque)
         self._expected: dict[int, Sequence[Form]] = {}  # of each micro-batch, from a neighbour
-        self._seen: dict[int, list[Form]] = defaultdict(list)  # in a step of the engine's own schedule
+        self._seen: dict[int, list[Form]] = {}  # in a step of the engine's own schedule
         self._posted: dict[int, deque[tuple[Any, Any]]] = defaultdict(deque)
         self._count: Counter[int] = Counter()  # of micro-batches whose receives were posted in this step
         self._came: Counter[int] = Counter()  # messages in this step
-        self.open, self.unit = False, ("", 0)
+        self.open, self.listening, self.unit = False, False, ("", 0)
         self._early: dict[int, Early] = {}
         self._micro_batches = 0
         self._like: Any = None
@@ -81,14 +82,16 @@ class Mailbox:
         """What `peer` sends of every micro-batch."""
         self._expected[peer] = forms
 
-    def listen(self, peer: int | None = None) -> None:
-        """A step of the engine's own schedule begins; or, of `peer`, what came so far was about its messages."""
-        for other in self.neighbours if peer is None else [peer]:
-            self._seen[other] = []
+    def listen(self) -> None:
+        """A step of the engine's own schedule begins: its messages wait, as it wants them, and are remembered."""
+        self.listening = True
+        self._checked.clear()
+        self._seen = {peer: [] for peer in self.neighbours}
 
-    def note(self, tensor: Any, peer: int) -> None:
-        """`tensor` is received from `peer`."""
-        self._seen[peer].append(form_of(tensor))
+    def leave_out(self, peer: int) -> None:
+        """What came from `peer` so far was about its messages."""
+        if self.listening:
+            self._seen[peer] = []
 
     def learn(self, micro_batches: int) -> None:
         """That step is over; what came of each of its micro-batches is expected from now on. HolmesError where they
@@ -101,7 +104,7 @@ class Mailbox:
                 way = "--holmes-inflight off leaves sending to the engine"
                 raise HolmesError(f"{edge} does not send the same of each micro-batch; {way}")
             self.expect(of_each, peer)
-        self._seen.clear()
+        self.listening = False
 
     @property
     def knows(self) -> bool:
@@ -115,13 +118,13 @@ class Mailbox:
     def begin(self, flight: InFlight, micro_batches: int, like: Any) -> None:
         """A step of micro_batches begins, and `knows` holds. like: a tensor on the device."""
         self.open, self._like, self._micro_batches = True, like, micro_batches
-        self._count.clear()
-        self._came.clear()
+        for count in (self._count, self._came, self._checked):
+            count.clear()
         self._early = {peer: flight.early(*self._ends[peer], micro_batches) for peer in self.neighbours}
 
     def announce(self, forms: Sequence[Form], peer: int) -> None:
         """What this rank sends `peer` of every micro-batch; () for what is not known."""
-        self._announced[peer], self._place = forms, (("", 0), -1, 0)
+        self._announced[peer], self._checked[peer] = forms, 0
 
     def group(self, peer: int, direction: str) -> Any:
         """Over which a message travels to (direction "send") or from ("recv") a neighbour."""
@@ -133,26 +136,29 @@ class Mailbox:
         ways = {peer: "send" if own < other else "recv" for peer, (own, other) in self._ends.items()}
         return {peer: self._groups[peer, way] for peer, way in ways.items()}
 
-    def check(self, tensor: Any, peer: int) -> None:
+    def _check(self, tensor: Any, peer: int) -> None:
         """HolmesError where the tensor that is to be sent is not as it was announced: the receiver has a buffer of that
         shape, and gloo would leave half a message in it, or end the process."""
-        before, forms = self._place, self._announced.get(peer, ())
-        place = before[2] + 1 if before[:2] == (self.unit, peer) else 0
-        self._place = self.unit, peer, place
-        form = form_of(tensor)
-        if place < len(forms) and forms[place] != form:
+        if not (forms := self._announced.get(peer)):
+            return
+        micro_batch, place = divmod(self._checked[peer], len(forms))
+        self._checked[peer] += 1
+        if forms[place] != form_of(tensor):
             own, other = self._ends[peer]
             told = f"pipeline edge from stage {own} to stage {other} (to rank {peer}): micro-batch"
-            said, now = (f"{tuple(shape)} {dtype}" for shape, dtype in (forms[place], form))
+            said, now = (f"{shape} {dtype}" for shape, dtype in (forms[place], form_of(tensor)))
             way = "give all micro-batches the same shape (pad them, leave out a shorter last one)"
-            raise HolmesError(f"{told} {self.unit[1]} is {now}, announced was {said}; {way}")
+            raise HolmesError(f"{told} {micro_batch} is {now}, announced was {said}; {way}")
 
     def send(self, tensor: Any, peer: int) -> None:
         import torch.distributed as dist
 
-        part = self.wire_to(peer).outgoing(tensor)
-        work = dist.isend(part, peer, group=self._groups[peer, "send"])
-        self._sent[self.unit[0]].append(_Sent(self.unit, work, part))
+        self._check(tensor, peer)
+        part, group = self.wire_to(peer).outgoing(tensor), self._groups[peer, "send"]
+        if self.listening:
+            dist.send(part, peer, group=group)
+        else:
+            self._sent[self.unit[0]].append(_Sent(self.unit, dist.isend(part, peer, group=group), part))
 
     def passed(self, kind: str, index: int) -> None:
         """The pass of `kind` ("F", "B") of micro-batch `index` is launched, and all that it sends."""
@@ -162,6 +168,9 @@ class Mailbox:
 
     def recv(self, tensor: Any, peer: int) -> None:
         """Into `tensor`. HolmesError when another message than the expected is to come."""
+        if self.listening:
+            self._recv_now(tensor, peer)
+            return
         index = self._came[peer] // len(self._expected[peer])
         self._came[peer] += 1
         self._post(peer, index + 1 + self._early[peer].passes)
@@ -173,8 +182,18 @@ class Mailbox:
             said, now = (f"{shape} {dtype}" for shape, dtype in map(form_of, (buffer, part)))
             way = "--holmes-inflight off leaves sending to the engine"
             raise HolmesError(f"{edge} was {said} in every step and is to be {now} now; {way}")
-        self._wait(work, peer)
+        with self._naming(peer):
+            work.wait()
         part.copy_(buffer)
+        finish()
+
+    def _recv_now(self, tensor: Any, peer: int) -> None:
+        import torch.distributed as dist
+
+        part, finish = self.wire_to(peer).incoming(tensor)
+        self._seen[peer].append(form_of(part))
+        with self._naming(peer):
+            dist.recv(part, peer, group=self._groups[peer, "recv"])
         finish()
 
     def arrived(self, kind: str, index: float) -> None:
@@ -189,10 +208,11 @@ class Mailbox:
             self.arrived(kind, inf)
         self.open = False
 
-    def _wait(self, work: Any, peer: int) -> None:
-        """For what `peer` sends. HolmesError where that cannot come: at which edge, and why as far as is known."""
+    @contextmanager
+    def _naming(self, peer: int) -> Iterator[None]:
+        """HolmesError where what `peer` sends cannot come: at which edge, and why as far as is known."""
         try:
-            work.wait()
+            yield
         except RuntimeError as error:
             own, other = self._ends[peer]
             edge = f"pipeline edge from stage {other} (rank {peer}) to stage {own}"
