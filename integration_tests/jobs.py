@@ -9,13 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from carriers import ON_GPUS, gpus
 
 from holmes_ext.lab import Lab, interleave
+from holmes_ext.lab.gpu.hang import explain
+from holmes_ext.lab.gpu.watcher import Watcher
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "integration_tests" / "scripts"
 CLUSTER = ROOT / "examples" / "clusters" / "two_clusters_4.toml"
 FULL = os.environ.get("HOLMES_TEST_FULL") == "1"
+#: How frameworks are told which device there is, and not to compile for it.
+_FRAMEWORKS = {"DS_ACCELERATOR": "cuda" if ON_GPUS else "cpu", "DS_BUILD_OPS": "0"}
 #: Of a test or a case that costs more than it adds to each CI run.
 full = pytest.mark.skipif(not FULL, reason="HOLMES_TEST_FULL=1")
 
@@ -36,12 +41,26 @@ class LabOf:
         self.holmes = ("--holmes", "--holmes-cluster", str(file))
 
     def run(self, *command: str, timeout: float = 240, preload=("torch",), env=None, **more):
-        """Run a command (a script's path and arguments, unless it starts with "sh") on every node."""
+        """Run a command (a script's path and arguments, unless it starts with "sh") on every node. On emulated GPUs
+        what hangs fails with the circle of its waits."""
         argv = list(command) if command[0] == "sh" else [sys.executable, *command]
         preload = () if command[0] == "sh" else preload
         # pytest's variable would give every test an environment, and so a preloaded Python, of its own
-        env = {"PYTEST_CURRENT_TEST": "", **(env or {})}
-        return self.lab.run(argv, order=self.order, timeout=timeout, preload=preload, env=env, **more)
+        env = {"PYTEST_CURRENT_TEST": "", **_FRAMEWORKS, **(env or {})}
+        if ON_GPUS:
+            more.setdefault("gpus", gpus())
+            timeout *= 3
+        job = self.lab.start(argv, order=self.order, timeout=timeout, preload=preload, env=env, **more)
+        watcher = Watcher(job.watch) if job.watch else None
+        try:
+            while True:
+                try:
+                    return job.wait(0.5)
+                except TimeoutError:
+                    if watcher and (hang := watcher.poll()):
+                        pytest.fail("\n".join(explain(hang, {})))
+        finally:
+            job.kill()
 
     def json(self, result) -> list[dict]:
         """The JSON line that each rank printed last, in rank order as the script saw it."""
@@ -75,7 +94,7 @@ PRELOAD = ("torch", "deepspeed")
 
 def launch(clusters: LabOf, *command, env=None, **more):
     """A script that uses DeepSpeed; the lab's result."""
-    return clusters.run(*command, preload=PRELOAD, env={"DS_ACCELERATOR": "cpu", **(env or {})}, **more)
+    return clusters.run(*command, preload=PRELOAD, env=env, **more)
 
 
 def train(clusters: LabOf, log: Path, *flags, size=SIZE, expect: int = 0, **more) -> str:

@@ -94,6 +94,6 @@ def stuck(programs: Mapping[int, Sequence[Any]], queue_of: Callable[[int, Hashab
     devices = {rank: Device(program, lambda stream, rank=rank: queue_of(rank, stream))
                for rank, program in programs.items()}
     begun: set[tuple[Hashable, str]] = set()
-    while any([device.step(begun) for device in devices.values()]):
+    while sum(device.step(begun) for device in devices.values()):  # each of them, every time
         pass
     return [rank for rank, device in devices.items() if not device.done]

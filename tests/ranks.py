@@ -1,4 +1,5 @@
-"""Runs a function in several processes that form a gloo process group on loopback. For tests.
+"""Runs a function in several processes that form a process group on loopback: gloo's, or NCCL's, each with an emulated
+GPU as its default device (carriers.py). For tests.
 
     assert run_ranks(function, 2, argument) == [of_rank_0, of_rank_1]     # function(rank, argument), at a module's top
 
@@ -24,6 +25,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from typing import Any
 
+import carriers
 import torch
 import torch.distributed as dist
 
@@ -51,13 +53,13 @@ def preload(*modules: str) -> None:
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
     """[function(rank, *args) of every rank]; RankError with the trace of the first rank that raised."""
     _context.set_forkserver_preload(_preloaded)
-    with _environment(OMP_NUM_THREADS="1"):  # numpy's BLAS starts its threads when it is imported
+    with _environment(OMP_NUM_THREADS="1", **carriers.environment()):  # numpy's BLAS starts its threads when it is imported
         forkserver.ensure_running()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children, readers = [], {}
     for rank in range(world_size):
         reader, writer = _context.Pipe(duplex=False)
-        job = (writer, rank, function, args, world_size, store.port, dict(os.environ))
+        job = (writer, rank, function, args, world_size, store.port, {**os.environ, **carriers.environment()})
         children.append(_context.Process(target=_rank, args=job, daemon=True))
         children[-1].start()
         writer.close()
@@ -130,12 +132,16 @@ def _rank(parent: Any, rank: int, function: Callable[..., Any], args: tuple, wor
     assert len(threads) == 1, f"the server of ranks has {len(threads)} threads: what it has imported has started some"
     _parent = parent
     os.environ.clear()
-    os.environ.update(environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    os.environ.update(environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", HOLMES_LAB_RANK=str(rank),
+                      NCCL_HOSTID=f"host {rank}")
     torch.set_num_threads(1)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         timeout = datetime.timedelta(seconds=TIMEOUT_S)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        if carriers.ON_GPUS:
+            torch.cuda.set_device(0)
+            torch.set_default_device("cuda")
+        dist.init_process_group(carriers.CARRIER, store=store, rank=rank, world_size=world_size, timeout=timeout)
         parent.send(("answer", function(rank, *args)))
         dist.barrier()
         dist.destroy_process_group()

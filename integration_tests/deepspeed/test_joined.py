@@ -27,7 +27,7 @@ def model_of():
 
 
 def batch(job, step):
-    generator = torch.Generator().manual_seed(1000 * job + step)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * job + step)
     return torch.randn(ROWS, 7, generator=generator), torch.randn(ROWS, 3, generator=generator)
 
 

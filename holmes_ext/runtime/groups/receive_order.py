@@ -8,8 +8,8 @@ launch of a rank could wait for the one before it. For that both ends of an edge
 
     a 0 ... a (lead - 1)   g 0   a lead   g 1   a (lead + 1)   g 2  ...        a: activation, g: gradient
 
-A stage that holds k micro-batches must have sent k activations before it needs the first gradient, the next stage, which
-holds k' of them, gives its first gradient after k': so k' <= lead <= k, and of the k - k' passes between
+A stage that holds k micro-batches must have sent k activations before it needs the first gradient; the next stage,
+which holds k' of them, gives its first gradient after k': so k' <= lead <= k, and of the k - k' passes between
 
     lead - k'   is how many micro-batches early the next stage posts receives of activations: of m before its forward of
                 m - (lead - k'), which is after its gradient of m - lead
@@ -34,8 +34,9 @@ from holmes_ext.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Early:
-    """How early receives from a neighbour are posted. passes: micro-batches before the one whose pass needs the message.
-    after_sends: the first one after so many activations were sent there; None: of activations, from the stage before.
+    """How early receives from a neighbour are posted. passes: so many micro-batches before the one whose pass needs the
+    message. after_sends: the first one after so many activations were sent there; None: of activations, from the stage
+    before.
     """
 
     passes: int

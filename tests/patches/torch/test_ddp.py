@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def batch(rank, step, part=0):
-    return torch.randn(8, 128, generator=torch.Generator().manual_seed(100 * step + 10 * part + rank))
+    return torch.randn(8, 128, generator=torch.Generator(torch.get_default_device()).manual_seed(100 * step + 10 * part + rank))
 
 
 def train(rank, options, model_options, hook=None, accumulate=1, steps=4, join=None):
@@ -246,7 +246,7 @@ def int8(rank, wire):
     gradient in 7 steps; buckets are new after the first."""
     model = nn.Linear(512, 512, bias=False)
     exact = DistributedDataParallel(model)
-    inputs = torch.randn(4, 512, generator=torch.Generator().manual_seed(rank))
+    inputs = torch.randn(4, 512, generator=torch.Generator(torch.get_default_device()).manual_seed(rank))
     exact(inputs).square().mean().backward()
     true, errors = model.weight.grad.clone(), []
     start(rank, compress="int8")

@@ -60,7 +60,7 @@ def shard(mesh=None, **more):
 
 
 def batch(rank, step, part=0):
-    return torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + 10 * part + rank))
+    return torch.randn(4, 64, generator=torch.Generator(torch.get_default_device()).manual_seed(100 * step + 10 * part + rank))
 
 
 def train(made, rank, steps=4, accumulate=1, optimizer=None):

@@ -11,7 +11,6 @@ from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.receive_order import InFlight
 from holmes_ext.runtime.watch import failure
 
-
 FLIGHT, MICRO_BATCHES = InFlight((3, 1)), 4
 
 
@@ -65,10 +64,10 @@ def test_messages_come_in_order_and_are_posted_as_early_as_both_ends_can():
 def taught(rank, sizes, told=True):
     """One micro-batch a step, whose message has another size in each; what the mailbox learns in each step it sees."""
     box, known = mailbox_of(rank), []
-    for size in sizes:
-        if told and known and size != before:
+    for before, size in zip((sizes[0], *sizes), sizes):
+        if told and size != before:
             box.forget()
-        tensor, before = torch.full((size,), float(size)), size
+        tensor = torch.full((size,), float(size))
         known.append(box.knows)
         learning = not box.knows
         box.listen() if learning else box.begin(FLIGHT, 1, torch.empty(0))

@@ -4,6 +4,7 @@ device, holds them up for ever."""
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import zip_longest
 from types import SimpleNamespace
 
 import pytest
@@ -46,7 +47,7 @@ def launched(monkeypatch, flight, micro_batches, steps=2):
         monkeypatch.setattr(dist, "isend", lambda tensor, peer, group, to=message: to("send", peer, group))
         monkeypatch.setattr(dist, "irecv", lambda tensor, peer, group, to=message: to("receive", peer, group))
         peers = [peer for peer in (stage - 1, stage + 1) if 0 <= peer < len(held)]
-        groups = {(peer, way): f"{min(peer, stage)} {'gradients' if (way == 'send') == (peer < stage) else 'activations'}"
+        groups = {(peer, way): f"{min(peer, stage)} {('activations', 'gradients')[(way == 'send') == (peer < stage)]}"
                   for peer in peers for way in ("send", "recv")}
         box = Mailbox(groups, {peer: (stage, peer) for peer in peers})
         for peer in peers:
@@ -87,17 +88,17 @@ def test_each_launch_may_wait_for_the_one_before_it(bound, monkeypatch):
         assert faults(logs, bound, blocking=True) == [], seed
 
 
-def program(log, rank, stream_of=None, synchronize=lambda: False):
+def program(log, rank, stream_of=None, synchronize=()):
     """What torch puts into a device's streams: a message's stream waits for what was computed so far. stream_of: which
-    streams are one; synchronize(): whether the host waits for the device after a pass."""
+    streams are one; synchronize: of each entry of the log, whether the host waits for the device after it."""
     counts, made, stream_of = Counter(), [], stream_of or {}
 
     def stream(name):
         return stream_of.get(name, name)
 
-    for entry in log:
+    for entry, waits in zip_longest(log, synchronize):
         if isinstance(entry, tuple):
-            made += [Kernel(stream("compute")), *([SYNCHRONIZE] if synchronize() else [])]
+            made += [Kernel(stream("compute")), *([SYNCHRONIZE] if waits else [])]
         elif isinstance(entry, Wait):
             made.append(Join(stream("compute"), stream(messages(log)[entry.number - 1].group)))
         else:
@@ -112,14 +113,13 @@ def program(log, rank, stream_of=None, synchronize=lambda: False):
 def test_any_hardware_queues_and_waits_for_the_device(queues, monkeypatch):
     """And any streams that are one: with one queue all of them."""
     for seed in SEEDS:
-        rng = random.Random(seed)
-        logs, programs, queue_of = launched(monkeypatch, *drawn(seed)), {}, {}
-        always = rng.random() < 0.5
-        for rank, log in logs.items():
+        rng, programs, queue_of = random.Random(seed), {}, {}
+        part = rng.choice((0.2, 1.0))  # of the passes, after which the host waits for the device
+        for rank, log in launched(monkeypatch, *drawn(seed)).items():
             stream_of = {one.stream: queues > 1 and rng.randrange(5) for one in program(log, rank)}
-            programs[rank] = program(log, rank, stream_of, lambda: always or rng.random() < 0.2)
-        found = stuck(programs, lambda rank, stream: queue_of.setdefault((rank, stream), rng.randrange(queues)))
-        assert found == [], seed
+            programs[rank] = program(log, rank, stream_of, [rng.random() < part for _ in log])
+            queue_of |= {(rank, stream): rng.randrange(queues) for stream in stream_of.values()}
+        assert stuck(programs, lambda *stream, queue_of=queue_of: queue_of[stream]) == [], seed
 
 
 def test_a_posted_receive_before_a_wait_is_found():

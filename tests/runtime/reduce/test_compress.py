@@ -21,7 +21,7 @@ from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
 
 def randoms(numel, seed=0):
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(numel, generator=torch.Generator(torch.get_default_device()).manual_seed(seed))
 
 
 @pytest.mark.parametrize("numel", [1, BLOCK - 1, BLOCK, 3 * BLOCK + 7])

@@ -43,7 +43,7 @@ class Model(torch.nn.Module):
 
 
 def data(rank, step, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(1000 * step + rank)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * step + rank)
     return torch.randn(4, WIDTH, generator=generator).to(dtype).requires_grad_()
 
 

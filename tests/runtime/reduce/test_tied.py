@@ -21,7 +21,7 @@ SIZE = 1001
 
 
 def own(rank):
-    return torch.randn(7, SIZE // 7, generator=torch.Generator().manual_seed(rank))
+    return torch.randn(7, SIZE // 7, generator=torch.Generator(torch.get_default_device()).manual_seed(rank))
 
 
 def summed(rank):
