@@ -3,6 +3,7 @@
 # make stacks Hugging Face's Trainer, Accelerate, Lightning, torchtitan: installs them (600 MB) and runs their tests
 # make check  lint and types
 # make docs   the site of docs/ into build/site, strictly: a link to nothing, or a block that differs from the code, fails
+# make gpu    CUDA and NCCL without a GPU: the tests of emulated GPUs, in an environment of their own (.venv-gpu, 9 GB)
 # make nccl   what only a GPU can show; writes nccl-report.json to send back (two nodes: NODE=0 or 1, MASTER_ADDR, CLUSTER)
 # make matrix the versions of the frameworks, each in an environment of its own (benchmarks/matrix.py)
 # make soak   joined jobs under random faults for half an hour (MINUTES=30 SEED=1); build/soak.jsonl has what happened
@@ -16,7 +17,14 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-inp
 STAMP := .venv/installed
 TESTS := $(wildcard tests integration_tests)
 
-.PHONY: demo test unit nccl check docs matrix soak stacks .venv tools clean
+# What emulated GPUs need besides: the CUDA build of torch, g++, and NCCL's source.
+GPU_BIN := .venv-gpu/bin
+GPU_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(GPU_BIN)/python -m pip install -qq --no-input -c requirements/constraints.txt \
+   -c requirements/dev.txt -c requirements/stacks.txt -c requirements/torch.txt
+GPU_STAMP := .venv-gpu/installed
+export HOLMES_NCCL_SOURCE ?= $(abspath $(firstword $(wildcard ../shared/nccl/*.tar.gz ../shared/nccl/*.tgz)))
+
+.PHONY: demo test unit gpu nccl check docs matrix soak stacks .venv .venv-gpu tools clean
 
 demo: tools .venv
 	$(BIN)/holmes demo
@@ -28,6 +36,11 @@ test: tools .venv
 	    $(BIN)/python -m pytest --timeout=900 $$room $(PYTEST_ARGS) > build/$$room.log 2>&1 & started="$$started $$!:$$room"; \
 	done; \
 	for one in $$started; do wait $${one%%:*} || status=1; cat build/$${one#*:}.log; done; exit $$status
+
+# Builds the emulated GPU (some minutes, once for each version), then runs what needs it: a room of tests at a time.
+gpu: tools .venv-gpu
+	@$(GPU_BIN)/python -m holmes_ext.cli.main lab build --python $(GPU_BIN)/python
+	$(GPU_BIN)/python -m pytest --timeout=900 integration_tests/gpu $(PYTEST_ARGS)
 
 unit: tools .venv
 	$(BIN)/python -m pytest --timeout=900 tests $(PYTEST_ARGS)
@@ -75,6 +88,19 @@ $(STAMP): requirements/torch.txt requirements/dev.txt requirements/constraints.t
 	@$(PIP) --no-deps -e .
 	@touch $@
 
+.venv-gpu: $(GPU_STAMP)
+
+# pip's own index, and no folder of wheels: there may be a build for the CPU in it. TORCH_GPU_ARGS for another index.
+$(GPU_STAMP): requirements/torch.txt requirements/gpu.txt requirements/constraints.txt setup.py pyproject.toml holmes_ext.pth
+	@echo "make: installing the CUDA build of torch and what runs on it into .venv-gpu (6 GB of disk, 2 to 10 minutes, once)"
+	@$(PYTHON) -m venv .venv-gpu
+	@PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= $(GPU_PIP) -r requirements/torch.txt $(TORCH_GPU_ARGS)
+	@$(GPU_BIN)/python -c 'import sys; sys.exit("+cpu" in open(sys.argv[1]).read() and "make: pip took a torch for the CPU; see TORCH_GPU_ARGS")' \
+	   $$(echo .venv-gpu/lib/python3*/site-packages/torch/version.py)
+	@DS_BUILD_OPS=0 $(GPU_PIP) -r requirements/gpu.txt
+	@$(GPU_PIP) --no-deps -e .
+	@touch $@
+
 # What is needed besides Python packages: iproute2, and the right to make network namespaces.
 tools:
 	@for tool in ip tc unshare; do command -v $$tool >/dev/null || { \
@@ -83,4 +109,4 @@ tools:
 	   echo "make: emulated clusters need root or unprivileged user namespaces: sudo make ... (or sysctl kernel.unprivileged_userns_clone=1)" >&2; exit 1; }
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-gpu build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -60,6 +60,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     start.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND",
                        help="what every process runs: python train.py ARGUMENTS")
 
+    made = actions.add_parser(
+        "build", help="build what `holmes lab run --gpu` needs, beforehand",
+        description="Builds the libraries of the emulated GPU for the torch of a Python, into the user's cache, and tries"
+        " NCCL's numbers: what the first `holmes lab run --gpu` does otherwise.")
+    made.add_argument("--nccl-source", metavar="DIR", help="a checkout of NCCL, or an archive of it (.tar.gz)")
+    made.add_argument("--python", default="python", metavar="P", help="the Python whose torch is used (default: python)")
+
     links = actions.add_parser(
         "measure", help="achieved against configured bandwidth of every kind of link",
         description="Sends over every kind of link and compares with the file. Exit status 1 when one is off by more"
@@ -80,7 +87,7 @@ def _add_site(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status: the command's (130 after Ctrl-C); `measure` 1 when a link is off by more than 10 %."""
-    return {"run": _run, "measure": _measure, "down": _down}[args.lab_action](args)
+    return {"run": _run, "build": lab_gpu.build, "measure": _measure, "down": _down}[args.lab_action](args)
 
 
 def _run(args: argparse.Namespace) -> int:

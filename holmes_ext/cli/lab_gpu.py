@@ -78,6 +78,14 @@ def gpus_of(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, 
                 args.seed if args.gpu_order == "random" else None, clock)
 
 
+def build(args: argparse.Namespace) -> int:
+    """`holmes lab build`."""
+    with BuildProgress() as progress:
+        found = libraries([args.python], os.environ, args.nccl_source, progress)
+    print(f"emulated GPU for torch {found.torch.version} with NCCL {found.source.name}: {found.nccl.parent}")
+    return 0
+
+
 @dataclass
 class GpuRun:
     """One run of the command. hang: lines that explain why it was ended, () where it was not."""

@@ -72,18 +72,17 @@ def enter(holder: int, names: tuple[str, ...] = ("net", "uts", "mnt")) -> None:
 
 @contextmanager
 def own_proc() -> Iterator[None]:
-    """Inside: a /proc of the caller's PID namespace, where it finds itself under os.getpid() (psutil looks)."""
+    """Inside: a /proc of the caller's PID namespace, where it finds itself under os.getpid() (psutil looks). After an
+    exception it stays: the caller then ends, and may have threads, with which there is no way back."""
     before = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     unshare(CLONE_NEWNS)
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    try:
-        yield
-    finally:
-        directory = os.getcwd()  # setns of a mount namespace moves the caller to its root
-        _call("setns", before, 0)
-        os.close(before)
-        os.chdir(directory)
+    yield
+    directory = os.getcwd()  # setns of a mount namespace moves the caller to its root
+    _call("setns", before, 0)
+    os.close(before)
+    os.chdir(directory)
 
 
 def furnish_node(hostname: str, hosts: str, nsswitch: str) -> None:

@@ -63,6 +63,8 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
             for later in filter(None, map(_FIRST_USE.get, modules)):
                 with contextlib.suppress(ImportError):  # another version, without it
                     importlib.import_module(later)
+            if uses_emulated_gpu():
+                raise RuntimeError("it uses a GPU while it is imported, which no fork may share; leave it out")
     except BaseException as error:
         traceback.print_exc()
         wire.send(control, {"failed": f"{module}: {error}"})
@@ -80,6 +82,12 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
             control.close()
             return launch.serve_job(socket.socket(fileno=descriptors[0]), run_script)
         os.close(descriptors[0])
+
+
+def uses_emulated_gpu() -> bool:
+    """Whether this process has begun to: its memory is there, or a thread of its streams."""
+    threads = (Path(f"/proc/self/task/{thread}/comm").read_text() for thread in os.listdir("/proc/self/task"))
+    return "/memfd:emulated-gpu" in Path("/proc/self/maps").read_text() or "emulated-gpu\n" in threads
 
 
 def run_script(arguments: list[str], env: dict[str, str]) -> None:

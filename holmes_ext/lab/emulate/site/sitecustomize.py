@@ -7,22 +7,23 @@ import sys
 
 _here = os.path.dirname(os.path.abspath(__file__))
 
-if "HOLMES_LAB_ACCELERATOR" in os.environ or "HOLMES_GPU_OPERATORS" in os.environ:
-    _path = list(sys.path)
-    sys.path.append(os.path.abspath(os.path.join(_here, *[os.pardir] * 4)))
-    try:
-        from holmes_ext.lab.emulate import accelerator, trace
-        from holmes_ext.lab.gpu import operators
-    except ImportError as error:
-        sys.exit(f"holmes lab: nothing can be emulated in {sys.executable}: {error}")
-    finally:
-        sys.path[:] = _path
+_path = list(sys.path)
+sys.path.append(os.path.abspath(os.path.join(_here, *[os.pardir] * 4)))
+try:
     if "HOLMES_GPU_OPERATORS" in os.environ:
+        from holmes_ext.lab.gpu import operators
+
         operators.install_when_imported(os.environ["HOLMES_GPU_OPERATORS"])
     if "HOLMES_LAB_ACCELERATOR" in os.environ:
+        from holmes_ext.lab.emulate import accelerator, trace
+
         accelerator.install_when_imported(os.environ["HOLMES_LAB_ACCELERATOR"])
-    if "HOLMES_LAB_TRACE" in os.environ:
-        trace.install(os.environ["HOLMES_LAB_TRACE"])
+        if "HOLMES_LAB_TRACE" in os.environ:
+            trace.install(os.environ["HOLMES_LAB_TRACE"])
+except ImportError as error:
+    sys.exit(f"holmes lab: the emulated accelerator cannot be installed in {sys.executable}: {error}")
+finally:
+    sys.path[:] = _path
 
 # Run the sitecustomize that would have been found without us.
 _spec = importlib.machinery.PathFinder.find_spec(

@@ -97,6 +97,12 @@ CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdevi
   }
 }
 
+// NCCL 2.30 asks it of every communicator, before it asks whether there is memory of that kind (there is none).
+CUresult cuMemGetAllocationGranularity(size_t* size, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+  *size = 2u << 20;
+  return CUDA_SUCCESS;
+}
+
 // NCCL hands over one buffer of parameters: extra = {BUFFER_POINTER, buffer, BUFFER_SIZE, &size, END}.
 CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** parameters, void** extra) {
   const void* buffer = nullptr;

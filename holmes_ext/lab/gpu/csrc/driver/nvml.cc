@@ -126,6 +126,16 @@ int nvmlSystemGetDriverVersion(char* version, unsigned length) {
   return kSuccess;
 }
 
+// PCIe 4.0 x16.
+int nvmlDeviceGetCurrPcieLinkGeneration(Device, unsigned* generation) {
+  *generation = 4;
+  return kSuccess;
+}
+int nvmlDeviceGetCurrPcieLinkWidth(Device, unsigned* lanes) {
+  *lanes = 16;
+  return kSuccess;
+}
+
 // No NVLink, no fabric manager, no confidential computing.
 int nvmlDeviceGetNvLinkState(Device, unsigned, int*) { return kNotSupported; }
 int nvmlDeviceGetNvLinkCapability(Device, unsigned, int, unsigned*) { return kNotSupported; }
@@ -137,6 +147,8 @@ int nvmlDeviceGetGpuFabricInfoV(Device, void*) { return kNotSupported; }
 int nvmlDeviceGetPlatformInfo(Device, void*) { return kNotSupported; }
 int nvmlSystemGetConfComputeState(void*) { return kNotSupported; }
 int nvmlSystemGetConfComputeSettings(void*) { return kNotSupported; }
+int nvmlDeviceGetPcieLinkMaxSpeed(Device, unsigned*) { return kNotSupported; }
+int nvmlDeviceGetPciInfoExt(Device, void*) { return kNotSupported; }
 int nvmlDeviceGetUtilizationRates(Device, void*) { return kNotSupported; }
 int nvmlDeviceGetClockInfo(Device, int, unsigned*) { return kNotSupported; }
 int nvmlDeviceGetTemperature(Device, int, unsigned*) { return kNotSupported; }

@@ -7,7 +7,11 @@
 #include "device.h"
 #include "emulated_gpu.h"
 #include "reduction.h"
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0)
 #include "sym_kernels.h"
+#else
+#include "symmetric.h"
+#endif
 
 // Each symbol is registered when the library is loaded. The symmetric kernels need memory that several GPUs map
 // (cuMem), which no emulated GPU has: NCCL does not launch them.

@@ -10,7 +10,6 @@
 #include <cmath>
 
 #include "attention.h"
-#include "operators.h"
 
 namespace operators {
 
@@ -169,14 +168,12 @@ Tensor state_of(const Seed& seed) {
 Seed seed_of(const Tensor& state) { return seed_in_state(state); }
 
 OwnKernels attention_kernels() {
-  OwnKernels kernels = {
+  return {
       {"_scaled_dot_product_flash_attention", host_kernel(flash), /*random=*/true},
       {"_scaled_dot_product_flash_attention_backward", host_kernel(flash_backward)},
       {"_scaled_dot_product_efficient_attention", host_kernel(efficient), /*random=*/true},
       {"_scaled_dot_product_efficient_attention_backward", host_kernel(efficient_backward)},
   };
-  for (const OwnKernel& kernel : packed_attention_kernels()) kernels.push_back(kernel);
-  return kernels;
 }
 
 }  // namespace operators

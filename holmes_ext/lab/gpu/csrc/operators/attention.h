@@ -4,7 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "operators.h"
+#include "own.h"
 
 namespace operators {
 
@@ -30,7 +30,5 @@ AttentionGradients attend_backward(const Attention& call, const at::Tensor& grad
 at::Tensor state_of(const Seed& seed);  // as flash attention returns it: two unsigned 64-bit numbers
 Seed seed_of(const at::Tensor& state);
 at::Tensor number(int64_t value);
-
-OwnKernels packed_attention_kernels();
 
 }  // namespace operators

@@ -9,13 +9,11 @@
 #include <cstring>
 
 #include "emulated_gpu.h"
-#include "operators.h"
+#include "own.h"
 
 namespace operators {
 
 namespace {
-
-thread_local Seed seed_of_thread;
 
 // What the worker thread needs of a call. All tensors in it are CPU tensors over memory that they do not own.
 struct Launch {
@@ -28,14 +26,27 @@ struct Launch {
 };
 
 
-void fill_output(const at::Tensor& output, const at::Tensor& result, const Output& predicted) {
+void check_looks(const at::Tensor& found, const Look& predicted) {
+  TORCH_CHECK(found.scalar_type() == predicted.dtype && found.sizes() == predicted.sizes && found.strides() == predicted.strides,
+              "an output has sizes ", found.sizes(), " and strides ", found.strides(), ", predicted were ", predicted.sizes,
+              " and ", predicted.strides);
+}
+
+// After a kernel that wrote into the output itself.
+void check_output(at::Tensor& output, const Look& predicted) {
+  check_looks(output, predicted);
+  if (output.is_conj() != predicted.conjugate) {
+    output._set_conj(predicted.conjugate);
+    output.conj_physical_();
+  }
+}
+
+void fill_output(const at::Tensor& output, const at::Tensor& result, const Look& predicted) {
   TORCH_CHECK(result.defined() == predicted.defined, "an output is there or not, other than predicted");
   if (!result.defined()) return;
-  Output found = look(result);
-  TORCH_CHECK(found.dtype == predicted.dtype && found.sizes == predicted.sizes && found.strides == predicted.strides &&
-                  found.conjugate == predicted.conjugate && found.negative == predicted.negative,
-              "an output has sizes ", result.sizes(), " and strides ", result.strides(), ", predicted were ",
-              predicted.sizes, " and ", predicted.strides);
+  check_looks(result, predicted);
+  TORCH_CHECK(result.is_conj() == predicted.conjugate && result.is_neg() == predicted.negative,
+              "an output is conjugated or negated, other than predicted");
   int64_t bytes = span_bytes(predicted);
   if (bytes) memcpy(output.data_ptr(), result.const_data_ptr(), bytes);
 }
@@ -44,16 +55,14 @@ void run_kernel(Launch& launch) {
   const Operator& op = *launch.op;
   op.run(&launch.stack, launch.seed, /*into_outputs=*/op.out != nullptr);
   if (op.out) {
-    size_t first = launch.stack.size() - launch.outputs.size();
     for (size_t index = 0; index < launch.outputs.size(); ++index) {
-      TORCH_CHECK(launch.stack[first + index].toTensor().const_data_ptr() == launch.outputs[index].const_data_ptr(),
-                  "the CPU's kernel moved an output");
+      check_output(launch.outputs[index], launch.prediction->outputs[index]);
     }
     return;
   }
   size_t first = launch.stack.size() - op.returns.size(), next = 0;
   for (size_t index = 0; index < op.returns.size(); ++index) {
-    if (op.returns[index].argument >= 0) continue;
+    if (op.returns[index] != kNew) continue;
     each_tensor(launch.stack[first + index], [&](const at::Tensor& result) {
       fill_output(launch.outputs[next], result, launch.prediction->outputs[next]);
       ++next;
@@ -93,7 +102,7 @@ void resize_written(const Operator& op, const Prediction& prediction, const Stac
   }
 }
 
-at::Tensor new_output(const Output& output, c10::Device device) {
+at::Tensor new_output(const Look& output, c10::Device device) {
   if (!output.defined) return at::Tensor();
   at::Tensor made(at::detail::empty_strided_cuda(output.sizes, output.strides, output.dtype, device));
   if (output.conjugate) made._set_conj(true);
@@ -103,22 +112,14 @@ at::Tensor new_output(const Output& output, c10::Device device) {
 
 }  // namespace
 
-const Seed& seed_of_call() { return seed_of_thread; }
-
-void launch(const char* name, void (*run)(void*), void (*release)(void*), void* argument, double flops, double bytes,
-            c10::Device device) {
-  egpuKernel kernel{name, run, release, argument, flops, bytes, /*sms=*/0};
-  C10_CUDA_CHECK(egpuLaunch(c10::cuda::getCurrentCUDAStream(device.index()).stream(), &kernel));
-}
-
 // The returns of a call, in place of its arguments.
 void replace_by_returns(const Operator& op, Stack* stack, size_t begin, std::vector<at::Tensor> fresh,
                         const Prediction& prediction) {
   c10::SmallVector<c10::IValue, 4> results;
   size_t next = 0, place = 0, value = 0;
-  for (const Return& one : op.returns) {
-    if (one.argument >= 0) {
-      results.push_back((*stack)[begin + one.argument]);
+  for (int argument : op.returns) {
+    if (argument != kNew) {
+      results.push_back((*stack)[begin + argument]);
     } else if (int length = prediction.lengths[place++]; length == kOne) {
       results.emplace_back(std::move(fresh[next++]));
     } else if (length == kValue) {
@@ -134,17 +135,17 @@ void replace_by_returns(const Operator& op, Stack* stack, size_t begin, std::vec
 }
 
 void Operator::run(Stack* stack, const Seed& seed, bool into_outputs) const {
-  const c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
+  const c10::DispatchKeySet cpu(host_key);
   if (generator >= 0) (*stack)[generator] = generator_of(seed);
   if (own) {
-    seed_of_thread = seed;
+    set_seed_of_call(seed);
     own->kernel.callBoxed(handle, cpu, stack);
   } else {
     (into_outputs ? *out : handle).redispatchBoxed(cpu, stack);
   }
 }
 
-void Operator::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
+void Operator::call(Stack* stack) {
   const size_t begin = stack->size() - parameters.size();
   Key key;
   c10::Device device = describe(*this, *stack, &key);
@@ -155,29 +156,30 @@ void Operator::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack
   if (!prediction) return run_now(*this, stack, device);
 
   if (out_variant) resize_written(*this, *prediction, *stack, begin);
-  auto call = std::make_unique<Launch>();
+  auto launch = std::make_unique<Launch>();
   Aliases aliases;
   for (size_t index = begin; index < stack->size(); ++index) {
-    call->stack.push_back(with_tensors((*stack)[index], [&](const at::Tensor& tensor) {
+    launch->stack.push_back(with_tensors((*stack)[index], [&](const at::Tensor& tensor) {
       return tensor.defined() && tensor.is_cpu() ? snapshot(tensor) : aliases.of(tensor);
     }));
   }
   std::vector<at::Tensor> fresh;
   fresh.reserve(prediction->outputs.size());
-  for (const Output& output : prediction->outputs) {
+  for (const Look& output : prediction->outputs) {
     fresh.push_back(new_output(output, device));
     if (!output.defined) {
-      call->outputs.emplace_back();
+      launch->outputs.emplace_back();
       continue;
     }
-    call->outputs.push_back(aliases.of_memory(fresh.back().mutable_data_ptr(), output));
-    if (out) call->stack.emplace_back(call->outputs.back());
+    launch->outputs.push_back(aliases.of_memory(fresh.back().mutable_data_ptr(), output));
+    if (out) launch->stack.emplace_back(launch->outputs.back());
   }
-  if (random) call->seed = take_seed(generator >= 0 ? (*stack)[begin + generator] : c10::IValue(), device);
-  call->op = this;
-  call->prediction = prediction;
-  call->threads = host_threads();
-  launch(name.c_str(), run_launch, release_launch, call.release(), prediction->flops, prediction->bytes, device);
+  if (random) launch->seed = take_seed(generator >= 0 ? (*stack)[begin + generator] : c10::IValue(), device);
+  launch->op = this;
+  launch->prediction = prediction;
+  launch->threads = host_threads();
+  egpuKernel kernel{name.c_str(), run_launch, release_launch, launch.release(), prediction->flops, prediction->bytes, /*sms=*/0};
+  C10_CUDA_CHECK(egpuLaunch(c10::cuda::getCurrentCUDAStream(device.index()).stream(), &kernel));
   replace_by_returns(*this, stack, begin, std::move(fresh), *prediction);
 }
 

@@ -5,7 +5,7 @@
 #include <ATen/ops/_foreach_copy_native.h>
 #include <ATen/ops/copy_native.h>
 
-#include "operators.h"
+#include "own.h"
 
 namespace operators {
 
@@ -26,9 +26,9 @@ bool within_a_device(const Stack& stack, size_t begin) {
 class Copy : public Operator {
  public:
   using Operator::Operator;
-  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) {
+  void call(Stack* stack) override {
     const size_t begin = stack->size() - 3;
-    if (within_a_device(*stack, begin)) return Operator::operator()(handle, keys, stack);
+    if (within_a_device(*stack, begin)) return Operator::call(stack);
     at::Tensor target = (*stack)[begin].toTensor();
     at::native::copy_(target, (*stack)[begin + 1].toTensor(), (*stack)[begin + 2].toBool());
     stack->resize(begin);
@@ -39,9 +39,9 @@ class Copy : public Operator {
 class CopyList : public Operator {
  public:
   using Operator::Operator;
-  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) {
+  void call(Stack* stack) override {
     const size_t begin = stack->size() - 3;
-    if (within_a_device(*stack, begin)) return Operator::operator()(handle, keys, stack);
+    if (within_a_device(*stack, begin)) return Operator::call(stack);
     std::vector<at::Tensor> targets = (*stack)[begin].toTensorVector(), sources = (*stack)[begin + 1].toTensorVector();
     at::native::foreach_tensor_copy_list_kernel_slow_(targets, sources, (*stack)[begin + 2].toBool());
     stack->resize(begin);
@@ -51,7 +51,7 @@ class CopyList : public Operator {
 }  // namespace
 
 HostParts copy_parts() {
-  return {{"copy_", host_part<Copy>()}, {"_foreach_copy_", host_part<CopyList>()}};
+  return {{"copy_", make<Copy>}, {"_foreach_copy_", make<CopyList>}};
 }
 
 }  // namespace operators

@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "operators.h"
+#include "own.h"
 
 namespace operators {
 

@@ -1,9 +1,9 @@
-// Normalizations that only CUDA has as operators of their own: RMS norm, cuDNN's batch norm, synchronized batch norm.
+// Normalizations that only CUDA has as operators of their own: the derivative of RMS norm, synchronized batch norm.
 
 #include <ATen/ATen.h>
 #include <ATen/OpMathType.h>
 
-#include "operators.h"
+#include "own.h"
 
 namespace operators {
 
@@ -48,22 +48,6 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_out, const Tenso
     grad_input = (grad * rstd + through_mean).to(input.scalar_type());
   }
   return {grad_input, grad_weight};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> cudnn_batch_norm(
-    const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& running_mean,
-    const OptionalTensor& running_var, bool training, double momentum, double epsilon) {
-  auto [output, mean, invstd] =
-      at::native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, epsilon);
-  return {output, mean, invstd, at::empty({0}, input.options().dtype(at::kByte))};
-}
-
-std::tuple<Tensor, Tensor, Tensor> cudnn_batch_norm_backward(
-    const Tensor& input, const Tensor& grad_output, const Tensor& weight, const OptionalTensor& running_mean,
-    const OptionalTensor& running_var, const OptionalTensor& mean, const OptionalTensor& invstd, double epsilon,
-    const Tensor&) {
-  return at::native_batch_norm_backward(grad_output, input, weight, running_mean, running_var, mean, invstd,
-                                        /*train=*/true, epsilon, {true, true, true});
 }
 
 // Synchronized batch norm. All but the channels (dimension 1) is reduced.
@@ -160,8 +144,6 @@ std::tuple<Tensor, Tensor> batch_norm_update_stats(const Tensor& input, const Op
 
 OwnKernels normalization_kernels() {
   return {{"_fused_rms_norm_backward", host_kernel(rms_norm_backward)},
-          {"cudnn_batch_norm", host_kernel(cudnn_batch_norm)},
-          {"cudnn_batch_norm_backward", host_kernel(cudnn_batch_norm_backward)},
           {"batch_norm_stats", host_kernel(batch_norm_stats)},
           {"batch_norm_gather_stats", host_kernel(batch_norm_gather_stats)},
           {"batch_norm_gather_stats_with_counts", host_kernel(gather_stats_with_counts)},

@@ -15,8 +15,6 @@
 
 namespace operators {
 
-at::Tensor tensor_over(c10::Storage storage, const Output& look, int64_t offset);
-
 namespace {
 
 constexpr size_t kRemembered = 4096;  // calls of one operator
@@ -49,7 +47,7 @@ at::Tensor on_meta(const at::Tensor& tensor) {
 enum class Fill { kZeros, kFloatOnes, kOnes };
 
 at::Tensor on_scratch(const at::Tensor& tensor, Fill fill) {
-  Output like = look(tensor);
+  Look like = look(tensor);
   size_t bytes = span_bytes(like);
   void* memory = calloc(bytes ? bytes : 1, 1);  // large ones: pages that are not there until they are written
   TORCH_CHECK(memory, "emulated GPU: no memory for ", bytes, " bytes");
@@ -58,13 +56,13 @@ at::Tensor on_scratch(const at::Tensor& tensor, Fill fill) {
       c10::DataPtr(memory, memory, &free, c10::Device(c10::kCPU)), nullptr, /*resizable=*/false);
   bool integral = c10::isIntegralType(like.dtype, /*includeBool=*/true);
   if (fill == Fill::kOnes || (fill == Fill::kFloatOnes && !integral)) {
-    Output flat;
+    Look flat;
     flat.dtype = like.dtype;
     flat.sizes = {static_cast<int64_t>(bytes / c10::elementSize(like.dtype))};
     flat.strides = {1};
-    tensor_over(storage, flat, 0).fill_(1);
+    tensor_over(storage, flat).fill_(1);
   }
-  return tensor_over(std::move(storage), like, 0);
+  return tensor_over(std::move(storage), like);
 }
 
 // Takes the results from the top of `results` and the sizes of what was written from `written`.
@@ -72,7 +70,7 @@ Prediction read(const Operator& op, const Stack& results, const Stack& arguments
   Prediction prediction;
   size_t first = results.size() - op.returns.size();
   for (size_t index = 0; index < op.returns.size(); ++index) {
-    if (op.returns[index].argument >= 0) continue;
+    if (op.returns[index] != kNew) continue;
     const c10::IValue& result = results[first + index];
     if (result.isTensorList()) {
       prediction.lengths.push_back(static_cast<int>(result.toListRef().size()));
@@ -110,7 +108,7 @@ Prediction by_meta(const Operator& op, const Stack& stack, size_t begin) {
   }
   Stack results = arguments;
   HostKernels guard;
-  op.meta->callBoxed(op.handle, c10::DispatchKeySet(c10::DispatchKey::Meta), &results);
+  (*op.meta)(&results);
   return read(op, results, arguments);
 }
 
@@ -137,9 +135,23 @@ Prediction by_scratch(const Operator& op, const Stack& stack, size_t begin, Fill
   return read(op, results, arguments);
 }
 
-std::unordered_map<std::string, c10::SafeKernelFunction>& meta_kernels() {
-  static auto* kernels = new std::unordered_map<std::string, c10::SafeKernelFunction>;
+std::unordered_map<std::string, MetaKernel>& meta_kernels() {
+  static auto* kernels = new std::unordered_map<std::string, MetaKernel>;
   return *kernels;
+}
+
+// Where torch's dispatcher gives its kernels away (since 2.10).
+template <class Handle>
+concept GivesKernels = requires(const Handle& handle) { handle.getComputedKernelForDispatchKey(c10::DispatchKey::Meta); };
+
+template <class Handle>
+void remember(const Handle& handle) {
+  if constexpr (GivesKernels<Handle>) {
+    auto kernel = handle.getComputedKernelForDispatchKey(c10::DispatchKey::Meta);
+    meta_kernels()[c10::toString(handle.operator_name())] = [handle, kernel](Stack* stack) {
+      kernel.callBoxed(handle, c10::DispatchKeySet(c10::DispatchKey::Meta), stack);
+    };
+  }
 }
 
 }  // namespace
@@ -174,13 +186,13 @@ PredictionPointer predict(Operator& op, const Key& key, const Stack& stack, size
 void remember_meta_kernels() {
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
-    auto handle = dispatcher.findOp(name);
-    if (!handle || name.name.rfind("aten::", 0) != 0 || !handle->hasKernelForDispatchKey(c10::DispatchKey::Meta)) continue;
-    meta_kernels().emplace(c10::toString(name), handle->getComputedKernelForDispatchKey(c10::DispatchKey::Meta));
+    auto handle = dispatcher.findSchema(name);
+    bool has_one = handle && handle->hasKernelForDispatchKey(c10::DispatchKey::Meta);
+    if (has_one && name.name.rfind("aten::", 0) == 0) remember(*handle);
   }
 }
 
-const c10::SafeKernelFunction* meta_kernel(const std::string& name) {
+const MetaKernel* meta_kernel(const std::string& name) {
   auto found = meta_kernels().find(name);
   return found == meta_kernels().end() ? nullptr : &found->second;
 }

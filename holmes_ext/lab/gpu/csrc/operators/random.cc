@@ -6,7 +6,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 
-#include "operators.h"
+#include "own.h"
 
 namespace operators {
 
@@ -21,7 +21,12 @@ uint64_t mixed(uint64_t* state) {  // splitmix64 (Steele, Lea, Flood 2014)
   return word ^ (word >> 31);
 }
 
+thread_local Seed seed_of_thread;
+
 }  // namespace
+
+const Seed& seed_of_call() { return seed_of_thread; }
+void set_seed_of_call(const Seed& seed) { seed_of_thread = seed; }
 
 Seed take_seed(const c10::IValue& generator, c10::Device device) {
   at::Generator used = generator.isGenerator() ? generator.toGenerator() : at::Generator();

@@ -1,14 +1,16 @@
-// Recurrent networks. cuDNN's operator runs a whole network; here the CPU's own lstm, gru or rnn does, so the numbers are
-// the CPU's. Its backward runs the network again, with gradients. The cells that torch fuses where cuDNN is off are
-// written out.
+// Recurrent networks. torch.lstm, gru and rnn take cuDNN's operator here whatever torch.backends.cudnn says, and the CPU's
+// own lstm, gru or rnn runs in it, so the numbers are the CPU's. Its backward runs the network again, with gradients.
+// What torch calls for one cell (LSTMCell, GRUCell) is written out.
 //
+//     lstm.input ... (NetworkCall)  ->  _cudnn_rnn (cudnn_rnn)  ->  the CPU's lstm (run_layers)
 //     reserve   what forward hands to backward: the generator's seed and offset (dropout)
 
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "operators.h"
+#include "own.h"
 
 namespace operators {
 
@@ -203,11 +205,65 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tenso
   return {grad_in, grad_hidden, grad_hy * update, has_bias ? grad_in.sum(0) : Tensor(), has_bias ? grad_hidden.sum(0) : Tensor()};
 }
 
+// torch.lstm(input, [h, c], weights, biases, layers, dropout, train, bidirectional, batch_first), or with batch_sizes of a
+// packed sequence behind `input` and no batch_first; others have h in place of the list.
+class NetworkCall : public Operator {
+ public:
+  NetworkCall(const c10::OperatorHandle& handle, Mode mode, bool packed) : Operator(handle), mode_(mode), packed_(packed) {}
+
+  void call(Stack* stack) override {
+    const size_t begin = stack->size() - parameters.size();
+    auto argument = [&](size_t index) { return (*stack)[begin + index]; };
+    const size_t first = packed_ ? 2 : 1;
+    Tensor input = argument(0).toTensor(), h, c;
+    if (mode_ == kLstm) {
+      std::vector<Tensor> states = argument(first).toTensorVector();
+      h = states.at(0);
+      c = states.at(1);
+    } else {
+      h = argument(first).toTensor();
+    }
+    std::vector<Tensor> weights = argument(first + 1).toTensorVector();
+    const bool biases = argument(first + 2).toBool();
+    std::vector<int64_t> batch_sizes;
+    if (packed_) {
+      Tensor sizes = argument(1).toTensor();
+      batch_sizes.assign(sizes.data_ptr<int64_t>(), sizes.data_ptr<int64_t>() + sizes.numel());
+    }
+    const bool autocast = at::autocast::is_autocast_enabled(c10::kCUDA);
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast ? c10::DispatchKeySet(c10::DispatchKey::AutocastCUDA)
+                                                            : c10::DispatchKeySet());
+    if (autocast) {
+      for (Tensor* one : {&input, &h, &c}) *one = lower(*one);
+      for (Tensor& one : weights) one = lower(one);
+    }
+    const int64_t hidden = mode_ == kLstm ? c.size(-1) : h.size(-1);
+    const int64_t projected = h.size(-1) == hidden ? 0 : h.size(-1);
+    const int64_t stride = 2 + (biases ? 2 : 0) + (projected ? 1 : 0);
+    auto [output, h_out, c_out, reserve, buffer] = at::_cudnn_rnn(
+        input, weights, stride, {}, h, c.defined() ? OptionalTensor(c) : std::nullopt, mode_, hidden, projected,
+        argument(first + 3).toInt(), packed_ ? false : argument(first + 7).toBool(), argument(first + 4).toDouble(),
+        argument(first + 5).toBool(), argument(first + 6).toBool(), batch_sizes, {});
+    stack->resize(begin);
+    stack->emplace_back(std::move(output));
+    stack->emplace_back(std::move(h_out));
+    if (mode_ == kLstm) stack->emplace_back(std::move(c_out));
+  }
+
+ private:
+  static Tensor lower(const Tensor& tensor) {
+    return tensor.defined() ? at::autocast::cached_cast(at::autocast::get_autocast_dtype(c10::kCUDA), tensor, c10::kCUDA) : tensor;
+  }
+
+  const Mode mode_;
+  const bool packed_;
+};
+
 // One buffer for all weights, as cuDNN wants it: what the caller keeps becomes views of it.
 class FlattenWeights : public Operator {
  public:
   using Operator::Operator;
-  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
+  void call(Stack* stack) override {
     const size_t begin = stack->size() - parameters.size();
     std::vector<Tensor> weights = (*stack)[begin].toTensorVector();
     int64_t total = 0;
@@ -236,6 +292,20 @@ OwnKernels recurrent_kernels() {
           {"_thnn_fused_gru_cell_backward", host_kernel(gru_cell_backward)}};
 }
 
-HostParts recurrent_parts() { return {{"_cudnn_rnn_flatten_weight", host_part<FlattenWeights>()}}; }
+std::vector<OfKey> recurrent_operators() {
+  const std::pair<const char*, Mode> networks[] = {{"lstm", kLstm}, {"gru", kGru}, {"rnn_tanh", kTanh}, {"rnn_relu", kRelu}};
+  std::vector<OfKey> all;
+  for (c10::DispatchKey key : {c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCUDA}) {
+    for (const auto& [name, mode] : networks) {
+      for (const std::string overload : {"input", "data"}) {
+        auto handle = c10::Dispatcher::singleton().findSchemaOrThrow((std::string("aten::") + name).c_str(), overload.c_str());
+        all.push_back({key, std::string(name) + "." + overload, std::make_unique<NetworkCall>(handle, mode, overload == "data")});
+      }
+    }
+  }
+  return all;
+}
+
+HostParts recurrent_parts() { return {{"_cudnn_rnn_flatten_weight", make<FlattenWeights>}}; }
 
 }  // namespace operators

@@ -1,12 +1,11 @@
 // Which operator gets which kernel on the CUDA key.
 
-#include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
 #include <map>
 #include <set>
 
-#include "operators.h"
+#include "own.h"
 
 namespace operators {
 
@@ -17,13 +16,17 @@ const std::set<std::string> kTorchsOwn = {
     "empty.memory_format", "empty_strided", "_efficientzerotensor", "resize_", "set_", "set_.source_Storage",
     "set_.source_Storage_storage_offset", "set_.source_Tensor", "is_set_to", "record_stream", "_local_scalar_dense",
     "_fused_sdp_choice",
+    // nested.cc
+    "_nested_from_padded", "_nested_tensor_from_mask", "_nested_tensor_from_mask_left_aligned",
+    "_nested_compute_contiguous_strides_offsets",
 };
 
 // They have no kernel on the CUDA key, but what they call has, or takes the device from a table of its own.
 const std::set<std::string> kBesides = {"convolution", "convolution_backward", "copy_"};
 
 // They read values on a GPU too, though no tag says so.
-const std::set<std::string> kReadValues = {"_unique", "equal", "nonzero_static"};
+const std::set<std::string> kReadValues = {"_unique", "nonzero_static", "_to_sparse", "_to_sparse.sparse_dim",
+                                          "_to_sparse_csr", "_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc"};
 
 const std::set<std::string> kScalarValuesCount = {"arange.start_out", "range.out", "linspace.out", "logspace.out"};
 
@@ -86,8 +89,8 @@ std::unique_ptr<c10::OperatorHandle> out_overload(const c10::OperatorHandle& han
 const OwnKernel* own_kernel(const std::string& name) {
   static const auto* kernels = [] {
     auto* all = new std::map<std::string, OwnKernel>;
-    for (const OwnKernels& some : {attention_kernels(), normalization_kernels(), recurrent_kernels(), matrix_kernels(),
-                                   random_kernels()}) {
+    for (const OwnKernels& some : {attention_kernels(), packed_attention_kernels(), normalization_kernels(), recurrent_kernels(), matrix_kernels(),
+                                   random_kernels(), cudnn_kernels()}) {
       for (const OwnKernel& kernel : some) all->emplace(kernel.name, kernel);
     }
     return all;
@@ -99,6 +102,16 @@ const OwnKernel* own_kernel(const std::string& name) {
 bool has_tag(const c10::OperatorHandle& handle, at::Tag tag) {
   auto tags = handle.getTags();
   return std::find(tags.begin(), tags.end(), tag) != tags.end();
+}
+
+torch::Library& library_of(c10::DispatchKey key) {
+  static auto* libraries = new std::map<c10::DispatchKey, torch::Library>;
+  return libraries->try_emplace(key, torch::Library::IMPL, "aten", key, __FILE__, __LINE__).first->second;
+}
+
+template <class Kernel>
+void add(torch::Library& library, const std::string& name, std::unique_ptr<Kernel> kernel) {
+  library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
 }
 
 struct Silent : c10::WarningHandler {
@@ -120,14 +133,14 @@ Operator::Operator(const c10::OperatorHandle& handle) : handle(handle), name(c10
     parameters.push_back(parameter);
   }
   for (const c10::Argument& one : schema.returns()) {
-    Return made;
-    made.list = one.type()->kind() == c10::TypeKind::ListType;
+    int argument = kNew;
     for (size_t index = 0; one.alias_info() && index < schema.arguments().size(); ++index) {
       const c10::AliasInfo* other = schema.arguments()[index].alias_info();
-      if (other && other->beforeSets() == one.alias_info()->beforeSets()) made.argument = static_cast<int>(index);
+      if (other && other->beforeSets() == one.alias_info()->beforeSets()) argument = static_cast<int>(index);
     }
-    returns.push_back(made);
-    if (one.type()->kind() != c10::TypeKind::TensorType && !made.list) reads_values = !own_kernel(own);
+    returns.push_back(argument);
+    const c10::TypeKind kind = one.type()->kind();
+    if (kind != c10::TypeKind::TensorType && kind != c10::TypeKind::ListType) reads_values = !own_kernel(own);
   }
   reads_values = reads_values || has_tag(handle, at::Tag::data_dependent_output) ||
                  has_tag(handle, at::Tag::dynamic_output_shape) || kReadValues.count(own);
@@ -143,9 +156,8 @@ void install() {
   Silent silent;
   c10::WarningUtils::WarningHandlerGuard no_warning(&silent);  // that a kernel is registered over another
   auto& dispatcher = c10::Dispatcher::singleton();
-  static auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
-  std::map<std::string, MakeKernel> host_parts;
-  for (const HostParts& parts : {copy_parts(), recurrent_parts()}) host_parts.insert(parts.begin(), parts.end());
+  HostParts host_parts;
+  for (const HostParts& parts : {copy_parts(), recurrent_parts(), cudnn_parts()}) host_parts.insert(parts.begin(), parts.end());
   for (const c10::OperatorName& full : dispatcher.getAllOpNames()) {
     const std::string name = c10::toString(full);
     if (name.rfind("aten::", 0) != 0) continue;
@@ -155,12 +167,15 @@ void install() {
     if (!handle->hasKernelForDispatchKey(c10::DispatchKey::CUDA) && !kBesides.count(own)) continue;
     auto part = host_parts.find(own);
     if (part != host_parts.end()) {
-      library->impl(own.c_str(), part->second(*handle));
+      add(library_of(c10::DispatchKey::CUDA), own, part->second(*handle));
     } else if (own_kernel(own) || handle->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
-      library->impl(own.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Operator>(*handle)));
+      add(library_of(c10::DispatchKey::CUDA), own, std::make_unique<Operator>(*handle));
     } else {
-      library->impl(own.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Refused>(name)));
+      add(library_of(c10::DispatchKey::CUDA), own, std::make_unique<Refused>(name));
     }
+  }
+  for (std::vector<OfKey>& all : std::array{sparse_operators(), nested_operators(), recurrent_operators()}) {
+    for (OfKey& one : all) add(library_of(one.key), one.name, std::move(one.kernel));
   }
 }
 

@@ -53,9 +53,12 @@ const Named kErrors[] = {
 }  // namespace
 
 cudaError_t result(cudaError_t error) {
-  if (error == cudaSuccess && device_count() > 0 && !Scheduler::instance().failure(current_device()).empty()) {
+  if (error == cudaSuccess && device_count() > 0 && Scheduler::instance().any_failure() &&
+      !Scheduler::instance().failure(current_device()).empty()) {
     error = cudaErrorLaunchFailure;
   }
+  // A kernel that was not emulated, of a caller who did not ask whether its launch went well.
+  if (error == cudaSuccess && last_error == cudaErrorInvalidDeviceFunction) error = last_error;
   if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
   return error;
 }

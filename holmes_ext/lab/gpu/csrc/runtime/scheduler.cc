@@ -335,6 +335,7 @@ void Scheduler::set_waits_for(Work& work, const char* json_members) {
 void Scheduler::fail(int number, const std::string& message) {
   std::lock_guard<std::mutex> lock(mutex_);
   failures_.emplace(number, message);
+  any_failure_.store(true, std::memory_order_release);
 }
 
 std::string Scheduler::failure(int number) {

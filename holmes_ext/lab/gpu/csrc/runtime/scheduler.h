@@ -104,6 +104,7 @@ class Scheduler {
   uint64_t progress_count() { return progress_.load(std::memory_order_relaxed); }
   void fail(int device, const std::string& message);
   std::string failure(int device);  // what a kernel of the device said when it failed; "" if none did
+  bool any_failure() { return any_failure_.load(std::memory_order_acquire); }
 
   std::string state_json();  // what every stream and every waiting host thread of this process stands at
 
@@ -130,6 +131,7 @@ class Scheduler {
   std::vector<Worker*> idle_;
   std::vector<HostWait*> host_waits_;
   std::map<int, std::string> failures_;
+  std::atomic<bool> any_failure_{false};
   std::atomic<uint64_t> progress_{0};
   const double flops_, bytes_;  // of the emulated GPU in a second; 0: kernels take the time that the host takes
   const bool random_;           // whether kernels start late, at random

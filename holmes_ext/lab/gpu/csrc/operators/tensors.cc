@@ -1,8 +1,10 @@
 // CPU tensors over memory that they do not own.
 
-#include <ATen/core/Tensor.h>
+#include <ATen/cuda/EmptyTensor.h>
 
-#include "operators.h"
+#include <cstring>
+
+#include "tensors.h"
 
 namespace operators {
 
@@ -20,11 +22,11 @@ c10::Storage storage_over(void* data, size_t bytes) {
 
 }  // namespace
 
-at::Tensor tensor_over(c10::Storage storage, const Output& look, int64_t offset) {
+at::Tensor tensor_over(c10::Storage storage, const Look& look) {
   at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
                                                              c10::scalarTypeToTypeMeta(look.dtype));
   c10::TensorImpl* inside = made.unsafeGetTensorImpl();
-  inside->set_sizes_and_strides(look.sizes, look.strides, offset);
+  inside->set_sizes_and_strides(look.sizes, look.strides);
   if (look.conjugate) inside->_set_conj(true);
   if (look.negative) inside->_set_neg(true);
   return made;
@@ -58,8 +60,8 @@ at::Tensor Aliases::of(const at::Tensor& tensor) {
   return alias;
 }
 
-at::Tensor Aliases::of_memory(void* data, const Output& look) {
-  return tensor_over(storage_over(data, span_bytes(look)), look, 0);
+at::Tensor Aliases::of_memory(void* data, const Look& look) {
+  return tensor_over(storage_over(data, span_bytes(look)), look);
 }
 
 c10::IValue with_tensors(const c10::IValue& value, c10::function_ref<at::Tensor(const at::Tensor&)> change) {
@@ -92,25 +94,36 @@ void each_tensor(const c10::IValue& value, c10::function_ref<void(const at::Tens
   }
 }
 
-int64_t span_bytes(const Output& output) {
+int64_t span_bytes(const Look& look) {
   int64_t last = 0;
-  for (size_t dim = 0; dim < output.sizes.size(); ++dim) {
-    if (output.sizes[dim] == 0) return 0;
-    last += (output.sizes[dim] - 1) * output.strides[dim];
+  for (size_t dim = 0; dim < look.sizes.size(); ++dim) {
+    if (look.sizes[dim] == 0) return 0;
+    last += (look.sizes[dim] - 1) * look.strides[dim];
   }
-  return (last + 1) * static_cast<int64_t>(c10::elementSize(output.dtype));
+  return (last + 1) * static_cast<int64_t>(c10::elementSize(look.dtype));
 }
 
-Output look(const at::Tensor& tensor) {
-  Output output;
-  if (!tensor.defined()) return output;
-  output.defined = true;
-  output.dtype = tensor.scalar_type();
-  output.sizes = c10::DimVector(tensor.sizes());
-  output.strides = c10::DimVector(tensor.strides());
-  output.conjugate = tensor.is_conj();
-  output.negative = tensor.is_neg();
-  return output;
+Look look(const at::Tensor& tensor) {
+  Look found;
+  if (!tensor.defined()) return found;
+  found.defined = true;
+  found.dtype = tensor.scalar_type();
+  found.sizes = c10::DimVector(tensor.sizes());
+  found.strides = c10::DimVector(tensor.strides());
+  found.conjugate = tensor.is_conj();
+  found.negative = tensor.is_neg();
+  return found;
+}
+
+at::Tensor on_device(const at::Tensor& host, c10::Device device) {
+  if (!host.defined()) return host;
+  Look like = look(host);
+  at::Tensor made(at::detail::empty_strided_cuda(like.sizes, like.strides, like.dtype, device));
+  if (like.conjugate) made._set_conj(true);
+  if (like.negative) made._set_neg(true);
+  int64_t bytes = span_bytes(like);
+  if (bytes) memcpy(made.mutable_data_ptr(), host.const_data_ptr(), bytes);
+  return made;
 }
 
 }  // namespace operators

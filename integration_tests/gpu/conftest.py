@@ -1,0 +1,94 @@
+"""Emulated GPUs under the Python that runs the tests: `make gpu` (skipped where torch is built for the CPU)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.lab import Lab
+from holmes_ext.lab.gpu import communicators
+from holmes_ext.lab.gpu.job import Gpus
+from holmes_ext.lab.gpu.libraries import libraries
+from holmes_ext.lab.gpu.networks import GroupNetwork, group_networks
+from holmes_ext.lab.process.job import RunResult
+
+HERE = Path(__file__).parent
+#: Two nodes with InfiniBand (two HCAs each), two with RoCE.
+TOML = """version = 2
+[ethernet]
+rate = "1Gb/s"
+[[cluster]]
+name = "a"
+kind = "ib"
+rate = "4Gb/s"
+rails = 2
+nodes = ["a[0-1]"]
+processes = 2
+[[cluster]]
+name = "b"
+kind = "roce"
+rate = "2Gb/s"
+nodes = ["b[0-1]"]
+processes = 2
+"""
+
+collect_ignore = [] if torch.version.cuda else [path.name for path in HERE.glob("test_*.py")]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A job that has ended. sent: node -> NIC -> bytes, headers included."""
+
+    result: RunResult
+    groups: list[GroupNetwork]
+    sent: dict[str, dict[str, int]]
+
+    @property
+    def json(self) -> list[dict]:
+        """The JSON line that each rank printed last."""
+        assert self.result.returncode == 0, self.said
+        return [json.loads(lines.strip().splitlines()[-1]) for lines in self.result.stdout.values()]
+
+    @property
+    def said(self) -> str:
+        return "\n".join(f"--- rank {rank}\n{text[-3000:]}" for rank, text in self.result.outputs.items())
+
+
+class GpuLab:
+    """A lab whose jobs find emulated GPUs."""
+
+    def __init__(self, lab: Lab, file: Path, gpus: Gpus):
+        self.lab, self.file, self.gpus = lab, file, gpus
+
+    def run(self, *command: str, order: str = "a0,b0,a1,b1", processes: int = 2, preload=("torch",), env=None,
+            gpus: Gpus | None = None, timeout: float = 600, **options) -> Ran:
+        """A script's path and arguments on these nodes."""
+        env = {"PYTEST_CURRENT_TEST": "", **(env or {})}
+        nodes, before = order.split(","), self.lab.counters()
+        job = self.lab.start([sys.executable, *command], order=nodes, processes=processes, preload=preload, env=env,
+                             gpus=gpus or self.gpus, timeout=timeout, **options)
+        result, after = job.wait(), self.lab.counters()
+        placed = [next(node for node in self.lab.nodes if node.name == name) for name in nodes]
+        groups = group_networks(communicators.read(job.watch), placed, processes)
+        sent = {name: {nic: after[name][nic][1] - before[name][nic][1] for nic in after[name]} for name in nodes}
+        return Ran(result, groups, sent)
+
+
+@pytest.fixture(scope="session")
+def gpus() -> Gpus:
+    return Gpus(libraries([sys.executable], os.environ, on_progress=lambda *_: None), memory_mb=4096)
+
+
+@pytest.fixture(scope="session")
+def lab(gpus, tmp_path_factory):
+    file = tmp_path_factory.mktemp("site") / "cluster.toml"
+    file.write_text(TOML)
+    with Lab(parse_spec(TOML)) as lab:
+        yield GpuLab(lab, file, gpus)

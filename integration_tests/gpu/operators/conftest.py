@@ -1,0 +1,63 @@
+"""These tests run on an emulated GPU: pytest starts itself again with its libraries.
+
+    python -m pytest integration_tests/gpu/operators     with the CUDA build of torch (make gpu)
+
+Alone, because a process gets its libraries when it starts. HOLMES_TEST_FULL=1 tries all samples of all operators.
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+MARK = "HOLMES_TEST_EMULATED_GPU"
+
+
+def has_cuda_build() -> bool:
+    for folder in sys.path:
+        version = Path(folder, "torch", "version.py")
+        if version.exists():
+            return re.search(r"^cuda.* = '", version.read_text(), re.MULTILINE) is not None
+    return False
+
+
+def emulated_environment() -> dict[str, str]:
+    """Builds what the cache lacks. Two GPUs."""
+    from holmes_ext.lab.gpu import recipes
+    from holmes_ext.lab.gpu.build import build, cache_folder
+    from holmes_ext.lab.gpu.compiler import find_compiler
+    from holmes_ext.lab.gpu.torch_build import find_torch
+
+    torch, compiler = find_torch(sys.executable, os.environ), find_compiler()
+    built = build([recipes.runtime(compiler, torch.cuda), recipes.operators(compiler, torch)], cache_folder())
+    runtime = [built["runtime"] / name for name in (f"libcudart.so.{torch.cuda[0]}", "libcuda.so.1", "libnvidia-ml.so.1")]
+    site = ROOT / "holmes_ext" / "lab" / "emulate" / "site"
+    return {**os.environ, MARK: "1", "LD_PRELOAD": " ".join(map(str, runtime)), "HOLMES_GPU_COUNT": "2",
+            "HOLMES_GPU_OPERATORS": str(built["operators"] / "libholmes_operators.so"),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))}
+
+
+def pytest_configure(config):
+    only_here = all(Path(argument.split("::")[0]).resolve().is_relative_to(HERE) for argument in config.args)
+    if MARK in os.environ or not only_here or not has_cuda_build():
+        return
+    config.pluginmanager.getplugin("capturemanager").stop_global_capturing()
+    os.execve(sys.executable, [sys.executable, "-m", "pytest", *config.invocation_params.args], emulated_environment())
+
+
+def pytest_ignore_collect(collection_path, config):
+    return None if MARK in os.environ else True
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.cuda.synchronize()

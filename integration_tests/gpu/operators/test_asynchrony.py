@@ -1,0 +1,261 @@
+"""The host runs ahead of the device, memory is reused as on a GPU, and what goes wrong in a kernel is told."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+
+
+@contextmanager
+def blocked():
+    """Nothing that is put into the current stream runs before the end of the with block."""
+    gate, opened, stream = threading.Event(), [], torch.cuda.current_stream()
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: opened.append(gate.wait(30)))
+    ctypes.CDLL(None).cudaLaunchHostFunc(ctypes.c_void_p(stream.cuda_stream), function, None)
+    try:
+        yield gate
+    finally:
+        gate.set()
+        stream.synchronize()
+    assert opened == [True], "the host waited for the stream"
+
+
+def in_a_process(code: str, **environ: str) -> str:
+    """A device whose kernel failed is lost to its process."""
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, **environ})
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: x + 1,
+    lambda x: x @ x,
+    lambda x: torch.nn.functional.layer_norm(x, (8,)),
+    lambda x: torch.nn.functional.conv1d(x[None], x[:, :, None]),
+    lambda x: torch.nn.functional.dropout(x, 0.5),
+    lambda x: x.sort()[0],
+    lambda x: torch.linalg.inv(x @ x.T + 10 * torch.eye(8, device="cuda")),
+    lambda x: torch.nn.functional.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
+    lambda x: x.index_select(0, torch.arange(3, device="cuda")),
+    lambda x: torch.randn(5, device="cuda"),
+    lambda x: torch._foreach_mul([x, x], 2.0),
+    lambda x: x.to(torch.bfloat16),
+    lambda x: torch.cat([x, x]),
+    lambda x: x.clone().masked_fill_(x > 0, 0.0),
+    lambda x: torch.empty(8, 8, pin_memory=True).copy_(x, non_blocking=True),
+], ids=["add", "matmul", "layer_norm", "conv1d", "dropout", "sort", "inv", "attention", "index_select", "randn", "foreach",
+        "to", "cat", "masked_fill", "copy to pinned"])  # fmt: skip
+def test_host_runs_ahead(call):
+    inputs = torch.randn(8, 8, device="cuda")
+    torch.cuda.synchronize()
+    with blocked():
+        call(inputs)  # the first time, when what its outputs look like is not known yet
+        call(inputs)
+
+
+def test_host_runs_ahead_through_a_training_step():
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).cuda()
+    optimizer = torch.optim.AdamW(layer.parameters())
+    inputs = torch.randn(4, 8, device="cuda")
+    layer(inputs).sum().backward()
+    optimizer.step()
+    torch.cuda.synchronize()
+    with blocked():
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(inputs).sum().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: torch.unique(x), lambda x: x.cpu(),
+    lambda x: torch.equal(x, x), lambda x: x.masked_select(x > 0), lambda x: bool(x.any()),
+    lambda x: x.repeat_interleave(torch.ones(8, dtype=torch.long, device="cuda"), 0),
+], ids=["item", "nonzero", "mask", "unique", "cpu", "equal", "masked_select", "bool", "repeat_interleave"])  # fmt: skip
+def test_who_reads_values_waits(call):
+    inputs = torch.randn(8, 8, device="cuda")
+    torch.cuda.synchronize()
+    with blocked() as gate:
+        returned_while_blocked = []
+
+        def run():
+            call(inputs)
+            returned_while_blocked.append(not gate.is_set())
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(timeout=1)  # the longer, the surer one that does not wait is caught
+        gate.set()
+        thread.join()
+    assert returned_while_blocked == [False]
+
+
+def test_streams_do_not_wait_for_each_other():
+    side = torch.cuda.Stream()
+    inputs = torch.ones(4, device="cuda")
+    torch.cuda.synchronize()
+    with blocked(), torch.cuda.stream(side):
+        assert (inputs + 1).sum().item() == 8
+
+
+def test_a_missing_wait_gives_old_numbers():
+    side = torch.cuda.Stream()
+    source, wrong, right = (torch.zeros(4, device="cuda") for _ in range(3))
+    torch.cuda.synchronize()
+    written = torch.cuda.Event()
+    with torch.cuda.stream(side), blocked():
+        source.fill_(5)
+        written.record()
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            wrong.copy_(source)
+            torch.cuda.current_stream().synchronize()
+    torch.cuda.current_stream().wait_event(written)
+    right.copy_(source)
+    assert wrong.tolist() == [0] * 4 and right.tolist() == [5] * 4
+
+
+def test_memory_is_reused_in_stream_order():
+    """Freed memory goes to the next tensor of the same stream at once, and that is right, for the stream orders it."""
+    torch.cuda.empty_cache()
+    first = torch.ones(1000, device="cuda")
+    torch.cuda.synchronize()
+    with blocked():
+        doubled = first * 2
+        address = first.data_ptr()
+        del first
+        second = torch.full((1000,), 7.0, device="cuda")
+        assert second.data_ptr() == address
+    assert doubled.sum().item() == 2000 and second.sum().item() == 7000
+
+
+def test_a_buffer_that_another_stream_still_reads_is_overwritten():
+    """What record_stream is for."""
+    results = []
+    for recorded in False, True:
+        side = torch.cuda.Stream()
+        source = torch.ones(1000, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side), blocked():
+            read = source.clone()
+            if recorded:
+                source.record_stream(side)
+            del source
+            with torch.cuda.stream(torch.cuda.default_stream()):
+                torch.full((1000,), 9.0, device="cuda")
+                torch.cuda.current_stream().synchronize()
+        results.append(read.sum().item())
+    assert results == [9000, 1000]
+
+
+def test_an_index_out_of_range_is_told_with_its_operator():
+    said = in_a_process("""
+        import torch
+        table = torch.randn(4, 2, device="cuda")
+        out = table.index_select(0, torch.tensor([1, 9], device="cuda"))
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            print(error)
+        try:
+            table + 1
+        except RuntimeError as error:
+            print("again", error)
+    """)
+    first, again = said.split("again")
+    assert "aten::index_select" in first and "index out of range" in first
+    assert "aten::index_select" in again
+
+
+@pytest.mark.parametrize("call, text", [
+    (lambda: torch.ones(3, device="cuda") + torch.ones(4, device="cuda"), "must match the size"),
+    (lambda: torch.ones(3, 4, device="cuda") @ torch.ones(3, 4, device="cuda"), "cannot be multiplied"),
+    (lambda: torch.ones(3, device="cuda") + torch.ones(3), "Expected all tensors to be on the same device"),
+    (lambda: torch.ones(3, device="cuda") + torch.ones(3, device="cuda:1"), "Expected all tensors to be on the same device"),
+    (lambda: torch.ones(3, dtype=torch.long, device="cuda").add_(1.5), "can't be cast"),
+    (lambda: torch.nn.functional.layer_norm(torch.ones(3, device="cuda"), (4,)), "normalized_shape"),
+    (lambda: torch.ones(3, device="cuda").normal_(std=-1), "std"),
+    (lambda: torch.nn.functional.conv2d(torch.ones(1, 2, 5, 5, device="cuda"), torch.ones(1, 3, 3, 3, device="cuda")), "channels"),
+    (lambda: torch.ops.aten._weight_int4pack_mm(torch.ones(2, 2, device="cuda"), torch.ones(2, 2, device="cuda"), 32,
+                                                torch.ones(2, 2, 2, device="cuda")), "_weight_int4pack_mm is not emulated"),
+], ids=["sizes", "matmul", "devices", "two GPUs", "types", "layer_norm", "normal_", "conv2d", "not emulated"])  # fmt: skip
+def test_wrong_arguments_are_refused_at_the_call(call, text):
+    with pytest.raises(RuntimeError, match=text):
+        call()
+    assert (torch.ones(2, device="cuda") + 1).tolist() == [2, 2]  # the device lives on
+
+
+def test_random_numbers_repeat():
+    torch.cuda.manual_seed(3)
+    state = torch.cuda.get_rng_state()
+    first = [torch.rand(5, device="cuda"), torch.randn(5, device="cuda"), torch.randperm(9, device="cuda"),
+             torch.bernoulli(torch.full((9,), 0.5, device="cuda")), torch.empty(5, device="cuda").exponential_(),
+             torch.multinomial(torch.ones(9, device="cuda"), 3), torch.nn.functional.dropout(torch.ones(9, device="cuda"))]
+    torch.cuda.set_rng_state(state)
+    again = [torch.rand(5, device="cuda"), torch.randn(5, device="cuda"), torch.randperm(9, device="cuda"),
+             torch.bernoulli(torch.full((9,), 0.5, device="cuda")), torch.empty(5, device="cuda").exponential_(),
+             torch.multinomial(torch.ones(9, device="cuda"), 3), torch.nn.functional.dropout(torch.ones(9, device="cuda"))]
+    assert all(torch.equal(left, right) for left, right in zip(first, again, strict=True))
+    with torch.random.fork_rng(devices=[0]):
+        inside = torch.rand(5, device="cuda")
+    assert torch.equal(inside, torch.rand(5, device="cuda"))
+    assert not torch.equal(inside, torch.rand(5, device="cuda"))
+    own = torch.Generator(device="cuda").manual_seed(3)
+    assert torch.equal(torch.rand(5, device="cuda", generator=own), first[0])
+    assert abs(torch.randn(100_000, device="cuda").std().item() - 1) < 0.02
+
+
+def test_threads_of_the_program_have_streams_of_their_own_order():
+    results = {}
+
+    def work(number):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            value = torch.full((64,), float(number), device="cuda")
+            for _ in range(50):
+                value = value * 1.0 + 1.0
+            results[number] = value.sum().item()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: 64 * (number + 50.0) for number in range(4)}
+
+
+def test_a_matrix_product_takes_its_flops():
+    """At 100 MFLOP/s 2 x 256^3 operations keep a stream busy for a third of a second, and the host goes on."""
+    said = json.loads(in_a_process("""
+        import json, torch
+        a = torch.randn(256, 256, device="cuda")
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        a @ a
+        torch.cuda.synchronize()
+        begin.record()
+        a @ a
+        end.record()
+        ahead = not end.query()
+        end.synchronize()
+        print(json.dumps([ahead, begin.elapsed_time(end)]))
+    """, HOLMES_GPU_MFLOPS="100"))
+    assert said[0] and said[1] >= 2 * 256**3 / 100e6 * 1000 * 0.999
+
+
+def test_autograd_without_waits_in_between():
+    inputs = torch.ones(64, requires_grad=True, device="cuda")
+    torch.cuda.synchronize()
+    with blocked():
+        value = inputs
+        for _ in range(20):
+            value = (value * 1.5).tanh()
+        value.sum().backward()
+    assert inputs.grad.isfinite().all()
