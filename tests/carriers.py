@@ -1,8 +1,8 @@
 """Which backend the tests' jobs train over.
 
     HOLMES_TEST_CARRIER=gloo    gloo, on the CPU: what `make test` runs
-    HOLMES_TEST_CARRIER=nccl    the same functions and scripts on emulated GPUs, over NCCL's own host code, with the CUDA
-                                build of torch: what `make gpu` runs
+    HOLMES_TEST_CARRIER=nccl    the same functions and scripts on emulated GPUs, over NCCL's own host code, with the
+                                CUDA build of torch: what `make gpu` runs
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ def preload(*modules: str) -> None:
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
     """[function(rank, *args) of every rank]; RankError with the trace of the first rank that raised."""
     _context.set_forkserver_preload(_preloaded)
-    with _environment(OMP_NUM_THREADS="1", **carriers.environment()):  # numpy's BLAS starts its threads when it is imported
+    # numpy's BLAS starts its threads when it is imported
+    with _environment(OMP_NUM_THREADS="1", **carriers.environment()):
         forkserver.ensure_running()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children, readers = [], {}
@@ -102,6 +103,11 @@ def _environment(**changes: str) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def seeded(seed: int) -> torch.Generator:
+    """For random numbers on the default device."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
 def hosted_store() -> tuple[dist.TCPStore, dict[str, str]]:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, seeded
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.cluster.wan import Wan
@@ -21,7 +21,7 @@ from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
 
 def randoms(numel, seed=0):
-    return torch.randn(numel, generator=torch.Generator(torch.get_default_device()).manual_seed(seed))
+    return torch.randn(numel, generator=seeded(seed))
 
 
 @pytest.mark.parametrize("numel", [1, BLOCK - 1, BLOCK, 3 * BLOCK + 7])

@@ -4,7 +4,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, seeded
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.reduce import owned
@@ -25,7 +25,7 @@ def reduced(rank, spans, members):
     reduce, works = ReduceToOwners(group), []
     for number, some in enumerate((spans, spans[::-1], spans)):  # all under way at once
         flat = torch.randn(
-            sum(elements for elements, _ in some), generator=torch.Generator(torch.get_default_device()).manual_seed(10 * rank + number)
+            sum(elements for elements, _ in some), generator=seeded(10 * rank + number)
         )
         works.append((flat, flat.double(), some, reduce(flat, some)))
     worst = 0.0

@@ -6,7 +6,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, seeded
 from torch.utils.checkpoint import checkpoint
 
 from holmes_ext.cluster.site import Fabric
@@ -43,7 +43,7 @@ class Model(torch.nn.Module):
 
 
 def data(rank, step, dtype=torch.float32):
-    generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * step + rank)
+    generator = seeded(1000 * step + rank)
     return torch.randn(4, WIDTH, generator=generator).to(dtype).requires_grad_()
 
 

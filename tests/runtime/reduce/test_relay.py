@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, seeded
 
 from holmes_ext.cluster.wan import Between, Uplink, Wan
 from holmes_ext.plan.cost.across import Across, neighbours, ways_across
@@ -85,7 +85,7 @@ def relayed(rank, clusters, ways, numels, streams=1):
         all_reduce = TwoLevelAllReduce(clusters, across=across, names=names, streams=streams, **small)
         works = []
         for number, numel in enumerate(numels):  # all under way at once
-            x = torch.randn(numel, generator=torch.Generator(torch.get_default_device()).manual_seed(100 * rank + number))
+            x = torch.randn(numel, generator=seeded(100 * rank + number))
             works.append((x, x.clone(), all_reduce(x)))
         for x, wanted, work in works:
             work.wait()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, seeded
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
@@ -21,7 +21,7 @@ SIZE = 1001
 
 
 def own(rank):
-    return torch.randn(7, SIZE // 7, generator=torch.Generator(torch.get_default_device()).manual_seed(rank))
+    return torch.randn(7, SIZE // 7, generator=seeded(rank))
 
 
 def summed(rank):

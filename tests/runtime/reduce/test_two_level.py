@@ -6,7 +6,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, seeded
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
@@ -53,7 +53,7 @@ def against_flat(rank, clusters, numels, chunk_bytes, dtype):
     worst, same = 0.0, True
     works = []
     for number, numel in enumerate(numels):  # all under way at once
-        x = torch.randn(numel, generator=torch.Generator(torch.get_default_device()).manual_seed(100 * rank + number)).to(dtype)
+        x = torch.randn(numel, generator=seeded(100 * rank + number)).to(dtype)
         works.append((x, x.clone(), all_reduce(x)))
     for x, wanted, work in works:
         work.wait()
@@ -86,7 +86,7 @@ def collectives(rank, clusters, numels):
     all_reduce = TwoLevelCollectives(clusters, chunk_bytes=512)
     worst = 0.0
     for number, numel in enumerate(numels):
-        x = torch.randn(numel, generator=torch.Generator(torch.get_default_device()).manual_seed(100 * rank + number))
+        x = torch.randn(numel, generator=seeded(100 * rank + number))
         wanted = x.clone()
         dist.all_reduce(wanted)
         all_reduce(x).wait()
