@@ -1,6 +1,7 @@
 // Which operator gets which kernel on the CUDA key.
 
 #include <c10/util/Exception.h>
+#include <torch/library.h>
 
 #include <map>
 #include <set>
