@@ -3,7 +3,7 @@
 # make stacks Hugging Face's Trainer, Accelerate, Lightning, torchtitan: installs them (600 MB) and runs their tests
 # make check  lint and types
 # make docs   the site of docs/ into build/site, strictly: a link to nothing, or a block that differs from the code, fails
-# make gpu    CUDA and NCCL without a GPU: the tests of emulated GPUs, in an environment of their own (.venv-gpu, 9 GB)
+# make gpu    CUDA and NCCL without a GPU: the tests of emulated GPUs, in an environment of their own (.venv-gpu, 6 GB)
 # make nccl   what only a GPU can show; writes nccl-report.json to send back (two nodes: NODE=0 or 1, MASTER_ADDR, CLUSTER)
 # make matrix the versions of the frameworks, each in an environment of its own (benchmarks/matrix.py)
 # make soak   joined jobs under random faults for half an hour (MINUTES=30 SEED=1); build/soak.jsonl has what happened
@@ -24,7 +24,7 @@ GPU_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(GPU_BIN)/python -m pip install -qq 
 GPU_STAMP := .venv-gpu/installed
 export HOLMES_NCCL_SOURCE ?= $(abspath $(firstword $(wildcard ../shared/nccl/*.tar.gz ../shared/nccl/*.tgz)))
 
-.PHONY: demo test unit gpu nccl check docs matrix soak stacks .venv .venv-gpu tools clean
+.PHONY: demo test unit gpu gpu-libraries nccl check docs matrix soak stacks .venv .venv-gpu tools clean
 
 demo: tools .venv
 	$(BIN)/holmes demo
@@ -37,10 +37,15 @@ test: tools .venv
 	done; \
 	for one in $$started; do wait $${one%%:*} || status=1; cat build/$${one#*:}.log; done; exit $$status
 
-# Builds the emulated GPU (some minutes, once for each version), then runs what needs it: a room of tests at a time.
-gpu: tools .venv-gpu
-	@$(GPU_BIN)/python -m holmes_ext.cli.main lab build --python $(GPU_BIN)/python
-	$(GPU_BIN)/python -m pytest --timeout=900 integration_tests/gpu $(PYTEST_ARGS)
+# The runtime's tests are in `make test`. Those of operators run on an emulated GPU themselves, so they are a run of their own.
+gpu: gpu-libraries
+	$(GPU_BIN)/python -m pytest --timeout=900 integration_tests/gpu/operators $(PYTEST_ARGS)
+	$(GPU_BIN)/python -m pytest --timeout=900 -rs integration_tests/gpu --ignore integration_tests/gpu/operators $(PYTEST_ARGS)
+
+# Builds the emulated GPU: some minutes, once for each version of holmes, torch and NCCL.
+gpu-libraries: tools .venv-gpu
+	@$(GPU_BIN)/python -m holmes_ext.cli.main lab build --python $(GPU_BIN)/python || { test -z "$$HOLMES_NCCL_SOURCE" && \
+	   echo "make: NO NCCL SOURCE, so whatever needs NCCL is skipped: HOLMES_NCCL_SOURCE=<a checkout of NCCL or its archive>"; }
 
 unit: tools .venv
 	$(BIN)/python -m pytest --timeout=900 tests $(PYTEST_ARGS)
@@ -92,7 +97,7 @@ $(STAMP): requirements/torch.txt requirements/dev.txt requirements/constraints.t
 
 # pip's own index, and no folder of wheels: there may be a build for the CPU in it. TORCH_GPU_ARGS for another index.
 $(GPU_STAMP): requirements/torch.txt requirements/gpu.txt requirements/constraints.txt setup.py pyproject.toml holmes_ext.pth
-	@echo "make: installing the CUDA build of torch and what runs on it into .venv-gpu (6 GB of disk, 2 to 10 minutes, once)"
+	@echo "make: installing the CUDA build of torch and what runs on it into .venv-gpu (5 GB of disk, 2 to 10 minutes, once)"
 	@$(PYTHON) -m venv .venv-gpu
 	@PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= $(GPU_PIP) -r requirements/torch.txt $(TORCH_GPU_ARGS)
 	@$(GPU_BIN)/python -c 'import sys; sys.exit("+cpu" in open(sys.argv[1]).read() and "make: pip took a torch for the CPU; see TORCH_GPU_ARGS")' \

@@ -31,7 +31,7 @@ setup(
     distclass=DistributionWithData,
     packages=[*find_packages(include=["holmes_ext*"], exclude=["holmes_ext.patches*"]), *PATCHES],
     package_dir={"holmes_ext.patches": "patches"},
-    package_data={"": ["*"], "holmes_ext.lab.emulate": ["site/*"]},
+    package_data={"": ["*"], "holmes_ext.lab.emulate": ["site/*"], "holmes_ext.lab.gpu": ["csrc/**/*"]},
     data_files=[("", ["holmes_ext.pth"])],
     cmdclass={"install_data": InstallPth},
 )

@@ -62,10 +62,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
     made = actions.add_parser(
         "build", help="build what `holmes lab run --gpu` needs, beforehand",
-        description="Builds the libraries of the emulated GPU for the torch of a Python, into the user's cache, and tries"
-        " NCCL's numbers: what the first `holmes lab run --gpu` does otherwise.")
+        description="Builds the libraries of the emulated GPU for the torch of a Python, into the user's cache, and"
+        " tries NCCL's numbers: what the first `holmes lab run --gpu` does otherwise.")
     made.add_argument("--nccl-source", metavar="DIR", help="a checkout of NCCL, or an archive of it (.tar.gz)")
-    made.add_argument("--python", default="python", metavar="P", help="the Python whose torch is used (default: python)")
+    made.add_argument("--python", default="python", metavar="P",
+                      help="the Python whose torch is used (default: python)")
 
     links = actions.add_parser(
         "measure", help="achieved against configured bandwidth of every kind of link",

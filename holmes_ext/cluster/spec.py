@@ -178,8 +178,8 @@ def _cluster(table: Table) -> ClusterSpec:
     if not 1 <= cluster.processes <= 1024:
         raise HolmesError(f"{table.at('processes')}: {cluster.processes} processes for each node; it must be 1 to 1024")
     if not 1 <= cluster.rails <= MAX_RAILS or kind == "ethernet" and "rails" in table.values:
-        raise HolmesError(f"{table.at('rails')}: {cluster.rails} fast NICs of each node; 1 to {MAX_RAILS}, and with kind"
-                          " 'ethernet' none")
+        raise HolmesError(f"{table.at('rails')}: {cluster.rails} fast NICs of each node; 1 to {MAX_RAILS}, and with"
+                          " kind 'ethernet' none")
     if cluster.net and fabric == "ethernet":
         raise HolmesError(f"{table.at('net')}: a cluster without a fast fabric goes over NCCL's sockets; remove it")
     if "net" in table.values and not (cluster.net.isprintable() and 0 < len(cluster.net) <= 64):

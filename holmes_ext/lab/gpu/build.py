@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Event
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab.gpu.recipes import HERE, MADE, BuildUnit, BuildStep
+from holmes_ext.lab.gpu.recipes import HERE, MADE, BuildStep, BuildUnit
 
 VARIABLE = "HOLMES_GPU_CACHE"
 #: Told (commands done, commands in all, what was made last).

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holmes_ext.lab.gpu.state import Place, RankState, Work
+from holmes_ext.lab.gpu.state import RankState, StreamWork, WorkPlace
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Host:
     rank: int
 
 
-Node = Host | Place
+Node = Host | WorkPlace
 _ORDER = "comes in its stream after"
 
 
@@ -83,7 +83,7 @@ class Hang:
             if (rank := self._rank_of(host.communicator, host.peer)) is not None:
                 yield Wait(Host(state.rank), Host(rank), f"waits in {host.call}")
 
-    def _of_work(self, state: RankState, queue: int, before: Work | None, work: Work) -> Iterable[Wait]:
+    def _of_work(self, state: RankState, queue: int, before: StreamWork | None, work: StreamWork) -> Iterable[Wait]:
         if before is not None:
             yield Wait(work.place, before.place, _ORDER)
         elif work.started:
@@ -102,7 +102,7 @@ class Hang:
                 if other.started and other.sms:
                     yield Wait(work.place, other.place, f"needs {work.sms} multiprocessors, of which this holds some:")
 
-    def _of_collective(self, work: Work) -> Iterable[Wait]:
+    def _of_collective(self, work: StreamWork) -> Iterable[Wait]:
         """A running kernel of NCCL waits for its peer's kernel, or for the peer's host to launch one."""
         way = "data from" if work.direction == "recv" else "room at"
         rank = self._rank_of(work.communicator, work.peer)
@@ -121,7 +121,7 @@ class Hang:
         rank = members[peer] if peer is not None and peer < len(members) else None
         return rank if rank in self.states else None
 
-    def _shown(self, place: Place) -> Place:
+    def _shown(self, place: WorkPlace) -> WorkPlace:
         """The work itself, or what its rank has shown of its stream last before it."""
         if place in self.work:
             return place
@@ -166,7 +166,7 @@ def _shortened(circle: Sequence[Wait]) -> list[Wait]:
     return short
 
 
-def label(work: Work) -> str:
+def label(work: StreamWork) -> str:
     """ "kernel AllReduce of 4 (communicator 0x12ab, number 7)"."""
     if not work.communicator:
         return f"{work.kind} {work.name}"

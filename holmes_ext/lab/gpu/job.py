@@ -60,7 +60,8 @@ class GpuClock:
 
 def parse_clock(text: str) -> GpuClock:
     """`text` of --accelerator; HolmesError names the key."""
-    return parse_json(text, "--accelerator", 'write for example {"flops": 5e9, "bytes": 2e9, "sms": 108}').into(GpuClock)
+    advice = 'write for example {"flops": 5e9, "bytes": 2e9, "sms": 108}'
+    return parse_json(text, "--accelerator", advice).into(GpuClock)
 
 
 @dataclass(frozen=True)

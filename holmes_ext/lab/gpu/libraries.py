@@ -42,7 +42,7 @@ class Libraries:
 
     @property
     def preload(self) -> tuple[Path, ...]:
-        """What LD_PRELOAD names: nothing else goes before the path inside torch by which its own libraries are found."""
+        """What LD_PRELOAD names: nothing else goes before the path inside torch that leads to its own libraries."""
         cuda = (f"libcudart.so.{self.torch.cuda[0]}", "libcuda.so.1", "libnvidia-ml.so.1")
         return (*(self.runtime / name for name in cuda), self.nccl / "libnccl.so.2")
 
@@ -64,6 +64,7 @@ def libraries(command: Sequence[str], environ: Mapping[str, str], nccl_source: s
     source = find_nccl(nccl_source, cache, _advised(torch))
     parts = (recipes.runtime(compiler, torch.cuda), recipes.operators(compiler, torch),
              recipes.nccl_host(compiler, source, torch.cuda), recipes.nccl(compiler, source, torch.cuda))
+    build(parts[:1], cache, on_progress)  # soon there for whoever waits for it alone
     built = build(parts, cache, on_progress)
     found = Libraries(torch, source, built["runtime"], built["operators"], built["nccl"])
     checked = found.nccl / f"checked-{hashlib.sha256(torch.digest.encode()).hexdigest()[:16]}"

@@ -21,7 +21,7 @@ _PROGRESS, _ASKED, _ANSWERED = 0, 8, 16
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkPlace:
     """A piece of work: its rank, device, stream, and its number in that stream."""
 
     rank: int
@@ -31,7 +31,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Work:
+class StreamWork:
     """A kernel, copy, host function, event record or event wait in a stream.
 
     position: in its hardware queue; sms: multiprocessors that it holds or asks for; after, queue, needs_sms: what keeps
@@ -39,13 +39,13 @@ class Work:
     communicator, group, member, number, what: of NCCL's kernels.
     """
 
-    place: Place
+    place: WorkPlace
     kind: str
     name: str
     position: int
     started: bool
     sms: int
-    after: Place | None = None
+    after: WorkPlace | None = None
     queue: int | None = None
     needs_sms: bool = False
     peer: int | None = None
@@ -62,7 +62,7 @@ class HostWait:
     """A host thread that waits: in a CUDA call for pieces of work, or in NCCL for a peer of a communicator."""
 
     call: str
-    places: tuple[Place, ...]
+    places: tuple[WorkPlace, ...]
     communicator: str = ""
     peer: int | None = None
 
@@ -73,11 +73,11 @@ class RankState:
 
     rank: int
     node: str
-    streams: dict[tuple[int, int, int], tuple[Work, ...]] = field(default_factory=dict)
+    streams: dict[tuple[int, int, int], tuple[StreamWork, ...]] = field(default_factory=dict)
     hosts: tuple[HostWait, ...] = ()
     stacks: str = ""
 
-    def works(self) -> Iterator[Work]:
+    def works(self) -> Iterator[StreamWork]:
         for works in self.streams.values():
             yield from works
 
@@ -133,16 +133,16 @@ def parse(rank: int, document: dict[str, Any], stacks: str = "") -> RankState:
     return RankState(rank, document.get("node", ""), streams, hosts, stacks)
 
 
-def _place(rank: int, place: dict[str, int]) -> Place:
-    return Place(rank, place["device"], place["stream"], place["sequence"])
+def _place(rank: int, place: dict[str, int]) -> WorkPlace:
+    return WorkPlace(rank, place["device"], place["stream"], place["sequence"])
 
 
-def _work(rank: int, key: tuple[int, int, int], item: dict[str, Any]) -> Work:
+def _work(rank: int, key: tuple[int, int, int], item: dict[str, Any]) -> StreamWork:
     waits = item["waits_for"]
     after = waits.get("after")
-    return Work(
-        Place(rank, key[0], key[1], item["sequence"]), item["kind"], item["name"], item["position"], item["started"],
-        item["sms"], after=_place(rank, after) if after else None, queue=waits.get("queue"),
+    return StreamWork(
+        WorkPlace(rank, key[0], key[1], item["sequence"]), item["kind"], item["name"], item["position"],
+        item["started"], item["sms"], after=_place(rank, after) if after else None, queue=waits.get("queue"),
         needs_sms="sms" in waits, peer=waits.get("peer"), direction=waits.get("direction", ""),
         communicator=item.get("communicator", ""), group=item.get("group", ""), member=item.get("rank", -1),
         number=item.get("number", -1), what=item.get("what", ""))

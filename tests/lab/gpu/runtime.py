@@ -67,7 +67,8 @@ class Gpu:
         return self.call("cudaStreamQuery", stream) == 0
 
     def synchronize(self, stream=None) -> None:
-        assert self.call("cudaDeviceSynchronize") == 0 if stream is None else self.call("cudaStreamSynchronize", stream) == 0
+        waited = self.call("cudaDeviceSynchronize") if stream is None else self.call("cudaStreamSynchronize", stream)
+        assert waited == 0
 
 
 def in_order(gpu: Gpu) -> object:
@@ -143,6 +144,18 @@ def hardware_queue(gpu: Gpu) -> object:
     return [early, gpu.order]
 
 
+def hardware_queues(gpu: Gpu) -> object:
+    """With several, a stream ends while another one's head cannot start."""
+    gate, one, two = threading.Event(), gpu.stream(), gpu.stream()
+    gpu.launch(one, "runs", gate)
+    gpu.launch(one, "cannot start")
+    gpu.launch(two, "on its own")
+    gpu.synchronize(two)
+    gate.set()
+    gpu.synchronize()
+    return gpu.order
+
+
 def multiprocessors(gpu: Gpu) -> object:
     """Kernels that hold multiprocessors (those of NCCL) wait until enough are free; so do computing ones."""
     gate = threading.Event()
@@ -187,9 +200,11 @@ def failure(gpu: Gpu) -> object:
     """A kernel that is not emulated is an error by its name, and nothing else happens."""
     symbol, stub = ctypes.c_int(), ctypes.c_char_p(b"_Z8my_adderPfS_")
     gpu.call("__cudaRegisterFunction", None, ctypes.byref(symbol), None, stub, 0, None, None, None, None, None)
-    error = gpu.call("__cudaLaunchKernel", ctypes.byref(symbol), *[ctypes.c_uint64(1)] * 4, None, ctypes.c_size_t(0), None)
+    sizes = [ctypes.c_uint64(1)] * 4
+    error = gpu.call("__cudaLaunchKernel", ctypes.byref(symbol), *sizes, None, ctypes.c_size_t(0), None)
     gpu.cuda.cudaGetErrorString.restype = ctypes.c_char_p
-    return [error, gpu.cuda.cudaGetErrorString(error).decode(), gpu.call("cudaGetLastError"), gpu.call("cudaGetLastError")]
+    text = gpu.cuda.cudaGetErrorString(error).decode()
+    return [error, text, gpu.call("cudaGetLastError"), gpu.call("cudaGetLastError")]
 
 
 def clock(gpu: Gpu) -> object:

@@ -38,7 +38,7 @@ def test_two_communicators_in_other_orders():
     hang = Hang([rank(0, stream(7, kernel(1, "0xa", 0, peer=1)), hosts=(host((7, 1)),)),
                  rank(1, stream(8, kernel(1, "0xb", 1, peer=0)), hosts=(host((8, 1)),))], PAIR)
     circle = hang.circle()
-    assert [type(wait.node).__name__ for wait in circle] == ["Host", "Place", "Host", "Place"]
+    assert [type(wait.node).__name__ for wait in circle] == ["Host", "WorkPlace", "Host", "WorkPlace"]
     lines = explain(hang, {})
     assert "rank 0: its host waits in cudaDeviceSynchronize for rank 0: stream 7: kernel AllReduce of 4" in lines[1]
     assert "waits for data from rank 1, which has launched no kernel for it: rank 1: its host" in lines[2]
@@ -152,7 +152,7 @@ def test_the_watcher_is_sure_before_it_tells(tmp_path):
 
 def test_communicators_by_the_ranks_of_the_job(tmp_path):
     for number, own in ((0, "p0"), (3, "p3")):
-        line = {"communicator": "0xa", "rank": number % 2, "ranks": 2, "group": "edge", "network": "Socket", "self": own,
-                "members": ["p0", "p3"]}
+        line = {"communicator": "0xa", "rank": number % 2, "ranks": 2, "group": "edge", "network": "Socket",
+                "self": own, "members": ["p0", "p3"]}
         (tmp_path / f"rank{number}.communicators").write_text(json.dumps(line) + "\n")
     assert communicators.read(tmp_path) == [communicators.Communicator("0xa", (0, 3), "Socket", "edge")]
