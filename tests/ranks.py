@@ -3,6 +3,8 @@ GPU as its default device (carriers.py). For tests.
 
     assert run_ranks(function, 2, argument) == [of_rank_0, of_rank_1]     # function(rank, argument), at a module's top
 
+Tensors of an answer come on the CPU.
+
 Each process is forked from a server that has imported torch and done nothing else (multiprocessing's "forkserver"): it
 has one thread, which every rank checks, so a fork of it is as good as a new interpreter. New ones would import torch
 for seconds, some 170 times in the suite; forks of pytest itself would share its threads and locks.
@@ -28,6 +30,7 @@ from typing import Any
 import carriers
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 TIMEOUT_S = 60
 _context = multiprocessing.get_context("forkserver")
@@ -148,7 +151,8 @@ def _rank(parent: Any, rank: int, function: Callable[..., Any], args: tuple, wor
             torch.cuda.set_device(0)
             torch.set_default_device("cuda")
         dist.init_process_group(carriers.CARRIER, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        parent.send(("answer", function(rank, *args)))
+        answer = function(rank, *args)
+        parent.send(("answer", tree_map_only(torch.Tensor, torch.Tensor.cpu, answer)))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - handed to the parent, which raises it

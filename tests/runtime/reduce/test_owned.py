@@ -4,6 +4,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from carriers import gloo_only
 from ranks import run_ranks, seeded
 
 from holmes_ext.errors import HolmesError
@@ -92,6 +93,7 @@ def dies(rank):
     os._exit(0)
 
 
+@gloo_only
 def test_a_rank_that_dies_is_an_error_on_those_that_wait_for_it():
     with pytest.raises(ranks.RankError, match="gave no answer") as error:
         run_ranks(dies, 3)

@@ -6,6 +6,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from carriers import ON_GPUS, gloo_only
 from ranks import run_ranks, seeded
 
 from holmes_ext.cluster.site import Fabric
@@ -14,6 +15,9 @@ from holmes_ext.plan.cost.network import two_level_seconds
 from holmes_ext.runtime.reduce.reducer import GradientReducer
 from holmes_ext.runtime.reduce.two_level import Piece, TwoLevelAllReduce, pieces
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
+
+#: What clusters of equal size get.
+KIND = TwoLevelCollectives if ON_GPUS else TwoLevelAllReduce
 
 
 def test_pieces_of_equal_clusters_pair_the_ranks():
@@ -66,6 +70,7 @@ def against_flat(rank, clusters, numels, chunk_bytes, dtype):
     return worst, same
 
 
+@gloo_only
 @pytest.mark.parametrize(
     "clusters",
     [[[0, 1], [2, 3]], [[0, 2], [3, 1]], [[0], [1, 2]], [[0, 1], [2, 3, 4]], [[0, 1], [2], [3, 4, 5]]],
@@ -100,7 +105,7 @@ def test_collectives_of_nccl_s_kind_give_the_same_sum(clusters):
 
 
 def exact(rank):
-    all_reduce = TwoLevelAllReduce([[0, 1], [2, 3]], chunk_bytes=256)
+    all_reduce = KIND([[0, 1], [2, 3]], chunk_bytes=256)
     x = torch.arange(1000, dtype=torch.float64) * (rank + 1)
     all_reduce(x).wait()
     all_reduce.close()
@@ -117,6 +122,7 @@ def lengths(rank):
     return found
 
 
+@gloo_only
 def test_chunks_are_alike_and_none_is_a_small_rest():
     """A bucket of DistributedDataParallel ends above its limit: the rest would be a chunk of a few bytes."""
     assert run_ranks(lengths, 2) == [[[0], [90], [199], [125, 125]]] * 2
@@ -125,7 +131,7 @@ def test_chunks_are_alike_and_none_is_a_small_rest():
 def under_a_reducer(rank):
     torch.manual_seed(3)
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
-    all_reduce = TwoLevelAllReduce([[0, 1], [2, 3]], chunk_bytes=1024)
+    all_reduce = KIND([[0, 1], [2, 3]], chunk_bytes=1024)
     reducer = GradientReducer(model.named_parameters(), bucket_bytes=5000, all_reduce=all_reduce)
     for _ in range(3):
         model.zero_grad()
@@ -161,6 +167,7 @@ def dies(rank):
         os._exit(0)
 
 
+@gloo_only
 def test_a_rank_that_dies_is_an_error_on_all_others():
     with pytest.raises(ranks.RankError, match="gave no answer") as error:
         run_ranks(dies, 4)
