@@ -199,7 +199,7 @@ def _ratios(name: str, scene: Scene, series: dict[str, Series], exposed: dict[st
         both = statistics.median([*engine.medians, *again.medians])
         pairs = [2 * a / (b + c) - 1 for a, b, c in zip(ours.medians, engine.medians, again.medians)]
         cost = Row.of(name, "what holmes's edges add to a step", ours.median / both - 1, "of a step",
-                      (min(pairs), max(pairs)), True, "<= 0.005")
+                      (min(pairs), max(pairs)), True, "<= 0.005", max(engine.busy, again.busy, ours.busy))
         noise = abs(again.median / engine.median - 1)
         difference = max_loss_difference(engine, ours)
         return [cost, Row.median(name, "A/A difference (noise)", [noise], "of a step", True),

@@ -14,19 +14,25 @@ import platform
 import statistics
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from holmes_ext.lab.cores import BOUND, BOUND_TEXT
+
 PACKAGES = ("holmes_ext", "torch", "deepspeed", "megatron-core")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. target: what the project set itself, as text (">= 1.6"); met: whether the value reaches it."""
+    """One figure.
+
+    target: what the project set itself, as text (">= 1.6"); met: whether the value reaches it, None where that cannot
+    be said; busy: share of this machine's cores that was used while it was timed, None where nobody measured it.
+    """
 
     scene: str
     metric: str
@@ -36,26 +42,39 @@ class Row:
     emulated: bool
     target: str = ""
     met: bool | None = None
+    busy: float | None = None
 
     @classmethod
     def of(cls, scene: str, metric: str, value: float, unit: str, spread: tuple[float, float], emulated: bool,
-           target: str = "") -> Row:
-        """With `met` worked out from a target such as ">= 1.6" or "<= 0.01"."""
+           target: str = "", busy: float | None = None) -> Row:
+        """With `met` worked out from a target such as ">= 1.6" or "<= 0.01", unless the cores had no time left."""
         met = None
-        if target:
+        if target and (busy is None or busy <= BOUND):
             sign, limit = target.split()
             met = value >= float(limit) if sign == ">=" else value <= float(limit)
-        return cls(scene, metric, value, unit, spread, emulated, target, met)
+        return cls(scene, metric, value, unit, spread, emulated, target, met, busy)
 
     @classmethod
-    def median(cls, scene: str, metric: str, values: list[float], unit: str, emulated: bool, target: str = "") -> Row:
+    def median(cls, scene: str, metric: str, values: list[float], unit: str, emulated: bool, target: str = "",
+               busy: float | None = None) -> Row:
         """The median of several runs' values, with the least and the greatest."""
         spread = min(values), max(values)
-        return cls.of(scene, metric, statistics.median(values), unit, spread, emulated, target)
+        return cls.of(scene, metric, statistics.median(values), unit, spread, emulated, target, busy)
 
     def to_dict(self) -> dict[str, Any]:
-        without = () if self.target else ("target", "met")
-        return {key: value for key, value in asdict(self).items() if key not in without}
+        without = {*(() if self.target else ("target", "met")), *(("busy",) if self.busy is None else ())}
+        document = {key: value for key, value in asdict(self).items() if key not in without}
+        return {**document, "note": BOUND_TEXT} if self.bound else document
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> Row:
+        known = {field.name: document[field.name] for field in fields(cls) if field.name in document}
+        return cls(**{**known, "spread": tuple(document["spread"])})
+
+    @property
+    def bound(self) -> bool:
+        """Whether it says more of this machine than of what was timed."""
+        return self.busy is not None and self.busy > BOUND
 
 
 def machine() -> dict[str, Any]:
@@ -97,8 +116,7 @@ def kept(path: Path | None, names: Iterable[str] = ()) -> list[Row]:
     """Rows that the file has, but of these scenes."""
     if path is None or not path.exists():
         return []
-    rows = [Row(**{**row, "spread": tuple(row["spread"])}) for row in json.loads(path.read_text())["rows"]]
-    return [row for row in rows if row.scene not in names]
+    return [row for row in map(Row.from_dict, json.loads(path.read_text())["rows"]) if row.scene not in names]
 
 
 def write(rows: list[Row], path: Path | None) -> None:
@@ -118,7 +136,7 @@ def finish(rows: list[Row], path: Path | None, title: str) -> int:
     for row in rows:
         if row.metric.startswith("bytes "):
             continue  # in the file: too many for a screen
-        met = "" if row.met is None else "yes" if row.met else "NO"
+        met = BOUND_TEXT if row.bound else "" if row.met is None else "yes" if row.met else "NO"
         spread = f"{row.spread[0]:.4g} - {row.spread[1]:.4g}"
         emulated = "yes" if row.emulated else ""
         table.add_row(row.scene, row.metric, f"{row.value:.4g}", spread, row.unit, emulated, row.target, met)

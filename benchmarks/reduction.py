@@ -168,7 +168,8 @@ def _pipeline(scene: str, file: Path, spec: SiteSpec, repetitions: int) -> list[
 
 def _ratio(scene: str, series: dict[str, Series], over: str, under: str, target: str) -> Row:
     ratios = [a / b for a, b in zip(series[over].medians, series[under].medians)]
-    return _row(scene, f"{over} / {under}", ratios, "x", target)
+    busy = max(series[over].busy, series[under].busy)
+    return Row.median(scene, f"{over} / {under}", ratios, "x", True, target, busy)
 
 
 def gather(repetitions: int, scene: str = "gather") -> list[Row]:

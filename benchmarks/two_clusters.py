@@ -61,12 +61,14 @@ def script(scene: Scene) -> list[str]:
 def ratio_row(scene: str, name: str, top: Series, bottom: Series, target: str) -> Row:
     """top's step time over bottom's; the spread is over the repetitions' pairs."""
     pairs = [a / b for a, b in zip(top.medians, bottom.medians)]
-    return Row.of(scene, name, top.median / bottom.median, "x", (min(pairs), max(pairs)), bottom.emulated, target)
+    return Row.of(scene, name, top.median / bottom.median, "x", (min(pairs), max(pairs)), bottom.emulated, target,
+                  max(top.busy, bottom.busy))
 
 
 def step_rows(scene: str, series: dict[str, Series]) -> list[Row]:
     """Step times, and the bytes that every NIC of every node sent for each step."""
-    rows = [Row.of(scene, f"step {name}", one.median, "s", one.spread, one.emulated) for name, one in series.items()]
+    rows = [Row.of(scene, f"step {name}", one.median, "s", one.spread, one.emulated, busy=one.busy)
+            for name, one in series.items()]
     for name, one in series.items():
         for node, nics in one.sent.items():
             rows += [Row.median(scene, f"bytes {name} {node} {nic}", [sent], "bytes/step", False)
@@ -120,7 +122,8 @@ def control(repetitions: int, steps: int) -> list[Row]:
         series = run(scene.name, variants, scene, repetitions, steps)
     cost, noise = (series[name].median / series["stock"].median - 1 for name in ("holmes", "stock again"))
     return [
-        Row.median(scene.name, "what holmes adds to a step", [cost], "of a step", True, "<= 0.01"),
+        Row.median(scene.name, "what holmes adds to a step", [cost], "of a step", True, "<= 0.01",
+                   max(one.busy for one in series.values())),
         Row.median(scene.name, "A/A difference (noise)", [abs(noise)], "of a step", True),
         *step_rows(scene.name, series),
     ]

@@ -73,6 +73,8 @@ def target(row: Row) -> str:
     sign, number = row["target"].split()
     limit = f"{100 * float(number):g} %" if _part(row["unit"]) else f"{number} %" if row["unit"] == "%" else number
     word = {"<=": "at most ", ">=": "at least ", "==": ""}[sign]
+    if "note" in row:
+        return f"{word}{limit}: {row['note']}, not counted"
     return f"{word}{limit}: {'met' if row.get('met') else '**not met**'}"
 
 

@@ -12,8 +12,8 @@ THERE = ("git", "g++", "python3", "tc", "ip", "unshare")
 SAID = (".ci/run: apt brought no chromium-headless-shell: the browser tests are skipped;"
         " E: Unable to locate package")
 
-NO_TORCH = (".ci/run: NO EMULATED GPU WAS TESTED (but its runtime, by make test), as pip brought no CUDA build of torch:"
-            " ERROR: no matching distribution")
+NO_TORCH = (".ci/run: NO EMULATED GPU WAS TESTED (but its runtime, by make test), as pip brought no CUDA build of"
+            " torch: ERROR: no matching distribution")
 
 
 def program(path, text):

@@ -16,6 +16,7 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.doctor.command import split_command
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import state
+from holmes_ext.lab.cores import BOUND, BOUND_TEXT
 from holmes_ext.lab.lab import Lab
 from holmes_ext.lab.measure import CrossingRow, LinkRow, measure
 from holmes_ext.lab.process.ranks import interleave
@@ -112,6 +113,8 @@ def _run(args: argparse.Namespace) -> int:
             result = lab.run(command, order=order, accelerator=accelerator, on_line=printer, **options)
     if result.emulated:
         print("holmes lab: an emulated accelerator made the timings of this run", file=sys.stderr)
+    if result.busy > BOUND and args.accelerator:
+        print(f"holmes lab: its timings are {BOUND_TEXT}, which were {result.busy:.0%} busy", file=sys.stderr)
     if args.timeout is not None and result.returncode == 124 and result.first_failed is None:
         print(f"holmes lab: ended after {args.timeout:g} s (--timeout)", file=sys.stderr)
     elif result.first_failed is not None:

@@ -15,8 +15,9 @@ from holmes_ext.cli.show.gpu_build import BuildProgress
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
+from holmes_ext.lab.cores import BOUND, BOUND_TEXT
 from holmes_ext.lab.gpu import communicators
-from holmes_ext.lab.gpu.hang import explain
+from holmes_ext.lab.gpu.hang_report import explain
 from holmes_ext.lab.gpu.job import GpuClock, Gpus, parse_clock
 from holmes_ext.lab.gpu.libraries import Libraries, libraries
 from holmes_ext.lab.gpu.networks import GroupNetwork, NicBytes, group_networks, nic_bytes
@@ -119,7 +120,7 @@ def run(lab: Lab, command: Sequence[str], args: argparse.Namespace, gpus: Gpus, 
 
 
 def _run_watched(lab: Lab, name: str, command: Sequence[str], labels: Sequence[str], **options: Any) -> GpuRun:
-    """Ends the job once it is sure that it hangs."""
+    """Ends the job once it is sure that it hangs; tells of one that stands still and may yet move on."""
     before = lab.counters()
     job = lab.start(command, **options)
     assert job.watch is not None
@@ -131,9 +132,15 @@ def _run_watched(lab: Lab, name: str, command: Sequence[str], labels: Sequence[s
                 result = job.wait(_POLL_S)
                 break
             except TimeoutError:
-                if not lines and (hang := watcher.poll()):
-                    lines = explain(hang, dict(enumerate(labels)))
+                hang = None if lines else watcher.poll()
+                if hang is None:
+                    continue
+                told = explain(hang, dict(enumerate(labels)), watcher.watch.stacks())
+                if hang.circle():
+                    lines = told
                     job.kill()
+                else:
+                    show_hang([*told, "it goes on, for a host may still move on (--timeout S ends it)"])
     except BaseException:
         job.kill()
         raise
@@ -162,8 +169,7 @@ def show(runs: Sequence[GpuRun], found: Libraries) -> None:
     """On standard error: standard output is the ranks'."""
     screen = Screen(stderr=True)
     for run in runs:
-        for line in run.hang:
-            screen.line(f"holmes lab: {line}")
+        show_hang(run.hang)
     named = len(runs) > 1
     versions = f"emulated GPU, torch {found.torch.version}, NCCL {found.source.name}"
     rows = [[run.name * named, group.group or "-", str(len(group.ranks)), str(len(group.ranks[0])), str(group.nodes),
@@ -174,7 +180,17 @@ def show(runs: Sequence[GpuRun], found: Libraries) -> None:
         screen.line(f"{versions}: no communicator was made")
     cells = [[run.name * named, nic.node, nic.nic, nic.kind, _megabytes(nic.sent), _megabytes(nic.received)]
              for run in runs for nic in run.nics]  # fmt: skip
+    for run in runs:
+        busy = f"this machine's cores were {run.result.busy:.0%} busy"
+        timing = f": its times are {BOUND_TEXT}" if run.result.busy > BOUND else ""
+        screen.line(f"{run.name} ran {run.result.seconds:.1f} s; {busy}{timing}".lstrip())
     screen.table(NICS, cells, "emulated GPU: bytes of each NIC, from start to end of the job (headers included)")
+
+
+def show_hang(lines: Sequence[str]) -> None:
+    """As they are, for a line that is cut names nothing."""
+    for line in lines:
+        print(f"holmes lab: {line}", file=sys.stderr, flush=True)
 
 
 def _megabytes(count: int) -> str:
@@ -184,6 +200,7 @@ def _megabytes(count: int) -> str:
 def write_report(file: str, runs: Sequence[GpuRun], found: Libraries) -> None:
     document = {"version": 1, "emulated": "GPU", "torch": found.torch.version, "nccl": found.source.name,
                 "runs": [{"name": run.name, "status": run.result.returncode, "seconds": run.result.seconds,
+                          "cores_busy": round(run.result.busy, 3), "bound_by_cores": run.result.busy > BOUND,
                           "hang": list(run.hang), "groups": [asdict(group) for group in run.groups],
                           "nics": [asdict(nic) for nic in run.nics]} for run in runs]}  # fmt: skip
     save(file, json.dumps(document) + "\n", "the report")

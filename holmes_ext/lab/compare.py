@@ -44,7 +44,8 @@ class Series:
     """What was measured of one variant.
 
     steps: seconds of the measured steps of each run; losses: of each step of the last run; sent: node -> NIC -> bytes
-    sent for each step (last run, its start-up included); lines: what rank 0 printed in the last run.
+    sent for each step (last run, its start-up included); lines: what rank 0 printed in the last run; busy: share of
+    this machine's cores that was used, in the run in which it was the greatest.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Series:
     sent: dict[str, dict[str, float]] = field(default_factory=dict)
     emulated: bool = False
     realtime: bool = True
+    busy: float = 0.0
     lines: list[str] = field(default_factory=list)
 
     @property
@@ -137,6 +139,7 @@ def _run(lab: Lab, variant: Variant, script: Sequence[str], steps: int, skip: in
     series.steps.append([record["seconds"] for record in records[skip:]])
     series.losses = [record["loss"] for record in records]
     series.emulated, series.realtime = result.emulated, series.realtime and result.realtime
+    series.busy = max(series.busy, result.busy)
     series.lines = [line for _, line in result.lines[0]]
     series.sent = {node: {nic: (after[node][nic][1] - before[node][nic][1]) / steps for nic in nics}
                    for node, nics in after.items()}

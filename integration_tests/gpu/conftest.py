@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.errors import HolmesError
 from holmes_ext.lab import Lab
-from holmes_ext.lab.gpu import communicators
+from holmes_ext.lab.gpu import communicators, nccl_source
+from holmes_ext.lab.gpu.build import cache_folder
 from holmes_ext.lab.gpu.job import Gpus
 from holmes_ext.lab.gpu.libraries import libraries
 from holmes_ext.lab.gpu.networks import GroupNetwork, group_networks
@@ -68,21 +70,26 @@ class GpuLab:
         self.lab, self.file, self.gpus = lab, file, gpus
 
     def run(self, *command: str, order: str = "a0,b0,a1,b1", processes: int = 2, preload=("torch",), env=None,
-            gpus: Gpus | None = None, timeout: float = 600, **options) -> Ran:
-        """A script's path and arguments on these nodes."""
+            on_gpus: bool = True, gpus: Gpus | None = None, timeout: float = 600, **options) -> Ran:
+        """A script's path and arguments on these nodes; on the CPU and gloo if not `on_gpus`."""
         env = {"PYTEST_CURRENT_TEST": "", **(env or {})}
         nodes, before = order.split(","), self.lab.counters()
         job = self.lab.start([sys.executable, *command], order=nodes, processes=processes, preload=preload, env=env,
-                             gpus=gpus or self.gpus, timeout=timeout, **options)
+                             gpus=(gpus or self.gpus) if on_gpus else None, timeout=timeout, **options)
         result, after = job.wait(), self.lab.counters()
         placed = [next(node for node in self.lab.nodes if node.name == name) for name in nodes]
-        groups = group_networks(communicators.read(job.watch), placed, processes)
+        groups = group_networks(communicators.read(job.watch), placed, processes) if job.watch else []
         sent = {name: {nic: after[name][nic][1] - before[name][nic][1] for nic in after[name]} for name in nodes}
         return Ran(result, groups, sent)
 
 
 @pytest.fixture(scope="session")
 def gpus() -> Gpus:
+    if not os.environ.get(nccl_source.VARIABLE):
+        try:
+            nccl_source.find_nccl(None, cache_folder())
+        except HolmesError as error:
+            pytest.skip(str(error))
     return Gpus(libraries([sys.executable], os.environ, on_progress=lambda *_: None), memory_mb=4096)
 
 

@@ -1,7 +1,7 @@
 """Faults that hide on a quiet machine: python planted.py FAULT [--right]        torchrun's variables say which rank
 
-Each is a few lines of what people write, wrong; with --right the same lines, mended. A run prints "right" or "wrong: ..."
-for its numbers; a fault that hangs prints nothing.
+Each is a few lines of what people write, wrong; with --right the same lines, mended. A run prints "right" or
+"wrong: ..." for its numbers; a fault that hangs prints nothing.
 """
 
 import argparse

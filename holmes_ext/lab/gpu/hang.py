@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holmes_ext.lab.gpu.state import RankState, StreamWork, WorkPlace
+from holmes_ext.lab.gpu.state import Launch, RankState, StreamWork, WorkPlace
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Host:
 
 
 Node = Host | WorkPlace
-_ORDER = "comes in its stream after"
+ORDER = "comes in its stream after"
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,29 @@ class Hang:
             node = wait.target
         return path[seen[node] :]
 
-    def describe(self, node: Node) -> str:
-        """ "rank 1: stream 7: kernel AllReduce of 4 (group edge 0-1)"."""
-        if isinstance(node, Host):
-            return f"rank {node.rank}: its host"
-        work = self.work.get(node)
-        if work is None:  # not among the first ones that the rank has shown
-            return f"rank {node.rank}: stream {node.stream}: work {node.sequence}"
-        return f"rank {node.rank}: stream {node.stream}: {label(work)}"
+    def differences(self) -> list[tuple[str, dict[str, list[int]]]]:
+        """For each communicator whose ranks launch other collectives: the first that differs, its ranks by what they
+        launched. (What only some ranks have come to yet is no difference.)"""
+        launched: dict[str, dict[int, dict[str, list[int]]]] = {}
+        for state in self.states.values():
+            for one in state.recent:
+                if one.collective >= 0:
+                    same = launched.setdefault(one.communicator, {}).setdefault(one.collective, {})
+                    same.setdefault(one.what, []).append(state.rank)
+        firsts = []
+        for communicator, numbers in launched.items():
+            unlike = [number for number, by_what in numbers.items() if len(by_what) > 1]
+            if unlike:
+                firsts.append((communicator, numbers[min(unlike)]))
+        return firsts
+
+    def group_of(self, communicator: str) -> str:
+        """ "group edge, communicator 0x12ab", as far as it is known."""
+        every: list[Launch | StreamWork] = []
+        for state in self.states.values():
+            every += [*state.recent, *state.works()]
+        group = next((one.group for one in every if one.communicator == communicator and one.group), "")
+        return f"group {group}, communicator {communicator}" if group else f"communicator {communicator}"
 
     def _add(self, node: Node, waits: Iterable[Wait]) -> None:
         self.waits[node] = list(waits)
@@ -85,7 +100,7 @@ class Hang:
 
     def _of_work(self, state: RankState, queue: int, before: StreamWork | None, work: StreamWork) -> Iterable[Wait]:
         if before is not None:
-            yield Wait(work.place, before.place, _ORDER)
+            yield Wait(work.place, before.place, ORDER)
         elif work.started:
             if work.peer is not None:
                 yield from self._of_collective(work)
@@ -138,37 +153,3 @@ class Hang:
             if not more:
                 return nodes - moving
             moving |= more
-
-
-def explain(hang: Hang, nodes: Mapping[int, str]) -> list[str]:
-    """Lines for a person: the circle, one wait a line, or what each rank stands at where none closes. nodes: rank ->
-    where it runs."""
-    circle = _shortened(hang.circle())
-    if circle:
-        lines = ["nothing can move on: each of these waits for the next, and the last for the first:"]
-        return lines + [f"  {hang.describe(wait.node)} {wait.why} {hang.describe(wait.target)}" for wait in circle]
-    lines = ["no circle of CUDA calls and kernels; what each rank stands at:"]
-    for rank, state in sorted(hang.states.items()):
-        heads = [label(works[0]) for works in state.streams.values()]
-        waits = [f"its host waits in {host.call}" for host in state.hosts] or ["its host is in no CUDA call"]
-        lines.append(f"  rank {rank} ({nodes.get(rank, '')}): {'; '.join([*waits, *heads])}")
-    return lines
-
-
-def _shortened(circle: Sequence[Wait]) -> list[Wait]:
-    """Without the work between the two ends of a stream's order."""
-    short: list[Wait] = []
-    for wait in circle:
-        if short and wait.why == short[-1].why == _ORDER:
-            short[-1] = Wait(short[-1].node, wait.target, _ORDER)
-        else:
-            short.append(wait)
-    return short
-
-
-def label(work: StreamWork) -> str:
-    """ "kernel AllReduce of 4 (communicator 0x12ab, number 7)"."""
-    if not work.communicator:
-        return f"{work.kind} {work.name}"
-    group = f"group {work.group}, " if work.group else ""
-    return f"kernel {work.what} ({group}communicator {work.communicator}, operation {work.number})"

@@ -11,8 +11,10 @@ The program knows nothing of it. What differs from a GPU is said once, in one li
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -73,6 +75,15 @@ def _install(library: ctypes.CDLL, torch: Any) -> None:
         sys.exit(f"holmes: emulated GPU: torch {torch.__version__} refuses the operators: {problem}")
     torch._C._jit_override_can_fuse_on_gpu(False)  # TorchScript's fuser would compile device code
     torch.compile = _without_device_code(torch.compile)
+    torch.cuda._lazy_call(_write_stacks_when_asked)  # in the process that uses CUDA, after a fork
+
+
+def _write_stacks_when_asked() -> None:
+    """The lab asks a job that hangs for its Python stacks (csrc/runtime/watch.cc)."""
+    directory, rank = os.environ.get("HOLMES_GPU_WATCH"), os.environ.get("HOLMES_LAB_RANK")
+    if directory and rank and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:  # else it is the program's
+        file = open(os.path.join(directory, f"rank{rank}.stack"), "w")
+        faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 
 
 def _without_device_code(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """What the ranks of a job on emulated GPUs stand at: their watch files (csrc/runtime/watch.cc), read by the lab.
 
-    directory/rank<N>.watch   a page that the rank maps: progress, asked, answered (uint64 each)
+    directory/rank<N>.watch   a page that the rank maps: progress, asked, answered, stacks (uint64 each)
     directory/rank<N>.json    its answer: streams with their work, host threads that wait
     directory/rank<N>.stack   the Python stacks of its threads (faulthandler)
 """
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 _WORD = struct.Struct("=Q")
-_PROGRESS, _ASKED, _ANSWERED = 0, 8, 16
+_PROGRESS, _ASKED, _ANSWERED, _STACKS = 0, 8, 16, 24
+_WANTED, _WRITTEN = 1, 2  # of stacks
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,17 @@ class StreamWork:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """A kernel of NCCL that a rank has launched, done or not. collective: the how-many-th with collectives of its
+    communicator; -1: it only sends and receives."""
+
+    communicator: str
+    group: str
+    collective: int
+    what: str
+
+
+@dataclass(frozen=True)
 class HostWait:
     """A host thread that waits: in a CUDA call for pieces of work, or in NCCL for a peer of a communicator."""
 
@@ -69,13 +81,14 @@ class HostWait:
 
 @dataclass(frozen=True)
 class RankState:
-    """Of one rank. streams: (device, stream, hardware queue) -> work in order, its head first."""
+    """Of one rank. streams: (device, stream, hardware queue) -> work in order, its head first; recent: its last
+    launches."""
 
     rank: int
     node: str
     streams: dict[tuple[int, int, int], tuple[StreamWork, ...]] = field(default_factory=dict)
     hosts: tuple[HostWait, ...] = ()
-    stacks: str = ""
+    recent: tuple[Launch, ...] = ()
 
     def works(self) -> Iterator[StreamWork]:
         for works in self.streams.values():
@@ -103,26 +116,32 @@ class Watch:
         """What each rank answers within `seconds`; a rank that does not answer is not in it."""
         self.progress()
         self._asked += 1
+        answered = self._request(_ASKED, self._asked, _ANSWERED, self._asked, seconds)
+        return [parse(rank, json.loads((self.directory / f"rank{rank}.json").read_text())) for rank in answered]
+
+    def stacks(self, seconds: float = 2.0) -> dict[int, str]:
+        """Rank -> the Python stacks of its threads, as far as they are written within `seconds`."""
+        self._request(_STACKS, _WANTED, _STACKS, _WRITTEN, seconds)
+        files = {int(path.stem[len("rank") :]): path for path in self.directory.glob("rank*.stack")}
+        return {rank: path.read_text(errors="replace") for rank, path in sorted(files.items())}
+
+    def _request(self, word: int, value: int, answer: int, expected: int, seconds: float) -> list[int]:
+        """Writes a word into each page; the ranks in whose page the answer then is what is expected."""
         for page in self._pages.values():
-            page[_ASKED : _ASKED + _WORD.size] = _WORD.pack(self._asked)
+            page[word : word + _WORD.size] = _WORD.pack(value)
         end = time.monotonic() + seconds
         missing = dict(self._pages)
         while missing and time.monotonic() < end:
-            missing = {rank: page for rank, page in missing.items() if self._read(page, _ANSWERED) != self._asked}
+            missing = {rank: page for rank, page in missing.items() if self._read(page, answer) != expected}
             time.sleep(0.02)
-        return [self._state(rank) for rank in sorted(self._pages.keys() - missing.keys())]
-
-    def _state(self, rank: int) -> RankState:
-        document = json.loads((self.directory / f"rank{rank}.json").read_text())
-        stacks = self.directory / f"rank{rank}.stack"
-        return parse(rank, document, stacks.read_text(errors="replace") if stacks.exists() else "")
+        return sorted(self._pages.keys() - missing.keys())
 
     @staticmethod
     def _read(page: mmap.mmap, offset: int) -> int:
         return _WORD.unpack_from(page, offset)[0]
 
 
-def parse(rank: int, document: dict[str, Any], stacks: str = "") -> RankState:
+def parse(rank: int, document: dict[str, Any]) -> RankState:
     """The answer of a rank."""
     streams = {}
     for stream in document["streams"]:
@@ -130,7 +149,9 @@ def parse(rank: int, document: dict[str, Any], stacks: str = "") -> RankState:
         streams[key] = tuple(_work(rank, key, item) for item in stream["work"])
     hosts = tuple(HostWait(host["call"], tuple(_place(rank, place) for place in host["for"]),
                            host.get("communicator", ""), host.get("peer")) for host in document["hosts"])
-    return RankState(rank, document.get("node", ""), streams, hosts, stacks)
+    recent = tuple(Launch(item["communicator"], item["group"], item["collective"], item["what"])
+                   for item in document.get("recent", ()))
+    return RankState(rank, document.get("node", ""), streams, hosts, recent)
 
 
 def _place(rank: int, place: dict[str, int]) -> WorkPlace:

@@ -12,26 +12,37 @@ from holmes_ext.lab.gpu.state import Watch
 
 #: Seconds without any progress of any rank until the ranks are asked, and between two questions.
 STANDSTILL_S = 4.0
+#: Seconds without any progress after which it is told even though a host may still move on, once.
+STILL_S = 60.0
 
 
 class Watcher:
     """Of the job whose watch files are in `directory`. poll() is called about twice a second."""
 
-    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic):
-        self.directory, self.watch, self.clock = directory, Watch(directory), clock
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic, still_s: float = STILL_S):
+        self.directory, self.watch, self.clock, self.still_s = directory, Watch(directory), clock, still_s
         self._seen: dict[int, int] = {}
-        self._since = clock()
+        self._moved = self._looked = clock()
+        self._told = False
 
     def poll(self) -> Hang | None:
-        """The hang, once it is sure: nothing moved for a while, a circle closes, and nothing has moved since."""
-        progress = self.watch.progress()
+        """The hang, once it is sure: nothing moved for a while, a circle closes, and nothing has moved since. Or, once
+        for each long standstill, what the ranks stand at without a circle."""
+        progress, now = self.watch.progress(), self.clock()
         if progress != self._seen:
-            self._seen, self._since = progress, self.clock()
-        if not progress or self.clock() - self._since < STANDSTILL_S:
+            self._seen, self._moved, self._looked, self._told = progress, now, now, False
+        if not progress or now - self._looked < STANDSTILL_S:
             return None
         hang = self.look()
-        self._since = self.clock()
-        return hang if hang.circle() and self.watch.progress() == progress else None
+        self._looked = self.clock()
+        if self.watch.progress() != progress:
+            return None
+        if hang.circle():
+            return hang
+        if self._told or now - self._moved < self.still_s:
+            return None
+        self._told = True
+        return hang
 
     def look(self) -> Hang:
         """What the ranks stand at now."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.lab.cores import CoreMeter
 from holmes_ext.lab.process import wire
 
 OnLine = Callable[[int, str, str], None]
@@ -32,7 +33,8 @@ class RunResult:
     returncode: 0, or the exit status of the first rank that failed (128 + n for signal n), 124 when time was up;
     first_failed: that rank, or None; lines: for each rank (stream, line) in the order of arrival, stream "stdout" or
     "stderr"; seconds: from the first fork to the last exit; emulated: an emulated accelerator made the timings;
-    realtime: every rank ran under SCHED_RR.
+    realtime: every rank ran under SCHED_RR; busy: share of this machine's cores
+    that was used, by anybody, 0 to 1 (CoreMeter).
     """
 
     returncode: int
@@ -42,6 +44,7 @@ class RunResult:
     first_failed: int | None = None
     emulated: bool = False
     realtime: bool = False
+    busy: float = 0.0
 
     @property
     def outputs(self) -> dict[int, str]:
@@ -76,7 +79,7 @@ class Job:
         self._launcher, self._on_line, self._grace, self._emulated = launcher, on_line, grace, emulated
         self._selector = selectors.DefaultSelector()
         self._selector.register(launcher, selectors.EVENT_READ, None)
-        self._started = time.monotonic()
+        self._started, self._cores = time.monotonic(), CoreMeter()
         self._deadline = None if timeout is None else self._started + timeout
         self._pids: dict[int, int] = {}
         self._realtime: list[bool] = []
@@ -148,6 +151,7 @@ class Job:
                     else:
                         self._read_output(key.fd, key.data)
                 self._act_on_time()
+                self._cores.sample()
             if self._lost:
                 who = "its keeper or its delay line"
                 raise HolmesError(f"the lab ended while the job ran: {who} was killed (`holmes lab down --all`?)")
@@ -157,7 +161,7 @@ class Job:
             realtime = bool(self._realtime) and all(self._realtime)
             self._result = RunResult(
                 self._code, dict(sorted(self._statuses.items())), self._lines, time.monotonic() - self._started,
-                self._first_failed, self._emulated, realtime)
+                self._first_failed, self._emulated, realtime, self._cores.busy)
             for key in list(self._selector.get_map().values()):
                 if key.data is not None:
                     os.close(key.fd)
@@ -165,11 +169,12 @@ class Job:
             self._launcher.close()  # one that still lives ends its ranks now
             self._all_started.set()
 
-    def _patience(self) -> float | None:
-        times = [self._next_signal[0]] if self._next_signal is not None else []
+    def _patience(self) -> float:
+        times = [time.monotonic() + CoreMeter.SAMPLE_S]
+        times += [self._next_signal[0]] if self._next_signal is not None else []
         if self._deadline is not None and self._code == 0:
             times.append(self._deadline)
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        return max(0.0, min(times) - time.monotonic())
 
     def _act_on_time(self) -> None:
         now = time.monotonic()

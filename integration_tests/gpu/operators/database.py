@@ -95,7 +95,8 @@ def differences(op: Any, dtype: torch.dtype, most: int) -> Iterator[str]:
             if left.layout == torch.strided and left.stride() != right.stride():
                 yield f"{dtype}, sample {index}: strides {left.stride()} and {right.stride()}"
         if with_gradients:
-            yield from (f"{dtype}, sample {index}: {problem}" for problem in gradient_differences(pairs, on_cpu, on_gpu))
+            for problem in gradient_differences(pairs, on_cpu, on_gpu):
+                yield f"{dtype}, sample {index}: {problem}"
 
 
 def gradient_differences(pairs: list[tuple[torch.Tensor, torch.Tensor]], on_cpu: Any, on_gpu: Any) -> Iterator[str]:
@@ -105,7 +106,8 @@ def gradient_differences(pairs: list[tuple[torch.Tensor, torch.Tensor]], on_cpu:
         return
     weights = [torch.randn_like(left) for left, _ in pairs]
     try:
-        expected = torch.autograd.grad([left for left, _ in pairs], [left for left, _ in inputs], weights, allow_unused=True)
+        expected = torch.autograd.grad([left for left, _ in pairs], [left for left, _ in inputs], weights,
+                                       allow_unused=True)  # fmt: skip
     except RuntimeError:  # the CPU has no derivative for it
         return
     found = torch.autograd.grad([right for _, right in pairs], [right for _, right in inputs],

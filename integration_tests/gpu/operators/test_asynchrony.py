@@ -13,7 +13,6 @@ import pytest
 import torch
 
 
-
 @contextmanager
 def blocked():
     """Nothing that is put into the current stream runs before the end of the with block."""
@@ -36,7 +35,6 @@ def in_a_process(code: str, **environ: str) -> str:
     return done.stdout
 
 
-
 @pytest.mark.parametrize("call", [
     lambda x: x + 1,
     lambda x: x @ x,
@@ -44,7 +42,7 @@ def in_a_process(code: str, **environ: str) -> str:
     lambda x: torch.nn.functional.conv1d(x[None], x[:, :, None]),
     lambda x: torch.nn.functional.dropout(x, 0.5),
     lambda x: x.sort()[0],
-    lambda x: torch.linalg.inv(x @ x.T + 10 * torch.eye(8, device="cuda")),
+    lambda x: torch.linalg.inv_ex(x @ x.T + 10 * torch.eye(8, device="cuda")),
     lambda x: torch.nn.functional.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
     lambda x: x.index_select(0, torch.arange(3, device="cuda")),
     lambda x: torch.randn(5, device="cuda"),
@@ -53,8 +51,8 @@ def in_a_process(code: str, **environ: str) -> str:
     lambda x: torch.cat([x, x]),
     lambda x: x.clone().masked_fill_(x > 0, 0.0),
     lambda x: torch.empty(8, 8, pin_memory=True).copy_(x, non_blocking=True),
-], ids=["add", "matmul", "layer_norm", "conv1d", "dropout", "sort", "inv", "attention", "index_select", "randn", "foreach",
-        "to", "cat", "masked_fill", "copy to pinned"])  # fmt: skip
+], ids=["add", "matmul", "layer_norm", "conv1d", "dropout", "sort", "inv_ex", "attention", "index_select", "randn",
+        "foreach", "to", "cat", "masked_fill", "copy to pinned"])  # fmt: skip
 def test_host_runs_ahead(call):
     inputs = torch.randn(8, 8, device="cuda")
     torch.cuda.synchronize()
@@ -176,34 +174,41 @@ def test_an_index_out_of_range_is_told_with_its_operator():
     assert "aten::index_select" in again
 
 
+def ones(*sizes, **options):
+    return torch.ones(*sizes, **{"device": "cuda", **options})
+
+
 @pytest.mark.parametrize("call, text", [
-    (lambda: torch.ones(3, device="cuda") + torch.ones(4, device="cuda"), "must match the size"),
-    (lambda: torch.ones(3, 4, device="cuda") @ torch.ones(3, 4, device="cuda"), "cannot be multiplied"),
-    (lambda: torch.ones(3, device="cuda") + torch.ones(3), "Expected all tensors to be on the same device"),
-    (lambda: torch.ones(3, device="cuda") + torch.ones(3, device="cuda:1"), "Expected all tensors to be on the same device"),
-    (lambda: torch.ones(3, dtype=torch.long, device="cuda").add_(1.5), "can't be cast"),
-    (lambda: torch.nn.functional.layer_norm(torch.ones(3, device="cuda"), (4,)), "normalized_shape"),
-    (lambda: torch.ones(3, device="cuda").normal_(std=-1), "std"),
-    (lambda: torch.nn.functional.conv2d(torch.ones(1, 2, 5, 5, device="cuda"), torch.ones(1, 3, 3, 3, device="cuda")), "channels"),
-    (lambda: torch.ops.aten._weight_int4pack_mm(torch.ones(2, 2, device="cuda"), torch.ones(2, 2, device="cuda"), 32,
-                                                torch.ones(2, 2, 2, device="cuda")), "_weight_int4pack_mm is not emulated"),
-], ids=["sizes", "matmul", "devices", "two GPUs", "types", "layer_norm", "normal_", "conv2d", "not emulated"])  # fmt: skip
+    (lambda: ones(3) + ones(4), "must match the size"),
+    (lambda: ones(3, 4) @ ones(3, 4), "cannot be multiplied"),
+    (lambda: ones(3) + torch.ones(3), "Expected all tensors to be on the same device"),
+    (lambda: ones(3) + ones(3, device="cuda:1"), "Expected all tensors to be on the same device"),
+    (lambda: ones(3, dtype=torch.long).add_(1.5), "can't be cast"),
+    (lambda: torch.nn.functional.layer_norm(ones(3), (4,)), "normalized_shape"),
+    (lambda: ones(3).normal_(std=-1), "std"),
+    (lambda: torch.nn.functional.conv2d(ones(1, 2, 5, 5), ones(1, 3, 3, 3)), "channels"),
+    (lambda: torch.ops.aten._weight_int4pack_mm(ones(2, 2), ones(2, 2), 32, ones(2, 2, 2)),
+     "_weight_int4pack_mm is not emulated"),
+], ids=["sizes", "matmul", "devices", "two GPUs", "types", "layer_norm", "normal_", "conv2d",
+        "not emulated"])  # fmt: skip
 def test_wrong_arguments_are_refused_at_the_call(call, text):
     with pytest.raises(RuntimeError, match=text):
         call()
     assert (torch.ones(2, device="cuda") + 1).tolist() == [2, 2]  # the device lives on
 
 
+def drawn() -> list[torch.Tensor]:
+    return [torch.rand(5, device="cuda"), torch.randn(5, device="cuda"), torch.randperm(9, device="cuda"),
+            torch.bernoulli(torch.full((9,), 0.5, device="cuda")), torch.empty(5, device="cuda").exponential_(),
+            torch.multinomial(ones(9), 3), torch.nn.functional.dropout(ones(9))]  # fmt: skip
+
+
 def test_random_numbers_repeat():
     torch.cuda.manual_seed(3)
     state = torch.cuda.get_rng_state()
-    first = [torch.rand(5, device="cuda"), torch.randn(5, device="cuda"), torch.randperm(9, device="cuda"),
-             torch.bernoulli(torch.full((9,), 0.5, device="cuda")), torch.empty(5, device="cuda").exponential_(),
-             torch.multinomial(torch.ones(9, device="cuda"), 3), torch.nn.functional.dropout(torch.ones(9, device="cuda"))]
+    first = drawn()
     torch.cuda.set_rng_state(state)
-    again = [torch.rand(5, device="cuda"), torch.randn(5, device="cuda"), torch.randperm(9, device="cuda"),
-             torch.bernoulli(torch.full((9,), 0.5, device="cuda")), torch.empty(5, device="cuda").exponential_(),
-             torch.multinomial(torch.ones(9, device="cuda"), 3), torch.nn.functional.dropout(torch.ones(9, device="cuda"))]
+    again = drawn()
     assert all(torch.equal(left, right) for left, right in zip(first, again, strict=True))
     with torch.random.fork_rng(devices=[0]):
         inside = torch.rand(5, device="cuda")

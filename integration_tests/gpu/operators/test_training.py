@@ -21,7 +21,8 @@ class Transformer(nn.Module):
     def __init__(self, **options):
         super().__init__()
         layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, **options)
-        self.embedding, self.layers, self.head = nn.Embedding(50, 32), nn.TransformerEncoder(layer, 2), nn.Linear(32, 50)
+        self.embedding, self.head = nn.Embedding(50, 32), nn.Linear(32, 50)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, tokens):
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
@@ -91,7 +92,7 @@ OPTIMIZERS = {
     "RAdam": lambda parameters: torch.optim.RAdam(parameters, foreach=True),
     "ASGD": lambda parameters: torch.optim.ASGD(parameters, foreach=True),
     "Rprop": lambda parameters: torch.optim.Rprop(parameters, foreach=True),
-    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, max_iter=3),
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.05, max_iter=3),
 }
 
 

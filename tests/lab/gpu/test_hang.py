@@ -7,7 +7,8 @@ import threading
 import time
 
 from holmes_ext.lab.gpu import communicators
-from holmes_ext.lab.gpu.hang import Hang, explain
+from holmes_ext.lab.gpu.hang import Hang
+from holmes_ext.lab.gpu.hang_report import explain
 from holmes_ext.lab.gpu.state import Watch, parse
 from holmes_ext.lab.gpu.watcher import Watcher
 
@@ -42,13 +43,42 @@ def test_two_communicators_in_other_orders():
     lines = explain(hang, {})
     assert "rank 0: its host waits in cudaDeviceSynchronize for rank 0: stream 7: kernel AllReduce of 4" in lines[1]
     assert "waits for data from rank 1, which has launched no kernel for it: rank 1: its host" in lines[2]
-    assert len(lines) == 5
+    assert lines[5] == "what each rank stands at:"
+    assert lines[6] == "  rank 0 (n0): its host waits in cudaDeviceSynchronize"
+    stands_at = "    stream 7 (hardware queue 0): kernel AllReduce of 4 (communicator 0xa, operation 0) waits for data"
+    assert lines[7].startswith(stands_at)
+    assert len(lines) == 10
 
 
 def test_a_host_outside_cuda_may_do_anything():
     hang = Hang([rank(0, stream(7, kernel(1, "0xa", 0, peer=1)), hosts=(host((7, 1)),)), rank(1)], PAIR)
     assert hang.circle() == []
-    assert "rank 1 (n1): its host is in no CUDA call" in explain(hang, {1: "n1"})[2]
+    stack = "Thread 0x7 (most recent call first):\n  File \"train.py\", line 7 in load\n"
+    lines = explain(hang, {1: "b0:1"}, {1: stack})
+    assert "no circle" in lines[0]
+    assert lines[-3:] == ["  rank 1 (b0:1): its host is in no CUDA call", "      Thread 0x7 (most recent call first):",
+                          "        File \"train.py\", line 7 in load"]
+
+
+def launched(*whats: tuple[int, str]) -> list[dict]:
+    return [{"communicator": "0xa", "group": "dp", "collective": number, "what": what} for number, what in whats]
+
+
+def test_unlike_collectives_are_told():
+    """The first that differs; what a rank has not come to yet differs from nothing."""
+    own = [launched((0, "AllReduce of 4 Float32"), (1, "AllReduce of 8 Float32"), (2, "Broadcast of 1 Int8")),
+           launched((0, "AllReduce of 4 Float32"), (1, "AllReduce of 9 Float32"), (2, "AllReduce of 1 Int8")),
+           launched((0, "AllReduce of 4 Float32"))]
+    states = [parse(number, {"streams": [], "hosts": [], "recent": recent}) for number, recent in enumerate(own)]
+    assert ("ranks launch unlike collectives in group dp, communicator 0xa: AllReduce of 8 Float32 on rank 0;"
+            " AllReduce of 9 Float32 on rank 1") in explain(Hang(states, PAIR), {})
+    assert Hang(states[2:], PAIR).differences() == []
+
+
+def test_sends_and_receives_need_not_be_alike():
+    states = [parse(number, {"streams": [], "hosts": [], "recent": launched((-1, what))})
+              for number, what in enumerate(("Send to 1 (4 bytes)", "Recv from 0 (4 bytes)"))]
+    assert Hang(states, PAIR).differences() == []
 
 
 def test_a_rank_that_does_not_answer_may_do_anything():
@@ -148,6 +178,40 @@ def test_the_watcher_is_sure_before_it_tells(tmp_path):
     for thread in threads:
         thread.join()
     assert hang is not None and len(hang.circle()) == 4
+
+
+def test_a_standstill_without_a_circle_is_told_once(tmp_path):
+    now, mapped = [0.0], page(tmp_path, 0)
+    watcher = Watcher(tmp_path, clock=lambda: now[0], still_s=60.0)
+
+    def poll(after: float) -> Hang | None:
+        now[0] += after
+        thread = threading.Thread(target=answer, args=(tmp_path, 0, mapped, {"streams": [], "hosts": []}), daemon=True)
+        thread.start()
+        return watcher.poll()
+
+    assert watcher.poll() is None
+    assert poll(10) is None
+    told = poll(51)
+    assert told is not None and told.circle() == []
+    assert poll(60) is None
+
+
+def test_stacks_are_asked_for(tmp_path):
+    mapped = page(tmp_path, 0)
+    watch = Watch(tmp_path)
+    watch.progress()
+
+    def write() -> None:
+        while mapped[24:32] != struct.pack("=Q", 1):
+            time.sleep(0.01)
+        (tmp_path / "rank0.stack").write_text("Thread 0x1 (most recent call first):\n")
+        mapped[24:32] = struct.pack("=Q", 2)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert watch.stacks() == {0: "Thread 0x1 (most recent call first):\n"}
+    thread.join()
 
 
 def test_communicators_by_the_ranks_of_the_job(tmp_path):

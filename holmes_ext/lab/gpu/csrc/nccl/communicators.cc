@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
@@ -74,13 +75,24 @@ std::string work_of(ncclKernelPlan* plan) {
     if (what.size() < kShown) what += (what.empty() ? "" : ", ") + item;
   };
   for (auto* task = ncclIntruQueueHead(&plan->collTaskQueue); task; task = task->next) {
-    add(gpu::text("%s of %zu", ncclFuncToString(task->func), task->count));
+    const char* type = ncclDatatypeToString(task->datatype);  // "ncclFloat32"
+    add(gpu::text("%s of %zu %s", ncclFuncToString(task->func), task->count, type + std::strlen("nccl")));
   }
   for (auto* task = ncclIntruQueueHead(&plan->p2pTaskQueue); task; task = task->next) {
     bool sends = task->func == ncclFuncSend;
     add(gpu::text("%s %d (%zu bytes)", sends ? "Send to" : "Recv from", task->root, task->bytes));
   }
   return what;
+}
+
+// The how-many-th launch of a communicator this is among those with collectives, which all ranks must launch alike; -1:
+// it only sends and receives.
+long long collective_number(const ncclComm* comm, ncclKernelPlan* plan) {
+  static std::mutex mutex;
+  static auto* counts = new std::map<uint64_t, long long>;
+  if (!ncclIntruQueueHead(&plan->collTaskQueue)) return -1;
+  std::lock_guard<std::mutex> lock(mutex);
+  return (*counts)[comm->commHash]++;
 }
 
 }  // namespace
@@ -96,9 +108,10 @@ ncclResult_t tune(ncclComm* comm, int least, int most, ncclTopoGraph** graphs) {
 
 ncclResult_t launch(ncclComm* comm, ncclKernelPlan* plan) {
   std::string label = gpu::text(
-      "\"communicator\": \"0x%llx\", \"group\": \"%s\", \"rank\": %d, \"ranks\": %d, \"number\": %llu, \"what\": \"%s\"",
+      "\"communicator\": \"0x%llx\", \"group\": \"%s\", \"rank\": %d, \"ranks\": %d, \"number\": %llu, "
+      "\"collective\": %lld, \"what\": \"%s\"",
       (unsigned long long)comm->commHash, name_of(comm).c_str(), comm->rank, comm->nRanks,
-      (unsigned long long)comm->opCount, work_of(plan).c_str());
+      (unsigned long long)comm->opCount, collective_number(comm, plan), work_of(plan).c_str());
   egpuDescribeLaunch(label.c_str());
   ncclResult_t result = real_launch(comm, plan);
   egpuDescribeLaunch("");

@@ -1,6 +1,7 @@
 // One call of an operator on emulated GPUs: on the host its outputs and a launch, on the worker thread its CPU kernel.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/native/Resize.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -23,8 +24,8 @@ struct Launch {
   PredictionPointer prediction;
   Seed seed;
   int threads = 0;
+  bool gradients = false;
 };
-
 
 void check_looks(const at::Tensor& found, const Look& predicted) {
   TORCH_CHECK(found.scalar_type() == predicted.dtype && found.sizes() == predicted.sizes && found.strides() == predicted.strides,
@@ -72,7 +73,7 @@ void run_kernel(Launch& launch) {
 
 void run_launch(void* argument) {
   Launch& launch = *static_cast<Launch*>(argument);
-  enter_worker(launch.threads);
+  enter_worker(launch.threads, launch.gradients);
   try {
     run_kernel(launch);
   } catch (const c10::Error& error) {
@@ -149,8 +150,7 @@ void Operator::call(Stack* stack) {
   const size_t begin = stack->size() - parameters.size();
   Key key;
   c10::Device device = describe(*this, *stack, &key);
-  if (!device.is_cuda()) device = c10::Device(c10::kCUDA, c10::cuda::current_device());
-  if (device.index() < 0) device = c10::Device(c10::kCUDA, c10::cuda::current_device());
+  if (!device.is_cuda() || device.index() < 0) device = c10::Device(c10::kCUDA, c10::cuda::current_device());
   c10::cuda::CUDAGuard guard(device);
   PredictionPointer prediction = reads_values ? nullptr : predict(*this, key, *stack, begin);
   if (!prediction) return run_now(*this, stack, device);
@@ -178,6 +178,7 @@ void Operator::call(Stack* stack) {
   launch->op = this;
   launch->prediction = prediction;
   launch->threads = host_threads();
+  launch->gradients = c10::GradMode::is_enabled();
   egpuKernel kernel{name.c_str(), run_launch, release_launch, launch.release(), prediction->flops, prediction->bytes, /*sms=*/0};
   C10_CUDA_CHECK(egpuLaunch(c10::cuda::getCurrentCUDAStream(device.index()).stream(), &kernel));
   replace_by_returns(*this, stack, begin, std::move(fresh), *prediction);

@@ -1,5 +1,5 @@
-// The threads on which CPU kernels run: with no gradients and no modes, and with as many threads inside an operator as
-// torch's main thread has.
+// The threads on which CPU kernels run: with no autograd and no modes, with the gradient mode of whoever called (the CPU's
+// LSTM takes another path where gradients are on), and with as many threads inside an operator as torch's main thread has.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
@@ -32,25 +32,17 @@ int host_threads() {
   return threads_of_main.load(std::memory_order_relaxed);
 }
 
-void enter_worker(int threads) {
+void enter_worker(int threads, bool gradients) {
   thread_local int current = -1;
+  c10::GradMode::set_enabled(gradients);
   if (current == threads) return;
-  if (current == -1) {
-    force_plain_dispatch();
-    c10::GradMode::set_enabled(false);
-  }
+  if (current == -1) force_plain_dispatch();
   if (threads > 0) at::set_num_threads(threads);
   current = threads;
 }
 
-HostKernels::HostKernels() : before_(c10::impl::tls_local_dispatch_key_set()), gradients_(c10::GradMode::is_enabled()) {
-  force_plain_dispatch();
-  c10::GradMode::set_enabled(false);
-}
+HostKernels::HostKernels() : before_(c10::impl::tls_local_dispatch_key_set()) { force_plain_dispatch(); }
 
-HostKernels::~HostKernels() {
-  c10::GradMode::set_enabled(gradients_);
-  c10::impl::_force_tls_local_dispatch_key_set(before_);
-}
+HostKernels::~HostKernels() { c10::impl::_force_tls_local_dispatch_key_set(before_); }
 
 }  // namespace operators

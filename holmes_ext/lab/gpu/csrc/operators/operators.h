@@ -120,7 +120,7 @@ at::Generator generator_of(const Seed& seed);
 // cost.cc
 void set_cost(const Operator& op, const Stack& stack, size_t begin, Prediction* prediction);
 
-// host.cc. While it lives this thread runs CPU kernels as torch's main thread would: no gradients, no modes.
+// host.cc. While it lives this thread runs CPU kernels below autograd, without modes.
 class HostKernels {
  public:
   HostKernels();
@@ -128,9 +128,8 @@ class HostKernels {
 
  private:
   c10::impl::LocalDispatchKeySet before_;
-  bool gradients_;
 };
-int host_threads();              // inside an operator: those of torch's main thread
-void enter_worker(int threads);  // makes a worker thread like torch's main thread
+int host_threads();  // inside an operator: those of torch's main thread
+void enter_worker(int threads, bool gradients);  // makes a worker thread like the caller's
 
 }  // namespace operators

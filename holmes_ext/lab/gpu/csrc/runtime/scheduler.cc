@@ -18,6 +18,7 @@ namespace {
 // the error does not add up, and a stream of small kernels does not sleep after each. Seconds.
 constexpr double kSlack = 100e-6;
 constexpr int kShownWork = 64;  // of a stream, in a report
+constexpr size_t kRecent = 256;  // labelled kernels, done ones too
 
 thread_local Work* running = nullptr;
 thread_local HostWait* outside = nullptr;  // what this host thread waits for outside CUDA
@@ -139,6 +140,10 @@ Ticket Scheduler::submit(const StreamPointer& stream, WorkPointer work) {
   work->sequence = ++stream->submitted;
   work->position = ++where.connections[stream->connection].submitted;
   Ticket ticket{stream, work->sequence};
+  if (!work->label.empty()) {
+    if (recent_.size() == kRecent) recent_.pop_front();
+    recent_.push_back(work->label);
+  }
   if (work->kind == Kind::kRecord) work->record->ticket = ticket;
   if (stream->queue.empty()) active_.push_back(stream);
   stream->queue.push_back(std::move(work));
@@ -370,9 +375,12 @@ std::string Scheduler::state_json() {
     hosts += text("%s{\"call\": \"%s\", \"for\": [%s]%s%s}", hosts.empty() ? "" : ", ", wait->call.c_str(),
                   tickets.c_str(), wait->target.empty() ? "" : ", ", wait->target.c_str());
   }
+  std::string recent;
+  for (const std::string& label : recent_) recent += (recent.empty() ? "{" : ", {") + label + "}";
   const char* node = getenv("HOLMES_LAB_NODE");
-  return text("{\"progress\": %llu, \"node\": \"%s\", \"streams\": [%s], \"hosts\": [%s]}",
-              static_cast<unsigned long long>(progress_count()), node ? node : "", streams.c_str(), hosts.c_str());
+  return text("{\"progress\": %llu, \"node\": \"%s\", \"streams\": [%s], \"hosts\": [%s], \"recent\": [%s]}",
+              static_cast<unsigned long long>(progress_count()), node ? node : "", streams.c_str(), hosts.c_str(),
+              recent.c_str());
 }
 
 }  // namespace gpu

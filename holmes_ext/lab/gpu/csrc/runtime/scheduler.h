@@ -130,6 +130,7 @@ class Scheduler {
   std::vector<StreamPointer> active_;  // those with work
   std::vector<Worker*> idle_;
   std::vector<HostWait*> host_waits_;
+  std::deque<std::string> recent_;  // labels of the last kernels that have one
   std::map<int, std::string> failures_;
   std::atomic<bool> any_failure_{false};
   std::atomic<uint64_t> progress_{0};

@@ -3,10 +3,12 @@
 //     0   progress   grows with each kernel, and with each step of a collective
 //     8   asked      the lab writes a number here; a thread answers it by writing rank<N>.json, and then
 //     16  answered   the same number here
+//     24  stacks     the lab writes 1 here when it wants the Python stacks, and finds 2 once they are written
 //
 // The thread looks every 0.1 s; it starts with the first stream.
 
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -23,7 +25,7 @@ namespace gpu {
 namespace {
 
 struct Page {
-  volatile uint64_t progress, asked, answered;
+  volatile uint64_t progress, asked, answered, stacks;
 };
 
 void write_state(const std::string& path) {
@@ -35,10 +37,26 @@ void write_state(const std::string& path) {
   rename(draft.c_str(), path.c_str());
 }
 
+// Python's faulthandler writes the stacks of all threads to rank<N>.stack when this thread gets the signal
+// (lab/gpu/operators.py registers it). Where it has not been registered there are none.
+void python_stacks() {
+  struct sigaction action;
+  if (sigaction(SIGUSR2, nullptr, &action) != 0 || action.sa_handler == SIG_DFL || action.sa_handler == SIG_IGN) return;
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGUSR2);
+  pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
+  raise(SIGUSR2);
+}
+
 void watch(Page* page, std::string path) {
   pthread_setname_np(pthread_self(), "gpu-watch");
   for (;;) {
     page->progress = Scheduler::instance().progress_count();
+    if (page->stacks == 1) {
+      python_stacks();
+      page->stacks = 2;
+    }
     uint64_t asked = page->asked;
     if (asked != page->answered) {
       write_state(path);

@@ -1,0 +1,144 @@
+"""The emulated GPU: what its build takes, a rank's memory, an operator's cost, each NIC's bytes, losses against CPUs'.
+
+    .venv-gpu/bin/python benchmarks/gpu.py --json FILE          make .venv-gpu makes that environment
+
+build      `holmes lab build` into an empty cache, and again from it
+rank       peak of a rank's resident memory with torch, NCCL and a communicator of 2 nodes
+operator   a + b of 16 numbers, 2,000 in a row and the wait for them, on an emulated GPU and on the CPU
+bytes      20 and 40 all-reduces of 4 MB over 3 nodes: what a NIC sends more in the second run, against a ring's theory
+           2 (n - 1) / n x size for each (interfaces' counters, headers included), on Ethernet and on InfiniBand
+losses     commands that nobody has changed, on 2 + 2 nodes with 2 GPUs each, against the same on gloo and CPUs:
+           DeepSpeed's ZeRO 0 to 3 and pipeline, transformers' Trainer; pretrain_gpt.py where checkouts/ has one
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from harness import Row, chosen, finish, kept, parser, tell
+
+from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.lab import Lab
+from holmes_ext.lab.gpu.build import VARIABLE as CACHE
+from holmes_ext.lab.gpu.job import Gpus
+from holmes_ext.lab.gpu.libraries import libraries
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "integration_tests")]
+from integration_tests.gpu.conftest import TOML  # noqa: E402
+
+SCRIPTS = ROOT / "integration_tests" / "gpu"
+THREE = """version = 2
+[ethernet]
+rate = "1Gb/s"
+[[cluster]]
+name = "a"
+kind = "ib"
+rate = "4Gb/s"
+nodes = ["a[0-2]"]
+processes = 1
+"""
+MEGABYTES, ROUNDS = 4.0, 20
+
+
+def build() -> list[Row]:
+    with tempfile.TemporaryDirectory() as directory:
+        seconds = []
+        for what in ("cold", "from the cache"):
+            tell(f"build, {what}")
+            begin = time.perf_counter()
+            command = [sys.executable, "-m", "holmes_ext.cli.main", "lab", "build", "--python", sys.executable]
+            subprocess.run(command, check=True, env={**os.environ, CACHE: directory}, stdout=subprocess.DEVNULL)
+            seconds.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        os.environ[CACHE] = directory
+        libraries([sys.executable], os.environ)
+        found = time.perf_counter() - begin
+        del os.environ[CACHE]
+    return [Row.median("build", "cold, NCCL's numbers tried", [seconds[0]], "s", False, "<= 420"),
+            Row.median("build", "from the cache: the command", [seconds[1]], "s", False),
+            Row.median("build", "from the cache: finding it", [found], "s", False, "<= 1")]
+
+
+def rank() -> list[Row]:
+    with Lab(parse_spec(THREE)) as lab:
+        peaks = [line["peak_mb"] for line in all_reduces(lab, 2, "IB", order=("a0", "a1"))[0]]
+    return [Row.median("rank", "peak of its resident memory", [peak / 1e3 for peak in peaks], "GB", False, "<= 0.8")]
+
+
+def operator() -> list[Row]:
+    with Lab(parse_spec(THREE)) as lab:
+        result = lab.run([sys.executable, str(SCRIPTS / "operator_cost.py")], order=("a0",), gpus=emulated())
+        assert result.returncode == 0, result.outputs
+        found = json.loads(result.stdout[0])
+    more = found["gpu_us"] - found["cpu_us"]
+    return [Row.median("operator", "on the CPU", [found["cpu_us"]], "us", False),
+            Row.median("operator", "more on an emulated GPU", [more], "us", False, "<= 10", result.busy)]
+
+
+def nic_bytes() -> list[Row]:
+    rows, theory = [], 2 * 2 / 3 * MEGABYTES * 1e6 * ROUNDS
+    with Lab(parse_spec(THREE)) as lab:
+        for network, used in (("Socket", "eth0"), ("IB", "ib0")):
+            tell(f"bytes, {network}")
+            few, many = (all_reduces(lab, count * ROUNDS, network)[1] for count in (1, 2))
+            sent = {nic: [many[node][nic] - few[node][nic] for node in many] for nic in ("eth0", "ib0")}
+            other = "ib0" if used == "eth0" else "eth0"
+            off = max(abs(size / theory - 1) for size in sent[used])
+            beside = max(map(abs, sent[other])) / theory
+            rows += [Row.median("bytes", f"{network}: off a ring's theory", [off], "of it", False, "<= 0.02"),
+                     Row.median("bytes", f"{network}: on the other NIC", [beside], "of it", False, "<= 0.001")]
+    return rows
+
+
+def all_reduces(lab: Lab, rounds: int, network: str,
+                order: Sequence[str] | None = None) -> tuple[list[dict], dict[str, dict[str, int]]]:
+    """(what each rank printed, node -> NIC -> bytes sent)"""
+    before = lab.counters()
+    env = {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_NET": network}
+    command = [sys.executable, str(SCRIPTS / "nic_bytes.py"), str(rounds), str(MEGABYTES)]
+    result = lab.run(command, order=order, gpus=emulated(), env=env, timeout=300)
+    assert result.returncode == 0, result.outputs
+    after = lab.counters()
+    sent = {node: {nic: after[node][nic][1] - before[node][nic][1] for nic in nics} for node, nics in after.items()}
+    return [json.loads(text.splitlines()[-1]) for text in result.stdout.values()], sent
+
+
+def losses() -> list[Row]:
+    from integration_tests.gpu import commands
+
+    rows = []
+    with Lab(parse_spec(TOML)) as lab, tempfile.TemporaryDirectory() as directory:
+        for command in commands.all_commands(Path(directory)):
+            tell(f"losses, {command.name}")
+            gpu, cpu = (command.losses(lab, "a0,b0,a1,b1", gpus) for gpus in (emulated(), None))
+            assert len(gpu) == len(cpu) > 1 and gpu[-1] < gpu[0], (command.name, gpu, cpu)
+            difference = max(abs(a - b) for a, b in zip(gpu, cpu))
+            rows.append(Row.median("losses", command.name, [difference], "nats", False, "<= 1e-6"))
+    return rows
+
+
+def emulated() -> Gpus:
+    return Gpus(libraries([sys.executable], os.environ), memory_mb=4096)
+
+
+SCENES: dict[str, Callable[[], list[Row]]] = {
+    "build": build, "rank": rank, "operator": operator, "bytes": nic_bytes, "losses": losses}
+
+
+def main() -> int:
+    given = parser(__doc__.splitlines()[0]).parse_args()
+    names = chosen(given.scenes, SCENES)
+    rows = [row for name in names for row in SCENES[name]()]
+    return finish([*kept(given.json, names), *rows], given.json, "The emulated GPU")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,154 @@
+"""Training commands of users, not changed by a character, that run on emulated GPUs and NCCL and on CPUs and gloo.
+
+    checkouts/Megatron-LM           or MEGATRON_LM_DIR: git clone https://github.com/NVIDIA/Megatron-LM
+    checkouts/Megatron-DeepSpeed    or MEGATRON_DEEPSPEED_DIR: git clone https://github.com/deepspeedai/Megatron-DeepSpeed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holmes_ext.lab import Lab
+from holmes_ext.lab.gpu.job import Gpus
+from holmes_ext.lab.process.job import RunResult
+from integration_tests.jobs import ROOT, SIZE
+from integration_tests.jobs import losses as losses_of_file
+from integration_tests.megatron_deepspeed.job import Checkout, read_log
+
+HERE = ROOT / "integration_tests" / "gpu"
+EXAMPLES = ROOT / "examples"
+#: In words: the file in which the command writes its losses.
+LOG = "LOG"
+ON_GPU = {"DS_ACCELERATOR": "cuda", "DS_BUILD_OPS": "0"}
+ON_CPU = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "eth0"}
+TIMEOUT_S = 900
+
+
+@dataclass(frozen=True)
+class Command:
+    """words: of the command behind `python`; env: of both runs; folder: for its logs, and where it runs if `inside`;
+    read: its losses; on_gpu, on_cpu: words that are added where it runs."""
+
+    name: str
+    words: tuple[str, ...]
+    folder: Path
+    preload: tuple[str, ...]
+    read: Callable[[RunResult, Path], list[float]]
+    env: Mapping[str, str] = field(default_factory=dict)
+    on_gpu: tuple[str, ...] = ()
+    on_cpu: tuple[str, ...] = ()
+    inside: Path | None = None
+
+    def losses(self, lab: Lab, nodes: str, gpus: Gpus | None) -> list[float]:
+        """Of each step on these nodes with two processes each; gpus None: on the CPU. AssertionError with what the
+        first rank that failed printed."""
+        log = self.folder / f"{re.sub('[^a-z0-9]+', '-', self.name.lower())}-{'gpu' if gpus else 'cpu'}.jsonl"
+        words = [str(log) if word == LOG else word for word in self.words]
+        env = {"PYTEST_CURRENT_TEST": "", **self.env, **(ON_GPU if gpus else ON_CPU)}
+        result = lab.run([sys.executable, *words, *(self.on_gpu if gpus else self.on_cpu)], order=nodes.split(","),
+                         processes=2, preload=self.preload, env=env, gpus=gpus, timeout=TIMEOUT_S, cwd=self.inside)
+        assert result.returncode == 0, result.outputs[result.first_failed or 0][-5000:]
+        return self.read(result, log)
+
+
+def _printed(result: RunResult, log: Path) -> list[float]:
+    return json.loads(result.stdout[0].strip().splitlines()[-1])["losses"]
+
+
+def _logged(result: RunResult, log: Path) -> list[float]:
+    return losses_of_file(log)
+
+
+def _megatron(result: RunResult, log: Path) -> list[float]:
+    found = re.findall(r"iteration\s+(\d+)/.*?lm loss: (\S+) ", "\n".join(result.outputs.values()))
+    return [float(loss) for _, loss in sorted(found, key=lambda pair: int(pair[0]))]
+
+
+def _megatron_deepspeed(result: RunResult, log: Path) -> list[float]:
+    return [loss for _, loss in sorted(read_log(result).losses.items())]
+
+
+def deepspeed(folder: Path) -> list[Command]:
+    """ZeRO 0 to 3, and the pipeline engine."""
+    preload, script = ("torch", "deepspeed"), str(EXAMPLES / "deepspeed_pipeline" / "train.py")
+    zero = [Command(f"DeepSpeed, ZeRO {stage}", (str(HERE / "zero.py"), "--stage", str(stage)), folder, preload,
+                    _printed) for stage in range(4)]
+    return [*zero, Command("DeepSpeed, pipeline 2", (script, *SIZE, "--stages", "2", "--log", LOG), folder, preload,
+                           _logged)]
+
+
+def trainer(folder: Path) -> Command:
+    model = "--layers 2 --hidden 64 --sequence 16 --micro-batch 2 --micro-batches 2 --steps 4".split()
+    words = (str(EXAMPLES / "trainer" / "train.py"), *model, "--output", str(folder / "out"), "--log-file", LOG)
+    return Command("transformers' Trainer", words, folder, ("torch", "transformers.trainer"), _logged)
+
+
+MEGATRON = """
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+    --micro-batch-size 2 --global-batch-size 16 --train-iters 4 --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --eval-interval 1000 --log-interval 1
+    --num-workers 0 --split 100,0,0 --attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer
+    --transformer-impl local --no-rope-fusion --no-persist-layer-norm --use-cpu-initialization
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+""".split()
+PIPELINE = ("--pipeline-model-parallel-size", "2")
+
+
+def checkout_of(variable: str, name: str) -> Path | None:
+    """A folder with pretrain_gpt.py, None where there is none."""
+    folder = Path(os.environ.get(variable) or ROOT / "checkouts" / name)
+    return folder if (folder / "pretrain_gpt.py").is_file() else None
+
+
+def megatron_lm(folder: Path, checkout: Path, *flags: str) -> Command:
+    """With the distributed optimizer. On the CPU through integration_tests/megatron_cpu_shim.py, which does nothing
+    where CUDA is; its Makefile finds this Python's tools."""
+    from megatron_cpu_shim import write_sitecustomize
+
+    tools = folder / "bin"
+    tools.mkdir()
+    (tools / "python3").symlink_to(sys.executable)
+    (tools / "python3-config").write_text(f"#!/bin/sh\necho {sysconfig.get_config_var('EXT_SUFFIX')}\n")
+    (tools / "python3-config").chmod(0o755)
+    site = Path(write_sitecustomize(folder)) / "sitecustomize.py"
+    python_3_11 = "import typing\nvars(typing).setdefault('override', lambda made: made)\n"
+    site.write_text(python_3_11 + site.read_text())
+    paths = [str(folder), str(checkout), os.environ.get("PYTHONPATH", "")]
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+           "PATH": os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]),
+           "TORCHDYNAMO_DISABLE": "1"}
+    name = "Megatron-LM, " + "tensor 2, " * ("--tensor-model-parallel-size" in flags) + "pipeline 2, data 2"
+    return Command(name, (str(checkout / "pretrain_gpt.py"), *MEGATRON, *PIPELINE, *flags), folder,
+                   ("megatron.training.training",), _megatron, env, on_cpu=("--distributed-backend", "gloo"))
+
+
+def megatron_deepspeed(folder: Path, checkout: Path, zero: int, *flags: str) -> Command:
+    """With torch's AdamW: DeepSpeed's and Apex's are kernels that nvcc compiles."""
+    copy = Checkout(checkout, folder)
+    words = copy.arguments(4, *PIPELINE, "--cpu-optimizer", "--cpu_torch_adam", *flags, zero=zero)
+    name = "Megatron-DeepSpeed, " + "tensor 2, " * ("--tensor-model-parallel-size" in flags) + "pipeline 2, data 2"
+    return Command(f"{name}, ZeRO {zero}", tuple(words), folder, ("torch", "deepspeed"), _megatron_deepspeed,
+                   {**copy.env, **copy.stand_ins(words)}, inside=copy.folder)
+
+
+def of_checkouts(folder: Path, *flags: str) -> dict[str, Callable[[], Command]]:
+    """By the name of the checkout, those that are there. flags: of Megatron, added."""
+    made: dict[str, Callable[[], Command]] = {}
+    if lm := checkout_of("MEGATRON_LM_DIR", "Megatron-LM"):
+        made["Megatron-LM"] = lambda: megatron_lm(folder, lm, *flags)
+    if deep := checkout_of("MEGATRON_DEEPSPEED_DIR", "Megatron-DeepSpeed"):
+        made["Megatron-DeepSpeed"] = lambda: megatron_deepspeed(folder, deep, 1 if flags else 0, *flags)
+    return made
+
+
+def all_commands(folder: Path) -> list[Command]:
+    """For 8 ranks."""
+    flags = ("--tensor-model-parallel-size", "2")
+    return [*deepspeed(folder), trainer(folder), *(make() for make in of_checkouts(folder, *flags).values())]

@@ -1,0 +1,25 @@
+"""One rank that all-reduces: python nic_bytes.py ROUNDS MEGABYTES        torchrun's variables say which rank
+
+Prints a JSON line: {"rank", "peak_mb": of its resident memory}.
+"""
+
+import json
+import os
+import resource
+import sys
+
+import torch
+import torch.distributed as dist
+
+if __name__ == "__main__":
+    rounds, size = int(sys.argv[1]), int(float(sys.argv[2]) * 1e6)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    value = torch.ones(size // 4, device="cuda")
+    for _ in range(rounds):
+        dist.all_reduce(value)
+    torch.cuda.synchronize()
+    assert value[0].item() == float(dist.get_world_size()) ** rounds
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"rank": dist.get_rank(), "peak_mb": peak / 1e6}), flush=True)
+    dist.destroy_process_group()

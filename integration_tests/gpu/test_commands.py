@@ -1,0 +1,33 @@
+"""Users' training commands on emulated GPUs: the losses of the same commands on CPUs and gloo.
+
+HOLMES_TEST_FULL=1: on 2 + 2 nodes with 2 GPUs each (8 ranks, tensor 2 with Megatron), else on 1 + 1 (4 ranks).
+"""
+
+import pytest
+
+from integration_tests.gpu import commands
+from integration_tests.jobs import FULL, same
+
+NODES, TENSOR = ("a0,b0,a1,b1", ("--tensor-model-parallel-size", "2")) if FULL else ("a0,b0", ())
+
+
+def compare(lab, command):
+    gpu, cpu = (command.losses(lab.lab, NODES, gpus) for gpus in (lab.gpus, None))
+    assert len(gpu) >= 4 and gpu[-1] < gpu[0] and same(gpu, cpu), (gpu, cpu)
+
+
+@pytest.mark.parametrize("number", range(5), ids=["ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "pipeline"])
+def test_deepspeed(lab, tmp_path, number):
+    compare(lab, commands.deepspeed(tmp_path)[number])
+
+
+def test_trainer_of_transformers(lab, tmp_path):
+    compare(lab, commands.trainer(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["Megatron-LM", "Megatron-DeepSpeed"])
+def test_pretrain_gpt(lab, tmp_path, name):
+    known = commands.of_checkouts(tmp_path, *TENSOR)
+    if name not in known:
+        pytest.skip(f"no checkout of {name} in checkouts/")
+    compare(lab, known[name]())

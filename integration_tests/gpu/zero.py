@@ -1,0 +1,55 @@
+"""A plain DeepSpeed script: python zero.py --stage N        torchrun's variables say which rank
+
+Trains a small model with ZeRO 0 to 3; prints a JSON line with the mean loss of each step. NCCL on GPUs, gloo on CPUs.
+"""
+
+import argparse
+import json
+import os
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+
+STEPS, ROWS, WIDTH = 4, 8, 32
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(5)
+    layers = [torch.nn.Embedding(64, WIDTH)]
+    for _ in range(4):
+        layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, 64))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stage", type=int, default=0)
+    arguments = parser.parse_args()
+    device = get_accelerator()
+    if device.device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for half a minute
+    else:
+        device.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed()
+    rank, world = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+    engine, *_ = deepspeed.initialize(model=model(), config={
+        "train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": 1.0, "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": arguments.stage, "reduce_bucket_size": 2000, "allgather_bucket_size": 2000}})
+    losses = []
+    for step in range(STEPS):
+        tokens = torch.randint(0, 64, (world, ROWS), generator=torch.Generator().manual_seed(step))[rank]
+        tokens = tokens.to(engine.device)
+        loss = torch.nn.functional.cross_entropy(engine(tokens).float(), tokens)
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        losses.append(total.item() / world)
+    print(json.dumps({"rank": rank, "losses": losses}), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
