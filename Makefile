@@ -5,9 +5,10 @@
 # make docs   the site of docs/ into build/site, strictly: a link to nothing, or a block that differs from the code, fails
 # make gpu    CUDA and NCCL without a GPU: the tests of emulated GPUs, in an environment of their own (.venv-gpu, 6 GB)
 # make nccl   what only a GPU can show; writes nccl-report.json to send back (two nodes: NODE=0 or 1, MASTER_ADDR, CLUSTER)
-# make matrix the versions of the frameworks, each in an environment of its own (benchmarks/matrix.py)
+# make matrix the versions that people have, each row in an environment of its own (benchmarks/matrix.py); it may be ended at any
+#             time and goes on there. NEXT=1: only what no longer fits the newest of everything
 # make soak   joined jobs under random faults for half an hour (MINUTES=30 SEED=1); build/soak.jsonl has what happened
-# make .venv  the environment that all use (Python 3.10 to 3.13; PYTHON=... chooses the interpreter)
+# make .venv  the environment that all use (Python 3.10 to 3.14; PYTHON=... chooses the interpreter)
 #
 # Where pip would take a torch with gigabytes of CUDA libraries: make demo TORCH_ARGS="--index-url <an index of CPU builds>"
 
@@ -71,9 +72,10 @@ docs: .venv
 	$(BIN)/python docs/generate.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Every version of the frameworks that holmes supports: an hour or more, not part of `make test`.
+# Not part of `make test`: some minutes and up to 5 GB for each row. ROWS="torch 2.6.0,..." makes these once more.
 matrix: tools .venv
-	$(BIN)/python benchmarks/matrix.py --json benchmarks/results/matrix.json
+	$(BIN)/python benchmarks/matrix.py $(if $(NEXT),--next,--json benchmarks/results/matrix.json) \
+	   $(if $(ROWS),--scenes "$(ROWS)") $(if $(TORCH_ARGS),--pip "$(TORCH_ARGS)")
 
 MINUTES ?= 30
 SEED ?= 1

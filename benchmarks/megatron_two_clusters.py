@@ -76,7 +76,7 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=12)
     args = arguments.parse_args()
-    shim = str(Path(__file__).resolve().parents[1] / "integration_tests")
+    shim = str(Path(__file__).resolve().parents[1] / "examples" / "megatron_core" / "on_cpu")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [shim, os.environ.get("PYTHONPATH", "")]))
     wanted = chosen(args.scenes, SCENES)
     rows = [row for name in wanted for row in scene(name, args.repetitions, args.steps)]

@@ -315,7 +315,8 @@ def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
     args = arguments.parse_args()
-    shim = str(Path(__file__).resolve().parents[1] / "integration_tests")  # megatron-core on machines without CUDA
+    # megatron-core on machines without CUDA
+    shim = str(Path(__file__).resolve().parents[1] / "examples" / "megatron_core" / "on_cpu")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [shim, os.environ.get("PYTHONPATH", "")]))
     rows = [row for name in chosen(args.scenes, SCENES) for row in SCENES[name](args.repetitions)]
     return finish(rows, args.json, "Gradient reduction: overlapped, and in two levels (compute emulated)")

@@ -21,7 +21,7 @@ from holmes_ext import GradientReducer
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINER = ROOT / "examples" / "trainer" / "train.py"
-SCRIPTS = {"trainer": TRAINER, "lightning": ROOT / "integration_tests" / "scripts" / "lightning_gpt.py"}
+SCRIPTS = {"trainer": TRAINER, "lightning": ROOT / "examples" / "lightning" / "train.py"}
 
 
 def loop(by_reducer: bool) -> None:

@@ -94,9 +94,15 @@ def _reductions(current: Session) -> str:
 
 
 def _patches() -> str:
-    """Features that are on, and those that are off though their framework is there."""
+    """Features that are on, those that are off though their framework is there, and versions that nobody tried."""
     on, off = registry().summary()
-    text = f"patched: {', '.join(on) or 'nothing'}"
+    parts = [f"patched: {', '.join(on) or 'nothing'}", *registry().beyond_tried()]
     for version, names in registry().untried().items():
-        text += f"; tried with {version} at your own risk: {', '.join(names)}"
-    return text + (f"; not patched: {', '.join(f'{name} ({reason})' for name, reason in off.items())}" if off else "")
+        parts.append(f"tried with {version} at your own risk: {', '.join(names)}")
+    of_reason: dict[str, list[str]] = {}
+    for name, reason in off.items():
+        of_reason.setdefault(reason, []).append(name)
+    if of_reason:
+        told = (f"{', '.join(names)} ({reason})" for reason, names in of_reason.items())
+        parts.append(f"not patched: {', '.join(told)}")
+    return "; ".join(parts)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from carriers import ON_GPUS, gpus
+from packaging.version import Version
 
 from holmes_ext.lab import Lab, interleave
 from holmes_ext.lab.gpu.hang import explain
@@ -122,6 +125,16 @@ def stages_of(text: str) -> tuple[int, ...]:
     return tuple(map(int, found[1].split("+")))
 
 
+def megatron_core() -> Version | None:
+    """The version of the megatron.core that would be imported, installed or a checkout's; None: there is none."""
+    spec = find_spec("megatron.core") if find_spec("megatron") else None
+    if spec is None or spec.origin is None:
+        return None
+    return Version(runpy.run_path(str(Path(spec.origin).with_name("package_info.py")))["__version__"])
+
+
+#: Where megatron_cpu_shim is.
+ON_CPU = str(ROOT / "examples" / "megatron_core" / "on_cpu")
 #: A launch costs most of the time, so one launch of megatron-core trains several splits.
 MATRIX = str(SCRIPTS / "megatron_matrix.py")
 MEGATRON = "--layers 4 --hidden 32 --sequence 32 --micro-batch 2".split()
@@ -134,7 +147,7 @@ def train_megatron(clusters: LabOf, directory: Path, splits, *flags, model=MEGAT
     commands = {name: [*model, *text.split()] for name, text in splits.items()}
     (directory / "splits.json").write_text(json.dumps(commands))
     before, results = clusters.lab.counters(), directory / "results.json"
-    path = os.pathsep.join(filter(None, [str(ROOT / "integration_tests"), os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [ON_CPU, os.environ.get("PYTHONPATH", "")]))
     result = clusters.run(MATRIX, str(directory / "splits.json"), str(results), *flags, preload=PRELOAD_MEGATRON,
                           timeout=600, env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env})
     told = "\n".join(f"{rank}: {text[-3000:]}" for rank, text in result.outputs.items())

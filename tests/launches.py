@@ -33,7 +33,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from holmes_ext.patches.torch.telemetry import METHODS
+from holmes_ext.patches.torch.telemetry import METHODS, RENAMED
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ def recorded() -> Iterator[Log]:
         finally:
             batch[0] = 0
 
-    operations = {**{method: (*about, None) for method, about in METHODS.items()}, "send": ("send", 0, 1),
+    of_one = {new if hasattr(dist.ProcessGroup, new) else old: about for new, old, about in RENAMED}
+    operations = {**{method: (*about, None) for method, about in {**METHODS, **of_one}.items()}, "send": ("send", 0, 1),
                   "recv": ("receive", 0, 1)}
     with ExitStack() as stack:
         for method, about in operations.items():

@@ -19,6 +19,7 @@ import datetime
 import gc
 import multiprocessing
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -75,7 +76,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         while readers and (ready := wait(list(readers), max(0.0, end - time.monotonic()))):
             for reader in ready:
                 try:
-                    kind, value = reader.recv()
+                    kind, value = pickle.loads(reader.recv_bytes())
                 except EOFError:  # the rank has ended
                     del readers[reader]
                     continue
@@ -130,7 +131,13 @@ def all_are_here(rank: int, world_size: int) -> None:
 
 def say(text: object) -> None:
     """In a rank: tell the caller of run_ranks, whatever becomes of this rank; RankError.said has "rank R: TEXT"."""
-    _parent.send(("said", str(text)))
+    _tell(_parent, "said", str(text))
+
+
+def _tell(parent: Any, kind: str, value: object) -> None:
+    """By plain pickle: a tensor sent by multiprocessing's is a file of the rank, which may have ended when it is
+    opened."""
+    parent.send_bytes(pickle.dumps((kind, value)))
 
 
 def _rank(parent: Any, rank: int, function: Callable[..., Any], args: tuple, world_size: int, port: int,
@@ -152,8 +159,8 @@ def _rank(parent: Any, rank: int, function: Callable[..., Any], args: tuple, wor
             torch.set_default_device("cuda")
         dist.init_process_group(carriers.CARRIER, store=store, rank=rank, world_size=world_size, timeout=timeout)
         answer = function(rank, *args)
-        parent.send(("answer", tree_map_only(torch.Tensor, torch.Tensor.cpu, answer)))
+        _tell(parent, "answer", tree_map_only(torch.Tensor, torch.Tensor.cpu, answer))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - handed to the parent, which raises it
-        parent.send(("error", traceback.format_exc()))
+        _tell(parent, "error", traceback.format_exc())

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib.metadata import PathDistribution
 
@@ -39,7 +40,8 @@ def python(request, built, tmp_path_factory):
 def test_the_wheel_holds_every_source_file_and_the_pth(built):
     sources, wheel, _ = built
     expected = {str(path.relative_to(sources)) for path in (sources / "holmes_ext").rglob("*") if path.is_file()}
-    expected |= {f"holmes_ext/patches/{path.name}" for path in (sources / "patches").iterdir() if path.is_file()}
+    expected |= {f"holmes_ext/{path.relative_to(sources)}" for room in ("patches", "examples")
+                 for path in (sources / room).rglob("*") if path.is_file()}
     names = {name for name in zipfile.ZipFile(wheel).namelist() if "dist-info/" not in name}
     assert names == expected | {"holmes_ext.pth"}
     assert wheel.name.endswith("-py3-none-any.whl")
@@ -63,6 +65,10 @@ def test_what_is_released_can_be_built_and_uploaded(built, tmp_path):
     checked = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], **options)
     assert checked.returncode == 0 and checked.stdout.count("PASSED") == 2, checked.stdout + checked.stderr
     assert zipfile.ZipFile(files[0]).namelist() == zipfile.ZipFile(built[1]).namelist()
+    names = {name.partition("/")[2] for name in tarfile.open(files[1]).getnames()}
+    more = {name for name in names if not (sources / name).exists() and ".egg-info" not in name}
+    assert more == {"PKG-INFO", "setup.cfg"}, "what setuptools writes"
+    assert {"holmes_ext", "patches", "examples", "holmes_ext.pth", "LICENSE"} <= {name.split("/")[0] for name in names}
 
 
 def test_metadata(metadata):
@@ -82,6 +88,11 @@ def test_installed(python, built, tmp_path):
     assert (site_packages / "holmes_ext.pth").read_text() == (built[0] / "holmes_ext.pth").read_text()
     result = venvs.run(python.parent / "holmes", "--version", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (0, f"holmes_ext {__version__}\n")
+    result = venvs.run(python.parent / "holmes", "examples", cwd=tmp_path)
+    assert result.returncode == 0 and "deepspeed_pipeline" in result.stdout, result.stderr
+    cluster = "examples/clusters/two_clusters_4.toml"
+    result = venvs.run(python.parent / "holmes", "plan", "--cluster", cluster, "--pipeline", "2", cwd=tmp_path)
+    assert result.returncode == 0 and "predicted step" in result.stdout, result.stderr
 
 
 def test_without_the_flag_nothing_of_holmes_is_imported(python, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("holmes_ext", "patches", "setup.py", "pyproject.toml", "holmes_ext.pth", "README.md", "LICENSE")
+SOURCES = ("holmes_ext", "patches", "examples", "setup.py", "pyproject.toml", "holmes_ext.pth", "README.md", "LICENSE")
 
 
 def copy_sources(to: Path) -> Path:

@@ -23,7 +23,7 @@ from pathlib import Path
 from options import Parser, parse_args
 
 STARTED = time.time()
-SHIM = Path(__file__).resolve().parents[2] / "integration_tests" / "megatron_cpu_shim.py"
+SHIM = Path(__file__).resolve().parent / "on_cpu" / "megatron_cpu_shim.py"
 
 
 def prepare():
@@ -119,6 +119,13 @@ def loss_of(labels, losses):
     return loss / parallel_state.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
 
 
+def context_parallel_part(tensor):
+    """This rank's chunks of [batch, sequence]: one of the front and its mirror image, so that all attend to as much."""
+    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    chunks = tensor.chunk(2 * size, dim=1)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=1)
+
+
 def forward_step(batches, model):
     """One micro-batch through this rank's part of the model, as megatron-core's schedules ask for it."""
     tokens, labels = (tensor.cuda() for tensor in next(batches))
@@ -126,9 +133,7 @@ def forward_step(batches, model):
     mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).triu(1)
     batch = {"tokens": tokens, "labels": labels, "positions": positions}
     if parallel_state.get_context_parallel_world_size() > 1:
-        from megatron.core.utils import get_batch_on_this_cp_rank
-
-        batch = get_batch_on_this_cp_rank(batch)
+        batch = {name: context_parallel_part(tensor) for name, tensor in batch.items()}
     output = model(batch["tokens"], batch["positions"], mask, labels=batch["labels"])
     return output, functools.partial(loss_of, batch["labels"])
 

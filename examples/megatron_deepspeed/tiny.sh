@@ -6,7 +6,7 @@
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 # What it needs on CPUs with current packages, with or without holmes (sitecustomize.py says what).
-export PYTHONPATH="$here/../../integration_tests/megatron_deepspeed/site:$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$here/site:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export DS_ACCELERATOR=cpu CUDA_DEVICE_MAX_CONNECTIONS=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1
 case " $* " in *" --holmes "*) ;; *) export STAND_INS=1 ;; esac
 tokens="--vocab-file examples_deepspeed/rebase/gpt2-vocab.json --merge-file examples_deepspeed/rebase/gpt2-merges.txt"

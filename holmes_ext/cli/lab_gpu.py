@@ -17,11 +17,10 @@ from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.cores import BOUND, BOUND_TEXT
 from holmes_ext.lab.gpu import communicators
-from holmes_ext.lab.gpu.hang_report import explain
 from holmes_ext.lab.gpu.job import GpuClock, Gpus, parse_clock
 from holmes_ext.lab.gpu.libraries import Libraries, libraries
 from holmes_ext.lab.gpu.networks import GroupNetwork, NicBytes, group_networks, nic_bytes
-from holmes_ext.lab.gpu.watcher import Watcher
+from holmes_ext.lab.gpu.watcher import Watcher, wait_watched
 from holmes_ext.lab.lab import Lab
 from holmes_ext.lab.process.job import RunResult
 from holmes_ext.units import parse_size
@@ -30,7 +29,6 @@ GROUPS = (Column("run", drop=1), Column("group"), Column("communicators", right=
           Column("nodes", right=True), Column("NCCL's network"), Column("NICs"))  # fmt: skip
 NICS = (Column("run", drop=1), Column("node"), Column("NIC"), Column("kind"), Column("sent", right=True),
         Column("received", right=True))  # fmt: skip
-_POLL_S = 0.5
 #: Status of a job that hung and was ended.
 HUNG = 125
 
@@ -124,32 +122,12 @@ def _run_watched(lab: Lab, name: str, command: Sequence[str], labels: Sequence[s
     before = lab.counters()
     job = lab.start(command, **options)
     assert job.watch is not None
-    watcher = Watcher(job.watch)
-    lines: list[str] = []
-    try:
-        while True:
-            try:
-                result = job.wait(_POLL_S)
-                break
-            except TimeoutError:
-                hang = None if lines else watcher.poll()
-                if hang is None:
-                    continue
-                told = explain(hang, dict(enumerate(labels)), watcher.watch.stacks())
-                if hang.circle():
-                    lines = told
-                    job.kill()
-                else:
-                    show_hang([*told, "it goes on, for a host may still move on (--timeout S ends it)"])
-    except BaseException:
-        job.kill()
-        raise
-    if lines:
-        result = replace(result, returncode=HUNG, first_failed=None)
+    run = wait_watched(job, Watcher(job.watch), labels, show_hang)
+    result = replace(run.result, returncode=HUNG, first_failed=None) if run.hang else run.result
     by_name = {node.name: node for node in lab.nodes}
     nodes = [by_name[node] for node in options["order"] or by_name]
     groups = group_networks(communicators.read(job.watch), nodes, len(labels) // len(nodes))
-    return GpuRun(name, result, groups, nic_bytes(before, lab.counters(), nodes), tuple(lines))
+    return GpuRun(name, result, groups, nic_bytes(before, lab.counters(), nodes), run.hang)
 
 
 def without_holmes(command: Sequence[str]) -> list[str]:

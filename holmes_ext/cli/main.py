@@ -19,7 +19,7 @@ from holmes_ext import __version__
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import did_you_mean, nearest
 
-COMMANDS = ("discover", "doctor", "plan", "probe", "lab", "demo", "join", "patches", "report", "tune")
+COMMANDS = ("discover", "doctor", "plan", "probe", "lab", "demo", "examples", "join", "patches", "report", "tune")
 #: What `holmes` alone prints.
 FIRST = """\
 holmes: one LLM training job over several GPU clusters whose NICs differ. What to do first:

@@ -15,7 +15,7 @@ from pathlib import Path
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.patches.conflicts import conflicts
 from holmes_ext.patches.engine import location
-from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.patch import Feature, Patch
 from holmes_ext.patches.engine.source import find_module, source_misfit
 from holmes_ext.patches.megatron.unused import UNUSED
 
@@ -54,8 +54,9 @@ def fit_of(patch: Patch, check: bool) -> Fit:
     version = feature.installed()
     if not (check and feature.version_of) and not patch.belongs_to(version):
         return Fit(patch, version, "other version", f"for {feature.requirement.name} {patch.only}")
-    reason = None if feature.version_of else feature.version_misfit(version)
-    if feature.version_of and find_module(patch.module) is None:
+    installed = not feature.version_of or version is not None and not check and not _is_vendored(patch)
+    reason = feature.version_misfit(version) if installed else None
+    if not reason and feature.version_of and find_module(patch.module) is None:
         reason = f"there is no module {patch.module}"
     elif not reason and check:
         try:
@@ -77,23 +78,30 @@ def fit_of(patch: Patch, check: bool) -> Fit:
 
 
 def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
-    """Findings on features whose framework is installed and that would stay off."""
-    told = set()
+    """Findings on features whose framework is installed and that would stay off: what is, why, and which versions
+    would switch it on."""
+    off: dict[tuple[str, str], dict[str, Feature]] = {}
     for fit in fits:
-        name = fit.patch.feature.name
-        if fit.state == "off" and fit.installed and name not in told and not _is_vendored(fit.patch):
-            told.add(name)
-            if _IMPORTING in (fit.reason or ""):
-                if fit.installed not in told:
-                    told.add(fit.installed)
-                    which = f"{fit.patch.feature.requirement.name} {fit.installed}"
-                    yield problem(which, f"{fit.reason}", "the script ends with it too, with or without holmes",
-                                  "install versions that work together, and try `python -c 'import ...'`")
-                continue
-            yield problem(f"feature {name}", f"{fit.patch.target}: {fit.reason}",
-                          "holmes leaves the feature off; `--holmes-require` would stop the job",
-                          "install a version in the range (`holmes patches`), or train without the feature: it is left"
-                          f" off as a whole (HOLMES_TRY={name} tries a version outside the range, at your own risk)")
+        feature, reason = fit.patch.feature, fit.reason or ""
+        if fit.state != "off" or not fit.installed or _is_vendored(fit.patch):
+            continue
+        which = f"{feature.requirement.name} {fit.installed}"
+        if _IMPORTING in reason:
+            off.setdefault((which, ""), {}).setdefault(reason, feature)
+        elif not any(feature.name in others for others in off.values()):
+            off.setdefault((which, reason), {})[feature.name] = feature
+    for (which, reason), found in off.items():
+        if not reason:
+            yield problem(which, next(iter(found)), "the script ends with it too, with or without holmes",
+                          "install versions that work together, and try `python -c 'import ...'`")
+            continue
+        feature, names = next(iter(found.values())), ", ".join(found)
+        name, tried = feature.requirement.name, feature.tried
+        have = f"{name} {tried[0]} to {tried[-1]}" if tried else "versions in the range"
+        yield problem(which, f"features that are off: {names}: {reason}",
+                      "holmes leaves them off; `--holmes-require` would stop the job",
+                      f"{have} have them: pip install '{feature.versions}'; or train without"
+                      f" (HOLMES_TRY={names.replace(' ', '')} tries another version, at your own risk)")
 
 
 def _is_vendored(patch: Patch) -> bool:

@@ -2,12 +2,9 @@
 
 from pathlib import Path
 
-from holmes_ext.errors import HolmesError
-
 
 def examples() -> Path:
-    """The folder examples/ of the clone that holmes_ext runs from; HolmesError where that is no clone (a wheel)."""
-    folder = Path(__file__).resolve().parents[2] / "examples"
-    if not (folder / "deepspeed_pipeline" / "train.py").is_file():
-        raise HolmesError(f"{folder} has no deepspeed_pipeline/train.py; run this from a clone (pip install -e .)")
-    return folder
+    """The folder examples/ of the clone that holmes_ext runs from, or the one that was installed with it."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "examples"
+    return installed if installed.is_dir() else package.parent / "examples"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from holmes_ext.lab.gpu.build import cache_folder
 from holmes_ext.lab.gpu.job import Gpus
 from holmes_ext.lab.gpu.libraries import libraries
 from holmes_ext.lab.gpu.networks import GroupNetwork, group_networks
+from holmes_ext.lab.gpu.watcher import STILL_S, WatchedRun, Watcher, wait_watched
 from holmes_ext.lab.process.job import RunResult
 
 HERE = Path(__file__).parent
@@ -46,9 +48,12 @@ collect_ignore = [] if torch.version.cuda else [path.name for path in HERE.glob(
 
 @dataclass(frozen=True)
 class Ran:
-    """A job that has ended. sent: node -> NIC -> bytes, headers included."""
+    """A job that has ended. hang: why it was ended; told: what it was told to stand at; sent: node -> NIC -> bytes,
+    headers included."""
 
     result: RunResult
+    hang: tuple[str, ...]
+    told: list[str]
     groups: list[GroupNetwork]
     sent: dict[str, dict[str, int]]
 
@@ -70,17 +75,28 @@ class GpuLab:
         self.lab, self.file, self.gpus = lab, file, gpus
 
     def run(self, *command: str, order: str = "a0,b0,a1,b1", processes: int = 2, preload=("torch",), env=None,
-            on_gpus: bool = True, gpus: Gpus | None = None, timeout: float = 600, **options) -> Ran:
-        """A script's path and arguments on these nodes; on the CPU and gloo if not `on_gpus`."""
+            on_gpus: bool = True, gpus: Gpus | None = None, timeout: float = 600, end_when_still: bool = False,
+            **options) -> Ran:
+        """A script's path and arguments on these nodes; on the CPU and gloo if not `on_gpus`. end_when_still: once all
+        ranks have stood still for a moment."""
         env = {"PYTEST_CURRENT_TEST": "", **(env or {})}
         nodes, before = order.split(","), self.lab.counters()
         job = self.lab.start([sys.executable, *command], order=nodes, processes=processes, preload=preload, env=env,
                              gpus=(gpus or self.gpus) if on_gpus else None, timeout=timeout, **options)
-        result, after = job.wait(), self.lab.counters()
+        labels, told = [f"{node}:{local}" for node in nodes for local in range(processes)], []
+
+        def tell(lines: Sequence[str]) -> None:
+            told.extend(lines)
+            if end_when_still:
+                job.kill()
+
+        watched = WatchedRun(job.wait()) if job.watch is None else wait_watched(
+            job, Watcher(job.watch, standstill_s=1.0, still_s=3.0 if end_when_still else STILL_S), labels, tell)
+        result, after = watched.result, self.lab.counters()
         placed = [next(node for node in self.lab.nodes if node.name == name) for name in nodes]
         groups = group_networks(communicators.read(job.watch), placed, processes) if job.watch else []
         sent = {name: {nic: after[name][nic][1] - before[name][nic][1] for nic in after[name]} for name in nodes}
-        return Ran(result, groups, sent)
+        return Ran(result, watched.hang, told, groups, sent)
 
 
 @pytest.fixture(scope="session")

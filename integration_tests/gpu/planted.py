@@ -1,11 +1,12 @@
-"""Faults that hide on a quiet machine: python planted.py FAULT [--right]        torchrun's variables say which rank
+"""Faults that hide on a quiet machine: python planted.py FAULT... [--right]        torchrun's variables say which rank
 
-Each is a few lines of what people write, wrong; with --right the same lines, mended. A run prints "right" or
-"wrong: ..." for its numbers; a fault that hangs prints nothing.
+Each is a few lines of what people write, wrong; with --right the same lines, mended. A run prints a line for each,
+"FAULT: right" or "FAULT: wrong: ..." for its numbers; a fault that hangs prints nothing.
 """
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 
 import torch
@@ -22,7 +23,8 @@ def fault(function: Callable[[bool], None]) -> Callable[[bool], None]:
 
 def check(found: torch.Tensor, expected: float) -> None:
     bad = (found.float().cpu() != expected).sum().item()
-    print("right" if bad == 0 else f"wrong: {bad} of {found.numel()} numbers", flush=True)
+    fault = sys._getframe(1).f_code.co_name
+    print(f"{fault}: right" if bad == 0 else f"{fault}: wrong: {bad} of {found.numel()} numbers", flush=True)
 
 
 def slow(value: float, size: int = SIZE) -> torch.Tensor:
@@ -33,10 +35,12 @@ def slow(value: float, size: int = SIZE) -> torch.Tensor:
     return made.round_()
 
 
-def pairs() -> list:
-    """Two groups of the same ranks, with their communicators made."""
-    groups = [dist.new_group([0, 1]) for _ in range(2)]
-    for group in groups:
+def pairs(streams_between: int = 0) -> list:
+    """Two groups of the same ranks, with their communicators made, and streams of the program between them."""
+    groups = [dist.new_group([0, 1], group_desc=name) for name in ("first", "second")]
+    for number, group in enumerate(groups):
+        made = [torch.cuda.Stream() for _ in range(streams_between * number)]
+        assert len(made) == streams_between * number
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
         peer = 1 - dist.get_rank()
         ops = [dist.P2POp(dist.isend, torch.zeros(1, device="cuda"), peer, group),
@@ -220,12 +224,105 @@ def one_hardware_queue(right: bool) -> None:
     check(answer, 11.0 if dist.get_rank() == 0 else 10.0)
 
 
+@fault
+def event_is_recorded_too_early(right: bool) -> None:
+    """A side stream waits for an event that was recorded before the kernels whose result it reads."""
+    side, event = torch.cuda.Stream(), torch.cuda.Event()
+    torch.cuda.synchronize()
+    event.record()
+    made = slow(10.0)
+    if right:
+        event.record()
+    side.wait_event(event)
+    with torch.cuda.stream(side):
+        doubled = made * 2
+    torch.cuda.synchronize()
+    check(doubled, 20.0)
+
+
+@fault
+def sizes_differ(right: bool) -> None:
+    """One rank reduces a longer tensor than the other."""
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    value = torch.ones(1 << 20 if right or dist.get_rank() == 0 else 1 << 10, device="cuda")
+    dist.all_reduce(value)
+    torch.cuda.synchronize()
+    dist.all_reduce(value)
+    torch.cuda.synchronize()
+    check(value, 4.0)
+
+
+@fault
+def rank_waits_elsewhere(right: bool) -> None:
+    """A rank waits in the store for what the other does after a collective that both must call."""
+    store, value = dist.distributed_c10d._get_default_store(), torch.ones(SIZE, device="cuda")
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        dist.all_reduce(value)
+        torch.cuda.synchronize()
+        store.set("rank_waits_elsewhere", "1")
+    else:
+        if not right:
+            store.wait(["rank_waits_elsewhere"])
+        dist.all_reduce(value)
+        torch.cuda.synchronize()
+        store.wait(["rank_waits_elsewhere"])
+    check(value, 2.0)
+
+
+@fault
+def side_by_side(right: bool) -> None:
+    """Two ranks launch two groups' collectives in opposite orders: well where both run at once, a circle where the
+    device has no multiprocessor left (HOLMES_GPU_SMS=1) or NCCL launches in order (NCCL_LAUNCH_ORDER_IMPLICIT=1)."""
+    groups = pairs()
+    values = [torch.ones(SIZE, device="cuda") for _ in groups]
+    torch.cuda.synchronize()
+    for number in (0, 1) if right or dist.get_rank() == 0 else (1, 0):
+        dist.all_reduce(values[number], group=groups[number], async_op=True)
+    torch.cuda.synchronize()
+    check(torch.stack(values), 2.0)
+
+
+@fault
+def pooled_streams(right: bool) -> None:
+    """torch has 32 streams in its pool: after 31 more the second group's is the first one's, on which a receive waits
+    for what the other rank sends once it has heard from the second group."""
+    first, second = pairs(0 if right else 31)
+    value, answer = torch.full((SIZE,), 5.0, device="cuda"), torch.empty(SIZE, device="cuda")
+    if dist.get_rank() == 0:
+        works = send_or_receive(answer, False, first) + send_or_receive(value, True, second)
+    else:
+        for work in send_or_receive(value, False, second):
+            work.wait()
+        works = send_or_receive(value + 1, True, first)
+    for work in works:
+        work.wait()
+    torch.cuda.synchronize()
+    check(answer if dist.get_rank() == 0 else value, 6.0 if dist.get_rank() == 0 else 5.0)
+
+
+@fault
+def both_receive_first(right: bool) -> None:
+    """Both ranks wait on the host (TORCH_NCCL_BLOCKING_WAIT=1) for the other's message before they send theirs."""
+    group = pairs()[0]
+    mine, other = torch.full((SIZE,), 5.0, device="cuda"), torch.empty(SIZE, device="cuda")
+    order = [(other, False), (mine, True)]
+    for tensor, sends in order[::-1] if right and dist.get_rank() else order:
+        for work in send_or_receive(tensor, sends, group):
+            work.wait()
+    torch.cuda.synchronize()
+    check(other, 5.0)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("fault", choices=FAULTS)
+    parser.add_argument("faults", choices=FAULTS, nargs="+")
     parser.add_argument("--right", action="store_true")
+    parser.add_argument("--repeat", type=int, default=1)
     arguments = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    FAULTS[arguments.fault](arguments.right)
+    for name in arguments.faults * arguments.repeat:
+        FAULTS[name](arguments.right)
     dist.destroy_process_group()

@@ -6,7 +6,6 @@ A launch costs most of the time, so one launch trains all splits; HOLMES_TEST_FU
 import json
 import re
 from dataclasses import replace
-from importlib.metadata import version
 
 import pytest
 from packaging.version import Version
@@ -14,9 +13,9 @@ from packaging.version import Version
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
-from integration_tests.jobs import FULL, SCRIPTS, fast, full, train_megatron
+from integration_tests.jobs import FULL, SCRIPTS, fast, full, megatron_core, train_megatron
 
-INSTALLED = Version(version("megatron-core"))
+INSTALLED = megatron_core()
 #: Every split trains the same global batches: 16 samples a step.
 SPLITS = {
     "pipeline 2": "--pipeline 2 --micro-batches 4 --steps 4",
@@ -148,8 +147,11 @@ def test_the_distributed_optimizer_and_experts_overlap_when_told_to(two_clusters
         done.append(train_megatron(two_clusters, tmp_path / name, distributed | OTHERS, *more)[0])
     stock, holmes = done
     assert_stocks(stock, holmes, distributed | OTHERS)
-    # With 32 wide layers the later stage has no buckets that need no padding.
-    assert holmes["distributed optimizer"]["buckets"] == {"0": [3], "1": [3], "2": [1], "3": [1]}
+    narrow = holmes["distributed optimizer"]["buckets"]
+    if INSTALLED < Version("0.20"):  # padded buckets would be saved wrong; a later stage of narrow layers has no others
+        assert narrow == {"0": [3], "1": [3], "2": [1], "3": [1]}
+    else:
+        assert all(count > 3 for (count,) in narrow.values()), narrow
     assert all(count > 3 for (count,) in holmes["wide"]["buckets"].values()), holmes["wide"]
     assert not any(stock["wide"]["gathers"].values()) and all(holmes["wide"]["gathers"].values())
 

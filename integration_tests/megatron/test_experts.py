@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-from integration_tests.jobs import PRELOAD_MEGATRON, ROOT, SCRIPTS, full
+from integration_tests.jobs import ON_CPU, PRELOAD_MEGATRON, ROOT, SCRIPTS, full
 
-pytest.importorskip("megatron.core")
 pytest.importorskip("scipy")
 
 
@@ -16,7 +15,7 @@ def trained(clusters, out, *flags, returncode=0):
     """What scripts/experts.py wrote, and MB that crossed clusters."""
     before = clusters.lab.counters()
     result = clusters.run(str(SCRIPTS / "experts.py"), str(out), *flags, preload=PRELOAD_MEGATRON, timeout=300,
-                          env={"PYTHONPATH": str(ROOT / "integration_tests"), "OMP_NUM_THREADS": "1"})  # fmt: skip
+                          env={"PYTHONPATH": ON_CPU, "OMP_NUM_THREADS": "1"})  # fmt: skip
     text = "\n".join(result.outputs.values())
     assert result.returncode == returncode, text[-3000:]
     crossed = sum(nics["eth0"] for nics in clusters.sent(before).values())

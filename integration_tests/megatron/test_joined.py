@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from joined_jobs import TOKEN, in_threads, meeting_point
+from packaging.version import Version
 from ranks import run_ranks
 
 from holmes_ext.lab.samples import examples
@@ -17,9 +18,9 @@ from holmes_ext.patches.engine.registry import Registry
 from holmes_ext.patches.megatron import joined as megatron_joined
 from holmes_ext.patches.torch import joined as torch_joined
 from holmes_ext.runtime.outer import training
-from integration_tests.jobs import full
+from integration_tests.jobs import full, megatron_core
 
-pytest.importorskip("megatron.core", minversion="0.16")
+pytestmark = pytest.mark.skipif(megatron_core() < Version("0.16"), reason="jobs of 0.16 and newer can join")
 OUTER = "min=2,algorithm=average,every=1,fragments=1,delay=0,compress=off,weight=equal"
 STEPS = 3
 SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.1}

@@ -1,8 +1,8 @@
 """The unmodified pretrain_gpt.py of a Megatron-LM checkout on two emulated clusters, stock and with --holmes.
 
 MEGATRON_LM_DIR names the checkout (git clone https://github.com/NVIDIA/Megatron-LM; its main branch of August 2026 was
-tried). It runs on the CPU through integration_tests/megatron_cpu_shim.py, loaded by sitecustomize, and compiles its
-data helpers with pybind11.
+tried). It runs on the CPU through examples/megatron_core/on_cpu/megatron_cpu_shim.py, loaded by sitecustomize, and
+compiles its data helpers with pybind11.
 """
 
 import os

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
+SITE = Path(__file__).resolve().parents[2] / "examples" / "megatron_deepspeed" / "site"
 LOSS = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: ([\d.E+-]+)")
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32".split()
 #: Without a GPU there are no fused kernels, and DeepSpeed's own Adam is not to be compiled.
@@ -51,7 +51,7 @@ class Checkout:
         self.env = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join(
-                [str(HERE / "site"), str(self.folder), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
+                [str(SITE), str(self.folder), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
             "DS_ACCELERATOR": "cpu",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "TORCHDYNAMO_DISABLE": "1",
@@ -108,7 +108,7 @@ class Checkout:
 
     @staticmethod
     def stand_ins(arguments) -> dict[str, str]:
-        """The variable for modules that stock cannot do without (site/sitecustomize.py)."""
+        """The variable for modules that stock cannot do without (examples/megatron_deepspeed/site)."""
         return {} if "--holmes" in arguments else {"STAND_INS": "1"}
 
     def run(self, clusters, *arguments: str, env=None, **more):

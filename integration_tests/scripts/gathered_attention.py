@@ -32,8 +32,7 @@ class _Gather(torch.autograd.Function):
 
 
 def positions(rank: int, size: int, length: int) -> torch.Tensor:
-    """Where a rank's tokens stand in the sequence: get_batch_on_this_cp_rank gives it chunks `rank` and 2 x size - 1 -
-    rank."""
+    """Where a rank's tokens stand in the sequence: the example gives it chunks `rank` and 2 x size - 1 - rank."""
     chunk = length // 2
     return torch.cat([torch.arange(chunk) + chunk * index for index in (rank, 2 * size - 1 - rank)])
 

@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "megatron_core" / "on_cpu"))
 
 import megatron_cpu_shim  # noqa: E402, F401
 import torch  # noqa: E402

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from integration_tests.jobs import ROOT, SCRIPTS, losses, said, same
+from integration_tests.jobs import ROOT, losses, said, same
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 TRAINER = str(ROOT / "examples" / "trainer" / "train.py")
-LIGHTNING = str(SCRIPTS / "lightning_gpt.py")
+LIGHTNING = str(ROOT / "examples" / "lightning" / "train.py")
 MODEL = "--layers 2 --hidden 128 --sequence 16 --micro-batch 2 --micro-batches 2".split()
 #: Of 2 layers of 128: what a step reduces.
 GRADIENT_MB = (2 * (12 * 128 * 128 + 13 * 128) + (256 + 16 + 2) * 128) * 4 / 1e6

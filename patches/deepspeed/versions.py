@@ -1,17 +1,11 @@
-"""What DeepSpeed's versions call differently: one table, asked by name. All else that holmes uses is alike.
-
-A line stands for the version that it names and every later one, up to the next line of that name.
-"""
+"""What DeepSpeed's versions call differently: one table, asked by name. All else that holmes uses is alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
-from packaging.version import Version
-
-from holmes_ext.patches.engine.patch import installed_version
+from holmes_ext.patches.engine.patch import ByVersion
 
 
 def _muon(zero: Any) -> bool:
@@ -37,8 +31,8 @@ def _compact(zero: Any) -> bool:
     return any(map(zero._use_compact_grad_partition_buffer, range(len(zero.bit16_groups))))
 
 
-#: name -> ((first version, how an engine or optimizer answers there), ...), the oldest first.
-_TABLE: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {
+#: How an engine or optimizer answers.
+_TABLE = ByVersion("deepspeed", {
     # of an engine
     "dynamic_shape": (("0", _never), ("0.15.0", lambda engine: engine.dynamic_shape)),
     "deepcompile": (("0", _never), ("0.16.6", lambda engine: engine.is_deepcompile_enabled())),
@@ -55,10 +49,9 @@ _TABLE: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {
     # where each group's parameters stand in it, aligned for some partitions since 0.19.7
     "offsets": (("0", _one_after_the_other), ("0.19.7", lambda zero: zero.round_robin_bit16_offsets)),
     "muon": (("0", _never), ("0.17.6", _muon)),
-}
+})  # fmt: skip
 
 
 def ask(name: str, of: Any) -> Any:
     """What the installed version answers to `name` of the table, of an engine or an optimizer."""
-    version = Version(installed_version("deepspeed") or "0")
-    return next(how for since, how in reversed(_TABLE[name]) if Version(since) <= version)(of)
+    return _TABLE[name](of)

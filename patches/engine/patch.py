@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -25,6 +25,37 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+#: What a version that says nothing counts as: newer than all that are known.
+UNKNOWN = Version("9999")
+
+
+@functools.cache
+def release_of(version: str) -> Version:
+    """The release that a version is or will be: 2.7 of a vendor's 2.7.0a0+79aa17489c.nv25.4, 2.16 of a nightly
+    2.16.0.dev20261101; UNKNOWN of one that says nothing, as a git checkout's 0+unknown or 0.1.dev1+g1234567."""
+    try:
+        release = Version(Version(version).base_version)
+    except InvalidVersion:
+        return UNKNOWN
+    return release if release > Version("0.1") else UNKNOWN
+
+
+class ByVersion:
+    """What the versions of one distribution call differently, as a table: a line stands for the release that it names
+    and every later one, up to the next line of that name; the oldest first.
+
+        BY_VERSION = ByVersion("torch", {"parameter groups": (("0", lambda state: ...), ("2.12", lambda state: ...))})
+        BY_VERSION["parameter groups"](state)
+    """
+
+    def __init__(self, distribution: str, table: dict[str, tuple[tuple[str, Any], ...]]):
+        self._distribution, self._table = distribution, table
+
+    def __getitem__(self, name: str) -> Any:
+        version = release_of(installed_version(self._distribution) or "")
+        return next(value for since, value in reversed(self._table[name]) if Version(since) <= version)
 
 
 @dataclass(frozen=True)
@@ -73,18 +104,24 @@ class Feature:
         return " ".join([flag(self.option), " or ".join(values)]).strip() if self.option else ""
 
     def version_misfit(self, version: str | None) -> str | None:
-        """Why the feature does not support this version (None: not installed), or None when it does.
-
-        Pre-releases and local builds (0.20.0rc1, 2.13.0+cpu) are judged as PEP 440 orders them.
-        """
+        """Why the feature does not support this version (None: not installed), or None when it does, or the version
+        says nothing."""
         name, supported = self.requirement.name, self.requirement.specifier
         if version is None:
             return f"{name} is not installed"
-        try:
-            fits = supported.contains(Version(version), prereleases=True)
-        except InvalidVersion:
-            return f"{name} calls its version {version!r}, which cannot be compared with the supported {supported}"
+        release = release_of(version)
+        fits = release is UNKNOWN or supported.contains(release)
         return None if fits else f"{name} {version} is not supported (needs {supported})"
+
+    def beyond_tried(self, version: str | None) -> str:
+        """Says that nobody has tried this version: its minor release is newer than all that were, or it says nothing;
+        "" for others."""
+        newest = max(map(Version, self.tried), default=UNKNOWN)
+        if version is None or release_of(version).release[:2] <= newest.release[:2]:
+            return ""
+        silent = release_of(version) is UNKNOWN
+        told = "says nothing" if silent else f"is newer than {newest}, the newest that was tried"
+        return f"{self.requirement.name} {version} {told}: what fits it is on"
 
 
 @dataclass(frozen=True)
@@ -135,9 +172,8 @@ class Patch:
         return self.target.partition(":")[2]
 
     def belongs_to(self, version: str | None) -> bool:
-        """Whether this version of the framework has the target; True while it is not known. A pre-release (a vendor's
-        2.6.0a0) is what it will be."""
-        return not self.only or version is None or SpecifierSet(self.only).contains(Version(version).base_version)
+        """Whether this version of the framework has the target; True while it is not known."""
+        return not self.only or version is None or SpecifierSet(self.only).contains(release_of(version))
 
     def rebind_places(self) -> list[tuple[str, ...]]:
         """The places in `rebind`, as (module, qualname, key)."""

@@ -140,7 +140,7 @@ class Registry:
                     progress.version = progress.feature.installed()
                     reason = progress.misfit()
                 if reason:
-                    self._switch_off(progress, reason)
+                    self._switch_off(progress, reason, level=logging.INFO)  # the start line says it
                     continue
             for module in modules:
                 self._watch(module)
@@ -199,6 +199,12 @@ class Registry:
                 if one.untried:
                     found.setdefault(f"{one.feature.requirement.name} {one.version}", []).append(name)
         return found
+
+    def beyond_tried(self) -> list[str]:
+        """Of the versions under which features are on, those that nobody tried."""
+        with self._lock:
+            on = (one for one in self._features.values() if one.off is None and not one.untried)
+            return sorted({text for one in on if (text := one.feature.beyond_tried(one.version))})
 
     def states(self) -> dict[str, str]:
         """ "feature target" -> "off" or "on VERSION": equal on ranks that are patched alike. A patch that waits counts

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from holmes_ext.patches.engine.patch import Feature
+from holmes_ext.patches.engine.patch import Feature, release_of
 
 
 def loaded_version() -> str | None:
@@ -42,53 +42,37 @@ def megatron_deepspeed_version() -> str | None:
     return importlib.import_module("megatron.core.package_info").__version__
 
 
-#: megatron-core of PyPI from 0.11 on, and what Megatron-LM's main branch calls 0.20.
-_RANGE, _TRIED = ">=0.11,<0.21", ("0.14.0", "0.15.0", "0.16.1", "0.20.0")
-#: All that is patched is there; what it does was compared; not trained with under holmes.
-_READ = ("0.11.0", "0.12.3", "0.13.1", "0.15.3")
-_core = partial(Feature, versions=f"megatron-core{_RANGE}", tried=_TRIED, read=_READ, version_of=loaded_version)
+#: PyPI has megatron-core up to 0.16; what is newer comes from checkouts of Megatron-LM, whose main calls itself 0.20.
+_TRIED = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.20.0")
+_core = partial(
+    Feature, versions="megatron-core>=0.11,<0.21", tried=_TRIED, read=("0.11.0",), version_of=loaded_version
+)
+#: Sends and receives of a stage are methods of a class from 0.14 on (P2P_CLASS below).
+_later = partial(_core, versions="megatron-core>=0.14,<0.21", tried=_TRIED[2:], read=())
 #: Megatron-LM is run from its checkout: megatron-core, which is also installed alone, has no megatron.training.
-_lm = partial(Feature, versions="megatron-lm>=0.14,<0.21", tried=("0.16.1", "0.20.0"), version_of=loaded_version)
+_lm = partial(_core, versions="megatron-lm>=0.14,<0.21", tried=("0.16.1", "0.20.0"), read=())
 
 GROUPS = _core("megatron-groups", what="checks that the groups made are those planned for")
 LAYERS = _core("megatron-layers", what="layers of each stage as planned")
-REDUCTION = _core("megatron-reduction", what="reductions overlap, and go in two levels across clusters")
+REDUCTION = _core("megatron-reduction", what="reductions overlap on every stage, in buckets for its fabric")
 GATHER = _core("megatron-gather", option="overlap", idle=("off", "auto"),
     what="updated weights travel during the next forward pass")
 P2P = _core("megatron-p2p", what="stages of one cluster send over its fabric")
-TIED = Feature(
-    "megatron-tied", "megatron-core>=0.14,<0.17", tried=("0.16.1",), version_of=loaded_version,
-    what="tied weights' gradients cross clusters once, in parts",
-)  # fmt: skip
-#: Where sends and receives are a class's (P2P_CLASS below), as far as the schedule was read.
-SLICES = Feature(
-    "megatron-slices", "megatron-core>=0.14,<0.17", tried=("0.16.1",), version_of=loaded_version,
-    what="tensor ranks share out what crosses clusters",
-)  # fmt: skip
-EDGES = Feature(
-    "megatron-edges", "megatron-core>=0.14,<0.17", tried=("0.16.1",), option="inflight", idle=("off",),
-    version_of=loaded_version, what="sends between stages do not block",
-)  # fmt: skip
-EXPERTS = Feature(
-    "megatron-experts", "megatron-core>=0.14,<0.17", tried=("0.16.1",), option="experts", idle=("",),
-    version_of=loaded_version, binding=True, what="experts live where holmes plan --experts placed them",
-)  # fmt: skip
+TIED = _later("megatron-tied", what="tied weights' gradients cross clusters once, in parts")
+SLICES = _later("megatron-slices", what="tensor ranks share out what crosses clusters")
+EDGES = _later("megatron-edges", option="inflight", idle=("off",), what="sends between stages do not block")
+EXPERTS = _later("megatron-experts", option="experts", idle=("",), binding=True,
+    what="experts live where holmes plan --experts placed them")
 PROFILE = _core("megatron-profile", option="profile", idle=("",), what="measures layers for holmes plan --profile")
-JOINED = Feature(
-    "joined-megatron", "megatron-core>=0.16,<0.17", ("0.16.1",), "join", ("",), version_of=loaded_version, binding=True,
-    what="jobs that join: the optimizer takes new weights",
-)  # fmt: skip
+JOINED = _later("joined-megatron", versions="megatron-core>=0.16,<0.21", tried=_TRIED[4:], option="join", idle=("",),
+    binding=True, what="jobs that join: the optimizer takes new weights")
 _PARTS = "joined jobs read different parts of one data set"
-JOINED_LM_DATA = Feature(
-    "joined-megatron-lm", "megatron-lm>=0.16,<0.17", ("0.16.1",), "join", ("",), version_of=loaded_version,
-    binding=True, what=_PARTS,
-)  # fmt: skip
+JOINED_LM_DATA = _lm("joined-megatron-lm", versions="megatron-lm>=0.16,<0.21", option="join", idle=("",), binding=True,
+    what=_PARTS)
 TELEMETRY = _core("telemetry-megatron", what="where a step begins and ends")
 LM = _lm("megatron-lm", what="--holmes flags in pretrain_gpt.py's --help")
 LM_CHECKPOINTS = _lm("megatron-lm-checkpoints", what="the plan is kept in checkpoints")
-_mds = partial(
-    Feature, versions="megatron-deepspeed==0.2.*", tried=("0.2.0",), version_of=megatron_deepspeed_version
-)
+_mds = partial(Feature, versions="megatron-deepspeed==0.2.*", tried=("0.2.0",), version_of=megatron_deepspeed_version)
 MEGATRON_DEEPSPEED_FLAGS = _mds("megatron-deepspeed-flags", what="--holmes flags in pretrain_gpt.py's --help")
 JOINED_MDS_DATA = _mds("joined-megatron-deepspeed", option="join", idle=("",), binding=True, what=_PARTS)
 MEGATRON_DEEPSPEED_IMPORTS = _mds("megatron-deepspeed-imports",
@@ -102,8 +86,8 @@ _SINCE = {
     # TransformerConfig.pipeline_model_parallel_layout: before, the first and the last stage alone can have layers of
     # their own
     "layout": "0.13.0",
-    # buckets of the distributed optimizer that are padded are saved right (buckets.py)
-    "padded buckets": "0.20.0",
+    # the distributed optimizer's buckets are laid out before they are made
+    "layout of buckets": "0.18.0",
 }
 #: Where sends and receives of a stage are: functions of p2p_communication, then methods of a class in it.
 P2P_FUNCTIONS, P2P_CLASS = "<0.14", ">=0.14"
@@ -111,4 +95,4 @@ P2P_FUNCTIONS, P2P_CLASS = "<0.14", ">=0.14"
 
 def has(what: str) -> bool:
     """Whether the megatron-core that the program imported has it."""
-    return Version(str(loaded_version())) >= Version(_SINCE[what])
+    return release_of(str(loaded_version())) >= Version(_SINCE[what])

@@ -129,7 +129,7 @@ def _stays_stock(given: dict[str, Any]) -> str:
 
     group, device = _group(given), next((p.device.type for p in given["module"].parameters() if p.requires_grad), "cpu")
     own = next((name for name in ("mixed_precision", "delay_all_reduce_named_params") if given.get(name)), "")
-    if torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer":
+    if str(torch._dynamo.config.optimize_ddp).startswith("python_reducer"):
         own = own or "torch._dynamo.config.optimize_ddp = 'python_reducer'"
     return own or (f"gloo with tensors on {device}" if device != "cpu" and backend_of(group, device) == "gloo" else "")
 

@@ -18,7 +18,7 @@ from math import gcd, prod
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.patch import ByVersion, Patch
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.torch.features import FSDP
 from holmes_ext.plan.sharding import Sharded, boxes, hybrid_seconds, sharded_seconds, straddling_rows
@@ -31,6 +31,10 @@ from holmes_ext.units import format_bytes
 
 #: Device type -> the mesh of clusters; every module of a model must get the same one.
 _meshes: dict[str, Any] = {}
+#: Of fully_shard's state of a module: its groups of parameters.
+_GROUPS = ByVersion("torch", {"of": (
+    ("0", lambda state: filter(None, [state._fsdp_param_group])), ("2.12", lambda state: state._fsdp_param_groups),
+)})  # fmt: skip
 #: What AdamW keeps for each weight: weight, gradient and two moments, in the weight's precision.
 STATES = 4
 
@@ -122,7 +126,7 @@ def _tell_root(current, wrapped, instance, args, kwargs):
     """fully_shard's root before its first forward pass: now all units are known."""
     first = instance._is_root is None
     wrapped(*args, **kwargs)
-    groups = [group for state in instance._state_ctx.all_states for group in state._fsdp_param_groups]
+    groups = [group for state in instance._state_ctx.all_states for group in _GROUPS["of"](state)]
     if not first or not instance._is_root or current.rank != 0 or not groups:
         return
     weights = again = gradients = kept = 0.0
@@ -222,7 +226,7 @@ _FSDP1 = "torch.distributed.fsdp"
 PATCHES = (
     Patch(
         FSDP, f"{_FSDP2}._fully_shard:fully_shard", "scripts know no clusters: here their mesh is given", _fully_shard,
-        parameters=("mesh", "dp_mesh_dims"),
+        parameters=("mesh",),
     ),
     Patch(
         FSDP, f"{_FSDP2}._fsdp_state:FSDPState._lazy_init", "the first time that all units of a model are known",

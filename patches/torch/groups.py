@@ -12,11 +12,9 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-from packaging.version import Version
-
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches import registry
-from holmes_ext.patches.engine.patch import Patch, installed_version
+from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.torch.features import NICS, RANKS
 from holmes_ext.runtime import session
@@ -44,10 +42,8 @@ def _host_store_where_launched(current, wrapped, instance, args, kwargs):
     return call(*args, **kwargs)
 
 
-#: What _new_process_group_helper calls a backend's options.
-_OPTIONS = "backend_options" if Version(installed_version("torch") or "2.13") >= Version("2.6.0.dev0") else "pg_options"
-#: Parameters of _new_process_group_helper as call() below has them.
-_SHORT = {"group_size": "size", "group_rank": "rank", _OPTIONS: "backend_options"}
+#: Parameters of _new_process_group_helper as call() below has them; pg_options: before torch 2.6.
+_SHORT = {"group_size": "size", "group_rank": "rank", "pg_options": "backend_options"}
 
 
 @with_session
@@ -171,9 +167,7 @@ PATCHES = (
     Patch(
         NICS, "torch.distributed.distributed_c10d:_new_process_group_helper",
         "torch has no hook for the transport of a group; every group is made here", _give_group_its_nic,
-        parameters=(
-            "group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name", _OPTIONS,
-        ),
+        parameters=("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"),
     ),
     Patch(
         NICS, "torch.distributed.distributed_c10d:split_group",

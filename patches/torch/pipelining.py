@@ -41,25 +41,20 @@ _pairs: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictiona
 _open: dict[Any, Callable[[], Any] | None] | None = None
 
 
-@with_session
-def _prepare(current, wrapped, instance, args, kwargs):
-    """_warmup_p2p(stages, ...): the first thing that all ranks of a pipeline do together."""
+def _prepare(current: session.Session, schedule: Any, stages: list[Any]) -> None:
+    """Before a schedule's first step, which is what all ranks of a pipeline do together."""
+    import torch.distributed as dist
 
-    def call(stages, *rest, **more):
-        import torch.distributed as dist
-
-        group = stages[0].group or dist.group.WORLD
-        if group not in _pairs:
-            if (sizes := _sizes(current, group_ranks(group))) is not None:
-                check_grid(current, sizes)
-            _pairs[group] = pair_groups(current, group)
-        for stage in stages:
-            ddp.let_finish_later(stage.submod)
-        if text := _unreduced(instance, stages):
+    group = stages[0].group or dist.group.WORLD
+    if group not in _pairs:
+        if (sizes := _sizes(current, group_ranks(group))) is not None:
+            check_grid(current, sizes)
+        torch_s = getattr(stages[0], "p2p_per_edge", False)  # torch >= 2.15 can make a group for each edge itself
+        _pairs[group] = {} if torch_s else pair_groups(current, group)
+        if text := _unreduced(schedule, stages):
             tell(current, text, once=text)
-        return wrapped(stages, *rest, **more)
-
-    return call(*args, **kwargs)
+    for stage in stages:
+        ddp.let_finish_later(stage.submod)
 
 
 def _sizes(current: session.Session, ranks: list[int]) -> Sizes | None:
@@ -88,6 +83,14 @@ def _unreduced(schedule: Any, stages: Any) -> str:
             " unreduced, so replicas drift apart; use fully_shard")
 
 
+class _Works(list[Any]):
+    """What _batch_p2p returns: works, one by one, from torch 2.8 on; before, one that is waited for."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
+
+
 def _over_pairs(wrapped, instance, args, kwargs):
     """_batch_p2p(p2p_ops, desc): those of each pair over its group; a batch has one group."""
 
@@ -100,17 +103,20 @@ def _over_pairs(wrapped, instance, args, kwargs):
         for op in p2p_ops:
             over = own.get(op.peer, op.group)  # a skip connection's ends are no neighbours
             of_group[over].append(dist.P2POp(op.op, op.tensor, op.peer, over, op.tag))
-        return [work for ops in of_group.values() for work in wrapped(ops, *rest, **more)]
+        started = [wrapped(ops, *rest, **more) for ops in of_group.values()]
+        return _Works(work for one in started for work in (one if isinstance(one, list) else [one]))
 
     return call(*args, **kwargs)
 
 
-def _schedule(wrapped, instance, args, kwargs):
-    """_step_microbatches, of schedules of one stage on a rank and of several."""
+@with_session
+def _step(current, wrapped, instance, args, kwargs):
+    """step(), of schedules of one stage on a rank and of several."""
     global _open
-    own = getattr(instance, "_stages", None) or [instance._stage]
-    stages = own if instance._has_backward and session.active() is not None else ()
-    waiting = {stage: state for stage in stages if (state := ddp.begin_later(stage.submod))}
+    stages = getattr(instance, "_stages", None) or [instance._stage]
+    _prepare(current, instance, stages)
+    trained = stages if instance._has_backward else ()
+    waiting = {stage: state for stage in trained if (state := ddp.begin_later(stage.submod))}
     if not waiting:
         return wrapped(*args, **kwargs)
     _open = dict.fromkeys(waiting)
@@ -127,8 +133,8 @@ def _schedule(wrapped, instance, args, kwargs):
     return result
 
 
-def _reduce_grad(wrapped, instance, args, kwargs):
-    """perform_reduce_grad(grad_scale_factor), which divides gradients by the number of micro-batches."""
+def _scale(wrapped, instance, args, kwargs):
+    """scale_grads(grad_scale_factor), which divides gradients by the number of micro-batches."""
     if _open is None or instance not in _open:
         return wrapped(*args, **kwargs)
     _open[instance] = lambda: wrapped(*args, **kwargs)
@@ -138,25 +144,21 @@ def _reduce_grad(wrapped, instance, args, kwargs):
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 
 PATCHES = (
-    Patch(
-        PIPELINING, f"{_SCHEDULES}:_PipelineSchedule._warmup_p2p",
-        "the pair groups are made where a pipeline's ranks first meet", _prepare, parameters=("stages",),
+    *(
+        Patch(
+            PIPELINING, f"{_SCHEDULES}:{schedule}.step",
+            "a pipeline's ranks first meet here; a stage's reduction is awaited before the pipeline goes on", _step,
+        )
+        for schedule in ("PipelineScheduleSingle", "PipelineScheduleMulti")
     ),
     Patch(
         PIPELINING, f"{_SCHEDULES}:_batch_p2p",
         "all goes over the pipeline's group, which is on Ethernet as soon as it crosses clusters", _over_pairs,
         parameters=("p2p_ops",),
     ),
-    *(
-        Patch(
-            PIPELINING, f"{_SCHEDULES}:{schedule}._step_microbatches",
-            "a stage's reduction is awaited before the pipeline goes on", _schedule,
-        )
-        for schedule in ("ScheduleGPipe", "Schedule1F1B", "_PipelineScheduleRuntime")
-    ),
     Patch(
-        PIPELINING, "torch.distributed.pipelining.stage:_PipelineStageBase.perform_reduce_grad",
-        "gradients are scaled as soon as a stage's last backward is over", _reduce_grad,
-        parameters=("grad_scale_factor",),
+        PIPELINING, "torch.distributed.pipelining.stage:_PipelineStageBase.scale_grads",
+        "gradients are scaled as soon as a stage's last backward is over", _scale,
+        parameters=("grad_scale_factor",), only=">=2.7",
     ),
 )  # fmt: skip

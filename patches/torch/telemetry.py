@@ -15,28 +15,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from packaging.version import Version
-
-from holmes_ext.patches.engine.patch import Patch, installed_version
+from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.torch.features import TELEMETRY
 from holmes_ext.runtime.measure import telemetry
 
 _C10D = "torch.distributed.distributed_c10d"
 
-_IS_213 = Version(installed_version("torch") or "2.13") >= Version("2.13.0.dev0")
-#: ProcessGroup's method (some were renamed in 2.13) -> (the operation, which argument is the payload). Of an all-gather
-#: and a reduce-scatter it is this rank's share.
+#: ProcessGroup's method -> (the operation, which argument is the payload). Of an all-gather and a reduce-scatter it is
+#: this rank's share.
 METHODS: dict[str, tuple[str, int | None]] = {
     "allreduce": ("all_reduce", 0), "allreduce_coalesced": ("all_reduce", 0), "broadcast": ("broadcast", 0),
     "reduce": ("reduce", 0), "allgather": ("all_gather", 1), "allgather_coalesced": ("all_gather", 1),
     "gather": ("gather", 1), "scatter": ("scatter", 0), "reduce_scatter": ("reduce_scatter", 0),
     "alltoall": ("all_to_all", 1), "barrier": ("barrier", None),
-    "all_gather_single" if _IS_213 else "_allgather_base": ("all_gather", 1),
-    "all_gather_single_coalesced" if _IS_213 else "allgather_into_tensor_coalesced": ("all_gather", 1),
-    "reduce_scatter_single" if _IS_213 else "_reduce_scatter_base": ("reduce_scatter", 0),
-    "reduce_scatter_single_coalesced" if _IS_213 else "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
-    "all_to_all_single" if _IS_213 else "alltoall_base": ("all_to_all", 1),
 }  # fmt: skip
+#: Those of one tensor: what torch calls from 2.13 on, what it called before.
+RENAMED = (
+    ("all_gather_single", "_allgather_base", ("all_gather", 1)),
+    ("all_gather_single_coalesced", "allgather_into_tensor_coalesced", ("all_gather", 1)),
+    ("reduce_scatter_single", "_reduce_scatter_base", ("reduce_scatter", 0)),
+    ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", ("reduce_scatter", 0)),
+    ("all_to_all_single", "alltoall_base", ("all_to_all", 1)),
+)
 
 
 def _bytes(value: Any) -> int:
@@ -103,13 +103,17 @@ def _end_coalescing(original: Any) -> Any:
     return call
 
 
-def _patch(method: str, replace: Callable[[Any], Any], reason: str = "", holder: str = "ProcessGroup") -> Patch:
+def _patch(
+    method: str, replace: Callable[[Any], Any], reason: str = "", holder: str = "ProcessGroup", only: str = ""
+) -> Patch:
     reason = reason or "operations are timed, and seen by the watchdog, where torch starts them"
-    return Patch(TELEMETRY, f"{_C10D}:{holder}.{method}", reason, replace=replace)
+    return Patch(TELEMETRY, f"{_C10D}:{holder}.{method}", reason, replace=replace, only=only)
 
 
 PATCHES = (
     *(_patch(method, _starts(*about)) for method, about in METHODS.items()),
+    *(_patch(new, _starts(*about), only=">=2.13") for new, _, about in RENAMED),
+    *(_patch(old, _starts(*about), only="<2.13") for _, old, about in RENAMED),
     _patch("send", _starts("send", 0, 1)),
     _patch("recv", _starts("receive", 0, 1)),
     _patch("_start_coalescing", _start_coalescing, "operations inside a block have no work of their own"),

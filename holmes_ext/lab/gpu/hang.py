@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holmes_ext.lab.gpu.state import Launch, RankState, StreamWork, WorkPlace
+from holmes_ext.lab.gpu.state import NcclLaunch, RankState, StreamWork, WorkPlace
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Hang:
 
     def group_of(self, communicator: str) -> str:
         """ "group edge, communicator 0x12ab", as far as it is known."""
-        every: list[Launch | StreamWork] = []
+        every: list[NcclLaunch | StreamWork] = []
         for state in self.states.values():
             every += [*state.recent, *state.works()]
         group = next((one.group for one in every if one.communicator == communicator and one.group), "")

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from holmes_ext.lab.gpu.after_import import call_after_import
+from holmes_ext.lab.emulate.after_import import call_after_import
 
 #: The path of libholmes_operators.so, in the environment of a program on emulated GPUs.
 VARIABLE = "HOLMES_GPU_OPERATORS"

@@ -59,7 +59,7 @@ class StreamWork:
 
 
 @dataclass(frozen=True)
-class Launch:
+class NcclLaunch:
     """A kernel of NCCL that a rank has launched, done or not. collective: the how-many-th with collectives of its
     communicator; -1: it only sends and receives."""
 
@@ -88,7 +88,7 @@ class RankState:
     node: str
     streams: dict[tuple[int, int, int], tuple[StreamWork, ...]] = field(default_factory=dict)
     hosts: tuple[HostWait, ...] = ()
-    recent: tuple[Launch, ...] = ()
+    recent: tuple[NcclLaunch, ...] = ()
 
     def works(self) -> Iterator[StreamWork]:
         for works in self.streams.values():
@@ -149,7 +149,7 @@ def parse(rank: int, document: dict[str, Any]) -> RankState:
         streams[key] = tuple(_work(rank, key, item) for item in stream["work"])
     hosts = tuple(HostWait(host["call"], tuple(_place(rank, place) for place in host["for"]),
                            host.get("communicator", ""), host.get("peer")) for host in document["hosts"])
-    recent = tuple(Launch(item["communicator"], item["group"], item["collective"], item["what"])
+    recent = tuple(NcclLaunch(item["communicator"], item["group"], item["collective"], item["what"])
                    for item in document.get("recent", ()))
     return RankState(rank, document.get("node", ""), streams, hosts, recent)
 

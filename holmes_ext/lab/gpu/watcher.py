@@ -1,26 +1,63 @@
-"""Sees when a job on emulated GPUs stands still, and whether it can ever move on."""
+"""Sees when a job on emulated GPUs stands still, and whether it can ever move on; ends it where it cannot."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from holmes_ext.lab.gpu import communicators
 from holmes_ext.lab.gpu.hang import Hang
+from holmes_ext.lab.gpu.hang_report import explain
 from holmes_ext.lab.gpu.state import Watch
+from holmes_ext.lab.process.job import Job, RunResult
 
 #: Seconds without any progress of any rank until the ranks are asked, and between two questions.
 STANDSTILL_S = 4.0
 #: Seconds without any progress after which it is told even though a host may still move on, once.
 STILL_S = 60.0
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class WatchedRun:
+    """A job that has ended. hang: lines that explain why it was ended, () where it was not."""
+
+    result: RunResult
+    hang: tuple[str, ...] = ()
+
+
+def wait_watched(job: Job, watcher: Watcher, labels: Sequence[str],
+                 tell: Callable[[Sequence[str]], None]) -> WatchedRun:
+    """Waits for a job, ends it once it is sure that it hangs, and tells of one that stands still and may yet move on.
+    labels: where each rank runs."""
+    nodes = dict(enumerate(labels))
+    try:
+        while True:
+            try:
+                return WatchedRun(job.wait(_POLL_S))
+            except TimeoutError:
+                hang = watcher.poll()
+            if hang is None:
+                continue
+            lines = explain(hang, nodes, watcher.watch.stacks())
+            if hang.circle():
+                job.kill()
+                return WatchedRun(job.wait(), tuple(lines))
+            tell([*lines, "it goes on, for a host may still move on (--timeout S ends it)"])
+    except BaseException:
+        job.kill()
+        raise
 
 
 class Watcher:
     """Of the job whose watch files are in `directory`. poll() is called about twice a second."""
 
-    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic, still_s: float = STILL_S):
-        self.directory, self.watch, self.clock, self.still_s = directory, Watch(directory), clock, still_s
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic,
+                 standstill_s: float = STANDSTILL_S, still_s: float = STILL_S):
+        self.directory, self.watch, self.clock = directory, Watch(directory), clock
+        self.standstill_s, self.still_s = standstill_s, still_s
         self._seen: dict[int, int] = {}
         self._moved = self._looked = clock()
         self._told = False
@@ -31,7 +68,7 @@ class Watcher:
         progress, now = self.watch.progress(), self.clock()
         if progress != self._seen:
             self._seen, self._moved, self._looked, self._told = progress, now, now, False
-        if not progress or now - self._looked < STANDSTILL_S:
+        if not progress or now - self._looked < self.standstill_s:
             return None
         hang = self.look()
         self._looked = self.clock()

@@ -28,7 +28,7 @@ def group_ranks(group: Any) -> list[int]:
     """Its members, as the job numbers them."""
     import torch.distributed as dist
 
-    return dist.get_process_group_ranks(group)
+    return dist.get_process_group_ranks(group or dist.group.WORLD)  # None: from torch 2.8 on
 
 
 def backend_named(text: str, device_type: str = "") -> str:

@@ -5,8 +5,9 @@ HOLMES_TEST_FULL=1: all samples and types; else 2 samples of the first type and 
 
 import os
 
-import database
 import pytest
+
+from integration_tests.gpu.operators import database
 
 FULL = os.environ.get("HOLMES_TEST_FULL") == "1"
 

@@ -92,7 +92,7 @@ OPTIMIZERS = {
     "RAdam": lambda parameters: torch.optim.RAdam(parameters, foreach=True),
     "ASGD": lambda parameters: torch.optim.ASGD(parameters, foreach=True),
     "Rprop": lambda parameters: torch.optim.Rprop(parameters, foreach=True),
-    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.05, max_iter=3),
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, max_iter=3, line_search_fn="strong_wolfe"),
 }
 
 

@@ -117,7 +117,7 @@ def _no_sync_between_micro_batches(config, ddp) -> None:
 
 
 def _distributed_layout(given: Mapping[str, Any], elements: int):
-    """Megatron-LM's main lays the distributed optimizer's buckets out beforehand, in one piece on later stages."""
+    """From 0.18 on the distributed optimizer's buckets are laid out beforehand, in one piece on later stages."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -137,9 +137,22 @@ def _bucket_as_planned(wrapped, instance, args, kwargs):
     given = bound.arguments
     if given["bucket_size"] is None or planned.ours:
         given["bucket_size"], ddp_config = planned.elements, given["ddp_config"]
-        if ddp_config.use_distributed_optimizer and not has("padded buckets"):
+        if ddp_config.use_distributed_optimizer and not has("layout of buckets"):
+            params = given.get("params") or [param for param, _ in given["params_with_names"]]  # with names: 0.17
             ranks = given["data_parallel_group"].size()
-            given["bucket_size"] = megatron_buckets.of_buffer(given["params"], ranks, ddp_config, planned.elements)
+            given["bucket_size"] = megatron_buckets.of_buffer(params, ranks, ddp_config, planned.elements)
+    return wrapped(*bound.args, **bound.kwargs)
+
+
+def _lay_out_unpadded(wrapped, instance, args, kwargs):
+    """DistributedOptimizer._compute_per_buffer_param_layout."""
+    planned = _bucket.get()
+    if planned is None:
+        return wrapped(*args, **kwargs)
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    given = bound.arguments
+    ranks, ddp_config = given["data_parallel_world_size"], given["ddp_config"]
+    given["bucket_size"] = megatron_buckets.of_buffer(given["params"], ranks, ddp_config, planned.elements)
     return wrapped(*bound.args, **bound.kwargs)
 
 
@@ -153,5 +166,10 @@ PATCHES = (
         REDUCTION, "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
         "bucket_size is None on every stage but the first",
         _bucket_as_planned, parameters=("bucket_size", "ddp_config", "data_parallel_group"),
+    ),
+    Patch(
+        REDUCTION, "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout",
+        "buckets that need no padding: checkpoints of these versions drop it", _lay_out_unpadded,
+        parameters=("params", "bucket_size", "data_parallel_world_size", "ddp_config"), only=">=0.18,<0.20",
     ),
 )  # fmt: skip

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from holmes_ext.patches.deepspeed import versions
+from holmes_ext.patches.engine import patch
 
 ENGINE = SimpleNamespace(
     zenflow=object(), dynamic_shape=True, torch_autocast_enabled=lambda: True, is_deepcompile_enabled=lambda: True,
@@ -20,7 +21,7 @@ ENGINE = SimpleNamespace(
 ])
 def test_an_engine_is_asked_as_its_version_answers(monkeypatch, name, first):
     for version, answer in (("0.14.5", False), (first, True), (f"{first}+abc", True), ("0.19.8", True)):
-        monkeypatch.setattr(versions, "installed_version", lambda _, version=version: version)
+        monkeypatch.setattr(patch, "installed_version", lambda _, version=version: version)
         assert versions.ask(name, ENGINE) is answer, version
 
 
@@ -30,5 +31,5 @@ def test_gradients_that_are_not_where_they_are_reduced(monkeypatch):
     for version, changed, answer in (("0.19.7", False, True), ("0.19.8", False, True), ("0.19.8", True, False),
                                      ("0.19.7", True, True)):
         zero._use_compact_grad_partition_buffer = (lambda group: False) if changed else (lambda group: group == 1)
-        monkeypatch.setattr(versions, "installed_version", lambda _, version=version: version)
+        monkeypatch.setattr(patch, "installed_version", lambda _, version=version: version)
         assert versions.ask("accumulates_apart", zero) is answer, (version, changed)

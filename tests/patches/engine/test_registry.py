@@ -183,10 +183,6 @@ def test_replace_also_constants_without_touching_equal_ones(fw):
         ({"target": "comm:Engine.gone"}, "{fw}.comm has no Engine.gone"),
         ({"parameters": ("tensor", "tag")}, "{fw}.comm:send has no parameter tag"),
         ({"version_of": lambda: "3.0"}, "{fw} 3.0 is not supported (needs <2,>=1)"),
-        (
-            {"version_of": lambda: "unknown"},
-            "{fw} calls its version 'unknown', which cannot be compared with the supported <2,>=1",
-        ),
         ({"replace": lambda original: 1 / 0}, "ZeroDivisionError: division by zero"),
     ],
 )
@@ -199,6 +195,7 @@ def test_a_misfit_switches_the_whole_feature_off(fw, fields, reason, imported_be
     registry = Registry(
         [patch_of(fw, "comm:recv", **others), patch_of(fw, **fields), patch_of(fw, "comm:recv", "good")]
     )
+    caplog.set_level("INFO", "holmes_ext.patches")  # what is known at once is in the start line
     registry.enable(["f", "good"])
     comm = load(fw, "comm")
     assert comm.recv("x", 1) == ("good", ("recv", "x", 1)) and comm.send("x", 1) == sent("x")

@@ -153,7 +153,7 @@ def test_no_sync_functions_for_one_chunk_and_for_several():
 
 INSTALLED = """
 import sys, json, inspect, random
-sys.path.insert(0, {integration!r})
+sys.path.insert(0, {on_cpu!r})
 import megatron_cpu_shim
 from megatron.core import parallel_state, package_info
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -185,12 +185,13 @@ print(json.dumps({{"same": same, "wrong": wrong, "states": states, "undone": und
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_the_installed_megatron_core_fits():
     """Same signature; 300 random splits read back as written; every patch applied; undone exactly."""
-    code = INSTALLED.format(integration=str(ROOT / "integration_tests"))
+    code = INSTALLED.format(on_cpu=str(ROOT / "examples" / "megatron_core" / "on_cpu"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=ROOT / "tests")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.strip().splitlines()[-1])
     assert report["same"] and not report["wrong"] and report["undone"]
-    assert len(report["states"]) == 7 and set(report["states"].values()) == {"applied"}, report["states"]
+    states = report["states"]
+    assert len(states) == 8 and set(states.values()) <= {"applied", "other version"}, states
 
 
 @pytest.mark.parametrize("layers, pipeline, expected", [

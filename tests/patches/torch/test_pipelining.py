@@ -148,12 +148,12 @@ def scaled_at(rank, args):
 def test_breadth_first_reductions_end_with_the_schedule():
     events = run_ranks(scaled_at, 4, (2, "LoopedBFS", 2))[0]
     passes = ["backward 2"] * 4 + ["reduce"] + ["backward 0"] * 4 + ["reduce"]
-    assert events == [*passes, *passes, "finish", "finish"], "the hooks are in place from the first step on"
+    assert events == 2 * [*passes, "finish", "finish"]
 
 
 def test_1f1b_s_reductions_end_with_the_schedule_too():
     events = run_ranks(scaled_at, 4, (2, "1F1B"))[0]
-    assert events == [*["backward 0"] * 4, "reduce", *["backward 0"] * 4, "reduce", "finish"]
+    assert events == 2 * [*["backward 0"] * 4, "reduce", "finish"]
 
 
 def planned(rank, order, sizes, schedule=(2, "1F1B")):

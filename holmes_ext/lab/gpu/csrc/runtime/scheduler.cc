@@ -4,6 +4,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <chrono>
 #include <thread>
 
 #include "emulated_gpu.h"
@@ -18,6 +19,7 @@ namespace {
 // the error does not add up, and a stream of small kernels does not sleep after each. Seconds.
 constexpr double kSlack = 100e-6;
 constexpr int kShownWork = 64;  // of a stream, in a report
+constexpr auto kLatest = std::chrono::milliseconds(100);
 constexpr size_t kRecent = 256;  // labelled kernels, done ones too
 
 thread_local Work* running = nullptr;
@@ -140,6 +142,8 @@ Ticket Scheduler::submit(const StreamPointer& stream, WorkPointer work) {
   work->sequence = ++stream->submitted;
   work->position = ++where.connections[stream->connection].submitted;
   Ticket ticket{stream, work->sequence};
+  ++submitted_;
+  if (random_) host_moved_.notify_all();
   if (!work->label.empty()) {
     if (recent_.size() == kRecent) recent_.pop_front();
     recent_.push_back(work->label);
@@ -179,6 +183,7 @@ void Scheduler::wait(const char* call, std::vector<Ticket> tickets) {
   auto over = [&] { return std::none_of(wait.tickets.begin(), wait.tickets.end(), open); };
   if (over()) return;
   host_waits_.push_back(&wait);
+  if (random_) host_moved_.notify_all();
   wait.done.wait(lock, over);
   host_waits_.erase(std::find(host_waits_.begin(), host_waits_.end(), &wait));
 }
@@ -304,9 +309,8 @@ void Scheduler::worker_main(Worker* self) {
     WorkPointer work = std::move(self->work);
     while (work) {
       bool skip = failures_.count(work->stream->device) != 0;  // after an error a device runs nothing any more
-      double late = random_ && work->kind != Kind::kHostFunction ? delay() : 0;
+      if (random_ && work->kind != Kind::kHostFunction) start_late(lock);
       lock.unlock();
-      if (late > 0) sleep_until(now() + late);
       if (!skip) run(*work);
       if (work->end > now() + kSlack) sleep_until(work->end);
       work->run = nullptr;  // what it holds is released here, not under the lock
@@ -325,11 +329,14 @@ void Scheduler::run(Work& work) {
   running = nullptr;
 }
 
-// Seconds by which a kernel starts late with --gpu-order random: most none, some up to 4 ms.
-double Scheduler::delay() {
+// --gpu-order random: a third of the work starts late, when the host has submitted up to 64 more pieces of work; at the
+// latest when the host waits, or after 0.1 s. (Counted, not timed, as hosts are slow on a busy machine.)
+void Scheduler::start_late(std::unique_lock<std::mutex>& lock) {
   random_state_ = random_state_ * 6364136223846793005ull + 1442695040888963407ull;
   uint64_t drawn = random_state_ >> 33;
-  return drawn % 3 ? 0 : static_cast<double>(drawn / 3 % 4000) * 1e-6;
+  if (drawn % 3) return;
+  uint64_t until = submitted_ + 1 + drawn / 3 % 64;
+  host_moved_.wait_for(lock, kLatest, [&] { return submitted_ >= until || !host_waits_.empty(); });
 }
 
 void Scheduler::set_waits_for(Work& work, const char* json_members) {

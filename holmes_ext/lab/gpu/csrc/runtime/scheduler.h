@@ -123,7 +123,7 @@ class Scheduler {
   void hand_over(WorkPointer work);
   void worker_main(Worker* self);
   void run(Work& work);
-  double delay();
+  void start_late(std::unique_lock<std::mutex>& lock);
 
   std::mutex mutex_;
   std::map<int, std::unique_ptr<Device>> devices_;
@@ -135,8 +135,10 @@ class Scheduler {
   std::atomic<bool> any_failure_{false};
   std::atomic<uint64_t> progress_{0};
   const double flops_, bytes_;  // of the emulated GPU in a second; 0: kernels take the time that the host takes
-  const bool random_;           // whether kernels start late, at random
+  const bool random_;           // whether work starts late, at random
   uint64_t random_state_;
+  uint64_t submitted_ = 0;  // pieces of work, to all streams
+  std::condition_variable host_moved_;
 };
 
 }  // namespace gpu

@@ -33,7 +33,7 @@ def install() -> bool:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # its kernels are compiled for CUDA's fusions
     import torch
 
-    if getattr(torch.cuda, "_on_cpu", False) or torch.cuda.is_available():
+    if torch.cuda.is_available() or getattr(torch.cuda, "_on_cpu", False):
         return False
     torch.cuda._on_cpu = True
     _devices(torch)

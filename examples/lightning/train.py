@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-_EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "trainer" / "train.py"
+_EXAMPLE = Path(__file__).resolve().parents[1] / "trainer" / "train.py"
 _spec = importlib.util.spec_from_file_location("trainer_example", _EXAMPLE)
 example = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(example)

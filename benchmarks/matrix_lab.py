@@ -1,0 +1,105 @@
+"""In the environment of a row of benchmarks/matrix.py: one scene in the lab, stock and under holmes in turns.
+
+    python benchmarks/matrix_lab.py SCENE --repetitions 3      prints JSON: seconds of a step, difference of losses
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import stacks
+import two_clusters
+from matrix_rows import SCENES
+
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.lab import Lab, interleave
+from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
+from holmes_ext.lab.samples import examples
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Micro-batches of 2 + 2: of 8 even a network that is fast everywhere makes a step 1.59 x as fast.
+BATCH = "4"
+STEPS, SKIP = 12, 3
+
+
+def variants(clusters: str, *flags: str) -> list[Variant]:
+    """Stock, and holmes with `flags` more, on nodes in turn as a scheduler that knows nothing gives them."""
+    file = examples() / "clusters" / clusters
+    spec = load_spec(file)
+    ours = ("--holmes", "--holmes-cluster", str(file), *flags)
+    return [Variant("stock", spec, interleave(spec)), Variant("holmes", spec, interleave(spec), ours)]
+
+
+def run(found: list[Variant], script: Sequence[str], classes: str, flops: float, repetitions: int,
+        preload: Sequence[str], **accelerator: str) -> dict[str, Series]:
+    return compare(found, [*map(str, script)], repetitions=repetitions, steps=STEPS, skip=SKIP, preload=preload,
+                   accelerator={"flops": flops, "classes": [classes], **accelerator})
+
+
+def deepspeed(repetitions: int) -> dict[str, Series]:
+    scene = replace(two_clusters.SCENES[0], micro_batches=int(BATCH))
+    return run(variants("two_clusters_4.toml", "--holmes-sizes", "pipeline=2"), two_clusters.script(scene), "Block",
+               scene.flops, repetitions, ("torch", "deepspeed"))
+
+
+def megatron_core(repetitions: int) -> dict[str, Series]:
+    import megatron_two_clusters
+
+    shim = str(ROOT / "examples" / "megatron_core" / "on_cpu")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [shim, os.environ.get("PYTHONPATH", "")]))
+    script = [examples() / "megatron_core" / "train.py", *megatron_two_clusters.MODEL, "--micro-batches", BATCH]
+    return run(variants("two_clusters_4.toml", "--holmes-sizes", "pipeline=2"), script, "TransformerLayer", 5e9,
+               repetitions, megatron_two_clusters.PRELOAD, layout="sbh")
+
+
+def trainer(repetitions: int) -> dict[str, Series]:
+    script = [stacks.JOB, *stacks.MODEL, "--stack", "trainer"]
+    return run(variants("two_clusters_8.toml"), script, "GPT2Block", stacks.DDP_FLOPS, repetitions,
+               ("torch", "transformers.trainer"))
+
+
+def fsdp2(repetitions: int) -> dict[str, Series]:
+    return run(variants("two_clusters_8.toml", "--holmes-fsdp", "hybrid"), [stacks.FSDP2, *stacks.MODEL], "Block",
+               stacks.FSDP_FLOPS, repetitions, ("torch",))
+
+
+def pretrain(repetitions: int) -> dict[str, Series]:
+    """Megatron-DeepSpeed's pretrain_gpt.py of a checkout."""
+    import megatron_deepspeed
+
+    found = variants("two_clusters_8.toml")
+    with tempfile.TemporaryDirectory() as folder, Lab(found[0].spec, realtime=True) as emulated:
+        series = {variant.name: Series(variant.name) for variant in found}
+        checkout = megatron_deepspeed.prepared(Path(os.environ["MEGATRON_DEEPSPEED_DIR"]), Path(folder))
+        command = megatron_deepspeed.command_of(checkout, 4, len(found[0].order), STEPS)
+        for _ in range(repetitions):
+            for variant in found:
+                megatron_deepspeed.measure(emulated, variant, checkout, command, 2.3e9, STEPS, series[variant.name])
+    return series
+
+
+MAKERS: dict[str, Callable[[int], dict[str, Series]]] = dict(
+    zip(SCENES, (deepspeed, megatron_core, trainer, fsdp2, pretrain), strict=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("scene", choices=SCENES)
+    parser.add_argument("--repetitions", type=int, default=3)
+    args = parser.parse_args()
+    series = MAKERS[args.scene](args.repetitions)
+    stock, holmes = series["stock"], series["holmes"]
+    print(json.dumps({"stock": stock.medians, "holmes": holmes.medians,
+                      "difference": max_loss_difference(stock, holmes)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

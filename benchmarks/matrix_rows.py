@@ -1,0 +1,113 @@
+"""The rows of benchmarks/matrix.py: which versions, in which Python, and what is run with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: What runs in the lab: 2 + 2 nodes DeepSpeed's and megatron-core's pipelines, 4 + 4 the others.
+SCENES = ("deepspeed", "megatron-core", "Trainer", "FSDP2", "Megatron-DeepSpeed")
+
+
+@dataclass(frozen=True)
+class Row:
+    """An environment that somebody has.
+
+    torch: what pip takes for it; "": that of this environment, whose packages are there too, below `packages`.
+    source: a tag or branch of Megatron-LM's, from the clone in MEGATRON_LM_DIR. nccl: what a container brings, for
+    rows on NCCL. features: the distributions whose features are counted. tests: files and options of pytest. lab: of
+    SCENES. kind: the table that the row stands in.
+    """
+
+    name: str
+    kind: str
+    packages: tuple[str, ...] = ()
+    torch: str = ""
+    python: str = ""
+    source: str = ""
+    nccl: str = ""
+    features: tuple[str, ...] = ("torch",)
+    tests: tuple[str, ...] = ()
+    few: tuple[str, ...] = ()
+    lab: tuple[str, ...] = ()
+
+
+#: Of each feature of torch: the same weights or losses as stock's.
+TORCH_TESTS = (
+    "tests/patches/torch", "tests/runtime/groups", "tests/runtime/measure/test_telemetry.py",
+    "tests/runtime/outer/test_stacks_of_torch.py", "integration_tests/commands/test_telemetry.py",
+    *(f"integration_tests/stacks/test_{name}.py" for name in ("fsdp2", "pipelining", "trainer", "trainer_joined")),
+)
+DEEPSPEED_TESTS = tuple(f"integration_tests/deepspeed/test_{name}.py"
+                        for name in ("overlap", "zero", "partition", "resume", "two_clusters", "joined"))
+MEGATRON_TESTS = tuple(f"integration_tests/megatron/test_{name}.py"
+                       for name in ("core", "experts", "joined", "slices", "megatron_lm"))
+PRETRAIN_TESTS = ("integration_tests/megatron_deepspeed", "-k", "same_losses or overlapped or pass_between")
+#: What .ci/run has of an old version of a framework.
+FEW_DEEPSPEED = tuple(f"integration_tests/deepspeed/test_{name}.py" for name in ("overlap", "resume"))
+FEW_MEGATRON = ("integration_tests/megatron/test_core.py", "-k", "every_split or leave_ethernet or built_once")
+#: Of a pair of versions: what one framework can break of another.
+PAIR_TESTS = ("tests/patches", *FEW_DEEPSPEED, "integration_tests/megatron/test_core.py",
+              *(f"integration_tests/stacks/test_{name}.py" for name in ("fsdp2", "pipelining", "trainer")))
+OLD, MIDDLE, TODAY = (
+    ("transformers==4.51.3", "accelerate==1.6.0"), ("transformers==4.57.1", "accelerate==1.11.0"),
+    ("transformers==5.23.0", "accelerate==1.15.0"),
+)
+EVERYTHING = ("deepspeed==0.19.8", "megatron-core==0.16.1", *TODAY, "lightning==2.6.6")
+ALL = ("torch", "deepspeed", "megatron-core", "transformers", "lightning")
+
+
+def _pair(name: str, torch: str, *packages: str, **more) -> Row:
+    features = tuple(one for one in ALL if one == "torch" or any(each.startswith(f"{one}==") for each in packages))
+    defaults = {"features": features, "tests": PAIR_TESTS, "lab": ("deepspeed", "megatron-core", "Trainer", "FSDP2")}
+    return Row(name, "pair", packages, f"torch=={torch}", **{**defaults, **more})
+
+
+def _torch(version: str, packages: tuple[str, ...]) -> Row:
+    lab = ("Trainer", "FSDP2") if version in ("2.6.0", "2.9.1", "2.15.0") else ()
+    return Row(f"torch {version}", "torch", packages, f"torch=={version}", tests=TORCH_TESTS, lab=lab)
+
+
+def _deepspeed(version: str) -> Row:
+    return Row(f"deepspeed {version}", "deepspeed", (f"deepspeed=={version}",), features=("deepspeed",),
+               tests=DEEPSPEED_TESTS, few=FEW_DEEPSPEED, lab=("deepspeed",))
+
+
+def _megatron(version: str, source: str = "") -> Row:
+    packages = () if source else (f"megatron-core=={version}",)
+    return Row(f"megatron-core {version}", "megatron", packages, source=source, features=("megatron-core",),
+               tests=MEGATRON_TESTS, few=FEW_MEGATRON, lab=("megatron-core",))
+
+
+def _pretrain(version: str, *packages: str) -> Row:
+    return Row(f"Megatron-DeepSpeed with deepspeed {version}", "megatron", (f"deepspeed=={version}", *packages),
+               features=("deepspeed",), tests=PRETRAIN_TESTS, lab=("Megatron-DeepSpeed",))
+
+
+ROWS = {row.name: row for row in (
+    # NVIDIA's containers have builds of their own of these torches (2.7.0a0+79aa17489c, 2.9.0a0+145a3a7bda), and
+    # the megatron-core of those months stands beside them
+    _pair("oldest supported", "2.6.0", "deepspeed==0.14.5", "megatron-core==0.11.0", *OLD, python="3.10"),
+    _pair("NVIDIA's 25.04 container", "2.7.1", "deepspeed==0.16.7", "megatron-core==0.12.3", *OLD, "lightning==2.5.1",
+          python="3.12", nccl="2.26.3"),
+    _pair("NVIDIA's 25.10 container", "2.9.1", "deepspeed==0.18.1", "megatron-core==0.14.0", *MIDDLE,
+          "lightning==2.5.5", python="3.12", nccl="2.27.7"),
+    _pair("pip install today", "2.15.0", *EVERYTHING, python="3.12"),
+    _pair("Megatron-LM's main, torch of today", "2.15.0", *TODAY, python="3.12", source="main",
+          features=("torch", "megatron-core"), tests=MEGATRON_TESTS, lab=("megatron-core",)),
+    *(_pair(f"Python {python}, torch of today", "2.15.0", *EVERYTHING, python=python, lab=())
+      for python in ("3.10", "3.13", "3.14")),
+    *(_torch(version, OLD) for version in ("2.6.0", "2.7.1", "2.8.0")),
+    *(_torch(version, MIDDLE) for version in ("2.9.1", "2.10.0", "2.11.0", "2.12.1")),
+    *(_torch(version, TODAY) for version in ("2.13.0", "2.14.1", "2.15.0")),
+    *map(_deepspeed, ("0.14.5", "0.15.4", "0.16.0", "0.16.9", "0.17.0", "0.17.6", "0.18.0", "0.18.9", "0.19.0",
+                      "0.19.8")),
+    *map(_megatron, ("0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1")),
+    *(_megatron(version, f"core_v{version}") for version in ("0.17.1", "0.18.2", "0.19.0")),
+    _megatron("0.20.0", "main"),
+    # with its dependency torchvision (any will do: a GPT does not use it), and without, which holmes serves
+    _pretrain("0.18.9", "torchvision==0.16.0"),
+    _pretrain("0.19.8"),
+)}
+#: The newest of everything, whatever it is: `make matrix NEXT=1`.
+NEXT = Row("next", "next", ("deepspeed", "megatron-core", "transformers", "accelerate", "lightning"), "torch",
+           features=ALL, tests=PAIR_TESTS)

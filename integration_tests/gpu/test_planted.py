@@ -1,0 +1,107 @@
+"""Planted faults (planted.py): each is found and named, and the same code without it is clean.
+
+Wrong numbers show with --gpu-order random; circles are ended and told rank by rank. HOLMES_TEST_FULL=1: all of them.
+"""
+
+import os
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from holmes_ext.lab.gpu.job import GpuClock
+
+SCRIPT = str(Path(__file__).with_name("planted.py"))
+FULL = os.environ.get("HOLMES_TEST_FULL") == "1"
+
+#: Numbers go wrong when a kernel starts late. None of them hangs.
+WRONG_NUMBERS = ("consumer_does_not_wait", "collective_does_not_wait", "work_is_not_waited_for",
+                 "buffer_is_reused_too_early", "pinned_result_is_read_too_early", "pinned_source_is_changed_too_early",
+                 "event_is_recorded_too_early")  # fmt: skip
+ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+IN_ORDER = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+
+
+@dataclass(frozen=True)
+class Hangs:
+    """How a fault hangs. told: what the report says of it; sms: multiprocessors; circle: whether the job is ended for
+    it, else it is told that all ranks stand still."""
+
+    fault: str
+    told: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    sms: int = 108
+    circle: bool = True
+    always: bool = False
+
+    @property
+    def title(self) -> str:
+        return " ".join([self.fault, *self.env, *(["one multiprocessor"] if self.sms == 1 else [])])
+
+
+HANGS = (
+    Hangs("communicators_in_other_orders",
+          (r"rank 0: its host waits in cudaDeviceSynchronize for rank 0: stream \d+: kernel AllReduce of 16384 Float32",
+           "which has launched no kernel for it: rank 1: its host", r"group first", r"group second"), always=True),
+    Hangs("receive_before_a_device_wait",
+          (r"kernel Recv from 1 \(65536 bytes\).*waits for data from rank 1, which has launched no kernel for it",
+           "its host waits in cudaDeviceSynchronize")),
+    Hangs("both_send_first", (r"kernel Send to 1 \(16777216 bytes\).*waits for room at rank 1",)),
+    Hangs("another_collective", ("unlike collectives.*AllReduce of.* on rank 0; Broadcast of.* on rank 1",)),
+    Hangs("sizes_differ", (r"unlike collectives.*AllReduce of 1048576 Float32 on rank 0; AllReduce of 1024 Float32 on"
+                           " rank 1",)),
+    Hangs("one_hardware_queue", ("stands in hardware queue 0 behind", "kernel Recv from 1"), ONE_QUEUE, always=True),
+    Hangs("side_by_side", ("needs 1 multiprocessors, of which this holds some",), sms=1),
+    Hangs("side_by_side", (r"waits \(cudaStreamWaitEvent\) for",), IN_ORDER),
+    Hangs("pooled_streams", ("kernel Send to 1.* comes in its stream after .*kernel Recv from 1",)),
+    Hangs("rank_waits_elsewhere",
+          ("which has launched no kernel for it: rank 1: its host", r'planted.py", line \d+ in rank_waits_elsewhere',
+           "its host is in no CUDA call"), circle=False),
+    Hangs("both_receive_first", ("kernel Recv from 1", r'planted.py", line \d+ in both_receive_first'),
+          {"TORCH_NCCL_BLOCKING_WAIT": "1"}, circle=False),
+)  # fmt: skip
+
+
+def shown(ran) -> dict[str, set[str]]:
+    """Fault -> what the ranks printed of its numbers: "right", "wrong"."""
+    found: dict[str, set[str]] = {}
+    for lines in ran.result.stdout.values():
+        for name, verdict in re.findall(r"^(\w+): (right|wrong)", lines, re.MULTILINE):
+            found.setdefault(name, set()).add(verdict)
+    return found
+
+
+def test_late_kernels_make_numbers_wrong(lab, gpus):
+    ran = lab.run(SCRIPT, *WRONG_NUMBERS, "--repeat", "5", order="a0", gpus=replace(gpus, seed=1))
+    assert {name: "wrong" in verdicts for name, verdicts in shown(ran).items()} == dict.fromkeys(WRONG_NUMBERS, True)
+
+
+def test_without_the_faults_late_kernels_change_nothing(lab, gpus):
+    faults = [*WRONG_NUMBERS, *dict.fromkeys(one.fault for one in HANGS)]
+    ran = lab.run(SCRIPT, *faults, "--right", order="a0", gpus=replace(gpus, seed=1))
+    assert shown(ran) == dict.fromkeys(faults, {"right"}), ran.said
+    assert ran.hang == () and ran.told == []
+
+
+@pytest.mark.parametrize("one", [one for one in HANGS if FULL or one.always], ids=lambda one: one.title)
+def test_hangs_are_ended_and_named(lab, gpus, one):
+    clocked = replace(gpus, clock=GpuClock(sms=one.sms))
+    ran = lab.run(SCRIPT, one.fault, order="a0", env=one.env, gpus=clocked, end_when_still=not one.circle)
+    report = "\n".join(ran.hang if one.circle else ran.told)
+    assert ("each of these waits for the next" if one.circle else "all ranks stand still") in report, ran.said
+    for text in one.told:
+        assert re.search(text, report), report
+    assert f'in {one.fault}' in report  # the Python stack
+    assert shown(ran) == {}
+
+
+@pytest.mark.skipif(not FULL, reason="HOLMES_TEST_FULL=1")
+@pytest.mark.parametrize("one", [one for one in HANGS if one.env or one.sms == 1], ids=lambda one: one.title)
+def test_it_is_the_fault_that_hangs(lab, gpus, one):
+    """Mended it runs with the same setting; and what only the setting makes a fault runs without it."""
+    clocked = replace(gpus, clock=GpuClock(sms=one.sms))
+    assert shown(lab.run(SCRIPT, one.fault, "--right", order="a0", env=one.env, gpus=clocked)) == {
+        one.fault: {"right"}}
+    if one.fault in ("side_by_side", "one_hardware_queue"):
+        assert shown(lab.run(SCRIPT, one.fault, order="a0")) == {one.fault: {"right"}}
