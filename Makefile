@@ -8,6 +8,7 @@
 # make matrix the versions that people have, each row in an environment of its own (benchmarks/matrix.py); it may be ended at any
 #             time and goes on there. NEXT=1: only what no longer fits the newest of everything
 # make soak   joined jobs under random faults for half an hour (MINUTES=30 SEED=1); build/soak.jsonl has what happened
+# make faults every fault of joined jobs, WORKERS=6 at a time
 # make .venv  the environment that all use (Python 3.10 to 3.14; PYTHON=... chooses the interpreter)
 #
 # Where pip would take a torch with gigabytes of CUDA libraries: make demo TORCH_ARGS="--index-url <an index of CPU builds>"
@@ -25,7 +26,7 @@ GPU_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(GPU_BIN)/python -m pip install -qq 
 GPU_STAMP := .venv-gpu/installed
 export HOLMES_NCCL_SOURCE ?= $(abspath $(firstword $(wildcard ../shared/nccl/*.tar.gz ../shared/nccl/*.tgz)))
 
-.PHONY: demo test unit gpu gpu-libraries nccl check docs matrix soak stacks .venv .venv-gpu tools clean
+.PHONY: demo test unit gpu gpu-libraries nccl check docs matrix soak faults stacks .venv .venv-gpu tools clean
 
 demo: tools .venv
 	$(BIN)/holmes demo
@@ -82,6 +83,11 @@ SEED ?= 1
 
 soak: .venv
 	PYTHONPATH=tests:. $(BIN)/python integration_tests/joined/soak.py --minutes $(MINUTES) --seed $(SEED)
+
+WORKERS ?= 6
+
+faults: .venv
+	$(BIN)/python integration_tests/joined/side_by_side.py --workers $(WORKERS)
 
 .venv: $(STAMP)
 

@@ -37,7 +37,7 @@ from harness import Row, chosen, finish, kept, parser, tell
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import Lab
-from holmes_ext.lab.joined import CLUSTERS, NODES, TOKENS, join_flags, meeting_point, start
+from holmes_ext.lab.joined import CLUSTERS, NODES, TOKENS, coordinator, join_flags, start
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def measure(name: str, file: Path, repetitions: int) -> list[Row]:
     with Lab(load_spec(file)) as lab, tempfile.TemporaryDirectory() as directory:
         for repetition in range(repetitions):
             for way in found:
-                with meeting_point(lab) as (where, _):
+                with coordinator(lab) as (where, _):
                     jobs = {
                         "apart": {job: (nodes, alone) for job, nodes in NODES.items()},
                         "joined": {job: (nodes, join_flags(job, where, scene.outer)) for job, nodes in NODES.items()},

@@ -97,8 +97,8 @@ class Copy:
         return loss.item()
 
 
-class Joined:
-    """What the jobs' ranks and the meeting point do together, for all jobs in one place."""
+class OuterLoop:
+    """What the jobs' ranks and the coordinator do together, for all jobs in one place."""
 
     def __init__(self, settings: OuterSettings, copies: list[Copy]):
         self.settings, self.copies = settings, copies
@@ -112,7 +112,7 @@ class Joined:
         ]
         self.codec = codec(settings.compress)
         self.residuals = [[torch.zeros(len(anchor), dtype=kind) for anchor in self.anchors] for _ in copies]
-        self.flying: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self.in_flight: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self.round = 0
 
     def after(self, step: int) -> None:
@@ -122,15 +122,15 @@ class Joined:
             if step % period == 0:
                 fragment = self.round % self.settings.fragments
                 self.round += 1
-                before, self.flying[fragment] = self.flying.get(fragment), self.send(fragment)
+                before, self.in_flight[fragment] = self.in_flight.get(fragment), self.send(fragment)
                 self.apply(fragment, *(before or (torch.zeros_like(self.anchors[fragment]), [])))
             return
         if step % period == period - self.settings.delay or (self.settings.delay == 0 and step % period == 0):
-            self.flying[self.round % self.settings.fragments] = self.send(self.round % self.settings.fragments)
+            self.in_flight[self.round % self.settings.fragments] = self.send(self.round % self.settings.fragments)
         if step % period == 0:
             fragment = self.round % self.settings.fragments
             self.round += 1
-            self.apply(fragment, *self.flying.pop(fragment))
+            self.apply(fragment, *self.in_flight.pop(fragment))
 
     def send(self, fragment: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         sent = [copy.flat[self.ranges[fragment]].clone() for copy in self.copies]
@@ -176,7 +176,7 @@ def train(scene: str, way: str, seed: int, jobs: int, steps: int, training: torc
           ) -> tuple[float, ...]:  # fmt: skip
     """A value for each of MEASURED after `steps`."""
     copies = [Copy(scene, seed, steps) for _ in range(1 if way in ("alone", "synchronous") else jobs)]
-    joined = Joined(parse_outer(WAYS[way]), copies) if way in WAYS else None
+    joined = OuterLoop(parse_outer(WAYS[way]), copies) if way in WAYS else None
     own = []
     for step in range(steps):
         batches = [batch(training, seed, step * jobs + k) for k in range(jobs)]

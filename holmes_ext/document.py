@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import stat
 import sys
 from dataclasses import MISSING, fields, is_dataclass
@@ -32,6 +33,8 @@ else:
 T = TypeVar("T")
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
 _REQUIRED = object()
+#: Seconds without a byte until a pipe is given up that was named instead of a file.
+_PIPE_S = 5.0
 
 
 class Table:
@@ -185,7 +188,9 @@ def load_json(path: str | Path, advice: str) -> Table:
 
 def parse_json(text: str, source: str, advice: str) -> Table:
     try:
-        document = json.loads(text)
+        document = json.loads(text, parse_constant=_refuse_constant)
+        if "\\ud" in text.lower():
+            json.dumps(document, ensure_ascii=False).encode()  # a lone surrogate, which nothing could print
     except (ValueError, RecursionError) as error:
         raise HolmesError(f"{source}: not valid JSON: {str(error)[:200]}; {advice}") from None
     if not isinstance(document, dict):
@@ -193,12 +198,30 @@ def parse_json(text: str, source: str, advice: str) -> Table:
     return Table(document, source)
 
 
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def read_text(path: str | Path, advice: str) -> str:
     """The text of a file; HolmesError ends with `advice` where it cannot be read."""
     try:
-        return Path(path).read_bytes().decode()
+        return _read(path).decode()
     except (OSError, ValueError) as error:  # not UTF-8, or a NUL in the path
         raise HolmesError(f"{path}: cannot be read ({why(error)}); {advice}") from None
+
+
+def _read(path: str | Path) -> bytes:
+    """All of a file. A pipe is read until its end, or until nothing comes for a while (OSError)."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(descriptor, "rb", buffering=0) as file:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode) or stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            return file.read()
+        parts = [b""]
+        while len(parts) < 2 or parts[-1]:
+            if not select.select([file], [], [], _PIPE_S)[0]:
+                raise TimeoutError(f"nothing comes out of it for {_PIPE_S:.0f} s")
+            parts.append(file.read(2**20) or b"")
+        return b"".join(parts)
 
 
 def save(path: str | Path, text: str, what: str) -> None:

@@ -4,11 +4,13 @@
 class HolmesError(Exception):
     """Bad input or a situation that only the user can resolve.
 
-    The message is one line. Commands print it without a traceback and exit with status 2.
+    The message is one line of what a terminal only shows: control characters from files become "?". Commands print it
+    without a traceback and exit with status 2.
     """
 
     def __init__(self, message: str):
-        super().__init__(" ".join(message.split()))
+        line = " ".join(message.split())
+        super().__init__("".join(c if c.isprintable() else "?" for c in line))
 
 
 class RemoteError(HolmesError):

@@ -90,8 +90,8 @@ class Options:
     telemetry: str = _option(
         "", "DIR: where each rank writes what its steps and messages took; `holmes report DIR` shows it")
     metrics: str = _option(
-        "", "PORT, HOST:PORT or FILE.prom: what the steps take and how the NICs are, for Prometheus, from one rank of"
-        " each node (extra `metrics`)")
+        "", "PORT (of 127.0.0.1), HOST:PORT or FILE.prom: what the steps take and how the NICs are, for Prometheus,"
+        " from one rank of each node (extra `metrics`); 0.0.0.0:PORT tells whoever reaches the node")
     watchdog: str = _option(
         "5,10", "K or K,SECONDS: a step that takes over K times the median (and over SECONDS) is explained in one line"
         " while it hangs (default 5,10); or off")
@@ -100,7 +100,19 @@ class Options:
         " --profile`")
     join: str = _option(
         "", "NAME@HOST:PORT: this job's name in a run of several jobs, each on a cluster of its own, and where their"
-        " `holmes join serve` is; HOLMES_JOIN_TOKEN has its token")
+        " `holmes join serve` is; HOLMES_JOIN_TOKEN or HOLMES_JOIN_TOKEN_FILE has its token")
+    join_plain: str = _option(
+        "off", "on: joined jobs do not encrypt; whoever is on the way can read the weights and who joins (what is"
+        " changed on the way is noticed). off (default): TLS 1.3 between hosts (extra `join`)", ("off", "on"))
+    join_certificate: str = _option(
+        "", "FILE: PEM with this job's certificate, its chain and its key, of a site's CA (default: made at start, and"
+        " bound to the token)")
+    join_ca: str = _option("", "FILE: PEM of that CA; all jobs and `holmes join serve` give one of the same CA")
+    join_ports: str = _option(
+        "", "PORT, FIRST-LAST, any (default) or none: where this job's ranks listen for other jobs; none: they only"
+        " call, and are reached through `holmes join serve`")
+    join_address: str = _option(
+        "", "HOST or HOST:PORT that other jobs call to reach this one: behind NAT, with port forwarding")
     outer: str = _option(
         "", "every=32,fragments=4,delay=5,lr=1,momentum=auto,compress=bf16,...: how joined jobs update each other (see"
         " docs/joined.md)")
@@ -146,7 +158,7 @@ class Options:
     def metrics_address(self) -> tuple[str, int]:
         """(host, port) to listen on; port 0 where the text has none."""
         host, _, port = self.metrics.rpartition(":")
-        return host.strip("[]") or "0.0.0.0", int(port) if port.isdecimal() and len(port) < 6 else 0
+        return host.strip("[]") or "127.0.0.1", int(port) if port.isdecimal() and len(port) < 6 else 0
 
     @property
     def profile_steps(self) -> int:
@@ -214,7 +226,7 @@ def _decimal(text: str) -> float:
 
 def flag(name: str) -> str:
     """Of an option; an underscore at the end only keeps its name from being a word of Python."""
-    return f"{PREFIX}-{name.rstrip('_')}"
+    return f"{PREFIX}-{name.rstrip('_').replace('_', '-')}"
 
 
 def variable(name: str) -> str:
@@ -252,7 +264,8 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
             continue
         key = _BY_FLAG.get(name, "")
         if not key:
-            near = did_you_mean(name.removeprefix(f"{PREFIX}-"), [known.rstrip("_") for known in NAMES], flag)
+            flags = [one.removeprefix(f"{PREFIX}-") for one in _BY_FLAG]
+            near = did_you_mean(name.removeprefix(f"{PREFIX}-"), flags, flag)
             raise HolmesError(f"{name} is not a flag of holmes; {near}")
         if not equals:
             value = next(items, "--")

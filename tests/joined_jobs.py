@@ -1,4 +1,4 @@
-"""Joined jobs for tests: each a thread with one rank, or processes that form a gloo world; a meeting point in this
+"""Joined jobs for tests: each a thread with one rank, or processes that form a gloo world; a coordinator in this
 process."""
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ from typing import Any
 
 import torch
 
-from holmes_ext.runtime.outer.enter import join
-from holmes_ext.runtime.outer.joined import Joined, Record
-from holmes_ext.runtime.outer.meeting.server import Server
-from holmes_ext.runtime.outer.place import Place
+from holmes_ext.runtime.outer.address import JoinAddress, PortRange
+from holmes_ext.runtime.outer.coordinator.server import CoordinatorServer
+from holmes_ext.runtime.outer.join import JoinPlace, join
+from holmes_ext.runtime.outer.loop import OuterLoop, Record
 from holmes_ext.runtime.outer.settings import OuterSettings
-from holmes_ext.runtime.outer.weights import Part, Tensor, Weights, row_of
+from holmes_ext.runtime.outer.shards.weights import Part, Tensor, Weights, row_of
+from holmes_ext.runtime.sockets.handshake import Credentials
 
-TOKEN = "a token for tests"
+TOKEN = "a token for these tests"
 
 
 @contextlib.contextmanager
-def meeting_point(port: int = 0) -> Iterator[Server]:
-    """A meeting point on loopback; `told` are its events."""
+def coordinator(port: int = 0, token: str = TOKEN) -> Iterator[CoordinatorServer]:
+    """A coordinator on loopback; `told` are its events."""
     told: list[str] = []
-    server = Server("127.0.0.1", port, TOKEN, told.append)
+    server = CoordinatorServer("127.0.0.1", port, Credentials(token), told.append)
     server.told = told
     thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()
@@ -49,18 +50,18 @@ def joined_of(
     port: int,
     settings: OuterSettings,
     records: list[Record] | None = None,
+    ports: PortRange = PortRange(),
     **more: Any,
-) -> Joined:
-    place = Place(job, "127.0.0.1", port)
+) -> OuterLoop:
+    place = JoinPlace(JoinAddress(job, "127.0.0.1", port), Credentials(TOKEN), ports)
     told = records.append if records is not None else (lambda record: None)
     return join(
         place,
-        TOKEN,
         settings,
         lambda: weights_of(model),
         {},
         torch.device("cpu"),
-        told=told,
+        on_round=told,
         **more,
     )
 

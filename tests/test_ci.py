@@ -1,5 +1,5 @@
-""".ci/run where apt brings a browser and pip a CUDA build of torch, and where they cannot: the run goes on, and says so
-in one line."""
+""".ci/run where apt brings a browser and the launchers, and pip a CUDA build of torch, and where they cannot: the run
+goes on, and says so in a line."""
 
 import shutil
 import subprocess
@@ -7,11 +7,13 @@ import subprocess
 import pytest
 from test_docs import ROOT
 
-TOOLS = ("bash", "dirname", "mkdir", "nice", "tail", "timeout")
+TOOLS = ("bash", "chmod", "dirname", "mkdir", "nice", "rm", "tail", "timeout", "touch")
 THERE = ("git", "g++", "python3", "tc", "ip", "unshare")
-SAID = (".ci/run: apt brought no chromium-headless-shell: the browser tests are skipped;"
-        " E: Unable to locate package")
-
+LAUNCHERS = ("slurmctld", "slurmd", "munged", "mpirun", "pdsh", "ssh", "sshd")
+WHY = "; E: Unable to locate package"
+BROWSER = f".ci/run: apt brought no chromium-headless-shell: the browser tests are skipped{WHY}"
+SLURM = f".ci/run: apt brought no slurm-wlm munge: the tests of real launchers are skipped{WHY}"
+FAILS = "echo 'E: Unable to locate package' >&2; exit 100"
 NO_TORCH = (".ci/run: NO EMULATED GPU WAS TESTED (but its runtime, by make test), as pip brought no CUDA build of"
             " torch: ERROR: no matching distribution")
 
@@ -23,7 +25,8 @@ def program(path, text):
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs .ci/run with stand-ins for make, apt and .venv's python, and no browser on PATH; what it prints."""
+    """Runs .ci/run with stand-ins for make, apt and .venv's python, no browser on PATH, and `there` of the launchers:
+    what it prints."""
     programs, own = tmp_path / "bin", tmp_path / ".ci" / "run"
     for folder in (programs, own.parent, tmp_path / ".venv" / "bin"):
         folder.mkdir(parents=True)
@@ -32,25 +35,34 @@ def run(tmp_path):
     for tool in THERE:
         program(programs / tool, "exit 0")
     program(tmp_path / ".venv" / "bin" / "python", 'echo "python $1"')
-    shutil.copy(ROOT / ".ci" / "run", own)
+    text = (ROOT / ".ci" / "run").read_text()
+    assert "PATH=$PATH:/usr/sbin:/sbin\n" in text  # this machine's own launchers lie there
+    program(own, text.replace("PATH=$PATH:/usr/sbin:/sbin\n", "").replace("/usr/sbin/policy-rc.d", "policy-rc.d"))
 
-    def lines(apt="exit 0", make=""):
+    def lines(apt="exit 0", there=LAUNCHERS, make=""):
+        for tool in there:
+            program(programs / tool, "exit 0")
         program(programs / "apt-get", f'echo "$1" >> asked; [ "$1" = update ] && exit 0; {apt}')
         program(programs / "make", f'echo "make $1"; {make}')
         done = subprocess.run([own], env={"PATH": str(programs)}, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
-        assert (tmp_path / "asked").read_text().split() == ["update", "install"]
         return done.stdout.splitlines()
 
     return lines
 
 
-@pytest.mark.parametrize("apt, said", [("exit 0", []), ("echo 'E: Unable to locate package' >&2; exit 100", [SAID])])
-def test_a_browser_that_apt_cannot_bring_is_told(run, tmp_path, apt, said):
+@pytest.mark.parametrize("apt, there, said, asked", [
+    ("exit 0", LAUNCHERS, [], 1),
+    (FAILS, LAUNCHERS, [BROWSER], 1),
+    (FAILS, [name for name in LAUNCHERS if name not in ("slurmctld", "slurmd", "munged")], [SLURM, BROWSER], 2),
+    (f'[[ "$*" != *slurm* ]] || {{ {FAILS}; }}', [LAUNCHERS[1], *LAUNCHERS[3:]], [SLURM], 2),
+])
+def test_what_apt_cannot_bring_is_told(run, tmp_path, apt, there, said, asked):
     torch = tmp_path / ".venv-gpu" / "lib" / "python3.11" / "site-packages" / "torch" / "version.py"
     torch.parent.mkdir(parents=True)
     torch.write_text("")
-    assert run(apt) == ["make check", *said, "make test", "python benchmarks/matrix.py", "make gpu"]
+    assert run(apt, there) == ["make check", *said, "make test", "python benchmarks/matrix.py", "make gpu"]
+    assert (tmp_path / "asked").read_text().split() == ["update", "install"] * asked
 
 
 def test_a_torch_that_pip_cannot_bring_is_told(run):

@@ -1,9 +1,11 @@
 import json
 import os
+import threading
 from dataclasses import dataclass, field
 
 import pytest
 
+from holmes_ext import document
 from holmes_ext.document import Table, load_json, load_toml, save, write_whole
 from holmes_ext.errors import HolmesError
 
@@ -146,6 +148,9 @@ def test_version():
         (load_json, b"{", "not valid JSON: .*; mend it"),
         (load_json, b"[" * 100_000, "not valid JSON: .*; mend it"),
         (load_json, b"[]", "not a JSON object; mend it"),
+        (load_json, b'{"a": NaN}', "not valid JSON: NaN is no number of JSON"),
+        (load_json, b'{"a": -Infinity}', "not valid JSON: -Infinity is no number of JSON"),
+        (load_json, b'{"a": "\\ud800"}', "not valid JSON"),
     ],
 )
 def test_files_that_cannot_be_read(load, content, message, tmp_path):
@@ -154,6 +159,23 @@ def test_files_that_cannot_be_read(load, content, message, tmp_path):
         path.write_bytes(content)
     with pytest.raises(HolmesError, match=f"^{path}: {message}"):
         load(path, "mend it")
+
+
+def test_a_pipe_that_nobody_fills_is_not_waited_for(tmp_path, monkeypatch):
+    """`--cluster PIPE` hung."""
+    monkeypatch.setattr(document, "_PIPE_S", 0.05)
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)
+    with pytest.raises(HolmesError, match="cannot be read .nothing comes out of it"):
+        load_toml(tmp_path / "pipe", "mend it")
+    monkeypatch.setattr(document, "_PIPE_S", 30)
+    os.write(writer, b"a = 1")
+    threading.Timer(0.05, os.close, [writer]).start()
+    assert load_toml(tmp_path / "pipe", "mend it").take("a", int) == 1
+
+
+def test_what_a_terminal_would_obey_is_not_in_an_error():
+    assert str(HolmesError("a\x1b]0;title\x07 b\nc")) == "a?]0;title? b c"
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -113,7 +113,7 @@ def test_the_bare_install_asks_for_small_libraries_only(metadata):
 
 
 def test_extras(metadata):
-    extras = {"deepspeed", "megatron", "lab", "plot", "metrics", "experts", "docs", "test"}
+    extras = {"deepspeed", "megatron", "lab", "plot", "metrics", "experts", "join", "docs", "test"}
     assert set(metadata.metadata.get_all("Provides-Extra")) == extras
     requirements = {str(Requirement(line)) for line in metadata.requires}
     assert {'deepspeed>=0.14.4; extra == "deepspeed"', 'megatron-core>=0.11; extra == "megatron"'} <= requirements
@@ -122,7 +122,7 @@ def test_extras(metadata):
 
 #: Extra -> what it brings, as it is imported.
 EXTRAS = {"deepspeed": "deepspeed", "megatron": "megatron.core", "lab": "psutil", "plot": "matplotlib",
-          "metrics": "prometheus_client", "experts": "scipy", "docs": "mkdocs, material",
+          "metrics": "prometheus_client", "experts": "scipy", "join": "cryptography", "docs": "mkdocs, material",
           "test": "pytest, scipy"}  # fmt: skip
 
 

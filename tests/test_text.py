@@ -23,6 +23,8 @@ KEPT = {
     ("README.md", "run          step, s"): "what make demo prints: five minutes in the lab",
     ("README.md", "Step times are emulated"): "the same",
     ("docs/joined.md", "somewhere that all reach"): "commands, each behind the place where it is typed",
+    ("docs/joined_network.md", "--holmes-join-ports"): "flags, each with what it means",
+    ("docs/joined_network.md", "--holmes-join-certificate"): "the same, and commands",
     ("docs/joined.md", "--holmes-outer                round, s"): "the end of what the command above it prints",
     ("docs/joined.md", "job   from, s"): "what holmes demo --joined prints: 2.5 minutes in the lab",
     ("docs/trouble.md", "node  fast NICs"): "holmes doctor over four nodes: tests/doctor/test_side_by_side.py",

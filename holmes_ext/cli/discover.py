@@ -1,4 +1,4 @@
-"""`holmes discover`: print the NICs of this node, or of a /sys tree captured on another machine."""
+"""`holmes discover`: the NICs of this node, or of a captured /sys tree; or clusters that a scheduler knows (--from)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from holmes_ext.cli.show import sources
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.addresses import captured_addresses
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, KINDS, Nic
@@ -17,6 +18,7 @@ from holmes_ext.cluster.node_report import lab_remark, sysfs_root
 from holmes_ext.cluster.sysfs.node import read_nics, select
 from holmes_ext.doctor.finding import Finding
 from holmes_ext.doctor.nics import DEFAULT_PREFIX, check_nics
+from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate
 
 # Links are kept as links; of the devices behind them only the named files are read: reading others (PCI BARs, vpd)
@@ -48,7 +50,8 @@ Exit status: 0 with at least one usable NIC, 1 with none, 2 on bad input.
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "discover", help="show the NICs of this node and which of them a job would use",
-        description="Shows the NICs of this node and which of them a job would use.",
+        description="Shows the NICs of this node and which of them a job would use; with --from the clusters that"
+        " Slurm, Kubernetes or a hostfile know, as a cluster.toml.",
         epilog=_EPILOG.replace("%", "%%"))
     parser.add_argument("--sysfs", metavar="DIR", default=sysfs_root(os.environ),
                         help="root of a /sys tree captured on another machine (how: see below), with its addresses "
@@ -58,10 +61,15 @@ def add_parser(subparsers: Any) -> None:
                         help="use only NICs that match: mlx5_0, mlx5_0:1, or a net device; wildcards allowed")
     parser.add_argument("--exclude", metavar="P", action="append", nargs="+", default=[],
                         help="do not use NICs that match")
+    sources.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print table or JSON. Returns 0 with a usable NIC, 1 with none; HolmesError on bad input."""
+    if args.source:
+        return sources.run(args)
+    if given := [name for name in ("output", "rate", "kind", "partition", "topology") if getattr(args, name)]:
+        raise HolmesError(f"--{given[0]} is of --from slurm, kubernetes or hostfile; name one of them")
     real = os.path.realpath(args.sysfs)
     nics = _mark(read_nics(args.sysfs), sum(args.include, []), sum(args.exclude, []))
     no_addresses = real != "/sys" and captured_addresses(args.sysfs) is None

@@ -7,6 +7,9 @@ import contextlib
 import json
 import os
 import platform
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,6 +17,7 @@ from typing import Any
 
 from rich.text import Text
 
+import holmes_ext
 from holmes_ext import __version__
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.addresses import captured_addresses, egress_interface, interface_addresses
@@ -24,21 +28,24 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.cluster.sysfs.node import read_nics
 from holmes_ext.cluster.tcp import read_limits
 from holmes_ext.doctor import frameworks, nccl, variables
+from holmes_ext.doctor.allocation import allocated, check_nodes, srun
 from holmes_ext.doctor.command import check_command
 from holmes_ext.doctor.finding import Finding
 from holmes_ext.doctor.nics import check_hcas, check_machine, check_nics, rdma_limits
-from holmes_ext.doctor.side_by_side import NodeCheck, compare, kind_of, load_check
+from holmes_ext.doctor.side_by_side import NodeCheck, compare, kind_of, load_check, part_for
 from holmes_ext.doctor.tcp import check_tcp
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches import all_patches, installed_versions
+from holmes_ext.runtime import session
 from holmes_ext.runtime.start import launcher
 from holmes_ext.units import format_rate
 from holmes_ext.words import some_of
 
 _EPILOG = """\
-Several nodes side by side, either way:
+Several nodes side by side, in one of three ways:
 
+  holmes doctor --slurm --cluster cluster.toml              in a Slurm allocation (salloc, a batch script)
   srun (or torchrun --nproc-per-node 1, pdsh with its variables) holmes doctor --cluster cluster.toml
   holmes doctor --json > $(hostname).json   on each node, then   holmes doctor --cluster cluster.toml --nodes *.json
 
@@ -59,6 +66,11 @@ def add_parser(subparsers: Any) -> None:
                         help="root of a /sys tree (default: this machine's)")
     parser.add_argument("--check", action="store_true",
                         help="import the frameworks and check the real functions, not their source")
+    parser.add_argument("--slurm", metavar="OPTIONS", nargs="?", const="",
+                        help="on every node of the Slurm allocation, by srun, with --preflight; without an allocation"
+                             " OPTIONS are srun's: --slurm='--nodes 4 --partition gpu'")
+    parser.add_argument("--preflight", action="store_true",
+                        help="under a launcher: try the links between the nodes, too, as a job does at its start")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S",
                         help="under a launcher: seconds to wait for the other nodes (default: 60)")
     parser.add_argument("--json", action="store_true", help="print JSON: of one node alone what --nodes takes")
@@ -72,12 +84,19 @@ def run(args: argparse.Namespace) -> int:
     if words and not args.words[0] == "--":
         raise HolmesError(f"{words[0]!r} is not an option of holmes doctor; write the command to check after --")
     spec = load_spec(args.cluster) if args.cluster else None
+    if args.slurm is not None:
+        return _over_allocation(args, words, spec)
     process = launcher.detect(os.environ)
+    if args.preflight and process.world_size < 2:
+        raise HolmesError("--preflight tries the links between nodes: start it on several by a launcher, or --slurm")
+    faults = False
     if process.world_size > 1:
         documents = _gather(process, None if process.local_rank else check_node(args, words, spec), args.timeout)
+        faults = args.preflight and _preflight(args, process)
         if process.rank:
             return 0
         together = [NodeCheck.from_table(Table(document, "a node's report")) for document in documents]
+        spec = spec and part_for(spec, together)  # a file may describe more than the job has
     else:
         together = [load_check(path) for path in args.nodes] or [check_node(args, words, spec)]
     for name, count in Counter(check.node.name for check in together).items():
@@ -92,7 +111,38 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(together, differences)
     everything = [*differences, *(finding for check in together for finding in check.findings)]
-    return 1 if any(finding.level == "problem" for finding in everything) else 0
+    return 1 if faults or any(finding.level == "problem" for finding in everything) else 0
+
+
+def _over_allocation(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | None) -> int:
+    """This command on every node of the allocation; srun's exit status, which is the greatest of theirs."""
+    if spec is not None:
+        check_nodes(allocated(os.environ), spec)
+    program = [sys.executable, "-m", "holmes_ext.cli.main", "doctor", "--preflight", f"--timeout={args.timeout:g}"]
+    program += [f"--cluster={os.path.abspath(args.cluster)}"] if args.cluster else []
+    program += ["--check"] * args.check + ["--json"] * args.json + (["--", *words] if words else [])
+    command = srun(os.environ, args.slurm, program)
+    try:
+        return subprocess.run(command).returncode
+    except FileNotFoundError:
+        raise HolmesError("--slurm: there is no `srun` on this machine; run it on a login node of the Slurm cluster"
+                          " (module load slurm?)") from None
+
+
+def _preflight(args: argparse.Namespace, process: launcher.Process) -> bool:
+    """Try the links between all nodes, as a job does at its start; whether a port is left out. HolmesError on rank 0
+    (RemoteError elsewhere) where no job could start."""
+    before, sys.argv[1:] = sys.argv[1:], []  # the command that is judged is not this job's
+    holmes_ext.enable(**({"cluster": args.cluster} if args.cluster else {}))
+    sys.argv[1:] = before
+    current = session.require()
+    assert current.store is not None
+    done = current.store.add(f"{current.round}/doctor", 1)
+    limit = time.monotonic() + args.timeout
+    while process.rank == 0 and done < process.world_size and time.monotonic() < limit:  # the store lives in rank 0
+        time.sleep(0.05)
+        done = current.store.add(f"{current.round}/doctor", 0)
+    return any(port.fault for node in current.site.nodes for port in node.ports)
 
 
 def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | None) -> NodeCheck:

@@ -1,10 +1,11 @@
-"""`holmes lab`: run a command on emulated clusters, measure their links, clear what a crash left."""
+"""`holmes lab`: run a command on emulated clusters, look into them, measure links, clear what a crash left."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +19,11 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.lab import state
 from holmes_ext.lab.cores import BOUND, BOUND_TEXT
 from holmes_ext.lab.lab import Lab
+from holmes_ext.lab.launchers.command import NEEDS, started
+from holmes_ext.lab.launchers.daemons import Daemons
 from holmes_ext.lab.measure import CrossingRow, LinkRow, measure
 from holmes_ext.lab.process.ranks import interleave
+from holmes_ext.lab.process.shell import inside, running
 from holmes_ext.units import format_rate, format_seconds
 
 #: Commands that start the processes of a job.
@@ -56,6 +60,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     start.add_argument("--realtime", action="store_true", help="run the ranks under SCHED_RR where permitted")
     start.add_argument("--logs", type=Path, metavar="DIR", help="write each rank's output to DIR/rankN.log")
     start.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds (status 124)")
+    start.add_argument("--launcher", choices=tuple(NEEDS),
+                       help="start the job by the real launcher, with its daemons in the nodes; COMMAND may begin with"
+                       " its program (srun, sbatch, mpirun, ...): then it is run as it stands on the host \"login\"")
     start.add_argument("--quiet", action="store_true", help="only rank 0's output; of others the end, when they fail")
     lab_gpu.add_options(start)
     start.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND",
@@ -76,6 +83,21 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     _add_site(links)
     links.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
+    shell = actions.add_parser(
+        "shell", help="a shell on a host of a lab",
+        description="A shell on a node of a lab that runs (`holmes lab run` in another terminal), or with --cluster of"
+        " a lab of its own, which ends with the shell.",
+        epilog="Example: a Slurm of four nodes to try things on\n\n"
+        "  holmes lab shell --cluster examples/clusters/two_clusters_4.toml --launcher srun login")
+    which = shell.add_mutually_exclusive_group()
+    which.add_argument("--cluster", metavar="FILE", help="cluster.toml of a lab of its own")
+    which.add_argument("--lab", metavar="DIR", help="directory of a lab that runs, where several do")
+    shell.add_argument("--scale", type=float, default=1.0, metavar="S", help="with --cluster: multiply every rate by S")
+    shell.add_argument("--launcher", choices=tuple(NEEDS), help="with --cluster: start this launcher's daemons")
+    shell.add_argument("host", metavar="NODE", help="its name; \"login\" is where the lab's launchers start jobs")
+    shell.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", default=[],
+                       help="run this instead of a shell")
+
     down = actions.add_parser("down", help="end labs whose owner is gone and remove their files",
                               description="Ends labs whose owner is gone, and removes their files.")
     down.add_argument("--all", action="store_true", help="also end the labs that are in use")
@@ -89,7 +111,8 @@ def _add_site(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status: the command's (130 after Ctrl-C); `measure` 1 when a link is off by more than 10 %."""
-    return {"run": _run, "build": lab_gpu.build, "measure": _measure, "down": _down}[args.lab_action](args)
+    return {"run": _run, "build": lab_gpu.build, "measure": _measure, "shell": _shell,
+            "down": _down}[args.lab_action](args)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -97,20 +120,28 @@ def _run(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise HolmesError("holmes lab run: no command; write it after --, for example: -- python train.py")
-    refuse_launcher(command)
+    if args.launcher is None:
+        refuse_launcher(command)
     env = dict(_key_value(text) for text in args.env)
     order = interleave(spec) if args.interleave else args.order.split(",") if args.order else None
     preload = args.preload.split(",") if args.preload else ()
     sysctl = dict(_key_value(text, "--sysctl") for text in args.sysctl)
     gpus = lab_gpu.gpus_of(args, command, env)
-    accelerator = None if gpus else _configuration(args.accelerator)
-    options = {"processes": args.processes, "env": env, "preload": preload, "logs": args.logs, "timeout": args.timeout}
-    with Lab(spec, args.scale, realtime=args.realtime, sysctl=sysctl) as lab:
-        printer = _Printer(args.quiet, _labels(lab, spec, order, args.processes))
-        if gpus:
-            result = lab_gpu.run(lab, command, args, gpus, printer, order=order, **options)
+    printer = _Printer(args.quiet, [])
+    how: dict[str, Any] = {"order": order, "processes": args.processes, "env": env, "logs": args.logs,
+                           "timeout": args.timeout, "on_line": printer}
+    if gpus is None:
+        how["accelerator"] = _configuration(args.accelerator)
+    with Lab(spec, args.scale, realtime=args.realtime, sysctl=sysctl, login=args.launcher is not None) as lab:
+        if args.launcher is None:
+            printer.labels = _labels(lab, spec, order, args.processes)
+        if gpus is not None:
+            result = lab_gpu.run(lab, command, args, gpus, printer.labels, preload=preload, **how)
+        elif args.launcher is None:
+            result = lab.run(command, preload=preload, **how)
         else:
-            result = lab.run(command, order=order, accelerator=accelerator, on_line=printer, **options)
+            job, printer.labels = started(lab, args.launcher, command, **how)
+            result = job.wait()
     if result.emulated:
         print("holmes lab: an emulated accelerator made the timings of this run", file=sys.stderr)
     if result.busy > BOUND and args.accelerator:
@@ -177,6 +208,25 @@ def _configuration(text: str | None) -> dict[str, Any] | None:
         return None if text is None else json.loads(text)
     except json.JSONDecodeError as error:
         raise HolmesError(f"--accelerator: not JSON: {error}") from None
+
+
+def _shell(args: argparse.Namespace) -> int:
+    argv = (args.command[1:] if args.command[:1] == ["--"] else args.command) or [os.environ.get("SHELL") or "sh"]
+    if argv[0].startswith("-"):
+        raise HolmesError(f"{argv[0]!r} stands behind the node; options stand before it, a command after --:"
+                          f" holmes lab shell [--cluster FILE] {args.host} -- COMMAND")
+    if args.cluster is None:
+        if args.launcher:
+            raise HolmesError("--launcher: a lab that runs has the launcher that it was started with; give --cluster"
+                              " FILE for one of its own")
+        host = running(args.host, args.lab)
+        return inside(host.holder, argv, {**os.environ, **host.variables})
+    with Lab(load_spec(args.cluster), args.scale, login=args.launcher is not None) as lab:
+        lab.holder(args.host)  # a bad name is told before the daemons start
+        if args.launcher:
+            Daemons(lab, NEEDS[args.launcher])
+        host = running(args.host, str(lab.directory))
+        return inside(host.holder, argv, {**os.environ, **host.variables})
 
 
 def _measure(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from holmes_ext.cli.show.gpu_build import BuildProgress
 from holmes_ext.cli.show.table import Column, Screen
@@ -31,14 +31,6 @@ NICS = (Column("run", drop=1), Column("node"), Column("NIC"), Column("kind"), Co
         Column("received", right=True))  # fmt: skip
 #: Status of a job that hung and was ended.
 HUNG = 125
-
-
-class Printer(Protocol):
-    """Prints the ranks' lines. labels: "a0:1" of each rank."""
-
-    labels: list[str]
-
-    def __call__(self, rank: int, line: str, stream: str) -> None: ...
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +57,8 @@ def gpus_of(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, 
         if name := next((name for name, value in given.items() if value), ""):
             raise HolmesError(f"holmes lab run: {name} is for emulated GPUs; add --gpu")
         return None
+    if args.launcher is not None:
+        raise HolmesError(f"--gpu: the ranks of --launcher {args.launcher} find no emulated GPUs; leave one out")
     if args.gpu == 0 or args.gpu < -1:
         raise HolmesError(f"--gpu {args.gpu}: a node needs at least 1 GPU (without a number: one for each process)")
     memory_mb = 16384 if args.gpu_memory is None else parse_size(args.gpu_memory, "--gpu-memory") >> 20
@@ -96,7 +90,7 @@ class GpuRun:
     hang: tuple[str, ...] = field(default=())
 
 
-def run(lab: Lab, command: Sequence[str], args: argparse.Namespace, gpus: Gpus, printer: Printer,
+def run(lab: Lab, command: Sequence[str], args: argparse.Namespace, gpus: Gpus, labels: Sequence[str],
         **options: Any) -> RunResult:
     """Runs the command (options: Lab.start's), before it without holmes where that is asked for; shows the networks and
     bytes. The result of the command itself: status HUNG where it was ended because it could never move on."""
@@ -108,7 +102,7 @@ def run(lab: Lab, command: Sequence[str], args: argparse.Namespace, gpus: Gpus, 
     for name, words in named.items():
         if name:
             print(f"holmes lab: {name}", file=sys.stderr, flush=True)
-        runs.append(_run_watched(lab, name, words, printer.labels, gpus=gpus, on_line=printer, **options))
+        runs.append(_run_watched(lab, name, words, labels, gpus=gpus, **options))
         if runs[-1].result.returncode:
             break
     show(runs, gpus.libraries)

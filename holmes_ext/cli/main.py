@@ -16,7 +16,7 @@ import select
 import sys
 
 from holmes_ext import __version__
-from holmes_ext.errors import HolmesError
+from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.words import did_you_mean, nearest
 
 COMMANDS = ("discover", "doctor", "plan", "probe", "lab", "demo", "examples", "join", "patches", "report", "tune")
@@ -81,6 +81,8 @@ def main(argv: list[str] | None = None) -> int:
             return args.run(args)
         finally:
             sys.stdout.flush()
+    except RemoteError:  # another process of the job has told it
+        return 2
     except HolmesError as error:
         text = str(error)
         if argv and text.startswith(f"holmes {argv[0]}"):  # it says which command it is about

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
-from holmes_ext.cli.show import experts, explain, search, search_table
+from holmes_ext.cli.show import experts, explain, search, search_table, subset
 from holmes_ext.cli.show.matrix import show_wan
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cli.show.training import training_of
@@ -48,11 +48,12 @@ _WORKLOAD = {  # field of Workload -> (option, what it is)
 _ABOUT = """Says where each stage of a job should run, over which network, and what that is worth: for a training
 command after --, for sizes, or searched for a model."""
 _EPILOG = """\
-Three ways to ask:
+Four ways to ask:
 
   holmes plan --cluster FILE -- COMMAND                        today's command as it is, with holmes, and the best sizes
   holmes plan --cluster FILE --model FILE --global-batch N     the best sizes for a model
   holmes plan --cluster FILE --pipeline 2                      where the stages of these sizes go
+  holmes plan --nodes 12 --from-cluster FILE -- COMMAND        which 12 nodes to ask the scheduler for
 
 Exit status: 0 good, 1 a group of the given sizes straddles networks, 2 bad input, 130 after Ctrl-C
 (with the best found until then)."""
@@ -63,7 +64,7 @@ def add_parser(subparsers: Any) -> None:
     what = "what a step takes today, with holmes, and with the best sizes; where each stage should run"
     parser = subparsers.add_parser("plan", help=what, description=_ABOUT, epilog=_EPILOG)
     add = parser.add_argument
-    add("--cluster", required=True, metavar="FILE", help="cluster.toml")
+    add("--cluster", metavar="FILE", help="cluster.toml")
     add("--sizes", metavar="TEXT", help='parallel sizes, such as "pipeline=2,tensor=1"; what is left is data')
     for name in ("pipeline", "tensor", "context", "expert"):
         add(f"--{name}", type=int, metavar="N", help=f"{name}-parallel size")
@@ -79,12 +80,19 @@ def add_parser(subparsers: Any) -> None:
     explain.add_arguments(parser)
     experts.add_arguments(parser)
     search.add_arguments(parser)
+    subset.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print (or write) the plan. 0: nothing straddles; 1: some group does. HolmesError on bad input."""
+    if subset.wanted(args):
+        return subset.run(args)
+    if not args.cluster:
+        raise HolmesError("the following arguments are required: --cluster (see holmes plan --help)")
     spec = load_spec(args.cluster)
+    if args.nodelist:
+        spec = subset.only(spec, args.nodelist, "--nodelist")
     site, links = site_from_spec(spec), Links.of_spec(spec)
     measured = links.site(site)
     job = training_of(args, spec)

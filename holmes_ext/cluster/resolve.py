@@ -39,8 +39,14 @@ ENOUGH = 0.95
 _Members = dict[tuple[str, str], dict[str, list[Nic]]]
 
 
+def part_of(spec: SiteSpec, reports: Iterable[NodeReport]) -> SiteSpec:
+    """`spec` as far as the nodes go that reported; HolmesError for one that it does not know."""
+    return spec.only({report.name for report in _match_names(tuple(reports), spec)})
+
+
 def resolve_site(reports: Iterable[NodeReport], spec: SiteSpec | None, fallback: bool = False) -> Site:
-    """The Site of the nodes that reported, in their order; HolmesError names the node and what contradicts.
+    """The Site of the nodes that reported, in their order, of which `spec` may know more; HolmesError names the node
+    and what contradicts.
 
     fallback: a fast NIC that cluster.toml promises and that is down is marked as such, and the node left on Ethernet.
     """
@@ -53,6 +59,7 @@ def resolve_site(reports: Iterable[NodeReport], spec: SiteSpec | None, fallback:
     if spec is None:
         return _site_from_reports(reports)
     nodes = tuple(_node_by_spec(report, spec, fallback) for report in _match_names(reports, spec))
+    spec = spec.only({node.name for node in nodes})
     return Site(nodes, fabrics_of_spec(spec), spec.source, spec.wan)
 
 
@@ -103,7 +110,7 @@ def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
 
 
 def apart_by_subnet(site: Site) -> list[str]:
-    """A line where fabrics of RoCE were told by their IP subnets alone: routed ones (a subnet for each rack) are one."""
+    """A line where fabrics of RoCE were told by their IP subnets alone: routed, racks' subnets are one fabric."""
     roce = [fabric.name for fabric in site.fabrics if fabric.kind == "roce"]
     if site.source != REPORTS or len(roce) < 2:
         return []
@@ -122,11 +129,6 @@ def _match_names(reports: tuple[NodeReport, ...], spec: SiteSpec) -> tuple[NodeR
             what = f"node {report.name!r} reported but is in no cluster"
             raise HolmesError(f"{spec.source}: {what}; add it to a cluster's nodes")
         renamed.append(replace(report, name=name))
-    absent = sorted(set(listed) - {report.name for report in renamed})
-    if absent:
-        raise HolmesError(
-            f"{spec.source}: node {absent[0]!r} of cluster {spec.cluster_of(absent[0]).name!r} did not report"
-            f" ({len(renamed)} of {len(listed)} nodes did); start the job there too, or take it out of the file")
     return tuple(renamed)
 
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from holmes_ext.cluster.gpu import Accelerator
@@ -100,6 +100,16 @@ class SiteSpec:
         """What is possible and looks unmeant, a line each."""
         found = notes(self.wan, {cluster.name: self.ethernet_rate_bps for cluster in self.clusters})
         return [f"{self.source}: {note}" for note in found]
+
+    def only(self, nodes: Collection[str]) -> SiteSpec:
+        """The same as far as these nodes go; a file may describe more than a job has."""
+        kept = [replace(cluster, nodes=tuple(node for node in cluster.nodes if node in nodes))
+                for cluster in self.clusters]
+        clusters = tuple(cluster for cluster in kept if cluster.nodes)
+        names = {cluster.name for cluster in clusters}
+        overrides = {host: override for host, override in self.overrides.items() if host in nodes}
+        pairs = tuple(pair for pair in self.pairs if names.issuperset(pair.clusters))
+        return replace(self, clusters=clusters, overrides=overrides, wan=self.wan.only(names), pairs=pairs)
 
     def cluster_of(self, node: str) -> ClusterSpec:
         """The cluster that holds `node`; HolmesError when none does."""

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -90,6 +90,11 @@ class Wan:
         if two in self.uplink_of:
             found.append(Hop(("downlink", two), self.uplink_of[two]))
         return tuple(found)
+
+    def only(self, clusters: Collection[str]) -> Wan:
+        """What lies between these clusters."""
+        return Wan(tuple(uplink for uplink in self.uplinks if uplink.cluster in clusters),
+                   tuple(link for link in self.between if set(link.clusters).issubset(clusters)))
 
     def measured(self, pairs: Sequence[Between]) -> Wan:
         """With these in place of the links between the same clusters; others come besides."""

@@ -16,7 +16,6 @@ from holmes_ext.cluster.resolve import nccl_remarks, resolve_site
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.finding import Finding, note, problem
-from holmes_ext.doctor.side_by_side import only
 from holmes_ext.errors import HolmesError
 
 #: Versions that cannot load a plugin of others again once their last communicator is closed ("Failed to initialize any
@@ -105,8 +104,7 @@ def _by_version(unset_index: bool) -> Iterator[str]:
 def _site(node: NodeReport, spec: SiteSpec | None) -> Site:
     if spec is None:
         return resolve_site([replace(node, processes=1)], None)
-    own = only(spec, node.name)
-    listed = [cluster for cluster in own.clusters if short_name(node.name) in map(short_name, cluster.nodes)]
+    listed = [cluster for cluster in spec.clusters if short_name(node.name) in map(short_name, cluster.nodes)]
     if not listed:
         raise HolmesError(f"{node.name} is in no cluster of {spec.source}")
-    return resolve_site([replace(node, processes=listed[0].processes)], own)
+    return resolve_site([replace(node, processes=listed[0].processes)], spec)

@@ -89,6 +89,13 @@ def _owners(spec: SiteSpec) -> dict[str, ClusterSpec]:
     return {short_name(host): cluster for cluster in reversed(spec.clusters) for host in cluster.nodes}
 
 
+def part_for(spec: SiteSpec, checks: Sequence[NodeCheck]) -> SiteSpec:
+    """`spec` as far as the nodes go that were looked at; all of it where it knows none of them."""
+    here = {short_name(check.node.name) for check in checks}
+    known = [node for cluster in spec.clusters for node in cluster.nodes if short_name(node) in here]
+    return spec.only(known) if known else spec
+
+
 def kind_of(node: str, spec: SiteSpec | None) -> str:
     """Of the fast NICs that cluster.toml gives the node; "" where there is none, or it does not know the node."""
     cluster = _owners(spec).get(short_name(node)) if spec else None
@@ -145,7 +152,7 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
             continue
         node = replace(check.node, processes=cluster.processes if cluster else 1)
         try:
-            site = resolve_site([node], only(spec, node.name))
+            site = resolve_site([node], spec)
         except HolmesError as error:
             yield problem(node.name, str(error), "a job with this file ends at start-up with the same line",
                           "mend the node or the file")
@@ -156,10 +163,3 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
         for text in rate_of_one_nic(site, node):
             yield note(node.name, text, "a rate is of a whole node: plans count on less than there is",
                        "write the sum of the node's fast NICs as the cluster's rate, or exclude those not for training")
-
-
-def only(spec: SiteSpec, node: str) -> SiteSpec:
-    """`spec` as far as one node goes, so that it is judged without the others."""
-    kept = {c.name: tuple(host for host in c.nodes if short_name(host) == short_name(node)) for c in spec.clusters}
-    clusters = tuple(replace(cluster, nodes=kept[cluster.name]) for cluster in spec.clusters if kept[cluster.name])
-    return replace(spec, clusters=clusters) if clusters else spec

@@ -42,11 +42,11 @@ SIZE = "--layers 4 --hidden 128 --heads 4 --sequence 64 --micro-batch 2 --micro-
 #: That a rank reads in a step.
 TOKENS = 2 * 2 * 64
 ACCELERATOR = {"flops": 2e9, "classes": ["Block"]}
-_TOKEN, _PORT = "lab", 29600
+_TOKEN, _PORT = "the lab's own token", 29600
 
 
 @contextmanager
-def meeting_point(lab: Lab) -> Iterator[tuple[str, list[str]]]:
+def coordinator(lab: Lab) -> Iterator[tuple[str, list[str]]]:
     """`holmes join serve` on the first node: its HOST:PORT, and the lines that it prints."""
     lines: list[str] = []
     command = [sys.executable, "-m", "holmes_ext.cli.main", "join", "serve", "--port", str(_PORT)]
@@ -54,7 +54,7 @@ def meeting_point(lab: Lab) -> Iterator[tuple[str, list[str]]]:
     serve = lab.start(command, order=[node.name], env={"HOLMES_JOIN_TOKEN": _TOKEN},
                       on_line=lambda rank, line, stream: lines.append(line))  # fmt: skip
     try:
-        await_(lambda: any("jobs meet" in line for line in lines), 60, "the meeting point")
+        await_(lambda: any("jobs meet" in line for line in lines), 60, "the coordinator")
         yield f"{node.address}:{_PORT}", lines
     finally:
         serve.kill()

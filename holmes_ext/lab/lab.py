@@ -23,6 +23,7 @@ from holmes_ext.lab.network import crossing, sysfs_tree
 from holmes_ext.lab.network import shaping as network
 from holmes_ext.lab.process import ranks, wire, zygote
 from holmes_ext.lab.process.job import Job, OnLine, RunResult
+from holmes_ext.lab.rights import denied, tool_path
 
 _KEEPER_BOOT = """
 import sys
@@ -40,15 +41,17 @@ class Lab:
 
     spec: the site; scale: factor on every rate; realtime: ranks run under SCHED_RR where that is permitted (RunResult
     says whether it was); sysctl: of every node's network namespace, {"net.ipv4.tcp_wmem": "4096 16384 67108864"}; what
-    is left out is as on this machine. HolmesError when the machine lacks a right or a tool, naming it.
+    is left out is as on this machine; login: with a host "login" beside the nodes, for lab/launchers/. HolmesError when
+    the machine lacks a right or a tool, naming it.
     """
 
     def __init__(self, spec: SiteSpec, scale: float = 1.0, realtime: bool = False,
-                 sysctl: Mapping[str, str] = MappingProxyType({})):
+                 sysctl: Mapping[str, str] = MappingProxyType({}), login: bool = False):
         self.spec, self.scale, self.realtime, self.sysctl = spec, scale, realtime, sysctl
         self.nodes = network.lay_out(spec, scale)
-        self._by_name = {node.name: node for node in self.nodes}
-        self._tools = {name: _tool(name) for name in ("ip", "tc")}
+        self.hosts = (*self.nodes, network.login_node(spec, self.nodes, scale)) if login else self.nodes
+        self._by_name = {node.name: node for node in self.hosts}
+        self._tools = {name: tool_path(name) for name in ("ip", "tc")}
         self._ports = itertools.count(_FIRST_PORT)
         self._zygotes: dict[Any, socket.socket] = {}
         self._pids: dict[str, tuple[int, int]] = {}
@@ -116,14 +119,31 @@ class Lab:
                 raise HolmesError(f"--preload: the command must be {wanted}, not {' '.join(argv[:2])!r}")
             argv = found[1]
             zygote_control = self._zygote(found[0], tuple(preload), common, directory)
-        same = {"argv": argv, "cwd": directory, "realtime": self.realtime}
         messages: list[dict[str, Any]] = []
         for rank in range(len(nodes) * count):
             node = nodes[rank // count]
-            env = {**common, **ranks.rank_environment(nodes, rank, count, port), **self._places(node),
+            env = {**common, **ranks.rank_environment(nodes, rank, count, port), **self.variables(node.name),
                    "HOLMES_LAB_RANK": str(rank)}
             env |= gpus.clock.variables(node.cluster) if gpus else {}
-            messages.append({"rank": rank, "holder": self._pids[node.name][0], "env": env, **same})
+            messages.append(self._message(rank, node.name, argv, env, directory))
+        return self._job(messages, zygote_control, on_line, logs and Path(logs), timeout, grace, emulated, watch)
+
+    def start_programs(self, programs: Sequence[ranks.Program], *, timeout: float | None = None,
+                       on_line: OnLine | None = None, logs: Path | None = None, grace: float = 5.0,
+                       cwd: str | Path | None = None) -> Job:
+        """Start each program on its host, with no variables of a rank; the Job counts them in their order. The options
+        are those of start."""
+        directory = str(cwd or os.getcwd())
+        messages = [self._message(number, program.host, list(program.argv), dict(program.env), directory)
+                    for number, program in enumerate(programs)]
+        return self._job(messages, None, on_line, logs and Path(logs), timeout, grace, False)
+
+    def _message(self, number: int, host: str, argv: list[str], env: dict[str, str], directory: str) -> dict[str, Any]:
+        """What lab/process/launch.py is told of one process."""
+        holder = self._pids[self._node(host).name][0]
+        return {"rank": number, "holder": holder, "env": env, "argv": argv, "cwd": directory, "realtime": self.realtime}
+
+    def _job(self, messages: list[dict[str, Any]], zygote_control: socket.socket | None, *options: Any) -> Job:
         ours, theirs = wire.pair()
         try:
             if zygote_control is None:
@@ -131,7 +151,7 @@ class Lab:
             else:
                 wire.send(zygote_control, {}, [theirs.fileno()])
             theirs.close()
-            return Job(messages, ours, on_line, logs and Path(logs), timeout, grace, emulated, watch)
+            return Job(messages, ours, *options)
         except OSError as error:  # --logs cannot be written, too many open files, a long environment, a dead zygote
             raise HolmesError(f"lab: the job cannot be started: {error}") from None
 
@@ -166,7 +186,8 @@ class Lab:
         for a, b in ((a.name, b.name) for a, b in zip(old.nics, nics) if a.name != b.name):
             self._tool(node, "ip", f"link set dev {a} down\nlink set dev {a} name {b}\nlink set dev {b} up\n")
         new = self._by_name[node] = replace(old, nics=nics)
-        self.nodes = tuple(self._by_name.values())
+        self.hosts = tuple(self._by_name.values())
+        self.nodes = self.hosts[: len(self.nodes)]
         shutil.rmtree(self.sysfs(node))
         sysfs_tree.write_tree(self.sysfs(node), new)
 
@@ -178,9 +199,10 @@ class Lab:
             self._tool(place, "ip", limit + "\n")
             self._tool(place, "tc", shape + "\n")
 
-    def _places(self, node: network.LabNode) -> dict[str, str]:
-        sysfs = str(self.sysfs(node.name))
-        return {"HOLMES_SYSFS": sysfs, "HOLMES_LAB_NODE": node.name, "HOLMES_LAB_CLUSTER": node.cluster,
+    def variables(self, host: str) -> dict[str, str]:
+        """Those by which a process learns on which emulated host it is."""
+        cluster = self._node(host).cluster
+        return {"HOLMES_SYSFS": str(self.sysfs(host)), "HOLMES_LAB_NODE": host, "HOLMES_LAB_CLUSTER": cluster,
                 "HOLMES_LAB_SCALE": f"{self.scale:g}"}
 
     def sysfs(self, node: str) -> Path:
@@ -199,8 +221,8 @@ class Lab:
     def _start_keeper(self) -> None:
         self._control, theirs = wire.pair()
         owner = state.identity(os.getpid())
-        describe = {"owner": owner, "source": self.spec.source, "nodes": list(self._by_name)}
-        state.record(self.directory, keeper=[0, 0], **describe)
+        self._told = {"owner": owner, "source": self.spec.source, "nodes": list(self._by_name)}
+        state.record(self.directory, keeper=[0, 0], **self._told)
         caller = os.pidfd_open(os.getpid())
         with open(self.directory / "keeper.log", "w") as log:
             boot = [sys.executable, "-I", "-S", "-c", _KEEPER_BOOT, _ROOT]
@@ -209,31 +231,34 @@ class Lab:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         theirs.close()
         os.close(caller)
-        state.record(self.directory, keeper=state.identity(self._keeper.pid), **describe)
+        self._told["keeper"] = state.identity(self._keeper.pid)
+        state.record(self.directory, **self._told)
         answer = self._answer()
         if "denied" in answer:
-            raise HolmesError(_denied(answer["denied"]))
+            raise HolmesError(denied(answer["denied"]))
 
     def _make_nodes(self) -> None:
         hosts, nsswitch = self.directory / "hosts", self.directory / "nsswitch.conf"
-        hosts.write_text(network.hosts_file(self.nodes))
+        hosts.write_text(network.hosts_file(self.hosts))
         nsswitch.write_text("passwd: files\ngroup: files\nhosts: files\n")  # no name server can be reached from a node
         rails = network.RAILS_SYSCTL if any(len(node.nics) > 2 for node in self.nodes) else {}
-        for node in self.nodes:
+        for node in self.hosts:
             answer = self._ask("node", name=node.name, hosts=str(hosts), nsswitch=str(nsswitch),
                                sysctl={**rails, **self.sysctl})
             self._pids[node.name] = tuple(answer["pids"])
             sysfs_tree.write_tree(self.sysfs(node.name), node)
-        batches = {_SWITCH: network.switch_batches(self.nodes, {name: pids[1] for name, pids in self._pids.items()})}
-        batches.update({node.name: network.node_batches(node) for node in self.nodes})
+        batches = {_SWITCH: network.switch_batches(self.hosts, {name: pids[1] for name, pids in self._pids.items()})}
+        batches.update({node.name: network.node_batches(node) for node in self.hosts})
         for place, (ip, tc) in batches.items():
             self._tool(place, "ip", ip)
             self._tool(place, "tc", tc)
         if self.spec.wan:
-            where = [(node.address, node.site, node.nics[0].mac) for node in self.nodes]
+            where = [(node.address, node.site, node.nics[0].mac) for node in self.hosts]
             told = crossing.delay_line(self.spec, self.scale, where, network.WIRE)
             self.delay_line = self._ask("wan", **told)["pids"][0]
             self._tool(_SWITCH, "ip", "".join(f"{line}\n" for line in crossing.tap_lines(len(told["clusters"]))))
+        holders = {name: [state.identity(self.holder(name)), self.variables(name)] for name in self._by_name}
+        state.record(self.directory, **self._told, hosts=holders)
 
     def _tool(self, place: str, tool: str, batch: str) -> None:
         answer = self._ask("tool", name=place, argv=[self._tools[tool], "-batch", "-"], text=batch)
@@ -280,25 +305,3 @@ class Lab:
             reason = lines[-1] if lines else "it was killed"
             raise HolmesError(f"the lab's keeper (pid {self._keeper.pid}) has ended: {reason}")
         return message
-
-
-def _tool(name: str) -> str:
-    """Path of ip or tc, which ordinary users may not have in PATH."""
-    path = shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
-    if path is None:
-        raise HolmesError(f"the lab needs `{name}`, which is missing; install iproute2 (iproute on Red Hat)")
-    return path
-
-
-def _denied(reason: str) -> str:
-    """One line on what forbids namespaces here, and the way out."""
-    for sysctl, bad in (
-        ("kernel.unprivileged_userns_clone", "0"),
-        ("kernel.apparmor_restrict_unprivileged_userns", "1"),
-        ("user.max_user_namespaces", "0"),
-    ):
-        path = Path("/proc/sys") / sysctl.replace(".", "/")
-        if path.exists() and path.read_text().strip() == bad:
-            way_out = "run it as root or set that"
-            return f"the lab needs root, or user namespaces, which {sysctl}={bad} forbids ({reason}); {way_out}"
-    return f"the lab needs root, or unprivileged user namespaces, which this machine refuses ({reason}); run it as root"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from joined_jobs import TOKEN, in_threads, meeting_point
+from joined_jobs import TOKEN, coordinator, in_threads
 from ranks import run_ranks, seeded
 from torch import nn
 
@@ -85,7 +85,7 @@ def rank_of(rank, ranks, stage, dtype, job, name, port, steps=9, outer=OUTER, sa
 
 def run(jobs, *, each=None, **more):
     """{name: [weights of each rank]}; jobs: {name: (ranks, stage, dtype)}."""
-    with meeting_point() as server:
+    with coordinator() as server:
         return in_threads({
             name: lambda k=k, name=name, one=one: run_ranks(
                 rank_of_with, one[0], *one, k, name, server.port, {**more, **(each or {}).get(name, {})})
@@ -187,7 +187,7 @@ def test_a_pipeline_s_averages_are_one_synchronous_job_s_steps(zero):
     """Two stages whose embedding is tied."""
     config = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 100_000}} if zero else {}
     expected = dict(run_ranks(pipeline_rank, 4, 4, None, "", 0, config, timeout_s=170))
-    with meeting_point() as server:
+    with coordinator() as server:
         found = in_threads({
             name: lambda k=k, name=name: run_ranks(pipeline_rank, 2, 2, k, name, server.port, config, timeout_s=170)
             for k, name in enumerate(("east", "west"))})  # fmt: skip

@@ -29,11 +29,11 @@ from ranks import _context, run_ranks
 from holmes_ext.options import Options
 from holmes_ext.patches.torch import joined as torch_joined
 from holmes_ext.runtime.outer import training
-from holmes_ext.runtime.outer.cross import exchange, links
-from holmes_ext.runtime.outer.cross import take as cross_take
-from holmes_ext.runtime.outer.joined import Joined
-from holmes_ext.runtime.outer.rounds import Rounds
-from holmes_ext.runtime.outer.state import OuterState
+from holmes_ext.runtime.outer.loop import OuterLoop
+from holmes_ext.runtime.outer.peers import exchange, transfer
+from holmes_ext.runtime.outer.peers import take as cross_take
+from holmes_ext.runtime.outer.rounds.coordinator_link import CoordinatorLink
+from holmes_ext.runtime.outer.shards.state import OuterState
 
 TIMEOUT_S = 3
 OUTER = f"every=4,fragments=2,delay=1,compress=off,weight=equal,timeout={TIMEOUT_S}"
@@ -55,31 +55,33 @@ class Fault:
 
 #: point -> (class or module, function, for calls with this operation, whether after it).
 POINTS: dict[str, tuple[Any, str, str, bool]] = {
-    "enter": (Rounds, "_ask", "enter", False),
-    "entered": (Rounds, "_ask", "enter", True),
-    "ready": (Rounds, "_ask", "ready", False),
-    "go": (Rounds, "_ask", "ready", True),
-    "exchange": (links._Traffic, "move", "", True),
+    "enter": (CoordinatorLink, "ask", "enter", False),
+    "entered": (CoordinatorLink, "ask", "enter", True),
+    "ready": (CoordinatorLink, "ask", "ready", False),
+    "go": (CoordinatorLink, "ask", "ready", True),
+    "exchange": (transfer.PeerTransfer, "move", "", True),
     "exchanged": (exchange.Attempt, "run", "", True),
-    "done": (Rounds, "_ask", "done", False),
-    "verdict": (Rounds, "_ask", "done", True),
-    "arrive": (Joined, "_arrive", "", False),
+    "done": (CoordinatorLink, "ask", "done", False),
+    "check": (CoordinatorLink, "ask", "done", True),
+    "checked": (CoordinatorLink, "ask", "checked", False),
+    "verdict": (CoordinatorLink, "ask", "checked", True),
+    "settle": (OuterLoop, "settle", "", False),
     "apply": (OuterState, "apply", "", False),
-    "write": (Joined, "_write", "", False),
-    "written": (Joined, "_write", "", True),
+    "write": (OuterLoop, "_write", "", False),
+    "written": (OuterLoop, "_write", "", True),
     "take": (cross_take, "_fetch", "", False),
     "taken": (cross_take, "_fetch", "", True),
     "give": (OuterState, "copy_of", "", True),
-    "step": (Joined, "after_step", "", False),
-    "save": (Joined, "state_dict", "", True),
+    "step": (OuterLoop, "after_step", "", False),
+    "save": (OuterLoop, "state_dict", "", True),
 }
 
 
 @dataclass
 class Job:
     """Of `ranks` processes, which end together as under a launcher. place: directory of its files;
-    faulty_lives: the fault is in so many of its starts; load: from its checkpoint; save: every so many steps, into at
-    most disk_bytes (0: no bound); ahead_s: of its clocks."""
+    faulty_incarnations: the fault is in so many of its starts; load: from its checkpoint; save: every so many steps,
+    into at most disk_bytes (0: no bound); ahead_s: of its clocks."""
 
     place: Path
     name: str
@@ -88,7 +90,7 @@ class Job:
     ranks: int = 1
     outer: str = OUTER
     fault: Fault | None = None
-    faulty_lives: int = 1
+    faulty_incarnations: int = 1
     load: bool = False
     save: int = 0
     disk_bytes: int = 0
@@ -97,9 +99,9 @@ class Job:
     processes: list[Any] = field(default_factory=list)
 
     def start(self) -> Job:
-        life = 1 + len(list(self.place.glob(f"{self.name}.*.0.jsonl")))
+        incarnation = 1 + len(list(self.place.glob(f"{self.name}.*.0.jsonl")))
         one = {name: value for name, value in vars(self).items() if name != "processes"}
-        self.processes = [_context.Process(target=rank_of, args=(rank, life, one), daemon=True)
+        self.processes = [_context.Process(target=rank_of, args=(rank, incarnation, one), daemon=True)
                           for rank in range(self.ranks)]  # fmt: skip
         for process in self.processes:
             process.start()
@@ -107,12 +109,12 @@ class Job:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """Of rank 0, all lives."""
+        """Of rank 0, all incarnations."""
         return [line for file in sorted(self.place.glob(f"{self.name}.*.0.jsonl")) for line in read(file)]
 
     @property
     def made(self) -> int:
-        """Steps, of all lives."""
+        """Steps, of all incarnations."""
         return sum("step" in line for line in self.lines)
 
     def signal(self, number: int) -> None:
@@ -153,19 +155,19 @@ def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def rank_of(rank: int, life: int, one: dict[str, Any]) -> None:
+def rank_of(rank: int, incarnation: int, one: dict[str, Any]) -> None:
     """One process of a job."""
     job = Job(**one)
     torch.set_num_threads(1)
     _shift_clocks(job.ahead_s)
-    with open(job.place / f"{job.name}.{life}.{rank}.jsonl", "a", buffering=1) as log:
-        _train(job, rank, life, lambda **told: print(json.dumps(told), file=log))
+    with open(job.place / f"{job.name}.{incarnation}.{rank}.jsonl", "a", buffering=1) as log:
+        _train(job, rank, incarnation, lambda **told: print(json.dumps(told), file=log))
 
 
-def _train(job: Job, rank: int, life: int, tell: Callable[..., None]) -> None:
+def _train(job: Job, rank: int, incarnation: int, tell: Callable[..., None]) -> None:
     if job.ranks > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = dist.FileStore(str(job.place / f"{job.name}.{life}.store"), job.ranks)
+        store = dist.FileStore(str(job.place / f"{job.name}.{incarnation}.store"), job.ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks)
     training.request(Options(join=f"{job.name}@127.0.0.1:{job.port}", outer=job.outer), {"HOLMES_JOIN_TOKEN": TOKEN})
     torch_joined.attach()
@@ -179,9 +181,9 @@ def _train(job: Job, rank: int, life: int, tell: Callable[..., None]) -> None:
         model.load_state_dict(saved["model"])
         training.load_joined_state_dict(saved["outer"])
         first = saved["step"]
-    if job.fault is not None and job.fault.rank == rank and life <= job.faulty_lives:
+    if job.fault is not None and job.fault.rank == rank and incarnation <= job.faulty_incarnations:
         _plant(job.fault, model, tell)
-    generator = torch.Generator().manual_seed(100 * job.seed + 10 * life + rank)
+    generator = torch.Generator().manual_seed(100 * job.seed + 10 * incarnation + rank)
     for step in range(first + 1, first + job.steps + 1):
         optimizer.zero_grad()
         loss = (model(torch.randn(8, 32, generator=generator)) - 1).square().mean()
@@ -252,27 +254,27 @@ def _do(what: str, model: torch.nn.Module) -> None:
         with torch.no_grad():
             model[0].bias.fill_(float("nan")) if what == "nan" else model[0].bias.add_(1e4)
     elif what == "reset":
-        training._job.joined.rounds.links.drop()
+        training._job.loop.rounds.links.drop()
     else:
-        move, until = links._Traffic.move, time.monotonic() + 2 * TIMEOUT_S + 1
+        move, until = transfer.PeerTransfer.move, time.monotonic() + 2 * TIMEOUT_S + 1
 
         def slowly(traffic, mask):
             if time.monotonic() > until:
                 return move(traffic, mask)
             time.sleep(0.005)
             if what == "slow":
-                links._CALL_BYTES = 1024
+                transfer._CALL_BYTES = 1024
                 return move(traffic, mask)
             raise BlockingIOError  # nothing comes or goes
 
-        links._Traffic.move = slowly
+        transfer.PeerTransfer.move = slowly
 
 
 def check(place: Path, events: list[str]) -> dict[str, int]:
     """All jobs have the same bits of the same version of a fragment; rounds of a job are in order; every committed
     round was applied by its members, or they died in it. Returns counts.
 
-    What a job made in a round alone is its own: at a meeting point that is new, or while all others are gone, it does
+    What a job made in a round alone is its own: at a coordinator that is new, or while all others are gone, it does
     not know of versions that are the same number to others.
     """
     sums: dict[tuple[int, int], dict[str, int]] = defaultdict(dict)
@@ -280,8 +282,8 @@ def check(place: Path, events: list[str]) -> dict[str, int]:
     counts: dict[str, int] = defaultdict(int)
     deaths: dict[str, int] = defaultdict(int)
     for first in sorted(place.glob("*.0.jsonl")):
-        name, life = first.name.split(".")[:2]
-        ranks = [read(file) for file in sorted(place.glob(f"{name}.{life}.*.jsonl"))]
+        name, incarnation = first.name.split(".")[:2]
+        ranks = [read(file) for file in sorted(place.glob(f"{name}.{incarnation}.*.jsonl"))]
         deaths[name] += not any("end" in line for line in ranks[0])
         for verdict in (line["verdict"] for line in ranks[0] if "verdict" in line):
             counts[verdict] += 1
@@ -291,8 +293,8 @@ def check(place: Path, events: list[str]) -> dict[str, int]:
             (key,) = {(line["anchor"], line["version"]) for line in together}
             applied[name].add(key[1])
             if together[0]["how"] == "replace" or key[1] in others:
-                sums[key][f"{name}.{life}"] = sum(line["sum"] for line in together) % 2**64
-        rounds = [line["round"] for line in ranks[0] if "verdict" in line]
+                sums[key][f"{name}.{incarnation}"] = sum(line["sum"] for line in together) % 2**64
+        rounds = [line["round"] for line in ranks[0] if line.get("verdict") == "commit"]
         assert rounds == sorted(set(rounds)), f"{name}: rounds out of order: {rounds}"
     for (fragment, version), found in sums.items():
         counts["states compared"] += len(found)

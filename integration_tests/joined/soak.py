@@ -4,10 +4,10 @@
     PYTHONPATH=tests:. python integration_tests/joined/soak.py --minutes 30 [--seed 1] [--keep DIR] [--ledger FILE]
 
 Three jobs (one of two ranks) on loopback. Every few seconds one of: a job killed, one rank of it killed, a job stopped
-for a while, a fault inside the next life (faulty.POINTS), the meeting point restarted. Jobs that died come back. At the
-end: all jobs have the same bits of the same version of each fragment, each round that a job began has an end, each
-committed round was applied by all of its members that lived. Status 1 where one of that is not so. The ledger (JSON
-lines, as it goes): what was done, and whenever the meeting point is restarted what has been counted and compared.
+for a while, a fault inside the next incarnation (faulty.POINTS), the coordinator restarted. Jobs that died come back.
+At the end: all jobs have the same bits of the same version of each fragment, each round that a job began has an end,
+each committed round was applied by all of its members that lived. Status 1 where one of that is not so. The ledger
+(JSON lines, as it goes): what was done, and whenever the coordinator is restarted what has been counted and compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from joined_jobs import meeting_point
+from joined_jobs import coordinator
 
 from integration_tests.joined.faulty import OUTER, POINTS, Fault, Job, await_, check, start_server
 
@@ -52,10 +52,10 @@ def soak(place: Path, seconds: float, seed: int, ledger: Ledger) -> int:
     port, jobs = 0, []
     try:
         while time.monotonic() < end:
-            with meeting_point(port) as server:
+            with coordinator(port) as server:
                 port = server.port
                 if not jobs:
-                    more = {"steps": 10**9, "faulty_lives": 10**9, "outer": f"min=1,limit=8,{OUTER}"}
+                    more = {"steps": 10**9, "faulty_incarnations": 10**9, "outer": f"min=1,limit=8,{OUTER}"}
                     jobs = [Job(place, name, port, ranks=ranks, seed=k, **more)
                             for k, (name, ranks) in enumerate((("east", 1), ("west", 2), ("north", 1)))]
                     for job in jobs:
@@ -71,9 +71,9 @@ def soak(place: Path, seconds: float, seed: int, ledger: Ledger) -> int:
                     ledger.faults += 1
                     ledger.tell(strike(chance, jobs))
             events += server.told
-            ledger.tell("the meeting point is restarted")
+            ledger.tell("the coordinator is restarted")
             ledger.account(place, events)
-        with meeting_point(port) as server:  # quiet at the end: all three make rounds together
+        with coordinator(port) as server:  # quiet at the end: all three make rounds together
 
             def all_three() -> bool:
                 for job in jobs:

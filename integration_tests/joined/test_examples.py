@@ -1,7 +1,7 @@
 """The examples of megatron-core and DeepSpeed's pipeline engine as joined jobs, on loopback under torchrun.
 
 Both jobs read the same data, so their pseudo-gradients agree: whatever the jobs are made of, their losses must be each
-other's at every step. Elements that met the wrong counterpart would show in the first step after a round.
+other's at every step. Elements that met the wrong remote_job would show in the first step after a round.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from joined_jobs import TOKEN, meeting_point
+from joined_jobs import TOKEN, coordinator
 
 from integration_tests.jobs import ROOT, full
 
@@ -35,7 +35,7 @@ def start(name, ranks, command, port, outer, log):
 def run(directory: Path, east, west, outer):
     """Losses of both jobs; ranks and command of each; outer: of both, or of each."""
     outers = (outer, outer) if isinstance(outer, str) else outer
-    with meeting_point() as server:
+    with coordinator() as server:
         jobs = [start(name, *one, server.port, text, directory / f"{name}.json")
                 for name, one, text in (("east", east, outers[0]), ("west", west, outers[1]))]
         try:

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from joined_jobs import meeting_point
+from joined_jobs import coordinator
 
 from integration_tests.jobs import some
 from integration_tests.joined.faulty import (
@@ -68,6 +68,8 @@ DEATHS = {
     "after the exchange": Fault("exchanged", 3, "kill"),
     "before it tells": Fault("done", 3, "kill"),
     "when the round is committed": Fault("verdict", 3, "kill"),
+    "when what came is compared": Fault("check", 3, "kill"),
+    "before it tells what it compared": Fault("checked", 3, "kill"),
     "before the outer step": Fault("apply", 3, "kill"),
     "before weights are written": Fault("write", 4, "kill"),
     "rank 0 of two": Fault("exchanged", 3, "kill"),
@@ -78,14 +80,14 @@ DEATHS = {
 @pytest.mark.parametrize("when", some(DEATHS, "in the exchange"))
 def test_killed_and_back(when, jobs, tmp_path):
     ranks = 2 if "of two" in when else 1
-    with meeting_point() as server:
+    with coordinator() as server:
         east = jobs("east", server.port, steps=400)
         west = jobs("west", server.port, fault=DEATHS[when], ranks=ranks, seed=1)
         assert west.wait(PATIENCE_S) != 0  # of the rank that is killed, or of one that misses it
         assert -signal.SIGKILL in [process.exitcode for process in west.processes]
         reached = east.made
         await_(lambda: east.made > reached + 8, PATIENCE_S, "east's going on alone")
-        west.start()  # its second life has no fault
+        west.start()  # its second incarnation has no fault
         run_on(east)
         assert west.wait(PATIENCE_S) == 0
         east.kill()
@@ -95,7 +97,7 @@ def test_killed_and_back(when, jobs, tmp_path):
 
 @pytest.mark.parametrize("point", some(["take", "taken"]))
 def test_killed_while_it_takes_weights(point, jobs, tmp_path):
-    with meeting_point() as server:
+    with coordinator() as server:
         east = jobs("east", server.port, steps=400)
         await_(lambda: east.made > 8, PATIENCE_S, "east's start")
         west = jobs("west", server.port, fault=Fault(point, 2, "kill"), seed=1)
@@ -114,7 +116,7 @@ def at_end(first, *others):
 @pytest.mark.parametrize("point", some(["give"]))
 def test_the_giver_is_killed(point, jobs, tmp_path):
     """The new job enters with what another has, or ends with one line; the third goes on."""
-    with meeting_point() as server:
+    with coordinator() as server:
         east = jobs("east", server.port, fault=Fault(point, 2, "kill"), outer=f"min=2,{OUTER}", steps=400)
         await_(lambda: any("east is here" in event for event in server.told), PATIENCE_S, "east")  # the first one gives
         north = jobs("north", server.port, steps=400, seed=2)
@@ -139,7 +141,7 @@ STOPS = {
 
 @pytest.mark.parametrize("when", some(STOPS))
 def test_stopped_for_longer_than_the_timeout(when, jobs, tmp_path):
-    with meeting_point() as server:
+    with coordinator() as server:
         east, west = jobs("east", server.port, steps=400), jobs("west", server.port, fault=STOPS[when], seed=1)
         await_(lambda: told(west, "fault"), PATIENCE_S, "the fault")
         reached = east.made
@@ -160,7 +162,7 @@ LINKS = {
 
 @pytest.mark.parametrize("what", some(LINKS, "reset"))
 def test_the_link(what, jobs, tmp_path):
-    with meeting_point() as server:
+    with coordinator() as server:
         east, west = jobs("east", server.port), jobs("west", server.port, fault=LINKS[what], seed=1)
         at_end(east, west)
     assert together(east) >= 10
@@ -169,7 +171,7 @@ def test_the_link(what, jobs, tmp_path):
 
 @pytest.mark.parametrize("what", some(["nan", "far"], "nan"))
 def test_wrong_values_do_not_reach_the_others(what, jobs, tmp_path):
-    with meeting_point() as server:
+    with coordinator() as server:
         outer = f"min=1,limit=5,{OUTER}"
         east = jobs("east", server.port, outer=outer, steps=80)
         west = jobs("west", server.port, fault=Fault("step", 41, what), outer=outer, steps=80, seed=1)
@@ -182,16 +184,16 @@ def test_wrong_values_do_not_reach_the_others(what, jobs, tmp_path):
 
 @pytest.mark.parametrize("away_s", some([0.2, TIMEOUT_S + 2], 0.2))
 @pytest.mark.parametrize("times", some([1, 2], 1))
-def test_the_meeting_point_is_killed_and_restarted(times, away_s, jobs, tmp_path):
+def test_the_coordinator_is_killed_and_restarted(times, away_s, jobs, tmp_path):
     events = []
-    with meeting_point() as server:
+    with coordinator() as server:
         port = server.port
         east, west = jobs("east", port, steps=300), jobs("west", port, steps=300, seed=1)
         run_on(east)
     events += server.told
     for _ in range(times):
         time.sleep(away_s)
-        with meeting_point(port) as server:
+        with coordinator(port) as server:
             run_on(east, 3)
             if _ == times - 1:
                 at_end(east, west)
@@ -200,14 +202,14 @@ def test_the_meeting_point_is_killed_and_restarted(times, away_s, jobs, tmp_path
 
 
 @pytest.mark.parametrize("point", some(["go", "exchanged", "verdict"]))
-def test_the_meeting_point_is_killed_in_a_round(point, jobs, tmp_path):
-    """West stops there; the meeting point is another one when it goes on."""
-    with meeting_point() as server:
+def test_the_coordinator_is_killed_in_a_round(point, jobs, tmp_path):
+    """West stops there; the coordinator is another one when it goes on."""
+    with coordinator() as server:
         port, events = server.port, server.told
         east, west = (jobs("east", port, steps=200),
                       jobs("west", port, steps=200, fault=Fault(point, 4, "stop"), seed=1))
         await_(lambda: told(west, "fault"), PATIENCE_S, "the fault")
-    with meeting_point(port) as server:
+    with coordinator(port) as server:
         west.signal(signal.SIGCONT)
         at_end(east, west)
     assert together(west) > 10
@@ -215,8 +217,8 @@ def test_the_meeting_point_is_killed_in_a_round(point, jobs, tmp_path):
 
 
 @pytest.mark.parametrize("what", some(["for good"]))
-def test_the_meeting_point_is_gone(what, jobs, tmp_path):
-    with meeting_point() as server:
+def test_the_coordinator_is_gone(what, jobs, tmp_path):
+    with coordinator() as server:
         east, west = jobs("east", server.port), jobs("west", server.port, seed=1)
         run_on(east)
     at_end(east, west)
@@ -226,7 +228,7 @@ def test_the_meeting_point_is_gone(what, jobs, tmp_path):
 
 @pytest.mark.parametrize("what", some(["late", "older checkpoint"]))
 def test_a_job_that_comes_later(what, jobs, tmp_path):
-    with meeting_point() as server:
+    with coordinator() as server:
         east = jobs("east", server.port, steps=400)
         west = jobs("west", server.port, steps=400, seed=1)
         north = jobs("north", server.port, steps=14, save=7, seed=2) if what == "older checkpoint" else None
@@ -243,7 +245,7 @@ def test_a_job_that_comes_later(what, jobs, tmp_path):
 @pytest.mark.parametrize("what", some(["full disk"]))
 def test_a_full_disk_while_it_saves(what, jobs, tmp_path):
     """The job dies in its save, as without holmes; what its former checkpoint held is still there."""
-    with meeting_point() as server:
+    with coordinator() as server:
         east = jobs("east", server.port, steps=400)
         west = jobs("west", server.port, save=10, disk_bytes=100_000, seed=1)
         assert west.wait(PATIENCE_S) not in (0, None)
@@ -256,7 +258,7 @@ def test_a_full_disk_while_it_saves(what, jobs, tmp_path):
 
 @pytest.mark.parametrize("ahead_s", some([-5e5, 5e5]))
 def test_clocks_apart(ahead_s, jobs, tmp_path):
-    with meeting_point() as server:
+    with coordinator() as server:
         east, west = jobs("east", server.port), jobs("west", server.port, ahead_s=ahead_s, seed=1)
         at_end(east, west)
     assert together(east) > 10

@@ -3,7 +3,7 @@
 import re
 
 from holmes_ext.cluster.spec import parse_spec
-from holmes_ext.lab.joined import CLUSTERS, NODES, await_, join_flags, meeting_point, start
+from holmes_ext.lab.joined import CLUSTERS, NODES, await_, coordinator, join_flags, start
 from holmes_ext.lab.lab import Lab
 from integration_tests.jobs import full
 
@@ -12,7 +12,7 @@ OUTER = "every=8,fragments=4,delay=1,timeout=5"
 
 @full
 def test_a_cut_link_comes_back(tmp_path):
-    with Lab(parse_spec(CLUSTERS, "cluster.toml")) as lab, meeting_point(lab) as (where, events):
+    with Lab(parse_spec(CLUSTERS, "cluster.toml")) as lab, coordinator(lab) as (where, events):
         jobs = {name: start(lab, name, nodes, join_flags(name, where, OUTER), 400, seed, tmp_path / f"{name}.jsonl")
                 for seed, (name, nodes) in enumerate(NODES.items(), 1)}
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from joined_jobs import TOKEN, in_threads, meeting_point
+from joined_jobs import TOKEN, coordinator, in_threads
 from packaging.version import Version
 from ranks import run_ranks
 
@@ -74,7 +74,7 @@ def rank_of(rank, ranks, options, job, join):
 def test_averaging_after_each_step_is_one_synchronous_job(case):
     ranks, options = CASES[case]
     expected = dict(run_ranks(rank_of, 2 * ranks, 2 * ranks, options, (0, 1), "", timeout_s=170))
-    with meeting_point() as server:
+    with coordinator() as server:
         found = in_threads({
             name: lambda name=name, k=k: run_ranks(
                 rank_of, ranks, ranks, options, (k, 2), f"{name}@127.0.0.1:{server.port}", timeout_s=170)

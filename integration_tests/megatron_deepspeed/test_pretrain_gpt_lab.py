@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.jobs import FULL, fast
+from integration_tests.jobs import CLUSTER, FULL, fast
 from integration_tests.megatron_deepspeed.job import Checkout, read_log
 
 SOURCE = os.environ.get("MEGATRON_DEEPSPEED_DIR", "")
@@ -231,11 +231,12 @@ def test_a_ds_config_that_contradicts_the_plan(checkout, two_clusters):
 
 
 @pytest.mark.timeout(600)
-def test_a_hostfile_that_does_not_match_the_clusters(checkout, two_clusters):
-    """What `deepspeed --hostfile` starts on each node (deepspeed.launcher.launch) when the hostfile lacks a node."""
-    nodes = [node for node in two_clusters.order if node != "b1"]
-    result = launched(
-        checkout, two_clusters, "deepspeed", nodes, *checkout.arguments(2, *NO_PIPELINE, *two_clusters.holmes))
+def test_a_hostfile_that_does_not_match_the_clusters(checkout, two_clusters, tmp_path):
+    """What `deepspeed --hostfile` starts on each node (deepspeed.launcher.launch) when cluster.toml lacks a node."""
+    file = tmp_path / "c.toml"
+    file.write_text(CLUSTER.read_text().replace("b[0-1]", "b0"))
+    result = launched(checkout, two_clusters, "deepspeed", two_clusters.order,
+                      *checkout.arguments(2, *NO_PIPELINE, "--holmes", "--holmes-cluster", str(file)))
     said = [line for output in result.outputs.values() for line in output.splitlines() if line.startswith("holmes:")]
     assert result.returncode != 0 and len(said) == 1, result.outputs
-    assert "hostfile has 3 hosts" in said[0] and "node 'b1' of cluster 'b' is not in the hostfile" in said[0]
+    assert "hostfile has 4 hosts" in said[0] and "host 'b1' is in no cluster" in said[0]

@@ -33,17 +33,17 @@ def _reserve(wrapped, instance, args, kwargs):
 
 def _take_model_step(wrapped, instance, args, kwargs):
     """DeepSpeedEngine._take_model_step, of the plain and of the pipeline engine."""
-    joins = training.claim(instance, lambda: _stack(instance))
+    joins = training.claim(instance, lambda: _adapter(instance))
     result = wrapped(*args, **kwargs)
     if joins and instance._step_applied:
         training.stepped(instance.train_micro_batch_size_per_gpu() * instance.gradient_accumulation_steps())
     return result
 
 
-def _stack(engine: Any) -> training.Stack:
+def _adapter(engine: Any) -> training.FrameworkAdapter:
     from deepspeed.accelerator import get_accelerator
 
-    return training.Stack(
+    return training.FrameworkAdapter(
         "DeepSpeed", lambda: _weights(engine), lambda: get_accelerator().current_device_name(),
         lambda: _written(engine),
         {"sizes": {"pipeline": _size(engine, "pipe"), "tensor": _size(engine, "model")}},
@@ -65,7 +65,7 @@ def refusal(engine: Any, settings: OuterSettings) -> str | None:
     several = _size(engine, "pipe") * _size(engine, "model") > 1
     if tied and _size(engine, "pipe") > 1 and settings.fragments > 1:
         return "layers are tied over pipeline stages, whose copies must be updated together; give fragments=1"
-    if several and settings.compress == "int8":
+    if several and settings.rounds_by_blocks:
         return "copies of a weight on several stages or tensor-parallel ranks would be rounded differently; give" \
                " compress=bf16"
     return None
@@ -92,7 +92,7 @@ def _rank(engine: Any, axis: str) -> int:
     return next((int(getattr(grid, name)()) for name in names if hasattr(grid, name)), 0)
 
 
-def _weights(engine: Any) -> training.Held:
+def _weights(engine: Any) -> training.WeightShards:
     named = {p: name for name, p in engine.module.named_parameters()}
     parts, seen, places = [], set(), []
     for p, first, flat in _pieces(engine.optimizer):
@@ -102,7 +102,7 @@ def _weights(engine: Any) -> training.Held:
             places.append((flat, flat.data_ptr()))
     tensors = [(name, tuple(getattr(p, "ds_shape", p.shape)), "float32") for p, name in named.items() if p in seen]
     position = f"pipeline {_rank(engine, 'pipe')}, tensor {_rank(engine, 'model')}"
-    return training.Held(position, tensors, parts, lambda: any(flat.data_ptr() != at for flat, at in places))
+    return training.WeightShards(position, tensors, parts, lambda: any(flat.data_ptr() != at for flat, at in places))
 
 
 def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:

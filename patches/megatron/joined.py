@@ -40,7 +40,7 @@ def _remember(wrapped, instance, args, kwargs):
 
 def _step(wrapped, instance, args, kwargs):
     """Of any optimizer; the outermost comes first."""
-    training.claim(_OWNER, lambda: _stack(instance))
+    training.claim(_OWNER, lambda: _adapter(instance))
     return wrapped(*args, **kwargs)
 
 
@@ -75,14 +75,14 @@ def _samples() -> float:
     return float(known.get() * known.micro_batch_size) if known is not None else 1.0
 
 
-def _stack(optimizer: Any) -> training.Stack:
+def _adapter(optimizer: Any) -> training.FrameworkAdapter:
     from megatron.core import parallel_state
 
     sizes = {
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
         "tensor": parallel_state.get_tensor_model_parallel_world_size(), "chunks": len(_State.chunks),
     }  # fmt: skip
-    return training.Stack(
+    return training.FrameworkAdapter(
         "megatron-core", lambda: _weights(_only(optimizer)), lambda: next(_State.chunks[0].parameters()).device,
         agreed={"sizes": sizes}, refusal=lambda settings: refusal(optimizer, settings, sizes),
     )  # fmt: skip
@@ -109,13 +109,13 @@ def refusal(optimizer: Any, settings: OuterSettings, sizes: dict[str, int]) -> s
     tied = any(getattr(p, "shared_embedding", False) for chunk in _State.chunks for p in chunk.parameters())
     if tied and sizes["pipeline"] > 1 and settings.fragments > 1:
         return "embeddings are tied over pipeline stages, whose copies must be updated together; give fragments=1"
-    if sizes["pipeline"] * sizes["tensor"] > 1 and settings.compress == "int8":
+    if sizes["pipeline"] * sizes["tensor"] > 1 and settings.rounds_by_blocks:
         return "copies of a weight on several stages or tensor-parallel ranks would be rounded differently; give" \
                " compress=bf16"
     return None
 
 
-def _weights(optimizer: Any) -> training.Held:
+def _weights(optimizer: Any) -> training.WeightShards:
     from megatron.core import parallel_state
 
     named = {p: f"chunk {k} {name}" for k, chunk in enumerate(_State.chunks) for name, p in chunk.named_parameters()
@@ -127,7 +127,7 @@ def _weights(optimizer: Any) -> training.Held:
     tensors = [(name, tuple(p.shape), "float32") for p, name in named.items()]
     stage = parallel_state.get_pipeline_model_parallel_rank()
     position = f"pipeline {stage}, tensor {parallel_state.get_tensor_model_parallel_rank()}"
-    return training.Held(position, tensors, parts, lambda: any(flat.data_ptr() != at for flat, at in places))
+    return training.WeightShards(position, tensors, parts, lambda: any(flat.data_ptr() != at for flat, at in places))
 
 
 def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:

@@ -36,7 +36,7 @@ def detach() -> None:
 def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
     from torch.optim import Optimizer
 
-    if not training.claim(optimizer, lambda: _stack(optimizer)) and isinstance(training.owner(), Optimizer):
+    if not training.claim(optimizer, lambda: _adapter(optimizer)) and isinstance(training.owner(), Optimizer):
         raise HolmesError("--holmes-join: the script has two optimizers; jobs of one optimizer can join")
 
 
@@ -45,11 +45,12 @@ def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
         training.stepped()
 
 
-def _stack(optimizer: Any) -> training.Stack:
-    return training.Stack("torch", lambda: weights_of(optimizer), lambda: _local(_parameters(optimizer)[0][1]).device)
+def _adapter(optimizer: Any) -> training.FrameworkAdapter:
+    return training.FrameworkAdapter(
+        "torch", lambda: weights_of(optimizer), lambda: _local(_parameters(optimizer)[0][1]).device)
 
 
-def weights_of(optimizer: Any) -> training.Held:
+def weights_of(optimizer: Any) -> training.WeightShards:
     """The row of what an optimizer steps. HolmesError where a parameter's elements are not a range of it."""
     named = _parameters(optimizer)
     if not named:
@@ -65,7 +66,7 @@ def weights_of(optimizer: Any) -> training.Held:
     def moved() -> bool:
         return any(_local(p).data_ptr() != place for p, place in places)
 
-    return training.Held("all ranks", [(name, tuple(p.shape), str(p.dtype)) for name, p in named], parts, moved)
+    return training.WeightShards("all ranks", [(name, tuple(p.shape), str(p.dtype)) for name, p in named], parts, moved)
 
 
 def _parameters(optimizer: Any) -> list[tuple[str, Any]]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from joined_jobs import TOKEN, joined_of, meeting_point
+from joined_jobs import TOKEN, coordinator, joined_of
 
 from holmes_ext.cli.main import main
 from holmes_ext.runtime.outer.settings import parse_outer
@@ -16,7 +16,7 @@ def token(monkeypatch):
 
 
 def test_status(token, capsys):
-    with meeting_point() as server:
+    with coordinator() as server:
         where = f"127.0.0.1:{server.port}"
         job = joined_of(torch.nn.Linear(3, 4), "east", server.port, parse_outer("every=2,fragments=1,delay=0"))
         job.begin()
@@ -45,10 +45,10 @@ def test_one_line(arguments, why, token, capsys):
 
 
 def test_a_wrong_token_and_a_port_that_is_taken(token, monkeypatch, capsys):
-    with meeting_point() as server:
+    with coordinator() as server:
         assert main(["join", "serve", "--host", "127.0.0.1", "--port", str(server.port)]) == 2
         assert str(server.port) in capsys.readouterr().err
-        monkeypatch.setenv("HOLMES_JOIN_TOKEN", "another")
+        monkeypatch.setenv("HOLMES_JOIN_TOKEN", "a token that is wrong")
         assert main(["join", "status", f"127.0.0.1:{server.port}"]) == 2
         assert "token" in capsys.readouterr().err
     monkeypatch.delenv("HOLMES_JOIN_TOKEN")

@@ -9,10 +9,12 @@ from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.resolve import (
     apart_by_subnet,
     nccl_remarks,
+    part_of,
     rate_of_one_nic,
     resolve_site,
     slower_than_declared,
 )
+from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
@@ -62,9 +64,20 @@ def test_clusters_of_the_file():
 
 
 def test_the_site_has_the_digest_of_the_file_alone():
-    from holmes_ext.cluster.site import site_from_spec
-
     assert resolve_site(GOOD, spec()).digest == site_from_spec(spec()).digest
+
+
+def test_a_job_on_some_nodes_of_the_file():
+    """It is the site that a file of these nodes alone describes."""
+    links = '[[between]]\nclusters = ["a", "b"]\nlatency = "1ms"\n\n[node.b0]\nethernet = "eth0"\n\n[[cluster]]'
+    whole = parse_spec(TOML.replace("[[cluster]]", links, 1), "c.toml")
+    site, own = resolve_site(GOOD[:2], whole), part_of(whole, GOOD[:2])
+    assert own.clusters == whole.clusters[:1] and not own.wan and not own.overrides
+    assert [fabric.name for fabric in site.fabrics] == ["ethernet", "a"] and not site.wan
+    assert site.digest == site_from_spec(own).digest != site_from_spec(whole).digest
+    assert part_of(whole, GOOD) == whole
+    one_of_each = [replace(GOOD[1], name="a1.example.org"), GOOD[2]]
+    assert [cluster.nodes for cluster in part_of(whole, one_of_each).clusters] == [("a1",), ("b0",)]
 
 
 def test_full_host_names_match_short_ones():
@@ -75,7 +88,6 @@ def test_full_host_names_match_short_ones():
 @pytest.mark.parametrize(
     "reports, parts",
     [
-        (GOOD[:2], ["c.toml", "node 'b0' of cluster 'b' did not report"]),
         ((*GOOD, report("c9")), ["c.toml", "node 'c9' reported but is in no cluster"]),
         ((*GOOD[:2], report("b0", ib())), ["node 'b0'", "no roce NIC that is up", "mlx5_0:1 (ib, up)"]),
         ((report("a0", ib(state="down")), *GOOD[1:]), ["node 'a0'", "mlx5_0:1 is DOWN"]),

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from holmes_ext.cli.main import main
+from holmes_ext.cli.show.joined_plan import Beside, show
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.plan import joined
@@ -22,7 +23,7 @@ BETWEEN = '[[between]]\nclusters = ["{}", "{}"]\nrate = "1Gb/s"\nlatency = "50ms
 
 
 def site(*last_nodes, flat=False):
-    names = "abc"[: len(last_nodes)]
+    names = "abcd"[: len(last_nodes)]
     clusters = "".join(map(CLUSTER.format, names, last_nodes))
     pairs = [(x, y) for x in names for y in names if x < y]
     return site_from_spec(parse_spec(SITE.format(
@@ -152,8 +153,29 @@ def test_holmes_plan_joined(tmp_path, capsys):
     assert found[0][0] == 0
     told = json.loads(found[0][1])["joined"]
     assert [job["cluster"] for job in told["jobs"]] == ["a", "b"] and told["settings"][0]["every"] == 32
+    choices = told["choices"]
+    assert [one["name"].split()[0] for one in choices] == ["one", "one", "joined"]
+    assert choices[-1]["flags"] == "--holmes --holmes-join a@HOST:29600"
+    assert choices[-1]["tokens_per_second"] == told["settings"][0]["tokens_per_second"], "of the default"
     assert (tmp_path / "pictures" / "joined.png").stat().st_size > 10_000
     text = page.read_text()
     assert "Joined jobs in its place" in text and "one job that crosses, the best plan</text>" in text
     assert "nothing is exposed from every=" in text
     assert all(f"every={one['every']},fragments" in text for one in told["settings"])
+
+
+def beside_of(jobs, crossing):
+    where = site(*[0] * jobs)
+    rounds = joined.RoundPrices(where, 1e6, [joined.JoinedJob(name, 10, 1.0) for name in where.clusters])
+    return Beside(rounds, 100, crossing)
+
+
+def test_the_last_line_is_the_one_to_copy(capsys):
+    show(beside_of(2, 1.0))
+    assert capsys.readouterr().out.splitlines()[-1].strip() == "--holmes --holmes-join a@HOST:29600"
+    show(beside_of(2, 1e9))
+    assert capsys.readouterr().out.splitlines()[-1].strip() == "--holmes --holmes-cluster FILE"
+
+
+def test_a_row_stands_only_where_the_loss_is_known():
+    assert [len(beside_of(jobs, 1.0).choices()) for jobs in (2, 3, 4)] == [3, 2, 3]

@@ -12,7 +12,7 @@ from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab.joined import CLUSTERS, NODES, LabJob, await_, join_flags, meeting_point, start
+from holmes_ext.lab.joined import CLUSTERS, NODES, LabJob, await_, coordinator, join_flags, start
 from holmes_ext.lab.lab import Lab
 from holmes_ext.report.page import heading, page, paragraphs, picture, table
 from holmes_ext.report.pictures import svg
@@ -66,7 +66,7 @@ def _lived(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
         jobs[number] |= {"to": time.monotonic() - begin, "losses": [line["loss"] for line in lines],
                          "seconds": [line["seconds"] for line in lines]}
 
-    with Lab(load_spec(directory / "cluster.toml")) as lab, meeting_point(lab) as (where, events):
+    with Lab(load_spec(directory / "cluster.toml")) as lab, coordinator(lab) as (where, events):
         east, west = begin_job("east", steps, 1), begin_job("west", steps, 2)
         await_(lambda: len(west.steps()) >= KILLED_AFTER, 200, f"west's step {KILLED_AFTER}")
         west.job.kill()
@@ -87,11 +87,11 @@ def _lived(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
 
 
 def _report(rows: list[list[str]], result: dict[str, Any]) -> str:
-    """One HTML file: losses of all jobs over time, the table, what the meeting point said."""
-    lives = [Life(one["job"], one["to"], one["seconds"], one["losses"], number == 1)
+    """One HTML file: losses of all jobs over time, the table, what the coordinator said."""
+    incarnations = [Life(one["job"], one["to"], one["seconds"], one["losses"], number == 1)
              for number, one in enumerate(result["jobs"])]
     return page("holmes demo --joined", heading("Two jobs that train one model over 40 ms and 20 Mb/s", 1),
-                picture(svg(losses_figure(lives)), "losses over time"),
+                picture(svg(losses_figure(incarnations)), "losses over time"),
                 table([column.name for column in COLUMNS], rows),
                 paragraphs([f"{result['rounds']} rounds, {result['rounds_of_both']} of them of both jobs.",
                             *(event for event in result["events"] if "commit" not in event)]))

@@ -17,6 +17,11 @@ from holmes_ext.report.rounds import worth_figure
 
 COLUMNS = (Column("--holmes-outer"), Column("round, s", right=True, drop=1), Column("exposed, s", right=True),
            Column("slower, s", right=True, drop=2), Column("tokens/s", right=True), Column("gain", right=True))
+#: Of `holmes join serve`.
+_PORT = 29600
+#: Of jobs that join with the default: what docs/benchmarks/joined.md measured beside one synchronous job.
+_LOSS_OF_JOINED = {2: "as one job's, within the seeds", 4: "0.16 to 0.22 nats behind one job's"}
+CHOICES = (Column("choice"), Column("tokens/s", right=True), Column("loss"))
 LEGEND = "exposed, slower: of each step; gain: tokens/s over those of the best plan of one job that crosses"
 
 
@@ -34,8 +39,10 @@ class Beside:
 
     def document(self) -> dict[str, Any]:
         """For --json."""
+        choices = [dict(zip(("name", "tokens_per_second", "loss", "flags"), one)) for one in self.choices()]
         rows = [{**asdict(one), "tokens_per_second": one.samples_per_s * self.tokens} for one in self.settings]
-        return {"jobs": [asdict(job) for job in self.rounds.jobs], "settings": rows, "crossing": self.crossing}
+        return {"jobs": [asdict(job) for job in self.rounds.jobs], "settings": rows, "crossing": self.crossing,
+                "choices": choices}  # fmt: skip
 
     def line(self) -> str:
         """Of the least `every` at which nothing is exposed."""
@@ -53,6 +60,30 @@ class Beside:
             found.append([str(one), f"{one.round_s:.3g}", f"{one.exposed_s:.3g}", f"{one.slower_s:.3g}", f"{rate:,.0f}",
                           f"{rate / self.crossing:.2f}"])
         return found
+
+    def choices(self) -> list[tuple[str, float, str, str]]:
+        """What can be done with these clusters, where it is known what is learned then: its name, tokens/s, the loss,
+        and the line to copy."""
+        jobs = self.rounds.jobs
+        best = max(jobs, key=lambda job: job.samples / job.step_s)
+        alone = self.tokens * best.samples / best.step_s
+        found = [
+            (f"one job on {best.cluster} alone", alone, "of its batch", "--holmes"),
+            ("one job across", self.crossing, "of its batch", "--holmes --holmes-cluster FILE"),
+        ]
+        if (loss := _LOSS_OF_JOINED.get(len(jobs))) is not None:
+            rate = self.tokens * self.rounds.of(*joined.DEFAULT).samples_per_s
+            line = f"--holmes --holmes-join {jobs[0].cluster}@HOST:{_PORT}"
+            found.append(("joined jobs", rate, loss, line))
+        return found
+
+    def advice(self) -> list[str]:
+        """Lines: which of the choices carries most tokens, and how it is had."""
+        name, _, _, line = max(self.choices(), key=lambda one: one[1])
+        if "--holmes-join" not in line:
+            return [f"most tokens/s: {name}; add to the command:", f"  {line}"]
+        serve = "`holmes join serve` on HOST, which all reach; add to each job's command, with its own cluster's name"
+        return [f"most tokens/s: {name}; {serve}:", f"  {line}"]
 
     def figure(self) -> Any:
         return worth_figure(self.rounds, self.tokens, self.crossing)
@@ -87,3 +118,6 @@ def show(found: Beside) -> None:
     screen.table(COLUMNS, found.rows())
     screen.line(LEGEND, "dim")
     screen.line(found.line())
+    screen.table(CHOICES, [[name, f"{rate:,.0f}", loss] for name, rate, loss, _ in found.choices()])
+    for line in found.advice():
+        screen.line(line)

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         what = what if args.command else "nothing says what to train"
         raise HolmesError(f"{what}; give --model FILE (examples/models has some)")
     site, links, overlap = site_from_spec(spec), Links.of_spec(spec), args.overlap == "on"
-    batch, limits, framework = _global_batch(args, job, site), parse_limits(args.limit), args.framework or job.framework
+    batch, limits, framework = global_batch(args, job, site), parse_limits(args.limit), args.framework or job.framework
     if framework:
         limits = limited(limits, framework)
     with _Bar(quiet=args.json) as bar:
@@ -179,7 +179,8 @@ def _candidate(outcome: Outcome, job: Training, sizes: Sizes, plan: Plan | None 
     return given(outcome, sizes, shape, (plan.stage_layers if plan else ()) or layers, plan.nodes if plan else ())
 
 
-def _global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
+def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
+    """Sequences of a step on all nodes of `site`; HolmesError where nothing says them."""
     model = job.model
     assert model is not None
     if args.global_batch is not None or model.global_batch:

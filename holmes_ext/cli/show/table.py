@@ -53,7 +53,7 @@ class Screen:
 
     def line(self, text: object = "", style: str = "") -> None:
         """One line as it is, whatever its length: no markup, no break. A rich Text keeps its own styles."""
-        self.console.print(text if isinstance(text, Text) else Text(str(text), style), soft_wrap=True)
+        self.console.print(text if isinstance(text, Text) else Text(_shown(str(text)), style), soft_wrap=True)
 
     def table(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str]], title: str = "", styles: Sequence[str] = ()
@@ -75,7 +75,7 @@ class Screen:
             justify: JustifyMethod = "right" if columns[i].right else "left"
             grid.add_column(Text(columns[i].name), justify=justify, width=widths[i], overflow="fold")
         for row, style in zip(rows, styles or [""] * len(rows)):
-            grid.add_row(*(Text(row[i]) for i in kept), style=style)
+            grid.add_row(*(Text(_shown(row[i])) for i in kept), style=style)
         if title:
             self.line(title, "italic")
         width, self.console.width = self.width, max(self.width, self.width - room)  # what must stay is not cut
@@ -85,6 +85,11 @@ class Screen:
             names = ", ".join(columns[i].name for i in sorted(left_out))
             wide = sum(whole[i] + _BETWEEN for i in {*kept, *left_out})
             self.line(f"too narrow for: {names}; COLUMNS={wide}, a wider terminal or --json shows all", "dim")
+
+
+def _shown(text: str) -> str:
+    """Without what a terminal would obey, or cannot show: control characters that a file held become "?"."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def _characters(column: Column, cells: Sequence[str]) -> tuple[int, int]:

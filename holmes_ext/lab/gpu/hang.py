@@ -17,13 +17,13 @@ from holmes_ext.lab.gpu.state import NcclLaunch, RankState, StreamWork, WorkPlac
 
 
 @dataclass(frozen=True)
-class Host:
+class RankHost:
     """The host of a rank: all its threads that launch work."""
 
     rank: int
 
 
-Node = Host | WorkPlace
+Node = RankHost | WorkPlace
 ORDER = "comes in its stream after"
 
 
@@ -44,7 +44,7 @@ class Hang:
         self.work = {work.place: work for state in states for work in state.works()}
         self.waits: dict[Node, list[Wait]] = {}
         for state in states:
-            self._add(Host(state.rank), self._of_host(state))
+            self._add(RankHost(state.rank), self._of_host(state))
             for (_, _, queue), works in state.streams.items():
                 for before, work in zip((None, *works), works):
                     self._add(work.place, self._of_work(state, queue, before, work))
@@ -56,7 +56,7 @@ class Hang:
             return []
         path: list[Wait] = []
         seen: dict[Node, int] = {}
-        node = min(self.stuck, key=lambda node: (not isinstance(node, Host), node.rank))
+        node = min(self.stuck, key=lambda node: (not isinstance(node, RankHost), node.rank))
         while node not in seen:
             seen[node] = len(path)
             wait = next(wait for wait in self.waits[node] if wait.target in self.stuck)
@@ -94,9 +94,9 @@ class Hang:
     def _of_host(self, state: RankState) -> Iterable[Wait]:
         for host in state.hosts:
             for place in host.places:
-                yield Wait(Host(state.rank), self._shown(place), f"waits in {host.call} for")
+                yield Wait(RankHost(state.rank), self._shown(place), f"waits in {host.call} for")
             if (rank := self._rank_of(host.communicator, host.peer)) is not None:
-                yield Wait(Host(state.rank), Host(rank), f"waits in {host.call}")
+                yield Wait(RankHost(state.rank), RankHost(rank), f"waits in {host.call}")
 
     def _of_work(self, state: RankState, queue: int, before: StreamWork | None, work: StreamWork) -> Iterable[Wait]:
         if before is not None:
@@ -128,7 +128,7 @@ class Hang:
             first = next((other for other in of_peer if other.started), of_peer[0])
             yield Wait(work.place, first.place, f"waits for {way} rank {rank}, which is at")
         else:
-            yield Wait(work.place, Host(rank), f"waits for {way} rank {rank}, which has launched no kernel for it:")
+            yield Wait(work.place, RankHost(rank), f"waits for {way} rank {rank}, which has launched no kernel for it:")
 
     def _rank_of(self, communicator: str, peer: int | None) -> int | None:
         """The rank of the job; None where it has not answered, so may do anything."""

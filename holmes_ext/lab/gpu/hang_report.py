@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from holmes_ext.lab.gpu.hang import ORDER, Hang, Host, Node, Wait
+from holmes_ext.lab.gpu.hang import ORDER, Hang, Node, RankHost, Wait
 from holmes_ext.lab.gpu.state import RankState, StreamWork
 
 _FRAMES = 12  # of a thread's Python stack that are shown
@@ -31,7 +31,7 @@ def explain(hang: Hang, nodes: Mapping[int, str], stacks: Mapping[int, str] | No
 
 def describe(hang: Hang, node: Node) -> str:
     """ "rank 1: stream 7: kernel AllReduce of 4 (group edge 0-1)"."""
-    if isinstance(node, Host):
+    if isinstance(node, RankHost):
         return f"rank {node.rank}: its host"
     work = hang.work.get(node)
     if work is None:  # not among the first ones that the rank has shown

@@ -23,6 +23,7 @@ MTU = 1500
 TBF_LATENCY_MS = 20  # with less, several senders to one receiver lose packets
 _FRAME_BYTES, _PAYLOAD_BYTES = MTU + 14, MTU - 52  # Ethernet; IPv4 and TCP with timestamps
 WIRE = _FRAME_BYTES / _PAYLOAD_BYTES
+LOGIN = "login"  # name of the host from which jobs are submitted
 _NAMES = {"ethernet": "eth", "ib": "ib", "roce": "roce"}
 #: Of a node's network where several NICs are in one subnet: each answers for its own address only.
 RAILS_SYSCTL = {"net.ipv4.conf.all.arp_ignore": "1", "net.ipv4.conf.all.arp_announce": "2",
@@ -99,6 +100,19 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
                          for rail in range(cluster.rails)]
             nodes.append(LabNode(name, cluster.name, index, cluster.processes, tuple(nics), site if spec.wan else None))
     return tuple(nodes)
+
+
+def login_node(spec: SiteSpec, nodes: Sequence[LabNode], scale: float) -> LabNode:
+    """A host beside the nodes, on their Ethernet alone, where jobs are submitted. HolmesError where the file has a node
+    of its name."""
+    if LOGIN in {node.name for node in nodes}:
+        raise HolmesError(f"{spec.source}: node {LOGIN!r} has the name of the host from which the lab's launchers start"
+                          " jobs; rename it")
+    nic = _nic(len(nodes), "ethernet", ETHERNET, 0, spec.ethernet_rate_bps, scale)
+    if spec.wan:  # it stands beside the nodes of the first cluster
+        own = crossing.address(0, len(spec.clusters[0].nodes))
+        nic = replace(nic, address=own, bridge=crossing.bridge(0), prefix=crossing.PREFIX)
+    return LabNode(LOGIN, "", len(nodes), 1, (nic,), 0 if spec.wan else None)
 
 
 def _nic(index: int, kind: str, fabric: str, number: int, nominal_bps: int, scale: float, rail: int = 0) -> LabNic:

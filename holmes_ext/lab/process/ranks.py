@@ -5,12 +5,22 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.emulate import accelerator
 from holmes_ext.lab.network.shaping import LabNode
+
+
+@dataclass(frozen=True)
+class Program:
+    """A process of the lab that is no rank: a daemon, or a launcher with the job that it starts. env: all of it."""
+
+    host: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
 
 
 def interleave(spec: SiteSpec) -> tuple[str, ...]:

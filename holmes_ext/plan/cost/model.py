@@ -88,6 +88,10 @@ class Gpu:
             raise HolmesError(f"gpu: memory_bytes is {self.memory_bytes}; it must be 0 (no limit) or more, and finite")
 
 
+#: Every plan holds a cost for each layer.
+_MOST_LAYERS = 100_000
+
+
 @dataclass(frozen=True)
 class Model:
     """A GPT and how it is trained; KEYS of plan/cost/model_file.py says what each field is, 0 where that is left out.
@@ -134,6 +138,8 @@ class Model:
             value, least = getattr(self, name), int(name not in optional)
             if not least <= value < 10**12:
                 raise self._wrong(name, f"{value} is not {least} or more")
+        if self.layers > _MOST_LAYERS:
+            raise self._wrong("layers", f"{self.layers} is more than {_MOST_LAYERS}")
         for name in ("state_bytes", "sharded_bytes"):
             if not 0 <= getattr(self, name) < 1e6:
                 raise self._wrong(name, f"{getattr(self, name)} is not a number of bytes, 0 or more")

@@ -2,7 +2,7 @@
 for it, and what steps take longer because both share the nodes' Ethernet.
 
     a job       steps | its pseudo-gradient leaves | `delay` steps | waits for the round's end
-    a round     once all jobs are ready: the meeting point's verdict, each job's bits to each other one, the verdict
+    a round     once all jobs are ready: the coordinator's verdict, each job's bits to each other one, the verdict
 
 A step computes, and sends for what of it Ethernet's rate decides, in pieces; a fragment is cut into one TCP stream for
 each rank of the larger of two jobs. Who meets at a NIC, uplink or link shares it (events.py).
@@ -107,6 +107,6 @@ def _rounds(job: int, jobs: Sequence[int]) -> Iterator[Op]:
 
 
 def _all(tag: Hashable) -> tuple[Op, Op]:
-    """To the meeting point, and its answer once all jobs have told."""
+    """To the coordinator, and its answer once all jobs have told."""
     return ("post", tag), ("wait", tag, "reduce", -1)
 

@@ -31,14 +31,16 @@ class Share:
 
 
 def part_of(dataset: Any) -> Any:
-    """This job's part of a map-style data set; the data set itself where there is one part, or it is a stream, which
-    is the script's own."""
+    """This job's part of a map-style data set; the data set itself where there is one part, or it is a
+    stream, which is the script's own."""
     k, parts = training.part()
     if parts == 1 or dataset is None:
         return dataset
     from torch.utils.data import IterableDataset
 
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    ):
         return dataset
     training.share()
     if hasattr(dataset, "shard"):  # Hugging Face's: stays one of its kind

@@ -2,8 +2,8 @@
 
     every=32,fragments=4,delay=5,lr=1,momentum=auto,compress=bf16,aggregate=mean,...
 
-The weights are cut into `fragments`; every `every` steps (or seconds: every=60s) each of them is exchanged once, one
-after the other. A fragment's pseudo-gradient leaves `delay` steps before its sum is applied.
+The weights are cut into `fragments`; every `every` steps (or seconds: every=60s) each of them is exchanged
+once, one after the other. A fragment's pseudo-gradient leaves `delay` steps before its sum is applied.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.joined import DEFAULT, MOST_FRAGMENTS
+from holmes_ext.runtime.outer.algorithms import ALGORITHMS, DiLoCo
 
-ALGORITHMS = ("diloco", "co2", "average")
 AGGREGATES = ("mean", "median", "trimmed", "geometric", "clipping", "flag")
 _CHOICES = {
-    "algorithm": ALGORITHMS,
+    "algorithm": tuple(ALGORITHMS),
     "aggregate": AGGREGATES,
-    "compress": ("off", "bf16", "int8"),
+    "compress": ("off", "bf16", "int8", "topk"),
     "weight": ("tokens", "equal"),
+    "rounds": ("sync", "async"),
 }
 #: Least, most (None: open) of each number.
 _BOUNDS: dict[str, tuple[float, float | None]] = {
@@ -34,24 +35,26 @@ _BOUNDS: dict[str, tuple[float, float | None]] = {
     "timeout": (1, 86400),
     "limit": (0, None),
     "trim": (1, 31),
-}
-#: What an algorithm takes otherwise than OuterSettings has it, where the user did not say.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "average": {"momentum": 0.0},
-    "co2": {"lr": 0.5, "momentum": 0.0, "fragments": 1},
+    "grace": (0, 86400),
+    "topk": (4, 2048),
 }
 #: Each job's own business; everything else must be the same in all jobs.
 OWN = ("min", "timeout", "part")
+#: Numbers that may be auto: None then.
+_AUTO = ("momentum", "grace")
 
 
 @dataclass(frozen=True)
 class OuterSettings:
-    """every: steps (above 0), or 0 where `seconds` are given. delay: steps. mix: "keep", or the share of local
-    weights (0 to 1) that a fragment keeps when the sum is applied. momentum: None for auto, by the round's jobs
-    (algorithms.momentum_of). clip: bound on each element of CO2's outer momentum (0: none). limit: a pseudo-gradient so
-    many times longer than usual is left out (0: never). trim: jobs left out at each end by aggregate=trimmed. min: jobs
-    that a round needs. timeout: seconds that a late job, or a silent link, is waited for. part: "k/K", this job reads
-    the k-th (from 0) of K parts of the data. Raises HolmesError for what does not fit.
+    """every: steps (above 0), or 0 where `seconds` are given. delay: steps. mix: "keep", or the share of
+    local weights (0 to 1) that a fragment keeps when the sum is applied. momentum: None for auto, by the
+    round's jobs (algorithms.momentum_of). clip: bound on each element of CO2's outer momentum (0: none).
+    limit: a pseudo-gradient so many times longer than usual is left out (0: never). trim: jobs left out at
+    each end by aggregate=trimmed. min: jobs that a round needs. timeout: seconds that a late job, or a silent
+    link, is waited for. part: "k/K", this job reads the k-th (from 0) of K parts of the data. rounds:
+    "async": a round closes without those who are not ready, `grace` seconds (None: half of what hides it)
+    after half of the jobs were. topk: elements of each 4096 that travel with compress=topk. Raises
+    HolmesError for what does not fit.
     """
 
     algorithm: str = "diloco"
@@ -71,11 +74,16 @@ class OuterSettings:
     min: int = 1
     timeout: float = 60.0
     part: str = "0/1"
+    rounds: str = "sync"
+    grace: float | None = None
+    topk: int = 88
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
-                raise HolmesError(f"--holmes-outer: {name}={getattr(self, name)!r} is not one of {', '.join(known)}")
+                raise HolmesError(
+                    f"--holmes-outer: {name}={getattr(self, name)!r} is not one of {', '.join(known)}"
+                )
         for name, (least, most) in _BOUNDS.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= (most if most is not None else 1e12):
@@ -92,7 +100,7 @@ class OuterSettings:
                 " fragment is exchanged"
                 f" once in that many steps; {self._nearest()}"
             )
-        if self.every and not self.stale and self.delay >= self.period:
+        if self.every and ALGORITHMS[self.algorithm].one_at_a_time and self.delay >= self.period:
             raise HolmesError(
                 f"--holmes-outer: delay={self.delay} must be less than every / fragments = {self.period} steps:"
                 " a fragment's"
@@ -106,9 +114,31 @@ class OuterSettings:
             if not fits:
                 raise HolmesError(f"--holmes-outer: mix={self.mix!r} is neither keep nor a share from 0 to 1")
 
+        if self.rounds == "async" and (self.seconds or self.mix != "keep" or not self._is_async_able):
+            raise HolmesError(
+                "--holmes-outer: rounds=async needs every=STEPS, mix=keep and algorithm=diloco or average"
+            )
+        if self.topk % 4:
+            raise HolmesError(f"--holmes-outer: topk={self.topk} is not divisible by 4")
+        if self.compress == "topk" and self.aggregate in ("median", "trimmed"):
+            raise HolmesError(
+                f"--holmes-outer: compress=topk with aggregate={self.aggregate}: most elements would be 0; give"
+                " aggregate=geometric, clipping, flag or mean"
+            )
         k, slash, parts = self.part.partition("/")
         if not (slash and k.isdecimal() and parts.isdecimal() and int(k) < int(parts) <= 64):
-            raise HolmesError(f"--holmes-outer: part={self.part!r} is not k/K with k from 0 to K - 1, such as part=0/2")
+            raise HolmesError(
+                f"--holmes-outer: part={self.part!r} is not k/K with k from 0 to K - 1, such as part=0/2"
+            )
+
+    @property
+    def rounds_by_blocks(self) -> bool:
+        """Whether copies of a weight, on several ranks of a job, would be rounded differently."""
+        return self.compress in ("int8", "topk")
+
+    @property
+    def _is_async_able(self) -> bool:
+        return ALGORITHMS[self.algorithm].keeps_progress
 
     @property
     def data_part(self) -> tuple[int, int]:
@@ -125,19 +155,19 @@ class OuterSettings:
         """Steps from one round (exchange of one fragment) to the next; 0 where `seconds` decide."""
         return self.every // self.fragments
 
-    @property
-    def stale(self) -> bool:
-        """Whether a fragment's sum is applied only when the fragment is sent the next time."""
-        return self.algorithm == "co2"
+    def outer_algorithm(self) -> DiLoCo:
+        """The algorithm with these settings."""
+        return ALGORITHMS[self.algorithm](self.lr, self.momentum, self.mix, self.delay, self.clip)
 
     def agreed(self) -> dict[str, Any]:
         """What all jobs must have been given alike."""
-        given = asdict(self) | ({"momentum": "auto"} if self.momentum is None else {})
+        given = {name: "auto" if value is None else value for name, value in asdict(self).items()}
         return {name: value for name, value in given.items() if name not in OWN}
 
 
 def parse_outer(text: str) -> OuterSettings:
-    """Settings from "every=32,fragments=4,..."; "" gives the defaults. HolmesError names the part that does not fit."""
+    """Settings from "every=32,fragments=4,..."; "" gives the defaults. HolmesError names the part that does
+    not fit."""
     known = {field.name: field for field in fields(OuterSettings) if field.name != "seconds"}
     given: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -149,14 +179,15 @@ def parse_outer(text: str) -> OuterSettings:
                 + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}")
             )
         if not equals or not value:
-            example = "auto" if name == "momentum" else getattr(OuterSettings(), name)
+            example = "auto" if name in _AUTO else getattr(OuterSettings(), name)
             raise HolmesError(f"--holmes-outer: {name} needs a value, such as {name}={example}")
         if name in given:
             raise HolmesError(f"--holmes-outer: {name} stands twice; give it once")
         given[name] = _read(name, value)
     if isinstance(given.get("every"), float):
         given |= {"seconds": given["every"], "every": 0}
-    given = _DEFAULTS.get(given.get("algorithm", OuterSettings.algorithm), {}) | given
+    if (algorithm := ALGORITHMS.get(given.get("algorithm", OuterSettings.algorithm))) is not None:
+        given = {**algorithm.defaults, **given}
     if given.get("every", OuterSettings.every) and "fragments" in given and "every" not in given:
         period = -(-OuterSettings.every // given["fragments"])
         given["every"] = period * given["fragments"]
@@ -168,15 +199,15 @@ def parse_outer(text: str) -> OuterSettings:
 
 
 def _read(name: str, value: str) -> Any:
-    if (name, value) == ("momentum", "auto"):
+    if name in _AUTO and value == "auto":
         return None
-    kind = float if name == "momentum" else type(getattr(OuterSettings(), name))
+    kind = float if name in _AUTO else type(getattr(OuterSettings(), name))
     try:
         if name == "every" and value.endswith("s"):
             return float(value[:-1])
         number = kind(value)
     except ValueError:
-        others = {"every": "steps or seconds (60s)", "momentum": "a number, or auto"}
+        others = {"every": "steps or seconds (60s)", **dict.fromkeys(_AUTO, "a number, or auto")}
         wanted = others.get(name, "a whole number" if kind is int else "a number")
         raise HolmesError(f"--holmes-outer: {name}={value!r} is not {wanted}") from None
     if isinstance(number, float) and number != number:

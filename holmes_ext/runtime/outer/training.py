@@ -1,4 +1,5 @@
-"""The joined job of this process: what --holmes-join asks for, what a framework's patch tells, what a user is told.
+"""The joined job of this process: what --holmes-join asks for, what a framework's patch tells, what a user is
+told.
 
     job.py                  request(options)      what was asked for; nothing happens yet
     patches/*/joined.py     claim(owner, stack)          before the first step: whose weights, whose steps
@@ -12,32 +13,35 @@ Where a framework has an optimizer inside its own, the outermost claims: what cl
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.runtime.measure import telemetry
-from holmes_ext.runtime.outer.place import Place, parse_place, token_from
+from holmes_ext.runtime.outer.address import JoinAddress, parse_address, port_range
 from holmes_ext.runtime.outer.settings import OuterSettings, parse_outer
+from holmes_ext.runtime.outer.token import token_from, warning_of
+from holmes_ext.runtime.sockets.addresses import address_text, is_loopback
 
 if TYPE_CHECKING:
-    from holmes_ext.runtime.outer.joined import Joined, Record
+    from holmes_ext.runtime.outer.loop import OuterLoop, Record
 
 
 @dataclass(frozen=True)
-class Held:
+class WeightShards:
     """The weights of one rank, as its framework has them.
 
-    position: where in the model-parallel grid, such as "pipeline 0, tensor 1"; tensors: name, shape and type of all
-    that
-    the ranks of this position hold together, in the model's order; parts: name of a tensor, first element of it, and
-    a flat
-    view of those that this rank steps; moved: whether the framework has put other memory in the place of these.
+    position: where in the model-parallel grid, such as "pipeline 0, tensor 1"; tensors: name, shape and type
+    of all that the ranks of this position hold together, in the model's order; parts: name of a tensor, first
+    element of it, and a flat view of those that this rank steps; moved: whether the framework has put other
+    memory in the place of these.
     """
 
     position: str
@@ -47,16 +51,16 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Stack:
+class FrameworkAdapter:
     """What a patch knows of a job.
 
-    weights: of this rank, HolmesError where they cannot be had; written: brings what the framework derives from them up
-    to date, on all ranks in the same step; device: where they are; agreed: what else must be the same in all jobs
-    (parallel sizes); refusal: why a job with these settings cannot join, None where it can.
+    weights: of this rank, HolmesError where they cannot be had; written: brings what the framework derives
+    from them up to date, on all ranks in the same step; device: where they are; agreed: what else must be the
+    same in all jobs (parallel sizes); refusal: why a job with these settings cannot join, None where it can.
     """
 
     name: str
-    weights: Callable[[], Held]
+    weights: Callable[[], WeightShards]
     device: Callable[[], Any]
     written: Callable[[], None] = lambda: None
     agreed: Mapping[str, Any] = field(default_factory=dict)
@@ -65,15 +69,16 @@ class Stack:
 
 @dataclass
 class _Job:
-    """rank 0 tells. saved: outer state of a checkpoint, and where it came from, until the job begins; shared: whether
-    the data were shared out."""
+    """rank 0 tells. saved: outer state of a checkpoint, and where it came from, until the job begins; shared:
+    whether the data were shared out."""
 
-    place: Place
+    address: JoinAddress
     settings: OuterSettings
     token: str
+    options: Options
     owner: object = None
-    joined: Joined | None = None
-    saved: tuple[dict[str, Any], str] | None = None
+    loop: OuterLoop | None = None
+    saved: tuple[Any, str] | None = None
     shared: bool = False
     began: float = 0.0
     first_step: int = 0
@@ -87,16 +92,35 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
     global _job
     if not options.join:
         if options.outer:
-            raise HolmesError("--holmes-outer says how joined jobs update each other; give --holmes-join"
-                              " NAME@HOST:PORT too")
+            raise HolmesError(
+                "--holmes-outer says how joined jobs update each other; give --holmes-join NAME@HOST:PORT too"
+            )
         return []
-    settings = parse_outer(options.outer)
-    _job = _Job(parse_place(options.join), settings, token_from(environ))
+    settings, address, token = parse_outer(options.outer), parse_address(options.join), token_from(environ)
+    port_range(options.join_ports, options.join_address, environ)
+    privacy = _privacy(options, address)
+    _job = _Job(address, settings, token, options)
     atexit.register(end)
     often = f"{settings.every} steps" if settings.every else f"{settings.seconds:g} s"
-    return [f"job {_job.place.job} joins others at {_job.place.host}:{_job.place.port}: {settings.algorithm}, every"
-            f" {often} in {settings.fragments} fragments, {settings.delay} steps under way, {settings.compress}; what"
-            f" crosses is not encrypted"]  # fmt: skip
+    where = address_text(address.host, address.port)
+    how = f"every {often} in {settings.fragments} fragments, {settings.delay} steps to hide each"
+    line = f"job {address.job} joins others at {where}: {settings.algorithm}, {how}, {settings.compress}; {privacy}"
+    return [line, *filter(None, [warning_of(token)])]
+
+
+def _privacy(options: Options, address: JoinAddress) -> str:
+    """What others on the way can read. HolmesError where it cannot be as the options say."""
+    if options.join_plain == "on":
+        return "NOT encrypted (--holmes-join-plain): whoever is on the way can read the weights; changes are noticed"
+    if bool(options.join_certificate) != bool(options.join_ca):
+        raise HolmesError("--holmes-join-certificate and --holmes-join-ca: give both, or none")
+    made_here = not options.join_certificate and not is_loopback(address.host)
+    if made_here and find_spec("cryptography") is None:
+        raise HolmesError(
+            "--holmes-join: jobs encrypt what they send to other hosts, and `cryptography` is not installed: pip"
+            " install 'holmes_ext[join]' (or --holmes-join-plain on: nothing is encrypted)"
+        )
+    return "encrypted between hosts (TLS 1.3)"
 
 
 def asked() -> bool:
@@ -126,25 +150,27 @@ def reserve(owner: object) -> None:
         _job.owner = owner
 
 
-def claim(owner: object, stack: Callable[[], Stack]) -> bool:
+def claim(owner: object, adapter: Callable[[], FrameworkAdapter]) -> bool:
     """Before a step of `owner`: whether its steps are the job's. The first one joins; collective then."""
     reserve(owner)
     if _job is None or _job.owner is not owner:
         return False
-    if _job.joined is None:
-        _begin(_job, stack())
+    if _job.loop is None:
+        _begin(_job, adapter())
     return True
 
 
 def stepped(tokens: float = 1.0) -> None:
-    """A real step of the inner optimizer is done, on all ranks. tokens: that this rank has read for it, or samples."""
-    if _job is not None and _job.joined is not None:
-        _job.joined.after_step(tokens)
+    """A real step of the inner optimizer is done, on all ranks. tokens: that this rank has read for it, or
+    samples."""
+    if _job is not None and _job.loop is not None:
+        _job.loop.after_step(tokens)
 
 
 def joined_state_dict() -> dict[str, Any] | None:
-    """The outer state of this rank, for a checkpoint of all ranks at the same step; None where there is none."""
-    return _job.joined.state_dict() if _job is not None and _job.joined is not None else None
+    """The outer state of this rank, for a checkpoint of all ranks at the same step; None where there is
+    none."""
+    return _job.loop.state_dict() if _job is not None and _job.loop is not None else None
 
 
 def load_joined_state_dict(saved: dict[str, Any], source: str = "outer state") -> None:
@@ -159,8 +185,10 @@ def load_joined_state_dict(saved: dict[str, Any], source: str = "outer state") -
     """
     if _job is None:
         return
-    if _job.joined is not None:
-        raise HolmesError(f"{source}: outer state can be loaded before the first step only; restart the job to resume")
+    if _job.loop is not None:
+        raise HolmesError(
+            f"{source}: outer state can be loaded before the first step only; restart the job to resume"
+        )
     _job.saved = saved, source
 
 
@@ -169,49 +197,55 @@ def end(why: str = "training is over") -> None:
     global _job
     job, _job = _job, None
     atexit.unregister(end)
-    if job is not None and job.joined is not None:
-        job.joined.end(why)
+    if job is not None and job.loop is not None:
+        job.loop.end(why)
 
 
-def _begin(job: _Job, stack: Stack) -> None:
-    from holmes_ext.runtime.outer.enter import join, weights_of  # a job that is not joined must not load them
+def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
+    from holmes_ext.runtime.outer.join import (
+        join,
+        place_of,
+        weights_of,
+    )  # a job that is not joined must not load them
 
     def weights() -> Any:
-        if why := stack.refusal(job.settings):
-            raise HolmesError(f"--holmes-join: a job of {stack.name} cannot join: {why}")
-        return weights_of(stack.weights())
+        if why := adapter.refusal(job.settings):
+            raise HolmesError(f"--holmes-join: a job of {adapter.name} cannot join: {why}")
+        return weights_of(adapter.weights())
 
-    agreed = {"framework": stack.name, **stack.agreed}
-    joined = join(
-        job.place, job.token, job.settings, weights, agreed, stack.device(), _tell,
-        stack.written, lambda: _status(job),
-    )  # fmt: skip
+    place = place_of(job.address, job.token, job.options)
+    agreed = {"framework": adapter.name, **adapter.agreed}
+    loop = join(
+        place, job.settings, weights, agreed, adapter.device(), _report, adapter.written, lambda: _status(job)
+    )
     if job.saved is not None:
-        joined.load_state_dict(*job.saved)
+        loop.load_state_dict(*job.saved)
         job.saved = None
-    job.began, job.first_step = time.monotonic(), joined.steps
-    begun = joined.begin()
-    job.joined = joined
+    job.began, job.first_step = time.monotonic(), loop.steps
+    begun = loop.begin()
+    job.loop = loop
     if not job.shared:
         k, parts = job.settings.data_part
         what = f"part={k}/{parts}: no sampler that is known was made" if parts > 1 else "no part=k/K is given"
-        _say(joined, f"{what}; that jobs read different data is the script's part")
-    _say(joined, f"job {job.place.job} is in the run: {begun}; {joined.state.host_bytes / 1e6:.1f} MB of outer state on"
-                 f" each host's rank 0")  # fmt: skip
+        _say(loop, f"{what}; that jobs read different data is the script's part")
+    _say(loop, f"job {job.address.job} is in the run: {begun}; {loop.state.host_bytes / 1e6:.1f} MB of outer state on"
+               f" each host's rank 0")  # fmt: skip
 
 
 def _status(job: _Job) -> dict[str, Any]:
+    """For heartbeats: what is known of these."""
     seconds = max(time.monotonic() - job.began, 1e-9)
-    links = job.joined.rounds.links if job.joined is not None else None
+    links = job.loop.rounds.links if job.loop is not None else None
     sent = 8 * links.sent / seconds if links is not None else 0.0
-    steps = job.joined.steps - job.first_step if job.joined is not None else 0
-    return {"steps_per_second": steps / seconds, "bits_per_second": sent, "drift": _last.get("drift")}
+    steps = job.loop.steps - job.first_step if job.loop is not None else 0
+    status = {"steps_per_second": steps / seconds, "bits_per_second": sent, "drift": _last.get("drift")}
+    return {name: value for name, value in status.items() if value is not None and math.isfinite(value)}
 
 
 _last: dict[str, Any] = {}
 
 
-def _tell(record: Record) -> None:
+def _report(record: Record) -> None:
     """Of each round: telemetry's line, and one for the user where something is other than usual."""
     outcome = record.outcome
     _last["drift"] = outcome.drift if outcome.drift is not None else _last.get("drift")
@@ -220,16 +254,19 @@ def _tell(record: Record) -> None:
         "seconds": outcome.seconds, "bytes": outcome.bytes, "verdict": outcome.verdict, "why": outcome.why,
         "jobs": sorted(outcome.members), "left_out": outcome.left_out, "norm": outcome.norm, "drift": outcome.drift,
     })  # fmt: skip
-    if _job is None or _job.joined is None:
+    if _job is None or _job.loop is None:
         return
     for name, why in outcome.left_out.items():
-        _say(_job.joined, f"round {record.number}: job {name} is left out: {why}")
+        _say(_job.loop, f"round {record.number}: job {name} is left out: {why}")
     if outcome.verdict == "taken":
-        _say(_job.joined, f"round {record.number}: fragments {outcome.fragments} taken from job {outcome.source}")
+        _say(
+            _job.loop,
+            f"round {record.number}: fragments {outcome.fragments} taken from job {outcome.source}",
+        )
     elif outcome.verdict == "void":
-        _say(_job.joined, f"round {record.number} came to nothing: {outcome.why}; training goes on")
+        _say(_job.loop, f"round {record.number} came to nothing: {outcome.why}; training goes on")
 
 
-def _say(joined: Joined, text: str) -> None:
-    if joined.rounds.inside.rank == 0:
+def _say(joined: OuterLoop, text: str) -> None:
+    if joined.rounds.job_ranks.rank == 0:
         print(f"holmes: {text}", file=sys.stderr, flush=True)

@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-
-
-class Deadline:
-    """So many seconds from now on."""
-
-    def __init__(self, seconds: float):
-        self.seconds, self._end = seconds, time.monotonic() + seconds
-
-    def left(self, longer_s: float = 0.0) -> float:
-        """Seconds, of so many more."""
-        return self._end + longer_s - time.monotonic()
 
 
 def within(seconds: float, late: str, function: Callable[..., Any], *args: Any) -> Any:

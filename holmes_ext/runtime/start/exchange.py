@@ -29,7 +29,7 @@ from typing import Any
 
 from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.errors import HolmesError, RemoteError
-from holmes_ext.runtime.start.deadline import Deadline
+from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.neighbours import HEARD_SECONDS, Neighbours, name_of, speaker_hears, told
 from holmes_ext.runtime.start.store import awaited, gathered, put_in
@@ -88,7 +88,7 @@ def exchange(store: Any, process: Process, report: dict[str, Any], decide: Decid
 
 def _learned(process: Process, speaker: socket.socket, limit: Deadline) -> Verdict:
     """From the one that spoke for this rank too."""
-    said, document = told(speaker, limit.left(_LONGER_SECONDS))
+    said, document = told(speaker, limit.left_plus(_LONGER_SECONDS))
     if not said:
         who = f"rank {process.rank - process.local_rank}"
         raise HolmesError(f"rank {process.rank} got no verdict from {who}, which spoke for its node; is it alive?")
@@ -138,7 +138,7 @@ def _await_verdict(store: Any, process: Process, reports: list[bytes], limit: De
     """Report in the round that is under way, or in the next where the one found is over: its prefix and its verdict;
     None when none came."""
     packed = _pack(reports)
-    while (left := limit.left(_LONGER_SECONDS)) > 0 and (number := awaited(store, _ROUND, left)):
+    while (left := limit.left_plus(_LONGER_SECONDS)) > 0 and (number := awaited(store, _ROUND, left)):
         prefix = f"holmes/{int(number)}"
         verdict = f"{prefix}/verdict"
         if store.check([verdict]):
@@ -159,7 +159,7 @@ def _pack(reports: list[bytes]) -> bytes:
 
 def _collect(store: Any, prefix: str, process: Process, limit: Deadline) -> list[dict[str, Any]]:
     """Reports of all ranks in rank order; HolmesError names those that did not come in time."""
-    entries, world = gathered(store, f"{prefix}/reports", limit.left()), process.world_size
+    entries, world = gathered(store, f"{prefix}/reports", limit.left), process.world_size
     reports: dict[int, dict[str, Any]] = {}
     for report in (report for entry in entries for report in json.loads(zlib.decompress(entry))):
         if (other := reports.setdefault(report["rank"], report)) is not report:

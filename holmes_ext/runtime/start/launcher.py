@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from holmes_ext.cluster.sources.hostlist import expand
+from holmes_ext.document import read_text
 from holmes_ext.errors import HolmesError
 
 
@@ -28,13 +30,14 @@ class Process:
 
 
 NONE = "no launcher"
-#: For each launcher: names of rank, world size, local rank, local world size.
+_JOB_NODES = "SLURM_JOB_NODELIST"
+#: For each launcher: names of rank, world size, local rank, local world size. mpirun inside a Slurm allocation starts
+#: its own daemons by srun, so its ranks have Slurm's variables too, those of the daemon: mpirun's come first.
 VARIABLES = {
-    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
     "mpirun (Open MPI)": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "mpirun (Hydra)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 }
-# A Slurm batch script has SLURM_PROCID=0 too; only what srun starts has a SLURM_STEP_ID.
 #: What scripts read to learn their rank; the MPI library's own (PMI_RANK, PMIX_RANK) stay as they are.
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
@@ -46,8 +49,10 @@ def detect(environ: Mapping[str, str]) -> Process:
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _from_torch(environ)
+    in_step = "SLURM_STEP_ID" in environ  # what srun starts; a batch script has SLURM_PROCID=0 too
     for launcher, names in VARIABLES.items():
-        if names[0] in environ and names[1] in environ and (launcher != "srun" or "SLURM_STEP_ID" in environ):
+        pmi_of_srun = launcher == "mpirun (Hydra)" and in_step and names[2] not in environ  # srun --mpi=pmi2
+        if names[0] in environ and names[1] in environ and not pmi_of_srun and (in_step or launcher != "srun"):
             return _from_mpi_like(environ, launcher, names)
     return Process(0, 1, 0, 1, "127.0.0.1", 0, NONE)
 
@@ -81,7 +86,7 @@ def _from_torch(environ: Mapping[str, str]) -> Process:
 
 def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: tuple[str, ...]) -> Process:
     rank, size, local, per_node = names
-    address = environ.get("MASTER_ADDR") or _first_slurm_host(environ)
+    address = environ.get("MASTER_ADDR") or (_first_of_step if launcher == "srun" else _first_of_job)(environ)
     world_size = _number(environ, size, launcher)
     if world_size > 1 and not address:
         raise HolmesError(f"{launcher}: environment variable MASTER_ADDR is not set; export the name of rank 0's host")
@@ -98,11 +103,38 @@ def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: tuple[str, 
     )
 
 
-def _first_slurm_host(environ: Mapping[str, str]) -> str:
-    """First host of "gpu[003-008,012],x1": "gpu003"; rank 0 runs there under srun's block distribution."""
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
-    match = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
-    return "".join(part or "" for part in match.groups()) if match else ""
+def _first_of_job(environ: Mapping[str, str]) -> str:
+    """The host of rank 0 of an mpirun inside a Slurm job, which takes the job's nodes in their order; else "". (The
+    step is that of its daemons.)"""
+    return next(iter(expand(environ.get(_JOB_NODES, ""), f"environment variable {_JOB_NODES}")), "")
+
+
+def _first_of_step(environ: Mapping[str, str]) -> str:
+    """The host of rank 0 of what srun started. HolmesError where Slurm does not tell.
+
+    srun numbers tasks from the first node of the step's list on; of a heterogeneous step's (which is sorted) from the
+    first one of its first component; with --distribution=arbitrary as the lines of SLURM_HOSTFILE stand.
+    """
+    if environ.get("SLURM_DISTRIBUTION") == "arbitrary":
+        return _first_of_hostfile(environ.get("SLURM_HOSTFILE", ""))
+    name = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else _JOB_NODES
+    nodes = expand(environ.get(name, ""), f"environment variable {name}")
+    for group in range(_number(environ, "SLURM_HET_SIZE", "srun", 0)):
+        own = (f"SLURM_JOB_NODELIST_{kind}_GROUP_{group}" for kind in ("HET", "PACK"))
+        variable = next((name for name in own if name in environ), None)
+        members = expand(environ[variable], f"environment variable {variable}") if variable else []
+        if here := [node for node in members if node in nodes]:
+            return here[0]
+    return nodes[0] if nodes else ""
+
+
+def _first_of_hostfile(path: str) -> str:
+    """The first line's host."""
+    advice = "export MASTER_ADDR, the host of its first line, for all ranks"
+    if not path:
+        raise HolmesError(f"srun --distribution=arbitrary: SLURM_HOSTFILE is not set where the ranks run; {advice}")
+    lines = [line.strip() for line in read_text(path, advice).splitlines()]
+    return next((line for line in lines if line), "")
 
 
 def exported(process: Process, rank: int, processes: int) -> dict[str, str]:

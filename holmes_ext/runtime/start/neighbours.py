@@ -18,7 +18,7 @@ import struct
 import time
 from contextlib import suppress
 
-from holmes_ext.runtime.start.deadline import Deadline
+from holmes_ext.runtime.sockets.deadline import Deadline
 
 #: How long a node's ranks wait for each other before those that are there speak, in seconds.
 HEARD_SECONDS = 10.0
@@ -48,7 +48,7 @@ class Neighbours:
         """What they report: so many, or those that came in so many seconds; who comes later is refused."""
         reports: list[bytes] = []
         limit = Deadline(seconds)
-        while self._listener and len(reports) < count and (left := limit.left()) > 0:
+        while self._listener and len(reports) < count and (left := limit.left) > 0:
             self._listener.settimeout(left)
             with suppress(OSError):  # none came, or it went away before it was heard
                 connection, _ = self._listener.accept()
@@ -99,7 +99,7 @@ def speaker_hears(name: str, report: bytes, patience: float) -> socket.socket | 
         except OSError:  # it did not hear: it speaks already, or is stopped
             limit = Deadline(0.0)
         connection.close()
-        if limit.left() <= 0:
+        if limit.passed:
             return None
         time.sleep(0.02)
 

@@ -32,7 +32,7 @@ from holmes_ext.options import Options
 from holmes_ext.plan.decide import settle
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import CARRIERS
-from holmes_ext.runtime.start.deadline import Deadline
+from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.preflight_verdict import Finding, decide
 from holmes_ext.runtime.start.store import awaited, gathered, put_in
@@ -182,7 +182,7 @@ def _try_mine(store: Any, prefix: str, site: Site, host: str, todo: list[Pair]) 
 
     mine = [pair for pair in todo if pair.one == host and all(addresses(pair))]
     for other in dict.fromkeys(pair.two for pair in mine):
-        said = awaited(store, f"{prefix}/ports/{other}", max(0.05, limit.left()))
+        said = awaited(store, f"{prefix}/ports/{other}", max(0.05, limit.left))
         ports[other] = json.loads(said or b"{}")
     if not mine:
         return []
@@ -231,7 +231,7 @@ def _judge(
     """Rank 0: every node's findings -> what all go on with."""
     findings: list[Finding] = []
     short: list[str] = []
-    told = {node: found for node, *found in map(json.loads, gathered(store, f"{prefix}/findings", limit.left()))}
+    told = {node: found for node, *found in map(json.loads, gathered(store, f"{prefix}/findings", limit.left))}
     if missing := [node for node in plan.nodes if node not in told]:
         # Who has not even said where it listens keeps its neighbours waiting: that one is to be named.
         node = next((one for one in missing if not store.check([f"{prefix}/ports/{one}"])), missing[0])

@@ -15,7 +15,7 @@ from typing import Any
 
 from holmes_ext import __version__
 from holmes_ext.cluster.node_report import NodeReport, node_identity, node_name, report_node, short_name
-from holmes_ext.cluster.resolve import apart_by_subnet, nccl_remarks, resolve_site, slower_than_declared
+from holmes_ext.cluster.resolve import apart_by_subnet, nccl_remarks, part_of, resolve_site, slower_than_declared
 from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.errors import HolmesError
@@ -34,6 +34,7 @@ from holmes_ext.runtime.start import hostfile, launcher, preflight
 from holmes_ext.runtime.start.deadline import within
 from holmes_ext.runtime.start.exchange import exchange
 from holmes_ext.runtime.start.store import open_store
+from holmes_ext.words import some_of
 
 #: How long a rank that has only an error to report waits for somebody to report it to, in seconds.
 _ERROR_SECONDS = 30.0
@@ -72,8 +73,9 @@ class Request:
     def planned(self, nodes: list[NodeReport]) -> tuple[Site, Plan]:
         """On the nodes that reported: the given plan with the ports that they have, or one made for them."""
         options, model = self.options, self.model
-        site = resolve_site(nodes, self.spec, options.fallback == "ethernet")
-        links = Links.of_spec(self.spec) if self.spec is not None else Links()
+        spec = part_of(self.spec, nodes) if self.spec is not None else None
+        site = resolve_site(nodes, spec, options.fallback == "ethernet")
+        links = Links.of_spec(spec) if spec is not None else Links()
         sizes = self.sizes.complete(site.world_size, site.processes) if self.sizes is not None else None
         if self.plan is not None:
             plan = check_plan(self.plan, site)
@@ -121,7 +123,8 @@ def start(
     def decide(reports: list[dict[str, Any]], nodes: list[NodeReport]) -> dict[str, Any]:
         site, plan = request.planned(nodes)
         forced = {n.nccl.forced_net: f"{n.nccl.forced_in} of node {n.name}" for n in nodes if n.nccl.forced_net}
-        lines = [*_down(nodes, site), *nccl_remarks(site, nodes), *apart_by_subnet(site)]
+        told = [*_left_out(request.spec, site), *_down(nodes, site), *nccl_remarks(site, nodes)]
+        lines = [*told, *apart_by_subnet(site)]
         made = {"plan": plan.to_json(), "source": plan.source, "lines": lines, "forced_nets": forced}
         return {"site": site.to_dict(), **made}
 
@@ -182,6 +185,14 @@ def _own_report(
         if process.world_size == 1:
             raise
         return {**base, "error": str(error)}
+
+
+def _left_out(spec: SiteSpec | None, site: Site) -> list[str]:
+    """A line where cluster.toml knows more nodes than this job has."""
+    here = {node.name for node in site.nodes}
+    absent = [name for cluster in spec.clusters for name in cluster.nodes if name not in here] if spec else []
+    known = len(here) + len(absent)
+    return [f"{len(here)} of the {known} nodes of {site.source}; not in this job: {some_of(absent, 4)}"] * bool(absent)
 
 
 def _down(reports: list[NodeReport], site: Site) -> list[str]:

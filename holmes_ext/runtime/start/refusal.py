@@ -15,7 +15,7 @@ from datetime import timedelta
 
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.runtime import session
-from holmes_ext.runtime.start.deadline import Deadline
+from holmes_ext.runtime.sockets.deadline import Deadline
 
 #: How long ranks wait for each other, in seconds: some have perhaps nothing to refuse.
 _WAIT = 10.0
@@ -40,7 +40,7 @@ def told_once(error: HolmesError, topic: str = "") -> HolmesError:
         store.wait([f"{key}/told"], timedelta(seconds=_WAIT))
         seen = store.add(f"{key}/seen", 1)
         limit = Deadline(_WAIT)
-        while process.rank == 0 and not process.agent_store and seen < process.world_size and limit.left() > 0:
+        while process.rank == 0 and not process.agent_store and seen < process.world_size and limit.left > 0:
             time.sleep(0.02)
             seen = store.add(f"{key}/seen", 0)
     except (RuntimeError, ValueError):  # torch.distributed.DistError is a RuntimeError

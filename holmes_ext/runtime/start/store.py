@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.start.deadline import Deadline
+from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.start.launcher import Process
 
 #: Kept alive as long as the process: the store's server lives in this object on the launcher's rank 0.
@@ -89,7 +89,7 @@ def _await_listener(process: Process, timeout_s: float) -> None:
             socket.create_connection((process.master_addr, process.master_port), timeout=5).close()
             return
         except OSError as error:
-            if limit.left() < 0:
+            if limit.passed:
                 raise HolmesError(
                     f"rank {process.rank} on {socket.gethostname()} cannot reach the job's store at"
                     f" {process.master_addr}:{process.master_port} within {timeout_s:g} s ({error.strerror or error});"

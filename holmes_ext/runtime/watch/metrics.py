@@ -1,6 +1,7 @@
 """What Prometheus is told while a job runs: --holmes-metrics, one rank of each node (local rank 0), off by default.
 
-    PORT, HOST:PORT   http://NODE:PORT/metrics, for Prometheus to ask
+    PORT              http://127.0.0.1:PORT/metrics, for a Prometheus, or its agent, on this node
+    HOST:PORT         the same at this node's address HOST, 0.0.0.0 for all: for whoever reaches it
     FILE.prom         the same text in a file, for node_exporter's textfile collector; written whole, at most once a
                       second, and when the job ends
 
@@ -24,12 +25,21 @@ from holmes_ext.cluster.node_report import lab_scale
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.runtime import session
+from holmes_ext.runtime.sockets.addresses import address_text, listen
+from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.sockets.listener import Guest, Listener
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.watch import nics
 from holmes_ext.words import why
 
 #: Seconds between two writings of the file.
 _EVERY_S = 1.0
+#: Requests at a time, in all and from one address; seconds that one may take; bytes of one.
+_ASKING, _ASKING_EACH = 16, 8
+_REQUEST_S = 10.0
+_LONGEST_REQUEST = 8192
+#: Of Prometheus's text format.
+_CONTENT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Family(NamedTuple):
@@ -182,7 +192,7 @@ def open_metrics(options: Options, process: Process) -> Metrics | None:
         return None
     flag = f"--holmes-metrics {options.metrics}"
     try:
-        from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
+        from prometheus_client import CollectorRegistry, generate_latest, write_to_textfile
     except ModuleNotFoundError:
         raise HolmesError(f"{flag}: prometheus_client is not installed; pip install 'holmes_ext[metrics]'") from None
     collector, registry = Collector(), CollectorRegistry(auto_describe=False)
@@ -194,15 +204,34 @@ def open_metrics(options: Options, process: Process) -> Metrics | None:
                               " --collector.textfile.directory")
         return Metrics(collector, str(path), lambda: write_to_textfile(str(path), registry), lambda: None)
     host, port = options.metrics_address
+    where = address_text(host, port)
     try:
-        server, thread = start_http_server(port, host, registry)
+        listening = listen(host, port)
     except OSError as error:
-        raise HolmesError(f"{flag}: {host}:{port} cannot be listened on ({why(error)}); name another port, and each job"
-                          " of a node its own") from None
+        raise HolmesError(f"{flag}: {where} cannot be listened on ({why(error)}); name another port, and each job of a"
+                          " node its own") from None
+    limits = {"strangers": _ASKING, "per_address": _ASKING_EACH}
+    listener = Listener(listening, lambda guest: _answer(guest, lambda: generate_latest(registry)), "holmes-metrics",
+                        **limits)
+    listener.start()
+    return Metrics(collector, f"http://{where}/metrics", None, listener.close)
 
-    def shut() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
 
-    return Metrics(collector, f"http://{host}:{port}/metrics", None, shut)
+def _answer(guest: Guest, text: Callable[[], bytes]) -> None:
+    """One HTTP request. OSError, also where it does not come whole within its deadline."""
+    deadline, request = Deadline(_REQUEST_S, "a request"), b""
+    while b"\r\n\r\n" not in request and len(request) < _LONGEST_REQUEST:
+        deadline.limit(guest.socket)
+        if not (some := guest.socket.recv(_LONGEST_REQUEST)):
+            return
+        request += some
+    method, _, rest = request.partition(b" ")
+    path = rest.split(b" ", 1)[0].partition(b"?")[0]
+    status, body = ("200 OK", text()) if path in (b"/metrics", b"/") else ("404 Not Found", b"see /metrics\n")
+    if method not in (b"GET", b"HEAD"):
+        status, body = "405 Method Not Allowed", b"only GET\n"
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {_CONTENT}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    data = memoryview(head.encode() + (b"" if method == b"HEAD" else body))
+    while data:
+        deadline.limit(guest.socket)
+        data = data[guest.socket.send(data) :]

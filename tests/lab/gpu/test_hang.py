@@ -39,7 +39,7 @@ def test_two_communicators_in_other_orders():
     hang = Hang([rank(0, stream(7, kernel(1, "0xa", 0, peer=1)), hosts=(host((7, 1)),)),
                  rank(1, stream(8, kernel(1, "0xb", 1, peer=0)), hosts=(host((8, 1)),))], PAIR)
     circle = hang.circle()
-    assert [type(wait.node).__name__ for wait in circle] == ["Host", "WorkPlace", "Host", "WorkPlace"]
+    assert [type(wait.node).__name__ for wait in circle] == ["RankHost", "WorkPlace", "RankHost", "WorkPlace"]
     lines = explain(hang, {})
     assert "rank 0: its host waits in cudaDeviceSynchronize for rank 0: stream 7: kernel AllReduce of 4" in lines[1]
     assert "waits for data from rank 1, which has launched no kernel for it: rank 1: its host" in lines[2]

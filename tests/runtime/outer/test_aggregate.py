@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from holmes_ext.runtime.outer.aggregate import (
+from holmes_ext.runtime.outer.rounds.aggregate import (
     BY_PRODUCTS,
     centered_clipping,
     coefficients,
@@ -68,7 +68,9 @@ def test_median_and_trimmed_mean_are_those_of_each_element():
 
 def test_the_geometric_median_has_the_least_sum_of_distances():
     made = vectors(5, outlier=20.0)
-    found = torch.stack(made).T.double() @ geometric_median(products(made), torch.full((5,), 0.2, dtype=torch.float64))
+    found = torch.stack(made).T.double() @ geometric_median(
+        products(made), torch.full((5,), 0.2, dtype=torch.float64)
+    )
 
     def cost(point):
         return sum(float((one.double() - point).norm()) for one in made)
@@ -76,7 +78,8 @@ def test_the_geometric_median_has_the_least_sum_of_distances():
     generator = torch.Generator().manual_seed(3)
     for _ in range(20):
         assert (
-            cost(found) < cost(found + 0.05 * torch.randn(len(found), generator=generator, dtype=torch.float64)) + 1e-9
+            cost(found)
+            < cost(found + 0.05 * torch.randn(len(found), generator=generator, dtype=torch.float64)) + 1e-9
         )
 
 
@@ -84,9 +87,9 @@ def test_centered_clipping_is_the_papers_step_on_whole_vectors():
     made, radius, steps = vectors(4, outlier=30.0), 40.0, 3
     v = torch.zeros(len(made[0]), dtype=torch.float64)
     for _ in range(steps):
-        v = v + sum((one.double() - v) * min(1.0, radius / float((one.double() - v).norm())) for one in made) / len(
-            made
-        )
+        v = v + sum(
+            (one.double() - v) * min(1.0, radius / float((one.double() - v).norm())) for one in made
+        ) / len(made)
     c = centered_clipping(products(made), torch.full((4,), 0.25, dtype=torch.float64), radius, steps)
     torch.testing.assert_close(torch.stack(made).T.double() @ c, v, rtol=1e-9, atol=1e-9)
 
@@ -127,7 +130,10 @@ def test_byzfl_gives_the_same(monkeypatch):
     torch.testing.assert_close(aggregate("trimmed", made), aggregators.TrMean(f=1)(made))
     c = geometric_median(products(made), torch.full((5,), 0.2, dtype=torch.float64))
     torch.testing.assert_close(
-        torch.stack(made).T.double() @ c, aggregators.GeometricMedian(T=100)(made).double(), rtol=1e-3, atol=1e-3
+        torch.stack(made).T.double() @ c,
+        aggregators.GeometricMedian(T=100)(made).double(),
+        rtol=1e-3,
+        atol=1e-3,
     )
     c = centered_clipping(products(made), torch.full((5,), 0.2, dtype=torch.float64), radius=50.0, steps=2)
     torch.testing.assert_close(

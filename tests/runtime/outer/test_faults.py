@@ -1,4 +1,4 @@
-"""What becomes of the others when a job is late, dies, is cut off or comes back, and when the meeting point is
+"""What becomes of the others when a job is late, dies, is cut off or comes back, and when the coordinator is
 restarted."""
 
 import threading
@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
-from joined_jobs import in_threads, joined_of, meeting_point
+from joined_jobs import coordinator, in_threads, joined_of
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer import rounds
+from holmes_ext.runtime.outer.rounds import round_runner as rounds
 from holmes_ext.runtime.outer.settings import parse_outer
 
 SETTINGS = "every=2,fragments=1,delay=0,compress=off"
@@ -40,11 +40,7 @@ class Job:
     def kill(self):
         """As if the process were gone: every connection is closed, nobody says goodbye."""
         self.joined.rounds.links.close()
-        point = self.joined.rounds.point
-        point._pulse._ended.set()
-        point._pulse._why = "killed"
-        point._pulse._again.set()
-        point._drop()
+        self.joined.rounds.coordinator.client.close("")
         self.joined.rounds._inbox.put(None)
 
     @property
@@ -61,7 +57,7 @@ def both(east, west, count=2):
 
 
 def test_a_killed_job_costs_one_timeout_at_most_and_comes_back_with_the_weights_of_the_other():
-    with meeting_point() as server:
+    with coordinator() as server:
         east, west = Job("east", server.port), Job("west", server.port, speed=3)
         both(east, west)
         west.kill()
@@ -72,7 +68,9 @@ def test_a_killed_job_costs_one_timeout_at_most_and_comes_back_with_the_weights_
         back = Job("west", server.port, speed=3)
         assert "of job east" in back.begun and torch.equal(back.model[0], east.model[0])
         both(east, back)
-        assert east.members[-1] == back.members[-1] == ["east", "west"] and torch.equal(back.model[0], east.model[0])
+        assert east.members[-1] == back.members[-1] == ["east", "west"] and torch.equal(
+            back.model[0], east.model[0]
+        )
         for one in (east, back):
             one.joined.end()
 
@@ -82,21 +80,23 @@ def test_a_job_that_begins_does_not_end_with_a_giver_that_does_not_answer(monkey
     monkeypatch.setattr(rounds, "_AGAIN_S", 0.01)
     taken, silent = rounds.take, ["timed out"] * 2
     monkeypatch.setattr(rounds, "take", lambda *args: silent.pop() if silent else taken(*args))
-    with meeting_point() as server:
+    with coordinator() as server:
         east = Job("east", server.port).step(4)
         west = Job("west", server.port, speed=3)
         assert not silent and "of job east" in west.begun and torch.equal(west.model[0], east.model[0])
         both(east, west)
         assert east.members[-1] == west.members[-1] == ["east", "west"]
         silent += ["timed out"] * 99
-        with pytest.raises(HolmesError, match="north cannot join: the weights of job east could not be taken: time"):
+        with pytest.raises(
+            HolmesError, match="north cannot join: the weights of job east could not be taken: time"
+        ):
             Job("north", server.port)
         for one in (east, west):
             one.joined.end()
 
 
 def test_a_job_that_is_late_is_left_behind_and_takes_the_weights_when_it_comes():
-    with meeting_point() as server:
+    with coordinator() as server:
         east, west = Job("east", server.port), Job("west", server.port)
         both(east, west)
         east.step(4)  # west sleeps: the round goes on after its timeout
@@ -110,29 +110,34 @@ def test_a_job_that_is_late_is_left_behind_and_takes_the_weights_when_it_comes()
             one.joined.end()
 
 
-def test_the_meeting_point_is_restarted():
-    with meeting_point() as server:
+def test_the_coordinator_is_restarted():
+    with coordinator() as server:
         port = server.port
         east, west = Job("east", port), Job("west", port)
         both(east, west)
     ended = []
-    threads = [threading.Thread(target=lambda one=one: ended.append(one.step(2)), daemon=True) for one in (east, west)]
+    threads = [
+        threading.Thread(target=lambda one=one: ended.append(one.step(2)), daemon=True)
+        for one in (east, west)
+    ]
     for thread in threads:
         thread.start()
-    time.sleep(0.5)  # both ask a meeting point that is not there
-    with meeting_point(port):
+    time.sleep(0.5)  # both ask a coordinator that is not there
+    with coordinator(port):
         for thread in threads:
             thread.join(60)
         assert len(ended) == 2
         for _ in range(3):
             both(east, west)
-        assert east.members[-1] == west.members[-1] == ["east", "west"] and torch.equal(east.model[0], west.model[0])
+        assert east.members[-1] == west.members[-1] == ["east", "west"] and torch.equal(
+            east.model[0], west.model[0]
+        )
         for one in (east, west):
             one.joined.end()
 
 
-def test_without_a_meeting_point_training_goes_on():
-    with meeting_point() as server:
+def test_without_a_coordinator_training_goes_on():
+    with coordinator() as server:
         east = Job("east", server.port)
         east.step(2)
     begin = time.monotonic()
@@ -143,7 +148,7 @@ def test_without_a_meeting_point_training_goes_on():
 
 
 def test_a_job_resumes_from_its_checkpoint_and_an_older_one_takes_what_the_others_have():
-    with meeting_point() as server:
+    with coordinator() as server:
         east, west = Job("east", server.port), Job("west", server.port, speed=2)
         both(east, west)
         older = west.state()
@@ -151,7 +156,7 @@ def test_a_job_resumes_from_its_checkpoint_and_an_older_one_takes_what_the_other
         newest = {name: one.state() for name, one in (("east", east), ("west", west))}
         for one in (east, west):
             one.joined.end()
-    with meeting_point() as server:  # all of them, at one step
+    with coordinator() as server:  # all of them, at one step
         east, west = (Job(name, server.port, state=newest[name]) for name in ("east", "west"))
         assert east.begun == west.begun == "round 2"
         west.joined.end()
@@ -168,7 +173,7 @@ def test_a_job_resumes_from_its_checkpoint_and_an_older_one_takes_what_the_other
 ])  # fmt: skip
 def test_a_checkpoint_with_a_sum_under_way_goes_on_as_if_there_had_been_none(text):
     def run(stop):
-        with meeting_point() as server:
+        with coordinator() as server:
             jobs = [Job(name, server.port, text, speed) for name, speed in (("east", 1.0), ("west", 3.0))]
             both(*jobs, stop)
             saved = [job.state() for job in jobs]
@@ -177,7 +182,7 @@ def test_a_checkpoint_with_a_sum_under_way_goes_on_as_if_there_had_been_none(tex
         return saved
 
     def go_on(saved, steps):
-        with meeting_point() as server:
+        with coordinator() as server:
             jobs = [Job(name, server.port, text, speed, state)
                     for (name, speed), state in zip((("east", 1.0), ("west", 3.0)), saved)]  # fmt: skip
             both(*jobs, steps)
@@ -192,16 +197,16 @@ def test_a_checkpoint_with_a_sum_under_way_goes_on_as_if_there_had_been_none(tex
 
 def test_a_fragment_that_was_stepped_since_its_round_began_is_told_without_a_checksum():
     """Its anchor may be changing while it is read; with a wrong checksum the job would seem to be behind."""
-    with meeting_point() as server:
+    with coordinator() as server:
         east = Job("east", server.port).step(4)
         rounds_, version = east.joined.rounds, east.joined.state.fragments[0].version
-        assert version == 2 and rounds_.fragments([1]) == [[2, None]]
-        assert rounds_.fragments([2])[0][1] is not None
+        assert version == 2 and rounds_.claims.renew([1]) == {"versions": [2], "checksums": [""]}
+        assert len(rounds_.claims.renew([2])["checksums"][0]) == 16
         east.joined.end()
 
 
 def test_names_are_taken_once_until_their_job_is_gone():
-    with meeting_point() as server:
+    with coordinator() as server:
         east = Job("east", server.port)
         with pytest.raises(HolmesError, match="there is a job named 'east' in this run already"):
             Job("east", server.port)

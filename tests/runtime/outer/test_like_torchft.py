@@ -1,13 +1,14 @@
-"""The numbers of torchft's DiLoCo: what its regression fixtures pin (meta-pytorch/torchft at 7eb7087, test_fixtures/
-torchft.diloco_regression_test.DiLoCoMockedUpdateTest.test_diloco_mocked_updates_0 to _5.json), for two jobs.
+"""The numbers of torchft's DiLoCo: what its regression fixtures pin (meta-pytorch/torchft at 7eb7087,
+test_fixtures/ torchft.diloco_regression_test.DiLoCoMockedUpdateTest.test_diloco_mocked_updates_0 to _5.json),
+for two jobs.
 
-Two fragments of one weight, 1 at first; every inner step takes 2 off; outer SGD, lr 2, no momentum; sync_every 6.
-torchft's fragment_update_alpha is mix=, its fragment_sync_delay delay=.
+Two fragments of one weight, 1 at first; every inner step takes 2 off; outer SGD, lr 2, no momentum;
+sync_every 6. torchft's fragment_update_alpha is mix=, its fragment_sync_delay delay=.
 """
 
 import pytest
 import torch
-from joined_jobs import in_threads, joined_of, meeting_point
+from joined_jobs import coordinator, in_threads, joined_of
 
 from holmes_ext.runtime.outer.settings import parse_outer
 
@@ -44,8 +45,10 @@ def train(name, port, settings, steps):
 
 @pytest.mark.parametrize("delay, alpha", FIXTURES)
 def test_fixtures(delay, alpha):
-    settings = parse_outer(f"min=2,every=6,fragments=2,delay={delay},mix={alpha},lr=2,momentum=0,compress=off")
-    with meeting_point() as server:
+    settings = parse_outer(
+        f"min=2,every=6,fragments=2,delay={delay},mix={alpha},lr=2,momentum=0,compress=off"
+    )
+    with coordinator() as server:
         jobs = ("east", "west")
         found = in_threads({name: lambda name=name: train(name, server.port, settings, 15) for name in jobs})
     expected = list(map(list, zip(*FIXTURES[delay, alpha])))

@@ -6,12 +6,13 @@ import sys
 
 import pytest
 import torch
-from joined_jobs import TOKEN, meeting_point
+from joined_jobs import TOKEN, coordinator
 
 from holmes_ext.patches.torch import joined
-from holmes_ext.runtime.outer.enter import join, weights_of
-from holmes_ext.runtime.outer.place import Place
+from holmes_ext.runtime.outer.address import JoinAddress
+from holmes_ext.runtime.outer.join import JoinPlace, join, weights_of
 from holmes_ext.runtime.outer.settings import parse_outer
+from holmes_ext.runtime.sockets.handshake import Credentials
 from integration_tests.jobs import full
 
 SCRIPT = """
@@ -26,18 +27,23 @@ print("stepped")
 
 @pytest.fixture(scope="module")
 def port():
-    """Of a meeting point where job first trains nn.Linear(3, 4)."""
-    with meeting_point() as server:
+    """Of a coordinator where job first trains nn.Linear(3, 4)."""
+    with coordinator() as server:
         optimizer = torch.optim.SGD(torch.nn.Linear(3, 4).parameters(), lr=0.1)
-        first = join(Place("first", "127.0.0.1", server.port), TOKEN, parse_outer("every=4"),
-                     lambda: weights_of(joined.weights_of(optimizer)), {"framework": "torch"}, torch.device("cpu"))
+        first = join(
+            JoinPlace(JoinAddress("first", "127.0.0.1", server.port), Credentials(TOKEN)),
+            parse_outer("every=4"),
+            lambda: weights_of(joined.weights_of(optimizer)),
+            {"framework": "torch"},
+            torch.device("cpu"),
+        )
         first.begin()
         yield server.port
         first.end()
 
 
 @pytest.mark.parametrize("name, outer, token, why", [
-    ("west", "every=4", "another", "the token is not the meeting point's; set HOLMES_JOIN_TOKEN"),
+    ("west", "every=4", "a token that is wrong", "the token is not this run's; set HOLMES_JOIN_TOKEN"),
     ("first", "every=4", TOKEN, "there is a job named 'first' in this run already"),
     pytest.param("west", "every=4,lr=0.5", TOKEN, "it differs from job 'first' in outer lr (0.5 here, 1.0 in first)",
                  marks=full),
@@ -47,18 +53,34 @@ def port():
 ])  # fmt: skip
 def test_one_line_and_status_2(name, outer, token, why, port, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.format(width=4))
-    flags = ["--holmes-join", f"{name}@127.0.0.1:{port}", "--holmes-outer", outer, "--holmes-preflight", "off"]
+    flags = [
+        "--holmes-join",
+        f"{name}@127.0.0.1:{port}",
+        "--holmes-outer",
+        outer,
+        "--holmes-preflight",
+        "off",
+    ]
     environment = {**os.environ, "HOLMES_JOIN_TOKEN": token, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(tmp_path / "train.py"), *flags], env=environment, text=True, timeout=90,
                           capture_output=True)  # fmt: skip
-    assert done.returncode == 2 and "stepped" not in done.stdout and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 2 and "stepped" not in done.stdout and "Traceback" not in done.stderr, (
+        done.stderr
+    )
     (line,) = [line for line in done.stderr.splitlines() if why in line]
     assert line.startswith("holmes: ")
 
 
 def test_another_model_is_named_tensor_by_tensor(port, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.format(width=5))
-    flags = ["--holmes-join", f"west@127.0.0.1:{port}", "--holmes-outer", "every=4", "--holmes-preflight", "off"]
+    flags = [
+        "--holmes-join",
+        f"west@127.0.0.1:{port}",
+        "--holmes-outer",
+        "every=4",
+        "--holmes-preflight",
+        "off",
+    ]
     environment = {**os.environ, "HOLMES_JOIN_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(tmp_path / "train.py"), *flags], env=environment, text=True, timeout=90,
                           capture_output=True)  # fmt: skip

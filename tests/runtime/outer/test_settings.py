@@ -5,7 +5,7 @@ import pytest
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.runtime.outer import training
-from holmes_ext.runtime.outer.place import Place, parse_place, token_from
+from holmes_ext.runtime.outer.address import JoinAddress, parse_address, port_range
 from holmes_ext.runtime.outer.settings import parse_outer
 
 
@@ -21,7 +21,9 @@ def test_what_is_not_given_suits_what_is():
     assert (co2.lr, co2.momentum, co2.fragments, co2.every) == (0.5, 0.3, 1, 32)
     assert parse_outer("algorithm=co2,fragments=2").fragments == 2
     assert parse_outer("algorithm=co2,momentum=auto").momentum is None
-    assert parse_outer("").agreed()["momentum"] == "auto" and parse_outer("momentum=0").agreed()["momentum"] == 0
+    assert (
+        parse_outer("").agreed()["momentum"] == "auto" and parse_outer("momentum=0").agreed()["momentum"] == 0
+    )
 
 
 @pytest.mark.parametrize("text, why", [
@@ -41,20 +43,52 @@ def test_bad_settings(text, why):
 
 
 def test_places():
-    assert parse_place("east@10.0.0.1:4000") == Place("east", "10.0.0.1", 4000)
-    assert parse_place("east@host").port == 29600
-    for text in ("east", "@host:1", "east@", "east@host:x", "east@host:70000", "a b@host:1"):
+    assert parse_address("east@10.0.0.1:4000") == JoinAddress("east", "10.0.0.1", 4000)
+    assert parse_address("east@host").port == 29600
+    assert parse_address("east@[::1]:4000") == JoinAddress("east", "::1", 4000)
+    for text in (
+        "east",
+        "@host:1",
+        "east@",
+        "east@host:x",
+        "east@host:70000",
+        "a b@host:1",
+        "east@::1:5",
+        "\x1b[1m@host",
+    ):
         with pytest.raises(HolmesError, match="is not NAME@HOST:PORT"):
-            parse_place(text)
+            parse_address(text)
 
 
-def test_tokens(tmp_path):
-    (tmp_path / "token").write_text("secret\n")
-    assert token_from({"HOLMES_JOIN_TOKEN_FILE": str(tmp_path / "token")}) == "secret"
-    with pytest.raises(HolmesError, match="no_such cannot be read"):
-        token_from({"HOLMES_JOIN_TOKEN_FILE": str(tmp_path / "no_such")})
-    with pytest.raises(HolmesError, match="needs the run's token: set HOLMES_JOIN_TOKEN"):
-        token_from({})
+def test_ports_and_addresses():
+    assert port_range("", "", {}).ports == (0, 0) and port_range("none", "", {}).ports is None
+    assert port_range("29700", "", {}).ports == (29700, 29700)
+    assert port_range("29700-29763", "", {"HOLMES_JOIN_PORT": "5"}).ports == (29700, 29763)
+    assert port_range("", "", {"HOLMES_JOIN_PORT": "29700", "LOCAL_RANK": "3"}).ports == (29703, 29703)
+    told = port_range("29700-29763", "gate.example.org:4000", {})
+    assert (told.host, told.advertised(29702)) == ("gate.example.org", 4002)
+    assert port_range("29700", "[fd00::1]", {}).advertised(29700) == 29700
+    for ports, address, environ in (("x", "", {}), ("5-4", "", {}), ("0", "", {}), ("70000", "", {}), ("5-", "", {}),
+                                    ("", "host:5", {}), ("", "a b", {}),
+                                    ("", "", {"HOLMES_JOIN_PORT": "x"})):  # fmt: skip
+        with pytest.raises(HolmesError):
+            port_range(ports, address, environ)
+
+
+def test_what_others_can_read_is_said(monkeypatch):
+    environ = {"HOLMES_JOIN_TOKEN": "correct horse battery staple"}
+    monkeypatch.setattr(training, "_job", None)
+    assert "encrypted between hosts (TLS 1.3)" in training.request(Options(join="east@10.0.0.1"), environ)[0]
+    assert "NOT encrypted" in training.request(Options(join="east@10.0.0.1", join_plain="on"), environ)[0]
+    guessed = training.request(Options(join="east@10.0.0.1"), {"HOLMES_JOIN_TOKEN": "aaaaaaaaaaaa"})
+    assert "can be guessed" in guessed[1]
+    monkeypatch.setattr(training, "find_spec", lambda name: None)
+    with pytest.raises(HolmesError, match=r"pip install 'holmes_ext\[join\]'"):
+        training.request(Options(join="east@10.0.0.1"), environ)
+    assert training.request(Options(join="east@127.0.0.1"), environ), "nothing leaves the host"
+    with pytest.raises(HolmesError, match="give both, or none"):
+        training.request(Options(join="east@10.0.0.1", join_ca="ca.pem"), environ)
+    training.end()
 
 
 def test_without_join_nothing_is_asked_for():

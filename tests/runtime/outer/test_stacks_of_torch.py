@@ -1,8 +1,9 @@
-"""Joined jobs of several processes, as --holmes-join makes them of unmodified programs: DDP, FSDP2, one process."""
+"""Joined jobs of several processes, as --holmes-join makes them of unmodified programs: DDP, FSDP2, one
+process."""
 
 import pytest
 import torch
-from joined_jobs import TOKEN, in_threads, meeting_point
+from joined_jobs import TOKEN, coordinator, in_threads
 from ranks import RankError, run_ranks
 from torch import nn
 
@@ -58,7 +59,7 @@ def rank_of(rank, ranks, kind, job, name, port, outer, steps, seed=3, sgd=False)
 def run(kinds, outer, steps=12, seed=3, sgd=False):
     """{name: [of each rank]} of jobs named by `kinds`, {name: (kind, ranks)}."""
     outer = f"min={len(kinds)},{outer}"
-    with meeting_point() as server:
+    with coordinator() as server:
         return in_threads({
             name: lambda k=k, name=name, kind=kind, ranks=ranks: run_ranks(
                 rank_of, ranks, ranks, kind, k, name, server.port, outer, steps, seed, sgd)
@@ -67,7 +68,9 @@ def run(kinds, outer, steps=12, seed=3, sgd=False):
 
 @pytest.fixture(scope="module")
 def expected():
-    return run({"east": ("plain", 1), "west": ("plain", 1)}, "every=6,fragments=2,delay=1,compress=off,weight=equal")
+    return run(
+        {"east": ("plain", 1), "west": ("plain", 1)}, "every=6,fragments=2,delay=1,compress=off,weight=equal"
+    )
 
 
 @pytest.mark.parametrize("kinds", [
@@ -78,13 +81,19 @@ def test_the_same_weights_whatever_the_jobs_are_made_of(kinds, expected):
     found = run(kinds, "every=6,fragments=2,delay=1,compress=off,weight=equal")
     for name, ranks in found.items():
         for one in ranks:
-            torch.testing.assert_close(torch.tensor(one), torch.tensor(expected[name][0]), rtol=1e-4, atol=2e-6)
+            torch.testing.assert_close(
+                torch.tensor(one), torch.tensor(expected[name][0]), rtol=1e-4, atol=2e-6
+            )
 
 
 def test_averaging_after_each_step_is_one_synchronous_job():
     """Plain SGD: the mean of the jobs' weights is a step of the mean of their gradients."""
-    found = run({"east": ("ddp", 2), "west": ("fsdp2", 2)},
-                "algorithm=average,every=1,fragments=1,delay=0,compress=off,weight=equal", 6, sgd=True)
+    found = run(
+        {"east": ("ddp", 2), "west": ("fsdp2", 2)},
+        "algorithm=average,every=1,fragments=1,delay=0,compress=off,weight=equal",
+        6,
+        sgd=True,
+    )
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(6):
@@ -99,7 +108,10 @@ def test_averaging_after_each_step_is_one_synchronous_job():
 
 def test_ranks_that_hold_different_weights_are_refused():
     """As those of a tensor-parallel model that nobody told holmes of."""
-    with meeting_point() as server, pytest.raises(RankError, match="ranks 0, 1 of job east should hold the same"):
+    with (
+        coordinator() as server,
+        pytest.raises(RankError, match="ranks 0, 1 of job east should hold the same"),
+    ):
         run_ranks(rank_of, 2, 2, "not replicated", 0, "east", server.port, "every=4,fragments=1,delay=0", 4)
 
 
@@ -111,7 +123,7 @@ def two_optimizers(rank, port):
 
 
 def test_two_optimizers_are_refused():
-    with meeting_point() as server, pytest.raises(RankError, match="the script has two optimizers"):
+    with coordinator() as server, pytest.raises(RankError, match="the script has two optimizers"):
         run_ranks(two_optimizers, 1, server.port)
 
 
@@ -127,7 +139,7 @@ def sampled(rank, ranks, job):
 
 def test_jobs_of_different_sizes_read_different_parts_of_one_data_set():
     east, west = run_ranks(sampled, 2, 2, 0), run_ranks(sampled, 3, 3, 1)
-    assert sorted(sum(east, [])) + sorted(sum(west, [])) != list(range(60))  # shuffled before it is shared out
+    assert sorted(sum(east, [])) + sorted(sum(west, [])) != list(
+        range(60)
+    )  # shuffled before it is shared out
     assert sorted(sum(east, []) + sum(west, [])) == list(range(60))
-
-

@@ -1,4 +1,5 @@
-"""A job that takes fragments from another one (cross/take.py): the giver's side, at the moment of a commit."""
+"""A job that takes fragments from another one (peers/take.py): the giver's side, and what the taker
+refuses."""
 
 import socket
 import threading
@@ -6,39 +7,35 @@ import threading
 import pytest
 import torch
 
-from holmes_ext.runtime.outer.cross import take
-from holmes_ext.runtime.outer.elements import Owned
-from holmes_ext.runtime.outer.meeting.wire import Line
+from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.outer.peers import take
 from holmes_ext.runtime.outer.settings import parse_outer
-from holmes_ext.runtime.outer.state import OuterState, Pending
-from holmes_ext.runtime.outer.weights import Part, Tensor, Weights
+from holmes_ext.runtime.outer.shards.ownership import RankRange
+from holmes_ext.runtime.outer.shards.state import OuterState, Pending
+from holmes_ext.runtime.outer.shards.weights import Part, Tensor, Weights
+from holmes_ext.runtime.sockets import deadline as deadlines
+from holmes_ext.runtime.sockets.channel import Channel
+from holmes_ext.runtime.sockets.deadline import Deadline
 
 
 @pytest.fixture
 def state():
     """Of 8 ones, one fragment of version 0; an outer step takes the gradient off."""
     weights = Weights("all", [Tensor("w", (8,), "float32")], [Part(0, torch.ones(8))])
-    return OuterState(parse_outer("algorithm=average,every=1,fragments=1,timeout=60"), weights, [Owned(0, 8, 0)], 0)
+    return OuterState(
+        parse_outer("algorithm=average,every=1,fragments=1,timeout=60"), weights, [RankRange(0, 8, 0)], 0
+    )
 
 
 @pytest.fixture
 def taker(state):
-    """A line to `give` in a thread, as another job's rank has one."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = socket.create_connection(listener.getsockname())
-        theirs, _ = listener.accept()
-
-    def giver():
-        try:
-            take.give(state, Line(theirs))
-        except OSError:
-            pass  # the taker has closed the line
-
-    thread = threading.Thread(target=giver)
+    """A connection to a Giver in a thread, as another job's rank has one."""
+    ours, theirs = socket.socketpair()
+    thread = threading.Thread(target=take.Giver(state).give, args=(Channel(theirs), {}))
     thread.start()
-    line = Line(ours)
-    yield line
-    line.close()
+    channel = Channel(ours)
+    yield channel
+    channel.close()
     thread.join(10)
     assert not thread.is_alive()
 
@@ -57,24 +54,22 @@ class Clock:
         self._then()
 
 
-def ask(line, version):
+def ask(channel, version):
     """Version and anchor of all elements."""
-    line.send({"fragment": 0, "version": version, "start": 0, "stop": 8})
-    told, anchor = line.receive(10), torch.empty(8)
-    take._read(line, take._bytes(anchor), told["anchor"], 10)
-    assert told["momentum"] == 0
-    return told["version"], anchor
+    anchor = torch.empty(8)
+    return take._read(channel, 0, version, 0, 8, [anchor], 100), anchor
 
 
 def committed(state, number):
-    state.fragments[0].pending = Pending(number, torch.full((8,), 0.25), 0.0, 1.0, None)
+    state.fragments[0].pending = [Pending(number, torch.full((8,), 0.25))]
 
 
 def test_a_taker_that_comes_before_the_commit_waits_for_it(state, taker, monkeypatch):
-    """The meeting point has told it of a commit that the giver has not heard of yet: what the giver has now is the
-    version before, and the taker would be behind again."""
+    """The coordinator has told it of a commit that the giver has not heard of yet: what the giver has now is
+    the version before, and the taker would be behind again."""
     clock = Clock(lambda: committed(state, 5))
     monkeypatch.setattr(take, "time", clock)
+    monkeypatch.setattr(deadlines, "time", clock)
     version, anchor = ask(taker, 5)
     assert version == 5 and torch.equal(anchor, torch.full((8,), 0.75))
     assert clock.slept == 1 and state.fragments[0].version == 0, "the giver's own step is still to come"
@@ -83,6 +78,40 @@ def test_a_taker_that_comes_before_the_commit_waits_for_it(state, taker, monkeyp
 
 def test_a_version_that_never_comes_is_not_waited_for_longer_than_half_the_timeout(state, taker, monkeypatch):
     monkeypatch.setattr(take, "time", clock := Clock())
+    monkeypatch.setattr(deadlines, "time", clock)
     version, anchor = ask(taker, 5)
     assert version == 0 and torch.equal(anchor, torch.ones(8))
     assert clock.now == pytest.approx(30, abs=1)
+
+
+@pytest.mark.parametrize("question", [
+    {}, {"fragment": 1, "version": 0, "start": 0, "stop": 8}, {"fragment": -1, "version": 0, "start": 0, "stop": 8},
+    {"fragment": 0, "version": 0, "start": 0, "stop": 9}, {"fragment": 0, "version": 0, "start": 5, "stop": 2},
+    {"fragment": 0, "version": "x", "start": 0, "stop": 8}, {"fragment": 0, "version": True, "start": 0, "stop": 8},
+])  # fmt: skip
+def test_a_question_for_what_is_not_there_ends_the_connection(question, taker):
+    deadline = Deadline(10, "a test")
+    taker.send(question, deadline)
+    with pytest.raises(ConnectionError):
+        taker.receive(deadline)
+
+
+@pytest.mark.parametrize("told, data", [
+    ({"version": 5, "anchor": 32, "momentum": 0}, torch.full((8,), float("nan"))),
+    ({"version": 5, "anchor": 32, "momentum": 0}, torch.full((8,), float("inf"))),
+    ({"version": 5, "anchor": 16, "momentum": 0}, torch.ones(4)),
+    ({"version": 5, "anchor": 32, "momentum": 32}, torch.ones(8)),
+    ({"version": 5}, torch.ones(8)), ({"version": "x", "anchor": 32, "momentum": 0}, torch.ones(8)),
+])  # fmt: skip
+def test_what_cannot_be_weights_is_refused(told, data):
+    ours, theirs = map(Channel, socket.socketpair())
+    deadline = Deadline(10, "a test")
+    theirs.send(told, deadline)
+    theirs.send_bytes([take._bytes(data)], deadline)
+    with pytest.raises((OSError, HolmesError)):
+        take._read(ours, 0, 5, 0, 8, [torch.empty(8)], 10)
+
+
+def test_a_slow_link_is_waited_for_as_long_as_it_carries_bytes():
+    """1.5 GB at 20 Mb/s take 600 s."""
+    assert Deadline.for_bytes(60, 1_500_000_000, "taking weights").seconds > 1000

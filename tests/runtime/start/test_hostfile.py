@@ -54,6 +54,7 @@ def test_no_launcher():
 def test_the_same_nodes_pass(spec):
     check_hosts(HOSTS, spec)
     check_hosts({}, spec)
+    check_hosts({"a0": 1, "b0": 1}, spec)  # the file may know more nodes than the job has
     check_hosts({"a0.site.org": 1, "b0": 1, "a1": 1, "b1": 1}, spec)
     check_hosts(
         {"10.0.0.1": 1, "10.0.0.2": 1, "10.0.0.3": 1, "gateway": 1}, spec
@@ -63,10 +64,6 @@ def test_the_same_nodes_pass(spec):
 @pytest.mark.parametrize(
     "change, text",
     [
-        (
-            {"b1": None},
-            "has 3 hosts, .*two_clusters_4.toml 4 nodes: node 'b1' of cluster 'b' is not in the hostfile; add it there",
-        ),
         ({"c0": 1}, "has 5 hosts, .*two_clusters_4.toml 4 nodes: host 'c0' is in no cluster; add it"),
         ({"b0": 2}, "starts 2 processes on 'b0', but in .*two_clusters_4.toml key 'cluster.b.processes' is 1"),
     ],

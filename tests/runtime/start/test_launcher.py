@@ -41,6 +41,43 @@ def test_srun(nodelist, first):
     assert process == Process(5, 8, 1, 2, first, 10003, "srun")
 
 
+SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "3", "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "a[0-1],b[0-1]"}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["HET", "PACK"])
+@pytest.mark.parametrize("nodelist, first", [("a[0-1],b[0-1]", "b0"), ("a[0-1]", "a0"), ("a1,b1", "b1")])
+def test_rank_0_of_a_heterogeneous_step(kind, nodelist, first):
+    """Slurm sorts the step's list; its tasks begin in the first component that is in the step."""
+    groups = {f"SLURM_JOB_NODELIST_{kind}_GROUP_0": "b[0-1]", f"SLURM_JOB_NODELIST_{kind}_GROUP_1": "a[0-1]"}
+    environ = {**SRUN, **groups, "SLURM_HET_SIZE": "2", "SLURM_STEP_NODELIST": nodelist}
+    assert detect(environ).master_addr == first
+
+
+def test_rank_0_of_an_arbitrary_distribution(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("\nb1\na0\n")
+    environ = {**SRUN, "SLURM_DISTRIBUTION": "arbitrary"}
+    assert detect({**environ, "SLURM_HOSTFILE": str(hosts)}).master_addr == "b1"
+    assert detect({**environ, "MASTER_ADDR": "b1"}).master_addr == "b1"
+    for more in ({}, {"SLURM_HOSTFILE": f"{hosts}.x"}):
+        with pytest.raises(HolmesError, match="export MASTER_ADDR"):
+            detect({**environ, **more})
+
+
+def test_mpirun_inside_an_allocation():
+    """orted is a task of srun; its ranks are mpirun's."""
+    ompi = {f"OMPI_COMM_WORLD_{name}": value
+            for name, value in dict(RANK="7", SIZE="8", LOCAL_RANK="1", LOCAL_SIZE="2").items()}
+    daemon = {**SRUN, "SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "a[0-3]",
+              "SLURM_STEP_NODELIST": "a[1-3]"}  # fmt: skip
+    process = detect({**daemon, **ompi})
+    assert (process.rank, process.master_addr) == (7, "a0")
+    hydra = {"PMI_RANK": "7", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
+    assert detect({**daemon, **hydra}).launcher == "mpirun (Hydra)"
+    assert detect({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}).launcher == "srun"
+
+
 def test_a_slurm_batch_script_is_not_a_rank():
     assert detect({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}).world_size == 1
 

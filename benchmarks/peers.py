@@ -1,0 +1,203 @@
+"""Joined jobs beside torchft 0.2.0's DiLoCo: two jobs of one process each over the lab's WAN (40 ms, 20 Mb/s), the same
+GPT (0.84 M parameters), text, tokens and seeds.
+
+    python benchmarks/peers.py --torchft VENV/bin/python --json FILE [--scenes train,killed] [--steps 200] [--seeds 1,2]
+
+VENV: `pip install torch==2.13.0 torchft==0.2.0 numpy`. Each library by the defaults of its documentation, and at its
+best: torchft's train_diloco.py (20 steps, outer lr 0.7 and momentum 0.9; USE_STREAMING: 2 fragments, delay 5), and the
+settings with which holmes does best; holmes's --holmes-outer without anything, and with topk. `alone`: one job that
+joins nobody. Every step sleeps as long as an accelerator would compute (--pace).
+
+    bytes         what both nodes sent in a step, by their NICs
+    exposed       seconds in optimizer.step() beyond its median, of each step: where both libraries wait
+    tokens/s      of both jobs; this and exposed: from the 40th step on
+    loss          of the jobs' mean weights on text that none has read
+    killed        seconds that the other job lost when one was killed (kill -9) in the middle and started again, over
+                  its next --after seconds; and whether the killed one was back in a round by then
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import Row, chosen, finish, kept, parser, tell
+from peers_job import BATCH, SIZE, evaluate
+
+from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.lab import Lab
+from holmes_ext.lab.joined import CLUSTERS, await_, coordinator
+from holmes_ext.lab.process.job import Job
+
+JOB = str(Path(__file__).with_name("peers_job.py"))
+NODES = {"east": "a0", "west": "b0"}
+TOKENS = BATCH * SIZE["sequence"]
+TOKEN = {"HOLMES_JOIN_TOKEN": "the lab's own token", "OMP_NUM_THREADS": "1"}
+SCENES = ("train", "killed")
+#: Steps until exposed seconds and tokens/s count: the jobs meet in the first ones.
+SKIP = 40
+
+
+@dataclass(frozen=True)
+class Way:
+    """library, settings: of peers_job.py."""
+
+    library: str
+    settings: str = ""
+
+
+WAYS = {
+    "alone": Way("none"),
+    "holmes, default": Way("holmes", "min=2,timeout=20"),
+    "holmes, topk": Way("holmes", "min=2,timeout=20,compress=topk"),
+    "torchft, default": Way("torchft", "sync_every=20"),
+    "torchft, streaming": Way("torchft", "sync_every=20,fragments=2,delay=5"),
+    "torchft, holmes's settings": Way("torchft", "sync_every=32,fragments=4,delay=5,lr=1.0,momentum=0.3"),
+}
+
+
+@contextlib.contextmanager
+def server_of(lab: Lab, library: str, python: str) -> Iterator[str]:
+    """HOST:PORT where the jobs meet."""
+    if library == "holmes":
+        with coordinator(lab) as (where, _):
+            yield where
+    elif library == "none":
+        yield ""
+    else:
+        lines: list[str] = []
+        where = f"{lab.nodes[0].address}:29510"
+        command = [python, JOB, "--library", "torchft", "--serve", "--where", where]
+        job = lab.start(command, order=[NODES["east"]], on_line=lambda rank, line, stream: lines.append(line))
+        try:
+            await_(lambda: any("lighthouse at" in line for line in lines), 60, "torchft's lighthouse")
+            yield where
+        finally:
+            job.kill()
+            job.wait()
+
+
+class Run:
+    """Two jobs of one way in one lab."""
+
+    def __init__(self, lab: Lab, python: str, way: Way, where: str, directory: Path, args: Any, seed: int):
+        self.lab, self.way, self.where, self.place, self.args, self.seed = lab, way, where, directory, args, seed
+        self.python = python if way.library == "torchft" else sys.executable
+
+    def start(self, name: str, steps: int) -> Job:
+        min_one = self.way.settings.replace("min=2", "min=1") if self.log(name).exists() else self.way.settings
+        command = [self.python, JOB, "--library", self.way.library, "--name", name, "--where", self.where, "--settings",
+                   min_one, "--seed", str(2 * self.seed + (name == "west")), "--steps", str(steps), "--pace",
+                   str(self.args.pace), "--log", str(self.log(name)), "--weights", str(self.place / f"{name}.pt")]
+        address = next(one.address for one in self.lab.nodes if one.name == NODES[name])
+        env = {**TOKEN, "PEERS_ADDRESS": address, "GLOO_SOCKET_IFNAME": "eth0"}
+        return self.lab.start(command, order=[NODES[name]], env=env, timeout=900)
+
+    def log(self, name: str) -> Path:
+        return self.place / f"{name}.jsonl"
+
+    def steps(self, name: str) -> list[dict[str, float]]:
+        text = self.log(name).read_text() if self.log(name).exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def sent(self) -> int:
+        """Bytes that both nodes' Ethernet has sent."""
+        counters = self.lab.counters()
+        return sum(counters[node]["eth0"][1] for node in NODES.values())
+
+
+def wait(jobs: dict[str, Job]) -> None:
+    for name, job in jobs.items():
+        result = job.wait()
+        if result.returncode:
+            said = "".join(result.outputs.values()).strip().splitlines()[-3:]
+            raise SystemExit(f"peers: job {name} ended with status {result.returncode}: {' | '.join(said)}")
+
+
+def trained(run: Run) -> dict[str, float]:
+    before, steps = run.sent(), run.args.steps
+    begin = time.monotonic()
+    jobs = {name: run.start(name, steps) for name in NODES}
+    wait(jobs)
+    sent, exposed, rates = run.sent() - before, [], []
+    for name in NODES:
+        lines = run.steps(name)[SKIP - 1 :]
+        updates = [line["update_s"] for line in lines[1:]]
+        usual = statistics.median(updates)
+        exposed.append(statistics.fmean(max(0.0, update - usual) for update in updates))
+        rates.append(len(updates) * TOKENS / (lines[-1]["at"] - lines[0]["at"]))
+    weights = [torch.load(run.place / f"{name}.pt") for name in NODES]
+    mean = {key: sum(one[key] for one in weights) / len(weights) for key in weights[0]}
+    loss = evaluate(weights[0] if run.way.library == "none" else mean)
+    tell(f"peers: {run.way}: {time.monotonic() - begin:.0f} s")
+    return {"bytes": sent / steps, "exposed": statistics.fmean(exposed), "rate": sum(rates), "loss": loss}
+
+
+def killed(run: Run) -> dict[str, float]:
+    """West is killed once it has trained a third of its steps."""
+    jobs = {name: run.start(name, 10**6) for name in NODES}
+    try:
+        third, after = run.args.steps // 3, run.args.after
+        await_(lambda: len(run.steps("west")) > third, 600, "west's first third")
+        jobs["west"].kill()
+        at = time.time()
+        jobs["west"].wait()
+        had = len(run.steps("west"))
+        jobs["west"] = run.start("west", 10**6)
+        await_(lambda: run.steps("east")[-1]["at"] > at + after, 600, "the time after")
+        usual = statistics.median(line["seconds"] for line in run.steps("east") if line["at"] < at)
+        lost = sum(max(0.0, line["seconds"] - usual) for line in run.steps("east") if at < line["at"] <= at + after)
+        return {"lost": lost, "back": float(len(run.steps("west")) > had)}
+    finally:
+        for job in jobs.values():
+            job.kill()
+            job.wait()
+
+
+def measure(scene: str, args: Any) -> list[Row]:
+    rows, found = [], {name: [] for name in WAYS}
+    with Lab(parse_spec(CLUSTERS, "cluster.toml")) as lab:
+        for seed in map(int, args.seeds.split(",")):
+            for name, way in WAYS.items():
+                if scene == "killed" and way.library == "none":
+                    continue
+                with tempfile.TemporaryDirectory() as directory, server_of(lab, way.library, args.torchft) as where:
+                    run = Run(lab, args.torchft, way, where, Path(directory), args, seed)
+                    found[name].append(trained(run) if scene == "train" else killed(run))
+                tell(f"peers: {scene}, {name}, seed {seed}: {found[name][-1]}")
+    metrics = {"bytes": ("sent in a step", "B"), "exposed": ("exposed in a step", "s"), "rate": ("tokens/s", "token/s"),
+               "loss": ("evaluation loss", "nats"), "lost": ("lost by the other job", "s"),
+               "back": ("the killed one came back", "")}  # fmt: skip
+    for name, values in found.items():
+        for key in values[0] if values else ():
+            text, unit = metrics[key]
+            rows.append(Row.median(scene, f"{text}, {name}", [one[key] for one in values], unit, True))
+    return rows
+
+
+def main() -> int:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--torchft", required=True, metavar="PYTHON", help="of an environment with torchft")
+    arguments.add_argument("--steps", type=int, default=200)
+    arguments.add_argument("--pace", type=float, default=0.1, help="seconds of an accelerator in each step")
+    arguments.add_argument("--seeds", default="1,2")
+    arguments.add_argument("--after", type=float, default=60.0, help="seconds that are looked at after the kill")
+    args = arguments.parse_args()
+    names = chosen(args.scenes, SCENES)
+    rows = kept(args.json, names)
+    for name in names:
+        rows += measure(name, args)
+    return finish(rows, args.json, f"joined jobs beside torchft, seeds {args.seeds}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

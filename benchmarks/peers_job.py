@@ -1,0 +1,166 @@
+"""One job of benchmarks/peers.py: the GPT of examples/plain_torch and AdamW in one process, joined by a library.
+
+    peers_job.py --library none|holmes|torchft --name east --seed 1 --steps 200 --log FILE --weights FILE
+                 [--where HOST:PORT] [--settings TEXT]
+    peers_job.py --library torchft --serve --where HOST:PORT            torchft's lighthouse
+
+settings: of --holmes-outer; of torchft sync_every=20,fragments=1,delay=0,lr=0.7,momentum=0.9. A line of JSON for each
+step: seconds of it, and of them those in optimizer.step(), where both libraries do their work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "plain_torch"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import train as example  # noqa: E402
+
+SIZE = {"layers": 4, "hidden": 128, "heads": 4, "sequence": 64}
+BATCH, LR = 8, 2e-3
+#: Seconds that a peer may be silent, for both libraries.
+TIMEOUT_S = 20
+
+
+def text() -> tuple[torch.Tensor, torch.Tensor]:
+    """To train on, and to evaluate on: bytes."""
+    whole = "\n\n".join(example.topics[name] for name in sorted(example.topics))
+    data = torch.frombuffer(bytearray(whole, "utf-8"), dtype=torch.uint8)
+    cut = len(data) * 19 // 20
+    return data[:cut], data[cut:]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return example.GPT(*SIZE.values())
+
+
+def evaluate(weights: dict[str, torch.Tensor]) -> float:
+    """Nats for each byte of the text that nobody has trained on."""
+    gpt = model()
+    gpt.load_state_dict(weights)
+    held = text()[1].long()
+    rows = held[: (len(held) - 1) // SIZE["sequence"] * SIZE["sequence"] + 1]
+    inputs, labels = (rows[at : len(rows) - 1 + at].view(-1, SIZE["sequence"]) for at in (0, 1))
+    with torch.no_grad():
+        return F.cross_entropy(gpt(inputs).flatten(0, 1), labels.flatten()).item()
+
+
+def fragments_of(gpt: nn.Module, count: int) -> list[nn.Module]:
+    """Modules that together hold all parameters once."""
+    if count == 1:
+        return [gpt]
+    parts = [nn.ModuleList([gpt.embedding, gpt.positions]), *gpt.blocks, nn.ModuleList([gpt.norm])]
+    cuts = [len(parts) * k // count for k in range(count + 1)]
+    return [nn.ModuleList(parts[a:b]) for a, b in zip(cuts, cuts[1:])]
+
+
+@contextlib.contextmanager
+def torchft_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Optimizer):
+    """As torchft's train_diloco.py has it, over gloo."""
+    from torch.distributed import TCPStore
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.local_sgd import DiLoCo
+
+    given = {"sync_every": 20, "fragments": 1, "delay": 0, "lr": 0.7, "momentum": 0.9}
+    for part in filter(None, args.settings.split(",")):
+        key, _, value = part.partition("=")
+        given[key] = type(given[key])(value)
+    modules = fragments_of(gpt, given["fragments"])
+    outer = [torch.optim.SGD(one.parameters(), lr=given["lr"], momentum=given["momentum"],
+                             nesterov=given["momentum"] > 0) for one in modules]  # fmt: skip
+
+    def state() -> dict:
+        return {"model": gpt.state_dict(), "inner": inner.state_dict(), "outer": [one.state_dict() for one in outer]}
+
+    def load(saved: dict) -> None:
+        gpt.load_state_dict(saved["model"])
+        inner.load_state_dict(saved["inner"])
+        for one, values in zip(outer, saved["outer"]):
+            one.load_state_dict(values)
+
+    host = os.environ["PEERS_ADDRESS"]
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    timeout = timedelta(seconds=TIMEOUT_S)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timeout), load_state_dict=load, state_dict=state, min_replica_size=1,
+        use_async_quorum=False, timeout=timeout, rank=0, world_size=1, store_addr=host, store_port=store.port,
+        lighthouse_addr=f"http://{args.where}", replica_id=args.name, hostname=host,
+    )  # fmt: skip
+    with DiLoCo(manager, modules, inner, outer if len(outer) > 1 else outer[0], sync_every=given["sync_every"],
+                fragment_sync_delay=given["delay"]):  # fmt: skip
+        yield
+    manager.shutdown(wait=False)
+
+
+def serve(where: str) -> None:
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(bind=where, min_replicas=1, join_timeout_ms=10000, quorum_tick_ms=100)
+    print(f"lighthouse at {server.address()}", flush=True)
+    threading.Event().wait()
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    if args.library == "holmes":
+        import holmes_ext
+
+        holmes_ext.enable(join=f"{args.name}@{args.where}", outer=args.settings, preflight="off")
+    gpt, data = model(), text()[0]
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=LR)
+    joined = torchft_of(args, gpt, optimizer) if args.library == "torchft" else contextlib.nullcontext()
+    shape = argparse.Namespace(seed=args.seed, sequence=SIZE["sequence"], micro_batch=BATCH)
+    with open(args.log, "a", buffering=1) as log, joined:
+        for step in range(args.steps):
+            begin = time.perf_counter()
+            inputs, labels = example.micro_batch(data, shape, step, torch.device("cpu"))
+            optimizer.zero_grad()
+            loss = F.cross_entropy(gpt(inputs).flatten(0, 1), labels.flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
+            time.sleep(args.pace)
+            update = time.perf_counter()
+            optimizer.step()
+            end = time.perf_counter()
+            line = {"step": step, "at": time.time(), "seconds": end - begin, "update_s": end - update}
+            print(json.dumps({**line, "loss": loss.item()}), file=log)
+    torch.save(gpt.state_dict(), args.weights)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--library", choices=("none", "holmes", "torchft"), required=True)
+    add("--serve", action="store_true")
+    add("--name", default="east")
+    add("--where", default="")
+    add("--settings", default="")
+    add("--seed", type=int, default=1)
+    add("--steps", type=int, default=200)
+    add("--pace", type=float, default=0.0, help="seconds that an accelerator would still compute in each step")
+    add("--log", default="/dev/null")
+    add("--weights", default="/dev/null")
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.where)
+    else:
+        train(args)
+        sys.stdout.flush()
+        os._exit(0) if args.library == "torchft" else None  # its threads wait for their time-outs
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""`holmes discover --from ...`: clusters that Slurm, Kubernetes or a hostfile know, as a cluster.toml."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from holmes_ext.cluster.nic import KINDS
+from holmes_ext.cluster.sources import slurm, write
+from holmes_ext.cluster.sources.found import FoundCluster, FoundNode, clusters_of, completed
+from holmes_ext.cluster.sources.hostfile import read_hostfile
+from holmes_ext.cluster.sources.hostlist import folded
+from holmes_ext.cluster.sources.kubernetes import read_nodes
+from holmes_ext.cluster.sources.topology import parse_topology
+from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.document import read_text, save
+from holmes_ext.errors import HolmesError
+from holmes_ext.units import parse_rate
+from holmes_ext.words import did_you_mean, some_of
+
+T = TypeVar("T")
+#: Source -> how it is called in what is said, and whether it is read from a file.
+SOURCES = {"slurm": ("Slurm", False), "kubernetes": ("Kubernetes", True), "hostfile": ("the hostfile", True)}
+_ETHERNET = "ethernet"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `holmes discover` about other sources."""
+    what = "clusters that another program knows, as a cluster.toml"
+    add = parser.add_argument_group(what).add_argument
+    add("--from", dest="source", nargs="+", metavar=("slurm|kubernetes|hostfile", "FILE"),
+        help="slurm: what scontrol and sinfo say; kubernetes FILE: of kubectl get nodes -o json; hostfile FILE: of"
+             " mpirun or deepspeed; FILE - is standard input")
+    add("--output", metavar="FILE",
+        help="write it here; of a file that is there all stays, nodes and clusters that are new come to it")
+    add("--rate", action="append", default=[], metavar="NAME=RATE",
+        help="of a node of cluster NAME, all its fast NICs together, each way: a=400Gb/s; of all nodes on the common"
+             " network: ethernet=25Gb/s")
+    add("--kind", action="append", default=[], metavar="NAME=KIND",
+        help=f"of the fast NICs of cluster NAME, where nothing tells it: {', '.join(KINDS)}")
+    add("--partition", action="append", default=[], metavar="P", help="slurm: only nodes of this partition; repeatable")
+    add("--topology", metavar="FILE", help="slurm: topology.conf or topology.yaml, in place of scontrol show topology")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the file, or write it and say what is new. HolmesError on bad input."""
+    source, nodes = args.source[0], _nodes(args)
+    told = SOURCES[source][0]
+    try:
+        clusters = clusters_of(nodes)
+    except HolmesError as error:
+        raise HolmesError(f"{told}: {error}") from None
+    there = load_spec(args.output) if args.output and os.path.exists(args.output) else None
+    more, new = write.split(there, clusters) if there else ({}, clusters)
+    rates = _pairs(args.rate, "--rate")
+    bps = {name: parse_rate(text, f"--rate {name}") for name, text in rates.items()}
+    ethernet = bps.pop(_ETHERNET, 0)
+    new, lacking = completed(new, _pairs(args.kind, "--kind"), bps)
+    if lacking or not (there or ethernet):
+        new, ethernet = _asked(new, lacking, ethernet, there, told)
+    if there:
+        text = write.merged(read_text(args.output, "name a cluster.toml"), args.output, more, new)
+    else:
+        text = write.new_file(new, ethernet, told)
+    if args.output:
+        save(args.output, text, "the cluster file")
+    else:
+        sys.stdout.write(text)
+    _tell(args.output, there, nodes, more, new)
+    return 0
+
+
+def _nodes(args: argparse.Namespace) -> list[FoundNode]:
+    source, *files = args.source
+    if source not in SOURCES:
+        raise HolmesError(f"--from {source!r}: {did_you_mean(source, SOURCES)}")
+    wanted = SOURCES[source][1]
+    if len(files) != wanted:
+        example = f"--from {source} FILE" if wanted else f"--from {source}"
+        raise HolmesError(f"--from {source}: {'it is read from one file' if wanted else 'it takes no file'}: {example}")
+    if source != "slurm" and (args.partition or args.topology):
+        raise HolmesError(f"--partition and --topology are of --from slurm, not of --from {source}")
+    if source == "slurm":
+        text = read_text(args.topology, "name a topology.conf or topology.yaml") if args.topology else ""
+        topology = parse_topology(text, args.topology) if args.topology else None
+        return slurm.nodes_of_slurm(args.partition, topology)
+    return read_hostfile(files[0]) if source == "hostfile" else read_nodes(files[0])
+
+
+def _pairs(texts: Sequence[str], flag: str) -> dict[str, str]:
+    pairs = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise HolmesError(f"{flag} {text!r:.60} is not NAME=VALUE")
+        pairs[name] = value
+    return pairs
+
+
+def _asked(
+    clusters: Sequence[FoundCluster], lacking: Sequence[str], ethernet_bps: int, there: SiteSpec | None, told: str
+) -> tuple[list[FoundCluster], int]:
+    """What nobody but a person knows, asked at a terminal; elsewhere a HolmesError that names the options."""
+    questions = [*lacking, *([] if there or ethernet_bps else ["rate of the network that reaches every node"])]
+    if not sys.stdin.isatty():
+        flags = [f"--{text.partition(' ')[0]} {text.rpartition(' ')[2].strip(chr(39))}=..." for text in lacking]
+        flags += [f"--rate {_ETHERNET}=..."] if len(questions) > len(lacking) else []
+        raise HolmesError(f"{told} does not know the {some_of(questions)}; give {' '.join(flags)}")
+    kinds: dict[str, str] = {}
+    rates: dict[str, int] = {}
+    for cluster in clusters:
+        kind = cluster.kind
+        if not kind:
+            nodes = folded(cluster.nodes)
+            kind = kinds[cluster.name] = _ask(f"cluster {cluster.name} ({nodes:.60}): its fast NICs"
+                                              f" ({', '.join(KINDS)})", _kind)
+        if kind != _ETHERNET and not cluster.rate_bps:
+            what = f"cluster {cluster.name}: rate of one node, all its {kind} NICs together, each way (400Gb/s)"
+            rates[cluster.name] = _ask(what, lambda text: parse_rate(text, "rate"))
+    if not there and not ethernet_bps:
+        ethernet_bps = _ask("rate of one node on the network that reaches every node (25Gb/s)",
+                            lambda text: parse_rate(text, "rate"))
+    return completed(clusters, kinds, rates)[0], ethernet_bps
+
+
+def _kind(text: str) -> str:
+    if text not in KINDS:
+        raise HolmesError(f"{text!r:.40} is not one of {', '.join(KINDS)}")
+    return text
+
+
+def _ask(question: str, read: Callable[[str], T]) -> T:
+    """Until the answer can be read; HolmesError where there is none."""
+    while True:
+        print(f"{question}: ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            raise HolmesError("no answer: nothing was written")
+        try:
+            return read(line.strip())
+        except HolmesError as error:
+            print(error, file=sys.stderr)
+
+
+def _tell(
+    path: str | None, there: SiteSpec | None, nodes: Sequence[FoundNode], more: Mapping[str, Sequence[str]],
+    new: Sequence[FoundCluster],
+) -> None:
+    """On standard error: what came to the file, what it has besides, and which nodes no job can use now."""
+    def say(text: str) -> None:
+        print(f"holmes discover: {text}", file=sys.stderr)
+
+    for name, added in more.items():
+        say(f"{path}: cluster {name} has {folded(added)} besides")
+    for cluster in new:
+        say(f"{path or 'found'}: cluster {cluster.name}: {len(cluster.nodes)} x {cluster.processes} processes,"
+            f" {cluster.kind}: {folded(cluster.nodes)}")
+    if there and not more and not new:
+        say(f"{path}: it has all of these nodes already; nothing was changed")
+    found = {node.name for node in nodes}
+    gone = [node for cluster in there.clusters for node in cluster.nodes if node not in found] if there else []
+    if gone:
+        say(f"{path}: it has nodes that were not found, which stay there: {folded(gone)}")
+    out: dict[str, list[str]] = {}
+    for node in nodes:
+        if node.why_not:
+            out.setdefault(node.why_not, []).append(node.name)
+    for why, names in out.items():
+        say(f"now {why}: {folded(names)}")

@@ -1,0 +1,261 @@
+"""`holmes plan --nodes N --from-cluster FILE`: which nodes to ask the scheduler for, and how to write that."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holmes_ext.cli.show.search import global_batch
+from holmes_ext.cli.show.table import Column, Screen
+from holmes_ext.cli.show.training import Training, training_of
+from holmes_ext.cluster.node_report import short_name
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.sources import request, slurm
+from holmes_ext.cluster.sources.hostlist import expand, folded
+from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.errors import HolmesError
+from holmes_ext.patches.launch_flags import limited
+from holmes_ext.plan.cost.links import Links
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.search.as_plan import plan_of, shape_of
+from holmes_ext.plan.search.ranking import rank
+from holmes_ext.plan.search.result import Outcome
+from holmes_ext.plan.search.search import search
+from holmes_ext.plan.search.space import Limits, Shape, parse_limits
+from holmes_ext.plan.search.subset import Counts, Priced, Subsets, best_subset, ideal, ideal_gpus
+from holmes_ext.units import format_seconds
+from holmes_ext.words import some_of
+
+FORMS = ("sbatch", "hetjob", "hostfile", "kubernetes")
+#: Part of the seconds, where the sizes are free, for those on the best conceivable nodes; and for those of the best
+#: subsets in the end.
+FOR_SIZES = 0.3
+#: Depths of the pipeline that every subset is priced with.
+SHAPES = 6
+#: Subsets that are simulated in the end, and shown.
+SIMULATED = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `holmes plan` about a part of the nodes."""
+    add = parser.add_argument_group("which nodes to ask for").add_argument
+    add("--nodes", type=int, metavar="N", help="the N nodes of --from-cluster that train fastest")
+    add("--from-cluster", metavar="FILE", help="with --nodes: cluster.toml of all that there are")
+    add("--idle", metavar="slurm|LIST",
+        help="with --nodes: only of these, a[0-7],b3, or of those that Slurm has idle now; default: all of the file")
+    add("--as", dest="form", choices=FORMS,
+        help="with --nodes: print only this, for a script: lines of sbatch, of a heterogeneous job, an MPI hostfile,"
+             " a node affinity")
+    add("--nodelist", metavar="LIST", help="with --cluster: plan for these nodes of the file ($SLURM_JOB_NODELIST)")
+
+
+def wanted(args: argparse.Namespace) -> bool:
+    """Whether these arguments ask for a subset; HolmesError where they contradict each other."""
+    lone = next((f"--{name}" for name, value in (("from-cluster", args.from_cluster), ("idle", args.idle),
+                                                 ("as", args.form)) if value), "")
+    if args.nodes is None and lone:
+        raise HolmesError(f"{lone} needs --nodes N: how many to ask for")
+    if args.nodes is not None and not args.from_cluster:
+        raise HolmesError("--nodes needs --from-cluster FILE: a cluster.toml of all nodes that there are")
+    return args.nodes is not None
+
+
+def only(spec: SiteSpec, listed: str, flag: str) -> SiteSpec:
+    """`spec` as far as the nodes of a list go; HolmesError for one that it does not know."""
+    known = {short_name(node): node for cluster in spec.clusters for node in cluster.nodes}
+    names = expand(listed, flag)
+    if strangers := [name for name in names if short_name(name) not in known]:
+        raise HolmesError(f"{flag}: {spec.source} does not know {some_of(strangers, 4)}; add it to a cluster's nodes")
+    return spec.only({known[short_name(name)] for name in names})
+
+
+@dataclass(frozen=True)
+class AvailableNodes:
+    """The nodes that may be asked for, and what is trained on them."""
+
+    spec: SiteSpec
+    model: Model
+    batch: int
+    limits: Limits
+    overlap: bool
+    hides: bool
+    shapes: tuple[Shape, ...] = ()
+
+    def names(self, counts: Counts) -> list[str]:
+        return [name for cluster, count in zip(self.spec.clusters, counts) for name in cluster.nodes[:count]]
+
+    def search(self, counts: Counts, seconds: float = 1e9) -> Outcome:
+        own = self.spec.only(set(self.names(counts)))
+        return search(site_from_spec(own), self.model, self.batch, self.limits, self.overlap, seconds, rows=1,
+                      links=Links.of_spec(own), only=self.shapes, hides=self.hides)
+
+    def price(self, counts: Counts) -> Priced:
+        outcome = self.search(counts)
+        return Priced(outcome.best.formula_s, outcome.formula.bound_s, outcome)
+
+    def computing_s(self, count: int) -> float:
+        """Seconds that no step on so many of the nodes beats: what the fastest GPUs compute, of the shape that takes
+        least."""
+        site, model = ideal_gpus(site_from_spec(self.spec), count, self.model, Links.of_spec(self.spec))
+        outcome = search(site, model, self.batch, self.limits, self.overlap, 0.0, rows=1, only=self.shapes,
+                         hides=self.hides)
+        return min(outcome.ideals.values())
+
+    def alike(self) -> list[int]:
+        """For each cluster the first one that can stand for it."""
+        clusters, flat = self.spec.clusters, not (self.spec.wan or self.spec.pairs)
+        shared = [cluster.fabric for cluster in clusters]
+        looks = [(cluster.kind, cluster.rate_bps, cluster.latency_s, self.model.gpu_of(cluster.name))
+                 if flat and shared.count(cluster.fabric) == 1 and cluster.fabric not in self.spec.links
+                 else cluster.name for cluster in clusters]
+        return [looks.index(look) for look in looks]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Find the subset and print it; 0. HolmesError on bad input."""
+    spec, features = load_spec(args.from_cluster), None
+    whole = spec
+    if args.idle == "slurm":
+        idle, features = slurm.idle_nodes()
+        known = {node for cluster in spec.clusters for node in cluster.nodes}
+        spec = spec.only(known.intersection(idle))
+        if not spec.clusters:
+            raise HolmesError(f"--idle slurm: none of the nodes of {spec.source} is idle now")
+    elif args.idle:
+        spec = only(spec, args.idle, "--idle")
+    end = time.monotonic() + args.seconds
+    job = training_of(args, spec)
+    if job.model is None:
+        raise HolmesError("--nodes: nothing says what to train; write the command after --, or give --model FILE"
+                          " (examples/models has some)")
+    idle_counts = tuple(len(cluster.nodes) for cluster in spec.clusters)
+    if not 0 < args.nodes <= sum(idle_counts):
+        raise HolmesError(f"--nodes {args.nodes}: {spec.source} has {sum(idle_counts)} nodes"
+                          f"{' that are idle' if args.idle else ''}; ask for 1 to {sum(idle_counts)}")
+    site, floor_s, unit = _begin(args, spec, job, args.seconds)
+    left = end - time.monotonic() - (FOR_SIZES * args.seconds if len(site.shapes) > 1 else 0.0)
+    found = best_subset(idle_counts, args.nodes, site.price, floor_s, unit=unit, alike=site.alike(),
+                        seconds=max(0.0, left))
+    best = _simulated(found, site, end)
+    parts = [_parts(spec, whole, counts) for counts, _ in best]
+    if args.output:
+        outcome = best[0][1]
+        plan_of(outcome, outcome.best).save(args.output)
+    if args.form:
+        print(_written(args.form, parts[0], features), end="")
+    elif args.json:
+        print(json.dumps(_document(found, best, parts, features), indent=2))
+    else:
+        _show(args, spec, job, found, best, parts, features)
+    return 0
+
+
+def _begin(
+    args: argparse.Namespace, spec: SiteSpec, job: Training, seconds: float
+) -> tuple[AvailableNodes, float, int]:
+    """What prices a subset, the floor of all their steps, and the nodes that a stage fills."""
+    site, links, model = site_from_spec(spec), Links.of_spec(spec), job.model
+    assert model is not None
+    best, ideal_model = ideal(site, args.nodes, model, links)
+    batch = global_batch(args, job, best)
+    framework, limits = args.framework or job.framework, parse_limits(args.limit)
+    limits = limited(limits, framework) if framework else limits
+    overlap = args.overlap == "on"
+    shapes: tuple[Shape, ...] = ()
+    if job.sizes is not None:
+        sizes, said = job.sizes.complete(best.world_size, best.processes), job.said
+        own = (said.zero, said.virtual) if said and said.model else ()
+        shapes = (shape_of(model, sizes, *own),)
+    outcome = search(best, ideal_model, batch, limits, overlap, FOR_SIZES * seconds, rows=1, only=shapes,
+                     hides=job.hides)
+    shapes = shapes or _of_every_depth(outcome)
+    available = AvailableNodes(spec, model, batch, limits, overlap, job.hides, shapes)
+    floor_s = max(outcome.formula.bound_s, available.computing_s(args.nodes))
+    return available, floor_s, args.nodes // shapes[0].pipeline
+
+
+def _of_every_depth(outcome: Outcome) -> tuple[Shape, ...]:
+    """The best shape, and those of other depths of the pipeline with the least bounds: which depth suits depends on how
+    many nodes each cluster gives."""
+    depths: dict[int, Shape] = {}
+    for shape in sorted(outcome.ideals, key=outcome.ideals.__getitem__):
+        if shape.virtual == 1:
+            depths.setdefault(shape.pipeline, shape)
+    return tuple(dict.fromkeys([outcome.best.shape, *list(depths.values())[:SHAPES]]))
+
+
+def _simulated(found: Subsets, site: AvailableNodes, end: float) -> list[tuple[Counts, Outcome]]:
+    """The fastest subsets by their simulated steps, with all sizes where these are free."""
+    ranked = []
+    first = found.found[:SIMULATED]
+    for number, (counts, priced) in enumerate(first):
+        outcome = priced.plan
+        if len(site.shapes) > 1:
+            share = max(0.0, end - time.monotonic()) / (len(first) - number)
+            again = replace(site, shapes=()).search(counts, share)
+            outcome = min(again, outcome, key=lambda one: one.best.formula_s)
+        ranked.append((counts, rank(outcome, 1)))
+    return sorted(ranked, key=lambda each: each[1].best.step_s)
+
+
+def _parts(spec: SiteSpec, whole: SiteSpec, counts: Counts) -> list[request.ChosenNodes]:
+    return [request.ChosenNodes(cluster.name, cluster.nodes[:count], cluster.processes,
+                         next(one.nodes for one in whole.clusters if one.name == cluster.name))
+            for cluster, count in zip(spec.clusters, counts) if count]
+
+
+def _written(form: str, parts: Sequence[request.ChosenNodes], features: request.Features | None) -> str:
+    if form == "hostfile":
+        return request.hostfile(parts)
+    if form == "kubernetes":
+        return json.dumps(request.node_affinity(parts), indent=2) + "\n"
+    lines = request.sbatch_lines(parts, features) if form == "sbatch" else request.hetjob_lines(parts, features)
+    return "\n".join(lines) + "\n"
+
+
+def _document(found: Subsets, best: Sequence[tuple[Counts, Outcome]], parts: Sequence[Sequence[request.ChosenNodes]],
+              features: request.Features | None) -> dict[str, Any]:
+    rows = [{"nodes": {part.cluster: list(part.nodes) for part in own}, "step_seconds": outcome.best.step_s}
+            for (_, outcome), own in zip(best, parts)]
+    chosen = parts[0]
+    forms = {form: _written(form, chosen, features) for form in FORMS if form != "kubernetes"}
+    return {"version": 1, "best": rows[0], "others": rows[1:], "gap": found.gap, "bound_seconds": found.bound_s,
+            "looked_at": len(found.found), "all": found.complete,
+            "nodelist": folded(node for part in chosen for node in part.nodes), **forms,
+            "affinity": request.node_affinity(chosen)}
+
+
+def _show(args: argparse.Namespace, spec: SiteSpec, job: Training, found: Subsets,
+          best: Sequence[tuple[Counts, Outcome]], parts: Sequence[Sequence[request.ChosenNodes]],
+          features: request.Features | None) -> None:
+    screen = Screen()
+    job.show(screen)
+    first_s = best[0][1].best.step_s
+    rows = []
+    for (_, outcome), own in zip(best, parts):
+        one = outcome.best
+        nodes = ", ".join(f"{len(part.nodes)} of {part.cluster}" for part in own)
+        sizes = f"pipeline {one.shape.pipeline}, tensor {one.shape.tensor}, data {one.shape.data}"
+        rows.append((nodes, format_seconds(one.step_s), f"{one.step_s / first_s - 1:+.1%}", sizes,
+                     one.arrangement.describe(outcome.ground)))
+    columns = (Column("nodes", wrap=16), Column("step", right=True), Column("slower by", right=True),
+               Column("sizes", wrap=12, drop=2), Column("stages", wrap=10, drop=1))
+    screen.table(columns, rows, f"{args.nodes} of the {sum(len(c.nodes) for c in spec.clusters)} nodes"
+                                f"{' that are idle' if args.idle else ''} in {spec.source}")
+    looked = f"{len(found.found)} subsets were looked at" + (", all that there are" if found.complete else "")
+    verdict = "the first is the best of all" if found.proven else (
+        f"none is more than {found.gap:.1%} better than the first (by the closed form; simulated in the table)")
+    screen.line(f"{looked}; {verdict}", "dim")
+    screen.line("\nfor sbatch, as one job:", "bold")
+    print(_written("sbatch", parts[0], features), end="")
+    if len(parts[0]) > 1:
+        screen.line("or as a heterogeneous job (srun --het-group=0-"
+                    f"{len(parts[0]) - 1} starts one step on all of it):", "bold")
+        print(_written("hetjob", parts[0], features), end="")
+    screen.line("for mpirun and deepspeed: --as hostfile; for Kubernetes: --as kubernetes", "dim")
+    if args.output:
+        print(f"written: {args.output}")

@@ -1,0 +1,132 @@
+"""What another program knows of nodes, as clusters: nodes that look alike and are on one fabric belong together.
+
+    found nodes    a0 ib h100 x 8 fabric "spine"     ->   cluster "ib": a0 a1     what nobody but a person knows is
+                   a1 ib h100 x 8 fabric "spine"          cluster "roce": b0      asked for: rates, and a kind that no
+                   b0 roce h100 x 8 fabric "spine"                                feature or label tells
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from holmes_ext.cluster.gpu import KNOWN
+from holmes_ext.cluster.nic import KINDS
+from holmes_ext.errors import HolmesError
+from holmes_ext.words import some_of
+
+#: Words of features and labels that tell a kind of NIC: Slurm's sites name speeds (HDR) as often as InfiniBand.
+_KIND_WORDS = {
+    "ib": ("ib", "infiniband", "qdr", "fdr", "edr", "hdr", "hdr100", "ndr", "ndr200", "xdr", "quantum"),
+    "roce": ("roce", "rocev2", "spectrum", "spectrumx"),
+    "ethernet": ("ethernet", "eth", "tcp"),
+}
+_WORD = re.compile(r"[a-z0-9]+")
+
+
+@dataclass(frozen=True)
+class FoundNode:
+    """kind: of its fast NICs, "" where nothing tells; fabric: a name for what it shares with others, "" for one that
+    is not told apart; rate_bps: of all its fast NICs, 0 where nothing tells; group: what its source calls its like, for
+    the cluster's name; why_not: why no job can use it now."""
+
+    name: str
+    processes: int
+    kind: str = ""
+    gpu: str = ""
+    fabric: str = ""
+    rate_bps: int = 0
+    group: tuple[str, ...] = ()
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class FoundCluster:
+    """Of alike nodes. kind "", rate_bps 0: to be asked for."""
+
+    name: str
+    nodes: tuple[str, ...]
+    processes: int
+    kind: str = ""
+    gpu: str = ""
+    rate_bps: int = 0
+    fabric: str = ""
+
+
+def kind_of(words: Iterable[str]) -> str:
+    """The kind of NIC that features or labels name; "" where none does, or several do."""
+    said = {word for text in words for word in _WORD.findall(text.lower())}
+    found = [kind for kind, known in _KIND_WORDS.items() if said.intersection(known)]
+    return found[0] if len(found) == 1 else ""
+
+
+def gpu_name(text: str) -> str:
+    """ "H100" of "NVIDIA-H100-80GB-HBM3", "h100", "tesla_h100"; a text without a known one is itself."""
+    words = _WORD.findall(text.lower())
+    return next((name for name in KNOWN if name.lower() in words), text)
+
+
+def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:
+    """Nodes that are alike in kind, GPUs and fabric as clusters, in the order of their first nodes. HolmesError for a
+    node that is named twice, or none at all."""
+    names: set[str] = set()
+    members: dict[tuple[object, ...], list[FoundNode]] = {}
+    for node in nodes:
+        if node.name in names:
+            raise HolmesError(f"node {node.name!r} is named twice")
+        names.add(node.name)
+        members.setdefault((node.fabric, node.kind, node.gpu, node.processes, node.rate_bps), []).append(node)
+    if not members:
+        raise HolmesError("no node has a GPU or a slot for a process: there is nothing to make a cluster of")
+    found = []
+    for name, alike in zip(_named(list(members.values())), members.values()):
+        first = alike[0]
+        others = [each[0] for each in members.values() if each is not alike and each[0].fabric == first.fabric]
+        shared = first.fabric and first.kind and others and all(other.kind == first.kind for other in others)
+        found.append(FoundCluster(name, tuple(node.name for node in alike), first.processes, first.kind, first.gpu,
+                                  first.rate_bps, _plain(first.fabric) if shared else ""))
+    return found
+
+
+def _named(groups: Sequence[Sequence[FoundNode]]) -> list[str]:
+    """A name for each: what its source calls exactly these nodes, else kind and GPU or the fabric, else a number."""
+    owner: dict[str, set[str]] = {}
+    for node in (node for group in groups for node in group):
+        for text in node.group:
+            owner.setdefault(text, set()).add(node.name)
+    described = ["-".join(filter(None, [group[0].kind, group[0].gpu.lower()])) for group in groups]
+    taken: list[str] = []
+    for number, group in enumerate(groups):
+        members, looks = {node.name for node in group}, described[number]
+        exact = [text for text in group[0].group if owner[text] == members]
+        alone = [looks] if described.count(looks) == 1 else []
+        choices = map(_plain, (*exact, *alone, group[0].fabric))
+        free = (text for text in choices if text and text not in (*taken, "ethernet"))  # that is the common network
+        taken.append(next(free, f"cluster{number + 1}"))
+    return taken
+
+
+def _plain(text: str) -> str:
+    """As a name of cluster.toml may be."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-._")
+
+
+def completed(
+    clusters: Sequence[FoundCluster], kinds: Mapping[str, str], rates: Mapping[str, int]
+) -> tuple[list[FoundCluster], list[str]]:
+    """With the kinds and rates (bits/s) that a person gives by the clusters' names, and what still lacks: "kind of
+    cluster x", "rate of cluster x". HolmesError for a name that no cluster has, or no kind."""
+    known = [cluster.name for cluster in clusters]
+    for name in (*kinds, *rates):
+        if name not in known:
+            raise HolmesError(f"no cluster {name!r} was found; there are {some_of(known)}")
+    for name, kind in kinds.items():
+        if kind not in KINDS:
+            raise HolmesError(f"kind of cluster {name!r}: {kind!r} is not one of {', '.join(KINDS)}")
+    full = [replace(cluster, kind=kinds.get(cluster.name, cluster.kind),
+                    rate_bps=rates.get(cluster.name, cluster.rate_bps)) for cluster in clusters]
+    lacking = [f"kind of cluster {cluster.name!r}" for cluster in full if not cluster.kind]
+    lacking += [f"rate of cluster {cluster.name!r}" for cluster in full
+                if cluster.kind != "ethernet" and not cluster.rate_bps]
+    return full, lacking

@@ -1,0 +1,232 @@
+"""Which jobs are in the run, and which of them are behind. Pure: no clock, no network.
+
+    hello   -> accepted, or an error          (models, shards and settings must agree; a name is taken once)
+    enter   -> in, or behind, when `min` jobs are there
+
+What counts is the version of a fragment: the round in which it was last stepped. What most of the current
+jobs have is the truth (consensus.py); a job that has something else, whatever the reason (late, new, an older
+checkpoint, a message lost, a lie), takes the fragment from one that has it. So the coordinator keeps nothing
+that its jobs do not know, and may be restarted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.outer.coordinator.consensus import agreed_claim, same
+from holmes_ext.runtime.outer.coordinator.member import HEARTBEAT_S, Member, difference
+from holmes_ext.runtime.outer.coordinator.reports import Claim, Hello
+
+Reply = dict[str, Any]
+#: Jobs in a run at a time, and gone ones that are remembered.
+MOST_JOBS = 64
+
+
+class NotHere(Exception):
+    """The job has to say hello (again)."""
+
+
+class Membership:
+    """`events` are lines for the log: what was decided, in order."""
+
+    def __init__(self, now: float):
+        self.members: dict[str, Member] = {}
+        self.number = 0
+        # Of each fragment, the last round in which it was stepped; not known for those from before a restart.
+        self.committed: dict[int, int] = {}
+        # After a restart: jobs that others know of, and until when they are waited for.
+        self.awaited: dict[str, float] = {}
+        self.events: list[str] = []
+        self.started = now
+        self._order = 0
+        self._secret = secrets.token_bytes(32)
+
+    def hello(self, name: str, incarnation: str, told: Hello, now: float) -> Reply | None:
+        """None while another job of this name may only seem to be there: its host has lost power, or the link
+        is cut. A heartbeat of it tells that it lives, HEARTBEAT_S from now at the latest; look() finds out
+        that it is gone."""
+        old = self.members.get(name)
+        if old is not None and old.state != "gone" and old.incarnation != incarnation:
+            self._wait_for_rival(old, incarnation, now)
+            return None
+        self._refuse_what_differs(name, told)
+        self._order += 1
+        new = Member(name, incarnation, told, list(told.claims), self._order, now, now)
+        if told.entered:  # it lost the connection, or the coordinator was restarted
+            new.state, new.current = "in", not self.committed
+            if old is not None and old.incarnation == incarnation:
+                new.state, new.order, new.rounds, new.missed = "late", old.order, old.rounds, old.missed
+                new.current = old.current
+        self.members[name] = new
+        self._forget_gone()
+        self.awaited.pop(name, None)
+        if not self.committed:
+            self.number = max(self.number, told.round)
+        if now - self.started < told.timeout:
+            for peer in told.peers:
+                if peer not in self.members:
+                    self.awaited.setdefault(peer, now + told.timeout)
+        self.events.append(f"job {name} is here ({len(told.addresses)} ranks, {new.state})")
+        return {"verdict": "hello", "round": self.number, "state": new.state}
+
+    def enter(self, name: str, now: float) -> Reply | None:
+        """Whether the job may begin, and with whose weights. HolmesError when fewer than its `min` jobs came
+        in time."""
+        member = self.member(name)
+        others = self._present()
+        if len(others) < member.hello.min:
+            if now - member.since > member.hello.timeout:
+                have = ", ".join(other.name for other in others)
+                raise HolmesError(
+                    f"job {name!r} has waited {member.hello.timeout:.0f} s for min={member.hello.min} jobs, but there"
+                    f" {'is' if len(others) == 1 else 'are'} only {have}; start the others, or give"
+                    f" --holmes-outer min={len(others)}"
+                )
+            return None
+        first = not any(other.current for other in others)
+        for other in others:  # all that wait begin together, whoever asks first
+            if other.state == "waiting":
+                other.state, other.expected_from, other.current = "in", self.number + 1, first
+        behind = self.behind(member)
+        self.events.append(
+            f"job {name} begins" + (f", with the weights of {behind['from']}" if behind else "")
+        )
+        # Another that began with it may have opened the next round already, and waits there.
+        return {**(behind or {"verdict": "in"}), "round": member.expected_from - 1}
+
+    def gone(self, name: str, incarnation: str, why: str) -> None:
+        """Its connection was closed, or it says that it ends."""
+        member = self.members.get(name)
+        if member is not None and member.known_by_name(incarnation):
+            member.state = "gone"
+            self.events.append(f"job {name} is gone: {why}")
+
+    def heartbeat(self, name: str, incarnation: str, telemetry: dict[str, float], now: float) -> None:
+        member = self.members.get(name)
+        if member is not None and member.incarnation == incarnation:
+            member.heard, member.telemetry = now, telemetry
+
+    def look(self, now: float) -> None:
+        """Whoever has been silent for its timeout is gone."""
+        for member in self.members.values():
+            silent = now - member.heard
+            if member.state != "gone" and silent > max(member.hello.timeout, 3 * HEARTBEAT_S):
+                self.gone(member.name, member.incarnation, f"nothing heard for {silent:.0f} s")
+
+    def member(self, name: str) -> Member:
+        """NotHere where the job is not, or no more."""
+        member = self.members.get(name)
+        if member is None or member.state == "gone":
+            raise NotHere(name)
+        return member
+
+    def maps_of(self, asks: str, name: str) -> Reply:
+        """What job `asks` must know of job `name` to exchange with it."""
+        self.member(asks)
+        one = self.members.get(name)
+        if one is None:
+            return {"verdict": "void", "why": f"there is no job {name} any more"}
+        told = {"incarnation": one.incarnation, "maps": one.hello.maps, "addresses": one.hello.addresses}
+        return {"verdict": "maps", **told}
+
+    def salt(self, *of: object) -> str:
+        """What nobody can know before it is told."""
+        text = "salt " + " ".join(map(str, of))
+        return hmac.new(self._secret, text.encode(), "sha256").hexdigest()[:16]
+
+    # Who has what
+
+    def truth(self, fragment: int, among: Iterable[Member] | None = None) -> Claim | None:
+        """What a fragment is, of what the current jobs claim; of what all do where none is current."""
+        here = sorted((m for m in (among or self.members.values()) if m.here), key=lambda m: m.order)
+        trusted = [m for m in here if m.current] or here
+        return agreed_claim([m.claims[fragment] for m in trusted], self.committed.get(fragment))
+
+    def behind(self, member: Member) -> Reply | None:
+        """What to take, and from whom, where others have what is true and this job has not."""
+        others = sorted(
+            (m for m in self.members.values() if m.here and m is not member), key=lambda m: m.order
+        )
+        donors: dict[str, list[int]] = {}
+        for fragment, claim in enumerate(member.claims):
+            truth = self.truth(fragment)
+            if truth is None or same(claim, truth):
+                continue
+            for other in others:
+                if same(other.claims[fragment], truth):
+                    donors.setdefault(other.name, []).append(fragment)
+        trusted = {name: found for name, found in donors.items() if name not in member.avoids} or donors
+        if not trusted:
+            return None
+        name = max(trusted, key=lambda name: (len(trusted[name]), -self.members[name].order))
+        donor, fragments = self.members[name], trusted[name]
+        member.took.update(dict.fromkeys(fragments, name))
+        told: Reply = {"from": name, "incarnation": donor.incarnation, "fragments": fragments}
+        told["versions"] = [donor.claims[fragment].version for fragment in fragments]
+        return {"verdict": "behind", "round": self.number, **told}
+
+    def claim(self, member: Member, claims: Iterable[Claim]) -> None:
+        """What a job says that it has now. HolmesError where a version cannot exist."""
+        member.claims = list(claims)
+        for fragment, claim in enumerate(member.claims):
+            if claim.version > self.committed.get(fragment, claim.version):
+                last = self.committed[fragment]
+                raise HolmesError(
+                    f"fragment {fragment} cannot be of round {claim.version}: it was last stepped in round {last}"
+                )
+        for fragment, donor in list(member.took.items()):
+            truth = self.truth(fragment)
+            if truth is not None and member.claims[fragment].version == truth.version:
+                del member.took[fragment]
+                if not same(member.claims[fragment], truth):
+                    member.avoids.add(donor)
+                    self.events.append(f"job {donor} gave job {member.name} other weights than it has")
+        if not member.current and self.behind(member) is None:
+            member.current = True
+
+    def patience_s(self, members: Iterable[Member]) -> float:
+        """How long these wait for each other: no single job decides."""
+        return statistics.median_high(member.hello.timeout for member in members)
+
+    def least(self, members: Iterable[Member]) -> int:
+        """Jobs that a round of these needs: what most of them ask for, and half of those that are there."""
+        asked = statistics.median_high(member.hello.min for member in members)
+        return max(asked, -(-len([m for m in self.members.values() if m.here]) // 2))
+
+    def _present(self) -> list[Member]:
+        return [member for member in self.members.values() if member.state != "gone"]
+
+    def _wait_for_rival(self, old: Member, incarnation: str, now: float) -> None:
+        if incarnation not in old.rivals:
+            old.rivals = {**dict(list(old.rivals.items())[-7:]), incarnation: now}
+            ago = now - old.heard
+            self.events.append(f"another job asks for the name {old.name}, heard {ago:.0f} s ago: waiting")
+        if old.heard > old.rivals[incarnation]:
+            raise HolmesError(f"there is a job named {old.name!r} in this run already; join by another name")
+
+    def _refuse_what_differs(self, name: str, told: Hello) -> None:
+        others = [other for other in self._present() if other.name != name]
+        if len(others) >= MOST_JOBS:
+            raise HolmesError(f"job {name!r} cannot join: there are {len(others)} jobs already")
+        for other in others:
+            if text := difference(told.agreed, other.hello.agreed, other.name):
+                raise HolmesError(f"job {name!r} cannot join: it differs from job {other.name!r} in {text}")
+            if told.totals != other.hello.totals or len(told.claims) != len(other.claims):
+                raise HolmesError(
+                    f"job {name!r} cannot join: it has other numbers of elements than job {other.name!r}"
+                )
+
+    def _remembered(self) -> set[str]:
+        """Jobs that are needed though they may be gone."""
+        return set()
+
+    def _forget_gone(self) -> None:
+        needed = self._remembered()
+        gone = [m for m in self.members.values() if m.state == "gone" and m.name not in needed]
+        for member in sorted(gone, key=lambda member: member.order)[:-MOST_JOBS]:
+            del self.members[member.name]

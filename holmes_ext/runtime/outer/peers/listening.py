@@ -1,0 +1,90 @@
+"""Where a rank listens for ranks of other jobs, and what address they are told.
+
+a port open to the others      they are told this rank's address (address.PortRange says what is told)
+none, or it cannot be called   they are told none: this rank keeps a standing line to the coordinator (routes.py)
+"""
+
+from __future__ import annotations
+
+import socket
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.outer.address import JoinAddress, PortRange
+from holmes_ext.runtime.outer.peers.routes import RankIdentity
+from holmes_ext.runtime.sockets.addresses import address_text, is_loopback, listen
+from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.sockets.handshake import Credentials, call
+from holmes_ext.words import why
+
+#: Seconds to learn from the coordinator whether this rank can be called.
+_ASK_S = 8.0
+
+
+def open_port(place: PortRange, coordinator: JoinAddress, rank: int) -> socket.socket | None:
+    """A listening socket, on the address by which this node reaches the coordinator (on all, where others are
+    told another one). HolmesError where none of the ports can be had."""
+    if place.ports is None:
+        return None
+    host = "" if place.host else own_host(coordinator)
+    first, last = place.ports
+    for port in range(first, last + 1):
+        try:
+            return listen(host, port)
+        except OSError as error:
+            reason = why(error)
+    ports = f"port {first}" if first == last else f"any port from {first} to {last}"
+    where = f"{ports} of {host or 'this host'}"
+    raise HolmesError(
+        f"rank {rank} cannot listen on {where} for other jobs ({reason}); free one, or give others with"
+        " --holmes-join-ports"
+    ) from None
+
+
+def told_address(
+    place: PortRange,
+    listening: socket.socket | None,
+    coordinator: JoinAddress,
+    credentials: Credentials,
+    identity: RankIdentity,
+) -> str:
+    """What other jobs are told to call; "" where they cannot: then this rank keeps a standing line to the
+    coordinator."""
+    if listening is None:
+        return ""
+    host, port = listening.getsockname()[:2]
+    if place.host:
+        return address_text(place.host, place.advertised(port))
+    if not is_loopback(host) and not _can_be_called(port, coordinator, credentials, identity):
+        return ""
+    return address_text(host, port)
+
+
+def own_host(coordinator: JoinAddress) -> str:
+    """This node's address on the way to the coordinator. Nothing is sent."""
+    try:
+        found = socket.getaddrinfo(coordinator.host, coordinator.port, type=socket.SOCK_DGRAM)
+        family, kind, _, _, address = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise HolmesError(
+            f"--holmes-join: there is no way to {coordinator.host} ({why(error)}); is the name right?"
+        ) from None
+
+
+def _can_be_called(
+    port: int, coordinator: JoinAddress, credentials: Credentials, identity: RankIdentity
+) -> bool:
+    """As the coordinator finds, at the address from which this rank calls it."""
+    one, deadline = identity, Deadline(_ASK_S, "asking whether this rank can be called")
+    told = {"job": one.job, "incarnation": one.incarnation, "secret": one.secret}
+    try:
+        question = {"purpose": "reachable", "port": port, **told}
+        channel = call(coordinator.host, coordinator.port, credentials, question, deadline)
+        try:
+            return channel.receive(deadline).get("reachable") is not False
+        finally:
+            channel.close()
+    except (OSError, HolmesError):
+        return True  # what is wrong is said where the job enters

@@ -1,0 +1,124 @@
+"""Which rank of a job exchanges which elements, and with whom in another job. Pure.
+
+All weights at one place of the model-parallel grid (a "position": pipeline stage, tensor-parallel rank, ...)
+stand in a row, in the model's order: element i of that row is the same weight in every job. A rank holds
+ranges of it: all of it under plain data parallelism, its shard under ZeRO, FSDP or a distributed optimizer.
+
+    job east, 2 replicas        [ rank 0          ][ rank 1          ]        each exchanges its half; gathered inside
+    job west, sharded over 3    [ rank 0     ][ rank 1     ][ rank 2 ]        each exchanges what it holds
+    pieces                      [ 0-0        ][0-1 ][1-1   ][ 1-2    ]        cut wherever the owner changes in some job
+
+So every element crosses once in each direction, whatever the jobs' sizes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from holmes_ext.errors import HolmesError
+
+#: Shares of replicas begin at multiples of so many elements: the blocks in which int8 scales them stay whole.
+ALIGNMENT = 256
+#: (start, stop) in the row of a position.
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RankRange:
+    """Elements [start, stop) that `rank` exchanges for its job."""
+
+    start: int
+    stop: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class ShardPair:
+    """Elements [start, stop) that one rank of each job exchanges: `owners`, by job."""
+
+    start: int
+    stop: int
+    owners: Mapping[str, int]
+
+
+def fragment_cuts(total: int, fragments: int) -> list[int]:
+    """Where the fragments of a row of `total` elements begin and end: equal parts, at multiples of ALIGNMENT
+    where they are large enough."""
+    grain = ALIGNMENT if total >= 2 * ALIGNMENT * fragments else 1
+    return [total * k // fragments // grain * grain for k in range(fragments)] + [total]
+
+
+def owners(total: int, cuts: Sequence[int], holdings: Mapping[int, Sequence[Range]]) -> list[RankRange]:
+    """Who exchanges what, each element one rank: in order of `start`, none overlapping, 0 to `total` covered.
+
+    holdings: the ranges that each rank holds. What several hold is shared out evenly among them, fragment by
+    fragment (`cuts`, as of fragment_cuts), in the order of their ranks. HolmesError when an element is held
+    by no rank.
+    """
+    borders = sorted(
+        {0, total, *cuts, *(edge for ranges in holdings.values() for span in ranges for edge in span)}
+    )
+    if borders[0] < 0 or borders[-1] > total:
+        raise HolmesError(f"shards reach from element {borders[0]} to {borders[-1]}, but there are {total}")
+    held_by: dict[int, list[int]] = {edge: [] for edge in borders}
+    place = {edge: number for number, edge in enumerate(borders)}
+    for rank, ranges in sorted(holdings.items()):
+        for start, stop in ranges:
+            for number in range(place[start], place[stop]):
+                held_by[borders[number]].append(rank)
+    result: list[RankRange] = []
+    inner = set(cuts)
+    first = 0
+    for start, stop in pairwise(borders):
+        holders = held_by[start]
+        if not holders:
+            raise HolmesError(f"elements {start} to {stop} of {total} are held by no rank of the job")
+        if held_by.get(stop) == holders and stop not in inner:  # one run of elements with the same holders
+            continue
+        result += _shares(first, stop, holders)
+        first = stop
+    return _merged(result)
+
+
+def _shares(start: int, stop: int, ranks: Sequence[int]) -> list[RankRange]:
+    grain = ALIGNMENT if stop - start >= 2 * ALIGNMENT * len(ranks) else 1
+    cuts = [start + (stop - start) * k // len(ranks) // grain * grain for k in range(len(ranks))] + [stop]
+    return [RankRange(a, b, rank) for (a, b), rank in zip(pairwise(cuts), ranks) if a < b]
+
+
+def _merged(owned: list[RankRange]) -> list[RankRange]:
+    result: list[RankRange] = []
+    for one in owned:
+        if result and result[-1].rank == one.rank and result[-1].stop == one.start:
+            result[-1] = RankRange(result[-1].start, one.stop, one.rank)
+        else:
+            result.append(one)
+    return result
+
+
+def shard_pairs(maps: Mapping[str, Sequence[RankRange]], start: int, stop: int) -> list[ShardPair]:
+    """Elements [start, stop) cut wherever the owner changes in some job. maps: owners() of each job."""
+    edges = {name: [one.start for one in owned] for name, owned in maps.items()}
+    cuts = {start, stop}
+    for name, owned in maps.items():
+        first = bisect_right(edges[name], start)
+        for one in owned[first:]:
+            if one.start >= stop:
+                break
+            cuts.add(one.start)
+    return [
+        ShardPair(a, b, {name: owned[bisect_right(edges[name], a) - 1].rank for name, owned in maps.items()})
+        for a, b in pairwise(sorted(cuts))
+    ]
+
+
+def owned_ranges(owned: Sequence[RankRange], rank: int, start: int, stop: int) -> list[Range]:
+    """What `rank` exchanges of elements [start, stop)."""
+    return [
+        (max(one.start, start), min(one.stop, stop))
+        for one in owned
+        if one.rank == rank and one.start < stop and start < one.stop
+    ]

@@ -1,0 +1,56 @@
+"""Until when an operation as a whole has to be done, however many calls it makes."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+#: Slowest rate at which somebody of whom nothing is known may send, or take: bytes/s.
+FLOOR_BYTES_PER_S = 64_000
+#: Seconds that a socket call gets at least: 0 would make it non-blocking.
+_LEAST_S = 0.001
+
+
+class Deadline:
+    """`seconds` from now on the monotonic clock. what: the operation, for the TimeoutError."""
+
+    def __init__(self, seconds: float, what: str = "it"):
+        self.seconds, self.what = seconds, what
+        self._end = time.monotonic() + seconds
+
+    @classmethod
+    def for_bytes(cls, patience_s: float, count: int, what: str) -> Deadline:
+        """Of an operation that carries `count` bytes: a slow link is waited for as long as it carries
+        them."""
+        return cls(patience_s + count / FLOOR_BYTES_PER_S, what)
+
+    @property
+    def left(self) -> float:
+        """Seconds, never below 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    def left_plus(self, longer_s: float) -> float:
+        """Seconds of a deadline that is so much later, never below 0."""
+        return max(0.0, self._end + longer_s - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        return self.left == 0
+
+    def check(self) -> None:
+        """TimeoutError once it has passed."""
+        if self.passed:
+            raise self.missed()
+
+    def missed(self) -> TimeoutError:
+        """That it has passed."""
+        return TimeoutError(f"{self.what} took longer than {self.seconds:.3g} s")
+
+    def limit(self, connection: socket.socket) -> None:
+        """The next call on this socket ends when the operation must. TimeoutError when it has passed."""
+        self.check()
+        connection.settimeout(max(self.left, _LEAST_S))
+
+    def part(self, seconds: float, what: str) -> Deadline:
+        """Of a part of this operation: `seconds` at most, and never longer than the whole."""
+        return Deadline(min(seconds, self.left), what)

@@ -1,0 +1,213 @@
+"""Breaks the code of joined jobs in many ways, one at a time, and says which of them no test notices. Not in CI.
+
+    python integration_tests/joined/mutants.py [--only WORD] [--json FILE]
+
+Each mutant is a text of one file that becomes another one, in a copy of the tree, and the tests that should fail
+then. Status 1 where more than two of them survive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNTIME = Path("holmes_ext") / "runtime"
+#: Survivors that are accepted, seconds for the tests of one mutant.
+MOST_SURVIVORS, PATIENCE_S = 2, 400
+HANDSHAKE, CHANNEL, LISTENER = (
+    f"tests/runtime/sockets/test_{name}.py" for name in ("handshake", "channel", "listener")
+)
+SERVER, RULES = (
+    " ".join(f"tests/runtime/outer/coordinator/test_{name}.py" for name in names)
+    for names in (["server"], ["rules", "trust"])
+)
+LIARS, LINKS, TAKE, TOKENS, ROUTES, INPUTS = (
+    f"tests/runtime/outer/test_{name}.py" for name in ("liars", "links", "take", "token", "routes", "bad_inputs")
+)
+NEVER = "if False:"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """name: what is broken; file: below runtime/; tests: files, or a file and -k EXPRESSION."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTANTS = [
+    Mutant("the listener's challenge is constant", "sockets/handshake.py",
+           "    challenge = secrets.token_hex(16)\n    channel.send",
+           '    challenge = "0" * 32\n    channel.send', HANDSHAKE),
+    Mutant("the caller's challenge is constant", "sockets/handshake.py",
+           "        challenge = secrets.token_hex(16)\n        channel.send",
+           '        challenge = "0" * 32\n        channel.send', HANDSHAKE),
+    Mutant("the caller's proof is not looked at", "sockets/handshake.py",
+           'if not hmac.compare_digest(str(told.get("proof")).encode(), _proof(key, "caller", facts).encode()):',
+           NEVER, HANDSHAKE),
+    Mutant("the listener's proof is not looked at", "sockets/handshake.py",
+           'if not hmac.compare_digest(\n            str(answer.get("proof")).encode(), _proof(key, "listener", facts)'
+           ".encode()\n        ):", NEVER, HANDSHAKE),
+    Mutant("the purpose is outside the proof", "sockets/handshake.py",
+           "[VERSION, caller, listener, purpose,", '[VERSION, caller, listener, "",', HANDSHAKE),
+    Mutant("the certificates are outside the proof", "sockets/handshake.py",
+           "caller_certificate.hex(), listener_certificate.hex()]", '"", ""]', HANDSHAKE),
+    Mutant("both ends prove the same", "sockets/handshake.py", 'f"{role} {facts}"', 'f"{facts}"', HANDSHAKE),
+    Mutant("both directions have one key", "sockets/handshake.py",
+           'f"frames of the {role} {facts}"', 'f"frames of the {facts}"', HANDSHAKE + " " + CHANNEL),
+    Mutant("who does not encrypt is let in", "sockets/handshake.py",
+           "if not (encrypt or plain_too):", NEVER, HANDSHAKE),
+    Mutant("what a terminal obeys is shown", "sockets/handshake.py", 'c if c.isprintable() else "?"', "c", HANDSHAKE),
+    Mutant("TLS 1.2 will do", "sockets/certificates.py",
+           "ssl.TLSVersion.TLSv1_3", "ssl.TLSVersion.TLSv1_2", HANDSHAKE),
+    Mutant("the order of frames is not looked at", "sockets/channel.py",
+           "if sequence != self._sequence:", NEVER, CHANNEL),
+    Mutant("MACs are not compared", "sockets/channel.py",
+           "if not hmac.compare_digest(self.tag(*parts), tag):", NEVER, CHANNEL),
+    Mutant("frames may be of any length", "sockets/channel.py", "if length > longest:", NEVER, CHANNEL),
+    Mutant("NaN is JSON", "sockets/documents.py", ", parse_constant=_refuse", "", CHANNEL),
+    Mutant("one address may have any number", "sockets/listener.py",
+           "if hosts[host] >= self._per_address:", NEVER, LISTENER),
+    Mutant("strangers may be any number", "sockets/listener.py",
+           "elif len(self._strangers) >= self._strangers_most:", "elif False:", LISTENER),
+    Mutant("any number is admitted", "sockets/listener.py",
+           "if guest not in self._strangers or full:", NEVER, LISTENER),
+    Mutant("accept's first error ends the loop", "sockets/listener.py",
+           "if self._closed or self._socket.fileno() < 0:", "if True:", LISTENER),
+    Mutant("a part may last longer than the whole", "sockets/deadline.py",
+           "Deadline(min(seconds, self.left), what)", "Deadline(seconds, what)", LISTENER),
+    Mutant("any job speaks for any other", "outer/coordinator/server.py",
+           "if not hmac.compare_digest(known, secret):", NEVER, SERVER),
+    Mutant("false reports do not drop a job", "outer/coordinator/server.py",
+           'if question.get("op") not in ("hello", "enter"):', NEVER, LIARS + " -k malformed_report_drops"),
+    Mutant("versions may be any number", "outer/coordinator/reports.py",
+           "if not all(0 <= version <= MOST for version in versions):", NEVER, RULES),
+    Mutant("maps may have holes", "outer/coordinator/reports.py",
+           "if not (start == at < stop <= MOST and 0 <= rank < ranks):", NEVER, RULES),
+    Mutant("versions that no round made are believed", "outer/coordinator/membership.py",
+           "if claim.version > self.committed.get(fragment, claim.version):", NEVER, RULES),
+    Mutant("what jobs agreed on is not compared", "outer/coordinator/membership.py",
+           "if text := difference(told.agreed, other.hello.agreed, other.name):",
+           "if (text := '') :", RULES),
+    Mutant("sizes are not compared", "outer/coordinator/membership.py",
+           "if told.totals != other.hello.totals or len(told.claims) != len(other.claims):", NEVER, RULES),
+    Mutant("a name is taken twice", "outer/coordinator/membership.py",
+           "if old.heard > old.rivals[incarnation]:", NEVER, RULES),
+    Mutant("after a restart the greatest version is so", "outer/coordinator/consensus.py",
+           "version = max(counts, key=lambda one: (counts[one], one))", "version = max(counts)", RULES),
+    Mutant("the first checksum is so", "outer/coordinator/consensus.py",
+           "Counter(told).most_common(1)[0][0] if told", "told[0] if told", RULES),
+    Mutant("one accuser is enough", "outer/coordinator/consensus.py",
+           "if len(reasons) > max(1, (len(voters) - 1) / 2)", "if reasons", RULES + " " + LIARS + " -k accus"),
+    Mutant("the greatest factor is taken", "outer/coordinator/consensus.py",
+           "statistics.median_low(found)", "max(found)", RULES + " " + LIARS + " -k factors"),
+    Mutant("what came is not compared", "outer/coordinator/settlement.py",
+           "if excluded := voted_out(differing(digests)):", "if excluded := {}:",
+           RULES + " " + LIARS + " -k different"),
+    Mutant("nobody is left out for what he sent", "outer/coordinator/settlement.py",
+           "known.excluded = voted_out({name: report.faults for name, report in known.done.items()})",
+           "known.excluded = {}", RULES + " " + LIARS + " -k NaN"),
+    Mutant("the salt of a sum is not looked at", "outer/coordinator/rules.py",
+           'report.salted if report.salt_round == known.number else ""', "report.salted", RULES),
+    Mutant("a pseudo-gradient may be of any length", "outer/coordinator/round_state.py",
+           "if limit and middle and norm > limit * middle", "if False", RULES),
+    Mutant("tokens may be any number", "outer/coordinator/round_state.py",
+           "if count > limit * middle:", NEVER, LIARS + " -k tokens"),
+    Mutant("what is not finite is used", "outer/rounds/screening.py",
+           "if not math.isfinite(square):", NEVER, LIARS + " -k NaN"),
+    Mutant("what is longer than claimed is used", "outer/rounds/screening.py",
+           "elif math.sqrt(square) > _LONGER * (claimed.get(name) or 0.0) + 1e-12:", "elif False:",
+           LIARS + " -k mean_leaves"),
+    Mutant("what was sent before is used", "outer/rounds/screening.py",
+           "if 2 * len(again) >= len(names):", "if True:", LIARS + " -k mean_leaves"),
+    Mutant("what points another way is used", "outer/rounds/screening.py",
+           "if usual < _LEAST_AGREEMENT:", "if True:", LIARS + " -k mean_leaves"),
+    Mutant("a ticket is for every job", "outer/address.py", 'f"{job} {incarnation}".encode()', 'b"all"', LINKS),
+    Mutant("calls for an earlier incarnation are taken", "outer/peers/routes.py",
+           'if not guest.admit() or purpose.get("to") != self.identity.incarnation:', "if not guest.admit():", LINKS),
+    Mutant("another round's bytes are taken", "outer/peers/transfer.py",
+           "if bytes(came) != self._theirs:", NEVER, LINKS),
+    Mutant("silence is for ever", "outer/peers/transfer.py",
+           "if time.monotonic() - one.heard > patience_s:", NEVER, LINKS),
+    Mutant("a byte now and then is enough", "outer/peers/transfer.py",
+           'if one.deadline.passed else ""', 'if False else ""', LINKS + " -k byte"),
+    Mutant("weights that are not finite are taken", "outer/peers/take.py",
+           "if not all(bool(part.isfinite().all()) for part in parts):", NEVER, TAKE),
+    Mutant("older weights than asked for are taken", "outer/peers/take.py",
+           "if len(versions) == 1 and min(versions) >= least:", "if len(versions) == 1:", TAKE),
+    Mutant("a damaged outer state is loaded", "outer/shards/saved.py",
+           '_digest_of(state) == saved.get("digest")', "True", INPUTS + " -k state"),
+    Mutant("an empty token will do", "outer/token.py", "if len(token) < LEAST:", NEVER, TOKENS),
+    Mutant("all may read the token", "outer/token.py", "os.O_EXCL, 0o600", "os.O_EXCL, 0o644", TOKENS),
+    Mutant("a later refusal ends the job", "outer/coordinator/client.py",
+           "if not self._accepted:", "if True:", SERVER),
+    Mutant("any number of bytes is relayed", "outer/coordinator/relay.py", "return left > 0", "return True", ROUTES),
+]  # fmt: skip
+
+
+def copied(place: Path) -> None:
+    """What git tracks, as it is now, and the environment."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        source, target = ROOT / name, place / name
+        if source.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
+
+
+def survives(mutant: Mutant, place: Path) -> bool:
+    """Whether its tests pass."""
+    file = place / RUNTIME / mutant.file
+    before = file.read_text()
+    assert before.count(mutant.old) == 1, f"{mutant.name}: {before.count(mutant.old)} times in {mutant.file}"
+    file.write_text(before.replace(mutant.old, mutant.new))
+    files, _, chosen = mutant.tests.partition(" -k ")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "120", *files.split()]
+    command += ["-k", chosen] if chosen else []
+    try:
+        done = subprocess.run(command, cwd=place, env={**os.environ, "PYTHONPATH": str(place)}, timeout=PATIENCE_S,
+                              capture_output=True, text=True)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        file.write_text(before)
+    assert done.returncode in (0, 1), f"{mutant.name}: pytest ended with {done.returncode}: {done.stdout[-500:]}"
+    return done.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--only", metavar="WORD", default="", help="mutants whose name has it")
+    parser.add_argument("--json", metavar="FILE", help="write what became of each")
+    args = parser.parse_args()
+    found: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        copied(place)
+        for mutant in MUTANTS:
+            if args.only not in mutant.name:
+                continue
+            begin = time.monotonic()
+            found[mutant.name] = "survives" if survives(mutant, place) else "caught"
+            print(f"{time.monotonic() - begin:5.0f} s  {found[mutant.name]:8}  {mutant.name}", flush=True)
+            if args.json:
+                Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+    survivors = [name for name, what in found.items() if what == "survives"]
+    print(f"{len(found) - len(survivors)} of {len(found)} mutants caught")
+    return int(len(survivors) > MOST_SURVIVORS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

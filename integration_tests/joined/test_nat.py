@@ -1,0 +1,57 @@
+"""Two jobs that no one can call, as behind NAT, in the lab: they reach `holmes join serve` and not each other, and
+learn what they learn with open ports. TLS throughout."""
+
+import pytest
+
+from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.lab.joined import coordinator, join_flags, start
+from holmes_ext.lab.lab import Lab
+from integration_tests.jobs import full
+
+CLUSTERS = """version = 2
+[ethernet]
+rate = "1Gb/s"
+""" + "".join(f"""[[cluster]]
+name = "{name}"
+kind = "ib"
+rate = "1Gb/s"
+nodes = ["{node}"]
+processes = 1
+""" for name, node in (("hub", "c0"), ("east", "a0"), ("west", "b0")))  # fmt: skip
+OUTER = "min=2,every=8,fragments=2,delay=1,compress=off,timeout=60"
+STEPS = 24
+
+
+def train(directory, cut, *flags):
+    """Losses of each job, and what the coordinator said."""
+    directory.mkdir()
+    with Lab(parse_spec(CLUSTERS, "cluster.toml")) as lab, coordinator(lab) as (where, told):
+        if cut:
+            for node, other in (("a0", "b0"), ("b0", "a0")):
+                address = next(one.address for one in lab.nodes if one.name == other)
+                lab.configure(node, f"route add blackhole {address}/32")
+        jobs = [start(lab, name, [node], [*join_flags(name, where, OUTER), *flags], STEPS, seed,
+                      directory / f"{name}.jsonl")
+                for seed, (name, node) in enumerate((("east", "a0"), ("west", "b0")), 1)]  # fmt: skip
+        for job in jobs:
+            job.wait()
+        return [[step["loss"] for step in job.steps()] for job in jobs], list(told)
+
+
+@full
+def test_two_jobs_behind_nat_learn_what_they_learn_with_open_ports(tmp_path):
+    direct, _ = train(tmp_path / "direct", False)
+    relayed, told = train(tmp_path / "relayed", True, "--holmes-join-ports", "none")
+    assert sum("commit (" in line for line in told) >= STEPS // 4 - 1, told
+    assert relayed == direct
+    assert len(direct[0]) == STEPS and direct[0][-1] < direct[0][0]
+
+
+@full
+def test_without_a_way_to_each_other_no_round_is_made(tmp_path):
+    """That the network of the test above is cut at all: with ports that are told, nothing is committed by both."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "OUTER", OUTER.replace("min=2", "min=1").replace("timeout=60", "timeout=3"))
+        losses, told = train(tmp_path / "cut", True)
+    assert not [line for line in told if "commit (" in line and "east" in line and "west" in line], told
+    assert len(losses[0]) == STEPS, "each trains on alone"

@@ -1,0 +1,327 @@
+"""The launches: each a function of a folder; it fails where the job is not what the same job is elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from holmes_ext.cluster.spec import load_spec
+from integration_tests.launchers.bench import Bench
+
+CASES: dict[str, Callable[[Path], None]] = {}
+PATIENCE = 300.0  # seconds that a busy machine may take; nothing here asserts how fast something is
+
+
+def case(function: Callable[[Path], None]) -> Callable[[Path], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def eventually(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def torchrun(bench: Bench, nodes: int, *flags: str) -> list[str]:
+    return ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={bench.processes}", "--rdzv-backend=c10d",
+            "--rdzv-endpoint=a0:29400", "--rdzv-id=1", *flags, *bench.script]
+
+
+def agents(bench: Bench, *flags: str, env: dict[str, str] | None = None) -> list[str]:
+    """torchrun on every node; what each printed."""
+    programs = [bench.daemons.program(torchrun(bench, 4, *flags), host, env) for host in bench.order]
+    result = bench.lab.start_programs(programs, timeout=PATIENCE).wait()
+    assert result.returncode == 0, result.outputs
+    return list(result.outputs.values())
+
+
+@case
+def torchrun_two_ranks_a_node(folder):
+    with Bench(folder, processes=2) as bench:
+        agents(bench)
+        bench.check()
+
+
+@case
+def torchrun_max_restarts(folder):
+    """A rank dies in step 3; the agents start all of them again, and they go on from the checkpoint."""
+    with Bench(folder) as bench:
+        bench.script.extend(["--fail", "b0:3"])
+        agents(bench, "--max-restarts=2")
+        assert (folder / "failed").exists()
+        bench.check()
+        assert "1" in {told["TORCHELASTIC_RESTART_COUNT"] for told in bench.ranks}
+
+
+@case
+def torchrun_in_srun(folder):
+    """An agent on every node by srun, as most sites start it."""
+    with Bench(folder, ("slurm",), processes=2) as bench:
+        bench.run("srun", "--nodes=4", "--ntasks-per-node=1", *torchrun(bench, 4))
+        bench.check()
+
+
+@case
+def srun_one_rank_a_node(folder):
+    with Bench(folder, ("slurm",)) as bench:
+        bench.run("srun", "--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=1", *bench.job)
+        bench.check()
+        assert {told["CUDA_VISIBLE_DEVICES"] for told in bench.ranks} == {"0"}
+
+
+@case
+def srun_two_ranks_a_node(folder):
+    with Bench(folder, ("slurm",), processes=2) as bench:
+        bench.run("srun", "--nodes=4", "--ntasks-per-node=2", *bench.job)
+        bench.check()
+
+
+@case
+def srun_cyclic(folder):
+    """Slurm's ranks go round the nodes: 0 and 4 are on a0."""
+    with Bench(folder, ("slurm",), processes=2) as bench:
+        bench.run("srun", "--nodes=4", "--ntasks-per-node=2", "--distribution=cyclic", *bench.job)
+        bench.check()
+
+
+@case
+def srun_plane(folder):
+    with Bench(folder, ("slurm",), processes=2) as bench:
+        bench.run("srun", "--nodes=4", "--ntasks-per-node=2", "--distribution=plane=1", *bench.job)
+        bench.check()
+
+
+@case
+def srun_arbitrary(folder):
+    """SLURM_HOSTFILE orders the nodes: rank 0 is on b1, which is the last one of the node list."""
+    with Bench(folder, ("slurm",)) as bench:
+        (folder / "hosts").write_text("b1\na0\nb0\na1\n")
+        bench.run("env", f"SLURM_HOSTFILE={folder}/hosts", "srun", "--ntasks=4", "--distribution=arbitrary", *bench.job)
+        bench.check()
+
+
+@case
+def srun_heterogeneous(folder):
+    """Two components, the second cluster first: rank 0 is on b0, which is not the first one of the node list."""
+    with Bench(folder, ("slurm",)) as bench:
+        bench.run("srun", "--partition=b", "--nodes=2", "--ntasks=2", *bench.job,
+                  ":", "--partition=a", "--nodes=2", "--ntasks=2", *bench.job)
+        bench.check()
+
+
+@case
+def sbatch_heterogeneous(folder):
+    """A heterogeneous batch job; its step spans both components."""
+    with Bench(folder, ("slurm",), processes=2) as bench:
+        script = folder / "job.sbatch"
+        script.write_text("#!/bin/bash\n#SBATCH --partition=a --nodes=2 --ntasks-per-node=2\n#SBATCH hetjob\n"
+                          "#SBATCH --partition=b --nodes=2 --ntasks-per-node=2\n"
+                          f"srun --het-group=0,1 {' '.join(bench.job)}\n")
+        bench.run("sbatch", "--wait", f"--output={folder}/out", str(script))
+        bench.check()
+
+
+@case
+def srun_on_some_nodes_of_the_file(folder):
+    with Bench(folder, ("slurm",)) as bench:
+        text = bench.run("srun", "--nodelist=a1,b0,b1", "--ntasks-per-node=1", *bench.job)
+        assert "3 of the 4 nodes of" in text and "not in this job: a0" in text
+        bench.check(hosts=("a1", "b0", "b1"))
+
+
+def submit(bench: Bench, *flags: str, script: str) -> str:
+    """The number of a batch job that runs a step of the training on all nodes."""
+    file = bench.folder / "job.sbatch"
+    file.write_text(f"#!/bin/bash\n{script}\n")
+    said = bench.run("sbatch", "--nodes=4", "--ntasks-per-node=1", f"--output={bench.folder}/out", *flags, str(file))
+    return re.search(r"Submitted batch job (\d+)", said)[1]
+
+
+def state_of(bench: Bench, job: str) -> str:
+    return re.search(r"JobState=(\w+)", bench.run("scontrol", "show", "job", job))[1]
+
+
+def saved(bench: Bench, step: int) -> bool:
+    log = bench.folder / "losses"
+    return log.exists() and len(log.read_text().splitlines()) >= step
+
+
+@case
+def scontrol_requeue(folder):
+    """The job is put back into the queue while it runs; it starts again and goes on from its checkpoint."""
+    with Bench(folder, ("slurm",)) as bench:
+        job = submit(bench, "--requeue", "--open-mode=append",
+                     script=f"srun {' '.join(bench.job)} --pause 1 --steps 6")
+        eventually(lambda: saved(bench, 2), "it trains")
+        bench.run("scontrol", "requeue", job)
+        eventually(lambda: state_of(bench, job) == "PENDING", "it waits again")
+        bench.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would let it wait for two minutes
+        eventually(lambda: state_of(bench, job) == "COMPLETED", "it ends well")
+        bench.check(steps=6)
+        assert {told["SLURM_RESTART_COUNT"] for told in bench.ranks} == {"1"}
+
+
+@case
+def time_limit(folder):
+    """SIGTERM before the time limit: the step is finished and saved, the job ends; another one goes on from there."""
+    with Bench(folder, ("slurm",)) as bench:
+        job = submit(bench, "--time=1", "--signal=TERM@45", script=f"srun {' '.join(bench.job)} --pause 1 --steps 999")
+        eventually(lambda: state_of(bench, job) == "COMPLETED", "it ends before its limit")
+        done = max(bench.losses)
+        assert f"ended by SIGTERM after step {done}" in (folder / "out").read_text() and 0 < done < 999
+        bench.run("srun", "--nodes=4", "--ntasks-per-node=1", *bench.job, "--steps", str(done + 2))
+        bench.check(steps=done + 2)
+
+
+@case
+def srun_node_goes_down(folder):
+    """b1 loses its power: Slurm ends the job with a line that names it; it goes on without that node."""
+    with Bench(folder, ("slurm",)) as bench:
+        job = bench.daemons.start(["srun", "--nodes=4", "--ntasks-per-node=1", *bench.job, "--pause", "1",
+                                   "--steps", "999"], timeout=PATIENCE)
+        eventually(lambda: saved(bench, 2) or job.poll(), "it trains")
+        power_off(bench, "b1")
+        result = job.wait()
+        assert result.returncode not in (0, 124) and "b1" in result.outputs[0], result.outputs
+        before = max(bench.losses)
+        for path in folder.glob("rank*.json"):
+            path.unlink()
+        bench.run("srun", "--nodes=3", "--ntasks-per-node=1", *bench.job, "--steps", str(before + 1))
+        assert [told["host"] for told in bench.ranks] == ["a0", "a1", "b0"] and max(bench.losses) == before + 1
+
+
+def power_off(bench: Bench, host: str) -> None:
+    """Its links go silent and all its processes end: the others learn nothing of it but silence."""
+    node = next(node for node in bench.lab.nodes if node.name == host)
+    for nic in node.nics:
+        bench.lab.set_silent(host, nic.name, True)
+    for pid in bench.processes_of(host):
+        os.kill(pid, signal.SIGKILL)
+
+
+def mpirun(bench: Bench, *flags: str) -> list[str]:
+    return ["mpirun", "--allow-run-as-root", "--bind-to", "none", "-x", "PYTHONPATH", "-x", "MASTER_ADDR=a0", *flags,
+            *bench.job]
+
+
+def hostfile(bench: Bench, *lines: str) -> str:
+    path = bench.folder / "hostfile"
+    path.write_text("\n".join(lines or [f"{host} slots={bench.processes}" for host in bench.order]) + "\n")
+    return str(path)
+
+
+@case
+def mpirun_hostfile(folder):
+    with Bench(folder, ("ssh",), processes=2) as bench:
+        bench.run(*mpirun(bench, "--hostfile", hostfile(bench)))
+        bench.check()
+
+
+@case
+def mpirun_by_node(folder):
+    """MPI's ranks go round the nodes."""
+    with Bench(folder, ("ssh",), processes=2) as bench:
+        bench.run(*mpirun(bench, "--hostfile", hostfile(bench), "--map-by", "node"))
+        bench.check()
+
+
+@case
+def mpirun_rankfile(folder):
+    """Every rank's host by name, a0 first, so that MASTER_ADDR holds."""
+    with Bench(folder, ("ssh",)) as bench:
+        ranks = [f"rank {rank}={host} slot=0" for rank, host in enumerate(("a0", "b1", "b0", "a1"))]
+        (folder / "rankfile").write_text("\n".join(ranks) + "\n")
+        bench.run(*mpirun(bench, "--hostfile", hostfile(bench), "-np", "4", "--rankfile", f"{folder}/rankfile"))
+        bench.check()
+
+
+@case
+def mpirun_in_sbatch(folder):
+    """Open MPI takes nodes and slots from Slurm; it runs on a0 and starts its daemons on the others by srun."""
+    with Bench(folder, ("slurm",), processes=2) as bench:
+        command = ["mpirun", "--allow-run-as-root", "--bind-to", "none", *bench.job]
+        submit(bench, "--ntasks-per-node=2", "--wait", script=" ".join(command))
+        bench.check()
+
+
+@case
+def mpirun_sigterm(folder):
+    """mpirun hands SIGTERM on."""
+    with Bench(folder, ("ssh",)) as bench:
+        command = mpirun(bench, "--hostfile", hostfile(bench), "--mca", "odls_base_sigkill_timeout", "30")
+        job = bench.daemons.start([*command, "--pause", "1", "--steps", "999"], timeout=PATIENCE)
+        eventually(lambda: saved(bench, 2) or job.poll(), "it trains")
+        job.kill(number=signal.SIGTERM)
+        text = job.wait().outputs[0]
+        assert f"ended by SIGTERM after step {max(bench.losses)}" in text, text
+        bench.run(*mpirun(bench, "--hostfile", hostfile(bench)), "--steps", str(max(bench.losses) + 1))
+        bench.check(steps=max(bench.losses))
+
+
+def deepspeed(bench: Bench, *flags: str) -> list[str]:
+    return ["deepspeed", "--hostfile", hostfile(bench), "--force_multi", *flags, *bench.script]
+
+
+@case
+def deepspeed_hostfile(folder):
+    with Bench(folder, ("ssh",), processes=2, order=("b0", "a0", "b1", "a1")) as bench:
+        bench.run(*deepspeed(bench))
+        bench.check()
+
+
+@case
+def deepspeed_include(folder):
+    """Some hosts, and on them one slot of two; over ssh without pdsh."""
+    with Bench(folder, ("ssh",), processes=2) as bench:
+        bench.file.write_text(bench.file.read_text().replace("processes = 2", "processes = 1"))
+        bench.run(*deepspeed(bench, "--include", "a0:1@b0:0@b1:1"))
+        bench.check(hosts=("a0", "b0", "b1"), each=1)
+
+
+@case
+def holmes_discover_from_slurm(folder):
+    """The clusters, by the features and the topology of the real Slurm; and what its silent munge is worth."""
+    with Bench(folder, ("slurm",), processes=2) as bench:
+        file = folder / "found.toml"
+        rates = ("--rate", "a=2Gb/s", "--rate", "b=1Gb/s", "--rate", "ethernet=400Mb/s")
+        text = bench.run("holmes", "discover", "--from", "slurm", status=2)
+        assert "give --rate a=... --rate b=... --rate ethernet=..." in text and len(text.splitlines()) == 1
+        bench.run("holmes", "discover", "--from", "slurm", *rates, "--output", str(file))
+        found, given = load_spec(file), load_spec(bench.file)
+        assert [replace(cluster, latency_s=0) for cluster in found.clusters] == [
+            replace(cluster, latency_s=0) for cluster in given.clusters]
+        bench.daemons.kill("munged", "login")
+        text = bench.run("holmes", "discover", "--from", "slurm", status=2)
+        assert "Slurm's munge does not answer" in text and len(text.splitlines()) == 1
+
+
+@case
+def holmes_doctor_over_an_allocation(folder):
+    """Of two components; then with a NIC that is silent, and a file that does not know all of the nodes."""
+    with Bench(folder, ("slurm",)) as bench:
+        doctor = ("holmes", "doctor", "--slurm", "--cluster")
+        heterogeneous = ("salloc", "--partition=b", "--nodes=2", ":", "--partition=a", "--nodes=1")
+        text = bench.run(*heterogeneous, *doctor, str(bench.file))
+        assert "3 nodes (" in text and "0 problems, 0 notes" in text
+        bench.lab.set_silent("b1", "roce0", True)
+        text = bench.run("holmes", "doctor", "--slurm=--nodes=4", "--cluster", str(bench.file), status=1)
+        assert "b0 (rank 2, roce0" in text and "does not reach node b1" in text
+        short = folder / "short.toml"
+        short.write_text(bench.file.read_text().replace("b[0-1]", "b0"))
+        text = bench.run("salloc", "--nodes=4", *doctor, str(short), status=2)
+        assert "short.toml: no cluster has node b1 of the allocation" in text and "Traceback" not in text
+
+
+@case
+def holmes_probe_in_srun(folder):
+    with Bench(folder, ("slurm",)) as bench:
+        probe = ("holmes", "probe", "--largest", "0.0625", "--cluster", str(bench.file))
+        bench.run("srun", "--nodes=4", "--ntasks-per-node=1", *probe)
+        assert set(load_spec(bench.file).links) == {"a", "b", "ethernet"}

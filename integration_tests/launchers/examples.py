@@ -1,0 +1,145 @@
+"""What users copy (examples/slurm, examples/mpi), run as it stands: but the number of nodes, and sizes that fit here.
+
+Each is started as one job and as a heterogeneous one, and has the losses of torchrun without holmes. Trainer trains
+where transformers is installed, Megatron-LM where MEGATRON_LM_DIR names a checkout of it; elsewhere the same scripts
+start a smaller training in their place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from integration_tests.jobs import ROOT
+from integration_tests.launchers.bench import Bench
+from integration_tests.launchers.cases import agents, case, hostfile
+
+EXAMPLES = ROOT / "examples"
+SMALL = ("--steps", "3", "--layers", "2", "--hidden", "32", "--sequence", "16", "--micro-batches", "2")
+PLAIN = str(EXAMPLES / "plain_torch" / "train.py")
+#: What a script says, and what it is here: four nodes of one process.
+SIZES = {
+    '--nodes=12 --ntasks-per-node=8 --gpus-per-node=8 --constraint="[ib*6&roce*6]"':
+        '--nodes=4 --ntasks-per-node=1 --gpus-per-node=1 --constraint="[ib*2&roce*2]"',
+    "--nodes=6 --ntasks-per-node=8 --gpus-per-node=8 --constraint=ib":
+        "--nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --constraint=ib",
+    "--nodes=6 --ntasks-per-node=8 --gpus-per-node=8 --constraint=roce":
+        "--nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --constraint=roce",
+}
+
+
+@dataclass(frozen=True)
+class Example:
+    """Of a framework: the script that trains, its arguments, those that only torchrun without the example's own ones
+    needs, and variables of the job."""
+
+    script: str
+    arguments: tuple[str, ...] = SMALL
+    stock: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def try_slurm(folder: Path, name: str, example: Example) -> None:
+    """name: of its two files in examples/slurm."""
+    with Bench(folder, ("slurm",)) as bench:
+        bench.script = [example.script, *example.stock, *example.arguments]
+        wanted = losses_of("\n".join(agents(bench, env=example.variables)), bench)
+        for file in (f"{name}.sbatch", f"{name}_het.sbatch"):
+            text = submitted(bench, file, example)
+            assert "holmes: 2 clusters: a (2 nodes, ib) -> b (2 nodes, roce); world size 4" in text, text[-4000:]
+            assert "0 problems" in text and "\nslowest: rank" in text, text[-4000:]  # doctor's last line, the report's
+            assert_same(losses_of(text, bench), wanted)
+
+
+def submitted(bench: Bench, file: str, example: Example) -> str:
+    """What a file of examples/slurm writes as a job of this lab."""
+    text = (EXAMPLES / "slurm" / file).read_text()
+    for there, here in SIZES.items():
+        text = text.replace(there, here)
+    assert "=8" not in "".join(line for line in text.splitlines() if line.startswith("#SBATCH"))
+    script = bench.folder / file
+    script.write_text(text)
+    said = bench.folder / f"{file}.log"
+    variables = {"CLUSTER": str(bench.file), "TRAIN": example.script, "MEGATRON": str(Path(example.script).parent),
+                 "SAVE": f"{bench.folder}/{file}.checkpoints", **example.variables}
+    try:
+        bench.run("env", *(f"{name}={value}" for name, value in variables.items()), "sbatch", "--wait",
+                  f"--chdir={bench.folder}", f"--output={said}", str(script), *example.arguments)
+    except AssertionError as error:
+        raise AssertionError(said.read_text()[-6000:] if said.exists() else error) from None
+    return said.read_text()
+
+
+def losses_of(text: str, bench: Bench) -> list[float]:
+    """Of each step: of the log file, which is then removed, or as Megatron prints them."""
+    log = bench.folder / "steps.json"
+    if not log.exists():
+        return [float(loss) for loss in re.findall(r"lm loss: (\S+)", text)]
+    losses = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
+    log.unlink()
+    return losses
+
+
+def assert_same(losses: list[float], wanted: list[float]) -> None:
+    assert len(losses) == len(wanted) >= 3 and max(abs(a - b) for a, b in zip(losses, wanted)) < 1e-5, (losses, wanted)
+
+
+@case
+def example_trainer(folder):
+    script = str(EXAMPLES / "trainer" / "train.py") if find_spec("transformers") else PLAIN
+    try_slurm(folder, "trainer", Example(script, (*SMALL, "--log-file", f"{folder}/steps.json")))
+
+
+@case
+def example_deepspeed(folder):
+    arguments = (*SMALL, "--log-file", f"{folder}/steps.json")
+    script = str(EXAMPLES / "deepspeed_pipeline" / "train.py")
+    try_slurm(folder, "deepspeed", Example(script, arguments, stock=("--stages", "2")))
+
+
+@case
+def example_megatron_lm(folder):
+    """Of the checkout, through megatron_cpu_shim.py; else what stands in its place takes the same arguments."""
+    from integration_tests.megatron.test_megatron_lm import FLAGS  # its sizes
+
+    checkout = os.environ.get("MEGATRON_LM_DIR")
+    if checkout:
+        from integration_tests.megatron_cpu_shim import write_sitecustomize
+
+        (folder / "site").mkdir()
+        paths = [write_sitecustomize(folder / "site"), checkout, str(ROOT)]
+        variables = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        off = ("--tensor-model-parallel-size", "1", "--lr-warmup-fraction", "0", "--no-bf16")
+        try_slurm(folder, "megatron_lm", Example(f"{checkout}/pretrain_gpt.py", (*FLAGS, *off), (), variables))
+        return
+    script = folder / "pretrain_gpt.py"
+    script.write_text(STAND_IN.format(plain=PLAIN, log=folder / "steps.json", small=SMALL))
+    try_slurm(folder, "megatron_lm", Example(str(script), ("--tensor-model-parallel-size", "1",
+                                                          "--pipeline-model-parallel-size", "1")))
+
+
+#: A pretrain_gpt.py that reads no flag of Megatron's and trains the plain example.
+STAND_IN = """
+import runpy, sys
+sys.argv[1:] = [*{small!r}, "--log-file", "{log}"]
+runpy.run_path("{plain}", run_name="__main__")
+"""
+
+
+@case
+def example_mpi(folder):
+    with Bench(folder, ("ssh",)) as bench:
+        arguments = (*SMALL, "--log-file", f"{folder}/steps.json")
+        bench.script = [PLAIN, *arguments]
+        wanted = losses_of("\n".join(agents(bench)), bench)
+        variables = {"HOSTFILE": hostfile(bench), "CLUSTER": str(bench.file), "OMPI_ALLOW_RUN_AS_ROOT": "1",
+                     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        text = bench.run("env", *(f"{name}={value}" for name, value in variables.items()),
+                         str(EXAMPLES / "mpi" / "run.sh"), sys.executable, *bench.script, cwd=folder)
+        assert "holmes: 2 clusters" in text and "\nslowest: rank" in text, text[-4000:]
+        assert_same(losses_of(text, bench), wanted)

@@ -1,0 +1,88 @@
+"""Command lines and files of the lab's launchers; what they do when they run: integration_tests/launchers/."""
+
+import os
+
+import clusters
+import pytest
+
+from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.errors import HolmesError
+from holmes_ext.lab import Lab
+from holmes_ext.lab.launchers import slurm, ssh
+from holmes_ext.lab.launchers.command import command_line, starts_itself
+from holmes_ext.lab.launchers.daemons import Daemons
+from holmes_ext.lab.launchers.programs import program
+from holmes_ext.lab.network.shaping import lay_out, login_node
+
+SPEC = parse_spec(clusters.toml("a ib 2Gb/s a0,a1", "b roce 1Gb/s b0", ethernet="400Mb/s"))
+JOB = ["python", "train.py", "--holmes"]
+
+
+def line(launcher, command, tmp_path, count=2):
+    return command_line(launcher, ["b0", "a0"], count, command, tmp_path)
+
+
+def test_a_job_of_each_launcher(tmp_path):
+    assert line("torchrun", JOB, tmp_path) == [
+        "python", "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
+        "--rdzv-id=lab", "--rdzv-endpoint=b0:29400", "--no-python", *JOB]
+    assert line("torchrun", ["./run.sh"], tmp_path)[0] == "torchrun"
+    found = line("srun", JOB, tmp_path)
+    assert found[0] == "srun" and "--nodelist=b0,a0" in found and "--ntasks-per-node=2" in found and found[-3:] == JOB
+    found = line("mpirun", JOB, tmp_path)
+    assert found[0] == "mpirun" and "MASTER_ADDR=b0" in found and found[found.index("-np") + 1] == "4"
+    assert (tmp_path / "hostfile").read_text() == "b0 slots=2\na0 slots=2\n"
+    found = line("deepspeed", JOB, tmp_path)
+    assert found[:3] == ["python", "-m", "deepspeed.launcher.runner"] and found[-2:] == JOB[1:]
+
+
+@pytest.mark.parametrize("launcher, command", [
+    ("srun", ["sbatch", "--wait", "job.sh"]), ("srun", ["/opt/slurm/bin/srun", "hostname"]),
+    ("mpirun", ["mpirun", "x"]), ("deepspeed", ["deepspeed", "x.py"]), ("torchrun", ["torchrun", "x.py"]),
+    ("torchrun", ["python3", "-m", "torch.distributed.run", "x.py"])])
+def test_a_command_of_the_launcher_itself_stands(tmp_path, launcher, command):
+    assert starts_itself(launcher, command) and line(launcher, command, tmp_path) == command
+
+
+@pytest.mark.parametrize("command", [["./train.sh"], ["python", "-m", "train"], ["python"]])
+def test_deepspeed_starts_scripts(tmp_path, command):
+    with pytest.raises(HolmesError, match="`python SCRIPT ...`"):
+        line("deepspeed", command, tmp_path)
+
+
+def test_slurm_knows_the_clusters(tmp_path):
+    slurm.configure(tmp_path, SPEC, ["b0", "a1", "a0"], 8, {"a0": {"HOLMES_LAB_NODE": "a0"}})
+    conf = (tmp_path / "slurm.conf").read_text().splitlines()
+    nodes = [text.split()[0] for text in conf if text.startswith("NodeName=")]
+    assert nodes == ["NodeName=b0", "NodeName=a1", "NodeName=a0"]
+    assert any("Gres=gpu:8 Feature=roce,b " in text for text in conf)
+    assert "PartitionName=a Nodes=a0,a1 State=UP" in conf and os.stat(tmp_path / "munge.key").st_mode & 0o077 == 0
+    assert len((tmp_path / "gres.conf").read_text().splitlines()) == 8
+    assert "SwitchName=spine Switches=leaf_a,leaf_b" in (tmp_path / "topology.conf").read_text()
+    assert "a0) echo export HOLMES_LAB_NODE=a0;;" in (tmp_path / "task_prolog").read_text()
+
+
+def test_sessions_get_variables_as_they_are(tmp_path):
+    ssh.configure(tmp_path, {"a0": {"X": 'a "b" \\c'}})
+    assert 'SetEnv "X=a \\"b\\" \\\\c"' in (tmp_path / "sshd_config.a0").read_text()
+
+
+def test_the_login_host():
+    nodes = lay_out(SPEC, 1.0)
+    login = login_node(SPEC, nodes, 1.0)
+    assert login.address == "10.77.0.4" and login.nics[0].port == "e3" and len(login.nics) == 1
+    named = parse_spec(clusters.toml("a ib 2Gb/s login", ethernet="400Mb/s"))
+    with pytest.raises(HolmesError, match="node 'login' has the name of the host"):
+        login_node(named, lay_out(named, 1.0), 1.0)
+
+
+def test_a_missing_program_is_named_with_its_package(monkeypatch):
+    monkeypatch.setattr("holmes_ext.lab.launchers.programs.shutil.which", lambda *_, **__: None)
+    with pytest.raises(HolmesError, match="need `slurmctld`, which is missing; apt-get install slurm-wlm"):
+        program("slurmctld")
+
+
+def test_daemons_need_root(monkeypatch):
+    monkeypatch.setattr("holmes_ext.lab.launchers.daemons.os.getuid", lambda: 1000)
+    with pytest.raises(HolmesError, match="need root"):
+        Daemons(Lab(SPEC, login=True), ("slurm",))

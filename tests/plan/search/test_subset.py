@@ -1,0 +1,153 @@
+"""Which nodes to ask for: the best of all subsets where all can be looked at, else within what the certificate says."""
+
+import itertools
+import os
+import random
+import time
+
+import pytest
+
+from holmes_ext.cli.show.subset import AvailableNodes
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.links import Links
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.model_file import on_clusters
+from holmes_ext.plan.search.search import search
+from holmes_ext.plan.search.space import Limits, Shape
+from holmes_ext.plan.search.subset import Priced, best_subset, ideal
+
+FULL = os.environ.get("HOLMES_TEST_FULL") == "1"
+
+
+def every(idle, count):
+    return [counts for counts in itertools.product(*(range(most + 1) for most in idle)) if sum(counts) == count]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_best_of_all_for_any_price(seed):
+    rng = random.Random(seed)
+    idle = tuple(rng.randrange(1, 7) for _ in range(rng.randrange(1, 5)))
+    count = rng.randrange(1, sum(idle) + 1)
+    prices = {counts: rng.uniform(1, 2) for counts in every(idle, count)}
+    asked = []
+
+    def price(counts):
+        asked.append(counts)
+        return Priced(prices[counts], 0.9 * prices[counts])
+
+    found = best_subset(idle, count, price, 0.5, unit=rng.choice((1, 2, 3)))
+    assert found.complete and sorted(asked) == sorted(prices)
+    assert [counts for counts, _ in found.found] == sorted(prices, key=prices.__getitem__)
+    assert found.bound_s == pytest.approx(0.9 * min(prices.values())) and found.gap == pytest.approx(0.1)
+
+
+def test_a_subset_at_the_floor_ends_the_search():
+    asked = []
+
+    def price(counts):
+        asked.append(counts)
+        return Priced(1.0, 1.0)
+
+    found = best_subset((50, 50, 50), 60, price, 1.0)
+    assert len(asked) == 1 and found.proven and not found.complete
+
+
+def test_the_time_ends_the_search_with_the_best_so_far():
+    found = best_subset((50, 50, 50), 60, lambda counts: Priced(2.0, 2.0), 1.0, seconds=0.0)
+    assert len(found.found) == 1 and found.gap == 0.5 and not found.complete
+
+
+def test_clusters_that_are_alike_stand_for_each_other():
+    asked = []
+
+    def price(counts):
+        asked.append(counts)
+        return Priced(1 + max(counts) / 100, 0.5)
+
+    found = best_subset((6, 4, 6), 8, price, 0.1, alike=(0, 0, 0))
+    assert found.complete and len(asked) == len({tuple(sorted(counts)) for counts in every((6, 4, 6), 8)})
+    assert all(have >= taken for counts in asked for have, taken in zip((6, 4, 6), counts))
+    assert sorted(found.found[0][0]) == [2, 3, 3]
+
+
+def test_what_does_not_fit_is_left_out():
+    def price(counts):
+        if counts[0] > 1:
+            raise HolmesError(f"{counts} fits nowhere")
+        return Priced(1.0 + counts[0], 1.0)
+
+    assert best_subset((4, 4), 4, price, 0.5).found[0][0] == (0, 4)
+    with pytest.raises(HolmesError, match="fits nowhere"):
+        best_subset((4, 2), 4, price, 0.5)
+
+
+@pytest.mark.parametrize("count", [0, 9])
+def test_too_many_nodes(count):
+    with pytest.raises(HolmesError, match="ask for 1 to 8"):
+        best_subset((4, 4), count, lambda counts: Priced(1.0, 1.0), 0.5)
+
+
+def scene(seed, nodes):
+    """A random site of so many nodes, and what is trained on how many of them."""
+    rng = random.Random(seed)
+    clusters, left = [], nodes
+    while left:
+        size = min(left, rng.randrange(1, nodes))
+        left -= size
+        name, kind = f"c{len(clusters)}", rng.choice(("ib", "roce", "ethernet"))
+        rate = "" if kind == "ethernet" else f'rate = "{rng.choice((100, 200, 400))}Gb/s"'
+        gpu = rng.choice(("A100", "H100"))
+        clusters.append(f'[[cluster]]\nname = "{name}"\nkind = "{kind}"\n{rate}\nnodes = ["{name}n[0-{size - 1}]"]\n'
+                        f'processes = 8\ngpu = "{gpu}"\n')
+    ethernet = rng.choice((10, 25, 100))
+    spec = parse_spec(f'version = 2\n[ethernet]\nrate = "{ethernet}Gb/s"\n' + "".join(clusters))
+    pipeline, stages = rng.choice((1, 2, 4)), rng.randrange(1, max(2, nodes // 4))
+    count = min(nodes, pipeline * stages)
+    count -= count % pipeline
+    count = count or pipeline
+    data = count * 8 // pipeline // 8
+    model = on_clusters(Model(name="m", layers=16, hidden=2048, heads=16, sequence=1024, vocabulary=32000,
+                              global_batch=8 * data), spec)
+    shape = Shape(pipeline, 8, 1, 1, data, 1, 1, 8, "none", 0)
+    return rng, AvailableNodes(spec, model, 8 * data, Limits(), True, True, (shape,)), count
+
+
+def floor_of(site, count):
+    best, model = ideal(site_from_spec(site.spec), count, site.model, Links())
+    outcome = search(best, model, site.batch, site.limits, site.overlap, rows=1, only=site.shapes)
+    return max(outcome.formula.bound_s, site.computing_s(count))
+
+
+def idle_of(site):
+    return tuple(len(cluster.nodes) for cluster in site.spec.clusters)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_best_of_all_subsets_of_random_sites(seed):
+    """Enumerated: node by node, where two subsets with as many nodes of each cluster have one price."""
+    rng, site, count = scene(seed, random.Random(seed).randrange(4, 13))
+    idle, prices = idle_of(site), {}
+    for counts in every(idle, count):
+        prices[counts] = site.price(counts).step_s
+    found = best_subset(idle, count, site.price, floor_of(site, count), alike=site.alike(), unit=count // 2)
+    assert found.found[0][1].step_s == min(prices.values())
+    assert found.proven and found.bound_s <= min(prices.values())
+
+
+@pytest.mark.parametrize("seed", range(30) if FULL else (1, 5))
+def test_random_sites_of_200_nodes_are_within_the_certificate(seed):
+    """What 10 s find; no other subset that is looked at is below the bound, and the best is within the certificate."""
+    rng, site, count = scene(1000 + seed, 200)
+    idle, begin = idle_of(site), time.monotonic()
+    found = best_subset(idle, count, site.price, floor_of(site, count), alike=site.alike(),
+                        unit=count // site.shapes[0].pipeline, seconds=10.0)
+    print(f"{len(idle)} clusters, {count} nodes: {len(found.found)} looked at in {time.monotonic() - begin:.1f} s,"
+          f" gap {found.gap:.2%}, complete {found.complete}")
+    for _ in range(60 if FULL else 15):
+        names = rng.sample([(index, node) for index, most in enumerate(idle) for node in range(most)], count)
+        counts = tuple(sum(index == own for own, _ in names) for index in range(len(idle)))
+        other = site.price(counts).step_s
+        assert other >= found.bound_s * (1 - 1e-9)
+        assert not found.proven or other >= found.found[0][1].step_s * (1 - 1e-9)

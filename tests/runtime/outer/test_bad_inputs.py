@@ -1,0 +1,372 @@
+"""Bad input to every port and file of joined jobs, while two of them train: no job ends, nothing is printed as a
+traceback, threads and memory stay bounded. 10,000 of them where HOLMES_TEST_FULL=1, else a quarter."""
+
+import contextlib
+import copy
+import io
+import json
+import os
+import random
+import resource
+import socket
+import sys
+import threading
+import time
+import traceback
+
+import pytest
+import torch
+from joined_jobs import TOKEN, coordinator, in_threads, joined_of
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.outer.coordinator.client import ask_status
+from holmes_ext.runtime.outer.settings import parse_outer
+from holmes_ext.runtime.outer.shards.saved import opened, sealed
+from holmes_ext.runtime.outer.token import token_from
+from holmes_ext.runtime.sockets import documents
+from holmes_ext.runtime.sockets.channel import Channel
+from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.sockets.handshake import Credentials, call
+from integration_tests.jobs import FULL
+
+SHARE = 1 if FULL else 4
+SEED = int(os.environ.get("HOLMES_TEST_SEED", "33"))
+CREDENTIALS = Credentials(TOKEN)
+
+
+class Training:
+    """Two jobs that train until they are told to end."""
+
+    def __init__(self, port):
+        settings = parse_outer("every=2,fragments=2,delay=0,compress=off,min=2,timeout=30")
+        self.models = {name: torch.nn.ParameterList([torch.zeros(500)]) for name in ("east", "west")}
+        self.loops = {name: joined_of(model, name, port, settings) for name, model in self.models.items()}
+        self.until = threading.Event()
+        self.thread = threading.Thread(target=self._run)
+        self.error = None
+        self.steps = 0
+
+    def _run(self):
+        try:
+            in_threads({name: lambda name=name: self._train(name) for name in self.loops}, 600)
+        except BaseException as error:  # noqa: BLE001 - looked at by the test
+            self.error = error
+
+    def _train(self, name):
+        loop, model = self.loops[name], self.models[name]
+        loop.begin()
+        while not self.until.is_set():
+            with torch.no_grad():
+                model[0] += 0.01
+            loop.after_step(10)
+            self.steps += name == "east"
+            time.sleep(0.002)
+        loop.end()
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.until.set()
+        self.thread.join(120)
+
+    def goes_on(self):
+        """Both make rounds together still."""
+        before = self.loops["east"].number
+        end = time.monotonic() + 60
+        while self.loops["east"].number < before + 4 and time.monotonic() < end:
+            assert self.error is None and self.thread.is_alive(), self.error
+            time.sleep(0.05)
+        assert self.loops["east"].number >= before + 4
+
+
+@pytest.fixture
+def quiet(monkeypatch, capfd):
+    """Fails where a thread ended with an exception, or a traceback was printed."""
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", lambda told: raised.append(told.exc_value))
+    yield
+    assert not raised, raised
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def bounded(before):
+    """Threads come back to what they were, memory does not grow."""
+    end = time.monotonic() + 30
+    while threading.active_count() > before[0] + 8 and time.monotonic() < end:
+        time.sleep(0.1)
+    assert threading.active_count() <= before[0] + 8, where()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before[1] + 400_000  # kB
+
+
+def where():
+    """What each thread does."""
+    frames = sys._current_frames()
+    return [(thread.name, traceback.format_stack(frames[thread.ident])[-3:]) for thread in threading.enumerate()
+            if thread.ident in frames]
+
+
+def now():
+    return threading.active_count(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def garbage(rng):
+    """What a stranger may send first."""
+    hello = documents.pack({"holmes": 2, "challenge": "00" * 16})
+    frame = len(hello).to_bytes(4, "big") + bytes(8) + hello
+    kind = rng.randrange(8)
+    if kind == 0:
+        return rng.randbytes(rng.choice([0, 1, 3, 12, 100, 5000]))
+    if kind == 1:
+        return b"GET /" + rng.randbytes(20) + b" HTTP/1.1\r\n\r\n"
+    if kind == 2:
+        return b"\x16\x03\x01" + rng.randbytes(rng.randrange(600))
+    if kind == 3:
+        return frame[: rng.randrange(len(frame))]
+    if kind == 4:
+        at = rng.randrange(len(frame))
+        return frame[:at] + bytes([frame[at] ^ 1 << rng.randrange(8)]) + frame[at + 1 :]
+    if kind == 5:
+        return rng.choice([2**32 - 1, 8193, 0]).to_bytes(4, "big") + rng.randbytes(8)
+    proof = documents.pack({"purpose": rng.choice(['{"purpose":"job"}', "[]", "{", "\x00"]), "proof": "f" * 64})
+    second = len(proof).to_bytes(4, "big") + (1).to_bytes(8, "big") + proof
+    return frame + second if kind == 6 else frame + frame
+
+
+def throw(port, data, rng):
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2) as raw:
+        raw.sendall(data)
+        if rng.random() < 0.3:
+            raw.shutdown(socket.SHUT_WR)
+        if rng.random() < 0.2:
+            raw.settimeout(0.05)
+            raw.recv(1000)
+
+
+ODD = [None, True, -1, 0, 2**63, 10**19, 1e300, -0.5, "", "x", "\x1b[31m", "a" * 5000, [], {}, [[]], [1], ["x"],
+       {"a": {}}, "0" * 16, "f" * 16, [-1], [2**62], ["é" * 100]]  # fmt: skip
+
+
+def deep(rng):
+    value = "x"
+    for _ in range(rng.choice([5, 50, 400])):
+        value = [value] if rng.random() < 0.5 else {"a": value}
+    return value
+
+
+def mutated(document, rng):
+    """With some of its values replaced, removed or added."""
+    made = copy.deepcopy(document)
+    for _ in range(rng.randint(1, 3)):
+        table = made
+        while (inner := [one for one in table.values() if isinstance(one, dict) and one]) and rng.random() < 0.4:
+            table = rng.choice(inner)
+        key = rng.choice([*table, "more"])
+        if rng.random() < 0.2:
+            table.pop(key, None)
+        else:
+            table[key] = deep(rng) if rng.random() < 0.1 else rng.choice(ODD)
+    return made
+
+
+CLAIMS = {"versions": [0, 0], "checksums": ["", "f" * 16]}
+QUESTIONS = [
+    {"op": "hello", "agreed": {"outer": {"every": 2}}, "maps": {"all": [0, 500, 0]}, "addresses": ["127.0.0.1:1"],
+     **CLAIMS, "min": 1, "timeout": 5.0, "round": 0, "entered": False, "peers": ["east"]},
+    {"op": "enter"},
+    {"op": "ready", "round": 1, "fragment": 0, "tokens": 5, "norm": 1.0, "salted": "f" * 16, "salt_round": 1, **CLAIMS},
+    {"op": "next", "offers": [{"fragment": 0, "tokens": 5, "norm": 1.0, "slack_s": 1.0}], **CLAIMS},
+    {"op": "done", "round": 1, "attempt": 1, "unreached": ["east"], "faults": {"east": "x"}},
+    {"op": "checked", "round": 1, "attempt": 1, "check": 1, "digests": {"east": "f" * 16}, "factors": {"east": 1.0},
+     "gap": 1.0},
+    {"op": "maps", "of": "east"}, {"op": "dance"}, {},
+]  # fmt: skip
+HEARTBEAT = {"round": 1, "step": 2, "steps_per_second": 1.0, "bits_per_second": 1.0, "drift": 0.1, "ends": ""}
+
+
+def lie_to_coordinator(port, rng):
+    """As somebody who has the token."""
+    what = rng.choice(["job", "job", "job", "heartbeat", "status", "standby", "relay", "reachable", "else"])
+    purpose = {"purpose": what, "job": rng.choice(["east", "zero", "one"]), "incarnation": "1", "secret": "s",
+               "port": rng.choice([0, 1, 70000, "x"]), "rank": 0, "to_job": "east", "to": "1", "to_rank": 0,
+               "call": "c", "address": ""}  # fmt: skip
+    if rng.random() < 0.3:
+        purpose = mutated(purpose, rng)
+    deadline = Deadline(3, "a lie")
+    with contextlib.suppress(OSError, HolmesError, ValueError):
+        channel = call("127.0.0.1", port, CREDENTIALS, purpose, deadline)
+        try:
+            for _ in range(rng.randint(1, 3)):
+                good = HEARTBEAT if what == "heartbeat" else rng.choice(QUESTIONS)
+                send_any(channel, mutated(good, rng) if rng.random() < 0.9 else good, rng, deadline)
+        finally:
+            channel.close()
+
+
+def send_any(channel, document, rng, deadline):
+    """A document as only another implementation would send it: NaN, surrogates, too deep; or bytes."""
+    kind = rng.random()
+    if kind < 0.8:
+        text = json.dumps(document).encode()
+    elif kind < 0.9:
+        odd = [b'{"a":NaN}', b'{"a":"\\ud800"}', b"[" * 100_000, b"\xff", b"", b"null", b'{"op":1e999}']
+        text = rng.choice(odd)
+    else:
+        text = rng.randbytes(30)
+    header = channel._sent.header(len(text))
+    channel._write(memoryview(header + text + channel._sent.tag(header, text)), deadline)
+
+
+def lie_to_rank(loop, rng):
+    """As a rank of another job."""
+    host, port = loop.rounds.links.address.split(":")
+    identity = loop.rounds.links.routes.identity
+    purpose = {"purpose": rng.choice(["exchange", "fetch", "reversed", "else"]), "job": "zero", "incarnation": "1",
+               "rank": rng.choice([0, -1, "x"]), "lane": rng.choice([0, 99, None]),
+               "to": identity.incarnation}  # fmt: skip
+    if rng.random() < 0.3:
+        purpose = mutated(purpose, rng)
+    ticket = loop.rounds.links.routes._own_ticket(purpose).encode()
+    deadline = Deadline(3, "a lie")
+    with contextlib.suppress(OSError, HolmesError, ValueError):
+        channel = call(host, int(port), CREDENTIALS, purpose, deadline, ticket)
+        try:
+            good = {"fragment": 0, "version": 0, "start": 0, "stop": 250}
+            send_any(channel, mutated(good, rng), rng, deadline)
+        finally:
+            channel.close()
+
+
+def test_ports_while_two_jobs_train(quiet):
+    rng = random.Random(SEED)
+    with coordinator() as server, Training(server.port) as training:
+        training.goes_on()
+        before = now()
+        rank = int(training.loops["west"].rounds.links.address.split(":")[1])
+        for _ in range(1500 // SHARE):
+            throw(server.port, garbage(rng), rng)
+            throw(rank, garbage(rng), rng)
+        training.goes_on()
+        for k in range(2500 // SHARE):
+            lie_to_coordinator(server.port, rng)
+            if k % 3 == 0:
+                lie_to_rank(training.loops[rng.choice(["east", "west"])], rng)
+        training.goes_on()
+        bounded(before)
+        states = {job["job"]: job["state"] for job in ask_status("127.0.0.1", server.port, CREDENTIALS)["jobs"]}
+        assert states["east"] == states["west"] == "in"
+    assert training.error is None
+
+
+def test_half_open_connections_to_a_rank(quiet):
+    """500 of them were 500 threads in training; out of descriptors the port was dead for good."""
+    with coordinator() as server, Training(server.port) as training:
+        training.goes_on()
+        before = now()
+        rank = int(training.loops["west"].rounds.links.address.split(":")[1])
+        idle = [socket.create_connection(("127.0.0.1", rank)) for _ in range(500)]
+        assert threading.active_count() <= before[0] + 40
+        training.loops["west"].rounds.links.drop()  # both must be able to meet anew
+        training.goes_on()
+        for one in idle:
+            one.close()
+        bounded(before)
+
+
+def test_the_metrics_port(quiet, monkeypatch):
+    pytest.importorskip("prometheus_client")
+    from holmes_ext.options import Options
+    from holmes_ext.runtime.start.launcher import Process
+    from holmes_ext.runtime.watch.metrics import open_metrics
+
+    rng = random.Random(SEED)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told = open_metrics(Options(metrics=str(port)), Process(0, 1, 0, 1, "127.0.0.1", 0, "test"))
+    assert told.place == f"http://127.0.0.1:{port}/metrics", "of this host alone"
+    before = now()
+    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+    assert threading.active_count() <= before[0] + 12
+    for _ in range(1000 // SHARE):
+        requests = [b"GET /metrics" + rng.randbytes(9), b"POST / HTTP/1.1\r\n\r\n", b"\r\n\r\n"]
+        throw(port, rng.choice([garbage(rng), *requests]), rng)
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:
+        raw.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert raw.recv(20).startswith(b"HTTP/1.1 200 OK")
+    for one in slow:
+        one.close()
+    bounded(before)
+    told.close()
+
+
+def test_damaged_outer_states():
+    """Each is refused in one line before anything of it is used."""
+    rng = random.Random(SEED)
+    with coordinator() as server:
+        loop = joined_of(torch.nn.Linear(20, 30), "east", server.port, parse_outer("every=2,fragments=2,delay=0"))
+        loop.begin()
+        for _ in range(4):
+            loop.after_step(1)
+        file = io.BytesIO()
+        torch.save(loop.state_dict(), file)
+        loop.end()
+    good = file.getvalue()
+    digest, refused = torch.load(io.BytesIO(good), weights_only=True)["digest"], 0
+    for _ in range(1000 // SHARE):
+        data = bytearray(good)
+        for _ in range(rng.randint(1, 3)):
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        try:
+            saved = torch.load(io.BytesIO(bytes(data)), weights_only=True)
+        except Exception:  # noqa: BLE001 - torch's own, before holmes sees it
+            continue
+        try:
+            opened(saved, "file.pt")
+            assert saved["digest"] == digest, "only what the damage did not touch is taken"
+        except HolmesError as error:
+            refused += 1
+            assert "file.pt" in str(error) and "\n" not in str(error)
+    assert refused > 20
+
+
+@pytest.mark.parametrize("value", [None, 5, [], {}, {"version": 2}, {"version": 1, "digest": "", "outer": {}},
+                                   {"version": 2, "digest": "x", "outer": {"a": object()}},
+                                   {"version": "x"}])  # fmt: skip
+def test_what_is_no_outer_state(value):
+    with pytest.raises(HolmesError, match="file.pt: "):
+        opened(value, "file.pt")
+
+
+def test_a_changed_number_of_an_outer_state_is_noticed():
+    state = {"a": 1, "b": torch.ones(3), "c": [1.5, "x", None, {"d": torch.zeros(2, dtype=torch.bfloat16)}]}
+    assert opened(sealed(state), "file.pt") is state
+    for change in (lambda s: s["outer"].update(a=2), lambda s: s["outer"]["b"].__setitem__(1, float("nan")),
+                   lambda s: s["outer"]["c"].append(1), lambda s: s["outer"].update(a=True),
+                   lambda s: s["outer"].pop("a")):  # fmt: skip
+        broken = sealed(copy.deepcopy(state))
+        change(broken)
+        with pytest.raises(HolmesError, match="is damaged"):
+            opened(broken, "file.pt")
+
+
+def test_damaged_token_files(tmp_path):
+    rng = random.Random(SEED)
+    path = tmp_path / "token"
+    for _ in range(1000 // SHARE):
+        path.write_bytes(rng.randbytes(rng.choice([0, 5, 30, 5000])))
+        with contextlib.suppress(HolmesError):
+            assert token_from({"HOLMES_JOIN_TOKEN_FILE": str(path)}).isprintable()
+
+
+def test_channels_take_any_bytes():
+    rng = random.Random(SEED)
+    for _ in range(2000 // SHARE):
+        ours, theirs = socket.socketpair()
+        ours.sendall(rng.randbytes(rng.choice([1, 12, 13, 40, 300])))
+        ours.close()
+        key = rng.choice([None, b"a key"])
+        with contextlib.suppress(OSError):
+            Channel(theirs, key, key).receive(Deadline(5, "a test"), 1000)
+        theirs.close()
+    assert sys.getrecursionlimit() >= 1000

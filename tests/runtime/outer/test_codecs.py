@@ -1,0 +1,81 @@
+"""What travels between jobs: compress=topk."""
+
+import pytest
+import torch
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.outer.rounds.codecs import CHUNK, DECAY, TopK, codec_of, residual_share
+from holmes_ext.runtime.outer.settings import parse_outer
+
+
+def values(count, seed=0):
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)) ** 3
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 100, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 777])
+def test_the_largest_of_each_chunk_arrive(count):
+    x, codec = values(count), TopK(88)
+    wire = codec.encode(x, None)
+    assert wire.numel() == codec.buffer(x).numel() and wire.dtype == torch.uint8
+    got = codec.decode(wire, torch.empty(count))
+    for start in range(0, count, CHUNK):
+        part, there = x[start : start + CHUNK], got[start : start + CHUNK]
+        sent = there.nonzero().flatten()
+        largest = set(part.abs().topk(len(sent)).indices.tolist())
+        assert set(sent.tolist()) == largest and len(sent) <= max(4, 88)
+        assert torch.equal(there[sent].sign(), part[sent].sign())
+    if count >= CHUNK:
+        assert (got[:CHUNK] != 0).sum() == 88
+
+
+def test_two_magnitudes_are_the_means_of_the_halves():
+    x = torch.zeros(CHUNK)
+    x[[0, 7, 4095, 100]] = torch.tensor([1.0, -2.0, 4.0, -8.0])
+    got = TopK(4).decode(TopK(4).encode(x, None), x)
+    assert got[[0, 7, 4095, 100]].tolist() == [1.5, -1.5, 6.0, -6.0] and (got != 0).sum() == 4
+
+
+def test_it_is_under_two_percent_of_bf16():
+    x = values(64 * CHUNK)
+    assert TopK(88).buffer(x).numel() / (2 * x.numel()) < 0.02
+
+
+def test_what_is_left_out_is_added_the_next_time():
+    x, codec, residual = values(2 * CHUNK), TopK(88), torch.zeros(2 * CHUNK)
+    wire = codec.encode(x, residual)
+    torch.testing.assert_close(residual, x - codec.decode(wire, x))
+    before = residual.clone()
+    again = codec.decode(codec.encode(torch.zeros_like(x), residual), x)
+    torch.testing.assert_close(residual, DECAY * before - again)
+    assert residual_share(parse_outer("compress=topk")) == DECAY and residual_share(parse_outer("")) == 1
+
+
+def test_over_many_rounds_nothing_is_lost_but_the_decay():
+    """Of a constant gradient the mean of what arrives comes near, and elements that are small get their turn."""
+    x, codec, residual, total = values(CHUNK), TopK(400), torch.zeros(CHUNK), torch.zeros(CHUNK)
+    for _ in range(200):
+        total += codec.decode(codec.encode(x, residual), x)
+    assert torch.dot(total, x) / (total.norm() * x.norm()) > 0.95
+    assert (total != 0).float().mean() > 4 * 400 / CHUNK - 0.1
+
+
+def test_what_is_not_finite_makes_its_chunk_not_finite_and_leaves_no_residual():
+    x, residual = values(2 * CHUNK), torch.zeros(2 * CHUNK)
+    x[5] = float("nan")
+    got = TopK(88).decode(TopK(88).encode(x, residual), x)
+    assert not got[:CHUNK].isfinite().all() and got[CHUNK:].isfinite().all()
+    assert residual.isfinite().all()
+
+
+def test_any_bytes_are_some_values():
+    """A liar's: places are of the chunk, whatever the bits say."""
+    wire = torch.randint(0, 256, (TopK(88).buffer(torch.empty(CHUNK)).numel(),), dtype=torch.uint8)
+    assert TopK(88).decode(wire, torch.empty(CHUNK)).shape == (CHUNK,)
+
+
+def test_settings():
+    assert codec_of(parse_outer("compress=topk,topk=128")).keep == 128
+    for text, why in (("topk=6", "not divisible by 4"), ("topk=0", "topk=0 is not 4 to 2048"),
+                      ("compress=topk,aggregate=median", "most elements would be 0")):  # fmt: skip
+        with pytest.raises(HolmesError, match=why):
+            parse_outer(text)

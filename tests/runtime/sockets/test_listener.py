@@ -1,0 +1,194 @@
+"""A port that strangers may reach: limits for each address and in all, and a loop that survives."""
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+
+import pytest
+
+from holmes_ext.runtime.sockets import addresses, listener
+from holmes_ext.runtime.sockets.addresses import address_text, is_loopback, listen, peer_host, split_address
+from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.sockets.listener import Listener
+
+
+@contextlib.contextmanager
+def listening(handle, **limits):
+    one = Listener(socket.create_server(("127.0.0.1", 0)), handle, "test", **limits)
+    one.start()
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def call(one):
+    return socket.create_connection(("127.0.0.1", one.port), timeout=10)
+
+
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def waits(guest):
+    """Until its connection ends."""
+    with contextlib.suppress(OSError):
+        guest.socket.recv(1)
+
+
+def test_the_oldest_stranger_of_an_address_goes_when_there_are_too_many():
+    with listening(waits, per_address=3, strangers=10) as one:
+        calls = [call(one) for _ in range(4)]
+        assert calls[0].recv(1) == b"", "the first one is closed"
+        calls[3].sendall(b"x")
+        assert calls[3].recv(1) == b"", "the last one was served"
+        for each in calls:
+            each.close()
+
+
+def test_a_crowded_address_makes_room_for_others(monkeypatch):
+    hosts = iter(["one"] * 5 + ["two"] * 2)
+    monkeypatch.setattr(listener, "peer_host", lambda connection: next(hosts))
+    served = []
+
+    def handle(guest):
+        served.append(guest.host)
+        waits(guest)
+
+    with listening(handle, per_address=5, strangers=6) as one:
+        calls = [call(one) for _ in range(7)]
+        until(lambda: len(served) == 7)
+        assert calls[0].recv(1) == b"", "of the address that has most"
+        for each in calls[1:]:
+            each.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                each.recv(1)
+        for each in calls:
+            each.close()
+
+
+def test_who_is_admitted_is_no_stranger_any_more():
+    def handle(guest):
+        if guest.admit():
+            guest.socket.sendall(b"in")
+            waits(guest)
+
+    with listening(handle, per_address=2, admitted=4) as one:
+        calls = [call(one) for _ in range(4)]
+        assert [each.recv(2) for each in calls[:3]] == [b"in"] * 3
+        assert calls[3].recv(2) == b"", "there is room for four, three of them from one address"
+        calls[0].close()
+        until(lambda: len(one._admitted) == 2)
+        assert call(one).recv(2) == b"in"
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ECONNABORTED, errno.EPERM]
+)
+def test_the_loop_survives_what_accept_says(number):
+    """Out of descriptors, say: the port is there again when there are some."""
+    real = socket.create_server(("127.0.0.1", 0))
+
+    class Failing:
+        def __init__(self):
+            self.left = 3
+
+        def accept(self):
+            if self.left:
+                self.left -= 1
+                raise OSError(number, "as the system says")
+            return real.accept()
+
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+    one = Listener(Failing(), lambda guest: guest.socket.sendall(b"here"), "test")
+    one.start()
+    assert call(one).recv(4) == b"here"
+    one.close()
+
+
+def test_the_loop_survives_a_thread_that_cannot_be_started(monkeypatch):
+    started, start = [], threading.Thread.start
+
+    def failing(thread):
+        if "guest" in thread.name and not started:
+            started.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with listening(lambda guest: guest.socket.sendall(b"here")) as one:
+        monkeypatch.setattr(threading.Thread, "start", failing)
+        assert call(one).recv(4) == b""
+        assert call(one).recv(4) == b"here"
+        until(lambda: not one._strangers)
+
+
+def test_close_ends_everything():
+    with listening(waits) as one:
+        calls = [call(one) for _ in range(3)]
+        until(lambda: len(one._strangers) == 3)
+    assert [each.recv(1) for each in calls] == [b""] * 3
+    until(lambda: not any("test guest" in thread.name for thread in threading.enumerate()))
+
+
+def test_a_deadline_is_for_all_parts():
+    whole = Deadline(0.05, "all of it")
+    part = whole.part(100, "a part")
+    assert part.seconds <= 0.05 and whole.part(0.01, "a short one").seconds == 0.01
+    until(lambda: whole.passed)
+    assert whole.left == 0
+    with pytest.raises(TimeoutError, match="all of it took longer than 0.05 s"):
+        whole.check()
+    with pytest.raises(TimeoutError):
+        whole.limit(None)
+
+
+@pytest.mark.parametrize("text, found", [
+    ("host:5", ("host", 5)), ("10.0.0.1:29600", ("10.0.0.1", 29600)), ("[::1]:29600", ("::1", 29600)),
+    ("[fe80::1%eth0]:7", ("fe80::1%eth0", 7)),
+])  # fmt: skip
+def test_addresses(text, found):
+    assert split_address(text) == found and split_address(address_text(*found)) == found
+
+
+def test_an_address_without_a_port_takes_the_default():
+    assert split_address("host", 7) == ("host", 7) and split_address("[::1]", 7) == ("::1", 7)
+
+
+@pytest.mark.parametrize("text", [
+    "", "host", "host:", ":5", "host:0", "host:65536", "host:-1", "host:1e3", "::1:29600", "[::1", "[::1]29600",
+    "[zz]:5",    "a b:5", "a\x1b[31m:5", "host:٥", "host:5:6", "x" * 300 + ":5",
+])  # fmt: skip
+def test_what_is_no_address(text):
+    with pytest.raises(ValueError):
+        split_address(text)
+
+
+def test_loopback_and_mapped_addresses():
+    assert is_loopback("127.0.0.5") and is_loopback("::1") and is_loopback("::ffff:127.0.0.1")
+    assert (
+        not is_loopback("10.0.0.1")
+        and not is_loopback("localhost.example.org")
+        and not is_loopback("::ffff:10.0.0.1")
+    )
+
+
+def test_all_addresses_of_both_families():
+    with listen("", 0) as everywhere:
+        port = everywhere.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            connection, _ = everywhere.accept()
+            assert peer_host(connection) == "127.0.0.1"
+            connection.close()
+
+
+def test_a_port_in_use_is_refused_though_there_is_another_family():
+    with listen("", 0) as everywhere, pytest.raises(OSError):
+        listen("", everywhere.getsockname()[1])
+    assert addresses.errno.EADDRINUSE
