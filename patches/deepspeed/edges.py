@@ -35,12 +35,12 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
 from holmes_ext.runtime.groups.mailbox import Mailbox
-from holmes_ext.runtime.groups.receive_order import InFlight, flight_of
+from holmes_ext.runtime.groups.receive_order import ReceiveOrder, flight_of
 
 #: The mailbox of this process's pipeline; None where its edges are the engine's own.
 _mailbox: Mailbox | None = None
 #: engine -> micro-batches in flight; None where its schedule is its own.
-_planned: weakref.WeakKeyDictionary[Any, InFlight | None] = weakref.WeakKeyDictionary()
+_planned: weakref.WeakKeyDictionary[Any, ReceiveOrder | None] = weakref.WeakKeyDictionary()
 
 
 def opened() -> Mailbox | None:
@@ -168,7 +168,7 @@ def _schedule_class() -> type:
     return PlannedSchedule
 
 
-def _planned_for(engine: Any) -> InFlight | None:
+def _planned_for(engine: Any) -> ReceiveOrder | None:
     """Micro-batches in flight as the plan has it; None where the engine's own schedule runs."""
     if engine not in _planned:
         current, reason = session.active(), unsupported(engine)

@@ -26,7 +26,7 @@ from holmes_ext.patches.megatron.slices import wires_of
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
 from holmes_ext.runtime.groups.mailbox import Mailbox, form_of
-from holmes_ext.runtime.groups.receive_order import InFlight, flight_of
+from holmes_ext.runtime.groups.receive_order import ReceiveOrder, flight_of
 from holmes_ext.runtime.groups.wire import PLAIN
 
 #: Pipeline groups whose sends stay megatron-core's, which was said.
@@ -51,7 +51,7 @@ class _Step:
     """One step of one pipeline: what was sent and received so far. dtype, device: of its messages; each: of a
     micro-batch, as many."""
 
-    def __init__(self, box: Mailbox, flight: InFlight, stage: int, dtype: Any, device: Any):
+    def __init__(self, box: Mailbox, flight: ReceiveOrder, stage: int, dtype: Any, device: Any):
         self.box, self.held, self.stage, self.dtype, self.device = box, flight.held, stage, dtype, device
         self.each = 1
         self.gone, self.came = {"F": 0, "B": 0}, {"F": 0, "B": 0}

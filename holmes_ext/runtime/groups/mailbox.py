@@ -23,7 +23,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.groups.members import members_group
-from holmes_ext.runtime.groups.receive_order import Early, InFlight
+from holmes_ext.runtime.groups.receive_order import Early, ReceiveOrder
 from holmes_ext.runtime.groups.wire import PLAIN, Wire
 from holmes_ext.runtime.watch import failure
 
@@ -115,7 +115,7 @@ class Mailbox:
         """The messages of the next step may be others."""
         self._expected.clear()
 
-    def begin(self, flight: InFlight, micro_batches: int, like: Any) -> None:
+    def begin(self, flight: ReceiveOrder, micro_batches: int, like: Any) -> None:
         """A step of micro_batches begins, and `knows` holds. like: a tensor on the device."""
         self.open, self._like, self._micro_batches = True, like, micro_batches
         for count in (self._count, self._came, self._checked):

@@ -44,7 +44,7 @@ class Early:
 
 
 @dataclass(frozen=True)
-class InFlight:
+class ReceiveOrder:
     """held: micro-batches in flight, by stage; busy_s: seconds that each computes for one, () where unknown."""
 
     held: tuple[int, ...]
@@ -60,7 +60,7 @@ class InFlight:
         return Early(before - lead, lead) if own == first else Early(lead - behind)
 
 
-def flight_of(plan: Plan, carrier: str) -> InFlight | None:
+def flight_of(plan: Plan, carrier: str) -> ReceiveOrder | None:
     """As the plan has it for groups of `carrier`; None where the engine's own schedule runs."""
     held = plan.traffic_of(carrier).in_flight
-    return InFlight(held, tuple(load.busy_s for load in plan.loads)) if held else None
+    return ReceiveOrder(held, tuple(load.busy_s for load in plan.loads)) if held else None

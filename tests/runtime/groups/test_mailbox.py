@@ -8,10 +8,10 @@ from ranks import run_ranks
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.pipeline import passes
 from holmes_ext.runtime.groups.mailbox import Mailbox
-from holmes_ext.runtime.groups.receive_order import InFlight
+from holmes_ext.runtime.groups.receive_order import ReceiveOrder
 from holmes_ext.runtime.watch import failure
 
-FLIGHT, MICRO_BATCHES = InFlight((3, 1)), 4
+FLIGHT, MICRO_BATCHES = ReceiveOrder((3, 1)), 4
 
 
 def mailbox_of(rank):
@@ -170,7 +170,7 @@ class Lost:
 def test_who_waits_for_a_lost_rank_says_at_which_edge(monkeypatch):
     box = Mailbox({(5, "recv"): None}, {5: (2, 1)})
     box.expect([((2,), torch.float32)], 5)
-    box.begin(InFlight((3, 2, 1)), 1, torch.empty(0))
+    box.begin(ReceiveOrder((3, 2, 1)), 1, torch.empty(0))
     monkeypatch.setattr(dist, "irecv", lambda tensor, peer, group: Lost())
     monkeypatch.setattr(failure, "broken", lambda what, error: f"holmes: {what} failed: {error}")
     told = r"^pipeline edge from stage 1 \(rank 5\) to stage 2 failed: Connection closed by peer"

@@ -15,7 +15,7 @@ from launches import Launch, Wait, faults
 
 from holmes_ext.plan.cost.pipeline import passes
 from holmes_ext.runtime.groups.mailbox import Mailbox
-from holmes_ext.runtime.groups.receive_order import InFlight
+from holmes_ext.runtime.groups.receive_order import ReceiveOrder
 
 SEEDS = range(200)
 
@@ -30,7 +30,7 @@ def drawn(seed):
     stages, micro_batches = rng.randint(2, 6), rng.randint(1, 12)
     held = sorted((rng.randint(1, 9) for _ in range(stages)), reverse=True)
     busy = [rng.choice((1.0, 1.0, rng.uniform(0.2, 3.0))) for _ in range(stages)]
-    return InFlight(tuple(held), tuple(busy) if rng.random() < 0.7 else ()), micro_batches
+    return ReceiveOrder(tuple(held), tuple(busy) if rng.random() < 0.7 else ()), micro_batches
 
 
 def launched(monkeypatch, flight, micro_batches, steps=2):
