@@ -15,8 +15,7 @@ from carriers import ON_GPUS, gpus
 from packaging.version import Version
 
 from holmes_ext.lab import Lab, interleave
-from holmes_ext.lab.gpu.hang import explain
-from holmes_ext.lab.gpu.watcher import Watcher
+from holmes_ext.lab.gpu.watcher import Watcher, wait_watched
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "integration_tests" / "scripts"
@@ -50,20 +49,14 @@ class LabOf:
         preload = () if command[0] == "sh" else preload
         # pytest's variable would give every test an environment, and so a preloaded Python, of its own
         env = {"PYTEST_CURRENT_TEST": "", **_FRAMEWORKS, **(env or {})}
-        if ON_GPUS:
-            more.setdefault("gpus", gpus())
-            timeout *= 3
-        job = self.lab.start(argv, order=self.order, timeout=timeout, preload=preload, env=env, **more)
-        watcher = Watcher(job.watch) if job.watch else None
-        try:
-            while True:
-                try:
-                    return job.wait(0.5)
-                except TimeoutError:
-                    if watcher and (hang := watcher.poll()):
-                        pytest.fail("\n".join(explain(hang, {})))
-        finally:
-            job.kill()
+        if not ON_GPUS:
+            return self.lab.run(argv, order=self.order, timeout=timeout, preload=preload, env=env, **more)
+        more.setdefault("gpus", gpus())
+        job = self.lab.start(argv, order=self.order, timeout=3 * timeout, preload=preload, env=env, **more)
+        labels = [f"{node}:{local}" for node in self.order for local in range(more.get("processes") or 1)]
+        watched = wait_watched(job, Watcher(job.watch), labels, lambda lines: print("\n".join(lines)))
+        assert not watched.hang, "\n".join(watched.hang)
+        return watched.result
 
     def json(self, result) -> list[dict]:
         """The JSON line that each rank printed last, in rank order as the script saw it."""
