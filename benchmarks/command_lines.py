@@ -23,10 +23,10 @@ from holmes_ext.patches.megatron.command_line.describe import CommandLine, descr
 from holmes_ext.patches.megatron.command_line.flags import READ
 from holmes_ext.patches.megatron.command_line.not_read import NOT_READ
 from holmes_ext.patches.megatron.command_line.settings import words
-from holmes_ext.plan.search.arrangement import Ground
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.rules import Rules
 from holmes_ext.plan.search.as_plan import given, shape_of
-from holmes_ext.plan.search.result import Outcome
-from holmes_ext.plan.search.space import Limits
+from holmes_ext.plan.search.result import SearchResult
 from holmes_ext.plan.sizes import Sizes
 
 SCENES = {"megatron-lm": "Megatron-LM", "megatron-deepspeed": "Megatron-DeepSpeed"}
@@ -65,10 +65,10 @@ def priced(said: CommandLine) -> float:
         if world % (16 if world > 16 else 2) or count * sizes.context * sizes.tensor % sizes.expert:
             continue
         try:
-            complete, ground = sizes.complete(world), Ground.of(site(world), said.model)
-            outcome = Outcome(ground, said.model, 0, Limits(), True)
+            complete = sizes.complete(world)
+            asked = SearchResult(Network(site(world)), said.model, 0, rules=Rules(overlap=True))
             shape = shape_of(said.model, complete, said.zero, said.virtual)
-            return given(outcome, complete, shape, said.stage_layers).formula_s
+            return given(asked, complete, shape, said.stage_layers).formula_s
         except HolmesError as error:
             trouble = error
     tell(f"not priced: {trouble}")

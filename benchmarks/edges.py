@@ -29,7 +29,7 @@ from pathlib import Path
 
 from emulated import even_costs, forward_s
 from harness import Row, chosen, finish, kept, parser, tell
-from prediction import CORES, Measured, calibrate
+from prediction import CORES, TRAITS, Measured, calibrate
 from prediction_links import STORE
 from two_clusters import ratio_row, step_rows
 
@@ -261,7 +261,7 @@ def predicted_step(engine: str, spec: SiteSpec, model: Model, sizes: Sizes, bloc
     block_s, parameter_s, step_s = _overheads(engine)
     traffic = plan.traffic_of("sockets")
     overlap = "on" if all(reduction.overlap for reduction in traffic.reductions) else "off"
-    execution = Execution(engine, in_flight=traffic.in_flight, overlap=overlap, block_s=block_s, cut=cut,
+    execution = Execution(TRAITS[engine], in_flight=traffic.in_flight, overlap=overlap, block_s=block_s, cut=cut,
                           parameter_s=parameter_s, step_s=step_s, cores=CORES, buffer_bytes=BUFFER_BYTES,
                           notices=True)
     return simulate(site, plan.nodes, plan.sizes, model, execution, costs=costs).step_s

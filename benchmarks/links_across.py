@@ -22,8 +22,11 @@ from holmes_ext.lab.compare import tuned
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.across import Across
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.cost.price import Prices
+from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.workload import Workload
-from holmes_ext.plan.placement import place
+from holmes_ext.plan.placement.place import place
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS
 
@@ -97,7 +100,8 @@ def placement(repetitions: int) -> list[Row]:
         seconds = []
         for _ in range(max(3, repetitions)):
             begin = time.perf_counter()
-            place(site, Sizes(pipeline=stages))
+            sizes = Sizes(pipeline=stages).complete(site.world_size)
+            place(Prices(Network(site), RankModel.of_workload(Workload(), sizes)), sizes)
             seconds.append(time.perf_counter() - begin)
         rows.append(Row.median("placement", f"eight cities, 64 GPUs, {stages} stages", seconds, "s", False, "<= 1"))
     return rows

@@ -31,12 +31,13 @@ class Row:
     lab: tuple[str, ...] = ()
 
 
-#: Of each feature of torch: the same weights or losses as stock's.
-TORCH_TESTS = (
-    "tests/patches/torch", "tests/runtime/groups", "tests/runtime/measure/test_telemetry.py",
-    "tests/runtime/outer/test_stacks_of_torch.py", "integration_tests/commands/test_telemetry.py",
-    *(f"integration_tests/stacks/test_{name}.py" for name in ("fsdp2", "pipelining", "trainer", "trainer_joined")),
-)
+#: Of each feature of torch, NICs, DDP, FSDP, pipelining, joined jobs and telemetry: the weights or losses are stock's.
+TORCH_TESTS = ("tests/patches/torch", "tests/runtime/measure/test_telemetry.py",
+               "tests/runtime/outer/test_stacks_of_torch.py")
+#: Scripts that users have, on emulated clusters: the same, and what crosses.
+SCRIPT_TESTS = (*(f"integration_tests/stacks/test_{name}.py" for name in ("fsdp2", "pipelining")),
+                "integration_tests/stacks/test_trainer.py::test_losses_are_stock_s_and_only_sums_cross",
+                "integration_tests/stacks/test_trainer_joined.py::test_trainers_read_different_parts")
 DEEPSPEED_TESTS = tuple(f"integration_tests/deepspeed/test_{name}.py"
                         for name in ("overlap", "zero", "partition", "resume", "two_clusters", "joined"))
 MEGATRON_TESTS = tuple(f"integration_tests/megatron/test_{name}.py"
@@ -46,8 +47,9 @@ PRETRAIN_TESTS = ("integration_tests/megatron_deepspeed", "-k", "same_losses or 
 FEW_DEEPSPEED = tuple(f"integration_tests/deepspeed/test_{name}.py" for name in ("overlap", "resume"))
 FEW_MEGATRON = ("integration_tests/megatron/test_core.py", "-k", "every_split or leave_ethernet or built_once")
 #: Of a pair of versions: what one framework can break of another.
-PAIR_TESTS = ("tests/patches", *FEW_DEEPSPEED, "integration_tests/megatron/test_core.py",
-              *(f"integration_tests/stacks/test_{name}.py" for name in ("fsdp2", "pipelining", "trainer")))
+PAIR_TESTS = ("tests/patches", *FEW_DEEPSPEED, "integration_tests/megatron/test_core.py", *SCRIPT_TESTS)
+#: What a version that nobody knows breaks first, in some minutes.
+NEXT_TESTS = ("tests/patches", "integration_tests/deepspeed/test_overlap.py", "integration_tests/megatron/test_core.py")
 OLD, MIDDLE, TODAY = (
     ("transformers==4.51.3", "accelerate==1.6.0"), ("transformers==4.57.1", "accelerate==1.11.0"),
     ("transformers==5.23.0", "accelerate==1.15.0"),
@@ -63,8 +65,10 @@ def _pair(name: str, torch: str, *packages: str, **more) -> Row:
 
 
 def _torch(version: str, packages: tuple[str, ...]) -> Row:
-    lab = ("Trainer", "FSDP2") if version in ("2.6.0", "2.9.1", "2.15.0") else ()
-    return Row(f"torch {version}", "torch", packages, f"torch=={version}", tests=TORCH_TESTS, lab=lab)
+    whole = version in ("2.6.0", "2.9.1", "2.15.0")
+    tests, lab = (*TORCH_TESTS, *SCRIPT_TESTS * whole), ("Trainer", "FSDP2") * whole
+    return Row(f"torch {version}", "torch", packages, f"torch=={version}", features=("torch", "transformers"),
+               tests=tests, lab=lab)
 
 
 def _deepspeed(version: str) -> Row:
@@ -110,4 +114,4 @@ ROWS = {row.name: row for row in (
 )}
 #: The newest of everything, whatever it is: `make matrix NEXT=1`.
 NEXT = Row("next", "next", ("deepspeed", "megatron-core", "transformers", "accelerate", "lightning"), "torch",
-           features=ALL, tests=PAIR_TESTS)
+           features=ALL, tests=NEXT_TESTS)

@@ -34,7 +34,7 @@ from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Gpu, Model
-from holmes_ext.plan.cost.nodes import clusters_of_stages
+from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.stages import predict
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile, load_profile, measured_costs
@@ -187,7 +187,9 @@ def rows_of(scene: Scene, cell: Cell, series: dict[str, Series], profile: Profil
 
 def by_profile(scene: Scene, plan: Plan, split: tuple[int, ...], profile: Profile) -> float:
     """Seconds of a step of `split` on the plan's nodes, from what was measured of the uniform one."""
-    clusters = clusters_of_stages(Site.from_dict(profile.site), plan.nodes, profile.sizes)
+    network = Network(Site.from_dict(profile.site))
+    placement = network.placement(plan.nodes, profile.sizes)
+    clusters = [network.clusters(content) for content in placement.stages]
     return predict(measured_costs(profile, clusters, scene.overlap), split).step_s
 
 

@@ -3,7 +3,8 @@
     python benchmarks/placement.py --json FILE [--dtfm FOLDER --seeds 0,1,2 --trials 4900]
 
 By DT-FM's objective (8 stages of 8 GPUs, every two GPUs a link of their own): the slowest stage's data-parallel group
-+ 2 x the pipeline's path, each edge the worst link of the best matching. Ours: plan/spread.py with that objective. The
++ 2 x the pipeline's path, each edge the worst link of the best matching. Ours: plan/placement/spread.py with that
+objective. The
 lower bound is of every placement (`least`). Then what `holmes plan` finds for the same sizes by the simulated step, in
 which links between clusters are shared: the step, its cost by DT-FM's objective, and the step of DT-FM's own placement.
 
@@ -31,13 +32,14 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model_file import load_model
-from holmes_ext.plan.search.arrangement import arrangement_of
-from holmes_ext.plan.search.proof import prove
-from holmes_ext.plan.search.ranking import rank, timed, with_spread
-from holmes_ext.plan.search.result import Candidate, Outcome
-from holmes_ext.plan.search.search import search
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.placement.spread import Stages, spread
+from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.search.result import Candidate, SearchResult
+from holmes_ext.plan.search.search import proven, search
+from holmes_ext.plan.search.simulated import timed
 from holmes_ext.plan.search.space import Limits
-from holmes_ext.plan.spread import Stages, spread
+from holmes_ext.plan.search.spreading import with_spread
 
 CASES = {"datacenter_64": 0, "spot_64": 1, "two_universities_64": 2, "four_us_regions_64": 3, "eight_cities_64": 4}
 STAGES, DATA, TRIES = 8, 8, 10_000
@@ -170,29 +172,30 @@ class Matrix:
         return found
 
 
-def planned(site: Site, links: Links) -> tuple[Outcome, float]:
+def planned(site: Site, links: Links) -> tuple[SearchResult, float]:
     """What the search by simulated time finds for 8 stages of 8, and its seconds."""
     begin = time.process_time()
     limits = Limits({"pipeline": (STAGES,), "data": (DATA,), "virtual": (1,), "micro_batch": (1,), "zero": (0,)})
     model = load_model(examples() / "models" / "gpt3_xl.toml")
-    outcome = with_spread(rank(search(site, model, STAGES * 61, limits, links=links)))
-    return prove(outcome, 5.0), time.process_time() - begin
+    asked = SearchResult(Network(site, links), model, STAGES * 61, limits, Rules(overlap=True))
+    found = with_spread(search(asked, prove=False))
+    return proven(found, time.monotonic() + 5.0), time.process_time() - begin
 
 
-def gpus(outcome: Outcome, one: Candidate) -> list[list[int]]:
+def gpus(result: SearchResult, one: Candidate) -> list[list[int]]:
     """Numbers of the GPUs of each stage, in the order of cluster.toml."""
-    site, sizes = outcome.ground.site, one.shape.sizes(one.arrangement.order)
+    site, sizes = result.network.site, one.placement.sizes
     place = {node.name: at for at, node in enumerate(site.nodes)}
-    nodes, found = one.arrangement.nodes(outcome.ground), [[] for _ in range(STAGES)]
+    nodes, found = result.network.nodes(one.placement), [[] for _ in range(STAGES)]
     for number in range(site.world_size):
         node, local = divmod(number, site.processes)
         found[sizes.stage(number)].append(place[nodes[node]] * site.processes + local)
     return found
 
 
-def simulated(outcome: Outcome, groups: list[list[int]], matrix: Matrix) -> float:
+def simulated(result: SearchResult, groups: list[list[int]], matrix: Matrix) -> float:
     """The step with these GPUs in the stages, those of neighbouring stages matched; nodes of one GPU."""
-    site, one = outcome.ground.site, outcome.best
+    network, one = result.network, result.best
     place = [index for index, count in enumerate(matrix.units) for _ in range(count)]
     columns = [list(groups[0])]
     for group in groups[1:]:
@@ -201,9 +204,9 @@ def simulated(outcome: Outcome, groups: list[list[int]], matrix: Matrix) -> floa
             column.append(min(left, key=lambda gpu: matrix.pair[place[before]][place[gpu]]))  # noqa: B023
             left.remove(column[-1])
         columns.append(column)
-    nodes = [site.nodes[gpu].name for column in columns for gpu in column]
-    arrangement = arrangement_of(outcome.ground, nodes, one.shape.sizes())
-    return timed(outcome, outcome.candidate(outcome.pricing(one.shape), arrangement, one.split)).simulated_s
+    nodes = [network.site.nodes[gpu].name for column in columns for gpu in column]
+    placement = network.placement(nodes, one.placement.sizes)
+    return timed(result, result.candidate(one.shape, placement, one.split)).simulated_s
 
 
 def theirs(folder: Path, case: int, seed: int, trials: int) -> dict:
@@ -251,16 +254,16 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
         row("DT-FM's objective: ours", [cost], "s")
     row("seconds: ours", [seconds], "s", limit or "<= 1")
     row("gap to a lower bound", [max(0.0, 1 - least / cost)], "fraction")
-    outcome, seconds = planned(site, links)
-    by_place = tuple(tuple(sorted(place[gpu] for gpu in group)) for group in gpus(outcome, outcome.best))
-    row("holmes plan: simulated step", [outcome.best.step_s], "s")
-    row("holmes plan: gap of its certificate", [outcome.certificate.gap], "fraction")
+    result, seconds = planned(site, links)
+    by_place = tuple(tuple(sorted(place[gpu] for gpu in group)) for group in gpus(result, result.best))
+    row("holmes plan: simulated step", [result.best.step_s], "s")
+    row("holmes plan: gap of its certificate", [result.certificate.gap], "fraction")
     row("holmes plan: seconds", [seconds], "s")
     row("holmes plan: DT-FM's objective", [matrix.cost(by_place)], "s")
     if site.processes == 1:
-        row("simulated step of ours by DT-FM's objective", [simulated(outcome, ours, matrix)], "s")
+        row("simulated step of ours by DT-FM's objective", [simulated(result, ours, matrix)], "s")
         if their:
-            row("simulated step of DT-FM's", [simulated(outcome, one["groups"], matrix) for one in their], "s")
+            row("simulated step of DT-FM's", [simulated(result, one["groups"], matrix) for one in their], "s")
     return rows
 
 

@@ -38,10 +38,13 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec, parse_spec
 from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import Variant, all_rdma, compare, tuned
 from holmes_ext.lab.samples import examples
+from holmes_ext.patches.deepspeed.features import DEEPSPEED
+from holmes_ext.patches.megatron.features import MEGATRON
+from holmes_ext.patches.torch.traits import LOOP
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.nodes import stock_fabric
+from holmes_ext.plan.cost.network import stock_fabric
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
@@ -50,6 +53,7 @@ STORE = Path(__file__).parent / "results" / "prediction_measured.json"
 STEPS, SKIP = 11, 3
 CORES = 2
 ROUNDS = 5
+TRAITS = {"deepspeed": DEEPSPEED, "megatron": MEGATRON, "plain": LOOP}
 
 
 @dataclass(frozen=True)
@@ -258,16 +262,15 @@ def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) ->
     )
     forward = forward_s(scene.hidden, 16, scene.flops)
     costs = even_costs(forward, scene.layers, scene.stages, scene.micro_batches)
-    engine = {"plain": "async"}.get(scene.engine, scene.engine)
     execution = Execution(
-        engine=engine,
+        engine=TRAITS[scene.engine],
         virtual=scene.virtual,
         stage_layers=scene.layers_of,
         overlap=scene.overlap,
         bucket_bytes=next(
             (int(float(scene.flags[i + 1]) * 1e6) for i, text in enumerate(scene.flags) if text == "--bucket-mb"), 0
         ),
-        two_level="direct" if scene.two_level else "off",
+        two_level=scene.two_level, direct=True,
         zero=scene.zero,
         block_s=overhead[0],
         parameter_s=overhead[1],

@@ -29,19 +29,21 @@ from harness import Row
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab.samples import examples
+from holmes_ext.patches.deepspeed.features import DEEPSPEED
+from holmes_ext.patches.megatron.features import MEGATRON
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import load_model, on_clusters
-from holmes_ext.plan.cost.nodes import stock_fabric
+from holmes_ext.plan.cost.network import stock_fabric
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
 
 SCENE = "paper: 4 RoCE + 4 InfiniBand, GPT 7.5B"
 BARS = {"Megatron-DeepSpeed": 1.66, "Megatron-LM": 1.38, "Megatron-LLaMA": 1.14}
-OVERLAPPED = Execution(engine="megatron", overlap="on", zero=1, gather_overlap=True, cut=False)  # the paper has no cuts
+OVERLAPPED = Execution(engine=MEGATRON, overlap="on", zero=1, gather_overlap=True, cut=False)  # the paper has no cuts
 FRAMEWORKS = {
-    "Megatron-DeepSpeed": Execution(engine="deepspeed", zero=1, cut=False),
-    "Megatron-LM": Execution(engine="megatron", cut=False),
+    "Megatron-DeepSpeed": Execution(engine=DEEPSPEED, zero=1, cut=False),
+    "Megatron-LM": Execution(engine=MEGATRON, cut=False),
     "Megatron-LLaMA": OVERLAPPED,
 }
 WITHIN = 0.15

@@ -22,6 +22,7 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
+from holmes_ext.patches.torch.traits import DDP
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.step import simulate
@@ -192,7 +193,7 @@ def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
     costs = even_costs(forward_s(hidden, 16, PIPELINE_FLOPS), layers, 4, micro_batches)
     found = {}
     for name, more in {"1F1B": {}, "breadth first": {"virtual": 4, "breadth_first": True}}.items():
-        run = Execution("ddp", overlap="on", **prediction.DDP, **more)
+        run = Execution(DDP, overlap="on", **prediction.DDP_BUCKETS, **more)
         with_sums, least = (simulate(one, order, sizes, gpt, run, costs=costs).step_s for one in (site, free))
         found[name] = with_sums - least
     return found

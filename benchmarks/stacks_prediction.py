@@ -24,16 +24,17 @@ from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec, parse_spec
 from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import all_rdma
+from holmes_ext.patches.torch.traits import DDP, LOOP
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.nodes import stock_fabric
+from holmes_ext.plan.cost.network import stock_fabric
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
 
 LAYERS, HIDDEN, SEQUENCE, BYTES = 6, 272, 16, 256
 #: DistributedDataParallel's bucket_cap_mb where none is given, and the limit of its first bucket then.
-DDP = {"bucket_bytes": 25 * 2**20, "first_bucket_bytes": 2**20}
+DDP_BUCKETS = {"bucket_bytes": 25 * 2**20, "first_bucket_bytes": 2**20}
 STORE = Path(__file__).parent / "results" / "stacks_measured.json"
 ONE = "one network"
 #: Of plan/cost/links.py's Links.
@@ -118,15 +119,15 @@ def data_parallel(ground: Ground, way: str, flops: float, parameter_s: float) ->
     """DistributedDataParallel's step; way: "stock" (one ring on Ethernet), "holmes" (two levels), "one cluster".
     parameter_s: CPU seconds of a parameter, most of them the norm's and the optimizer's: a block's own computing is
     inside its emulated time."""
-    buckets = {"two_level": "direct"} if way == "holmes" else DDP
-    run = Execution("ddp", overlap="on", parameter_s=parameter_s, sums=1, cores=CORES, **buckets)
+    buckets = {"two_level": True, "direct": True} if way == "holmes" else DDP_BUCKETS
+    run = Execution(DDP, overlap="on", parameter_s=parameter_s, sums=1, cores=CORES, **buckets)
     return _step(ground, way, flops, run, tied=True)
 
 
 def sharded(ground: Ground, way: str, flops: float, block_s: float, hybrid: bool = False) -> float:
     """examples/fsdp2's step, sharded over all ranks or (hybrid) inside clusters: torch awaits each collective on CPUs,
     and gloo's reduce-scatter is an all-reduce. block_s: CPU seconds of FSDP in a block's forward or backward."""
-    run = Execution("async", zero=3, scatter=1.0, replicas="clusters" if hybrid else "", block_s=block_s, sums=1,
+    run = Execution(LOOP, zero=3, scatter=1.0, replicas="clusters" if hybrid else "", block_s=block_s, sums=1,
                     parameter_s=ground.parameter_s, cores=CORES)
     return _step(ground, way, flops, run, tied=False)
 

@@ -40,7 +40,7 @@ from holmes_ext.plan import plan
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import KEYS as MODEL_KEYS
 from holmes_ext.plan.cost.model_file import TRAINING
-from holmes_ext.plan.search import proof
+from holmes_ext.plan.search import search
 from holmes_ext.runtime.measure import telemetry_file
 from holmes_ext.runtime.watch.metrics import FAMILIES
 
@@ -222,9 +222,13 @@ def _numbers(value: Any) -> str:
     return ", ".join(map(str, value if isinstance(value, (tuple, list, set, frozenset)) else (value,)))
 
 
+#: Ending of a file -> what a page calls its language.
+LANGUAGES = {".py": "python", ".toml": "toml", ".sbatch": "bash", ".sh": "bash", ".yaml": "yaml", "": "dockerfile"}
+
+
 def source(path: str) -> str:
     """A file of this repository, whole."""
-    return f"```{'python' if path.endswith('.py') else 'toml'}\n{(ROOT / path).read_text().rstrip()}\n```\n"
+    return f"```{LANGUAGES[Path(path).suffix]}\n{(ROOT / path).read_text().rstrip()}\n```\n"
 
 
 BLOCKS = {one.__name__: one for one in (
@@ -240,7 +244,7 @@ def printed(command: str) -> str:
     """What a `holmes` command line prints, run here in the folder of README.md. A search has one process: how many
     plans two of them look at is a matter of luck."""
     words, out = shlex.split(command.replace("\\\n", " ")), io.StringIO()
-    alone, proof.ALONE_S = proof.ALONE_S, float("inf")
+    alone, search.ALONE_S = search.ALONE_S, float("inf")
     before, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), str(_COLUMNS)
     folder = os.getcwd()
     try:
@@ -250,7 +254,7 @@ def printed(command: str) -> str:
     finally:
         os.chdir(folder)
         os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
-        proof.ALONE_S = alone
+        search.ALONE_S = alone
     assert words[0] == "holmes" and status == 0, f"{command}: status {status}"
     return _cut(out.getvalue())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from holmes_ext.patches import registry
-from holmes_ext.plan.in_flight import more_bytes
+from holmes_ext.plan.decisions import more_bytes
 from holmes_ext.plan.plan import NOMINAL
 from holmes_ext.plan.traffic import SOCKETS, VERBS
 from holmes_ext.runtime.session import Session

@@ -16,7 +16,9 @@ from holmes_ext.options import Options, options_from, parse_flags
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.command_line import arguments
+from holmes_ext.patches.megatron.command_line.describe import describe
 from holmes_ext.patches.torch import fsdp, joined
+from holmes_ext.patches.traits import engine_of
 from holmes_ext.plan.experts.traffic import load_order
 from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session
@@ -136,7 +138,9 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
         agreed["content of the --deepspeed_config file"] = config.digest
     joins: list[str] = []
     told: metrics.Metrics | None = None
-    request = Request(options, overlap=arguments.overlaps(options.overlap, argv))
+    framework = describe(argv).framework or ("deepspeed" if config is not None else "")
+    overlap = arguments.overlaps(options.overlap, argv)
+    request = Request(options, overlap=overlap, engine=engine_of(framework))
     try:
         try:
             said = parse_sizes(options.sizes, "--holmes-sizes") if options.sizes else None

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.words import did_you_mean
+from holmes_ext.words import did_you_mean, nearest
 
 PREFIX = "--holmes"
 #: Variables of the environment that are no twins of flags, for users.
@@ -235,6 +235,11 @@ def variable(name: str) -> str:
 
 
 _BY_FLAG = {flag(name): name for name in NAMES}
+
+
+def meant(word: str) -> str:
+    """The flag of holmes that `word` is probably a misspelling of; "" where it is none."""
+    return nearest(word, _BY_FLAG, cutoff=0.85)
 
 
 def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, list[str]]:

@@ -35,6 +35,11 @@ def all_patches() -> tuple[Patch, ...]:
     return tuple(patch for name in names for patch in importlib.import_module(name, __name__).PATCHES)
 
 
+def features() -> tuple[str, ...]:
+    """Names of all features."""
+    return tuple(dict.fromkeys(patch.feature.name for patch in all_patches()))
+
+
 @functools.cache
 def registry() -> Registry:
     """The registry of this process, with every patch in it and none applied."""

@@ -5,46 +5,28 @@ tests/patches/test_launch_flags.py parses them with the two Megatrons' own parse
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.pipeline import uniform
+from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.search.result import Candidate
 from holmes_ext.plan.search.space import Limits
-from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST
-
-#: Limits of the search (plan/search/space.py) under which each framework can run the winner.
-_DEEPSPEED: dict[str, tuple] = {
-    "virtual": (1,), "context": (1,), "expert": (1,), "reduction": ("flat",), "recompute": ("none", "full"),
-    "order": (DEFAULT_ORDER,),
-}  # fmt: skip
-_DATA_ONLY: dict[str, tuple] = {
-    **dict.fromkeys(("pipeline", "tensor", "context", "expert", "virtual"), (1,)), "recompute": ("none", "full"),
-}  # fmt: skip
-_TORCH: dict[str, tuple] = {
-    **dict.fromkeys(("tensor", "context", "expert"), (1,)), "zero": (0,), "recompute": ("none", "full"),
-}  # fmt: skip
-LIMITS = {
-    "megatron-lm": {"zero": (0, 1)}, "deepspeed": _DEEPSPEED, "megatron-deepspeed": _DEEPSPEED,
-    "ddp": {**_DATA_ONLY, "zero": (0,)}, "fsdp2": {**_DATA_ONLY, "zero": (3,)}, "torch": _TORCH,
-    "torchtitan": {"zero": (1, 3), "clusters": ("pipeline", "data"), "order": (DEFAULT_ORDER,)},
-}  # fmt: skip
-#: ZeRO stages under which those reduce in two levels that have it as an optimizer or a mesh of all stages.
-TWO_LEVEL = {"megatron-lm": (1,), "torchtitan": (1,)}
-#: Frameworks whose pipelines run on torch.distributed.pipelining's schedules, LoopedBFS among them.
-BREADTH_FIRST = ("torch", "torchtitan")
+from holmes_ext.plan.sizes import PIPELINES_FIRST
 
 
-def limited(limits: Limits, framework: str) -> Limits:
-    """`limits` and those of the framework; HolmesError where they leave nothing."""
+def limited(limits: Limits, engine: EngineTraits, framework: str) -> Limits:
+    """`limits` and those of the engine; HolmesError where they leave nothing."""
     allowed = dict(limits.allowed)
-    for name, values in LIMITS[framework].items():
+    for name, values in engine.limits.items():
         allowed[name] = tuple(value for value in limits.allowed.get(name, values) if value in values)
         if not allowed[name]:
             said = f"--limit {name}={','.join(map(str, limits.allowed[name]))}"
             raise HolmesError(f"{said}: {framework} can only {', '.join(map(str, values))}")
-    return replace(limits, allowed=allowed, two_level=TWO_LEVEL.get(framework))
+    return replace(limits, allowed=allowed, two_level=engine.two_level_zero)
 
 
 @dataclass(frozen=True)
@@ -59,10 +41,9 @@ class Launch:
 
 
 def launches(
-    candidate: Candidate, model: Model, global_batch: int, overlap: bool, cluster: str, plan: str, hybrid_s: float = 0.0
+    candidate: Candidate, model: Model, global_batch: int, overlap: bool, cluster: str, plan: str
 ) -> dict[str, Launch]:
-    """How to start `candidate`, by framework; cluster and plan: the files' names, plan "" where none is written.
-    hybrid_s: of its step with FSDP's shards inside clusters, 0 where that is not known."""
+    """How to start `candidate`, by framework; cluster and plan: the files' names, plan "" where none is written."""
     shape, holmes = candidate.shape, added(candidate, cluster, plan)
     own_layers = added(candidate, cluster, plan, layers=False)
     overlapped = ["--holmes-overlap", "on" if overlap else "off"]
@@ -81,7 +62,7 @@ def launches(
         "deepspeed": Launch(tuple(ds_flags), {**config, **own}, lacks),
         "megatron-deepspeed": Launch(tuple(both), config, lacks),
         "ddp": Launch(tuple(holmes), lacks=_limited(candidate, "ddp")),
-        "fsdp2": Launch(tuple(holmes), lacks=_limited(candidate, "fsdp2"), script=_fsdp2_script(candidate, hybrid_s)),
+        "fsdp2": _fsdp2(candidate, holmes),
         "torch": Launch(tuple(own_layers), lacks=_limited(candidate, "torch"), script=_torch_script(candidate)),
         "torchtitan": _torchtitan(candidate, global_batch, own_layers),
     }
@@ -126,9 +107,9 @@ def _megatron_lm(candidate: Candidate, model: Model, global_batch: int) -> tuple
         flags.append("--use-distributed-optimizer")
     if shape.zero > 1:
         lacks.append(f"ZeRO {shape.zero} (its FSDP is another optimizer; limit zero=0,1)")
-    if candidate.arrangement.order == PIPELINES_FIRST:
+    if candidate.placement.sizes.order == PIPELINES_FIRST:
         flags.append("--use-tp-pp-dp-mapping")
-    ways = list(zip(candidate.arrangement.contents, candidate.reductions))
+    ways = list(zip(candidate.placement.stages, candidate.reductions))
     clusters = {len(content) for content, how in ways if how == "two-level"}
     if clusters and shape.zero == 1 and len(clusters) == 1 and set(candidate.reductions) == {"two-level"}:
         flags += ["--num-distributed-optimizer-instances", str(clusters.pop())]
@@ -155,11 +136,9 @@ def _deepspeed_lacks(candidate: Candidate) -> tuple[str, ...]:
     shape = candidate.shape
     values = (("virtual", shape.virtual), ("context", shape.context), ("expert", shape.expert))
     lacks = [f"{name} size {value} (limit {name}=1)" for name, value in values if value > 1]
-    if "two-level" in candidate.reductions:
-        lacks.append("two-level reduction (limit reduction=flat)")
     if shape.recompute == "selective":
         lacks.append("selective recomputation (limit recompute=none,full)")
-    if candidate.arrangement.order == PIPELINES_FIRST:
+    if candidate.placement.sizes.order == PIPELINES_FIRST:
         lacks.append("pipelines one after the other (limit clusters=pipeline)")
     return tuple(lacks)
 
@@ -167,20 +146,29 @@ def _deepspeed_lacks(candidate: Candidate) -> tuple[str, ...]:
 def _limited(candidate: Candidate, name: str) -> tuple[str, ...]:
     """What a framework cannot do of the plan's shape: "ddp" (DistributedDataParallel: Hugging Face's Trainer,
     Lightning), "fsdp2", "torch" (torch.distributed.pipelining), "torchtitan"."""
-    shape, limits = candidate.shape, LIMITS[name]
+    shape, limits = candidate.shape, ENGINES[name].limits
     return tuple(
         f"{axis} {value} (limit {axis}={','.join(map(str, limits[axis]))})"
         for axis in limits if (value := getattr(shape, axis, None)) is not None and value not in limits[axis]
     )  # fmt: skip
 
 
-def _fsdp2_script(candidate: Candidate, hybrid_s: float) -> str:
-    replicas, data = candidate.replicas, candidate.shape.data
-    if replicas < 2 or data % replicas:
-        return ""
-    mesh = f"a mesh (replicate {replicas}, shard {data // replicas}), or one dimension and --holmes-fsdp hybrid,"
-    steps = f"{hybrid_s:.4g} s a step instead of {candidate.step_s:.4g} s" if hybrid_s else "the job says what it takes"
-    return f"{mesh} keeps shards inside clusters: {steps}, for {replicas} x their memory"
+def _fsdp2(candidate: Candidate, holmes: Sequence[str]) -> Launch:
+    replicas, data = candidate.shape.replicas, candidate.shape.data
+    flags, script = list(holmes), ""
+    if replicas > 1:
+        flags += ["--holmes-fsdp", "hybrid"]
+        mesh = f"(replicate {replicas}, shard {data // replicas})"
+        script = f"one dimension of data parallelism; or a mesh {mesh}, without --holmes-fsdp"
+    return Launch(tuple(flags), lacks=_limited(candidate, "fsdp2"), script=script)
+
+
+def replicas_of(candidate: Candidate) -> int:
+    """Clusters over which each stage's data-parallel groups lie, in equal parts; 1 where no group crosses, 0 where the
+    parts or the stages differ."""
+    contents = candidate.placement.stages
+    found = {len(content) if len({ranks for _, ranks in content}) == 1 else 0 for content in contents}
+    return found.pop() if len(found) == 1 else 0
 
 
 def schedule_of(candidate: Candidate) -> str:
@@ -193,7 +181,7 @@ def _torch_script(candidate: Candidate) -> str:
     if shape.pipeline == 1:
         return ""
     sizes = [f"pp {shape.pipeline}", f"dp {shape.data}"]
-    mesh = ", ".join(sizes[::-1] if candidate.arrangement.order == PIPELINES_FIRST else sizes)
+    mesh = ", ".join(sizes[::-1] if candidate.placement.sizes.order == PIPELINES_FIRST else sizes)
     stages = f"{schedule_of(candidate)} with {shape.virtual} stage{'s' * (shape.virtual > 1)} on each rank"
     layers = "" if len(set(candidate.split)) == 1 else f"; layers {' '.join(map(str, candidate.split))}"
     return f"a mesh ({mesh}), outermost first; {stages}, {shape.micro_batches} x {shape.micro_batch} sequences{layers}"
@@ -202,12 +190,12 @@ def _torch_script(candidate: Candidate) -> str:
 def _torchtitan(candidate: Candidate, global_batch: int, holmes: list[str]) -> Launch:
     """Version 0.3.0's names."""
     shape, lacks = candidate.shape, list(_limited(candidate, "torchtitan"))
-    replicas = 1
+    replicas = shape.replicas
     if "two-level" in candidate.reductions:
-        replicas = candidate.replicas if set(candidate.reductions) == {"two-level"} else 0
+        replicas = replicas_of(candidate) if set(candidate.reductions) == {"two-level"} else 0
         if not replicas or shape.data % replicas:
             lacks.append("two-level reduction over unequal clusters, or of some stages only (limit reduction=flat)")
-    if candidate.arrangement.order == PIPELINES_FIRST:
+    if candidate.placement.sizes.order == PIPELINES_FIRST:
         lacks.append("pipelines one after the other (limit clusters=pipeline)")
     degrees = {
         "data_parallel_replicate": replicas, "data_parallel_shard": shape.data // max(1, replicas),

@@ -30,13 +30,16 @@ KEPT = {
     ("docs/trouble.md", "node  fast NICs"): "holmes doctor over four nodes: tests/doctor/test_side_by_side.py",
     ("docs/clusters.md", "version = 2"): "a cluster.toml: tests/cluster/test_spec.py reads one with these keys",
     ("docs/clusters.md", "[[between]]"): "the same",
+    ("docs/schedulers/slurm.md", "PARTITION AVAIL"): "what sinfo prints in a lab of slurm_8_ib_6_roce.toml",
+    ("docs/schedulers/slurm.md", "holmes discover: cluster.toml"): "the command's: tests/cli/test_discover_from.py",
+    ("docs/schedulers/mpi.md", "ib01 slots=8"): "a hostfile",
     ("docs/how.md", "cluster  ->  plan"): "a picture",
     ("docs/how.md", "holmes_ext/cluster     what there is"): "folders: tests/test_docs.py looks for each",
     ("docs/numbers.md", '{"machine": ...'): "a form: benchmarks/harness.py writes it",
 }
 #: Programs of others in commands, whose own options nobody here knows.
 OTHERS = {"git", "cd", "pip", "curl", "srun", "torchrun", "deepspeed", "accelerate", "mpirun", "export", ".", "bash",
-          "hostname", "apt-get", "grep"}
+          "hostname", "apt-get", "grep", "sinfo", "sbatch", "kubectl", "docker"}
 
 
 def blocks(text: str) -> list[list[str]]:

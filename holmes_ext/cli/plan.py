@@ -18,18 +18,19 @@ from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.document import load_toml
 from holmes_ext.errors import HolmesError
-from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan, costs_of
 from holmes_ext.plan.cost.links import Links
-from holmes_ext.plan.cost.nodes import step_seconds
+from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import Estimate, uniform
-from holmes_ext.plan.cost.stages import predict
+from holmes_ext.plan.cost.price import Prices
+from holmes_ext.plan.cost.rank_model import RankModel
+from holmes_ext.plan.cost.stages import estimate, predict
 from holmes_ext.plan.cost.workload import Workload
-from holmes_ext.plan.layout import groups
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import load_profile
+from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.search.as_plan import times
-from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.sizes import Sizes, groups
 from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.report.plan_pictures import draw_partitions
 
@@ -44,7 +45,10 @@ _WORKLOAD = {  # field of Workload -> (option, what it is)
     "context_bytes": ("context-bytes", "bytes passed around a context ring for one micro-batch on one stage"),
     "copies": ("copies", "tensor ranks that have the same activation to send (1 with sequence parallelism)"),
     "expert_bytes": ("expert-bytes", "bytes sent by one rank in all-to-alls for one micro-batch on one stage"),
+    "activation_width": ("activation-width", "bytes of a number of an activation"),
 }
+#: Whole numbers of these.
+_COUNTS = "micro_batches", "activation_width"
 _ABOUT = """Says where each stage of a job should run, over which network, and what that is worth: for a training
 command after --, for sizes, or searched for a model."""
 _EPILOG = """\
@@ -75,7 +79,7 @@ def add_parser(subparsers: Any) -> None:
     add("--workload", metavar="FILE", help="TOML with keys like the options below (forward_seconds = 0.03, ...)")
     for field in fields(Workload):
         option, text = _WORKLOAD[field.name]
-        kind = int if field.name == "micro_batches" else float
+        kind = int if field.name in _COUNTS else float
         add(f"--{option}", dest=field.name, type=kind, metavar="N", help=text)
     explain.add_arguments(parser)
     experts.add_arguments(parser)
@@ -110,19 +114,22 @@ def run(args: argparse.Namespace) -> int:
     if known is not None and workload is not None:
         given = "--model or --profile says what the model computes and sends"
         raise HolmesError(f"{given}; give it or --workload (--gradient-bytes, ...), not both")
-    overlap = args.overlap == "on"
-    options = Options(inflight="auto" if job.hides else "off")
-    plan = build_plan(site, sizes, workload, args.partition, model, args.alpha, overlap, (), profile, links, options)
-    alone = None
+    how = args.partition, model, args.alpha, job.overlap, (), profile, links, job.options
+    plan = build_plan(site, sizes, workload, *how, engine=job.engine)
+    alone, network = None, Network(site, links)
     if model is not None and profile is None and plan.sizes is not None:
-        alone = search.alone(plan, site, links, job, model, overlap)
+        alone = search.alone(plan, network, job, model)
         plan = replace(plan, predicted=plan.predicted | times(alone, alone.best))
     starts = search_table.launches_of(alone, args, job) if alone else {}
     if args.output:
         plan.save(args.output)
-    costs = None
-    if known is not None and plan.sizes is not None:
-        costs = costs_of(measured, plan.nodes, plan.sizes, model, overlap, profile, job.hides)
+    costs = prices = None
+    if plan.sizes is not None:
+        rules = rules_of(job.engine, job.options, job.direct)
+        prices = Prices(network, RankModel.of_workload(plan.workload, plan.sizes), rules)
+        placement = network.placement(plan.nodes, plan.sizes)
+        if known is not None:
+            costs = costs_of(prices, placement, model, profile, job.overlap)
     if (args.explain or args.picture) and costs is None:
         raise HolmesError("--explain needs the parallel sizes: give --sizes pipeline=N")
     found = explain.outcomes(costs, args.alpha) if costs and (args.explain or args.picture) else {}
@@ -137,8 +144,9 @@ def run(args: argparse.Namespace) -> int:
         job.show(Screen())
         if costs is not None:
             step = predict(costs, plan.stage_layers or uniform(costs.blocks, costs.stages))
-        elif plan.sizes is not None:
-            step = step_seconds(measured, plan.nodes, plan.sizes, workload)
+        elif prices is not None:
+            by_stage = prices.costs(placement)
+            step = estimate(by_stage, (1,) * by_stage.stages)
         _show(measured, plan, step, nominal=workload is None and known is None)
         show_wan(measured, spec.notes)
         if alone:
@@ -163,7 +171,7 @@ def load_workload(path: str) -> dict[str, Any]:
     """Fields of Workload from a TOML file whose keys are the options' names with underscores."""
     table, given = load_toml(path, "name a TOML file"), {}
     for name, (option, _) in _WORKLOAD.items():
-        value = table.take(option.replace("-", "_"), int if name == "micro_batches" else float, None)
+        value = table.take(option.replace("-", "_"), int if name in _COUNTS else float, None)
         if value is not None:
             given[name] = value
     table.done()
@@ -201,8 +209,9 @@ def _show(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:
     screen.table(columns, rows, _title(plan, plan.sizes))
     for straddle in plan.straddling:
         which = f"{straddle.kind} group{'s straddle' if straddle.groups > 1 else ' straddles'}"
-        text = f"! {straddle.groups} {which} (one has {', '.join(straddle.example)})"
-        screen.line(f"{text}: on {straddle.fabric}, costs {straddle.seconds:.3g} s a step", "yellow")
+        text = f"! {straddle.groups} {which} (one has {', '.join(straddle.example)}): on {straddle.fabric}"
+        costs = f"costs {straddle.seconds:.3g} s a step" if straddle.seconds else "no slower than inside clusters"
+        screen.line(f"{text}, {costs}", "yellow")
     if not plan.straddling:
         screen.line("no data-, tensor-, context- or expert-parallel group leaves its fabric", "green")
     if (slices := max((edge.slices for edge in plan.traffic_of().edges), default=1)) > 1:

@@ -13,10 +13,11 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.doctor.frameworks import check_megatron_deepspeed, check_script
 from holmes_ext.errors import HolmesError
-from holmes_ext.options import PREFIX, Options, parse_flags
+from holmes_ext.options import PREFIX, Options, meant, parse_flags
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.megatron.command_line import arguments
 from holmes_ext.patches.megatron.command_line.describe import describe
+from holmes_ext.patches.megatron.command_line.refusals import refusals
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.plan import Plan, check_plan, load_plan
 from holmes_ext.plan.search.as_plan import shape_of
@@ -88,7 +89,7 @@ def _check_plan(command: Command, options: Options, rest: list[str], spec: SiteS
         return
     site = site_from_spec(spec)
     plan = check_plan(load_plan(options.plan), site) if options.plan else build_plan(site, sizes)
-    yield from _check_layout(rest, plan)
+    yield from _check_layout(rest, plan, bool(options.plan) or options.partition != "uniform")
     if config is not None and config.digest:
         for line in ds_config.check(config, plan, options.overlap if options.overlap != "auto" else None):
             yield note(config.path, line, "the setting does nothing", "remove it")
@@ -100,10 +101,16 @@ def _check_plan(command: Command, options: Options, rest: list[str], spec: SiteS
     yield from _check_launcher(command, site)
 
 
-def _check_layout(rest: list[str], plan: Plan) -> Iterator[Finding]:
-    """Whether batch, layers and chunks that the flags name divide under the plan's sizes."""
+def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Finding]:
+    """Whether batch, layers, heads and chunks that the flags name divide under the plan's sizes, and words that look
+    like holmes's own flags."""
     said = describe(rest)
+    for word in said.unknown:
+        if near := meant(word):
+            yield problem(word, f"did you mean {near}?", "holmes does not read it", "write it so")
     if said.model is not None and plan.sizes is not None:
+        for line in refusals(said, plan.sizes, plan.world_size, partitioned):
+            yield problem("the command", line, "the framework ends with an error", "change it as the line says")
         try:
             shape_of(said.model, plan.sizes, said.zero, said.virtual)
         except HolmesError as error:

@@ -10,15 +10,21 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.nodes import clusters_of_stages, costs_on_site, step_seconds, stock_fabric
+from holmes_ext.plan.cost.network import Network, stock_fabric
 from holmes_ext.plan.cost.pipeline import Estimate, uniform
-from holmes_ext.plan.cost.stages import StageCosts, predict
+from holmes_ext.plan.cost.price import Prices, price
+from holmes_ext.plan.cost.rank_model import RankModel
+from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
 from holmes_ext.plan.cost.workload import StageLoad, Workload
 from holmes_ext.plan.decide import settle
-from holmes_ext.plan.in_flight import asked_in_flight
-from holmes_ext.plan.placement import place
+from holmes_ext.plan.decisions import asked_in_flight
+from holmes_ext.plan.engine import EngineTraits
+from holmes_ext.plan.placement.orders import launched
+from holmes_ext.plan.placement.place import fastest_first, place
+from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.profile import Profile, check_profile, measured_costs
+from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.search import partition as stages
 from holmes_ext.plan.sizes import Sizes
 
@@ -36,21 +42,25 @@ def build_plan(
     links: Links = Links(),
     options: Options = Options(),
     basis: str = "",
+    engine: EngineTraits = EngineTraits(),
 ) -> Plan:
     """The plan for a job of `sizes` on `site`; with sizes None only the order of the nodes, and what follows for the
     group of all ranks.
 
-    partition: how layers go to stages (plan/search/partition.py), of `model`; "uniform" leaves them to the framework.
-    alpha: of "speed"; overlap: gradients are reduced under the last backward. stage_layers: the layers of each stage,
-    as the user lists them. links: what was measured of the networks; times and the choice among them follow it.
-    options: what the user asked of reductions (overlap, bucket, compress) and edges (inflight). basis: where `workload`
-    comes from.
+    Args:
+        workload: What a rank does, where no model is given; basis: where that comes from.
+        partition: How layers go to stages (plan/search/partition.py), of `model`; "uniform" leaves them to the
+            framework. alpha: of "speed".
+        overlap: Gradients are reduced under the last backward.
+        stage_layers: The layers of each stage, as the user lists them.
+        profile: What a job measured; its seconds in place of the model's.
+        links: What was measured of the networks; times and the choice among them follow it.
+        options: What the user asked of reductions and edges.
 
     predicted, in seconds for each step: step_seconds, reduction_seconds (of the slowest stage),
-    exposed_reduction_seconds (after the first stage's last backward), and the first two with the prefix stock_ for the
-    launcher's order with all traffic on stock_fabric(site). With a model the times are its own, with a profile those
-    measured (and a model's memory, where both are given). HolmesError when the sizes do not multiply to the world size,
-    or the partition cannot be made.
+    exposed_reduction_seconds (after the first stage's last backward), and the first two with the prefix stock_ for
+    the launcher's order with all traffic on stock_fabric(site). HolmesError when the sizes do not multiply to the
+    world size, or the partition cannot be made.
     """
     if profile is not None:
         check_profile(profile, site, sizes, model)
@@ -60,60 +70,70 @@ def build_plan(
     sizes = sizes.complete(site.world_size, site.processes) if sizes is not None else None
     if workload is None and model is not None and sizes is not None:
         workload, basis = model.workload(sizes), model.source
-    measured = links.site(site)
-    placement = place(measured, sizes, workload)
-    launched = [node.name for node in site.nodes]
-    predicted: dict[str, float] = {}
-    loads: tuple[StageLoad, ...] = ()
-    if sizes is not None and placement.predicted is not None:
-        stock = step_seconds(measured, launched, sizes, workload, only=stock_fabric(measured))
-        predicted = {
-            "step_seconds": placement.predicted.step_s,
-            "reduction_seconds": max(placement.predicted.reduction_s),
-            "exposed_reduction_seconds": placement.predicted.waited_s,
-            "stock_step_seconds": stock.step_s,
-            "stock_reduction_seconds": max(stock.reduction_s),
-        }
+    network, plan = Network(site, links), Plan(site.digest, tuple(node.name for node in site.nodes), site.processes)
+    if sizes is None:
+        plan = replace(plan, nodes=fastest_first(network), stage_layers=tuple(stage_layers), partition=partition)
+        return settle(plan, site, options, links, workload, basis or NOMINAL, engine)
+    rules = rules_of(engine, options)
+    if workload is None:  # nobody knows what hides edges then, and what fits
+        rules = replace(rules, hide_edges=False)
+    prices = Prices(network, RankModel.of_workload(workload or Workload(), sizes), rules)
+    placement = place(prices, sizes)
+    predicted, loads, split = _compared(prices, placement), tuple[StageLoad, ...](), tuple(stage_layers)
     if stage_layers:
         partition = "explicit"
-    elif (model is not None or profile is not None) and sizes is not None:
-        costs = costs_of(measured, placement.nodes, sizes, model, overlap, profile, options.inflight != "off")
+    elif model is not None or profile is not None:
+        costs = costs_of(prices, placement, model, profile, overlap)
         split = stages.partition(partition, costs, alpha)
         loads = costs.loads(split)
-        predicted |= _times(predict(costs, split, asked_in_flight(options, sizes.pipeline, costs.micro_batches)))
+        asked = asked_in_flight(options, sizes.pipeline, costs.micro_batches)
+        predicted |= _times(predict(costs, split, asked))
         if profile is None and model is not None:
-            by_stage = costs_on_site(measured, launched, sizes, model, only=stock_fabric(measured))
-            times = _times(predict(by_stage, uniform(costs.blocks, costs.stages)))
+            by_stage = price(*_stock(prices, sizes), RankModel.of(model, sizes))
+            times = _times(predict(by_stage, uniform(by_stage.blocks, by_stage.stages)))
             predicted |= {key: value for name, value in times.items() if (key := f"stock_{name}") in predicted}
-        stage_layers = split if partition != "uniform" else ()
-    plan = Plan(
-        site_digest=site.digest,
-        nodes=placement.nodes,
-        processes=site.processes,
-        sizes=sizes,
-        straddling=placement.straddling,
-        stage_layers=tuple(stage_layers),
-        loads=loads,
-        partition=partition,
+        split = split if partition != "uniform" else ()
+    plan = replace(
+        plan, nodes=placement.names, sizes=sizes, stage_layers=split, loads=loads, partition=partition,
         predicted=predicted,
-    )
-    return settle(plan, site, options, links, workload, basis or (NOMINAL if workload is None else "given"))
+    )  # fmt: skip
+    return settle(plan, site, options, links, workload, basis or (NOMINAL if workload is None else "given"), engine)
+
+
+def _compared(prices: Prices, placement: Placement) -> dict[str, float]:
+    """The step, and stock's."""
+    sizes = placement.sizes
+    costs, ones = prices.costs(placement), (1,) * sizes.pipeline
+    found = _times(estimate(costs, ones))
+    stock, order = _stock(prices, sizes)
+    times = _times(estimate(Prices(stock, prices.job).costs(order), ones))
+    found |= {f"stock_{name}": value for name, value in times.items() if name != "exposed_reduction_seconds"}
+    return found
+
+
+def _stock(prices: Prices, sizes: Sizes) -> tuple[Network, Placement]:
+    """The launcher's order, with all traffic on the network that all nodes share."""
+    site, links = prices.network.site, prices.network.links
+    network = Network(site, links, stock_fabric(site))
+    return network, launched(network, sizes)
 
 
 def costs_of(
-    site: Site, nodes: Sequence[str], sizes: Sizes, model: Model | None, overlap: bool, profile: Profile | None,
-    hides: bool = True,
+    prices: Prices, placement: Placement, model: Model | None, profile: Profile | None, overlap: bool
 ) -> StageCosts:
-    """Of `model`, or as measured (one is given); the memory always comes from the model. hides: as many micro-batches
-    are under way as hide the pipeline's edges."""
+    """Of `model`, or as measured (one is given); the memory always comes from the model."""
+    network, sizes, rules = prices.network, placement.sizes, replace(prices.rules, overlap=overlap)
+    if model is not None and model.layers < sizes.pipeline:
+        what = f"{model.layers} layers are too few for {sizes.pipeline} pipeline stages"
+        raise HolmesError(f"{model.source}: {what}; every stage needs one")
+    memory = price(network, placement, RankModel.of(model, sizes), rules) if model is not None else None
     if profile is None:
-        assert model is not None
-        return costs_on_site(site, nodes, sizes, model, overlap, hides=hides)
-    costs = measured_costs(profile, clusters_of_stages(site, nodes, sizes), overlap)
-    costs = costs if hides else replace(costs, hidden=None)
-    if model is None:
+        assert memory is not None
+        return memory
+    costs = measured_costs(profile, [network.clusters(content) for content in placement.stages], overlap)
+    costs = costs if rules.hide_edges else replace(costs, hidden=None)
+    if memory is None:
         return costs
-    memory = costs_on_site(site, nodes, sizes, model, overlap)
     state, kept = (tuple(memory.by_layer(row)) for row in (memory.state_bytes, memory.kept_bytes))
     limits, working = memory.limit_bytes, memory.working_bytes
     return replace(costs, state_bytes=state, kept_bytes=kept, limit_bytes=limits, working_bytes=working)

@@ -17,7 +17,7 @@ from math import ceil
 
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.plan.cost.across import hop_loads
-from holmes_ext.plan.reductions import SHARES
+from holmes_ext.plan.cost.reductions.two_levels import SHARES
 from holmes_ext.plan.simulate.rounds import Runner, simulate_round
 
 #: There and back, in a round.

@@ -20,11 +20,12 @@ from holmes_ext.cluster.wan import Wan
 from holmes_ext.document import Table, load_json, parse_json, save
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.workload import StageLoad, Workload
-from holmes_ext.plan.layout import KINDS, groups
-from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.sizes import KINDS, Sizes, groups
 from holmes_ext.plan.traffic import CARRIERS, VERBS, PlannedFabric, Traffic
 
-VERSION = 2
+VERSION = 3
+#: That are read.
+VERSIONS = (1, 2, VERSION)
 #: `basis` of a plan whose model nobody told.
 NOMINAL = "nominal"
 ADVICE = "`holmes plan` writes one"
@@ -45,27 +46,29 @@ class Straddle:
 class Plan:
     """Node order, networks, reductions and stages of one job on one site.
 
-    fabrics: in the order of preference. clusters: nodes of each; wan: the network between them. traffic: see
-    plan/traffic.py. workload: of which `basis` ("nominal", or where the model came from) the decisions were made with;
-    loads: of each stage, () where the model is not known. stage_layers: layers of each pipeline stage, () when the
-    framework decides. predicted: seconds, by name. A plan of version 1 has no fabrics: plan/decide.py, settle() adds
-    what it lacks.
+    A plan of version 1 has no fabrics, one of version 2 no traffic: plan/decide.py, settle() adds what it lacks.
     """
 
     site_digest: str
     nodes: tuple[str, ...]
     processes: int
     sizes: Sizes | None = None
+    #: In the order of preference.
     fabrics: tuple[PlannedFabric, ...] = ()
+    #: Nodes of each, and the network between them.
     clusters: dict[str, tuple[str, ...]] = field(default_factory=dict)
     wan: Wan = Wan()
     traffic: tuple[Traffic, ...] = ()
+    #: The decisions were made with it; basis: NOMINAL, or where the model came from.
     workload: Workload = Workload()
     basis: str = NOMINAL
+    #: Of each stage; () where the model is not known.
     loads: tuple[StageLoad, ...] = ()
     straddling: tuple[Straddle, ...] = ()
+    #: Of each pipeline stage; () where the framework decides.
     stage_layers: tuple[int, ...] = ()
     partition: str = "uniform"
+    #: Seconds, by name.
     predicted: dict[str, float] = field(default_factory=dict)
     source: str = "computed at start-up"
 
@@ -190,12 +193,17 @@ def parse_plan(text: str, source: str) -> Plan:
 
 
 def _plan(top: Table) -> Plan:
-    if (version := top.take("version", int)) not in (1, VERSION):
-        raise HolmesError(f"{top.at('version')} is {version}; this holmes_ext reads versions 1 and {VERSION}")
+    version = top.take("version", int)
+    if version not in VERSIONS:
+        known = ", ".join(map(str, VERSIONS[:-1]))
+        raise HolmesError(f"{top.at('version')} is {version}; this holmes_ext reads versions {known} and {VERSION}")
+    digest, given = top.take("digest", str), {}
     if version == 1:
-        top.table("transports")  # they follow from what settle() adds
-    digest = top.take("digest", str)
-    plan = top.into(Plan, source=top.source)
+        top.table("transports")
+    elif version == 2:
+        top.tables("traffic")
+        given["traffic"] = ()  # it follows from the rest: settle()
+    plan = top.into(Plan, source=top.source, **given)
     if digest != _digest({key: value for key, value in top.values.items() if key != "digest"}):
         way_out = "the file was edited or cut; make it again with `holmes plan`"
         raise HolmesError(f"{top.at('digest')} does not match: {way_out}")

@@ -1,13 +1,5 @@
 """Weights sharded over a data-parallel group (FSDP, ZeRO 3): what their collectives take, over all its clusters and
-inside each.
-
-    over everything    every unit (layer) all-gathers its weights in the forward and again in the backward pass, and
-                       reduce-scatters its gradients: 3 (n-1)/n of the weights through each NIC, on the network of all
-    inside clusters    the same on each cluster's own fabric; then the owners of a shard, one in each of C clusters,
-                       all-reduce it across (HSDP). A rank keeps C times as much
-
-Rings (plan/cost/network.py); gloo's reduce-scatter moves as much as an all-reduce.
-"""
+inside each (plan/cost/reductions/sharded.py)."""
 
 from __future__ import annotations
 
@@ -15,29 +7,49 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.network import FREE, Price, all_reduce
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.cost.reductions.sharded import Sharded, inside_clusters, owners
+from holmes_ext.plan.decide import site_of
+from holmes_ext.plan.placement.families import family_of
 from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.words import some_of
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """What is sharded. units: that are gathered one by one. weight_bytes: of all units, as they travel; again: the part
-    that the backward pass gathers once more, 0 to 1; gradient_bytes: as they travel."""
+class ShardedWeights:
+    """What is sharded."""
 
+    #: That are gathered one by one.
     units: int
+    #: Of all units, as they travel.
     weight_bytes: float
     gradient_bytes: float
+    #: Part of the weights that the backward pass gathers again.
     again: float = 1.0
 
-    def seconds(self, ranks: int, network: Price, carrier: str) -> float:
-        """Of one step's gathers and reduce-scatters among `ranks`; network: a ring all-reduce's price there."""
-        if ranks == 1:
-            return 0.0
-        gathers, scatter = 0.5 * (1 + self.again), 1.0 if carrier == SOCKETS else 0.5
-        latency = self.units * (gathers + scatter) * network.latency_s
-        return latency + network.byte_s * (gathers * self.weight_bytes + scatter * self.gradient_bytes)
+
+def sharded_seconds(
+    plan: Plan, ranks: Sequence[int], what: ShardedWeights, carrier: str, hybrid: bool = False
+) -> float:
+    """Of a step's gathers and reduce-scatters, weights sharded over all `ranks`; hybrid: inside their clusters
+    (boxes()), and summed across them."""
+    network = Network(site_of(plan, carrier))
+    sizes = Sizes().complete(plan.world_size)
+    family = family_of(network.placement(plan.nodes, sizes), ranks)
+    if family.ranks == 1:
+        return 0.0
+    parts = inside_clusters(network, family) if hybrid else []
+    rings = [network.ring(part, 1) for part in parts or [family]]
+    reduction = Sharded(
+        max(rings, key=lambda ring: ring.price.byte_s), zero=3, again=what.again,
+        weights=what.weight_bytes / what.gradient_bytes, scatter_part=1.0 if carrier == SOCKETS else 0.5,
+        across=network.ring(owners(network, family), 1) if parts else None,
+        shards=parts[0].ranks if parts else 1,
+    )  # fmt: skip
+    unit = what.gradient_bytes / what.units
+    return what.units * (reduction.forward.seconds(unit) + reduction.backward.seconds(unit))
 
 
 def boxes(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
@@ -50,24 +62,6 @@ def boxes(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
             " box; start as many nodes in each"
         )
     return list(clusters.values())
-
-
-def sharded_seconds(plan: Plan, ranks: Sequence[int], what: Sharded, carrier: str) -> float:
-    """Of a step's collectives, weights sharded over all `ranks`."""
-    fabric = plan.fabric_of(ranks, carrier)
-    return what.seconds(len(ranks), all_reduce(len(ranks), fabric) if fabric else FREE, carrier)
-
-
-def hybrid_seconds(plan: Plan, clusters: Sequence[Sequence[int]], what: Sharded, carrier: str) -> float:
-    """The same, sharded inside `clusters` (equal ones) and summed across them; the ranks of a node share its NIC."""
-    count, size = len(clusters), len(clusters[0])
-    inside = max(sharded_seconds(plan, members, what, carrier) for members in clusters)
-    owners = [members[0] for members in clusters]
-    fabric = plan.fabric_of(owners, carrier)
-    if fabric is None:
-        return inside
-    across = all_reduce(count, fabric, min(plan.processes, size))
-    return inside + what.units * across.latency_s + across.byte_s * what.gradient_bytes / size
 
 
 def straddling_rows(plan: Plan, rows: Sequence[Sequence[int]]) -> str:

@@ -11,11 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from holmes_ext.errors import HolmesError
 
 AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
+#: What each kind of group runs over. Gradients are reduced over data x context (megatron.core's dp_cp group).
+KINDS = {"data": ("dp", "cp"), "tensor": ("tp",), "context": ("cp",), "expert": (), "pipeline": ("pp",)}
+#: The kinds that placement keeps inside one fabric.
+INSIDE = ("data", "tensor", "context", "expert")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 #: Where whole pipelines follow each other (Megatron-LM's --use-tp-pp-dp-mapping).
 PIPELINES_FIRST = "tp-cp-ep-pp-dp"
@@ -50,7 +55,7 @@ class Sizes:
             size = getattr(self, named[absent[0]])
             raise HolmesError(f"order {self.order!r} lacks {absent[0]}, whose size is {size}")
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """Innermost first, without the expert axis (it subdivides the others)."""
         named = [axis for axis in self.order.split("-") if axis != "ep"]
@@ -110,6 +115,52 @@ class Sizes:
     def stage(self, rank: int) -> int:
         """Pipeline stage of `rank`."""
         return rank // self.strides()["pp"] % self.pipeline
+
+
+def groups(sizes: Sizes, kind: str) -> list[tuple[int, ...]]:
+    """The ranks of every group of `kind` (a key of KINDS), in the order of first ranks; of complete sizes."""
+    strides = sizes.strides()
+    if kind == "expert":
+        return _expert_groups(sizes, strides)
+    members = _span(strides, {axis: sizes.size(axis) for axis in KINDS[kind]})
+    firsts = _span(strides, {axis: sizes.size(axis) for axis in AXES if axis not in KINDS[kind]})
+    return [tuple(first + member for member in members) for first in firsts]
+
+
+def expert_grid(sizes: Sizes) -> tuple[dict[str, int], dict[str, int]]:
+    """(sizes, strides) of a second grid over the ranks of each stage, without a context axis, whose "ep" is an
+    expert-parallel group.
+
+    megatron.core.parallel_state makes it with the expert tensor size, which is the tensor size unless the user
+    says otherwise; here 1 where expert x tensor does not divide a stage.
+    """
+    tensor = sizes.tensor if (sizes.data * sizes.context) % sizes.expert == 0 else 1
+    ranks = sizes.data * sizes.context * sizes.tensor
+    grid = {"tp": tensor, "ep": sizes.expert, "dp": ranks // (tensor * sizes.expert)}
+    named = [axis for axis in sizes.order.split("-") if axis in grid]
+    strides, step = {}, 1
+    for axis in dict.fromkeys((*named, *grid)):
+        strides[axis] = step
+        step *= grid[axis]
+    return grid, strides
+
+
+def _expert_groups(sizes: Sizes, whole: dict[str, int]) -> list[tuple[int, ...]]:
+    grid, strides = expert_grid(sizes)
+    stage = _span(whole, {axis: sizes.size(axis) for axis in AXES if axis != "pp"})
+    members = _span(strides, {"ep": grid["ep"]})
+    firsts = _span(strides, {"tp": grid["tp"], "dp": grid["dp"]})
+    local = [[stage[first + member] for member in members] for first in firsts]
+    shifts = [index * whole["pp"] for index in range(sizes.pipeline)]
+    return sorted(tuple(rank + shift for rank in own) for own in local for shift in shifts)
+
+
+def _span(strides: dict[str, int], sizes: dict[str, int]) -> list[int]:
+    """All sums of coordinate x stride, ascending."""
+    ranks = [0]
+    for axis, size in sizes.items():
+        ranks = [rank + index * strides[axis] for rank in ranks for index in range(size)]
+    return sorted(ranks)
 
 
 def _listed(values: Sequence[int]) -> str:

@@ -29,58 +29,58 @@ class PlannedFabric(Fabric):
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the gradients of one pipeline stage are averaged.
+    """How the gradients of one pipeline stage are averaged."""
 
-    overlap: under the last backward pass. bucket_bytes: of gradients that travel together in one ring. clusters: where
-    their names stand, a group that lies on several of them sums in two levels what has two_level_from bytes or more, in
-    buckets of chunk_bytes; compress: what crosses then ("off", "bf16", "int8"). across: how, where it is not directly;
-    streams: connections that each pair of ranks shares out what crosses over (gloo groups).
-    """
-
+    #: Under the last backward pass.
     overlap: bool
+    #: Of gradients that travel together in one ring.
     bucket_bytes: int
+    #: A group that lies on several of them sums in two levels; () for one ring.
     clusters: tuple[str, ...] = ()
+    #: What it has in a step, from which on that is worth it; in buckets of chunk_bytes.
     two_level_from: int = 0
     chunk_bytes: int = 0
+    #: What crosses then: "off", "bf16", "int8".
     compress: str = "off"
+    #: How it crosses, where that is not directly.
     across: Across | None = None
+    #: Connections over which each pair of ranks shares out what crosses (gloo groups).
     streams: int = 1
 
 
 @dataclass(frozen=True)
 class Edge:
-    """Two neighbouring stages; one entry for each pipeline group, in their order, or one where all are the same.
-
-    fabrics: of the pair of ranks. own: where the pair gets a group of its own: "world" in frameworks that send over the
-    group of all ranks (DeepSpeed), "pipeline" in those that send over the pipeline group (megatron-core),
-    "pipeline+world" in both, "" in none. slices: tensor ranks that share out what each of them has to send. narrow:
-    what activations and gradients are rounded to on their way ("off", "bf16", "int8").
-    """
+    """Two neighbouring stages; one entry for each pipeline group, in their order, or one where all are the same."""
 
     stages: tuple[int, ...]
+    #: Of the pair of ranks.
     fabrics: tuple[str, ...]
+    #: Where the pair gets a group of its own: "world" in frameworks that send over the group of all ranks,
+    #: "pipeline" in those that send over the pipeline group, "pipeline+world" in both, "" in none.
     own: tuple[str, ...]
+    #: Tensor ranks that share out what each of them has to send.
     slices: int = 1
+    #: What activations and gradients are rounded to on their way: "off", "bf16", "int8".
     narrow: str = "off"
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The decisions for groups that one of `carriers` carries.
-
-    transports: for each kind of group the fabric of every group, in the order of first ranks; one entry where they
-    share one. reductions: by stage, one entry where the sizes are not known. edges: of the pipeline. in_flight:
-    micro-batches that each stage begins before its first backward ends, where sends do not block; () where the
-    framework's own schedule runs. tied: names of the clusters between which gradients of a weight that the first and
-    the last stage share are summed in two levels; () where each rank does it with its twin, as frameworks do.
-    """
+    """The decisions for groups that one of `carriers` carries."""
 
     carriers: tuple[str, ...]
+    #: Kind of group -> the fabric of every group, in the order of first ranks; one entry where they share one.
     transports: dict[str, tuple[str, ...]]
+    #: By stage; one entry where the sizes are not known.
     reductions: tuple[Reduction, ...]
+    #: Of the pipeline.
     edges: tuple[Edge, ...] = ()
+    #: Micro-batches that each stage begins before its first backward ends, where sends do not block; () where the
+    #: framework's own schedule runs.
     in_flight: tuple[int, ...] = ()
-    tied: tuple[str, ...] = ()
+    #: Of gradients of a weight that the first and the last stage share, in two levels; None where each rank sums
+    #: with its twin, as frameworks do.
+    tied: Reduction | None = None
 
 
 def same(values: tuple[str, ...]) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from math import cos, inf, pi, sin
 from typing import Any
 
 from holmes_ext.cluster.site import ETHERNET, Site
-from holmes_ext.plan.search.explanation import with_ethernet, with_latency, with_site
-from holmes_ext.plan.search.result import Outcome
+from holmes_ext.plan.search.changed import with_ethernet, with_latency, with_site
+from holmes_ext.plan.search.result import SearchResult
 from holmes_ext.units import format_rate, format_seconds
 
 #: The rates of the what-if picture: these times those of cluster.toml.
@@ -52,13 +52,13 @@ def draw_clusters(plt: Any, site: Site, colors: tuple[str, ...], paper: str) -> 
     return figure
 
 
-def draw_what_if(plt: Any, outcome: Outcome) -> Any:
+def draw_what_if(plt: Any, result: SearchResult) -> Any:
     """Seconds of the best plan and of stock with its sizes, in closed form, by the rate of the network between clusters
     (flat: of a node's Ethernet) and by its latency."""
-    site, best = outcome.ground.links.site(outcome.ground.site), outcome.best
-    now = outcome.ground.site.fabric_by_name[ETHERNET].rate_bps
+    site, best = result.network.measured, result.best
+    now = result.network.site.fabric_by_name[ETHERNET].rate_bps
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
-    by_rate = [with_ethernet(outcome, best, factor) for factor in FACTORS]
+    by_rate = [with_ethernet(result, best, factor) for factor in FACTORS]
     times = [f"{factor:g}" if factor >= 1 else f"1/{1 / factor:g}" for factor in FACTORS]
     names = times if site.wan else [f"{now * factor / 1e9:.3g}" for factor in FACTORS]
     _curves(left, FACTORS, by_rate, "times the rates of cluster.toml" if site.wan else "Ethernet of a node, Gb/s")
@@ -66,7 +66,7 @@ def draw_what_if(plt: Any, outcome: Outcome) -> Any:
     left.text(1, 1, " now", va="top", fontsize=8, color="#808080", transform=left.get_xaxis_transform())
     left.set_xscale("log", base=2)
     left.set_xticks(FACTORS, names)
-    by_latency = [with_site(outcome, best, with_latency(site, seconds)) for seconds in LATENCIES]
+    by_latency = [with_site(result, best, with_latency(site, seconds)) for seconds in LATENCIES]
     _curves(right, LATENCIES, by_latency, "one way between clusters, all links")
     right.set_xscale("log")
     right.set_xticks(LATENCIES, [format_seconds(seconds) for seconds in LATENCIES], fontsize=8)

@@ -12,66 +12,68 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.pipeline import Estimate
 from holmes_ext.plan.cost.stages import StageCosts
-from holmes_ext.plan.search.explanation import CAUSES, stock_like
-from holmes_ext.plan.search.ranking import simulated
-from holmes_ext.plan.search.result import Candidate, Outcome
+from holmes_ext.plan.search.result import Candidate, SearchResult
+from holmes_ext.plan.search.simulated import simulated
+from holmes_ext.plan.search.stock import CAUSES, stock_like
 from holmes_ext.report import between
 from holmes_ext.report.pictures import CLUSTERS, KINDS, PAPER, Row, name_rows, pyplot, timeline, write
 from holmes_ext.units import format_bytes
 from holmes_ext.words import why
 
-#: Of explanation.CAUSES.
+#: Of stock.CAUSES.
 CAUSE_COLORS = dict(zip(CAUSES, (
     "#4c78a8", "#72b7b2", "#7f7f7f", "#bab0ac", "#f2b134", "#e45756", "#b07aa1", "#d62728")))
 
 
-def draw_search(outcome: Outcome, folder: Path) -> list[Path]:
+def draw_search(result: SearchResult, folder: Path) -> list[Path]:
     """Write placement.png, timeline.png, clusters.png and ethernet.png of the best plan; their paths. HolmesError: it
     cannot be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise HolmesError(f"{folder}: the pictures cannot be written: {why(error)}; name another directory") from None
-    return [write(paint(outcome), folder / f"{name}.png", "name another directory") for name, paint in PAINTED.items()]
+    return [write(paint(result), folder / f"{name}.png", "name another directory") for name, paint in PAINTED.items()]
 
 
-def placement(outcome: Outcome) -> Any:
+def placement(result: SearchResult) -> Any:
     """A bar for each stage, as long as its ranks, in the colours of the clusters that hold them."""
-    plt, best, ground, shown = pyplot(), outcome.best, outcome.ground, set()
+    plt, best, network, shown = pyplot(), result.best, result.network, set()
     size = (9, max(2.2, 0.28 * len(best.split) + 1.4))
     figure, axis = plt.subplots(figsize=size, layout="constrained")
-    for stage, content in enumerate(best.arrangement.contents):
+    for stage, content in enumerate(best.placement.stages):
         left = 0
-        for index, ranks in content:
-            label = None if index in shown else ground.site.clusters[index]
+        for kind, ranks in content:
+            name = network.cluster(kind)
+            index = network.site.clusters.index(name)
+            label = None if index in shown else name
             axis.barh(stage, ranks, left=left, color=CLUSTERS[index % len(CLUSTERS)], edgecolor=PAPER, label=label)
             shown.add(index)
             left += ranks
         memory = f"{best.split[stage]} layers, {format_bytes(best.memory_bytes[stage])}"
         axis.text(left * 1.01, stage, f"{memory}, gradients: {best.reductions[stage]}", va="center", fontsize=7)
-    axis.set_xlim(0, ground.world // best.shape.pipeline * 1.5)
+    axis.set_xlim(0, network.world // best.shape.pipeline * 1.5)
     name_rows(axis, [f"stage {stage}" for stage in range(len(best.split))])
     axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     axis.set_xlabel("GPUs of the stage")
-    what = f"{best.arrangement.describe(ground)}: predicted step {best.step_s:.4g} s"
+    what = f"{result.describe(best)}: predicted step {best.step_s:.4g} s"
     axis.set_title(what, loc="left", fontsize=10)
     figure.legend(loc="outside lower left", ncols=8, frameon=False, fontsize=8)
     return figure
 
 
-def step(outcome: Outcome) -> Any:
+def step(result: SearchResult) -> Any:
     """The simulated step of each stage's first ranks: of this plan, and of stock with its sizes."""
-    panels, stock = {}, stock_like(outcome, outcome.best)
-    for name, (whose, one) in (("this plan", (outcome, outcome.best)), ("stock", stock)):
+    panels, stock = {}, stock_like(result, result.best)
+    for name, (whose, one) in (("this plan", (result, result.best)), ("stock", stock)):
         rows, seconds = _rows_of(whose, one)
         panels[f"{name}: {seconds:.4g} s"] = rows, seconds
-    shape = outcome.best.shape
+    shape = result.best.shape
     chunks = f", {shape.virtual} chunks a stage" if shape.virtual > 1 else ""
     return timeline(panels, f"seconds; {shape.micro_batches} micro-batches{chunks}; empty: waiting for others")
 
 
-def _rows_of(outcome: Outcome, one: Candidate) -> tuple[list[Row], float]:
-    found = simulated(outcome, one)
+def _rows_of(result: SearchResult, one: Candidate) -> tuple[list[Row], float]:
+    found = simulated(result, one)
     rows: dict[int, Row] = {}
     for line in found.ranks:
         own = [span for span in line.spans if span.kind != "idle"]
@@ -98,16 +100,16 @@ def seconds(found: Mapping[str, Mapping[str, float]]) -> Any:
     return figure
 
 
-def clusters(outcome: Outcome) -> Any:
-    return between.draw_clusters(pyplot(), outcome.ground.links.site(outcome.ground.site), CLUSTERS, PAPER)
+def clusters(result: SearchResult) -> Any:
+    return between.draw_clusters(pyplot(), result.network.measured, CLUSTERS, PAPER)
 
 
-def what_if(outcome: Outcome) -> Any:
-    return between.draw_what_if(pyplot(), outcome)
+def what_if(result: SearchResult) -> Any:
+    return between.draw_what_if(pyplot(), result)
 
 
 #: File of --pictures -> its picture.
-PAINTED: dict[str, Callable[[Outcome], Any]] = {
+PAINTED: dict[str, Callable[[SearchResult], Any]] = {
     "placement": placement, "timeline": step, "clusters": clusters, "ethernet": what_if}
 
 

@@ -12,6 +12,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.decide import reduction_of, resized
+from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS, Reduction
@@ -24,6 +25,7 @@ from holmes_ext.runtime.start.launcher import Process
 class Session:
     """State of one activated process. rank: as renumbered; process.rank: as the launcher numbered it. store: the job's,
     None for one process; round: prefix of this start's keys in it. model: of the job, None where nobody told it;
+    engine: what its framework does;
     forced_nets: network -> the file of NCCL's that forces it on all communicators of a node."""
 
     options: Options
@@ -35,6 +37,7 @@ class Session:
     round: str = "holmes/1"
     store: Any = None
     model: Model | None = None
+    engine: EngineTraits = EngineTraits()
     forced_nets: dict[str, str] = field(default_factory=dict)
     _resized: dict[Sizes, Plan] = field(default_factory=dict)
 
@@ -59,7 +62,7 @@ class Session:
         if sizes == self.plan.sizes:
             return self.plan
         if sizes not in self._resized:
-            self._resized[sizes] = resized(self.plan, sizes, self.options, self.model)
+            self._resized[sizes] = resized(self.plan, sizes, self.options, self.model, self.engine)
         return self._resized[sizes]
 
     def stages(self, sizes: Sizes, backend: str) -> tuple[Reduction, ...]:
@@ -72,7 +75,8 @@ class Session:
         """How a group of `ranks` sums gradients, total_bytes of them in a step. compress: in place of
         --holmes-compress."""
         options = self.options if compress is None else replace(self.options, compress=compress)
-        return reduction_of(self.plan, tuple(ranks), carrier_of(backend) or SOCKETS, options, total_bytes)
+        carrier = carrier_of(backend) or SOCKETS
+        return reduction_of(self.plan, tuple(ranks), carrier, options, total_bytes, self.engine)
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,17 @@ class Bench:
     processes: int = 1
     order: tuple[str, ...] = ("a0", "b0", "a1", "b1")
 
-    def __enter__(self) -> Bench:
-        self.file = self.folder / "cluster.toml"
-        self.script = [TRAIN, str(self.folder), "--holmes", "--holmes-cluster", str(self.file)]
+    @property
+    def file(self) -> Path:
+        """cluster.toml."""
+        return self.folder / "cluster.toml"
+
+    def write(self) -> None:
         self.file.write_text(TOML.replace("PROCESSES", str(self.processes)))
+
+    def __enter__(self) -> Bench:
+        self.script = [TRAIN, str(self.folder), "--holmes", "--holmes-cluster", str(self.file)]
+        self.write()
         self.lab = Lab(parse_spec(self.file.read_text(), str(self.file)), login=True)
         self.lab.__enter__()
         try:

@@ -7,10 +7,8 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from holmes_ext.cluster.spec import load_spec
 from integration_tests.launchers.bench import Bench
 
 CASES: dict[str, Callable[[Path], None]] = {}
@@ -283,45 +281,3 @@ def deepspeed_include(folder):
         bench.file.write_text(bench.file.read_text().replace("processes = 2", "processes = 1"))
         bench.run(*deepspeed(bench, "--include", "a0:1@b0:0@b1:1"))
         bench.check(hosts=("a0", "b0", "b1"), each=1)
-
-
-@case
-def holmes_discover_from_slurm(folder):
-    """The clusters, by the features and the topology of the real Slurm; and what its silent munge is worth."""
-    with Bench(folder, ("slurm",), processes=2) as bench:
-        file = folder / "found.toml"
-        rates = ("--rate", "a=2Gb/s", "--rate", "b=1Gb/s", "--rate", "ethernet=400Mb/s")
-        text = bench.run("holmes", "discover", "--from", "slurm", status=2)
-        assert "give --rate a=... --rate b=... --rate ethernet=..." in text and len(text.splitlines()) == 1
-        bench.run("holmes", "discover", "--from", "slurm", *rates, "--output", str(file))
-        found, given = load_spec(file), load_spec(bench.file)
-        assert [replace(cluster, latency_s=0) for cluster in found.clusters] == [
-            replace(cluster, latency_s=0) for cluster in given.clusters]
-        bench.daemons.kill("munged", "login")
-        text = bench.run("holmes", "discover", "--from", "slurm", status=2)
-        assert "Slurm's munge does not answer" in text and len(text.splitlines()) == 1
-
-
-@case
-def holmes_doctor_over_an_allocation(folder):
-    """Of two components; then with a NIC that is silent, and a file that does not know all of the nodes."""
-    with Bench(folder, ("slurm",)) as bench:
-        doctor = ("holmes", "doctor", "--slurm", "--cluster")
-        heterogeneous = ("salloc", "--partition=b", "--nodes=2", ":", "--partition=a", "--nodes=1")
-        text = bench.run(*heterogeneous, *doctor, str(bench.file))
-        assert "3 nodes (" in text and "0 problems, 0 notes" in text
-        bench.lab.set_silent("b1", "roce0", True)
-        text = bench.run("holmes", "doctor", "--slurm=--nodes=4", "--cluster", str(bench.file), status=1)
-        assert "b0 (rank 2, roce0" in text and "does not reach node b1" in text
-        short = folder / "short.toml"
-        short.write_text(bench.file.read_text().replace("b[0-1]", "b0"))
-        text = bench.run("salloc", "--nodes=4", *doctor, str(short), status=2)
-        assert "short.toml: no cluster has node b1 of the allocation" in text and "Traceback" not in text
-
-
-@case
-def holmes_probe_in_srun(folder):
-    with Bench(folder, ("slurm",)) as bench:
-        probe = ("holmes", "probe", "--largest", "0.0625", "--cluster", str(bench.file))
-        bench.run("srun", "--nodes=4", "--ntasks-per-node=1", *probe)
-        assert set(load_spec(bench.file).links) == {"a", "b", "ethernet"}

@@ -8,7 +8,6 @@ start a smaller training in their place.
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from pathlib import Path
 from integration_tests.jobs import ROOT
 from integration_tests.launchers.bench import Bench
 from integration_tests.launchers.cases import agents, case, hostfile
+from integration_tests.megatron.test_megatron_lm import FLAGS, MEGATRON, variables_in
 
 EXAMPLES = ROOT / "examples"
 SMALL = ("--steps", "3", "--layers", "2", "--hidden", "32", "--sequence", "16", "--micro-batches", "2")
@@ -105,17 +105,10 @@ def example_deepspeed(folder):
 @case
 def example_megatron_lm(folder):
     """Of the checkout, through megatron_cpu_shim.py; else what stands in its place takes the same arguments."""
-    from integration_tests.megatron.test_megatron_lm import FLAGS  # its sizes
-
-    checkout = os.environ.get("MEGATRON_LM_DIR")
-    if checkout:
-        from integration_tests.megatron_cpu_shim import write_sitecustomize
-
-        (folder / "site").mkdir()
-        paths = [write_sitecustomize(folder / "site"), checkout, str(ROOT)]
-        variables = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        off = ("--tensor-model-parallel-size", "1", "--lr-warmup-fraction", "0", "--no-bf16")
-        try_slurm(folder, "megatron_lm", Example(f"{checkout}/pretrain_gpt.py", (*FLAGS, *off), (), variables))
+    if MEGATRON:
+        arguments = (*FLAGS, "--tensor-model-parallel-size", "1", "--lr-warmup-fraction", "0")
+        try_slurm(folder, "megatron_lm", Example(f"{MEGATRON}/pretrain_gpt.py", arguments, ("--bf16",),
+                                                 variables_in(folder)))
         return
     script = folder / "pretrain_gpt.py"
     script.write_text(STAND_IN.format(plain=PLAIN, log=folder / "steps.json", small=SMALL))

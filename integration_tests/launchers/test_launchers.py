@@ -4,8 +4,10 @@ The cases (cases.py) run side by side, each in a lab of its own: most of what th
 afterwards is asked here, too. HOLMES_TEST_FULL=1 runs all of them.
 """
 
+import contextlib
 import os
 import shutil
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,8 +15,9 @@ import pytest
 
 from holmes_ext.lab import state
 from integration_tests.jobs import FULL, some
-from integration_tests.launchers import examples  # noqa: F401  more cases
-from integration_tests.launchers.cases import CASES
+from integration_tests.launchers import commands, examples  # noqa: F401  more cases
+from integration_tests.launchers.bench import Bench
+from integration_tests.launchers.cases import CASES, hostfile
 
 SIDE_BY_SIDE = 4
 #: What runs without HOLMES_TEST_FULL=1: every launcher, and what differs most from torchrun.
@@ -37,25 +40,45 @@ def running(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", some(CASES, *CHOSEN))
-def test_launch(running, name):
-    running[name].result()
+def test_launch(running, name, tmp_path):
+    """What the pool made of it; again (--reruns) from the start."""
+    future = running.pop(name, None)
+    if future:
+        future.result()
+    else:
+        CASES[name](tmp_path)
 
 
 def test_nothing_is_left(running):
-    for future in running.values():
+    for future in running.values():  # where pytest was asked for this test alone, or ended early
         future.exception()
+    assert left() == []
+
+
+def test_starts_and_stops_leave_nothing(tmp_path):
+    """50 labs, every other one with Slurm and with sshd and mpirun; without HOLMES_TEST_FULL=1 one of each."""
+    for number in range(50 if FULL else 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with Bench(folder, ("slurm",) if number % 2 else ("ssh",)) as bench:
+            if number % 2:
+                said = bench.run("srun", "--nodes=4", "hostname")
+            else:
+                said = bench.run("mpirun", "--allow-run-as-root", "--hostfile", hostfile(bench), "hostname")
+            assert sorted(said.split()) == ["a0", "a1", "b0", "b1"]
+            assert left()  # a lab that runs is seen
+        assert left() == []
+
+
+def left() -> list[str]:
+    """What there is of this process's labs: folders, processes, mounts, sockets, Open MPI's session folders."""
     own = f"holmes-lab-{os.getuid()}-{os.getpid()}-"
-    assert not [path for path in state.directories() if path.name.startswith(own)]
-    assert not [pid for pid in _daemons() if own in _command(pid)]
-    assert own not in Path("/proc/mounts").read_text()
-
-
-def _daemons():
-    return [path.name for path in Path("/proc").glob("[0-9]*")]
-
-
-def _command(pid):
-    try:
-        return Path("/proc", pid, "cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
+    found = [str(path) for path in state.directories() if path.name.startswith(own)]
+    for table in ("/proc/mounts", "/proc/net/unix"):
+        found += [f"{table}: {line}" for line in Path(table).read_text().splitlines() if own in line]
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            told = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+            if own.encode() in told:
+                found.append(f"process {folder.name}: {told[:200]!r}")
+    return found + [str(path) for path in Path(tempfile.gettempdir()).glob("ompi.*")]

@@ -44,10 +44,16 @@ FLAGS = """
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
+    return variables_in(tmp_path_factory.mktemp("environment"))
+
+
+def variables_in(folder):
     """The shim in every process; `python3` and `python3-config`, which its Makefile calls, of this Python."""
     from megatron_cpu_shim import write_sitecustomize
 
-    site, tools = (tmp_path_factory.mktemp(name) for name in ("site", "bin"))
+    site, tools = folder / "site", folder / "bin"
+    site.mkdir()
+    tools.mkdir()
     (tools / "python3").symlink_to(sys.executable) if not (Path(sys.executable).parent / "python3").exists() else None
     config = tools / "python3-config"
     config.write_text(f"#!/bin/sh\necho {sysconfig.get_config_var('EXT_SUFFIX')}\n")

@@ -1,7 +1,8 @@
-"""Lets torchtitan 0.2.2, which is written for accelerators, train on CPUs; nothing here knows of holmes. On PYTHONPATH.
+"""On PYTHONPATH: torchtitan 0.2.2 and 0.3.0, written for accelerators, train on CPUs; nothing here knows of holmes.
 
     torchtitan/models/moe/kernels.py     imports triton, which torch's CPU build does not bring: no expert runs here
     torch.cpu                            lacks what a device module of an accelerator tells of names and memory
+    FlexAttention (0.3)                  has no backward pass on CPUs: the dense attention of the same mask
     FSDPModule.set_gradient_divide_factor  makes sums PREMUL_SUM, which gloo does not know: divided before and after
 """
 
@@ -41,6 +42,17 @@ def _device(module):
     module.current_device = lambda: 0
 
 
+def _attention(module):
+    from torch.nn.attention.flex_attention import create_mask
+    from torch.nn.functional import scaled_dot_product_attention
+
+    def dense(q, k, v, *, block_mask, scale, enable_gqa, **more):
+        mask = create_mask(block_mask.mask_mod, len(q), None, q.shape[-2], k.shape[-2], device="cpu")
+        return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa), None
+
+    module.FlexAttention._compiled_flex_attn = staticmethod(dense)
+
+
 def _fsdp(module):
     own = module.FSDPModule.set_gradient_divide_factor
 
@@ -55,3 +67,4 @@ sys.meta_path.insert(0, _Kernels())
 wrapt.register_post_import_hook(_device_type, "torch._utils")
 wrapt.register_post_import_hook(_device, "torch.cpu")
 wrapt.register_post_import_hook(_fsdp, "torch.distributed.fsdp._fully_shard._fully_shard")
+wrapt.register_post_import_hook(_attention, "torchtitan.models.common.attention")

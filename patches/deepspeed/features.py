@@ -3,6 +3,8 @@
 from functools import partial
 
 from holmes_ext.patches.engine.patch import Feature
+from holmes_ext.plan.engine import AWAITED, EngineTraits
+from holmes_ext.plan.sizes import DEFAULT_ORDER
 
 #: The first and the last release of each minor one, whose functions and what they do were compared.
 _READ = ("0.14.4", "0.14.5", "0.15.0", "0.15.4", "0.16.0", "0.17.0", "0.18.0", "0.18.9", "0.19.0")
@@ -21,3 +23,16 @@ PROFILE = _of("deepspeed-profile", option="profile", idle=("",), what="measures 
 JOINED = _of("joined-deepspeed", option="join", idle=("",), binding=True,
     what="jobs that join: the engine takes new weights")
 TELEMETRY = _of("telemetry-deepspeed", what="where a step begins and ends")
+
+#: What it does, for the plan.
+DEEPSPEED = EngineTraits(
+    "deepspeed", AWAITED, norm=False, buckets_exceed=False, tied_first=True, scatters=False,
+    features={
+        "overlap": (OVERLAP.name,), "two-level": (TWO_LEVEL.name,), "tied": (TIED.name,),
+        "in-flight": (EDGES.name,), "narrow": (NARROW.name,),
+    },
+    limits={
+        **dict.fromkeys(("virtual", "context", "expert", "replicas"), (1,)), "recompute": ("none", "full"),
+        "order": (DEFAULT_ORDER,),
+    },
+)  # fmt: skip

@@ -32,7 +32,7 @@ from holmes_ext.patches.deepspeed.features import TIED, TWO_LEVEL
 from holmes_ext.patches.deepspeed.p2p import grid_sizes
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import with_session
-from holmes_ext.plan.sharding import Sharded, sharded_seconds, straddling_rows
+from holmes_ext.plan.sharding import ShardedWeights, sharded_seconds, straddling_rows
 from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of, group_ranks
@@ -123,7 +123,7 @@ def _stage_3(current: session.Session, engine: Any) -> str:
         return ""
     weights = float(sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in engine.module.parameters()))
     units = sum(bool(module._parameters) for module in engine.module.modules())
-    once, least = Sharded(units, weights, weights, again=0), min(map(len, clusters.values()))
+    once, least = ShardedWeights(units, weights, weights, again=0), min(map(len, clusters.values()))
     seconds = sharded_seconds(plan, ranks, once if size > 1 else replace(once, again=1), carrier)
     text = (
         f"ZeRO 3 gathers {format_bytes(weights)} of weights across clusters {', '.join(clusters)} in every micro-batch,"

@@ -14,6 +14,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from holmes_ext.patches.engine.patch import Feature, release_of
+from holmes_ext.plan.engine import EngineTraits
 
 
 def loaded_version() -> str | None:
@@ -96,3 +97,15 @@ P2P_FUNCTIONS, P2P_CLASS = "<0.14", ">=0.14"
 def has(what: str) -> bool:
     """Whether the megatron-core that the program imported has it."""
     return release_of(str(loaded_version())) >= Version(_SINCE[what])
+
+
+#: What it does, for the plan.
+MEGATRON = EngineTraits(
+    "megatron-core",
+    features={
+        "overlap": (REDUCTION.name,), "two-level": (REDUCTION.name,), "tied": (TIED.name,),
+        "in-flight": (EDGES.name,), "slices": (SLICES.name,), "narrow": (SLICES.name,),
+    },
+    limits={"zero": (0, 1)},
+    two_level_zero=(1,),
+)  # fmt: skip

@@ -21,7 +21,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import ByVersion, Patch
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.torch.features import FSDP
-from holmes_ext.plan.sharding import Sharded, boxes, hybrid_seconds, sharded_seconds, straddling_rows
+from holmes_ext.plan.sharding import ShardedWeights, boxes, sharded_seconds, straddling_rows
 from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of, group_ranks
@@ -138,7 +138,7 @@ def _tell_root(current, wrapped, instance, args, kwargs):
             again += travels if group.post_forward_mesh_info is not None else 0
             gradients += count * (policy.reduce_dtype.itemsize if policy.reduce_dtype else travels / count)
             kept += count * itemsize
-    what = Sharded(len(groups), weights, gradients, again / weights)
+    what = ShardedWeights(len(groups), weights, gradients, again / weights)
     mesh_info = groups[0].mesh_info
     if mesh_info.mesh.ndim == 1:
         _tell_costs(current, group_ranks(mesh_info.shard_process_group), what, kept)
@@ -161,7 +161,7 @@ def _tell_root_of_1(current, wrapped, instance, args, kwargs):
     kept = sum(flat._unpadded_unsharded_size.numel() * flat.dtype.itemsize for flat in flats)
     low = root.mixed_precision
     share = low.param_dtype.itemsize / flats[0].dtype.itemsize if low.param_dtype else 1.0
-    what = Sharded(len(flats), share * kept, share * kept)
+    what = ShardedWeights(len(flats), share * kept, share * kept)
     if getattr(root, "_inter_node_pg", None) is None:
         _tell_costs(current, group_ranks(root.process_group), what, kept)
     elif _meshes:
@@ -169,7 +169,7 @@ def _tell_root_of_1(current, wrapped, instance, args, kwargs):
     return result
 
 
-def _tell_costs(current: session.Session, ranks: Sequence[int], what: Sharded, kept: float) -> None:
+def _tell_costs(current: session.Session, ranks: Sequence[int], what: ShardedWeights, kept: float) -> None:
     """Weights sharded over `ranks` of several clusters: what that takes, and what hybrid would. kept: their bytes."""
     carrier, clusters = carrier_of(backend_of()) or SOCKETS, current.plan.by_cluster(ranks)
     if len(clusters) < 2:
@@ -181,12 +181,12 @@ def _tell_costs(current: session.Session, ranks: Sequence[int], what: Sharded, k
     )
     if len(ranks) == current.plan.world_size and len(set(map(len, clusters.values()))) == 1:
         members = list(clusters.values())
-        hybrid = hybrid_seconds(current.plan, members, what, carrier)
+        hybrid = sharded_seconds(current.plan, ranks, what, carrier, hybrid=True)
         text += f"; --holmes-fsdp hybrid: {hybrid:.3g} s, with {_memory(kept, len(members[0]), len(ranks))}"
     tell(current, text)
 
 
-def _tell_crossing(current: session.Session, mesh: Any, what: Sharded) -> None:
+def _tell_crossing(current: session.Session, mesh: Any, what: ShardedWeights) -> None:
     """The program's own 2-D mesh, where no order of the nodes kept its sharding dimension inside clusters."""
     rows, plan = mesh.mesh.tolist(), current.plan
     if not (crossing := straddling_rows(plan, rows)):
@@ -202,12 +202,12 @@ def _tell_crossing(current: session.Session, mesh: Any, what: Sharded) -> None:
     )
 
 
-def _tell_hybrid(current: session.Session, what: Sharded, kept: float) -> None:
+def _tell_hybrid(current: session.Session, what: ShardedWeights, kept: float) -> None:
     ranks = range(current.plan.world_size)
     members, carrier = boxes(current.plan, ranks), carrier_of(backend_of()) or SOCKETS
     hybrid, flat = (
-        hybrid_seconds(current.plan, members, what, carrier), sharded_seconds(current.plan, ranks, what, carrier)
-    )  # fmt: skip
+        sharded_seconds(current.plan, ranks, what, carrier, hybrid=inside) for inside in (True, False)
+    )
     tell(
         current,
         f"FSDP hybrid: sharded inside each of {len(members)} clusters, {hybrid:.3g} s of a step in place of {flat:.3g}"

@@ -4,15 +4,20 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.patches.launch_flags import LIMITS, launches, limited
+from holmes_ext.patches.launch_flags import launches, limited
 from holmes_ext.patches.megatron.command_line.arguments import sizes_from_arguments
+from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan.cost.model import Gpu, Model
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.search.result import SearchResult
 from holmes_ext.plan.search.search import search
 from holmes_ext.plan.search.space import Limits
 
@@ -21,34 +26,42 @@ MODEL = Model(layers=6, hidden=512, heads=8, sequence=128, vocabulary=8000, glob
 
 
 def best(framework=None, model=MODEL, **allowed):
-    limits = Limits({**(LIMITS[framework] if framework else {}), **allowed})
-    return search(site_from_spec(load_spec(EXAMPLES / "three_clusters_8.toml")), model, 16, limits).best
+    limits = Limits({**(ENGINES[framework].limits if framework else {}), **allowed})
+    return searched("three_clusters_8", model, 16, limits).best
+
+
+def searched(name, model, batch, limits, seconds=inf):
+    """A first look."""
+    network = Network(site_from_spec(load_spec(EXAMPLES / f"{name}.toml")))
+    return search(SearchResult(network, model, batch, limits, Rules(overlap=True)), seconds, prove=False)
+
+
+def within(framework, allowed):
+    return limited(Limits(allowed), ENGINES[framework], framework)
 
 
 #: Sites where gradients best cross, and some stages lie in two clusters.
 SITES = ("three_clusters_8", "three_links_6")
 
 
-@pytest.mark.parametrize("framework", sorted(LIMITS))
+@pytest.mark.parametrize("framework", sorted(ENGINES))
 def test_no_row_of_a_framework_is_one_that_it_cannot_start(framework):
     model, few = replace(MODEL, experts=4, sequence=2048), {"recompute": ("none",), "micro_batch": (1,)}
     for name in SITES:
-        site = site_from_spec(load_spec(EXAMPLES / f"{name}.toml"))
-        for one in search(site, model, 48, limited(Limits(few), framework), seconds=0.5).candidates:
+        for one in searched(name, model, 48, within(framework, few), seconds=0.5).candidates:
             launch = launches(one, model, 48, False, "c.toml", "plan.json")[framework]
             assert not launch.lacks, (name, one)
 
 
 @pytest.mark.parametrize("framework", ["megatron-lm", "torchtitan"])
 def test_two_levels_are_of_all_stages_and_with_a_sharded_optimizer(framework):
-    spec = load_spec(EXAMPLES / "two_clusters_8.toml")
     allowed = {"clusters": ("data",), "zero": (0, 1) if framework == "megatron-lm" else (1,)}
-    found = search(site_from_spec(spec), MODEL, 64, limited(Limits(allowed), framework)).candidates
+    found = searched("two_clusters_8", MODEL, 64, within(framework, allowed)).candidates
     two = [one for one in found if "two-level" in one.reductions]
     assert two and all(one.shape.zero == 1 and set(one.reductions) == {"two-level"} for one in two)
 
 
-@pytest.mark.parametrize("framework", sorted(LIMITS))
+@pytest.mark.parametrize("framework", sorted(ENGINES))
 def test_what_is_searched_for_a_framework_can_be_started_with_it(framework):
     launch = launches(best(framework), MODEL, 16, True, "c.toml", "plan.json")[framework]
     assert not launch.lacks and ("--holmes-plan", "plan.json") in zip(launch.flags, launch.flags[1:])

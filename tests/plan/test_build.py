@@ -6,7 +6,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import clusters
 import pytest
+from prices import costs_on_site, step_seconds
 
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
@@ -15,13 +17,11 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Link, Links
 from holmes_ext.plan.cost.model import Gpu
 from holmes_ext.plan.cost.model_file import load_model
-from holmes_ext.plan.cost.nodes import costs_on_site, step_seconds
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.decide import settle
-from holmes_ext.plan.layout import groups
 from holmes_ext.plan.plan import Plan, check_plan, parse_plan
-from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.sizes import Sizes, groups
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
 MODEL = replace(load_model(EXAMPLES.parent / "models" / "deepspeed_demo.toml"), source="model")
@@ -102,7 +102,9 @@ def test_unknown_sizes():
 def test_workload_is_used():
     site, work = sample("two_clusters_4"), Workload(1.0, 2.0, 4, 1e6, 1e3)
     plan = build_plan(site, Sizes(2), work)
-    assert plan.predicted["step_seconds"] == step_seconds(site, plan.nodes, plan.sizes, work).step_s
+    assert plan.predicted["step_seconds"] == step_seconds(
+        site, plan.nodes, plan.sizes, work, hide_edges=True
+    ).step_s  # fmt: skip
 
 
 def test_refusals():
@@ -214,3 +216,20 @@ def test_times_follow_what_was_measured_and_fabrics_what_is_stated():
     assert measured.predicted["stock_step_seconds"] > 2 * stated.predicted["stock_step_seconds"]
     assert (measured.transports, measured.site_digest) == (stated.transports, stated.site_digest)
     check_plan(measured, site)
+
+
+def test_what_crosses_in_two_levels_is_priced_so():
+    """Without a pipeline, as the plan's reductions say."""
+    site = clusters.site("a ib 2Gb/s a[0-3]", "b roce 1.6Gb/s b[0-3]", ethernet="250Mb/s")
+    plan = build_plan(site, Sizes())
+    assert all(traffic.reductions[0].clusters == ("a", "b") for traffic in plan.traffic)
+    assert plan.predicted["step_seconds"] < 0.3 * plan.predicted["stock_step_seconds"]
+    assert plan.predicted["reduction_seconds"] == pytest.approx(8 * 4e9 / 2 * 2 / 4 / 0.25e9, rel=0.1)
+
+
+def test_clusters_of_three_and_two_nodes_sum_in_two_levels_over_sockets_only():
+    """gloo's ranks of a cluster need not be as many as those of another; NCCL's collectives do."""
+    site = clusters.site("a ib 2Gb/s a[0-2]", "b roce 1.6Gb/s b[0-1]", ethernet="250Mb/s")
+    plan = build_plan(site, Sizes())
+    sockets, verbs = (plan.traffic_of(carrier).reductions[0] for carrier in ("sockets", "verbs"))
+    assert sockets.clusters == ("a", "b") and not verbs.clusters

@@ -13,12 +13,13 @@ from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Link, Links
 from holmes_ext.plan.cost.model_file import load_model
+from holmes_ext.plan.cost.reductions.tied import tied_sums
+from holmes_ext.plan.cost.reductions.two_levels import SHARES
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.decide import own_pair, own_pairs, reduction_of, resized, settle, straddling
-from holmes_ext.plan.layout import groups
+from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan, parse_plan
-from holmes_ext.plan.reductions import SHARES, tied_reduction, tied_sums
-from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.sizes import Sizes, groups
 from holmes_ext.plan.traffic import CARRIERS, SOCKETS, VERBS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -94,17 +95,22 @@ def test_the_plan_does_not_count_on_what_is_switched_off():
     site = replace(sample("two_clusters_8"), nodes=nodes)
     model = replace(load_model(str(EXAMPLES / "models" / "gpt_7.5b.toml")), tied=True)
     sizes, off = Sizes(2, 2, data=4), {
-        "megatron-slices": lambda traffic: max(edge.slices for edge in traffic.edges) > 1,
-        "megatron-tied": lambda traffic: bool(traffic.tied),
-        "megatron-edges": lambda traffic: bool(traffic.in_flight),
+        "slices": lambda traffic: max(edge.slices for edge in traffic.edges) > 1,
+        "tied": lambda traffic: bool(traffic.tied),
+        "in-flight": lambda traffic: bool(traffic.in_flight),
         "overlap": lambda traffic: any(way.overlap for way in traffic.reductions),
-        "deepspeed-narrow": lambda traffic: any(edge.narrow == "bf16" for edge in traffic.edges),
+        "narrow": lambda traffic: any(edge.narrow == "bf16" for edge in traffic.edges),
     }
-    for name, counted in off.items():
-        wanted = Options(overlap="on", inflight="1", edges="bf16")
-        assert counted(build_plan(site, sizes, model=model, options=wanted).traffic_of(SOCKETS)), name
-        without = replace(wanted, off=frozenset([name]))
-        assert not counted(build_plan(site, sizes, model=model, options=without).traffic_of(SOCKETS)), name
+    engine = EngineTraits(features={ability: (f"some-{ability}",) for ability in off})
+
+    def traffic(options):
+        return build_plan(site, sizes, model=model, options=options, engine=engine).traffic_of(SOCKETS)
+
+    wanted = Options(overlap="on", inflight="1", edges="bf16")
+    for name in off:
+        without = traffic(replace(wanted, off=frozenset([f"some-{name}"])))
+        for other, counted in off.items():
+            assert counted(traffic(wanted)) and counted(without) == (other != name), (name, other)
 
 
 def test_at_equal_rates_rdma_goes_before_ethernet():
@@ -141,7 +147,7 @@ def test_a_plan_made_before_the_job_is_settled_for_the_ports_that_there_are():
     )
     bare = replace(site, nodes=tuple(replace(n, ports=tuple(Port(p.fabric) for p in n.ports)) for n in site.nodes))
     planned = build_plan(bare, Sizes(2))
-    assert len(planned.traffic) == 1 and planned.transports["data"] == ("a", "b")
+    assert all(planned.traffic_of(carrier).transports["data"] == ("a", "b") for carrier in CARRIERS)
     job = settle(parse_plan(planned.to_json(), "p.json"), site)
     assert job.traffic_of(VERBS).transports["data"] == ("a", "b") and job.traffic_of(SOCKETS).transports["data"] == (
         "ethernet",
@@ -271,10 +277,10 @@ def test_tensor_ranks_share_out_what_crosses(sizes, slices):
 
 def test_tied_weights_are_summed_in_two_levels_where_each_stage_has_a_cluster():
     plan = build_plan(sample("two_clusters_8"), Sizes(2))
-    assert set(plan.traffic_of(SOCKETS).tied) == set(plan.traffic_of(VERBS).tied) == {"a", "b"}
+    for carrier in CARRIERS:
+        assert set(plan.traffic_of(carrier).tied.clusters) == {"a", "b"}
     assert tied_sums(plan.sizes) == [(0, 4, 1, 5, 2, 6, 3, 7)]
-    assert tied_reduction(plan, SOCKETS).clusters == plan.traffic_of(SOCKETS).tied
     for sizes in (Sizes(), Sizes(8)):  # one stage; one data-parallel rank
-        assert build_plan(sample("two_clusters_8"), sizes).traffic_of(SOCKETS).tied == ()
+        assert build_plan(sample("two_clusters_8"), sizes).traffic_of(SOCKETS).tied is None
     with_tensor = build_plan(sample("paper_4_roce_4_ib"), Sizes(2, tensor=2))
     assert len(tied_sums(with_tensor.sizes)) == 2 and with_tensor.traffic_of(VERBS).tied

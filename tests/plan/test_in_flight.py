@@ -12,7 +12,7 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Gpu
 from holmes_ext.plan.cost.model_file import load_model
 from holmes_ext.plan.decide import resized, with_loads
-from holmes_ext.plan.in_flight import more_bytes
+from holmes_ext.plan.decisions import more_bytes
 from holmes_ext.plan.plan import parse_plan
 from holmes_ext.plan.sizes import Sizes
 

@@ -5,24 +5,29 @@ from dataclasses import replace
 
 import pytest
 from clusters import spec, toml
+from prices import step_seconds, sums_on_site
 
 from holmes_ext.cluster.measured import MeasuredPair
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec, parse_spec
 from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
+from holmes_ext.patches.deepspeed.features import DEEPSPEED
+from holmes_ext.patches.megatron.features import MEGATRON
+from holmes_ext.patches.torch.traits import LOOP
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.cost.across import Across, neighbours
+from holmes_ext.plan.cost.across import Across
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model_file import load_model
-from holmes_ext.plan.cost.network import Price, all_reduce, crossing, message, summed_across, two_levels
-from holmes_ext.plan.cost.nodes import Predictor, step_seconds
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.cost.price import Prices
+from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.workload import Workload
-from holmes_ext.plan.layout import Layout
-from holmes_ext.plan.placement import place
+from holmes_ext.plan.placement.orders import Orders
+from holmes_ext.plan.placement.place import fastest_first
 from holmes_ext.plan.plan import load_plan
-from holmes_ext.plan.search import arrangement
-from holmes_ext.plan.search.arrangement import Ground
+from holmes_ext.plan.search.bound.shape import ShapeBound
+from holmes_ext.plan.search.result import SearchResult
 from holmes_ext.plan.search.search import search
 from holmes_ext.plan.search.space import Limits
 from holmes_ext.plan.simulate.execution import Execution
@@ -51,24 +56,25 @@ def names(site):
 
 def test_ring_pays_the_slowest_it_passes_and_each_latency_twice():
     site = two()
-    ethernet = site.fabric_by_name["ethernet"]
-    ways = crossing(site.wan, neighbours(["a", "a", "b", "b"]))
-    price = all_reduce(4, ethernet, 1, ways)
+    price = sums_on_site(site).flat.once
     assert price.byte_s == pytest.approx(1.5 * 8 / 50e6)
     assert price.latency_s == pytest.approx(2 * (20e-3 + 20e-3 + 30e-6))  # round the ring twice but for one hop
-    assert all_reduce(4, ethernet, 1, crossing(site.wan, neighbours(list("abab")))).byte_s == pytest.approx(
-        2 * price.byte_s)  # nodes in turn: two neighbours share each direction
-    assert all_reduce(4, ethernet) == all_reduce(4, ethernet, 1, crossing(two(rate="").wan, []))
+    in_turn = sums_on_site(site, ["a0", "b0", "a1", "b1"]).flat.once
+    assert in_turn.byte_s == pytest.approx(2 * price.byte_s)  # two neighbours share each direction
+    plain = sums_on_site(two(rate="")).flat.once
+    assert plain.byte_s == pytest.approx(1.5 * 8 / 250e6) and plain.latency_s == pytest.approx(6 * 30e-6)
 
 
 def test_an_uplink_is_shared_by_all_that_leave():
-    site = two(rate="", uplink="100Mb/s")
-    (way,) = crossing(site.wan, [("a", "b")], flows=4)
-    assert message(site.fabric_by_name["ethernet"], 1, way=way).byte_s == pytest.approx(8 * 4 / 100e6)
+    site = two(rate="", uplink="100Mb/s", nodes="a[0-3]")
+    network, sizes = Network(site), Sizes(pipeline=2).complete(8)
+    prices = Prices(network, RankModel.of_workload(Workload(), sizes))
+    (edge,) = prices.edges(network.placement(names(site), sizes))
+    assert edge.byte_s == pytest.approx(8 * 4 / 100e6)
 
 
-@pytest.mark.parametrize("engine, uplink, small", [("megatron", "", 5), ("megatron", "60Mb/s", 5), ("deepspeed", "", 2),
-                                                   ("async", "", 0)])
+@pytest.mark.parametrize("engine, uplink, small", [(MEGATRON, "", 5), (MEGATRON, "60Mb/s", 5), (DEEPSPEED, "", 2),
+                                                   (LOOP, "", 0)])
 def test_closed_form_and_simulation_agree_on_one_crossing(engine, uplink, small):
     """Two stages on two clusters, computing nothing to speak of: both are what the link lets through."""
     site = two(uplink=uplink)
@@ -89,23 +95,20 @@ def test_closed_form_and_simulation_agree_on_one_crossing(engine, uplink, small)
 def test_simulated_ring_over_the_link():
     site = two()
     model = replace(MODEL, micro_batches=1, gpu=replace(MODEL.gpu, flops=1e15))
-    step = simulate(site, names(site), Sizes(pipeline=1), model, Execution(engine="megatron", parameter_s=0.0))
+    step = simulate(site, names(site), Sizes(pipeline=1), model, Execution(engine=MEGATRON, parameter_s=0.0))
     gradients = sum(sum(layer.reduced(4, 1)) for layer in model.layers_of(Sizes().complete(4))) * model.gradient_width
-    ways = crossing(site.wan, neighbours(["a", "a", "b", "b"]))
-    assert step.step_s == pytest.approx(all_reduce(4, site.fabric_by_name["ethernet"], 1, ways).seconds(gradients),
-                                        rel=0.02)
+    assert step.step_s == pytest.approx(sums_on_site(site).flat.seconds(gradients), rel=0.02)
 
 
 def test_two_levels_simulated_as_priced():
     site = two(nodes="a[0-1]")
     model = replace(MODEL, micro_batches=1, gpu=replace(MODEL.gpu, flops=1e15))
-    run = Execution(engine="megatron", parameter_s=0.0, two_level="direct")
-    flat = simulate(site, names(site), Sizes(pipeline=1), model, replace(run, two_level="off"))
+    run = Execution(engine=MEGATRON, parameter_s=0.0, two_level=True, direct=True)
+    flat = simulate(site, names(site), Sizes(pipeline=1), model, replace(run, two_level=False))
     step = simulate(site, names(site), Sizes(pipeline=1), model, run)
     gradients = sum(sum(layer.reduced(4, 1)) for layer in model.layers_of(Sizes().complete(4))) * model.gradient_width
-    _, price = summed_across(
-        gradients, Price(8 / 2e9, 4e-6), site.fabric_by_name["ethernet"], {"a": 2, "b": 2}, 1, wan=site.wan)
-    assert step.step_s == pytest.approx(price.seconds(gradients), rel=0.1)
+    both = sums_on_site(site, size=gradients).both
+    assert step.step_s == pytest.approx(both.seconds(gradients), rel=0.1)
     assert step.step_s < 0.75 * flat.step_s
 
 
@@ -124,13 +127,12 @@ def test_the_plan_leaves_the_slow_link_alone(tmp_path):
     assert compressed.traffic_of(SOCKETS).reductions[0].across is None
 
 
-def test_chosen_way_is_never_slower_than_the_direct_one():
-    site, ethernet = site_from_spec(THREE), site_from_spec(THREE).fabric_by_name["ethernet"]
-    inside, clusters = Price(8 / 1e9, 4e-6), {"a": 2, "b": 2, "c": 2}
+def test_chosen_route_is_never_slower_than_the_direct_one():
+    site = site_from_spec(THREE)
+    direct = sums_on_site(site, size=1.0, bucket_bytes=2 * 512 * 2**10).both  # of given chunks: nothing is sized
     for size in (1e3, 1e5, 1e7, 1e9):
-        way, price = summed_across(size, inside, ethernet, clusters, 1, wan=site.wan)
-        direct = two_levels(inside, ethernet, clusters, 1, wan=site.wan)
-        assert price.seconds(size) <= direct.sized(size).seconds(size) <= direct.seconds(size) * (1 + 1e-9)
+        chosen = sums_on_site(site, size=size).both
+        assert chosen.seconds(size) <= direct.sized(size).seconds(size) <= direct.seconds(size) * (1 + 1e-9)
 
 
 def test_streams_fill_a_link_that_one_does_not():
@@ -144,41 +146,45 @@ def test_streams_fill_a_link_that_one_does_not():
 
 
 def test_chunks_outlast_the_latency():
-    site = two(rate="1Gb/s", latency="80ms")
-    ethernet, inside = site.fabric_by_name["ethernet"], Price(8 / 2e9, 4e-6)
-    small = two_levels(inside, ethernet, {"a": 2, "b": 2}, 1, wan=site.wan)
+    """Of an exchange that stalls: a chunk must have arrived before the next one leaves."""
+    small = replace(sums_on_site(two(rate="1Gb/s", latency="80ms")).both, stalls=True)
     sized = small.sized(1e9)
     assert sized.chunk_bytes >= 4 * small.chunk_bytes and sized.seconds(1e9) < 0.8 * small.seconds(1e9)
 
 
 def test_placement_of_eight_cities_is_the_best_of_all_orders():
     site, sizes = site_from_spec(load_spec(examples() / "clusters" / "eight_cities_64.toml")), Sizes(pipeline=8)
-    placed = place(site, sizes)
-    assert not placed.straddling
-    predictor = Predictor(site, Layout(sizes.complete(64), 1), Workload())
-    edge = {pair: predictor.edge(*((index,) * 8 for index in pair)).seconds(predictor.workload.activation_bytes)
-            for pair in itertools.permutations(range(8), 2)}
-    work, least = predictor.workload, None
-    reduction = max(predictor.component((0,) * 8).reduction)
-    for order in itertools.permutations(range(8)):
-        edges = [edge[pair] for pair in itertools.pairwise(order)]
-        if least is None or sum(edges) < least[0]:
-            least = sum(edges), order
-    shortest = predictor.breakdown([(index,) * 8 for index in least[1]]).step_s
-    assert placed.predicted.step_s <= shortest * (1 + 1e-9)
-    assert placed.predicted.step_s < 0.85 * step_seconds(site, names(site), sizes).step_s or reduction > work.backward_s
+    plan = build_plan(site, sizes)
+    assert not plan.straddling
+    network, whole = Network(site), sizes.complete(64)
+    prices = Prices(network, RankModel.of_workload(Workload(), whole))
+    own = {city: [node.name for node in site.nodes if node.cluster == city] for city in site.clusters}
+
+    def edges(order):
+        return prices.edges(network.placement([name for city in order for name in own[city]], whole))
+
+    size, edge = Workload().activation_bytes, {}
+    for one, two_ in itertools.permutations(site.clusters, 2):
+        rest = [city for city in site.clusters if city not in (one, two_)]
+        edge[one, two_] = edges([one, two_, *rest])[0].seconds(size)
+    shortest = min(
+        itertools.permutations(site.clusters), key=lambda order: sum(map(edge.get, itertools.pairwise(order))))
+    best = step_seconds(site, [name for city in shortest for name in own[city]], sizes).step_s
+    placed = step_seconds(site, plan.nodes, sizes).step_s
+    assert placed <= best * (1 + 1e-9)
+    assert placed < 0.85 * step_seconds(site, names(site), sizes).step_s
 
 
 def test_clusters_that_do_not_fill_stages_stand_beside_good_links():
     site = site_from_spec(load_spec(examples() / "clusters" / "eight_cities_64.toml"))
-    placed = place(site, Sizes(pipeline=4))
-    clusters = [site.node_by_name[name].cluster for name in placed.nodes]
+    plan = build_plan(site, Sizes(pipeline=4))
+    clusters = [site.node_by_name[name].cluster for name in plan.nodes]
     assert len(list(itertools.groupby(clusters))) == 8  # no city is torn apart
     assert {frozenset(clusters[at : at + 16]) for at in (0, 16, 32, 48)} >= {frozenset(("tokyo", "seoul"))}
 
 
 def test_without_sizes_clusters_stand_in_a_chain_of_their_best_links():
-    chain = place(site_from_spec(THREE)).nodes
+    chain = fastest_first(Network(site_from_spec(THREE)))
     assert [name[0] for name in chain] == list("aabbcc")
 
 
@@ -189,19 +195,23 @@ def test_the_search_knows_the_links():
         rate = "5Mb/s" if frozenset((one, two_)) in slow else "100Mb/s"
         text += f'[[between]]\nclusters = ["{one}", "{two_}"]\nrate = "{rate}"\nlatency = "5ms"\n'
     model = replace(MODEL, layers=8, global_batch=8, micro_batches=0)
-    best = search(site_from_spec(parse_spec(text)), model, 8).best
-    order = [group[0] for group in best.arrangement.groups]
-    if len(best.arrangement.contents) == 4:
-        assert not slow & {frozenset("abcd"[i] for i in pair) for pair in itertools.pairwise(order)}
-    flat = search(site_from_spec(spec("a ib 2Gb/s a0", "b ib 2Gb/s b0", "c ib 2Gb/s c0", "d ib 2Gb/s d0", processes=2)),
-                  model, 8).best
+    flat_spec = spec("a ib 2Gb/s a0", "b ib 2Gb/s b0", "c ib 2Gb/s c0", "d ib 2Gb/s d0", processes=2)
+    best, flat = (
+        search(SearchResult(Network(site_from_spec(one)), model, 8), prove=False).best
+        for one in (parse_spec(text), flat_spec)
+    )
+    contents = best.placement.stages
+    if len(contents) == 4 and all(len(content) == 1 for content in contents):
+        order = ["abcd"[content[0][0]] for content in contents]
+        assert not slow & set(map(frozenset, itertools.pairwise(order)))
     assert flat.formula_s <= best.formula_s * (1 + 1e-9)
 
 
-def test_no_arrangement_beats_the_bound_of_what_crosses():
+def test_no_placement_beats_the_bound_of_what_crosses():
     site = site_from_spec(load_spec(examples() / "clusters" / "three_links_6.toml"))
-    found = search(site, load_model(examples() / "models" / "gpt_7.5b.toml"), 96, Limits({"pipeline": (3, 6)}))
-    bounds = [found.pricing(one.shape).least_crossing_s() for one in found.candidates]
+    model = load_model(examples() / "models" / "gpt_7.5b.toml")
+    found = search(SearchResult(Network(site), model, 96, Limits({"pipeline": (3, 6)})), prove=False)
+    bounds = [ShapeBound(found.network, found.prices(one.shape), one.shape).crossing_s() for one in found.candidates]
     assert max(bounds) > 1 and all(one.formula_s >= least for one, least in zip(found.candidates, bounds))
 
 
@@ -211,7 +221,6 @@ def test_clusters_stand_in_chains_of_their_best_links_also_where_they_share_stag
     rates = {"ab": "9Gb/s", "bc": "1Gb/s", "ac": "5Gb/s"}
     for (one, other), rate in rates.items():
         text += f'[[between]]\nclusters = ["{one}", "{other}"]\nrate = "{rate}"\nlatency = "1ms"\n'
-    ground = Ground.of(site_from_spec(parse_spec(text)), MODEL)
-    chains = list(arrangement._chained(ground, together))
+    chains = list(Orders(Network(site_from_spec(parse_spec(text))), (MODEL.gpu,) * 3)._chained(together))
     assert chains[0] in (first, first[::-1], tuple(group[::-1] for group in first))
     assert len(chains) == 2 + 3 // together - 1

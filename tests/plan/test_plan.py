@@ -1,5 +1,6 @@
 """plan.json: round trips, every kind of bad file, and a few hundred mutated ones."""
 
+import hashlib
 import json
 import random
 from dataclasses import replace
@@ -28,7 +29,8 @@ def plan(**changes):
         stage_layers=(3, 5),
         predicted={"step_seconds": 1.5},
     )
-    return settle(Plan(**{**values, **changes}), SITE)
+    values |= changes
+    return replace(settle(Plan(**values), SITE), straddling=values["straddling"])
 
 
 def edited(**changes):
@@ -55,6 +57,18 @@ def test_a_file_of_version_1_is_read():
         parse_plan(file.read_text().replace('"b0"', '"b2"'), "p.json")
 
 
+def test_a_file_of_version_2_is_read():
+    """Its decisions are made again, by the same rules."""
+    made = plan()
+    content = {**json.loads(made.to_json()), "version": 2}
+    for traffic in content["traffic"]:
+        traffic["tied"] = []
+    del content["workload"]["activation_width"], content["digest"]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    old = parse_plan(json.dumps({**content, "digest": digest}), made.source)
+    assert old.traffic == () and replace(settle(old, SITE), straddling=made.straddling) == made
+
+
 def test_where_ranks_are():
     assert [plan().node_of(rank) for rank in range(8)] == ["a0", "a0", "a1", "a1", "b0", "b0", "b1", "b1"]
     assert plan().fabric_of((0, 2)).name == "a"
@@ -78,7 +92,7 @@ def test_digest():
         ({"nodes": ["a1", "a0", "b0", "b1"]}, "'digest' does not match: the file was edited"),
         ({"predicted": {"step_seconds": 9.0}}, "'digest' does not match"),
         ({"predicted": {"step_seconds": "fast"}}, "'predicted.step_seconds'"),
-        ({"version": 3}, "'version' is 3; this holmes_ext reads versions 1 and 2"),
+        ({"version": 4}, "'version' is 4; this holmes_ext reads versions 1, 2 and 3"),
         ({"processes": 0}, "name no rank"),
         ({"processes": "2"}, "'processes'"),
         (

@@ -5,10 +5,10 @@ from clusters import TWO, site
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.sharding import Sharded, boxes, hybrid_seconds, sharded_seconds, straddling_rows
+from holmes_ext.plan.sharding import ShardedWeights, boxes, sharded_seconds, straddling_rows
 from holmes_ext.plan.traffic import SOCKETS, VERBS
 
-WHAT = Sharded(units=4, weight_bytes=8e6, gradient_bytes=8e6)
+WHAT = ShardedWeights(units=4, weight_bytes=8e6, gradient_bytes=8e6)
 
 
 def plan_of(*clusters, **more):
@@ -21,7 +21,7 @@ def plan_of(*clusters, **more):
 def test_over_everything_each_crossing_takes_three_quarters_of_the_weights_through_the_ethernet(
         carrier, again, crossings):
     plan = plan_of(ethernet="250Mb/s")
-    what = Sharded(4, 8e6, 8e6, again)
+    what = ShardedWeights(4, 8e6, 8e6, again)
     latency = next(fabric for fabric in plan.fabrics if fabric.kind == "ethernet").latency_s
     expected = crossings * (3 / 4 * 8e6 * 8 / 250e6 + 4 * 3 * latency)
     assert sharded_seconds(plan, range(4), what, carrier) == pytest.approx(expected)
@@ -32,13 +32,13 @@ def test_hybrid_is_the_slower_cluster_and_a_shard_s_all_reduce():
     fabrics = {fabric.kind: fabric for fabric in plan.fabrics}
     inside = 3 * (1 / 2 * 8e6 * 8 / 1.6e9 + 4 * fabrics["roce"].latency_s)
     across = 2 / 2 * 8e6 / 2 * 8 / 250e6 + 4 * 2 * fabrics["ethernet"].latency_s
-    assert hybrid_seconds(plan, [[0, 1], [2, 3]], WHAT, VERBS) == pytest.approx(inside + across)
+    assert sharded_seconds(plan, range(4), WHAT, VERBS, hybrid=True) == pytest.approx(inside + across)
 
 
 def test_ranks_of_a_node_share_its_ethernet():
     one, four = plan_of(), plan_of(processes=4)
-    few = hybrid_seconds(one, boxes(one, range(4)), WHAT, VERBS)
-    many = hybrid_seconds(four, boxes(four, range(16)), WHAT, VERBS)
+    few = sharded_seconds(one, range(4), WHAT, VERBS, hybrid=True)
+    many = sharded_seconds(four, range(16), WHAT, VERBS, hybrid=True)
     # a node of four sends what a node of one does: a quarter from each rank; inside (n-1)/n grows
     assert few < many < 1.6 * few
 

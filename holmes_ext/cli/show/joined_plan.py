@@ -9,9 +9,9 @@ from typing import Any
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan import joined
-from holmes_ext.plan.search.explanation import ethernet_s
-from holmes_ext.plan.search.ranking import rank
-from holmes_ext.plan.search.result import Outcome
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.search.changed import ethernet_s
+from holmes_ext.plan.search.result import SearchResult
 from holmes_ext.plan.search.search import search
 from holmes_ext.report.rounds import worth_figure
 
@@ -93,22 +93,23 @@ class Beside:
         return ", ".join(f"{job.cluster} {job.step_s:.4g} s a step of {job.samples} samples" for job in jobs)
 
 
-def beside(outcome: Outcome, seconds: float) -> Beside:
+def beside(result: SearchResult, seconds: float) -> Beside:
     """The best plan of each cluster alone, in at most so many seconds each; HolmesError where there is one cluster, or
     the model does not fit one of them."""
-    site, model = outcome.ground.site, outcome.model
+    site, model = result.network.site, result.model
     if len(site.clusters) < 2:
         raise HolmesError(f"{site.source}: --joined needs two clusters or more; it has {len(site.clusters)}")
     jobs = []
-    for name, samples in joined.shares(site, outcome.global_batch, model.micro_batch).items():
+    for name, samples in joined.shares(site, result.global_batch, model.micro_batch).items():
         try:
-            found = rank(search(joined.apart(site, name), replace(model, global_batch=samples), samples, outcome.limits,
-                                outcome.overlap, seconds, links=outcome.ground.links, hides=outcome.hides))
+            alone = result.on(Network(joined.apart(site, name), result.network.links))
+            asked = replace(alone, model=replace(model, global_batch=samples), global_batch=samples)
+            found = search(asked, seconds, prove=False)
         except HolmesError as error:
             raise HolmesError(f"--joined: a job on cluster {name} alone: {error}") from None
         jobs.append(joined.JoinedJob(name, samples, found.best.step_s, ethernet_s(found, found.best)))
-    rounds = joined.RoundPrices(outcome.ground.links.site(site), model.parameters, jobs)
-    return Beside(rounds, model.sequence, outcome.tokens_per_s(outcome.best))
+    rounds = joined.RoundPrices(result.network.measured, model.parameters, jobs)
+    return Beside(rounds, model.sequence, result.tokens_per_s(result.best))
 
 
 def show(found: Beside) -> None:

@@ -11,31 +11,31 @@ from holmes_ext.cli.show import joined_plan
 from holmes_ext.cli.show import search_table as shown
 from holmes_ext.cli.show.training import Training
 from holmes_ext.patches.launch_flags import Launch, added
-from holmes_ext.plan.search.compare import thin_stages
-from holmes_ext.plan.search.result import Outcome
+from holmes_ext.plan.search.explain import thin_stages
+from holmes_ext.plan.search.result import SearchResult
 from holmes_ext.report import plan_pictures as pictures
 from holmes_ext.report.page import command, heading, page, paragraphs, picture, table
 from holmes_ext.report.pictures import svg
 
 
 def document(
-    outcome: Outcome, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch],
+    result: SearchResult, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch],
     joined: joined_plan.Beside | None = None,
 ) -> str:
     """The best plan of a search, or the layout that was given; nothing needs the network."""
-    best, alone = outcome.best, outcome.yours is outcome.best
-    seconds, head, rows = shown.why_table(outcome)
-    certificate = [] if alone else [f"{best.step_s:.4g} s a step: {outcome.certificate}."]
-    where = f"Stages on {best.arrangement.describe(outcome.ground)}; layers {shown.split_text(best.split)}."
-    drawn = {name: picture(svg(paint(outcome)), name) for name, paint in pictures.PAINTED.items()}
-    whys = svg(pictures.seconds(shown.named_reasons(outcome)))
-    found = [shown.row_cells(*row, outcome) for row in shown.ranked(outcome, args.rows)]
+    best, alone = result.best, result.user_layout is result.best
+    seconds, head, rows = shown.why_table(result)
+    certificate = [] if alone else [f"{best.step_s:.4g} s a step: {result.certificate}."]
+    where = f"Stages on {result.describe(best)}; layers {shown.split_text(best.split)}."
+    drawn = {name: picture(svg(paint(result)), name) for name, paint in pictures.PAINTED.items()}
+    whys = svg(pictures.seconds(shown.named_reasons(result)))
+    found = [shown.row_cells(*row, result) for row in shown.ranked(result, args.rows)]
     return page(
-        "holmes plan", heading(shown.title(outcome), 1),
-        paragraphs([*certificate, *shown.why_lines(outcome), *job.lines]),
-        heading("Start it"), *_launches(outcome, args, starts),
+        "holmes plan", heading(shown.title(result), 1),
+        paragraphs([*certificate, *shown.why_lines(result), *job.lines]),
+        heading("Start it"), *_launches(result, args, starts),
         heading("Placement"), paragraphs([where]), drawn["placement"], drawn["clusters"],
-        heading("One step"), paragraphs([*shown.edge_lines(outcome, best), *thin_stages(outcome, best)]),
+        heading("One step"), paragraphs([*shown.edge_lines(result, best), *thin_stages(result, best)]),
         drawn["timeline"],
         heading(seconds.capitalize()), picture(whys, "seconds by cause"), table(head, rows, strong=-1),
         heading("What if the network between the clusters were another"), drawn["ethernet"],
@@ -51,11 +51,12 @@ def _joined(found: joined_plan.Beside) -> list[str]:
             paragraphs([joined_plan.LEGEND, found.line() + "."])]
 
 
-def _launches(outcome: Outcome, args: argparse.Namespace, starts: Mapping[str, Launch]) -> list[str]:
+def _launches(result: SearchResult, args: argparse.Namespace, starts: Mapping[str, Launch]) -> list[str]:
     """What is to be copied; and below it which frameworks cannot do the plan."""
     parts, cannot = [], []
-    if outcome.yours:
-        own = shlex.join(added(outcome.yours, args.cluster, (args.output or "") * (outcome.yours is outcome.best)))
+    if result.user_layout:
+        plan = args.output or "" if result.user_layout is result.best else ""
+        own = shlex.join(added(result.user_layout, args.cluster, plan))
         parts += [heading("your layout: add to your command line", 3), command(own)]
     for name, lines in shown.launch_lines(starts).items():
         if lines[0].startswith(shown.CANNOT):

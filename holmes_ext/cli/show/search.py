@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,24 +20,27 @@ from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.launch_flags import BREADTH_FIRST, LIMITS, Launch, limited
+from holmes_ext.patches.launch_flags import Launch, limited
+from holmes_ext.patches.megatron.command_line.refusals import refusals
+from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.plan import Plan
-from holmes_ext.plan.search.arrangement import Ground
+from holmes_ext.plan.rules import REDUCTIONS, rules_of
 from holmes_ext.plan.search.as_plan import given, plan_of, shape_of
-from holmes_ext.plan.search.proof import prove
-from holmes_ext.plan.search.ranking import rank, timed, with_breadth_first, with_spread
-from holmes_ext.plan.search.result import Outcome
-from holmes_ext.plan.search.search import search
+from holmes_ext.plan.search.result import Candidate, SearchResult
+from holmes_ext.plan.search.search import proven, search
+from holmes_ext.plan.search.simulated import timed, with_breadth_first
 from holmes_ext.plan.search.space import Limits, parse_limits
+from holmes_ext.plan.search.spreading import with_spread
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.report.pictures import pyplot, write
 from holmes_ext.report.plan_pictures import draw_search
 
 #: Seconds of silence before the progress bar shows.
 SILENCE_S = 2.0
-#: Part of the seconds in which the closed form looks for what is simulated first.
+#: Part of the seconds in which each cluster's own plan is looked for.
 FIRST = 0.1
 
 
@@ -50,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--search", action="store_true", help="search although sizes are given: your layout beside the best")
     add("--limit", action="append", default=[], metavar="NAME=V,...",
         help="search only these values: tensor=1,2 or pipeline=2,tensor=1 or recompute=none or memory=60GB; repeatable")
-    add("--for", dest="framework", choices=tuple(LIMITS),
+    add("--for", dest="framework", choices=tuple(ENGINES),
         help="search only what this framework can do (default: the one whose flags the command line has)")
     add("--seconds", type=float, default=60.0, metavar="S",
         help="search so long, less where the best is proven before (default: 60); Ctrl-C: the best so far")
@@ -83,37 +85,48 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         what = "the command line names no model (--num-layers, --hidden-size, ...)"
         what = what if args.command else "nothing says what to train"
         raise HolmesError(f"{what}; give --model FILE (examples/models has some)")
-    site, links, overlap = site_from_spec(spec), Links.of_spec(spec), args.overlap == "on"
-    batch, limits, framework = global_batch(args, job, site), parse_limits(args.limit), args.framework or job.framework
+    site, links = site_from_spec(spec), Links.of_spec(spec)
+    batch, limits = global_batch(args, job, site), parse_limits(args.limit)
+    framework = args.framework or job.framework
     if framework:
-        limits = limited(limits, framework)
+        limits = limited(limits, job.engine, framework)
     with _Bar(quiet=args.json) as bar:
         end = time.monotonic() + args.seconds
-        first_s = FIRST * args.seconds
-        outcome = search(
-            site, job.model, batch, limits, overlap, first_s, bar.searched, args.rows, links, hides=job.hides
-        )
-        outcome, job = beside(outcome, job)
-        if not outcome.interrupted:
-            outcome = prove(with_spread(rank(outcome)), end - time.monotonic(), bar.proved)
-            if framework in BREADTH_FIRST:
-                outcome = with_breadth_first(outcome)
-    joined = joined_plan.beside(outcome, FIRST * args.seconds) if args.joined and not outcome.interrupted else None
-    plan = plan_of(outcome, outcome.best)
+        asked = asked_for(Network(site, links), job, batch, limits)
+        found = search(asked, args.seconds, bar.told, args.rows, prove=False)
+        found, job = beside(found, job)
+        if not found.interrupted:
+            found = proven(with_spread(found), end, bar.told)
+            if job.engine.breadth_first:
+                found = with_breadth_first(found)
+    joined = joined_plan.beside(found, FIRST * args.seconds) if args.joined and not found.interrupted else None
+    plan = plan_of(found, found.best, job.options)
     if args.output:
         plan.save(args.output)
-    starts = search_table.launches_of(outcome, args, job)
+    starts = search_table.launches_of(found, args, job)
     if args.json:
-        print(search_table.document(outcome, plan, job, starts, joined))
+        print(search_table.document(found, plan, job, starts, joined))
     else:
-        search_table.show(outcome, args, job, starts)
-        show_wan(links.site(outcome.ground.site), spec.notes)
+        search_table.show(found, args, job, starts)
+        show_wan(links.site(site), spec.notes)
         if joined is not None:
             joined_plan.show(joined)
-    draw(outcome, args, job, starts, joined)
+    draw(found, args, job, starts, joined)
     if args.output and not args.json:
         print(f"written: {args.output}")
-    return 130 if outcome.interrupted else 0
+    return 130 if found.interrupted else 0
+
+
+def asked_for(network: Network, job: Training, batch: int, limits: Limits = Limits()) -> SearchResult:
+    """A search's question: what the job's model, engine, options and command line say."""
+    assert job.model is not None
+    rules = rules_of(job.engine, job.options, job.direct, overlap=job.overlap)
+    if job.engine.two_level_zero is not None:  # its flags can ask for them
+        rules = replace(rules, reductions=REDUCTIONS)
+    asked = SearchResult(network, job.model, batch, limits, rules, job.engine)
+    if job.said is None:
+        return asked
+    return replace(asked, stock_overlap=job.said.overlap, gather_overlap=job.said.gather_overlap)
 
 
 def check_pictures(args: argparse.Namespace, job: Training) -> None:
@@ -127,56 +140,53 @@ def check_pictures(args: argparse.Namespace, job: Training) -> None:
 
 
 def draw(
-    outcome: Outcome, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch],
+    found: SearchResult, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch],
     joined: joined_plan.Beside | None = None,
 ) -> None:
     """The page of --html and the pictures of --pictures."""
-    written = draw_search(outcome, Path(args.pictures)) if args.pictures else []
+    written = draw_search(found, Path(args.pictures)) if args.pictures else []
     if joined is not None and args.pictures:
         written.append(write(joined.figure(), Path(args.pictures) / "joined.png", "name another directory"))
     if args.html:
-        save(args.html, plan_page.document(outcome, args, job, starts, joined), "the page")
+        save(args.html, plan_page.document(found, args, job, starts, joined), "the page")
         written.append(Path(args.html))
     for path in written:
         print(f"written: {path}", file=sys.stderr if args.json else sys.stdout)
 
 
-def as_run(outcome: Outcome, job: Training) -> Outcome:
-    """`outcome` with what the command line says of overlaps."""
-    if job.said is None:
-        return outcome
-    return replace(outcome, framework_overlap=job.said.overlap, gather_overlap=job.said.gather_overlap)
-
-
-def beside(outcome: Outcome, job: Training) -> tuple[Outcome, Training]:
+def beside(found: SearchResult, job: Training) -> tuple[SearchResult, Training]:
     """With the user's layout beside what was found, or a line that says why it cannot be."""
-    outcome = as_run(outcome, job)
     if job.sizes is None:
-        return outcome, job
-    ground = outcome.ground
+        return found, job
     try:
-        sizes = job.sizes.complete(ground.world, ground.processes)
-        return replace(outcome, yours=_candidate(outcome, job, sizes)), job
+        sizes = job.sizes.complete(found.network.world, found.network.processes)
+        layout = timed(found, _candidate(found, job, sizes))
     except HolmesError as error:
-        return outcome, replace(job, lines=(*job.lines, f"not possible: your layout: {error}"))
+        return found, replace(job, lines=(*job.lines, f"not possible: your layout: {error}"))
+    return replace(found.with_known(layout), user_layout=layout), job
 
 
-def alone(plan: Plan, site: Site, links: Links, job: Training, model: Model, overlap: bool) -> Outcome:
+def alone(plan: Plan, network: Network, job: Training, model: Model) -> SearchResult:
     """The layout of a plan of given sizes, in that plan's order of nodes, simulated; no search."""
     assert plan.sizes is not None
     model = replace(model, global_batch=0, micro_batches=model.micro_batches_of(plan.sizes.data))
     batch = model.micro_batches * model.micro_batch * plan.sizes.data
-    found = Outcome(Ground.of(site, model, links=links), model, batch, Limits(), overlap, hides=job.hides)
-    outcome = as_run(found, job)
-    yours = timed(outcome, _candidate(outcome, job, plan.sizes, plan))
-    return replace(outcome, yours=yours, candidates=[yours])
+    found = asked_for(network, replace(job, model=model), batch)
+    layout = timed(found, _candidate(found, job, plan.sizes, plan))
+    return replace(found, user_layout=layout, candidates=[layout])
 
 
-def _candidate(outcome: Outcome, job: Training, sizes: Sizes, plan: Plan | None = None) -> Any:
-    said = job.said
+def _candidate(found: SearchResult, job: Training, sizes: Sizes, plan: Plan | None = None) -> Candidate:
+    said, options = job.said, job.options
+    partitioned = bool(options.plan) or options.partition != "uniform"
+    for line in refusals(said, sizes, found.network.world, partitioned) if said else ():
+        raise HolmesError(line)
     own = (said.zero, said.virtual) if said and said.model else ()
-    shape, layers = shape_of(outcome.model, sizes, *own), said.stage_layers if said else ()
-    return given(outcome, sizes, shape, (plan.stage_layers if plan else ()) or layers, plan.nodes if plan else ())
+    shape, layers = shape_of(found.model, sizes, *own), said.stage_layers if said else ()
+    if plan is not None:
+        layers = plan.stage_layers or layers
+    flat = job.engine.two_level_zero is not None and not (said and said.instances > 1)
+    return given(found, sizes, shape, layers, plan.nodes if plan is not None else (), flat)
 
 
 def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
@@ -203,14 +213,9 @@ class _Bar(Progress):
                          transient=True, disable=not shown)
         self.begin, self.task = time.monotonic(), self.add_task("searching", visible=False)
 
-    def searched(self, done: int, left: int, best: float) -> None:
-        """search's Progress."""
-        self._told(done, left, "searching" if best == inf else f"best so far {best:.4g} s")
-
-    def proved(self, done: int, left: int, best: float, gap: float) -> None:
-        """prove's Progress."""
-        self._told(done, left, f"best so far {best:.4g} s, simulated; at most {gap:.1%} can be saved")
-
-    def _told(self, done: int, left: int, text: str) -> None:
+    def told(self, done: int, left: int, best: float, gap: float) -> None:
+        """search's Progress; gap: 1 before anything was simulated."""
+        text = "searching" if best == inf else f"best so far {best:.4g} s"
+        text += f", simulated; at most {gap:.1%} can be saved" if gap < 1 else ""
         visible = time.monotonic() - self.begin > SILENCE_S
         self.update(self.task, description=text, completed=done, total=done + left, visible=visible)

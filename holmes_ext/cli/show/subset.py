@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holmes_ext.cli.show.search import global_batch
+from holmes_ext.cli.show.search import asked_for, global_batch
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cli.show.training import Training, training_of
 from holmes_ext.cluster.node_report import short_name
@@ -20,11 +20,11 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.launch_flags import limited
 from holmes_ext.plan.cost.links import Links
-from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.search.as_plan import plan_of, shape_of
-from holmes_ext.plan.search.ranking import rank
-from holmes_ext.plan.search.result import Outcome
+from holmes_ext.plan.search.result import SearchResult
 from holmes_ext.plan.search.search import search
+from holmes_ext.plan.search.sketch import simulate_first
 from holmes_ext.plan.search.space import Limits, Shape, parse_limits
 from holmes_ext.plan.search.subset import Counts, Priced, Subsets, best_subset, ideal, ideal_gpus
 from holmes_ext.units import format_seconds
@@ -78,41 +78,50 @@ class AvailableNodes:
     """The nodes that may be asked for, and what is trained on them."""
 
     spec: SiteSpec
-    model: Model
+    job: Training
     batch: int
     limits: Limits
-    overlap: bool
-    hides: bool
     shapes: tuple[Shape, ...] = ()
 
     def names(self, counts: Counts) -> list[str]:
         return [name for cluster, count in zip(self.spec.clusters, counts) for name in cluster.nodes[:count]]
 
-    def search(self, counts: Counts, seconds: float = 1e9) -> Outcome:
+    def search(self, counts: Counts, seconds: float = 1e9) -> SearchResult:
         own = self.spec.only(set(self.names(counts)))
-        return search(site_from_spec(own), self.model, self.batch, self.limits, self.overlap, seconds, rows=1,
-                      links=Links.of_spec(own), only=self.shapes, hides=self.hides)
+        network = Network(site_from_spec(own), Links.of_spec(own))
+        return in_closed_form(network, self.job, self.batch, self.limits, self.shapes, seconds)
 
     def price(self, counts: Counts) -> Priced:
-        outcome = self.search(counts)
-        return Priced(outcome.best.formula_s, outcome.formula.bound_s, outcome)
+        found = self.search(counts)
+        return Priced(found.best.formula_s, found.best.formula_s, found)
 
     def computing_s(self, count: int) -> float:
         """Seconds that no step on so many of the nodes beats: what the fastest GPUs compute, of the shape that takes
         least."""
-        site, model = ideal_gpus(site_from_spec(self.spec), count, self.model, Links.of_spec(self.spec))
-        outcome = search(site, model, self.batch, self.limits, self.overlap, 0.0, rows=1, only=self.shapes,
-                         hides=self.hides)
-        return min(outcome.ideals.values())
+        assert self.job.model is not None
+        site, model = ideal_gpus(site_from_spec(self.spec), count, self.job.model, Links.of_spec(self.spec))
+        job = replace(self.job, model=model)
+        found = in_closed_form(Network(site), job, self.batch, self.limits, self.shapes, 0.0)
+        return min(found.ideals.values())
 
     def alike(self) -> list[int]:
         """For each cluster the first one that can stand for it."""
         clusters, flat = self.spec.clusters, not (self.spec.wan or self.spec.pairs)
         shared = [cluster.fabric for cluster in clusters]
-        looks = [(cluster.kind, cluster.rate_bps, cluster.latency_s, self.model.gpu_of(cluster.name))
+        assert self.job.model is not None
+        gpu_of = self.job.model.gpu_of
+        looks = [(cluster.kind, cluster.rate_bps, cluster.latency_s, gpu_of(cluster.name))
                  if flat and shared.count(cluster.fabric) == 1 and cluster.fabric not in self.spec.links
                  else cluster.name for cluster in clusters]
         return [looks.index(look) for look in looks]
+
+
+def in_closed_form(
+    network: Network, job: Training, batch: int, limits: Limits, shapes: Sequence[Shape], seconds: float = 1e9
+) -> SearchResult:
+    """What is quickest in closed form; shapes: () for all."""
+    asked = asked_for(network, job, batch, limits)
+    return search(asked, seconds, rows=1, only=shapes, prove=False, simulate=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -143,8 +152,8 @@ def run(args: argparse.Namespace) -> int:
     best = _simulated(found, site, end)
     parts = [_parts(spec, whole, counts) for counts, _ in best]
     if args.output:
-        outcome = best[0][1]
-        plan_of(outcome, outcome.best).save(args.output)
+        found_there = best[0][1]
+        plan_of(found_there, found_there.best, job.options).save(args.output)
     if args.form:
         print(_written(args.form, parts[0], features), end="")
     elif args.json:
@@ -163,42 +172,48 @@ def _begin(
     best, ideal_model = ideal(site, args.nodes, model, links)
     batch = global_batch(args, job, best)
     framework, limits = args.framework or job.framework, parse_limits(args.limit)
-    limits = limited(limits, framework) if framework else limits
-    overlap = args.overlap == "on"
+    limits = limited(limits, job.engine, framework) if framework else limits
     shapes: tuple[Shape, ...] = ()
     if job.sizes is not None:
         sizes, said = job.sizes.complete(best.world_size, best.processes), job.said
         own = (said.zero, said.virtual) if said and said.model else ()
         shapes = (shape_of(model, sizes, *own),)
-    outcome = search(best, ideal_model, batch, limits, overlap, FOR_SIZES * seconds, rows=1, only=shapes,
-                     hides=job.hides)
-    shapes = shapes or _of_every_depth(outcome)
-    available = AvailableNodes(spec, model, batch, limits, overlap, job.hides, shapes)
-    floor_s = max(outcome.formula.bound_s, available.computing_s(args.nodes))
+    ideal_job = replace(job, model=ideal_model)
+    found = in_closed_form(Network(best), ideal_job, batch, limits, shapes, FOR_SIZES * seconds)
+    shapes = shapes or _of_every_depth(found)
+    available = AvailableNodes(spec, job, batch, limits, shapes)
+    floor_s = max(floor(found), available.computing_s(args.nodes))
     return available, floor_s, args.nodes // shapes[0].pipeline
 
 
-def _of_every_depth(outcome: Outcome) -> tuple[Shape, ...]:
+def floor(found: SearchResult) -> float:
+    """Seconds that nothing beats on the nodes of a search in closed form."""
+    every = {one.shape for one in found.candidates}
+    left = [ideal_s for shape, ideal_s in found.ideals.items() if shape not in every]
+    return min([found.best.formula_s, *left])
+
+
+def _of_every_depth(result: SearchResult) -> tuple[Shape, ...]:
     """The best shape, and those of other depths of the pipeline with the least bounds: which depth suits depends on how
     many nodes each cluster gives."""
     depths: dict[int, Shape] = {}
-    for shape in sorted(outcome.ideals, key=outcome.ideals.__getitem__):
+    for shape in sorted(result.ideals, key=result.ideals.__getitem__):
         if shape.virtual == 1:
             depths.setdefault(shape.pipeline, shape)
-    return tuple(dict.fromkeys([outcome.best.shape, *list(depths.values())[:SHAPES]]))
+    return tuple(dict.fromkeys([result.best.shape, *list(depths.values())[:SHAPES]]))
 
 
-def _simulated(found: Subsets, site: AvailableNodes, end: float) -> list[tuple[Counts, Outcome]]:
+def _simulated(found: Subsets, site: AvailableNodes, end: float) -> list[tuple[Counts, SearchResult]]:
     """The fastest subsets by their simulated steps, with all sizes where these are free."""
     ranked = []
     first = found.found[:SIMULATED]
     for number, (counts, priced) in enumerate(first):
-        outcome = priced.plan
+        result = priced.plan
         if len(site.shapes) > 1:
             share = max(0.0, end - time.monotonic()) / (len(first) - number)
             again = replace(site, shapes=()).search(counts, share)
-            outcome = min(again, outcome, key=lambda one: one.best.formula_s)
-        ranked.append((counts, rank(outcome, 1)))
+            result = min(again, result, key=lambda one: one.best.formula_s)
+        ranked.append((counts, simulate_first(result, 1)))
     return sorted(ranked, key=lambda each: each[1].best.step_s)
 
 
@@ -217,10 +232,12 @@ def _written(form: str, parts: Sequence[request.ChosenNodes], features: request.
     return "\n".join(lines) + "\n"
 
 
-def _document(found: Subsets, best: Sequence[tuple[Counts, Outcome]], parts: Sequence[Sequence[request.ChosenNodes]],
-              features: request.Features | None) -> dict[str, Any]:
-    rows = [{"nodes": {part.cluster: list(part.nodes) for part in own}, "step_seconds": outcome.best.step_s}
-            for (_, outcome), own in zip(best, parts)]
+def _document(
+    found: Subsets, best: Sequence[tuple[Counts, SearchResult]],
+    parts: Sequence[Sequence[request.ChosenNodes]], features: request.Features | None,
+) -> dict[str, Any]:
+    rows = [{"nodes": {part.cluster: list(part.nodes) for part in own}, "step_seconds": result.best.step_s}
+            for (_, result), own in zip(best, parts)]
     chosen = parts[0]
     forms = {form: _written(form, chosen, features) for form in FORMS if form != "kubernetes"}
     return {"version": 1, "best": rows[0], "others": rows[1:], "gap": found.gap, "bound_seconds": found.bound_s,
@@ -230,18 +247,18 @@ def _document(found: Subsets, best: Sequence[tuple[Counts, Outcome]], parts: Seq
 
 
 def _show(args: argparse.Namespace, spec: SiteSpec, job: Training, found: Subsets,
-          best: Sequence[tuple[Counts, Outcome]], parts: Sequence[Sequence[request.ChosenNodes]],
+          best: Sequence[tuple[Counts, SearchResult]], parts: Sequence[Sequence[request.ChosenNodes]],
           features: request.Features | None) -> None:
     screen = Screen()
     job.show(screen)
     first_s = best[0][1].best.step_s
     rows = []
-    for (_, outcome), own in zip(best, parts):
-        one = outcome.best
+    for (_, result), own in zip(best, parts):
+        one = result.best
         nodes = ", ".join(f"{len(part.nodes)} of {part.cluster}" for part in own)
         sizes = f"pipeline {one.shape.pipeline}, tensor {one.shape.tensor}, data {one.shape.data}"
         rows.append((nodes, format_seconds(one.step_s), f"{one.step_s / first_s - 1:+.1%}", sizes,
-                     one.arrangement.describe(outcome.ground)))
+                     result.describe(one)))
     columns = (Column("nodes", wrap=16), Column("step", right=True), Column("slower by", right=True),
                Column("sizes", wrap=12, drop=2), Column("stages", wrap=10, drop=1))
     screen.table(columns, rows, f"{args.nodes} of the {sum(len(c.nodes) for c in spec.clusters)} nodes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +12,14 @@ from holmes_ext.cluster.gpu import KNOWN
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.command import split_command
 from holmes_ext.errors import HolmesError
-from holmes_ext.options import parse_flags
+from holmes_ext.options import Options, meant, parse_flags
+from holmes_ext.patches import features
+from holmes_ext.patches.engine.registry import disabled_features
 from holmes_ext.patches.megatron.command_line.describe import CommandLine, describe
+from holmes_ext.patches.traits import engine_of
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import load_model, on_clusters
+from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.search.space import with_zero, zero_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes
 
@@ -23,15 +28,24 @@ SIZES = ("pipeline", "tensor", "context", "expert", "order")
 
 @dataclass(frozen=True)
 class Training:
-    """model: None where nothing names it. sizes: of the user's layout, not completed; None where nothing names them.
-    said: the command line; lines: what was assumed, and what was not read; hides: whether pipeline edges are hidden
-    (--inflight, or --holmes-inflight of the command line)."""
+    """What is to be planned."""
 
+    #: None where nothing names it.
     model: Model | None
+    #: Of the user's layout, not completed; None where nothing names them.
     sizes: Sizes | None
+    #: The command line.
     said: CommandLine | None = None
+    #: What was assumed, and what was not read.
     lines: tuple[str, ...] = ()
-    hides: bool = True
+    #: The flags of holmes in the command line, and HOLMES_DISABLE.
+    options: Options = Options()
+    #: What the framework does.
+    engine: EngineTraits = EngineTraits()
+    #: gloo carries the groups, not NCCL.
+    direct: bool = False
+    #: Gradients are reduced under the last backward.
+    overlap: bool = False
 
     @property
     def framework(self) -> str:
@@ -72,8 +86,23 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
     sizes = _sizes(args, said)
     if said is not None and sizes is not None and said.sizes is not None and sizes.pipeline != said.sizes.pipeline:
         said = replace(said, stage_layers=(), virtual=1)  # those of other stages than are asked for
-    hides = "off" not in (args.inflight, parse_flags(list(args.command or ()), {})[0].inflight)
-    return Training(model, sizes, said, tuple(lines), hides)
+    for word in said.unknown if said else ():
+        if near := meant(word):
+            raise HolmesError(f"{word}: did you mean {near}?")
+    options = _options(args)
+    framework = args.framework or (said.framework if said else "")
+    overlap = args.overlap == "on" and options.overlap != "off"
+    direct = said is not None and said.backend == "gloo"
+    return Training(model, sizes, said, tuple(lines), options, engine_of(framework), direct, overlap)
+
+
+def _options(args: argparse.Namespace) -> Options:
+    """Of the command line, with what HOLMES_DISABLE switches off."""
+    options, _ = parse_flags(list(args.command or ()), os.environ)
+    off = disabled_features(os.environ, features())
+    if args.inflight == "off":
+        options = replace(options, inflight="off")
+    return replace(options, off=off)
 
 
 def _overlaid(model: Model, step: dict[str, Any]) -> Model:

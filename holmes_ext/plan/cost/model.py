@@ -277,4 +277,4 @@ class Model:
         gradients, activation = mean("parameters") * self.gradient_width, layers[0].activation_bytes
         sent = {name: mean(name) for name in ("tensor_bytes", "context_bytes", "expert_bytes")}
         return Workload(*computing, self.micro_batches_of(sizes.data), gradients, activation, **sent,
-                        copies=self.copies(sizes))
+                        copies=self.copies(sizes), activation_width=self.activation_width)

@@ -1,39 +1,36 @@
-"""What networks take: a message, a ring all-reduce, an all-to-all, two levels. Seconds from bytes, a fabric's rate and
-its latency.
+"""What a message or a collective puts on the networks, and what it takes where it is alone.
 
-Every time is linear in the bytes (alpha-beta model: Thakur, Rabenseifner and Gropp 2005; Patarasuk and Yuan 2009), so
-it is a Price: latency_s + size x byte_s. Groups that share a node's NICs share their rate: `sharers`.
+Every time is linear in the bytes (alpha-beta model: Thakur, Rabenseifner and Gropp 2005; Patarasuk and Yuan
+2009): fixed seconds, and seconds for each byte. The simulation (plan/simulate) takes the same loads and shares
+what carries them. Where nothing is shared both say the same.
 
-    ring of n    passes every node once, each way: 2 (n - 1) / n of the bytes through its NIC, in 2 (n - 1) messages
-                 that follow each other
-    two levels   inside every cluster, across (across.py), inside: chunks follow each other, so the slower level is
-                 always busy
-
-What crosses clusters passes more than NICs: uplinks and links that all who cross share (cluster/wan.py). The slowest of
-them counts; on a flat network there is none.
+    ring of n      passes every node once, each way: 2 (n - 1) / n of the bytes through its NIC, in 2 (n - 1)
+                   messages that follow each other
+    all-to-all     every rank sends the others their parts, one after the other
+    between        what crosses clusters passes more than NICs: uplinks and links that all who cross share
+    clusters       (cluster/wan.py); the slowest counts, and latencies are added
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
 
-from holmes_ext.cluster.site import Fabric
+from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.cluster.wan import Hop, Wan
-from holmes_ext.plan.cost.across import Across, hop_loads, ways_across
+from holmes_ext.plan.cost.links import Curve, Link, Links
+from holmes_ext.plan.placement.families import GroupFamily, StageEdge
+from holmes_ext.plan.placement.placement import Content, Placement
+from holmes_ext.plan.sizes import Sizes
 
-#: Bytes of a chunk of a two-level all-reduce for each rank of the smallest cluster: what its Ethernet NIC carries at a
-#: time.
-CHUNK_SHARE_BYTES = 512 * 2**10
-#: NCCL's collectives need some MiB to reach a network's rate, and more only fills the pipeline later.
-NCCL_CHUNK_BYTES = 4 * 2**20, 16 * 2**20
-#: Below this, there and back, chunks are not made larger to outlast latency: other costs of a message are as long.
-HIDDEN_LATENCY_S = 5e-4
-#: What another way across must take at most of the direct one's time.
-WORTH = 0.95
-#: What lies between two clusters: each hop with the flows that share it.
-Way = tuple[tuple[Hop, float], ...]
+T = TypeVar("T")
+#: (cluster, cluster)
+Pair = tuple[str, str]
+#: (class of node, fabric, "out" or "in")
+Nic = tuple[int, str, str]
 
 
 @dataclass(frozen=True)
@@ -50,179 +47,244 @@ class Price:
     def scaled(self, factor: float) -> Price:
         return Price(factor * self.byte_s, factor * self.latency_s)
 
+    def __add__(self, other: Price) -> Price:
+        return Price(self.byte_s + other.byte_s, self.latency_s + other.latency_s)
+
 
 FREE = Price()
 
 
-def ring(ranks: int) -> tuple[int, float]:
-    """Of a ring all-reduce: messages that follow each other, and bytes through each node's NIC for each byte that is
-    reduced."""
-    return 2 * (ranks - 1), 2 * (ranks - 1) / ranks
-
-
-def passes(fabric: Fabric, sharers: float, ways: Iterable[Way] = ()) -> float:
-    """Seconds of a byte through the slowest of a node's NIC, which `sharers` share, and the hops of `ways`."""
-    return max([8 * sharers / fabric.rate_bps, *(8 * flows / hop.rate_bps for way in ways for hop, flows in way)])
-
-
-def latency_s(fabric: Fabric, way: Way) -> float:
-    """Of a message on its way."""
-    return sum(hop.latency_s for hop, _ in way) or fabric.latency_s
-
-
-def crossing(wan: Wan, pairs: Sequence[tuple[str, str]], flows: float = 1) -> tuple[Way, ...]:
-    """What lies between each of these pairs of clusters, when `flows` go from the one to the other of all of them at
-    once; () on a flat network."""
-    if not wan:
-        return ()
-    loads = hop_loads(wan, {pair: count * flows for pair, count in Counter(pairs).items()})
-    return tuple(tuple((hop, loads[hop]) for hop in wan.hops(*pair)) for pair in pairs)
-
-
-def all_reduce(ranks: int, fabric: Fabric, sharers: float = 1, ways: Sequence[Way] = ()) -> Price:
-    """Of the bytes in each rank; the group is on several nodes. ways: between neighbours of the ring in two clusters
-    (crossing). A byte passes 2 (n - 1) neighbours one after the other: their latencies twice, but for the least."""
-    messages, share = ring(ranks)
-    if not ways:
-        return Price(share * passes(fabric, sharers), messages * fabric.latency_s)
-    latencies = [*(latency_s(fabric, way) for way in ways), *[fabric.latency_s] * (ranks - len(ways))]
-    return Price(share * passes(fabric, sharers, ways), 2 * (sum(latencies) - min(latencies)))
-
-
-def message(fabric: Fabric, sharers: float = 1, messages: int = 1, way: Way = ()) -> Price:
-    """Of bytes that leave a rank in `messages` parts one after the other (activations; K and V around a context ring;
-    an all-to-all). way: between the clusters (crossing)."""
-    return Price(passes(fabric, sharers, [way]), messages * latency_s(fabric, way))
-
-
-def inside_cluster(ranks: int, here: int, direct: bool) -> tuple[int, float]:
-    """Of a reduce-scatter or an all-gather among a cluster's `ranks`, `here` of them on each node: messages that follow
-    each other, and bytes through a node's NIC for each byte. A ring (NCCL); with `direct` every rank sends each other
-    its block (runtime/reduce/direct.py, over gloo), so a node's ranks send to all others' nodes."""
-    messages, share = ring(ranks)
-    return (1, here * (ranks - here) / ranks) if direct else (messages // 2, share / 2)
-
-
-def chunk_bytes(ranks: int, direct: bool) -> int:
-    """Of a two-level all-reduce; ranks: of the group in the smallest cluster; direct: see inside_cluster."""
-    size, (least, most) = CHUNK_SHARE_BYTES * ranks, NCCL_CHUNK_BYTES
-    return size if direct else min(max(size, least), most)
-
-
-def chunks_of(size: float, chunk_bytes: float) -> int:
-    """Chunks of a two-level all-reduce of `size` bytes, all alike: what is left beside whole ones would cost nearly as
-    much as one (DistributedDataParallel's buckets end above their limit)."""
-    return max(1, int(size // chunk_bytes))
-
-
 @dataclass(frozen=True)
-class TwoLevels:
-    """An all-reduce inside clusters and across them, each the price of its two steps; inside: of the slowest cluster.
-    stalls: whether a chunk's step across must arrive before the next chunk's leaves (runtime/reduce/direct.py, both
-    steps in time with each other; relay.py sends on)."""
+class Load:
+    """A message or a collective, for each byte of it."""
 
-    inside: Price
-    across: Price
-    chunk_bytes: float
-    stalls: bool = False
+    #: NIC, and how many such flows it carries at once.
+    nics: tuple[tuple[Nic, float], ...] = ()
+    #: The same between clusters.
+    hops: tuple[tuple[Hop, float], ...] = ()
+    #: None: inside a node, at inside_bps (0: not known, counts as free).
+    fabric: Fabric | None = None
+    inside_bps: float = 0.0
+    #: Bytes through a NIC.
+    volume: float = 1.0
+    #: That follow each other, each with this part of the bytes.
+    messages: float = 1.0
+    part: float = 1.0
+    #: What its way between clusters takes longer than the fabric's latency says.
+    longer_s: float = 0.0
+    #: Whether its messages are steps of a ring: which of a link's curves holds.
+    ring: bool = False
+    across: bool = False
+    #: Nodes that send at once; messages of two levels for each byte, besides.
+    senders: float = 0.0
+    posts: float = 0.0
 
-    @property
-    def pipelined(self) -> Price:
-        """Of many chunks: the slower level all the time. Never more than seconds()."""
-        return Price(max(self.inside.byte_s, self._across_byte_s), self.inside.latency_s + self.across.latency_s)
+    def scaled(self, factor: float) -> Load:
+        """So many times as many messages and bytes: 1/2 of a ring is a reduce-scatter, or a gather."""
+        volume, messages = factor * self.volume, factor * self.messages
+        return replace(self, volume=volume, messages=messages, longer_s=factor * self.longer_s)
 
-    @property
-    def _across_byte_s(self) -> float:
-        return self.across.byte_s + (self.across.latency_s / 2 / self.chunk_bytes if self.stalls else 0.0)
-
-    def seconds(self, size: float) -> float:
-        """The same, and the first chunk on the faster level."""
-        if size <= self.chunk_bytes:  # nothing follows that could stall
-            slower = max(self.inside.byte_s, self.across.byte_s)
-            once = Price(slower, self.pipelined.latency_s)
-            return once.seconds(size) + size * min(self.inside.byte_s, self.across.byte_s)
-        return self.pipelined.seconds(size) + self.chunk_bytes * min(self.inside.byte_s, self._across_byte_s)
-
-    def sized(self, size: float) -> TwoLevels:
-        """With the chunks that suit a sum of `size` bytes: small ones fill the levels soon, large ones outlast the
-        latency."""
-        if not self.stalls or self.across.latency_s < HIDDEN_LATENCY_S:
-            return self
-        least, steps = self.chunk_bytes, 0
-        while least * 2**steps < size:
-            steps += 1
-        return min((replace(self, chunk_bytes=least * 2**step) for step in range(steps + 1)),
-                   key=lambda one: one.seconds(size))
-
-
-def two_levels(
-    inside: Price, fabric: Fabric, clusters: Mapping[str, int], processes: int, share: float = 1.0,
-    across: Across | None = None, wan: Wan = Wan(), groups: float = 1, direct: bool = True,
-) -> TwoLevels:
-    """clusters: ranks of the group in each. processes: ranks of a node that send across at once, groups: like this one
-    between the same clusters. share: what compression leaves of the bytes that cross; NCCL then gathers all clusters'
-    sums whole (runtime/reduce/two_level_nccl.py). across: default direct. direct: see inside_cluster."""
-    across = across or Across("direct", tuple(clusters))
-    share *= len(clusters) / 2 if share < 1 and not direct else 1
-    there, back = across.halves
-    both = {pair: there.get(pair, 0.0) + back.get(pair, 0.0) for pair in {**there, **back}}
-
-    def byte_s(volumes: Mapping[tuple[str, str], float]) -> float:
-        nics: defaultdict[tuple[str, int], float] = defaultdict(float)
-        for (one, two), volume in volumes.items():
-            nics[one, 0] += volume / clusters[one]
-            nics[two, 1] += volume / clusters[two]
-        loads = [groups * load / hop.rate_bps for hop, load in hop_loads(wan, volumes).items()]
-        return 8 * share * max([processes * max(nics.values()) / fabric.rate_bps, *loads])
-
-    half_s = across.latency_s(lambda pair: sum(hop.latency_s for hop in wan.hops(*pair)) or fabric.latency_s)
-    stalls = bool(wan) and direct and across.way == "direct"
-    half_s *= 2 if stalls else 1  # receives are posted with the sends: gloo's sender hears of one a latency later
-    return TwoLevels(inside, Price(byte_s(both), 2 * half_s), chunk_bytes(min(clusters.values()), direct), stalls)
+    @cached_property
+    def price(self) -> Price:
+        """Alone; `fabric` is what stands for a measured one (Links.line)."""
+        if self.fabric is None:
+            return Price(8 * self.volume / self.inside_bps) if self.inside_bps else FREE
+        rate = self.fabric.rate_bps
+        slowest = max([1 / rate, *(flows / rate for _, flows in self.nics)])
+        slowest = max([slowest, *(flows / hop.rate_bps for hop, flows in self.hops)])
+        return Price(8 * self.volume * slowest, self.messages * self.fabric.latency_s + self.longer_s)
 
 
-def summed_across(
-    size: float, inside: Price, fabric: Fabric, clusters: Mapping[str, int], processes: int, share: float = 1.0,
-    direct: bool = True, wan: Wan = Wan(), groups: float = 1,
-) -> tuple[Across, TwoLevels]:
-    """Of all ways across the one that takes the least for a sum of `size` bytes; arguments as of two_levels. direct:
-    gloo, where runtime/reduce/ can do all; NCCL's all-reduce goes round the clusters in the order of ranks (what is
-    compressed goes directly, too)."""
-    names = tuple(clusters)
-    ways = ways_across(wan, names) if direct else (Across("ring", names) if wan else Across("direct", names),)
-    if share != 1.0:
-        ways = ways[:1]
-    known = inside, fabric, clusters, processes, share
-    prices = [two_levels(*known, way, wan, groups, direct).sized(size) for way in ways]
-    found = list(zip(ways, prices))
-    first, best = found[0], min(found, key=lambda one: one[1].seconds(size))
-    return best if best[1].seconds(size) < WORTH * first[1].seconds(size) else first
+class Network:
+    """A site as prices see it.
+
+    kinds: of nodes, those that are alike: in one cluster, on the same fabrics. only: the fabric of all traffic,
+    as without holmes. links: what was measured of the networks.
+    """
+
+    def __init__(self, site: Site, links: Links = Links(), only: Fabric | None = None):
+        self.site, self.links, self.only = site, links, only
+        self.processes, self.world = site.processes, site.world_size
+        #: Fabrics are chosen by what was measured of them.
+        self.measured = links.site(site)
+        self.wan: Wan = self.measured.wan
+        looks = {node.name: (node.cluster, node.fabrics) for node in site.nodes}
+        self.kinds = tuple(dict.fromkeys(looks.values()))
+        numbers = {look: index for index, look in enumerate(self.kinds)}
+        self.kind_of = {name: numbers[look] for name, look in looks.items()}
+        self._known: dict[Hashable, Any] = {}
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made once for each key."""
+        if key not in self._known:
+            self._known[key] = make()
+        found: T = self._known[key]
+        return found
+
+    @cached_property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """Nodes of each kind, as the launcher has them."""
+        found: list[list[str]] = [[] for _ in self.kinds]
+        for name, kind in self.kind_of.items():
+            found[kind].append(name)
+        return tuple(map(tuple, found))
+
+    def cluster(self, kind: int) -> str:
+        return self.kinds[kind][0]
+
+    def clusters(self, content: Content) -> list[str]:
+        """Names, in the order of nodes."""
+        return list(dict.fromkeys(self.cluster(kind) for kind, _ in content))
+
+    def placement(self, names: Sequence[str], sizes: Sizes) -> Placement:
+        """Of nodes in the order of ranks."""
+        kinds = [self.kind_of[name] for name in names]
+        return replace(Placement.of(sizes, self.processes, kinds), names=tuple(names))
+
+    def nodes(self, placement: Placement) -> tuple[str, ...]:
+        """Names by slot."""
+        if placement.names:
+            return placement.names
+        left = [iter(names) for names in self.names]
+        return tuple(next(left[kind]) for kind in placement.kinds())
+
+    def fabric(self, kinds: Iterable[int]) -> Fabric:
+        """The fastest that nodes of these kinds share; with the numbers that cluster.toml states."""
+        if self.only is not None:
+            return self.only
+        key = frozenset(kinds)
+        firsts = (self.names[kind][0] for kind in key)
 
 
-def two_level_seconds(
-    size: float, clusters: Sequence[int], inside: Fabric, across: Fabric, here: int = 1, sharers: int = 1,
-    share: float = 1.0, direct: bool = True,
-) -> tuple[float, float]:
-    """On a flat network: seconds of an all-reduce of `size` bytes (flat ring on `across`, two levels). clusters: ranks
-    of the group in each; see slowest_inside."""
-    flat = all_reduce(sum(clusters), across, sharers).seconds(size)
-    slowest = slowest_inside(inside, max(clusters), here, sharers, direct)
-    named = {str(number): ranks for number, ranks in enumerate(clusters)}
-    return flat, two_levels(slowest, across, named, here * sharers, share, direct=direct).seconds(size)
+        def fastest() -> Fabric:
+            return self.site.fabric_by_name[self.measured.shared_fabric(firsts).name]
+
+        return self.remember(key, fastest)
+
+    def line(self, fabric: Fabric) -> Fabric:
+        """With rate and latency as measured, where that was."""
+        return self.remember(fabric.name, lambda: self.links.line(fabric))
+
+    # ------------------------------------------------------------------- what lies between clusters
+
+    def hops(self, fabric: Fabric, pairs: Mapping[Pair, float]) -> tuple[tuple[Hop, float], ...]:
+        """What so many flows from cluster to cluster pass on a fabric, with the flows of each."""
+        if not self.wan or fabric.name != ETHERNET:
+            return ()
+        loads: dict[Hop, float] = {}
+        for (one, two), flows in pairs.items():
+            for hop in self.wan.hops(one, two):
+                loads[hop] = loads.get(hop, 0.0) + flows
+        return tuple(loads.items())
+
+    def longer_s(self, fabric: Fabric, pair: Pair) -> float:
+        """What the way between two clusters takes longer than the fabric's latency."""
+        if not self.wan or fabric.name != ETHERNET:
+            return 0.0
+        seconds = sum(hop.latency_s for hop in self.wan.hops(*pair))
+        return max(0.0, seconds - self.line(fabric).latency_s)
+
+    def neighbours(self, ring: Content) -> list[Pair]:
+        """Clusters that follow each other in a ring of such nodes."""
+        names = [self.cluster(kind) for kind, _ in ring]
+        return [pair for pair in zip(names, (*names[1:], names[0])) if pair[0] != pair[1]]
+
+    # ------------------------------------------------------------------- loads
+
+    def ring(self, family: GroupFamily, groups: float = 0, inside_bps: float = 0.0) -> Load:
+        """An all-reduce of each group of a family.
+
+        groups: 0 as a simulation has it, whose other groups are loads of their own; else so many that cross at
+        the same time, and all that share a NIC. inside_bps: of the GPUs of a node.
+        """
+        messages, volume = 2 * (family.ranks - 1), 2 * (family.ranks - 1) / family.ranks
+        if family.nodes == 1:
+            return Load(inside_bps=inside_bps, volume=volume)
+        return self.remember(("ring", family, groups), lambda: self._ring(family, groups, messages, volume))
+
+    def _ring(self, family: GroupFamily, groups: float, messages: int, volume: float) -> Load:
+        fabric, pairs = self.fabric(family.kinds), Counter(self.neighbours(family.ring))
+        longer = [self.longer_s(fabric, pair) for pair, times in pairs.items() for _ in range(times)]
+        longer += [0.0] * (family.ranks - len(longer))
+        crossing = {pair: times * (groups or family.count) for pair, times in pairs.items()}
+        flows = {part.node: part.crowd if groups else part.groups for part in family.parts}
+        return Load(
+            self.both_ways(fabric, flows), self.hops(fabric, crossing), self.line(fabric),
+            volume=volume, messages=messages, part=1 / family.ranks, ring=True,
+            longer_s=2 * (sum(longer) - min(longer)), across=self.across(family.kinds),
+            senders=family.count * family.nodes,
+        )
+
+    def in_turn(self, family: GroupFamily, every: bool, inside_bps: float = 0.0) -> Load:
+        """Bytes that each rank passes on in parts, one after the other: around a ring of the group (K and V of a
+        context group), or from every rank to each other one (experts)."""
+        if family.nodes == 1:
+            return Load(inside_bps=inside_bps)
+        fabric, pairs = self.fabric(family.kinds), Counter(self.neighbours(family.ring))
+        flows = {part.node: part.crowd * (part.here if every else 1) for part in family.parts}
+        longer_s = max((self.longer_s(fabric, pair) for pair in pairs), default=0.0)
+        messages = family.ranks - 1
+        return Load(
+            self.both_ways(fabric, flows), self.hops(fabric, pairs), self.line(fabric), messages=messages,
+            longer_s=messages * longer_s, across=self.across(family.kinds),
+        )
+
+    def message(self, edge: StageEdge, inside_bps: float = 0.0, crossing: float = 0) -> Load:
+        """From a stage to another. crossing: pipelines that cross at once, where they are not this kind's alone.
+        """
+        if edge.local:
+            return Load(inside_bps=inside_bps)
+        fabric = self.fabric(edge.kinds)
+        pair = self.cluster(edge.kinds[0]), self.cluster(edge.kinds[1])
+        flows = {pair: crossing or edge.count} if pair[0] != pair[1] else {}
+        nics = ((edge.sender, fabric.name, "out"), edge.leaving), ((edge.receiver, fabric.name, "in"), edge.reaching)
+        longer_s = self.longer_s(fabric, pair) if flows else 0.0
+        return Load(nics, self.hops(fabric, flows), self.line(fabric), longer_s=longer_s, across=bool(flows),
+                    senders=edge.count)
+
+    def pairwise(self, edge: StageEdge, inside_bps: float = 0.0) -> Load:
+        """An all-reduce between two ranks on these nodes."""
+        there, back = self.message(edge, inside_bps), self.message(edge.turned, inside_bps)
+        if there.fabric is None:
+            return there
+        hops: dict[Hop, float] = {}
+        for hop, flows in (*there.hops, *back.hops):
+            hops[hop] = hops.get(hop, 0.0) + flows
+        nics = dict((*there.nics, *back.nics))
+        return replace(there, nics=tuple(nics.items()), hops=tuple(hops.items()), messages=2, part=0.5, ring=True,
+                       longer_s=2 * there.longer_s, senders=2 * edge.count)
+
+    def both_ways(self, fabric: Fabric, flows: Mapping[int, float]) -> tuple[tuple[Nic, float], ...]:
+        """So many flows out of and into each class of nodes."""
+        return tuple(((node, fabric.name, way), count) for way in ("out", "in") for node, count in flows.items())
+
+    def homes(self, kind: int) -> list[str]:
+        """The fabrics that hold groups of such nodes as well as any: the fast ones; where there is none Ethernet,
+        of its own cluster where that between clusters is not flat."""
+        cluster, fabrics = self.kinds[kind]
+        least = self.site.fabric_by_name[ETHERNET].preference
+        fast = [name for name in sorted(fabrics) if self.site.fabric_by_name[name].preference > least]
+        return fast or [f"{ETHERNET} of {cluster}" if self.wan else ETHERNET]
+
+    def straddles(self, kinds: frozenset[int]) -> bool:
+        """Whether nodes of these kinds have Ethernet alone in common, though one of them has a better home."""
+        if len(kinds) == 1 or self.fabric(kinds).name != ETHERNET:
+            return False
+        return len({tuple(self.homes(kind)) for kind in kinds}) > 1
+
+    def across(self, kinds: Iterable[int]) -> bool:
+        return len(set(map(self.cluster, kinds))) > 1
+
+    def link(self, load: Load) -> Link:
+        """As measured."""
+        assert load.fabric is not None
+        return self.links.of(load.fabric)
+
+    def curve(self, load: Load) -> Curve:
+        link = self.link(load)
+        return link.ring if load.ring else link.send
 
 
-def slowest_inside(inside: Fabric, ranks: int, here: int, sharers: int, direct: bool) -> Price:
-    """Both steps inside the largest cluster, of `ranks` ranks of the group. inside: the slowest cluster's fabric; here:
-    ranks of the group on a node; sharers: such groups that share the node's NICs; direct: see inside_cluster."""
-    messages, volume = inside_cluster(ranks, here, direct)
-    return Price(2 * volume * 8 * sharers / inside.rate_bps, 2 * messages * inside.latency_s)
-
-
-def tied_seconds(
-    size: float, pair: Price, inside: Price, across: Fabric, clusters: tuple[str, str], ranks: int, processes: int,
-    wan: Wan = Wan(), groups: float = 1,
-) -> float:
-    """Of a gradient that two stages share, each in a cluster of its own with `ranks` data-parallel ranks: by pairs of
-    ranks, or in two levels (runtime/reduce/tied.py), whichever is faster. Other arguments: see two_levels."""
-    both = summed_across(size, inside, across, dict.fromkeys(clusters, ranks), processes, wan=wan, groups=groups)[1]
-    return min(pair.seconds(size), both.seconds(size))
+def stock_fabric(site: Site) -> Fabric:
+    """Where a job without holmes runs all its traffic: the one fabric that every node is on, else Ethernet."""
+    return site.shared_fabric(node.name for node in site.nodes)

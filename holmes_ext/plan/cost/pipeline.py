@@ -91,9 +91,19 @@ def quickest_in_flight(
     return more if then < now * (1 - WORTH_MORE) else found
 
 
-def worth_hiding(busy: Seconds, transfer: Seconds) -> bool:
-    """Whether an edge takes so much of a stage's time that the framework's own schedule should not carry it."""
-    return max(transfer, default=0.0) > SMALL * max(busy)
+def schedule(
+    forward: tuple[float, ...], backward: tuple[float, ...], transfer: tuple[float, ...], micro_batches: int,
+    load: tuple[float, ...] = (), most: tuple[float, ...] = (),
+) -> tuple[int, ...]:
+    """quickest_in_flight's; () for the framework's own schedule, where edges take little and it is as fast."""
+    found = quickest_in_flight(forward, backward, transfer, micro_batches, load, most)
+    if max(transfer, default=0.0) > SMALL * max(f + b for f, b in zip(forward, backward)):
+        return found
+    own = tuple(min(count, micro_batches) for count in range(len(forward), 0, -1))
+    if found == own:
+        return ()
+    now, then = (max(walked_ends(forward, backward, transfer, micro_batches, held)) for held in (own, found))
+    return found if then < now * (1 - WORTH_MORE) else ()
 
 
 def _held(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:

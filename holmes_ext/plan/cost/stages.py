@@ -1,6 +1,6 @@
 """What every layer costs on every stage, and the step that a partition of the layers makes.
 
-    Portion (model, sizes) + StagePrices  -- costs_of -->  StageCosts  -- estimate(stage_layers) -->  Estimate
+    price(...)  ->  StageCosts  -- estimate(stage_layers) -->  Estimate
 
 With overlap a layer's gradients travel while the layers below it still run backward in the last micro-batch (they are
 final only then), so of layers i..j-1 max over l of (reduction(i..l) - backward(i..l-1)) is exposed.
@@ -15,104 +15,55 @@ from itertools import accumulate
 from math import inf
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.buckets import buffer_bytes
-from holmes_ext.plan.cost.memory import state_bytes, under_way, working_bytes
-from holmes_ext.plan.cost.model import Layer, Model
-from holmes_ext.plan.cost.network import FREE, Price
+from holmes_ext.plan.cost.memory import under_way
 from holmes_ext.plan.cost.pipeline import (
     Estimate,
     formula_ends,
-    quickest_in_flight,
+    schedule,
     step_of,
     walked_ends,
-    worth_hiding,
 )
 from holmes_ext.plan.cost.workload import StageLoad
-from holmes_ext.plan.sizes import Sizes
 
 Row = tuple[float, ...]
 Rows = tuple[Row, ...]
 
 
 @dataclass(frozen=True)
-class StagePrice:
-    """What a stage's slowest GPU (FLOP/s) and networks take. collective_s: tensor, context and expert groups of a block
-    and micro-batch, forward and backward. By bytes of gradients: reduction, once a step; gather and scatter, of every
-    micro-batch, before a layer's passes (ZeRO 3) and after its backward (ZeRO 2 and 3). limit_bytes: of its smallest
-    GPU. way: how its data-parallel groups reduce ("none", "local", "flat", "two-level")."""
-
-    flops: float
-    collective_s: float = 0.0
-    reduction: Price = FREE
-    gather: Price = FREE
-    scatter: Price = FREE
-    limit_bytes: float = inf
-    way: str = "flat"
-
-    def seconds(self, layer: Layer, reduced_bytes: float, sharded: bool = True) -> tuple[float, float, float]:
-        """(forward, backward, reduction but its latency) of a layer; sharded: with what ZeRO 2 and 3 send."""
-        half = self.collective_s / 2 if layer.kind == "block" else 0.0
-        gather = self.gather.seconds(reduced_bytes) if sharded else 0.0
-        scatter = self.scatter.seconds(reduced_bytes) if sharded else 0.0
-        forward, backward = layer.forward_flops / self.flops + half, layer.backward_flops / self.flops + half
-        return forward + gather, backward + gather + scatter, reduced_bytes * self.reduction.byte_s
-
-
-Kinds = tuple[tuple[Layer, Layer, Layer], float]
-
-
-def layer_kinds(model: Model, sizes: Sizes) -> Kinds:
-    """(embedding, a block, output) as a rank of complete `sizes` has them, and what recomputation works on."""
-    every, expert = model.layers_of(sizes), sizes.expert if model.experts else 1
-    return (every[0], every[1], every[-1]), working_bytes(model, sizes.tensor, sizes.context, expert)
-
-
-class Portion:
-    """What one rank has of `model` under complete `sizes`. layers: embedding, a block (of which `blocks` follow each
-    other), output; reduced_bytes, state_bytes: of each. kinds: layer_kinds, where it is known."""
-
-    def __init__(self, model: Model, sizes: Sizes, kinds: Kinds | None = None):
-        self.layers, working = kinds or layer_kinds(model, sizes)
-        self.model, self.sizes, self.blocks, self.block = model, sizes, model.layers, self.layers[1]
-        self.shards = sizes.data * sizes.context
-        self.expert_shards = max(1, self.shards // sizes.expert)
-        self.reduced_bytes = [model.gradient_width * sum(x.reduced(self.shards, sizes.expert)) for x in self.layers]
-        self.state_bytes = [state_bytes(model, x, self.shards, self.expert_shards) for x in self.layers]
-        reduced = self.reduced_bytes[1] * self.blocks / sizes.pipeline
-        self.working_bytes = working + (buffer_bytes(reduced) if self.shards > 1 else 0.0)
-        self.micro_batches = model.micro_batches_of(sizes.data)
-
-
-@dataclass(frozen=True)
 class StageCosts:
-    """Seconds and bytes, by stage and kind of layer, with those `before` the first block and `after` the last. repeats:
-    layers of each kind that follow each other, () for one of each. [stage][kind]: forward_s, backward_s of a
-    micro-batch, reduction_s of the gradients, transfer_s of the layer's output to the next stage. [stage]: latency_s of
-    the reduction, limit_bytes (inf without limit), places: its clusters. [kind]: state_bytes, kept_bytes of each
-    micro-batch under way. working_bytes: on every stage. tied_s: all-reduce of a tied embedding. virtual: chunks of a
-    stage; load_s: in which a stage's NIC sends one micro-batch of all chunks. hidden: of each edge the part of
-    transfer_s in which it carries nothing else, where as many micro-batches are under way as hide the edges
-    (plan/cost/pipeline.py, in_flight); None under the framework's own schedule. HolmesError names stage, layer, number.
-    """
+    """Seconds and bytes; HolmesError names stage, layer, number."""
 
+    #: [stage][kind of layer]: of a micro-batch; of the gradients but the latency; of the layer's output to the next
+    #: stage.
     forward_s: Rows
     backward_s: Rows
     reduction_s: Rows
     transfer_s: Rows
     micro_batches: int
+    #: [stage] of the reduction.
     latency_s: Row = ()
+    #: [kind]; and of each micro-batch in flight.
     state_bytes: Row = ()
     kept_bytes: Row = ()
+    #: [stage]; inf without limit.
     limit_bytes: Row = ()
+    #: Layers before the first block and after the last.
     before: int = 1
     after: int = 1
+    #: All-reduce of a tied embedding's gradient.
     tied_s: float = 0.0
     overlap: bool = False
+    #: [kind] layers that follow each other; () for one of each.
     repeats: tuple[int, ...] = ()
+    #: On every stage.
     working_bytes: float = 0.0
+    #: Chunks of a stage; seconds in which a stage's NIC sends one micro-batch of all chunks.
     virtual: int = 1
     load_s: float = 0.0
+    #: [stage] its clusters.
     places: tuple[str, ...] = ()
+    #: [edge] the part of transfer_s in which it carries nothing else, where as many micro-batches are in flight as
+    #: hide the edges (plan/cost/pipeline.py, in_flight); None under the framework's own schedule.
     hidden: Row | None = None
 
     def __post_init__(self) -> None:
@@ -236,10 +187,8 @@ class StageCosts:
             return ()
         loads, ranges = self.loads(stage_layers), self.ranges(stage_layers)
         transfer = tuple(row[high - 1] for row, (_, high) in zip(self.transfer, ranges[:-1]))
-        if not worth_hiding([load.busy_s for load in loads], transfer):
-            return ()
         forward, backward, most = zip(*((load.forward_s, load.backward_s, load.most) for load in loads))
-        return quickest_in_flight(forward, backward, transfer, self.micro_batches, self.hidden, most)
+        return schedule(forward, backward, transfer, self.micro_batches, self.hidden, most)
 
     @property
     def tied_wait_s(self) -> float:
@@ -277,26 +226,3 @@ def estimate(
     memory = tuple(held + costs.working_bytes for held in total("memory"))
     fits = tuple(held <= limit for held, limit in zip(memory, costs.limit_bytes))
     return replace(one, stage_layers=tuple(stage_layers), memory_bytes=memory, fits=fits)
-
-
-def costs_of(
-    portion: Portion, prices: Sequence[StagePrice], edges: Sequence[Price], tied_s: float, places: Sequence[str],
-    overlap: bool, virtual: int = 1, load_s: float = 0.0, sharded: bool = True, hides: bool = True,
-) -> StageCosts:
-    """The layers of a model on stages of these prices; edges: of an activation; sharded: see StagePrice; hides: whether
-    as many micro-batches are under way as hide the edges (never under an interleaved schedule)."""
-    known = {}
-    for price in dict.fromkeys(prices):
-        layers = zip(portion.layers, portion.reduced_bytes)
-        known[price] = tuple(zip(*(price.seconds(layer, size, sharded) for layer, size in layers)))
-    forward, backward, reduction = (tuple(known[price][way] for price in prices) for way in range(3))
-    size = portion.layers[1].activation_bytes
-    transfer = tuple((edge.seconds(size), edge.seconds(size), 0.0) for edge in (*edges, FREE))
-    return StageCosts(
-        forward, backward, reduction, transfer, portion.micro_batches,
-        latency_s=tuple(price.reduction.latency_s for price in prices), state_bytes=tuple(portion.state_bytes),
-        kept_bytes=tuple(layer.kept_bytes for layer in portion.layers), working_bytes=portion.working_bytes,
-        limit_bytes=tuple(price.limit_bytes for price in prices), tied_s=tied_s, overlap=overlap,
-        repeats=(1, portion.blocks, 1), virtual=virtual, load_s=load_s, places=tuple(places),
-        hidden=tuple(edge.byte_s * size for edge in edges) if hides and edges and virtual == 1 else None,
-    )

@@ -32,6 +32,8 @@ class Workload:
     context_bytes: float = 5 * 4 * 2048 * 4096 * 2
     expert_bytes: float = 5 * 4 * 2048 * 4096 * 2
     copies: int = 0
+    #: Bytes of a number of an activation.
+    activation_width: int = 2
 
     def __post_init__(self) -> None:
         for item in fields(self):

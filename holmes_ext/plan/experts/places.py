@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.layout import groups
 from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.sizes import groups
 
 #: Of a token between nodes of a cluster, where one that crosses counts 1 or more.
 INSIDE = 1e-4

@@ -1,34 +1,40 @@
-"""How many layers each pipeline stage gets: uniform, by speed, or the best split of all.
+"""How many layers each pipeline stage gets.
 
     uniform     N / p each, the first N mod p stages one more (DeepSpeed's and Megatron's rule)
     speed       floor(alpha N S_i / sum S) (Holmes, arXiv 2312.03549). The paper leaves the remainder open: layers that
                 are left go, one by one, where most was cut off; those that are too many (alpha > 1) come from the
                 slowest stages. S_i: the steps a second of a job whose stages were all like i
-    balanced    the least predicted step among all splits that fit the stages' memory (plan/search/balanced.py)
+    balanced    the least predicted step: of all splits where those are few; else from the best of uniform, speed and
+                levelled on (the slowest stage as fast as can be) one block at a time is moved from a stage to another
+                while the step gets shorter, by the closed form first, then pass by pass
 
-The formula that balanced is exact for is up to 20 % too long where stages are unequal. So partition() walks through the
-schedule pass by pass: of the split found, of uniform and of speed; from the least of them it goes on, one block over
-one border at a time, while that gets better. So balanced is never predicted to be slower than the other two; with two
-stages nor than any split near it.
+So balanced is never predicted to be slower than the other two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import floor, inf
+from itertools import combinations
+from math import comb, floor, inf
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.pipeline import uniform
-from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
-from holmes_ext.plan.search.balanced import ROUNDING, balanced
+from holmes_ext.plan.cost.stages import Row, StageCosts, estimate, predict
+from holmes_ext.units import format_bytes
 
 METHODS = ("uniform", "speed", "balanced")
-#: Passes of micro-batches that partition() walks through at most to improve a split (0.1 s or so).
-WALKED_PASSES = 100_000
+#: Times that differ by less than this fraction are equal.
+ROUNDING = 1e-12
+#: Passes of micro-batches that balanced walks through at most (0.1 s or so), and closed forms that it works out.
+WALKED_PASSES, FORMULAS = 100_000, 1500
+#: Of all splits by the closed form, those that are walked.
+FIRST = 20
+#: Split of the layers.
+Split = tuple[int, ...]
 
 
-def partition(method: str, costs: StageCosts, alpha: float = 1.0) -> tuple[int, ...]:
+def partition(method: str, costs: StageCosts, alpha: float = 1.0) -> Split:
     """Blocks of each stage by `method` of METHODS. HolmesError: unknown method, bad alpha, nothing fits the memory
     (balanced)."""
     if method == "uniform":
@@ -36,15 +42,102 @@ def partition(method: str, costs: StageCosts, alpha: float = 1.0) -> tuple[int, 
     if method == "speed":
         return by_speed(costs.blocks, speeds(costs), alpha)
     if method == "balanced":
-        known = (balanced(costs), uniform(costs.blocks, costs.stages), by_speed(costs.blocks, speeds(costs), alpha))
-
-        def seconds_of(split: Sequence[int]) -> float:
-            outcome = predict(costs, split)
-            return outcome.step_s if all(outcome.fits) else inf
-
-        tries = WALKED_PASSES // (2 * costs.stages * costs.micro_batches)
-        return improved(min(dict.fromkeys(known), key=seconds_of), seconds_of, _over_borders, tries)
+        return balanced(costs, alpha)
     raise HolmesError(f"partition {method!r} is not one of {', '.join(METHODS)}")
+
+
+def balanced(costs: StageCosts, alpha: float = 1.0) -> Split:
+    """HolmesError where no split fits the memory."""
+    walk_s = 2 * costs.stages * costs.micro_batches
+    if (count := comb(costs.blocks - 1, costs.stages - 1)) <= FORMULAS:
+        found = list(_every(costs.blocks, costs.stages))
+        if count * walk_s > WALKED_PASSES:
+            found = sorted(found, key=lambda split: in_closed_form(costs, split))[:FIRST]
+    else:
+        found = by_moves(costs, alpha)
+    best = min(found, key=lambda split: walked(costs, split))
+    if walked(costs, best) == inf:
+        raise HolmesError(_too_big(costs))
+    return improved(best, lambda split: walked(costs, split), _over_borders, WALKED_PASSES // walk_s)
+
+
+def in_closed_form(costs: StageCosts, split: Sequence[int]) -> float:
+    """Seconds; inf where it does not fit."""
+    one = estimate(costs, split)
+    return one.step_s if all(one.fits) else inf
+
+
+def walked(costs: StageCosts, split: Sequence[int]) -> float:
+    """The same pass by pass."""
+    one = predict(costs, split)
+    return one.step_s if all(one.fits) else inf
+
+
+def _every(blocks: int, stages: int) -> Iterator[Split]:
+    for borders in combinations(range(1, blocks), stages - 1):
+        yield tuple(high - low for low, high in zip((0, *borders), (*borders, blocks)))
+
+
+def by_moves(costs: StageCosts, alpha: float = 1.0) -> list[Split]:
+    """The other methods' splits and the levelled one, and what moving blocks makes of them by the closed form."""
+    level = levelled(costs)
+    starts = [uniform(costs.blocks, costs.stages), by_speed(costs.blocks, speeds(costs), alpha)]
+    starts += [level] if level else []
+    each = [sum(row) / costs.layers for row in map(costs.by_layer, _busy(costs))]
+
+    def pairs(split: Split) -> Iterator[tuple[int, int]]:
+        yield from full_to_empty([count * seconds for count, seconds in zip(split, each)])
+        yield from _over_borders(split)
+        yield from full_to_empty(each)
+
+    tries = FORMULAS // len(starts)
+    moved = [improved(start, lambda split: in_closed_form(costs, split), pairs, tries) for start in starts]
+    return list(dict.fromkeys((*starts, *moved)))
+
+
+def _busy(costs: StageCosts) -> list[Row]:
+    """Seconds of a micro-batch by kind of layer, of each stage."""
+    return [tuple(map(sum, zip(*rows))) for rows in zip(costs.forward_s, costs.backward_s)]
+
+
+def levelled(costs: StageCosts) -> Split:
+    """The split whose slowest stage is as fast as can be, of those that fit; () where none does."""
+    stages, blocks = costs.stages, costs.blocks
+    busy = [
+        [f + b for f, b in zip(costs.sums["forward_s"][stage], costs.sums["backward_s"][stage])]
+        for stage in range(stages)
+    ]
+
+    def filled(limit_s: float) -> Split:
+        """From the first stage on each takes as much as it can, and leaves the others one block each."""
+        found, start = [], 0
+        for stage in range(stages):
+            memory, room = costs.sums["memory"][stage], costs.room_bytes[stage]
+            most, stop = blocks - (stages - stage - 1), start
+            while stop < most:
+                low, high = costs.bounds(start, stop + 1)
+                fits = memory[high] - memory[low] <= room
+                if not fits or busy[stage][high] - busy[stage][low] > limit_s:
+                    break
+                stop += 1
+            if stop == start:
+                return ()
+            found.append(stop - start)
+            start = stop
+        return tuple(found) if start == blocks else ()
+
+    slow = max(each[-1] for each in busy)
+    best = filled(slow)
+    if not best:
+        return ()
+    fast = 0.0
+    for _ in range(40):
+        middle = (fast + slow) / 2
+        if split := filled(middle):
+            best, slow = split, middle
+        else:
+            fast = middle
+    return best
 
 
 def speeds(costs: StageCosts) -> tuple[float, ...]:
@@ -53,16 +146,18 @@ def speeds(costs: StageCosts) -> tuple[float, ...]:
     stages = list(zip(costs.forward_s, costs.backward_s, costs.reduction_s, costs.latency_s))
     free, known = ((0.0,) * len(costs.repeats),) * costs.stages, {}
     for own in dict.fromkeys(stages):
-        forward, backward, reduction, latency = own
+        forward, backward, reduction, latency_s = own
+        count = costs.stages
         alike = replace(
-            costs, forward_s=(forward,) * costs.stages, backward_s=(backward,) * costs.stages, transfer_s=free,
-            reduction_s=(reduction,) * costs.stages, latency_s=(latency,) * costs.stages, tied_s=0.0,
-        )
-        known[own] = 1 / max(estimate(alike, uniform(costs.blocks, costs.stages)).step_s, 1e-30)
+            costs, forward_s=(forward,) * count, backward_s=(backward,) * count, transfer_s=free,
+            reduction_s=(reduction,) * count, latency_s=(latency_s,) * count, tied_s=0.0,
+        )  # fmt: skip
+        step_s = estimate(alike, uniform(costs.blocks, costs.stages)).step_s
+        known[own] = 1 / max(step_s, 1e-30)
     return tuple(known[own] for own in stages)
 
 
-def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> tuple[int, ...]:
+def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> Split:
     """The paper's formula with the module's rule for the remainder; every stage gets one layer at least."""
     stages = len(speed)
     uniform(layers, stages)  # or says that they are too few
@@ -82,23 +177,65 @@ def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> tuple[i
 
 
 def improved(
-    split: Sequence[int], seconds_of: Callable[[Sequence[int]], float],
-    pairs_of: Callable[[Sequence[int]], Iterable[tuple[int, int]]], tries: int,
-) -> tuple[int, ...]:
-    """`split` after single blocks were moved from one stage to another, always the move that takes off most, for so
-    many tries. seconds_of: of a step under a split, inf where it does not fit. pairs_of: (giver, taker) to try, the
-    most promising first."""
-    best = seconds_of(split), tuple(split)
-    while tries > 0:
-        pairs = [pair for pair in pairs_of(best[1]) if best[1][pair[0]] > 1][:tries]
-        moves = [tuple(n - (s == a) + (s == b) for s, n in enumerate(best[1])) for a, b in pairs]
-        tries -= len(moves)
-        found = min(((seconds_of(moved), moved) for moved in moves), default=best)
-        if not found[0] < best[0] * (1 - ROUNDING):
-            break
-        best = found
-    return best[1]
+    split: Split, seconds_of: Callable[[Split], float],
+    pairs_of: Callable[[Split], Iterable[tuple[int, int]]], tries: int,
+) -> Split:
+    """`split` after single blocks were moved from one stage to another wherever that takes something off, for so many
+    tries. seconds_of: of a step under a split, inf where it does not fit. pairs_of: (giver, taker) to try, the most
+    promising first."""
+    least, best, better = seconds_of(split), split, True
+    while better and tries > 0:
+        better = False
+        for giver, taker in list(pairs_of(best))[:tries]:
+            tries -= 1
+            if best[giver] == 1:
+                continue
+            moved = _moved(best, giver, taker)
+            seconds = seconds_of(moved)
+            if seconds < least * (1 - ROUNDING):
+                least, best, better = seconds, moved, True
+    return best
 
 
-def _over_borders(split: Sequence[int]) -> list[tuple[int, int]]:
-    return [pair for stage in range(len(split) - 1) for pair in ((stage + 1, stage), (stage, stage + 1))]
+def _moved(split: Split, giver: int, taker: int) -> Split:
+    found = list(split)
+    found[giver] -= 1
+    found[taker] += 1
+    return tuple(found)
+
+
+def _over_borders(split: Split) -> Iterator[tuple[int, int]]:
+    for stage in range(len(split) - 1):
+        yield from ((stage + 1, stage), (stage, stage + 1))
+
+
+def full_to_empty(work: Sequence[float]) -> Iterator[tuple[int, int]]:
+    """Pairs of stages: those with the most work give, those with the least take; and the ends, whose reductions may
+    be exposed. work: seconds of each stage."""
+    last = len(work) - 1
+    stages = sorted(range(len(work)), key=work.__getitem__)
+    givers = dict.fromkeys((*stages[: -4 : -1], 0, last))
+    takers = dict.fromkeys((*stages[:4], 0, last // 2, last))
+    return ((giver, taker) for giver in givers for taker in takers if giver != taker)
+
+
+def _too_big(costs: StageCosts) -> str:
+    advice = "tensor parallelism, recomputation or smaller micro-batches"
+    most = []
+    for stage, room in enumerate(costs.room_bytes):
+        memory, count, used = costs.sums["memory"][stage], 0, 0.0
+        while count <= costs.blocks - costs.stages:
+            start = 0 if not stage else costs.blocks - count - 1 if stage == costs.stages - 1 else 1
+            low, high = costs.bounds(start, start + count + 1)
+            used = memory[high] - memory[low]
+            if used > room:
+                break
+            count += 1
+        if not count:
+            needs = f"one layer needs {format_bytes(used + costs.working_bytes)}"
+            has = f"its GPUs have {format_bytes(costs.limit_bytes[stage])}"
+            return f"{costs.names[stage]}: {needs} and {has}; use more {advice}"
+        most.append(count)
+    total = "+".join(map(str, most))
+    what = f"no split of {costs.blocks} layers fits the GPUs' memory: the stages hold at most {total} layers"
+    return f"{what}; use more stages, {advice}"

@@ -1,18 +1,22 @@
-"""What a search of plans found: candidates, the certificates, and what was left out."""
+"""What a search of plans found: candidates, the certificate, and what was left out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import lru_cache
 
-from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.nodes import stock_fabric
+from holmes_ext.plan.cost.model import Gpu, Model
+from holmes_ext.plan.cost.network import Network, stock_fabric
 from holmes_ext.plan.cost.pipeline import uniform
+from holmes_ext.plan.cost.price import Prices
+from holmes_ext.plan.cost.rank_model import RankModel, kinds_of
 from holmes_ext.plan.cost.stages import StageCosts, estimate
-from holmes_ext.plan.search.arrangement import Arrangement, Ground, arrangement_of, launcher
-from holmes_ext.plan.search.pricing import Pricing
-from holmes_ext.plan.search.space import REDUCTIONS, Limits, Shape
+from holmes_ext.plan.engine import EngineTraits
+from holmes_ext.plan.placement.orders import described, launched
+from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.rules import FLAT, Rules
+from holmes_ext.plan.search.space import Limits, Shape
 from holmes_ext.plan.sizes import DEFAULT_ORDER
 
 #: Steps that differ by less than this fraction are equal.
@@ -21,23 +25,22 @@ EQUAL = 1e-9
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan. formula_s: its step in closed form; bound_s: no partition of it is faster in closed form; least_s: no
-    1F1B step of any partition takes less. simulated_s: of plan/simulate/step.py, 0 when it was not simulated;
-    breadth_first: in that order (ranking.py). memory_bytes, limit_bytes, reductions (the way of plan/cost/stages.py's
-    StagePrice), and in_flight (micro-batches under way, () under the framework's own schedule): by stage."""
+    """One plan. By stage: memory_bytes, limit_bytes, reductions (their names), in_flight."""
 
     shape: Shape
-    arrangement: Arrangement
+    placement: Placement
     split: tuple[int, ...]
+    #: The step in closed form, and simulated: 0 when it was not.
     formula_s: float
-    bound_s: float
-    least_s: float
     memory_bytes: tuple[float, ...]
     limit_bytes: tuple[float, ...]
     reductions: tuple[str, ...]
     simulated_s: float = 0.0
+    #: Micro-batches that a stage begins before its first backward; () under the framework's own schedule.
     in_flight: tuple[int, ...] = ()
     breadth_first: bool = False
+    #: Its command line asks for no two levels, where these are the framework's own.
+    flat: bool = False
 
     @property
     def step_s(self) -> float:
@@ -45,16 +48,16 @@ class Candidate:
         return self.simulated_s or self.formula_s
 
     @property
-    def replicas(self) -> int:
-        """Clusters over which each stage's data-parallel groups lie, in equal parts; 1 where no group crosses, 0 where
-        the parts or the stages differ."""
-        contents = self.arrangement.contents
-        found = {len(content) if len({ranks for _, ranks in content}) == 1 else 0 for content in contents}
-        return found.pop() if len(found) == 1 else 0
-
-    @property
     def peak_bytes(self) -> float:
         return max(self.memory_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return all(used <= limit for used, limit in zip(self.memory_bytes, self.limit_bytes))
+
+    @property
+    def key(self) -> tuple[Shape, Placement, tuple[int, ...]]:
+        return self.shape, self.placement, self.split
 
 
 @dataclass(frozen=True)
@@ -76,49 +79,51 @@ class Certificate:
     def __str__(self) -> str:
         if self.proven:
             return "proven best within the model"
-        return f"within {self.gap:.1%} of the best within the model (no plan takes less than {self.bound_s:.4g} s)"
+        least = f"no plan takes less than {self.bound_s:.4g} s"
+        return f"within {self.gap:.1%} of the best within the model ({least})"
 
 
 @dataclass
-class Outcome:
-    """candidates: the fastest first. unseen: shapes that were not expanded, with their bounds;
-    ideals: of every shape that fits, seconds that no arrangement of it beats. misfits: arrangements
-    that no memory holds. left_s: the least bound of what was not worked out. formula: certificate of the closed form;
-    simulated: of simulated steps, None before plan/search/ranking.py's rank. yours: the layout that the user gave.
-    framework_overlap: of reductions, as stock does it ("off", "first": of the first stage, "on"); reducing: the same of
-    this outcome, "" for what `overlap` says. gather_overlap: ZeRO-1's weights travel under the next forward. hides: as
-    many micro-batches are under way as hide the pipeline's edges (not in stock, nor interleaved)."""
+class SearchResult:
+    """What was asked for, and what was found; candidates: the fastest first."""
 
-    ground: Ground
+    network: Network
     model: Model
     global_batch: int
-    limits: Limits
-    overlap: bool
+    limits: Limits = Limits()
+    rules: Rules = Rules()
+    engine: EngineTraits = EngineTraits()
     candidates: list[Candidate] = field(default_factory=list)
-    unseen: list[tuple[float, Shape]] = field(default_factory=list)
+    #: Of every shape that fits, seconds that no placement of it beats.
     ideals: dict[Shape, float] = field(default_factory=dict)
-    formula: Certificate = Certificate(1.0, 0.0)
-    simulated: Certificate | None = None
+    #: None before a step was simulated.
+    certificate: Certificate | None = None
+    #: The layout that the user gave.
+    user_layout: Candidate | None = None
+    #: How many: shapes, placements left out by their bound, those that no memory holds.
     shapes: int = 0
     pruned: int = 0
     misfits: int = 0
+    #: Of the search.
     seconds: float = 0.0
     interrupted: bool = False
-    left_s: float = 0.0
-    yours: Candidate | None = None
-    framework_overlap: str = "off"
-    reducing: str = ""
+    #: Reductions that stock overlaps: "off", "first" (of the first stage), "on"; here: those of this result.
+    stock_overlap: str = "off"
+    overlap: str = ""
+    #: ZeRO 1's weights travel under the next forward.
     gather_overlap: bool = False
-    hides: bool = True
 
     @property
     def best(self) -> Candidate:
         return self.candidates[0]
 
     @property
-    def certificate(self) -> Certificate:
-        """Of the best one's step."""
-        return self.simulated or self.formula
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Of each kind of nodes."""
+        return tuple(self.model.gpu_of(cluster) for cluster, _ in self.network.kinds)
+
+    def describe(self, candidate: Candidate) -> str:
+        return described(self.network, candidate.placement)
 
     def tokens_per_s(self, candidate: Candidate) -> float:
         return self.global_batch * self.model.sequence / candidate.step_s
@@ -127,43 +132,71 @@ class Outcome:
         """FLOP/s that the model needs: nothing counts that is computed again."""
         layers = replace(self.model, micro_batch=1, recompute="none").costs()
         forward = sum(layer.forward_flops for layer in layers) * self.global_batch
-        return 3 * forward / candidate.step_s / self.ground.world
+        return 3 * forward / candidate.step_s / self.network.world
 
-    def pricing(self, shape: Shape) -> Pricing:
-        reductions, two_level = self.limits.allowed.get("reduction", REDUCTIONS), self.limits.two_level
-        if two_level is not None and shape.zero not in two_level:
-            reductions = ("flat",)
-        more = self.limits.memory_bytes, self.hides, two_level is not None
-        return Pricing(self.ground, self.model, shape, reductions, *more)
+    def prices(self, shape: Shape, flat: bool = False) -> Prices:
+        if "_prices" not in self.__dict__:
+            self.__dict__["_prices"] = lru_cache(maxsize=64)(self._prices_of)
+        found: Prices = self.__dict__["_prices"](shape, flat)
+        return found
+
+    def _prices_of(self, shape: Shape, flat: bool) -> Prices:
+        two_level = self.limits.two_level
+        reductions = self.limits.of("reduction", self.rules.reductions)
+        if flat or two_level is not None and shape.zero not in two_level:
+            reductions = [FLAT]
+        rules = replace(
+            self.rules, reductions=tuple(reductions), zero=shape.zero, virtual=shape.virtual,
+            memory_bytes=self.limits.memory_bytes, alike=two_level is not None,
+            hybrid=shape.replicas > 1,
+        )
+        sizes, remember = shape.sizes(), self.network.remember
+        key = id(self.model), shape.micro_batch, shape.recompute
+        model = remember((*key, shape.micro_batches, shape.zero), lambda: shape.model(self.model))
+        of_rank = *key, shape.tensor, shape.context, shape.expert, shape.pipeline == 1
+        kinds = remember(of_rank, lambda: kinds_of(model, sizes))
+        return Prices(self.network, RankModel.of(model, sizes, kinds, shape.replicas), rules)
 
     def costs(self, candidate: Candidate, sharded: bool = True) -> StageCosts:
         """The candidate's costs again; sharded: with what ZeRO 2 and 3 send."""
-        return self.pricing(candidate.shape).costs(candidate.arrangement, self.overlap, sharded)
+        return self.prices(candidate.shape, candidate.flat).costs(candidate.placement, sharded=sharded)
 
     def candidate(
-        self, pricing: Pricing, arrangement: Arrangement, split: Sequence[int], bound_s: float | None = None,
-        least_s: float = 0.0,
+        self, shape: Shape, placement: Placement, split: Sequence[int], flat: bool = False
     ) -> Candidate:
-        """bound_s: None where the split is the best one."""
-        one = estimate(pricing.costs(arrangement, self.overlap), split)
-        prices = pricing.stages(arrangement)
-        return Candidate(
-            shape=pricing.shape, arrangement=arrangement, split=tuple(split), formula_s=one.step_s,
-            bound_s=one.step_s if bound_s is None else bound_s, least_s=least_s, memory_bytes=one.memory_bytes,
-            limit_bytes=tuple(price.limit_bytes for price in prices), reductions=tuple(price.way for price in prices),
-        )
+        prices = self.prices(shape, flat)
+        costs = prices.costs(placement)
+        one = estimate(costs, split)
+        names = tuple(reduction.name for reduction in prices.reductions(placement))
+        memory = one.memory_bytes, costs.limit_bytes
+        return Candidate(shape, placement, tuple(split), one.step_s, *memory, names, flat=flat)
 
-    def stock(self, shape: Shape, split: Sequence[int] = (), order: str = DEFAULT_ORDER) -> tuple[Outcome, Candidate]:
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_prices"}
+
+    def stock(
+        self, shape: Shape, split: Sequence[int] = (), order: str = DEFAULT_ORDER
+    ) -> tuple[SearchResult, Candidate]:
         """The same shape without holmes: the launcher's order of nodes, all traffic on the network that all nodes
         share, layers even unless `split` says otherwise, overlapped as the framework does it."""
-        site = self.ground.site
-        ground = Ground.of(site, self.model, stock_fabric(site), self.ground.links)
-        how: dict[str, Any] = {"overlap": self.framework_overlap == "on", "reducing": self.framework_overlap}
-        how["hides"] = False
-        stock = replace(self, ground=ground, **how)
-        if order == DEFAULT_ORDER:
-            arrangement = launcher(ground, shape.pipeline)
-        else:
-            arrangement = arrangement_of(ground, [node.name for node in site.nodes], shape.sizes(order))
+        site, links = self.network.site, self.network.links
+        network = self.network.remember("stock", lambda: Network(site, links, stock_fabric(site)))
+        rules = replace(self.rules, overlap=self.stock_overlap == "on", hide_edges=False)
+        stock = replace(self, network=network, rules=rules, overlap=self.stock_overlap)
+        placement = launched(network, shape.sizes(order).complete(network.world))
         layers = split or uniform(self.model.layers, shape.pipeline)
-        return stock, stock.candidate(stock.pricing(shape), arrangement, layers)
+        return stock, stock.candidate(shape, placement, layers)
+
+    def with_known(self, one: Candidate) -> SearchResult:
+        """With a candidate that others told, where it is in the space and better than what was found."""
+        quicker = one.simulated_s and one.fits and one.step_s < self.best.step_s
+        if not quicker or one.shape not in self.ideals or self.certificate is None:
+            return self
+        bound_s = min(one.step_s, self.certificate.bound_s)
+        certificate = Certificate(one.step_s, bound_s)
+        return replace(self, candidates=[replace(one), *self.candidates], certificate=certificate)
+
+    def on(self, network: Network, model: Model | None = None) -> SearchResult:
+        """The same on another network, nothing found."""
+        model = model or self.model
+        return replace(self, network=network, model=model, candidates=[], ideals={}, certificate=None, user_layout=None)

@@ -10,6 +10,7 @@ than MIN_TOKENS a rank. ZeRO stages 2 and 3 only without a pipeline (DeepSpeed's
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -18,15 +19,18 @@ from typing import Any, TypeVar
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.memory import states
 from holmes_ext.plan.cost.model import RECOMPUTE, Model
-from holmes_ext.plan.search.arrangement import Ground
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.rules import REDUCTIONS
 from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, Sizes
 from holmes_ext.words import did_you_mean
 
 T = TypeVar("T")
 _SEVERAL = re.compile(r",(?=[^,=]*=)")  # between limits: what follows is NAME=
 #: What limits can name: values allowed.
-NAMES = tuple("tensor pipeline data context expert virtual micro_batch recompute zero reduction clusters order".split())
-REDUCTIONS = ("flat", "two-level")
+NAMES = (
+    *("tensor", "pipeline", "data", "context", "expert", "virtual", "micro_batch", "recompute", "zero"),
+    *("replicas", "reduction", "clusters", "order"),
+)
 CLUSTERS = ("pipeline", "data", "both")
 ORDERS = (DEFAULT_ORDER, PIPELINES_FIRST)
 #: Looked at unless a limit names others.
@@ -103,6 +107,8 @@ class Shape:
     micro_batches: int
     recompute: str
     zero: int
+    #: Under ZeRO 3: of the weights, which are sharded over as many parts of the ranks: clusters (FSDP's hybrid).
+    replicas: int = 1
 
     def sizes(self, order: str = DEFAULT_ORDER) -> Sizes:
         return Sizes(self.pipeline, self.tensor, self.context, self.expert, self.data, order)
@@ -131,9 +137,9 @@ def _shared(model: Model, zero: int) -> float:
     return sum(parts[name] for name in ("optimizer", "gradients", "weights")[:zero])
 
 
-def shapes(ground: Ground, model: Model, global_batch: int, limits: Limits) -> Iterator[Shape]:
+def shapes(network: Network, model: Model, global_batch: int, limits: Limits) -> Iterator[Shape]:
     """All shapes of the space within `limits`."""
-    world, processes, kv = ground.world, ground.processes, model.groups or model.heads
+    world, processes, kv = network.world, network.processes, model.groups or model.heads
     for tensor in limits.of("tensor", divisors(world)):
         if model.heads % tensor or (kv % tensor and tensor % kv) or not _even(processes, tensor):
             continue
@@ -146,10 +152,19 @@ def shapes(ground: Ground, model: Model, global_batch: int, limits: Limits) -> I
                 data = world // (tensor * context * pipeline)
                 fits = pipeline <= model.layers and _even(processes, world // pipeline) and global_batch % data == 0
                 if fits and limits.of("data", [data]):
-                    yield from _inner(model, global_batch // data, limits, (pipeline, tensor, context), data)
+                    sizes = pipeline, tensor, context
+                    yield from _inner(model, global_batch // data, limits, sizes, data, equal_clusters(network))
 
 
-def _inner(model: Model, sequences: int, limits: Limits, sizes: tuple[int, int, int], data: int) -> Iterator[Shape]:
+def equal_clusters(network: Network) -> int:
+    """How many; 1 where they differ in their number of nodes."""
+    nodes = Counter(node.cluster for node in network.site.nodes)
+    return len(nodes) if len(set(nodes.values())) == 1 else 1
+
+
+def _inner(
+    model: Model, sequences: int, limits: Limits, sizes: tuple[int, int, int], data: int, clusters: int
+) -> Iterator[Shape]:
     """The shapes of these sizes, of `sequences` a step on each data-parallel rank."""
     (pipeline, _, context), experts = sizes, model.experts or 1
     expert_sizes = limits.of("expert", divisors(data * context) if model.experts else [1])
@@ -161,7 +176,10 @@ def _inner(model: Model, sequences: int, limits: Limits, sizes: tuple[int, int, 
         chunks = pipeline > 1 and model.layers % pipeline == 0 and count % pipeline == 0
         virtuals = limits.of("virtual", divisors(model.layers // pipeline) if chunks else [1])
         for virtual, recompute, zero in product(virtuals, limits.of("recompute", RECOMPUTE), zeros):
-            yield Shape(*sizes, expert, data, virtual, micro_batch, count, recompute, zero)
+            shape = Shape(*sizes, expert, data, virtual, micro_batch, count, recompute, zero)
+            own = zero == 3 and clusters > 1 and data * context % clusters == 0
+            for replicas in limits.of("replicas", (1, clusters) if own else (1,)):
+                yield replace(shape, replicas=replicas)
 
 
 def _even(processes: int, ranks: int) -> bool:

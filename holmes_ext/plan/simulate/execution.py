@@ -1,74 +1,69 @@
-"""How a simulated job runs: whose schedule and order of operations, what overlaps, what software takes."""
+"""How a simulated job runs: its engine, what overlaps, what software takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.engine import EngineTraits
 
-ENGINES = ("deepspeed", "megatron", "async", "ddp")
 OVERLAPS = ("off", "first", "on")
-TWO_LEVELS = ("off", "rings", "direct")
 
 
 @dataclass(frozen=True)
 class Execution:
-    """virtual: chunks of a stage; above 1 the schedule is interleaved, else 1F1B; breadth_first: that order instead
-    (plan/cost/pipeline.py). engine: whose sends, receives, buckets and order of reductions ("async": torch's
-    pipelining, with GradientReducer's buckets; "ddp": with DistributedDataParallel's). stage_layers: blocks of each
-    stage (interleaved: of each virtual stage, chunk by chunk), () for as even as can be. in_flight: micro-batches that
-    each stage begins before its first backward ends, where sends do not block (patches/deepspeed/edges.py); () for 1F1B
-    as the engine has it.
+    """What a job does in a step, besides what its placement and model say."""
 
-    overlap: of reductions with the last backward: "off", "first" (megatron's: the first stage in buckets, the others in
-    one piece) or "on". bucket_bytes: 0 for plan/cost/buckets.py's rule; first_bucket_bytes: of the first one, where it
-    is another (torch's dist._DEFAULT_FIRST_BUCKET_BYTES). two_level: of groups that straddle clusters: "off", or how
-    the steps inside clusters are made: "rings" (NCCL) or "direct" (gloo). zero: 0 to 3; 2 and 3 without a pipeline,
-    where every micro-batch's gradients are scattered layer by layer, and (3) weights gathered before each layer's
-    forward and backward, while nothing is computed. scatter: what of an all-reduce's bytes a reduce-scatter moves
-    (gloo's is an all-reduce: 1). replicas: "clusters" where ZeRO 2 and 3 shard inside each cluster and all-reduce each
-    shard across (--holmes-fsdp hybrid), "" where over all ranks. gather_overlap: ZeRO-1's weights travel under the next
-    forward.
-
-    sums: all-reduces of one number over a stage's data-parallel ranks that the script makes at a step's end (its loss).
-
-    cut: whether tensor ranks share out what crosses, and tied weights are summed in two levels, as holmes does it.
-
-    buffer_bytes: messages up to this leave the sender's hands as soon as the receiver is there, because the transport
-    has a buffer for them (TCP's, under gloo). notices: whether the word that a receiver waits travels behind what its
-    process has just sent to the same peer (gloo: both over one connection). block_s, message_s, step_s: seconds that
-    software adds to a block's forward or backward, a message, a step. parameter_s: optimizer's seconds of one
-    parameter. cores: CPU cores that all ranks share for block_s, parameter_s, step_s and what links say of bytes sent,
-    as in a lab on one machine; 0: every rank has its own.
-    """
-
-    engine: str = "megatron"
+    engine: EngineTraits = EngineTraits()
+    #: Chunks of a stage; above 1 the schedule is interleaved, else 1F1B.
     virtual: int = 1
+    #: All micro-batches of a chunk before the next one (plan/cost/pipeline.py).
     breadth_first: bool = False
+    #: Blocks of each stage (interleaved: of each chunk of all stages in turn); () for as even as can be.
     stage_layers: tuple[int, ...] = ()
+    #: Micro-batches that each stage begins before its first backward ends, where sends do not block; () for 1F1B
+    #: as the engine has it.
     in_flight: tuple[int, ...] = ()
+    #: Of reductions with the last backward: "first" for the first stage only, the others in one piece.
     overlap: str = "off"
+    #: 0: by the rule of plan/cost/buckets.py; first: of the first bucket, where that is another.
     bucket_bytes: int = 0
     first_bucket_bytes: int = 0
-    two_level: str = "off"
+    #: Groups that straddle clusters sum in two levels, of the stages whose reduction has that name; () for all.
+    two_level: bool = False
+    reductions: tuple[str, ...] = ()
+    #: The steps of two levels inside clusters are direct exchanges (gloo), not rings (NCCL).
+    direct: bool = False
+    compress: str = "off"
+    #: 2 and 3 without a pipeline.
     zero: int = 0
+    #: What of an all-reduce's bytes a reduce-scatter moves (gloo's is an all-reduce: 1).
     scatter: float = 0.5
+    #: "clusters" where ZeRO 2 and 3 shard inside each cluster and all-reduce each shard across.
     replicas: str = ""
+    #: ZeRO 1's weights travel under the next forward.
     gather_overlap: bool = False
+    #: Messages up to this leave the sender's hands as soon as the receiver is there: the transport buffers them.
     buffer_bytes: int = 0
+    #: The word that a receiver waits travels behind what its process has just sent to the same peer (gloo).
     notices: bool = False
+    #: Seconds that software adds to a block's forward or backward, a message, a step; of one parameter's optimizer.
     block_s: float = 0.0
     message_s: float = 0.0
     step_s: float = 0.0
     parameter_s: float = 2e-11
+    #: All-reduces of one number over a stage's data-parallel ranks that the script makes at a step's end.
     sums: int = 0
+    #: Tensor ranks share out what crosses, and tied weights are summed in two levels.
     cut: bool = True
+    #: What activations are rounded to on the slow network.
+    narrow: str = "off"
+    #: CPU cores that all ranks share for software and for bytes sent, as in a lab; 0: every rank has its own.
     cores: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("engine", ENGINES), ("overlap", OVERLAPS), ("two_level", TWO_LEVELS)):
-            if getattr(self, name) not in known:
-                raise HolmesError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
+        if self.overlap not in OVERLAPS:
+            raise HolmesError(f"overlap {self.overlap!r} is none of {', '.join(OVERLAPS)}")
         if self.replicas not in ("", "clusters"):
             raise HolmesError(f"replicas {self.replicas!r} is neither '' nor 'clusters'")
         if self.zero not in (0, 1, 2, 3):
@@ -82,6 +77,10 @@ class Execution:
             raise HolmesError(f"in_flight is {self.in_flight}, but {schedule} schedule has its own order")
         if self.virtual < 1 or self.cores < 0 or self.sums < 0:
             raise HolmesError("virtual must be 1 or more, cores and sums 0 or more")
+
+    def in_two_levels(self, stage: int) -> bool:
+        """Whether a stage's groups may sum so."""
+        return self.two_level and (not self.reductions or self.reductions[stage] == "two-level")
 
     def buckets_on(self, stage: int) -> bool:
         """Whether a stage's gradients leave in buckets under its last backward."""

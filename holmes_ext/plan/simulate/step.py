@@ -1,12 +1,11 @@
-"""One training step of every rank, simulated: what plan/search/ranking.py compares and `holmes plan` draws.
+"""One training step of every rank, simulated: what plan/search compares and `holmes plan` draws.
 
-    site, order of nodes, sizes, model, Execution  -- simulate -->  Step
+    network, placement, model, Execution  -- JobStep -->  Step
 
-Rank r runs on order[r // processes]; `only` is the fabric of all traffic (stock: plan/cost/nodes.py's stock_fabric).
-Pure and deterministic. A simulation takes 1 to 100 ms for each thousand passes (stages x micro-batches x kinds of
-pipelines): plan/cost/ chooses what to simulate. Compute is costs_on_site's (tensor and context collectives are inside
-it); orders and waits of the engines are programs.py's, NICs and their sharing events.py's, what travels flows.py's, and
-when it does collectives.py's.
+Deterministic. A simulation takes 1 to 100 ms for each thousand passes (stages x micro-batches x kinds of
+pipelines). What a rank computes is price()'s (tensor and context collectives are inside it); in which order it
+sends and waits is schedules.py's, what travels transfers.py's, when it does collectives.py's, and who shares what
+events.py's.
 """
 
 from __future__ import annotations
@@ -16,42 +15,47 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 
-from holmes_ext.cluster.site import Fabric, Site
+from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import CORES, Links
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.nodes import costs_on_site, slices_of
+from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import uniform
+from holmes_ext.plan.cost.price import price
+from holmes_ext.plan.cost.rank_model import RankModel, narrowed
 from holmes_ext.plan.cost.stages import StageCosts
-from holmes_ext.plan.simulate.collectives import Operations, Reductions
+from holmes_ext.plan.placement.fold import Fold
+from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.simulate.collective_ops import CollectiveOps, Operations
 from holmes_ext.plan.simulate.events import Op, Simulation, Span, Transfer, Transfers
 from holmes_ext.plan.simulate.execution import Execution
-from holmes_ext.plan.simulate.flows import Flows
-from holmes_ext.plan.simulate.pipelines import Pipelines
-from holmes_ext.plan.simulate.programs import program
+from holmes_ext.plan.simulate.schedules import schedule
+from holmes_ext.plan.simulate.transfers import TransferMaker
 from holmes_ext.plan.sizes import Sizes
 
-CAUSES = ("compute", "optimizer", "bubble", "send_inside", "send_across", "reduce_inside", "reduce_across")
+CAUSES = (
+    "compute", "optimizer", "bubble", "send_inside", "send_across", "reduce_inside", "reduce_across",
+)  # fmt: skip
 _KINDS = {"F": "forward", "B": "backward"}
-_CAUSES = {"forward": "compute", "backward": "compute", "optimizer": "optimizer", "idle": "bubble", "send": "send"}
+_CAUSES = {
+    "forward": "compute", "backward": "compute", "optimizer": "optimizer", "idle": "bubble", "send": "send",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Ranks that do the same at the same time. node: where the first of them runs; spans: by start, without overlap."""
+    """Ranks that do the same at the same time; spans: by start, without overlap."""
 
     stage: int
     ranks: tuple[int, ...]
-    node: str
     cluster: str
     spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
 class Step:
-    """step_s: to the end of the last rank. ranks: one Timeline for all that are alike (same stage, same fabrics:
-    pipelines.py). carried: (kind of node, fabric, "out" or "in") -> bytes through one such node's NIC;
-    the key of a hop between clusters (cluster/wan.py) -> bytes through it."""
+    """step_s: to the end of the last rank. ranks: one Timeline for all that are alike. carried: bytes through one
+    NIC of each kind (class of node, fabric, "out" or "in"), and through a hop between clusters, by its key."""
 
     step_s: float
     ranks: tuple[Timeline, ...]
@@ -59,9 +63,11 @@ class Step:
 
     @property
     def causes(self) -> dict[str, float]:
-        """Mean seconds of a rank; their sum is step_s. compute, optimizer, bubble (idle, waiting for others); exposed
-        communication in a cluster ("_inside") and between clusters ("_across"): sends between stages, and reductions
-        with what ZeRO gathers."""
+        """Mean seconds of a rank; their sum is step_s.
+
+        compute, optimizer, bubble (idle, waiting for others); exposed communication in a cluster ("_inside") and
+        between clusters ("_across"): sends between stages, and reductions with what ZeRO gathers.
+        """
         total = dict.fromkeys(CAUSES, 0.0)
         world = sum(len(line.ranks) for line in self.ranks)
         for line in self.ranks:
@@ -77,55 +83,85 @@ class Step:
 
 
 def simulate(
-    site: Site, order: Sequence[str], sizes: Sizes, model: Model, execution: Execution = Execution(), links: Links =
-    Links(), only: Fabric | None = None, costs: StageCosts | None = None,
+    site: Site, order: Sequence[str], sizes: Sizes, model: Model, execution: Execution = Execution(),
+    links: Links = Links(), only: Fabric | None = None, costs: StageCosts | None = None,
 ) -> Step:
-    """See the module. costs: seconds by stage and layer if they are known better than costs_on_site knows them.
-    HolmesError: what does not fit together."""
-    return JobStep(site, order, sizes, model, execution, links, only, costs).step()
+    """Rank r runs on order[r // processes]. only: the fabric of all traffic, as without holmes. costs: seconds by
+    stage and layer if they are known better than price() knows them. HolmesError: what does not fit together."""
+    network = Network(site, links, only)
+    placement = network.placement(order, sizes.complete(site.world_size))
+    costs = costs or price(network, placement, RankModel.of(model, placement.sizes))
+    return JobStep(network, placement, model, execution, costs).step()
 
 
 class JobStep:
-    """What is simulated, of any number of micro-batches: see simulate. pipelines: of the same order and sizes, where
-    they are known. actors: (kind, stage)."""
+    """What is simulated, of any number of micro-batches. actors: (kind of pipeline, stage)."""
 
     def __init__(
-        self, site: Site, order: Sequence[str], sizes: Sizes, model: Model, execution: Execution = Execution(),
-        links: Links = Links(), only: Fabric | None = None, costs: StageCosts | None = None,
-        pipelines: Pipelines | None = None,
+        self, network: Network, placement: Placement, model: Model, run: Execution, costs: StageCosts
     ):
-        sizes, self.run, self.links = sizes.complete(site.world_size), execution, links
-        if execution.zero > 1 and sizes.pipeline > 1:
-            given = f"zero is {execution.zero} with {sizes.pipeline} pipeline stages"
+        sizes, self.network, self.run, self.costs = placement.sizes, network, run, costs
+        if run.zero > 1 and sizes.pipeline > 1:
+            given = f"zero is {run.zero} with {sizes.pipeline} pipeline stages"
             raise HolmesError(f"{given}; under a pipeline it can be 0 or 1")
-        self.costs = costs or costs_on_site(site, order, sizes, model, only=only)
-        self.pipelines = pipelines or Pipelines(site, order, sizes, only)
-        slices = slices_of(sizes, model.copies(sizes), site.processes) if only is None and execution.cut else 0
-        flows, virtual = Flows(self.pipelines, links, model, execution.message_s, slices), execution.virtual
-        layers, parts = model.layers_of(sizes), sizes.pipeline * virtual
-        self.ranges = self.costs.ranges(_blocks(execution.stage_layers, self.costs.blocks, parts))
-        self.reductions = Reductions(flows, execution, self.ranges, layers, model, sizes)
-        self.templates = {**_messages(flows, execution, layers[0].activation_bytes), **self.reductions.transfers}
-        self.actors = [(kind, stage) for kind in range(len(self.pipelines.kinds)) for stage in range(sizes.pipeline)]
-        shared = {*flows.hops, CORES}
-        fabrics = {nic for transfer in self.templates.values() for nic, _ in transfer.uses if nic not in shared}
-        nics = {nic: flows.capacity(only or site.fabric_by_name[nic[1]]) for nic in fabrics}  # type: ignore[index]
-        self.capacities = {**nics, **flows.hops, CORES: execution.cores * links.core_bps or inf}
+        self.fold = network.remember(("fold", placement), lambda: Fold(placement))
+        self.model, layers = model, model.layers_of(sizes)
+        maker = TransferMaker(network, run.message_s)
+        blocks = _blocks(run.stage_layers, costs.blocks, sizes.pipeline * run.virtual)
+        self.ranges = costs.ranges(blocks)
+        self.collectives = CollectiveOps(network, self.fold, run, self.ranges, layers, model, maker)
+        messages = self._messages(maker, layers[0].activation_bytes)
+        self.templates = {**messages, **self.collectives.transfers}
+        kinds = range(len(self.fold.kinds))
+        self.actors = [(kind, stage) for kind in kinds for stage in range(sizes.pipeline)]
+        self.capacities = {**maker.capacities, CORES: run.cores * network.links.core_bps or inf}
+
+    def _messages(self, maker: TransferMaker, size: float) -> dict[Hashable, Transfer]:
+        """Activations to the next (virtual) stage and their gradients back, by (letter, place, kind)."""
+        found: dict[Hashable, Transfer] = {}
+        stages = len(self.fold.stages)
+        for kind in range(len(self.fold.kinds)):
+            for place in range(stages * self.run.virtual - 1):
+                one, two = place % stages, (place + 1) % stages
+                for letter, ends in (("a", (one, two)), ("g", (two, one))):
+                    found[letter, place, kind] = self._message(maker, kind, *ends, size)
+        return found
+
+    def _message(self, maker: TransferMaker, kind: int, stage: int, other: int, size: float) -> Transfer:
+        """From a stage to another. Tensor ranks share out what crosses on Ethernet, and gather it then."""
+        buffered, gathered_s, fold = size <= self.run.buffer_bytes, 0.0, self.fold
+        clusters = [self.network.cluster(fold.kind_on(kind, at)) for at in (stage, other)]
+        rates = [self.model.gpu_of(cluster).link_bps for cluster in clusters]
+        load = self.network.message(fold.edge(kind, stage, other), min(rates))
+        if stage == other:
+            return Transfer(2, buffered=buffered)
+        if load.fabric is not None and load.fabric.name == ETHERNET:
+            share = 1.0 if self.network.only else narrowed(self.run.narrow, self.model.activation_width)
+            slices = self._slices
+            gathered_s = 8 * (slices - 1) / slices * size / rates[1] if rates[1] else 0.0
+            size *= share / slices
+        made = maker.message(load, size, gathered_s)
+        return replace(made, channel=(kind, stage, other) if load.fabric else None, buffered=buffered)
+
+    @property
+    def _slices(self) -> int:
+        sizes = self.fold.of.sizes
+        cut = self.network.only is None and self.run.cut and sizes.tensor_inside(self.network.processes)
+        return self.model.copies(sizes) if cut else 1
 
     def simulation(self, micro_batches: int, begins: Sequence[float] = ()) -> Simulation:
         """Of so many, not yet run. begins: seconds until each kind of pipelines begins."""
         transfers, programs = Transfers(self.templates), []
         for kind, stage in self.actors:
-            ops = _program(kind, stage, micro_batches, self.run, self.costs, self.ranges, self.reductions)
+            ops = self._program(kind, stage, micro_batches)
             if begins:
                 ops = chain([("compute", "idle", begins[kind], -1, 0)], ops)
-            cores = self.run.cores, self.pipelines.count[kind], (kind, stage), self.links.core_bps
-            programs.append(list(_software(ops, transfers, *cores)))
+            programs.append(list(self._software(ops, transfers, kind, stage)))
         return Simulation(programs, transfers, self.capacities)
 
     def apart(self) -> list[set[int]]:
         """Kinds of pipelines, those together that share something before their gradients are reduced."""
-        found: list[tuple[set[int], set[Hashable]]] = [({kind}, set()) for kind in range(len(self.pipelines.kinds))]
+        found: list[tuple[set[int], set[Hashable]]] = [({kind}, set()) for kind in range(len(self.fold.kinds))]
         for tag, transfer in self.templates.items():
             if isinstance(tag, tuple) and tag[0] in ("a", "g"):
                 found[tag[2]][1].update(nic for nic, _ in transfer.uses if self.capacities[nic] < inf)
@@ -142,11 +178,66 @@ class JobStep:
         """Of all micro-batches."""
         simulation, lines = self.simulation(self.costs.micro_batches), []
         for (kind, stage), spans in zip(self.actors, simulation.run()):
-            node = self.pipelines.kinds[kind][stage]
-            cluster = self.pipelines.cluster(node)
-            lines.append(Timeline(stage, self.pipelines.ranks(kind, stage), node, cluster, tuple(spans)))
+            cluster = self.network.cluster(self.fold.kind_on(kind, stage))
+            lines.append(Timeline(stage, self.fold.ranks(kind, stage), cluster, tuple(spans)))
         carried = {nic: bits / 8 for nic, bits in simulation.carried.items() if nic != CORES}
         return Step(end_of(line.spans for line in lines), tuple(lines), carried)
+
+    def _program(self, kind: int, stage: int, micro_batches: int) -> Iterator[Op]:
+        """All that a rank of a kind and stage does."""
+        run, costs, collectives = self.run, self.costs, self.collectives
+        stages, last = costs.stages, micro_batches - 1
+        sums = {"F": costs.sums["forward_s"][stage], "B": costs.sums["backward_s"][stage]}
+        yield from collectives.before(kind, stage)
+        in_flight = run.in_flight[stage] if run.in_flight else 0
+        how = run.virtual, in_flight, run.breadth_first
+        for op in schedule(run.engine.sends, stage, stages, micro_batches, *how):
+            if op[0] in ("post", "wait"):
+                yield self._exchange(op, kind, stage)
+                continue
+            letter, micro_batch, chunk = op
+            low, high = self.ranges[chunk * stages + stage]
+            final = letter == "B" and micro_batch == last
+            along = collectives.along(kind, stage, chunk, letter, micro_batch, final)
+            if run.block_s:
+                blocks = min(high, costs.before + costs.blocks) - max(low, costs.before)
+                yield ("software", _KINDS[letter], run.block_s * blocks, micro_batch, chunk)
+            for seconds, ops in _pieces(sums[letter], low, high, letter == "F", *along):
+                yield ("compute", _KINDS[letter], seconds, micro_batch, chunk)
+                yield from ops
+        yield from collectives.after(kind, stage)
+        yield ("software", "optimizer", run.step_s, -1, 0)
+        yield from collectives.report(kind, stage)
+
+    def _exchange(self, op: Op, kind: int, stage: int) -> Op:
+        """Of a schedule's operation that of the simulation."""
+        message, place, micro_batch = op[1]
+        sends = (place + (message == "g")) % self.costs.stages == stage
+        tag, *sent = (((what, at, kind), number) for what, at, number in op[1:])
+        if op[0] == "post":
+            return ("post", tag) if sends else ("post", tag, True, *(sent if self.run.notices else ()))
+        return ("wait", tag, "send", micro_batch, *((True,) if sends else ()))
+
+    def _software(
+        self, ops: Iterator[Op], transfers: dict[Hashable, Transfer], kind: int, stage: int
+    ) -> Iterator[Op]:
+        """Software's seconds as flows through the cores that all share, at most one core a rank; as computing where
+        every rank has its own.
+
+        Bits that count as a second are as many as a core can send: then a rank that computes and one that sends get
+        the same share of the cores.
+        """
+        ranks, core_bps = self.fold.count[kind], self.network.links.core_bps
+        for number, op in enumerate(ops):
+            if op[0] != "software":
+                yield op
+            elif not self.run.cores:
+                yield ("compute", *op[1:])
+            elif op[2] > 0:
+                tag = ("software", (kind, stage), number)
+                uses = ((CORES, ranks),)
+                transfers[tag] = Transfer(1, bits=op[2] * core_bps, limit_bps=core_bps, uses=uses)
+                yield from (("post", tag), ("wait", tag, op[1], op[3]))
 
 
 def end_of(spans: Iterable[Sequence[Span]]) -> float:
@@ -159,61 +250,16 @@ def _blocks(blocks: Sequence[int], layers: int, parts: int) -> Sequence[int]:
     blocks = blocks or uniform(layers, parts)
     if len(blocks) != parts or sum(blocks) != layers or min(blocks) < 1:
         said = ",".join(map(str, blocks))
-        raise HolmesError(f"stage_layers {said}: they must be {parts} numbers above 0 whose sum is {layers} layers")
+        needs = f"they must be {parts} numbers above 0 whose sum is {layers} layers"
+        raise HolmesError(f"stage_layers {said}: {needs}")
     return blocks
-
-
-def _messages(flows: Flows, run: Execution, size: float) -> dict[Hashable, Transfer]:
-    """Activations to the next (virtual) stage and their gradients back, by (letter, place, kind)."""
-    found: dict[Hashable, Transfer] = {}
-    stages = flows.pipelines.stages
-    for kind in range(len(flows.pipelines.kinds)):
-        for place in range(stages * run.virtual - 1):
-            one, two = place % stages, (place + 1) % stages
-            for letter, ends in (("a", (one, two)), ("g", (two, one))):
-                message = flows.message(kind, *ends, size)
-                found[letter, place, kind] = replace(message, buffered=size <= run.buffer_bytes)
-    return found
-
-
-def _program(
-    kind: int, stage: int, micro_batches: int, run: Execution, costs: StageCosts, ranges: Sequence[tuple[int, int]],
-    reductions: Reductions,
-) -> Iterator[Op]:
-    """All that a rank of a kind and stage does."""
-    stages, last = costs.stages, micro_batches - 1
-    sums = {"F": costs.sums["forward_s"][stage], "B": costs.sums["backward_s"][stage]}
-    yield from reductions.before(kind, stage)
-    held = run.in_flight[stage] if run.in_flight else 0
-    for op in program(run.engine, stage, stages, micro_batches, run.virtual, held, run.breadth_first):
-        if op[0] in ("post", "wait"):
-            message, place, micro_batch = op[1]
-            sends = (place + (message == "g")) % stages == stage
-            tag, *sent = (((what, at, kind), number) for what, at, number in op[1:])
-            if op[0] == "post":
-                yield ("post", tag) if sends else ("post", tag, True, *(sent if run.notices else ()))
-            else:
-                yield ("wait", tag, "send", micro_batch, True) if sends else ("wait", tag, "send", micro_batch)
-            continue
-        letter, micro_batch, chunk = op
-        low, high = ranges[chunk * stages + stage]
-        along = reductions.along(kind, stage, chunk, letter, micro_batch, letter == "B" and micro_batch == last)
-        if run.block_s:
-            blocks = min(high, costs.before + costs.blocks) - max(low, costs.before)
-            yield ("software", _KINDS[letter], run.block_s * blocks, micro_batch, chunk)
-        for seconds, ops in _pieces(sums[letter], low, high, letter == "F", *along):
-            yield ("compute", _KINDS[letter], seconds, micro_batch, chunk)
-            yield from ops
-    yield from reductions.after(kind, stage)
-    yield ("software", "optimizer", run.step_s, -1, 0)
-    yield from reductions.told(kind, stage)
 
 
 def _pieces(
     sums: Sequence[float], low: int, high: int, forward: bool, needs: Operations, launches: Operations
 ) -> Iterator[tuple[float, list[Op]]]:
-    """A pass over layers [low, high), cut where a layer needs weights that are gathered or has gradients that are sent:
-    (seconds, what is done then)."""
+    """A pass over layers [low, high), cut where a layer needs weights that are gathered or has gradients that are
+    sent: (seconds, what is done then)."""
     at = sums[low if forward else high]
     for layer in sorted({*needs, *launches}, reverse=not forward):
         for ops, border in ((needs.get(layer), layer + (not forward)), (launches.get(layer), layer + forward)):
@@ -221,20 +267,3 @@ def _pieces(
                 yield abs(sums[border] - at), ops
                 at = sums[border]
     yield abs(sums[high if forward else low] - at), []
-
-
-def _software(
-    ops: Iterator[Op], transfers: dict[Hashable, Transfer], cores: int, ranks: int, actor: Hashable, core_bps: float
-) -> Iterator[Op]:
-    """`ops` of an actor that stands for `ranks` ranks, with software's seconds as flows through the shared cores, at
-    most one core a rank. core_bps: bits that count as a second, as many as a core can send: then a rank that computes
-    and one that sends get the same share of the cores. Where every rank has its own, software is compute."""
-    for number, op in enumerate(ops):
-        if op[0] != "software":
-            yield op
-        elif not cores:
-            yield ("compute", *op[1:])
-        elif op[2] > 0:
-            tag = ("software", actor, number)
-            transfers[tag] = Transfer(1, bits=op[2] * core_bps, limit_bps=core_bps, uses=((CORES, ranks),))
-            yield from (("post", tag), ("wait", tag, op[1], op[3]))

@@ -52,12 +52,12 @@ def two_level_of(ranks: Sequence[int], way: Reduction, carrier: str, purpose: st
     if carrier != SOCKETS:
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             tell(session.require(), _ONE_QUEUE, once=_ONE_QUEUE)
-        return TwoLevelCollectives(clusters, compress=way.compress, purpose=purpose)
+        return TwoLevelCollectives(
+            clusters, chunk_bytes=way.chunk_bytes, compress=way.compress, purpose=purpose
+        )
     across = way.across if way.across is not None and set(way.across.order) == set(parts) else None
-    # where the network between the clusters is flat its latency asks for no chunks of their own
-    chunk_bytes = way.chunk_bytes if session.require().plan.wan else None
     return TwoLevelAllReduce(
-        clusters, chunk_bytes=chunk_bytes, compress=way.compress, across=across, names=list(parts),
+        clusters, chunk_bytes=way.chunk_bytes, compress=way.compress, across=across, names=list(parts),
         streams=way.streams, purpose=purpose,
     )
 

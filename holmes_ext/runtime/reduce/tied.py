@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holmes_ext.plan.reductions import tied_reduction, tied_sums
+from holmes_ext.plan.cost.reductions.tied import tied_sums
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
@@ -55,7 +55,7 @@ def tied_sum_of(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
     if current is None or not carrier:
         return None
     plan, own = current.plan_for(sizes), set(dist.get_process_group_ranks(group))
-    way, alike = tied_reduction(plan, carrier), [ranks for ranks in tied_sums(sizes) if own <= set(ranks)]
+    way, alike = plan.traffic_of(carrier).tied, [ranks for ranks in tied_sums(sizes) if own <= set(ranks)]
     if way is None or len(own) != 2 or len(alike) != 1 or set(way.clusters) != set(plan.by_cluster(own)):
         return None
     all_reduce = two_level_of(alike[0], way, carrier, "embedding")

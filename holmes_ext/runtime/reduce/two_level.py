@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.across import Across
-from holmes_ext.plan.cost.network import CHUNK_SHARE_BYTES, chunks_of
+from holmes_ext.plan.cost.reductions.two_levels import CHUNK_SHARE_BYTES, chunks_of
 from holmes_ext.runtime.reduce.compress import Residuals, codec
 from holmes_ext.runtime.reduce.direct import DirectExchange, Parts
 from holmes_ext.runtime.reduce.relay import Relay

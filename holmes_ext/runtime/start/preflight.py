@@ -30,6 +30,7 @@ from holmes_ext.cluster.tcp import read_limits, shortfalls, sockets
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options
 from holmes_ext.plan.decide import settle
+from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import CARRIERS
 from holmes_ext.runtime.sockets.deadline import Deadline
@@ -79,7 +80,8 @@ def tried_groups(plan: Plan) -> Iterable[tuple[str, tuple[int, ...]]]:
 
 
 def run(
-    store: dist.Store, prefix: str, process: Process, host: str, site: Site, plan: Plan, options: Options
+    store: dist.Store, prefix: str, process: Process, host: str, site: Site, plan: Plan, options: Options,
+    engine: EngineTraits = EngineTraits(),
 ) -> tuple[Site, Plan, list[str]]:
     """Try all pairs; the site and plan to go on with, the same on all ranks, and lines for the user.
 
@@ -98,7 +100,7 @@ def run(
                 found = host, _try_mine(store, prefix, site, host, todo), tcp_line(plan, site, host)
                 put_in(store, f"{prefix}/findings", json.dumps(found).encode(), 1, len(plan.nodes))
             if process.rank == 0:
-                verdict = _judge(store, prefix, site, plan, todo, options, limit)
+                verdict = _judge(store, prefix, site, plan, todo, options, engine, limit)
                 store.set(f"{prefix}/verdict", json.dumps(verdict))
             said = awaited(store, f"{prefix}/verdict", FINDINGS_S + 10)
         except (dist.DistError, RuntimeError):
@@ -116,7 +118,7 @@ def run(
         raise RemoteError(verdict["error"]) if process.rank else HolmesError(verdict["error"])
     if faults := {(node, fabric): fault for node, fabric, fault in verdict["faults"]}:
         site = site.without(faults)
-        plan = settle(plan, site, options)
+        plan = settle(plan, site, options, engine=engine)
     return site, plan, verdict["lines"]
 
 
@@ -226,7 +228,8 @@ def tcp_line(plan: Plan, site: Site, host: str) -> str:
 
 
 def _judge(
-    store: Any, prefix: str, site: Site, plan: Plan, todo: list[Pair], options: Options, limit: Deadline
+    store: Any, prefix: str, site: Site, plan: Plan, todo: list[Pair], options: Options, engine: EngineTraits,
+    limit: Deadline,
 ) -> dict[str, Any]:
     """Rank 0: every node's findings -> what all go on with."""
     findings: list[Finding] = []
@@ -242,7 +245,7 @@ def _judge(
         findings += map(tuple, tried)
         short += [tcp] if tcp else []
     try:
-        verdict = decide(site, plan, todo, findings, options)
+        verdict = decide(site, plan, todo, findings, options, engine)
         alike = f" ({len(short)} nodes are short of it)" if len(short) > 1 else ""
         return {**verdict, "lines": [*verdict["lines"], *(f"preflight: TCP{alike}: {line}" for line in short[:1])]}
     except HolmesError as error:

@@ -9,6 +9,7 @@ from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.decide import settle
+from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import CARRIERS
 from holmes_ext.words import some_of
@@ -18,7 +19,8 @@ Finding = tuple[str, str, str, str]
 
 
 def decide(
-    site: Site, plan: Plan, todo: Sequence[Any], findings: Sequence[Finding], options: Options
+    site: Site, plan: Plan, todo: Sequence[Any], findings: Sequence[Finding], options: Options,
+    engine: EngineTraits = EngineTraits(),
 ) -> dict[str, Any]:
     """{"faults": [[node, fabric, what]], "lines": [text]}; HolmesError where that is to end the job."""
     first = {(pair.fabric, pair.one, pair.two): pair for pair in todo}
@@ -34,7 +36,7 @@ def decide(
     if options.fallback == "fail":
         raise HolmesError(f"{told}; mend that, or let --holmes-fallback ethernet go round it")
     faults = lost(findings)
-    moved = _moved(plan, settle(plan, site.without(faults), options))
+    moved = _moved(plan, settle(plan, site.without(faults), options, engine=engine))
     therefore = f"therefore {some_of(moved, 3, '; ')}" if moved else "no planned group needs it"
     lines = [f"{told}; {therefore} (--holmes-fallback fail would end the job)", *lines]
     return {"faults": [[*end, f"found by the preflight: {why}"] for end, why in faults.items()], "lines": lines}

@@ -25,6 +25,7 @@ from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import load_model, on_clusters
 from holmes_ext.plan.decide import settle, with_loads, workload_of
+from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import NOMINAL, Plan, check_plan, load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -45,12 +46,14 @@ _SILENT_SECONDS = 10.0
 @dataclass
 class Request:
     """What this rank was asked for, before the others are heard. sizes, model: None where neither command line nor file
-    tells them; overlap: whether reductions are under the last backward, for predictions; digests: of the files."""
+    tells them; overlap: whether reductions are under the last backward, for predictions; engine: the framework's;
+    digests: of the files."""
 
     options: Options
     sizes: Sizes | None = None
     model: Model | None = None
     overlap: bool = False
+    engine: EngineTraits = EngineTraits()
     spec: SiteSpec | None = None
     plan: Plan | None = None
     digests: dict[str, str] = field(default_factory=dict)
@@ -72,7 +75,7 @@ class Request:
 
     def planned(self, nodes: list[NodeReport]) -> tuple[Site, Plan]:
         """On the nodes that reported: the given plan with the ports that they have, or one made for them."""
-        options, model = self.options, self.model
+        options, model, engine = self.options, self.model, self.engine
         spec = part_of(self.spec, nodes) if self.spec is not None else None
         site = resolve_site(nodes, spec, options.fallback == "ethernet")
         links = Links.of_spec(spec) if spec is not None else Links()
@@ -81,8 +84,9 @@ class Request:
             plan = check_plan(self.plan, site)
             self._compare(plan, sizes)
             workload = workload_of(model, plan.sizes)
-            plan = settle(plan, site, options, links, workload, model.source if model and workload else NOMINAL)
-            return site, with_loads(plan, options, model)
+            basis = model.source if model and workload else NOMINAL
+            plan = settle(plan, site, options, links, workload, basis, engine)
+            return site, with_loads(plan, options, model, engine)
         if options.model or options.needs_model:
             shape: dict[str, Any] = {"partition": options.partition, "model": model, "overlap": self.overlap}
         else:  # a model that the command line tells is good for decisions; whether it fits is the program's to say
@@ -90,7 +94,8 @@ class Request:
             shape = {"workload": workload, "basis": model.source if model and workload else NOMINAL}
         if options.stage_layers:
             shape |= {"partition": "uniform", "stage_layers": options.stage_layers}
-        return site, with_loads(build_plan(site, sizes, links=links, options=options, **shape), options, model)
+        plan = build_plan(site, sizes, links=links, options=options, engine=engine, **shape)
+        return site, with_loads(plan, options, model, engine)
 
     def _compare(self, plan: Plan, sizes: Sizes | None) -> None:
         """HolmesError when the plan was made for something else than the command line asks for."""
@@ -146,14 +151,16 @@ def start(
     here = next(node.name for node in site.nodes if short_name(node.name) == short_name(report["node"]))
     if store is not None and options.preflight == "on":
         limit = preflight.FINDINGS_S + 10 + _SILENT_SECONDS
-        arguments = store, prefix, process, here, site, plan, options
+        arguments = store, prefix, process, here, site, plan, options, request.engine
         site, plan, said = within(limit, silent, preflight.run, *arguments)
         lines = [*lines, *said]
     rank = plan.nodes.index(here) * plan.processes + process.local_rank
     if process.launcher != launcher.NONE:
         environ.update(launcher.exported(process, rank, site.processes))
     environ.update({name: str(rank) for name in launcher.RANK_VARIABLES if name in environ})
-    current = session.Session(options, process, site, plan, rank, round=prefix, store=store, model=request.model)
+    current = session.Session(
+        options, process, site, plan, rank, round=prefix, store=store, model=request.model, engine=request.engine,
+    )
     current.forced_nets = verdict["forced_nets"]
     session.set_active(current)
     return current, [*lines, *node_environment(current.node, environ)]

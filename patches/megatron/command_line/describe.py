@@ -52,6 +52,10 @@ class CommandLine:
     not_read: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     training: dict[str, Any] = field(default_factory=dict)
+    #: Of torch.distributed, "" where no flag says it.
+    backend: str = ""
+    #: Of the distributed optimizer; each sums inside first.
+    instances: int = 1
 
 
 def describe(argv: Sequence[str]) -> CommandLine:
@@ -82,6 +86,7 @@ def describe(argv: Sequence[str]) -> CommandLine:
         _sizes(given), model, trouble, zero, virtual, ("on" if pipeline == 1 else "first") if overlaps else "off",
         given.get("gather_overlap", False), split, framework, tuple(assumed),
         tuple(f"{several(names)}: {why}" for why, names in by_reason.items()), said.unknown, step,
+        "".join(said.flags.get("--distributed-backend", [])[:1]), given.get("instances", 1),
     )
 
 

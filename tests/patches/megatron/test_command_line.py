@@ -8,12 +8,12 @@ import pytest
 from holmes_ext.patches.megatron.command_line.describe import describe
 from holmes_ext.patches.megatron.command_line.flags import DS_CONFIG, READ
 from holmes_ext.patches.megatron.command_line.not_read import NO_BEARING, NO_BEARING_KEYS, NOT_READ, UNLESS
-from holmes_ext.plan.search.arrangement import Ground
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.rules import Rules
 from holmes_ext.plan.search.as_plan import given, shape_of
-from holmes_ext.plan.search.explanation import causes, stock_like
-from holmes_ext.plan.search.ranking import timed
-from holmes_ext.plan.search.result import Outcome
-from holmes_ext.plan.search.space import Limits
+from holmes_ext.plan.search.result import SearchResult
+from holmes_ext.plan.search.simulated import timed
+from holmes_ext.plan.search.stock import causes, stock_like
 from holmes_ext.plan.sizes import Sizes
 
 SITE = clusters.site("a ib 100Gb/s a[0-1]", "b roce 50Gb/s b[0-1]", ethernet="10Gb/s", processes=4)
@@ -137,13 +137,13 @@ def figures(argv):
     said = describe(argv)
     assert said.model is not None, said.trouble
     model, sizes = said.model, (said.sizes or Sizes()).complete(SITE.world_size, 4)
-    outcome = Outcome(Ground.of(SITE, model), model, 0, Limits(), True, framework_overlap=said.overlap,
-                      gather_overlap=said.gather_overlap)
-    one = timed(outcome, given(outcome, sizes, shape_of(model, sizes, said.zero, said.virtual), said.stage_layers))
+    result = SearchResult(Network(SITE), model, 0, rules=Rules(overlap=True), stock_overlap=said.overlap,
+                          gather_overlap=said.gather_overlap)
+    one = timed(result, given(result, sizes, shape_of(model, sizes, said.zero, said.virtual), said.stage_layers))
     return {
-        "step": one.step_s, "stock": stock_like(outcome, one)[1].step_s, "memory": one.peak_bytes, "same": 0,
+        "step": one.step_s, "stock": stock_like(result, one)[1].step_s, "memory": one.peak_bytes, "same": 0,
         "parameters": model.parameters, "memory of the first": one.memory_bytes[0], "closed form": one.formula_s,
-        "memory of the last": one.memory_bytes[-1], "gradient width": model.gradient_width, **causes(outcome, one),
+        "memory of the last": one.memory_bytes[-1], "gradient width": model.gradient_width, **causes(result, one),
     }
 
 

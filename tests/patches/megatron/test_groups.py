@@ -17,7 +17,7 @@ from megatron.core.parallel_state import RankGenerator
 from holmes_ext.cluster.site import ETHERNET, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.layout import groups
+from holmes_ext.plan.sizes import groups
 from holmes_ext.plan.sizes import Sizes
 
 site = site_from_spec(load_spec(sys.argv[1]))
@@ -75,7 +75,7 @@ ORDERS = """
 import itertools, json, sys
 from megatron.core.parallel_state import RankGenerator
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.layout import groups
+from holmes_ext.plan.sizes import groups
 from holmes_ext.plan.sizes import Sizes
 
 differ, compared, taken = [], 0, []

@@ -11,7 +11,7 @@ import random_sites
 from holmes_ext.options import Options
 from holmes_ext.patches.megatron import p2p
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.layout import groups
+from holmes_ext.plan.sizes import groups
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox, pairs
 from holmes_ext.runtime.session import Session

@@ -1,20 +1,37 @@
-"""network: prices against hand-made numbers."""
+"""network: loads and prices against hand-made numbers, of a fabric of a megabyte a second."""
 
 import pytest
 
-from holmes_ext.cluster.site import Fabric
-from holmes_ext.plan.cost.network import all_reduce, chunks_of, message
+from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.cost.reductions.two_levels import chunks_of
+from holmes_ext.plan.placement.fold import Fold
+from holmes_ext.plan.sizes import Sizes
 
-FABRIC = Fabric("f", "ib", 8_000_000, 0.0)  # a megabyte a second
+
+def network(nodes, latency_s=0.0, processes=1):
+    fabrics = Fabric("f", "ib", 8_000_000, latency_s), Fabric(ETHERNET, "ethernet", 1_000_000, 0.0)
+    ports = Port("f"), Port(ETHERNET)
+    return Network(Site(tuple(Node(f"n{i}", "c", processes, ports) for i in range(nodes)), fabrics))
+
+
+def fold(of, sizes):
+    names = [node.name for node in of.site.nodes]
+    return Fold(of.placement(names, sizes.complete(of.world)))
+
+
+def ring_s(size, nodes, tensor=1, **more):
+    of = network(nodes, processes=tensor, **more)
+    (family,) = fold(of, Sizes(tensor=tensor)).families(0)
+    return of.ring(family, groups=family.count).price.seconds(size)
 
 
 def test_allreduce():
-    assert all_reduce(2, FABRIC).seconds(1e6) == pytest.approx(1.0)  # 2 (n-1)/n = 1
-    assert all_reduce(4, FABRIC).seconds(1e6) == pytest.approx(1.5)
-    assert all_reduce(2, FABRIC, sharers=8).seconds(1e6) == pytest.approx(8.0)
-    assert all_reduce(8, FABRIC).seconds(0) == 0.0
-    slow = Fabric("f", "ib", 8_000_000, 0.25)
-    assert all_reduce(3, slow).seconds(1e6) == pytest.approx(4 / 3 + 4 * 0.25)
+    assert ring_s(1e6, 2) == pytest.approx(1.0)  # 2 (n-1)/n = 1
+    assert ring_s(1e6, 4) == pytest.approx(1.5)
+    assert ring_s(1e6, 2, tensor=8) == pytest.approx(8.0)  # eight groups share each NIC
+    assert ring_s(0, 8) == 0.0
+    assert ring_s(1e6, 3, latency_s=0.25) == pytest.approx(4 / 3 + 4 * 0.25)
 
 
 @pytest.mark.parametrize("size, chunks", [(0, 1), (90, 1), (100, 1), (199, 1), (200, 2), (1050, 10)])
@@ -23,4 +40,6 @@ def test_chunks_are_as_large_as_they_should_be_or_larger(size, chunks):
 
 
 def test_send():
-    assert message(Fabric("f", "ib", 8_000_000, 0.5), sharers=2, messages=3).seconds(2e6) == pytest.approx(4 + 1.5)
+    of = network(2, latency_s=0.5, processes=2)
+    edge = fold(of, Sizes(pipeline=2)).edge(0, 0, 1)
+    assert of.message(edge).price.seconds(2e6) == pytest.approx(4 + 0.5)  # two ranks of a node send at once

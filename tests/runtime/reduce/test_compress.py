@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from carriers import ON_GPUS, gloo_only
+from clusters import site
+from prices import sums_on_site
 from ranks import run_ranks, seeded
 
-from holmes_ext.cluster.site import Fabric
 from holmes_ext.cluster.wan import Wan
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan.cost.network import two_level_seconds
 from holmes_ext.plan.traffic import Reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce import straddling
@@ -81,8 +81,8 @@ def test_codecs_by_name():
 
 
 def test_prediction_counts_fewer_bytes_across():
-    fast, slow = Fabric("a", "ib", 2 * 10**9, 20e-6), Fabric("ethernet", "ethernet", 250 * 10**6, 50e-6)
-    whole, compressed = (two_level_seconds(10**7, [4, 4], fast, slow, share=share)[1] for share in (1.0, Int8().share))
+    four = site("a ib 2Gb/s a[0-3]", "b ib 2Gb/s b[0-3]", ethernet="250Mb/s")
+    whole, compressed = (sums_on_site(four, compress=how).both.seconds(1e7) for how in ("off", "int8"))
     assert compressed < 0.7 * whole  # then the fabric is the busier network
 
 

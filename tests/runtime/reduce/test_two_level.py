@@ -7,11 +7,11 @@ import ranks
 import torch
 import torch.distributed as dist
 from carriers import ON_GPUS, gloo_only
+from clusters import site
+from prices import sums_on_site
 from ranks import run_ranks, seeded
 
-from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.network import two_level_seconds
 from holmes_ext.runtime.reduce.reducer import GradientReducer
 from holmes_ext.runtime.reduce.two_level import Piece, TwoLevelAllReduce, pieces
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
@@ -43,13 +43,12 @@ def test_pieces_cover_a_chunk_once_and_name_one_owner_of_each_cluster(clusters, 
 
 
 def test_prediction_prefers_two_levels_where_the_link_is_slow_and_clusters_are_large():
-    fast, slow = Fabric("a", "ib", 2 * 10**9, 20e-6), Fabric("ethernet", "ethernet", 250 * 10**6, 50e-6)
-    flat, two_level = two_level_seconds(10**7, [4, 4], fast, slow)
-    assert flat / two_level > 2.5
-    flat, two_level = two_level_seconds(10**7, [1, 1], fast, slow)
-    assert abs(flat / two_level - 1) < 0.1  # the bytes that cross are the same
-    flat, two_level = two_level_seconds(10**7, [8, 8], slow, slow, here=4)  # four ranks' exchange through one slow NIC
-    assert flat < two_level
+    four = sums_on_site(site("a ib 2Gb/s a[0-3]", "b ib 2Gb/s b[0-3]", ethernet="250Mb/s"))
+    assert four.flat.seconds(1e7) / four.both.seconds(1e7) > 2.5
+    one = sums_on_site(site("a ib 2Gb/s a0", "b ib 2Gb/s b0", ethernet="250Mb/s"))
+    assert one.both is None  # the bytes that cross are the same
+    slow = sums_on_site(site("a ib 250Mb/s a[0-1]", "b ib 250Mb/s b[0-1]", ethernet="250Mb/s", processes=4))
+    assert slow.flat.seconds(1e7) < slow.both.seconds(1e7)  # four ranks' exchange through one slow NIC
 
 
 def against_flat(rank, clusters, numels, chunk_bytes, dtype):

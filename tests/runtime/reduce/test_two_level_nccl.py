@@ -6,9 +6,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from prices import sums_on_site
 
-from holmes_ext.cluster.site import Fabric
-from holmes_ext.plan.cost.network import NCCL_CHUNK_BYTES, Price, chunk_bytes, two_levels
+from holmes_ext.cluster.site import Fabric, Node, Port, Site
+from holmes_ext.plan.cost.reductions.two_levels import NCCL_CHUNK_BYTES, chunk_bytes
 from holmes_ext.runtime.reduce import two_level_nccl
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
@@ -114,9 +115,9 @@ def test_the_slower_level_is_always_busy(recorded, as_buckets):
     took = seconds(recorded.log, COST)
     assert took == pytest.approx(count * max(INSIDE_S, ACROSS_S) + INSIDE_S)
     # what the plan says: the slower level, and one chunk on the faster
-    rate = Fabric("ethernet", "ethernet", 8 * 4096 / ACROSS_S / 2, 0.0)
-    price = two_levels(Price(INSIDE_S / 4096), rate, {"a": 2, "b": 2}, 1, direct=False)
-    assert price.pipelined.seconds(4096 * count) + INSIDE_S == pytest.approx(took)
+    inside, across = 8 * 4096 / INSIDE_S, 8 * 4096 / ACROSS_S / 2
+    both = planned(["a", "b"], 2, inside, across, bucket_bytes=4096)
+    assert both.seconds(4096 * count) == pytest.approx(took)
 
 
 def test_the_same_communicators_in_the_same_order_whatever_the_rank(recorded, monkeypatch):
@@ -147,6 +148,15 @@ def test_what_is_left_over_is_padded_not_summed_by_everyone(recorded):
     assert max(len(ranks) for _, ranks in groups) == 2 and len(recorded.events()) == 3
 
 
+def planned(names, nodes, inside_bps, across_bps, **rules):
+    """Two levels of one group over all nodes, as the plan prices them, without latency."""
+    fabrics = [Fabric(name, "ib", round(inside_bps), 0.0) for name in names]
+    fabrics.append(Fabric("ethernet", "ethernet", round(across_bps), 0.0))
+    every = [Node(f"{name}{number}", name, 1, (Port(name), Port("ethernet")))
+             for name in names for number in range(nodes)]
+    return sums_on_site(Site(tuple(every), tuple(fabrics)), direct=False, **rules).both
+
+
 def test_chunks_are_of_some_mebibytes():
     assert [chunk_bytes(ranks, direct=False) for ranks in (1, 8, 16, 64)] == [
         NCCL_CHUNK_BYTES[0], NCCL_CHUNK_BYTES[0], 8 * 2**20, NCCL_CHUNK_BYTES[1]]
@@ -155,9 +165,5 @@ def test_chunks_are_of_some_mebibytes():
 
 def test_compressed_shards_of_three_clusters_cost_more_than_a_ring():
     """All-gathered whole: (C - 1) shards, a ring's all-reduce sends 2 (C - 1) / C."""
-    slow = Fabric("ethernet", "ethernet", 10**9, 0.0)
-    clusters = {"a": 4, "b": 4, "c": 4}
-    plain, half = (
-        two_levels(Price(), slow, clusters, 1, share, direct=False).across.byte_s for share in (1.0, 0.5)
-    )
+    plain, half = (planned(["a", "b", "c"], 4, 1e10, 1e9, compress=how).across.byte_s for how in ("off", "bf16"))
     assert half == pytest.approx(plain * 0.5 * 3 / 2)

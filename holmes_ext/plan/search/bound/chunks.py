@@ -29,15 +29,15 @@ from holmes_ext.plan.search.bound.stages import Stages
 
 def interleaved_s(least: Stages) -> float:
     """Seconds that the simulated step takes at least."""
-    bounds, v, m, count, edges = least.bounds, least.run.virtual, least.m, least.count, least.edges
+    bounds, v, m, count, edges = least, least.run.virtual, least.m, least.count, least.edges
     n, total, stages = least.layers // count, v * m, range(count)
     forward, backward = ([n * each / v for each in way] for way in (bounds.forward, bounds.backward))
     first_f, last_f = bounds.extra_forward[0], bounds.extra_forward[-1]
-    turns = v * sum(edges) + (v - 1) * least.around[0]  # of one micro-batch from stage to stage, one way
+    turns = v * sum(edges) + (v - 1) * least.around.all_s  # of one micro-batch from stage to stage, one way
     begun = [min(total, (count - stage - 1) * 2 + (v - 1) * count) if m > count else total for stage in stages]
     closing = [min(one + 1, total) for one in begun]  # r_s: backward passes after a stage's last forward
     begin, back, last, end = [0.0], [0.0] * count, [0.0] * count, [0.0] * count
-    turn_f, turn_b = (sum(way) + sum(edges) + least.around[0] for way in (forward, backward))
+    turn_f, turn_b = (sum(way) + sum(edges) + least.around.all_s for way in (forward, backward))
 
     def behind(turn_s: float, each_s: float, turns: int = v - 1) -> float:
         """What waiting for so many turns adds to passes, or messages, that take each_s."""
@@ -65,7 +65,7 @@ def interleaved_s(least: Stages) -> float:
         if stage:
             moments.append(last[stage - 1] + edges[stage - 1] + own + last_f * (stage == count - 1))
         last[stage] = max(moments)
-    through = last[-1] + (v - 1) * (sum(backward) + sum(edges) + least.around[0])  # the last one's way back
+    through = last[-1] + (v - 1) * (sum(backward) + sum(edges) + least.around.all_s)  # the last one's way back
     for stage in reversed(stages):
         own = backward[stage]
         through += own + bounds.extra_backward[stage]
@@ -77,7 +77,7 @@ def interleaved_s(least: Stages) -> float:
             moments += [end[stage + 1] + edges[stage] + own, last[stage + 1] + below + closing[stage + 1] * flow + own,
                         begin[stage + 1] + forward[stage + 1] + total * least.sent[stage + 1] + own]
         end[stage] = max(moments)
-    found = [m * (v - 1) * least.around[2]]
+    found = [m * (v - 1) * least.around.flow_s]
     rests = [n * each + once for each, once in (after.rest for after in least.after)]
     for stage, after in enumerate(least.after):
         own, (each, fixed) = backward[stage], after.reduce

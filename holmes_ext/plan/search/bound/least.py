@@ -1,17 +1,17 @@
-"""What no simulated step of a shape under an arrangement beats, however its layers are split over the stages: the bound
-that a search by simulated time rests on.
+"""What no simulated step of a placement beats, however its layers are split over the stages: the bound that a search
+by simulated time rests on.
 
-f, b: forward and backward of a micro-batch on one stage, w both; x: an edge there, x' as far as it holds up who sends;
-u: micro-batches that a stage begins before its first backward, as the memory holds with its layers; m: all of them;
-D: sum below of (w + 2 x), a micro-batch's way on and back. Stage s takes at least
+f, b: forward and backward of a micro-batch on one stage, w both; x: an edge there, x' as far as it holds up who
+sends; u: micro-batches that a stage begins before its first backward, as the memory holds with its layers; m: all of
+them; D: sum below of (w + 2 x), a micro-batch's way on and back. Stage s takes at least
 
     down to s                      sum above (f + x)
     its own passes                 m b + (m - u + 1) f + D, its first backward comes after that
     or, k rounds of u at the end   (m - k u + k) w + (k + 1) D: in each all go on and back; k = 1: the last ones
-    blocked, unless edges hide     (m - u) (x'_s + x'_(s-1)) + (u - 1) x'_(s-1)        Megatron's pairs of messages
+    blocked, unless edges hide     (m - u) (x'_s + x'_(s-1)) + (u - 1) x'_(s-1)        pairs of messages
     then one of                    up again: sum above (b + x), and what stage 0 does after it
                                    its reductions that its last backward does not hide, then (first and last stage) the
-                                   tied embedding's, then the longest optimizer and gather of all stages (megatron)
+                                   tied embedding's, then the longest optimizer and gather of all stages (barrier)
 
 And whatever hides them, all activations flow over each edge, one after the other, between the first one's way there
 and the last one's way on and back.
@@ -21,8 +21,7 @@ longer, and after that one's NIC sent all that leaves it, down and up; then come
 
 All grow with the layers of s, and what the other stages hold takes at least as much as the layers take where they are
 cheapest. So a time T gives each stage a most number of layers, and where these are fewer than the model's, no split
-takes T. Stages of one node must all be reduced through its NIC after the first of their last backwards began
-(tests/plan/search/bound/test_least.py: no simulated step is below).
+takes T. Stages of one node must all be reduced through its NIC after the first of their last backwards began.
 """
 
 from __future__ import annotations
@@ -35,77 +34,86 @@ from math import ceil, floor, inf
 from typing import NamedTuple
 
 from holmes_ext.plan.cost.pipeline import uniform
-from holmes_ext.plan.search.arrangement import Arrangement
+from holmes_ext.plan.cost.price import Prices
+from holmes_ext.plan.cost.stages import StageCosts
+from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.search.bound.chunks import interleaved_s
-from holmes_ext.plan.search.bound.formula import Bounds
 from holmes_ext.plan.search.bound.stages import Stages
-from holmes_ext.plan.search.pricing import Pricing
 from holmes_ext.plan.simulate.execution import Execution
 
-#: The bounds are found up to these fractions: of each stage alone, of the chain of stages.
-CLOSE, NEAR = 1e-2, 2e-4
+#: The bound is found up to this fraction.
+CLOSE = 1e-2
 #: Steps of the longest optimizer and gather that are looked at one by one: this part of a step, and ten times as much
 #: of its own.
 APART = 0.01
 
 
-class _Own(NamedTuple):
+class _Passes(NamedTuple):
     """All passes of a stage, from its first forward to the end of its last backward: seconds besides those that a
-    micro-batch takes below it. alone: its own passes, which wait for that once; once, rounds_s: they wait once more,
-    and `rounds` times more, as often as all micro-batches are under way that may be."""
+    micro-batch takes below it."""
 
+    #: Its own passes, which wait once for what is below.
     alone: float
+    #: They wait once more, and `rounds` times more, as often as all micro-batches are in flight that may be.
     once: float
     rounds_s: float
     rounds: int
 
     def seconds(self, below_s: float) -> float:
-        return max(self.alone + below_s, self.once + 2 * below_s, self.rounds_s + (self.rounds + 1) * below_s)
+        twice, often = self.once + 2 * below_s, self.rounds_s + (self.rounds + 1) * below_s
+        return max(self.alone + below_s, twice, often)
 
 
-class Least(Stages):
-    """Of one shape under an arrangement: see Stages."""
+class StepLowerBound(Stages):
+    """Of one placement; costs: of the simulation."""
 
-    def __init__(self, pricing: Pricing, arrangement: Arrangement, bounds: Bounds, run: Execution):
-        super().__init__(pricing, arrangement, bounds, run)
+    def __init__(self, prices: Prices, placement: Placement, costs: StageCosts, run: Execution):
+        super().__init__(prices, placement, costs, run)
+        self.look_at_networks()
         if run.virtual == 1:
-            self._lines()
+            self._add_lines()
 
-    def _lines(self) -> None:
-        """Of every stage: its own passes by its number of layers; what the others take at least (one layer each) down
-        to it, below it and back, and above it; and what one more layer takes there."""
-        bounds, m = self.bounds, self.m
+    def _add_lines(self) -> None:
+        """Of every stage: what the others take at least (one layer each) down to it, below it and back, and above it;
+        and what one more layer takes there."""
+        count, m = self.count, self.m
         self.there = [0.0, *accumulate(self.edges)]
-        self.down = [0.0, *accumulate(map(sum, zip(bounds.forward, bounds.extra_forward)))]
-        self.up = [0.0, *accumulate(map(sum, zip(bounds.backward, bounds.extra_backward)))]
-        both = [0.0, *accumulate(map(sum, zip(bounds.each, bounds.extra)))]
-        self.below = [both[-1] - both[stage + 1] + 2 * (self.there[-1] - self.there[stage])
-                      for stage in range(self.count)]
-        self.more_down, self.more_up = (
-            list(accumulate(each, min, initial=inf)) for each in (bounds.forward, bounds.backward))
-        self.more_below = list(accumulate(reversed(bounds.each), min, initial=inf))[-2::-1]
-        self.starts: list[tuple[float, float]] = []  # seconds to the end of its last forward, without what others hold
-        self.own: list[dict[int, _Own]] = [{} for _ in range(self.count)]  # by number of layers, as far as asked for
-        if self.together:
-            for stage in range(self.count):
-                pairs, (_, blocked) = m - self.ahead[stage], self._blocked(stage)
-                way = 2 * self.there[-1] - self.there[stage] + max(0, pairs - 1) * blocked
-                way += pairs * bounds.extra[stage] - bounds.extra_backward[stage]
-                self.starts.append((way, pairs * bounds.each[stage] - bounds.backward[stage]))
+        self.down = [0.0, *accumulate(map(sum, zip(self.forward, self.extra_forward)))]
+        self.up = [0.0, *accumulate(map(sum, zip(self.backward, self.extra_backward)))]
+        both = [0.0, *accumulate(map(sum, zip(self.each, self.extra)))]
+        self.below = [
+            both[-1] - both[stage + 1] + 2 * (self.there[-1] - self.there[stage]) for stage in range(count)
+        ]
+        self.more_down = list(accumulate(self.forward, min, initial=inf))
+        self.more_up = list(accumulate(self.backward, min, initial=inf))
+        self.more_below = list(accumulate(reversed(self.each), min, initial=inf))[-2::-1]
+        #: Seconds to the end of its last forward, without what others hold.
+        self.starts: list[tuple[float, float]] = []
+        #: By number of layers, as far as asked for.
+        self.own: list[dict[int, _Passes]] = [{} for _ in range(count)]
+        for stage in range(count) if self.together else ():
+            pairs, (_, blocked) = m - self.ahead[stage], self._blocked(stage)
+            fixed = 2 * self.there[-1] - self.there[stage] + max(0, pairs - 1) * blocked
+            fixed += pairs * self.extra[stage] - self.extra_backward[stage]
+            self.starts.append((fixed, pairs * self.each[stage] - self.backward[stage]))
         self.levels = [(0.0, inf)]
         if self.barrier:
-            groups = tuple(Counter(zip((after.rest for after in self.after), bounds.most)).items())
-            levels = self.pricing.known.setdefault("levels", {})
-            if groups not in levels:
-                levels[groups] = self._levels(groups)
-            self.levels = levels[groups]
+            rests = (after.rest for after in self.after)
+            groups = tuple(Counter(zip(rests, self.most)).items())
+            known = self.prices.known
+            if ("levels", groups) not in known:
+                known["levels", groups] = self._levels(groups)
+            self.levels = known["levels", groups]
 
-    def _levels(self, groups: Iterable[tuple[tuple[tuple[float, float], int], int]]) -> list[tuple[float, float]]:
+    def _levels(
+        self, groups: Iterable[tuple[tuple[tuple[float, float], int], int]]
+    ) -> list[tuple[float, float]]:
         """What the longest of all stages' optimizers and gathers may take: at least, and less than, in steps of APART.
-        megatron sums the gradients' norm before them, so no stage begins one before the last one's gradients are
-        reduced. groups: (rest, layers at most), stages that have them."""
-        every = sorted({n * each + once for ((each, once), most), _ in groups for n in range(1, most + 1)})
-        small = APART * self.m * self.layers / self.count * min(self.bounds.each)
+        No stage begins one before the last one's gradients are reduced. groups: (rest, layers at most), stages that
+        have them."""
+        each_of = ((rest, most) for (rest, most), _ in groups)
+        every = sorted({n * each + once for (each, once), most in each_of for n in range(1, most + 1)})
+        small = APART * self.m * self.layers / self.count * min(self.each)
         found, at = [], 0
         while at < len(every):
             above = bisect_right(every, every[at] + max(small, 10 * APART * every[at]))
@@ -120,21 +128,15 @@ class Least(Stages):
         above = self.gone[stage - 1] if stage else 0.0
         return above, above + (self.gone[stage] if stage < self.count - 1 else 0.0)
 
-    def _passes(self, stage: int, layers: int) -> _Own:
+    def _passes(self, stage: int, layers: int) -> _Passes:
         """With so many layers. A stage begins as many micro-batches before its first backward as the memory holds then,
         and as 1F1B has at least."""
         if layers in self.own[stage]:
             return self.own[stage][layers]
-        bounds, costs, m = self.bounds, self.bounds.costs, self.m
-        ends = [kind for kind, at in ((0, 0), (2, self.count - 1)) if stage == at]
-        begun, size = self.ahead[stage], layers * costs.kept_bytes[1] + sum(costs.kept_bytes[kind] for kind in ends)
-        if self.run.in_flight and size and costs.room_bytes[stage] < inf:
-            states = layers * costs.state_bytes[1] + sum(costs.state_bytes[kind] for kind in ends)
-            holds = floor((costs.room_bytes[stage] - states) / size * (1 + 1e-12))
-            begun = min(begun, max(holds, min(self.count - stage, m)))
+        m, begun = self.m, self._begun(stage, layers)
         above, blocked = self._blocked(stage)
-        forward = layers * bounds.forward[stage] + bounds.extra_forward[stage]
-        both = layers * bounds.each[stage] + bounds.extra[stage]
+        forward = layers * self.forward[stage] + self.extra_forward[stage]
+        both = layers * self.each[stage] + self.extra[stage]
         alone = m * both - (begun - 1) * forward + (m - begun) * blocked + (begun - 1) * above
         rounds = (m - 1) // begun
 
@@ -144,17 +146,30 @@ class Least(Stages):
             return (pairs + count + 1) * both + max(0, pairs - 1) * blocked
 
         once = in_rounds(1) if rounds else -inf
-        self.own[stage][layers] = _Own(alone, once, in_rounds(rounds) if rounds > 1 else once, rounds)
-        return self.own[stage][layers]
+        found = _Passes(alone, once, in_rounds(rounds) if rounds > 1 else once, rounds)
+        self.own[stage][layers] = found
+        return found
+
+    def _begun(self, stage: int, layers: int) -> int:
+        """Micro-batches before the first backward, at most."""
+        costs, begun = self.costs, self.ahead[stage]
+        if not self.hides or costs.room_bytes[stage] == inf:
+            return begun
+        ends = [kind for kind, at in ((0, 0), (2, self.count - 1)) if stage == at]
+        kept = layers * costs.kept_bytes[1] + sum(costs.kept_bytes[kind] for kind in ends)
+        if not kept:
+            return begun
+        states = layers * costs.state_bytes[1] + sum(costs.state_bytes[kind] for kind in ends)
+        holds = floor((costs.room_bytes[stage] - states) / kept * (1 + 1e-12))
+        return min(begun, max(holds, min(self.count - stage, self.m)))
 
     def seconds(self, known: float = inf) -> float:
         """That no split beats; inf where none fits. known: beyond it nothing is asked."""
-        most = self.bounds.most
         if self.run.virtual > 1:
-            return interleaved_s(self) if self.bounds.fits(uniform(self.layers, self.count)) else inf
-        if sum(most) < self.layers or min(most) < 1:
+            return interleaved_s(self) if self.fits(uniform(self.layers, self.count)) else inf
+        if sum(self.most) < self.layers or min(self.most) < 1:
             return inf
-        low = self._work(most) + 2 * sum(self.edges)
+        low = self._work(self.most) + 2 * sum(self.edges)
         low = max(((self.m - 1) // max(self.ahead) + 1) * low, low + (self.m - 1) * max(self.flow, default=0.0))
         low = max(low, self.m * max(self.sent))
         if low >= known or (known < inf and not self._possible(known)):
@@ -170,14 +185,12 @@ class Least(Stages):
     def _work(self, most: Sequence[int], from_stage: int = 0) -> float:
         """Of one micro-batch at least, with at most so many layers on each stage; the stages before from_stage forward
         only."""
-        bounds = self.bounds
-        if self.even:  # where one layer takes what another does
+        ends = sum(self.extra[from_stage:]) + sum(self.extra_forward[:from_stage])
+        if self.even:
             above = min(self.layers - self.count + from_stage, sum(most[:from_stage]))
-            ends = sum(bounds.extra[from_stage:]) + sum(bounds.extra_forward[:from_stage])
-            return above * bounds.forward[0] + (self.layers - above) * bounds.each[0] + ends
-        cost = [bounds.forward[stage] if stage < from_stage else bounds.each[stage] for stage in range(self.count)]
-        total, left = sum(cost), self.layers - self.count
-        total += sum(bounds.extra[from_stage:]) + sum(bounds.extra_forward[:from_stage])
+            return above * self.forward[0] + (self.layers - above) * self.each[0] + ends
+        cost = [*self.forward[:from_stage], *self.each[from_stage:]]
+        total, left = sum(cost) + ends, self.layers - self.count
         for stage in sorted(range(self.count), key=cost.__getitem__):
             taken = min(left, most[stage] - 1)
             total, left = total + taken * cost[stage], left - taken
@@ -191,50 +204,56 @@ class Least(Stages):
 
     def _room(self, step_s: float, rest_s: float, limit_s: float = inf) -> list[int] | None:
         """The most layers of each stage in such a split; rest_s, limit_s: of _levels."""
-        most, held, first_s = list(self.bounds.most), 0, self._left(0, 1, rest_s)
+        most, above, first_s = list(self.most), 0, self._left(0, 1, rest_s)
         for stage in range(self.count):
             least = min(_below(limit_s, self.after[stage].rest, most[stage]), self.layers - self.count + 1)
             if least < 1:
                 return None
             most[stage] = least
-            if self._takes(stage, least, held, rest_s, first_s) > step_s:
-                most[stage] = bisect_right(range(1, least), step_s,
-                                           key=lambda n: self._takes(stage, n, held, rest_s, first_s))  # noqa: B023
+
+            def takes(layers: int) -> float:
+                return self._takes(stage, layers, above, rest_s, first_s)  # noqa: B023
+
+            if takes(least) > step_s:
+                most[stage] = bisect_right(range(1, least), step_s, key=takes)
                 if not most[stage]:
                     return None
-            held += most[stage]
-        good = sum(most) >= self.layers and all(self._reduced(stages, most, step_s) for stages in self.together)
+            above += most[stage]
+        good = sum(most) >= self.layers and all(self._reduced(own, most, step_s) for own in self.together)
         return most if good else None
 
-    def _takes(self, stage: int, layers: int, held: int, rest_s: float, first_s: float) -> float:
-        """Seconds of a step at least where a stage has so many layers and those above it `held` at most; the others lie
-        where they take least. first_s: of the first stage after its last backward."""
-        left, below, bounds = self.layers - layers - self.count + 1, self.below[stage], self.bounds
+    def _takes(self, stage: int, layers: int, above: int, rest_s: float, first_s: float) -> float:
+        """Seconds of a step at least where a stage has so many layers and those above it at most `above`; the others
+        lie where they take least. first_s: of the first stage after its last backward."""
+        left, below = self.layers - layers - self.count + 1, self.below[stage]
         down, up = self.down[stage], self.up[stage]
         if left:
-            own = bounds.each[stage] if self.m > 1 else bounds.forward[stage]  # at most so: fewer take no longer
-            more_down, more_below = min(self.more_down[stage], own), min(self.more_below[stage], own)
+            own = self.each[stage] if self.m > 1 else self.forward[stage]  # at most so: fewer take no longer
+            more_down = min(self.more_down[stage], own)
+            more_below = min(self.more_below[stage], own)
             more_up = min(self.more_up[stage], own - more_down)
             if more_down + more_up <= more_below or stage == self.count - 1:
-                above = min(left, held - stage) if stage < self.count - 1 else left
-                down, up, below = down + above * more_down, up + above * more_up, below + (left - above) * more_below
+                there = min(left, above - stage) if stage < self.count - 1 else left
+                down, up = down + there * more_down, up + there * more_up
+                below += (left - there) * more_below
             else:
                 least = min(more_down, more_below)
                 down, up = down + left * least, up + left * (more_below - least)
         end = down + self.there[stage] + self._passes(stage, layers).seconds(below)
-        return max(end + self._left(stage, layers, rest_s), end + up + self.there[stage] + first_s)
+        back = up + self.there[stage] + first_s
+        return end + max(self._left(stage, layers, rest_s), back)
 
     def _left(self, stage: int, layers: int, rest_s: float) -> float:
         """Seconds after its last backward at least: reductions, tied ones, all stages' norm, optimizer, gathers."""
-        after, bounds = self.after[stage], self.bounds
-        hidden = after.hidden * (layers * bounds.backward[stage] + bounds.extra_backward[stage])
-        reduce = max(0.0, layers * after.reduce[0] + after.reduce[1] - hidden)
+        after = self.after[stage]
+        backward = layers * self.backward[stage] + self.extra_backward[stage]
+        reduce = max(0.0, layers * after.reduce[0] + after.reduce[1] - after.hidden * backward)
         return reduce + self.tied[stage] + max(rest_s, layers * after.rest[0] + after.rest[1])
 
     def _reduced(self, stages: Sequence[int], most: Sequence[int], step_s: float) -> bool:
         """Whether a node can reduce what its stages hold from the first of all last backwards on. Of what the stages
-        could hold at most they lack `spare` layers in all, so one lacks no more than its share, and no last backward of
-        any stage begins before that one's last forward is over."""
+        could hold at most they lack `spare` layers in all, so one lacks no more than its share, and no last backward
+        of any stage begins before that one's last forward is over."""
         spare = sum(most) - self.layers
         total = max(len(stages), sum(most[stage] for stage in stages) - spare)
         begun = []
@@ -243,66 +262,6 @@ class Least(Stages):
             layers = max(1, most[stage] - spare // self.count)
             begun.append(self._work(most, stage) + fixed + max(0.0, each) * layers)
         return min(begun) + total * min(self.after[stage].reduce[0] for stage in stages) <= step_s
-
-    def chained(self, low: float, known: float) -> tuple[float, tuple[int, ...]]:
-        """As seconds, between `low` and `known`, with the stages' last backwards one after the other; and a split for
-        which no more is known. (`known`, ()) where none is below that."""
-        found = self._chain(known)
-        if not found:
-            return known, ()
-        while known - low > NEAR * low:
-            middle = (low + known) / 2
-            if split := self._chain(middle):
-                found, known = split, middle
-            else:
-                low = middle
-        return low, found
-
-    def _chain(self, step_s: float) -> tuple[int, ...]:
-        """A split that could take no longer; () where there is none."""
-        return next(filter(None, (self._chain_of(step_s, *level) for level in self.levels)), ())
-
-    def _chain_of(self, step_s: float, rest_s: float, limit_s: float) -> tuple[int, ...]:
-        """The same within one of _levels. From the last stage up, for each number of layers that the stages below hold,
-        the least moment at which the last backward of a stage can end: after its own passes, or that of the next stage
-        and the edge between, or once that one's NIC has sent all."""
-        if (most := self._room(step_s, rest_s, limit_s)) is None:
-            return ()
-        bounds, m, count = self.bounds, self.m, self.count
-        ends, choices, over = {0: 0.0}, [], sum(most)
-        for stage in reversed(range(count)):
-            f, b, extra_b = bounds.forward[stage], bounds.backward[stage], bounds.extra_backward[stage]
-            over -= most[stage]
-            edge = self.edges[stage] if stage < count - 1 else 0.0
-            slope = self.more_down[stage] if stage else 0.0
-            fixed, sent = self.down[stage] + self.there[stage], m * self.sent[stage]
-            down = fixed + bounds.extra_forward[stage] + sent - (self.edges[stage - 1] if stage else 0.0)
-            passes = [self._passes(stage, n) for n in range(most[stage] + 1)]
-            after = [self._left(stage, n, rest_s) for n in range(most[stage] + 1)]
-            found: dict[int, tuple[float, int, int]] = {}
-            for held, end in ends.items():
-                room, spare = self.layers - held, held - (count - 1 - stage)
-                below = self.below[stage] + (spare * self.more_below[stage] if spare else 0.0)
-                for n in range(max(1, room - over), min(most[stage], room - stage) + 1):
-                    alone, once, rounds_s, rounds = passes[n]
-                    more = slope * (room - n - stage)
-                    moment = max(alone + below, once + 2 * below, rounds_s + (rounds + 1) * below) + fixed + more
-                    if stage < count - 1:
-                        moment = max(moment, end + edge + b * n + extra_b)
-                    if moment + after[n] <= step_s:
-                        if sent:  # its NIC is done, an edge before
-                            moment = max(moment, down + f * n + more)
-                        if held + n not in found or moment < found[held + n][0]:
-                            found[held + n] = moment, n, held
-            ends = {held: moment for held, (moment, _, _) in found.items()}
-            choices.append(found)
-        held, split = self.layers, []
-        for found in reversed(choices):
-            if held not in found:
-                return ()
-            _, n, held = found[held]
-            split.append(n)
-        return tuple(split)
 
 
 def _below(limit_s: float, rest: tuple[float, float], most: int) -> int:

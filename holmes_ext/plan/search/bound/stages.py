@@ -1,100 +1,270 @@
-"""What every stage of a shape under an arrangement does at least, simulated: messages, reductions, optimizer, gathers.
+"""What every stage of a placement does at least, simulated: messages, reductions, optimizer, gathers.
 
-What stages share is counted once: a NIC carries the messages of one kind of pipeline at a time, whatever others do, and
-a link between clusters the reductions of one stage.
+What stages share is counted once: a NIC carries the messages of one kind of pipeline at a time, whatever others do,
+and a link between clusters the reductions of one stage. A column are pipelines that lie on the same kinds of nodes;
+the slowest one's messages are taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import ceil, floor, inf
+from typing import NamedTuple, TypeVar
 
-from holmes_ext.plan.cost.network import FREE, WORTH, Price
-from holmes_ext.plan.search.arrangement import Arrangement
-from holmes_ext.plan.search.bound.edges import cluster_at, columns, least_edges, least_tied_s, sent_both_ways
-from holmes_ext.plan.search.bound.formula import Bounds
-from holmes_ext.plan.search.pricing import Pricing
+from holmes_ext.cluster.site import ETHERNET
+from holmes_ext.plan.cost.network import FREE, Load, Price
+from holmes_ext.plan.cost.price import Prices
+from holmes_ext.plan.cost.reductions.reduction import PricedReduction
+from holmes_ext.plan.cost.reductions.two_levels import WORTH, TwoLevels, two_levels
+from holmes_ext.plan.cost.stages import Rows, StageCosts
+from holmes_ext.plan.placement.families import GroupFamily
+from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.simulate.execution import Execution
-from holmes_ext.plan.sizes import PIPELINES_FIRST
+
+T = TypeVar("T")
+
+
+class Message(NamedTuple):
+    """Seconds at least: of an activation to the next stage; of them those in which the sender is held up, and those
+    in which it flows; in which the sender's NIC carries it, and the fabric."""
+
+    all_s: float
+    held_s: float
+    flow_s: float
+    nic_s: float
+    fabric: str
 
 
 @dataclass(frozen=True)
 class After:
-    """What a stage does when its last backward begins: seconds at least, of a block and besides. reduce: its gradients'
-    reductions, hidden under that backward where `hidden`; rest: optimizer and gathers. shared: of the reduction of a
-    block, what passes the NIC that carries activations inside its clusters."""
+    """What a stage does when its last backward begins: seconds at least, (of a block, besides)."""
 
+    #: Its gradients' reductions, hidden under that backward where `hidden`.
     reduce: tuple[float, float]
+    #: Optimizer and gathers.
     rest: tuple[float, float]
     hidden: bool
+    #: Of a block's reduction, what passes the NIC that carries activations inside its clusters.
     shared: float
 
 
 class Stages:
-    """Of one shape under an arrangement. run: how it is simulated; costs of `bounds` are those of the simulation.
-    ahead: micro-batches that a stage begins before its first backward, at most. Seconds of the edges of the slowest
-    column, by the stage above: edges, all; gone, that hold up who sends; flow, of a message behind others; around:
-    those of the last stage to the first. sent: a NIC's for an activation down and a gradient up. together: stages of
-    one node, where nodes have several. barrier: gradients' norm is summed over all stages before any optimizer
-    (megatron); tied: before it, after its reductions, a stage sums a tied embedding's gradient."""
+    """Of one placement; costs: of the simulation. Lists by stage."""
 
-    def __init__(self, pricing: Pricing, arrangement: Arrangement, bounds: Bounds, run: Execution):
-        self.pricing, self.arrangement, self.bounds, self.run = pricing, arrangement, bounds, run
-        self.count, self.layers, self.m = bounds.count, bounds.costs.blocks, bounds.micro_batches
-        held = run.in_flight or [self.count - stage for stage in range(self.count)]
-        self.ahead = [min(one, self.m) for one in held]
-        inside = [*(edge.seconds(pricing.block.activation_bytes) for edge in pricing.edges(arrangement)), 0.0]
-        every = {column: least_edges(pricing, arrangement, column, inside) for column in columns(arrangement)}
-        column, found = max(every.items(), key=lambda item: sum(seconds for seconds, _, _ in item[1]))
-        self.edges, self.gone, self.flow = ([one[part] for one in found[:-1]] for part in range(3))
-        self.around, self.sent = found[-1], sent_both_ways(pricing, arrangement, column)
-        if run.in_flight:
-            self.gone = [0.0] * len(self.gone)
-        afters = pricing.known.setdefault(("after", run.two_level, arrangement.order), {})
-        keys = [(content, cluster_at(content, column[0]), stage == 0, stage == self.count - 1)
-                for stage, content in enumerate(arrangement.contents)]
-        for stage, key in enumerate(keys):
-            if key not in afters:
-                afters[key] = self._after(stage, key[1])
-        self.after: list[After] = [afters[key] for key in keys]
-        step = pricing._step(arrangement.order)
-        here = max(1, pricing.processes // step)  # stages of a node
-        stages = range(self.count)
-        self.together = [list(stages[low : low + here]) for low in range(0, self.count, here)] if here > 1 else []
-        self.even = len({*zip(bounds.forward, bounds.backward)}) == 1
-        self.barrier = run.engine == "megatron" and self.count > 1
-        self.tied = [0.0] * self.count
-        if self.barrier:
-            self.tied[0] = self.tied[-1] = least_tied_s(pricing, arrangement, column)
+    def __init__(self, prices: Prices, placement: Placement, costs: StageCosts, run: Execution):
+        self.prices, self.placement, self.costs, self.run = prices, placement, costs, run
+        self.count, self.layers, self.m = costs.stages, costs.blocks, costs.micro_batches
+        #: Seconds of a block, and of what the first and the last stage have besides (embedding, output).
+        self.forward, self.extra_forward = _of(costs.forward_s)
+        self.backward, self.extra_backward = _of(costs.backward_s)
+        self.each = [f + b for f, b in zip(self.forward, self.backward)]
+        self.extra = [f + b for f, b in zip(self.extra_forward, self.extra_backward)]
+        #: Blocks that the memory holds.
+        self.most = [
+            self.layers if room == inf else min(self.layers, floor((room - extra) / each * (1 + 1e-12)))
+            for room, each, extra in zip(costs.room_bytes, *_of(costs.memory))
+        ]
 
-    def _after(self, stage: int, cluster: int) -> After:
-        pricing, content, order = self.pricing, self.arrangement.contents[stage], self.arrangement.order
-        portion, processes = pricing.portion, pricing.processes
-        way, whole = pricing._reduction(content, order, 1)
-        own = min(processes, pricing.stage_ranks)  # ranks of this stage on a node
-        if order == PIPELINES_FIRST:
-            step = pricing._step(order)
-            own = min(processes, step * max(1, processes // (step * pricing.shape.pipeline)))
-        factor = (WORTH if pricing.ground.wan else 1.0) * min(1.0, own / processes)
-        if self.run.two_level != "off" and way == "flat" and len(content) > 1:
-            whole = FREE  # a simulation sums it in two levels: not priced here
-        shared = factor * pricing.inside_s(content, order, way, cluster) * (0.5 if self.run.zero == 1 else 1.0)
-        whole = Price(factor * whole.byte_s, whole.latency_s)
-        zero, weights = self.run.zero, pricing.model.activation_width / pricing.model.gradient_width
-        half = whole.scaled(0.5)
-        reduce = (whole, half, FREE, FREE)[zero]
-        gather = Price(weights * half.byte_s, half.latency_s) if zero in (1, 2) else FREE
-        if zero == 1 and self.run.gather_overlap:
+    def fits(self, split: Sequence[int]) -> bool:
+        return all(layers <= most for layers, most in zip(split, self.most))
+
+    def look_at_networks(self) -> None:
+        """Messages, reductions, what follows them."""
+        run, count = self.run, self.count
+        #: Whether as many micro-batches are in flight as hide the edges.
+        self.hides = self.costs.hidden is not None
+        columns = _columns(self.placement)
+        every = [[self._message(stage, low) for stage in range(count)] for low in columns]
+        column, found = max(zip(columns, every), key=lambda item: sum(one.all_s for one in item[1]))
+        self.edges = [one.all_s for one in found[:-1]]
+        self.gone = [0.0 if self.hides else one.held_s for one in found[:-1]]
+        self.flow = [one.flow_s for one in found[:-1]]
+        #: Micro-batches that a stage begins before its first backward, at most.
+        self.ahead = [min(one, self.m) for one in self._most_ahead()]
+        #: From the last stage to the first.
+        self.around = found[-1]
+        self.sent = self._sent_both_ways(found)
+        self.after = [self._remember("after", stage, column, self._after) for stage in range(count)]
+        here = max(1, self.prices.network.processes // self.placement.stride)
+        stages = range(count)
+        #: Stages of one node, where nodes have several.
+        self.together = [list(stages[low : low + here]) for low in range(0, count, here)] if here > 1 else []
+        #: Whether a layer takes as long on every stage.
+        self.even = len({*zip(self.forward, self.backward)}) == 1
+        #: Whether the gradients' norm is summed over all stages before any optimizer.
+        self.barrier = run.engine.norm and count > 1
+        self.tied = [0.0] * count
+        if self.barrier and self.prices.job.tied_bytes:
+            self.tied[0] = self.tied[-1] = self._tied_s(column)
+
+    def _most_ahead(self) -> list[int]:
+        """1F1B's; and as many more as hide the edges below at the least pace there is: so much in_flight
+        (plan/cost/pipeline.py) adds for each."""
+        found = [self.count - stage for stage in range(self.count)]
+        if self.costs.hidden is None:
+            return found
+        pace = max((sum(self.extra) + self._least_work()) / self.count, *self.costs.hidden)
+        for stage in reversed(range(self.count - 1)):
+            edge = self.costs.transfer_s[stage][1]
+            found[stage] = found[stage + 1] + 1 + ceil(2 * edge / pace if pace else 0)
+        return found
+
+    def _least_work(self) -> float:
+        """Of all blocks of one micro-batch: each stage one, the others where they are fastest and fit."""
+        left, total = self.layers - self.count, sum(self.each)
+        for stage in sorted(range(self.count), key=self.each.__getitem__):
+            taken = min(left, self.most[stage] - 1)
+            total, left = total + taken * self.each[stage], left - taken
+            if not left:
+                break
+        return total
+
+    def _remember(self, what: str, stage: int, low: int, make: Callable[[int, int], T]) -> T:
+        tied = self.placement.tied
+        content = self.placement.parts[stage // tied], stage % tied
+        ends = stage == 0, stage == self.count - 1
+        key: Hashable = what, content, low, ends, self.run.two_level, self.run.reductions[stage : stage + 1]
+        if key not in self.prices.known:
+            self.prices.known[key] = make(stage, low)
+        found: T = self.prices.known[key]
+        return found
+
+    # ------------------------------------------------------------------- messages
+
+    def _message(self, stage: int, low: int) -> Message:
+        """Of the pipelines at `low`, which send at the same time, the others being still."""
+        other = (stage + 1) % self.count
+        prices, placement = self.prices, self.placement
+        if other == stage:
+            return Message(0.0, 0.0, 0.0, 0.0, "")
+        parts, tied = placement.parts, placement.tied
+        key = "message", parts[stage // tied], parts[other // tied], stage % tied, other - stage, low
+        if key not in prices.known:
+            prices.known[key] = self._message_of(stage, other, low)
+        found: Message = prices.known[key]
+        return found
+
+    def _message_of(self, stage: int, other: int, low: int) -> Message:
+        prices, network = self.prices, self.prices.network
+        fold, ends = prices.fold(self.placement, stage, other)
+        edge = fold.edge(fold.kind_at(low), *ends)
+        link, size = prices.link_bps(edge.kinds), prices.job.block.activation_bytes
+        load = network.message(edge, link)
+        if load.fabric is None:
+            seconds = load.price.seconds(size)
+            return Message(seconds, seconds, 0.0, 0.0, "")
+        if load.fabric.name == ETHERNET:
+            size *= prices.job.narrowed(prices.rules.narrow) / prices.slices(self.placement)
+        flow_s, rate = size * load.price.byte_s, load.fabric.rate_bps
+        nic_s = 8 * size * max(flows for _, flows in load.nics) / rate
+        held_s = flow_s + load.fabric.latency_s
+        return Message(load.price.seconds(size), held_s, flow_s, nic_s, load.fabric.name)
+
+    def _sent_both_ways(self, messages: Sequence[Message]) -> list[float]:
+        """Seconds in which the NIC of a stage sends an activation down and a gradient up; 0 where they do not leave
+        through the same, and where networks were measured: a NIC may carry more then than one message."""
+        found = [0.0] * self.count
+        if self.prices.network.links.measured or self.placement.stride % self.prices.network.processes:
+            return found
+        for stage in range(1, self.count - 1):
+            up, down = messages[stage - 1], messages[stage]
+            found[stage] = up.nic_s + down.nic_s if up.fabric == down.fabric else 0.0
+        return found
+
+    # ------------------------------------------------------------------- reductions
+
+    def _after(self, stage: int, low: int) -> After:
+        prices, run = self.prices, self.run
+        job, reduction, family = prices.job, *self._reduction(stage, low)
+        ring = PricedReduction(prices.network.ring(family, 0, prices.link_bps(family.kinds))).load.price
+        half = ring.scaled(0.5)
+        gather = Price(job.weights * half.byte_s, half.latency_s) if run.zero in (1, 2) else FREE
+        if run.zero == 1 and run.gather_overlap:
             gather = FREE
-        share = portion.shards if zero else 1
-        seconds = [self.run.parameter_s * layer.parameters / share + gather.byte_s * size
-                   for layer, size in zip(portion.layers, portion.reduced_bytes)]
-        bytes_s = [reduce.byte_s * size for size in portion.reduced_bytes]
-        ends = (stage == 0) * 1, (stage == self.count - 1) * 1
+        reduce = reduction.once
+        if isinstance(reduction, TwoLevels):
+            slower = max(reduction.inside.byte_s, reduction.across.byte_s)
+            worth = WORTH if prices.network.wan else 1.0  # another route may suit what the stage has in fact
+            reduce = Price(worth * slower, reduction.inside.latency_s + reduction.across.latency_s)
+        elif run.zero:
+            reduce = (FREE, half if run.engine.scatters else ring, FREE, FREE)[run.zero]
+        shards = family.ranks if run.zero else 1
+        seconds = [
+            run.parameter_s * layer.parameters / shards + gather.byte_s * size
+            for layer, size in zip(job.layers, job.reduced_bytes)
+        ]
+        bytes_s = [reduce.byte_s * size for size in job.reduced_bytes]
+        ends = float(stage == 0), float(stage == self.count - 1)
 
         def split(each: Sequence[float], fixed_s: float) -> tuple[float, float]:
             return each[1], ends[0] * each[0] + ends[1] * each[2] + fixed_s
 
-        hidden = self.run.buckets_on(stage)
-        shared *= portion.reduced_bytes[1] * (self.run.zero < 2)
-        return After(split(bytes_s, reduce.latency_s), split(seconds, gather.latency_s), hidden, shared)
+        shared = self._shared(reduction, fold_kind=self._kind(stage, low)) * job.reduced_bytes[1]
+        shared *= (1.0, 0.5 if run.engine.scatters else 1.0, 0.0, 0.0)[run.zero]
+        once, rest = split(bytes_s, reduce.latency_s), split(seconds, gather.latency_s)
+        return After(once, rest, run.buckets_on(stage), shared)
+
+    def _reduction(self, stage: int, low: int) -> tuple[PricedReduction, GroupFamily]:
+        """Of the family that a column is in, as it is simulated."""
+        prices, run = self.prices, self.run
+        fold, (place,) = prices.fold(self.placement, stage)
+        kind = fold.kind_at(low)
+        family = next(own for own in fold.families(place) if kind in own.pipelines)
+        if family.ranks == 1:
+            return PricedReduction(), family
+        if run.in_two_levels(stage):
+            size = prices.job.total_bytes / self.count
+            link = prices.link_bps(family.kinds)
+            made = two_levels(prices.network, family, size, run.direct, 0, run.compress, link)
+            if made is not None:
+                return made, family
+        return PricedReduction(prices.network.ring(family, 0, prices.link_bps(family.kinds))), family
+
+    def _kind(self, stage: int, low: int) -> int:
+        """Of the node."""
+        fold, (place,) = self.prices.fold(self.placement, stage)
+        return fold.kind_on(fold.kind_at(low), place)
+
+    def _shared(self, reduction: PricedReduction, fold_kind: int) -> float:
+        """Seconds a byte of the reduction on the NIC that carries activations inside a kind's cluster."""
+        own = self.prices.network.fabric([fold_kind]).name
+        loads = reduction.insides if isinstance(reduction, TwoLevels) else (reduction.load,)
+        found = [_nic_s(load) for load in loads if load.fabric is not None and load.fabric.name == own]
+        twice = 2 if isinstance(reduction, TwoLevels) else 1
+        return twice * min(found, default=0.0)
+
+    def _tied_s(self, low: int) -> float:
+        """All-reduce of the tied gradient between the first stage and the last at least; 0 where both may share a
+        node."""
+        prices, size, last = self.prices, self.prices.job.tied_bytes, self.count - 1
+        if last * self.placement.stride < prices.network.processes:
+            return 0.0
+        fold, _ = prices.fold(self.placement, 0, last)
+        pairs, both = prices.tied_of(fold, fold.kind_at(low), alone=True)
+        seconds = [pairs.seconds(size)]
+        if both is not None:
+            seconds.append(both.seconds(size) * (WORTH if prices.network.wan else 1.0))
+        return min(seconds)
+
+
+def _nic_s(load: Load) -> float:
+    """Seconds a byte through a NIC."""
+    assert load.fabric is not None
+    return 8 * load.volume * max(flows for _, flows in load.nics) / load.fabric.rate_bps
+
+
+def _columns(placement: Placement) -> list[int]:
+    """The first positions of pipelines that lie on the same kinds of nodes on every stage."""
+    contents = dict.fromkeys(placement.stages)
+    ends = {end for own in contents for end in accumulate(ranks for _, ranks in own)}
+    return [0, *sorted(ends)[:-1]]
+
+
+def _of(rows: Rows) -> tuple[list[float], list[float]]:
+    """By stage: of a block, and of what the stage has besides."""
+    extra = [0.0] * len(rows)
+    extra[0] += rows[0][0]
+    extra[-1] += rows[-1][2]
+    return [row[1] for row in rows], extra

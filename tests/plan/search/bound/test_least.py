@@ -9,19 +9,20 @@ import pytest
 
 from holmes_ext.cluster.wan import Between, Wan
 from holmes_ext.plan.cost.model import Gpu, Model
-from holmes_ext.plan.search.arrangement import Ground, arrangements
-from holmes_ext.plan.search.bound.formula import Bounds, ideal_s
-from holmes_ext.plan.search.bound.least import Least
-from holmes_ext.plan.search.ranking import execution_of, job_of
-from holmes_ext.plan.search.result import Outcome
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.search.bound.shape import ShapeBound
+from holmes_ext.plan.search.evaluate import Evaluator
+from holmes_ext.plan.search.result import SearchResult
+from holmes_ext.plan.search.simulated import job_of
 from holmes_ext.plan.search.space import Limits, shapes
-from holmes_ext.plan.simulate.fold import folded_s
+from holmes_ext.plan.simulate.repeat import folded_s
 
 SEEDS = 14
 
 
 def scene(pick):
-    """A random outcome without candidates: two or three clusters, flat or with links between, GPUs that differ."""
+    """A random search, nothing found: two or three clusters, flat or with links between, GPUs that differ."""
     names = "abc"[: pick.choice((2, 2, 3))]
     rates = [pick.choice(("20Gb/s", "100Gb/s", "400Gb/s")) for _ in names]
     kinds, each = pick.choice((("ib", "roce", "ib"), ("roce", "ib", "roce"))), pick.choice((2, 4))
@@ -36,8 +37,9 @@ def scene(pick):
     model = Model(layers=pick.choice((8, 12)), hidden=512, heads=8, sequence=512, vocabulary=pick.choice((512, 20000)),
                   tied=pick.random() < 0.3, flash=True, micro_batches=1, gpu=Gpu(20e12), gpus=gpus)
     batch = site.world_size * pick.choice((1, 2, 4))
-    outcome = Outcome(Ground.of(site, model), model, batch, Limits({"recompute": ("none",)}), pick.random() < 0.7)
-    return replace(outcome, gather_overlap=pick.random() < 0.3)
+    rules = Rules(overlap=pick.random() < 0.7)
+    result = SearchResult(Network(site), model, batch, Limits({"recompute": ("none",)}), rules)
+    return replace(result, gather_overlap=pick.random() < 0.3)
 
 
 def splits(pick, layers, stages):
@@ -51,29 +53,27 @@ def splits(pick, layers, stages):
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_no_simulated_step_is_below_the_bound(seed):
     pick = random.Random(seed)
-    outcome = scene(pick)
-    every = list(shapes(outcome.ground, outcome.model, outcome.global_batch, outcome.limits))
+    result = scene(pick)
+    evaluator, layers = Evaluator(result), result.model.layers
+    every = list(shapes(result.network, result.model, result.global_batch, result.limits))
     pipelines = [shape for shape in every if shape.virtual == 1 and shape.pipeline > 1]
     compared = 0
     for shape in [*pick.sample(pipelines, min(6, len(pipelines))), *pick.sample(every, min(3, len(every)))]:
-        pricing = outcome.pricing(shape)
-        found, _ = arrangements(outcome.ground, shape.pipeline, shape.tensor * shape.context)
-        for arrangement in pick.sample(found, min(2, len(found))):
-            bounds = Bounds(pricing.costs(arrangement, outcome.overlap))
-            ways = [price.way for price in pricing.stages(arrangement)]
-            run = execution_of(outcome, shape, (), ways, bounds.ahead() if bounds.costs.hidden is not None else ())
-            alone = Least(pricing, arrangement, bounds, run)
-            least = max(ideal_s(outcome.ground, pricing), pricing.least_crossing_s(), alone.seconds())
-            layers = outcome.model.layers
+        found, _ = evaluator.placements(shape)
+        for placement in pick.sample(found, min(2, len(found))):
+            prices, stages = result.prices(shape), evaluator.stages(shape, placement)
+            alone = evaluator.lower_bound(shape, placement, stages.costs)
+            least = max(ShapeBound(result.network, prices, shape).seconds, alone.seconds())
             if shape.virtual == 1 and shape.pipeline > 1 and least < inf:
                 closer, own = alone.chained(least, 3 * least)
-                assert closer >= least and (sum(own) == layers and bounds.fits(own) if own else closer == 3 * least)
+                assert closer >= least and (sum(own) == layers and stages.fits(own) if own else closer == 3 * least)
                 least = closer
-            for split in splits(pick, layers, shape.pipeline) if shape.virtual == 1 else [bounds.bound()[1] or ()]:
-                if not split or not bounds.fits(split):
+            even = (layers // shape.pipeline,) * shape.pipeline
+            for split in splits(pick, layers, shape.pipeline) if shape.virtual == 1 else [even]:
+                if not stages.fits(split):
                     continue
-                step = folded_s(job_of(outcome, outcome.candidate(pricing, arrangement, split)))
-                assert step >= least * (1 - 1e-9), (shape, arrangement.describe(outcome.ground), split, ways)
+                step = folded_s(job_of(result, result.candidate(shape, placement, split)))
+                assert step >= least * (1 - 1e-9), (shape, result.network.nodes(placement), split)
                 compared += 1
     assert compared
 
@@ -81,16 +81,14 @@ def test_no_simulated_step_is_below_the_bound(seed):
 def test_a_time_below_the_bound_is_not_possible_and_one_above_the_step_is():
     """It can fail both ways: a bound of nothing, and one above a step."""
     pick = random.Random(3)
-    outcome = scene(pick)
-    shape = next(one for one in shapes(outcome.ground, outcome.model, outcome.global_batch, outcome.limits)
-                 if one.pipeline == 2 and one.virtual == 1)
-    pricing = outcome.pricing(shape)
-    arrangement = arrangements(outcome.ground, 2, shape.tensor * shape.context)[0][0]
-    bounds = Bounds(pricing.costs(arrangement, outcome.overlap))
-    ways = [price.way for price in pricing.stages(arrangement)]
-    run = execution_of(outcome, shape, (), ways, bounds.ahead())
-    least = Least(pricing, arrangement, bounds, run)
-    seconds, split = least.seconds(), bounds.bound()[1]
-    step = folded_s(job_of(outcome, outcome.candidate(pricing, arrangement, split)))
+    result = scene(pick)
+    evaluator = Evaluator(result)
+    every = shapes(result.network, result.model, result.global_batch, result.limits)
+    shape = next(one for one in every if one.pipeline == 2 and one.virtual == 1)
+    placement = evaluator.placements(shape)[0][0]
+    stages = evaluator.stages(shape, placement)
+    least = evaluator.lower_bound(shape, placement, stages.costs)
+    seconds, split = least.seconds(), evaluator.split(stages)
+    step = folded_s(job_of(result, result.candidate(shape, placement, split)))
     assert 0.5 * step < seconds <= step
     assert least.seconds(0.9 * seconds) == pytest.approx(0.9 * seconds), "known: beyond it nothing is asked"

@@ -1,0 +1,219 @@
+"""The one price: what every layer costs on every stage of a placement, with the reductions that it has.
+
+    reductions(network, placement, job, rules)  ->  how each stage sums its gradients
+    price(network, placement, job, rules)       ->  StageCosts: what partition, search, bounds and plans ask
+
+Stages that hold the same nodes are looked at once. A stage computes as fast as its slowest GPU, and holds what its
+smallest one does; its groups take as long as the slowest of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import inf
+
+from holmes_ext.cluster.site import ETHERNET
+from holmes_ext.plan.cost.network import FREE, Load, Network, Price
+from holmes_ext.plan.cost.rank_model import RankModel
+from holmes_ext.plan.cost.reductions.reduction import PricedReduction
+from holmes_ext.plan.cost.reductions.tied import by_pairs, in_two_levels, twins
+from holmes_ext.plan.cost.reductions.two_levels import TwoLevels
+from holmes_ext.plan.cost.stage_sums import Found, StageSums
+from holmes_ext.plan.cost.stages import Row, StageCosts
+from holmes_ext.plan.placement.fold import Fold
+from holmes_ext.plan.placement.placement import Content, Placement
+from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.sizes import INSIDE
+
+
+class Prices(StageSums):
+    """Of one job on one network, for any placement of the same sizes."""
+
+    def costs(
+        self, placement: Placement, reductions: Sequence[PricedReduction] = (), sharded: bool = True
+    ) -> StageCosts:
+        """See the module. sharded: with what ZeRO 2 and 3 send in each micro-batch."""
+        job, rules, contents = self.job, self.rules, placement.stages
+        ways = list(reductions) or self.reductions(placement)
+        rows = []
+        for stage, way in enumerate(ways):
+            key, fold = self._stages(placement, stage)
+            key = key, id(way), sharded
+            rows.append(self.remember("layers", key, lambda: self._layers(fold(), way, sharded)))  # noqa: B023
+        forward, backward, reduction = zip(*rows)
+        edges, size = self.edges(placement), job.block.activation_bytes
+        seconds = [edge.seconds(size) for edge in (*edges, FREE)]
+        ends = (0.0,) * bool(job.after)
+        transfer = tuple((edge,) * (len(job.layers) - len(ends)) + ends for edge in seconds)
+        places = [self.remember("place", content, lambda: self._place(content)) for content in contents]  # noqa: B023
+        return StageCosts(
+            forward, backward, reduction, transfer, job.micro_batches,
+            latency_s=tuple(way.once.latency_s for way in ways),
+            state_bytes=job.state_bytes, kept_bytes=tuple(layer.kept_bytes for layer in job.layers),
+            limit_bytes=tuple(limit for _, limit in places), before=job.before, after=job.after,
+            tied_s=self.tied_s(placement), overlap=rules.overlap, repeats=job.repeats,
+            working_bytes=job.working_bytes, virtual=rules.virtual,
+            load_s=self._load_s(placement, edges) if rules.virtual > 1 else 0.0,
+            places=tuple(place for place, _ in places),
+            hidden=tuple(edge.byte_s * size for edge in edges) if self.hide_edges and edges else None,
+        )
+
+    def _place(self, content: Content) -> tuple[str, float]:
+        """Names of the clusters, and bytes that the smallest GPU holds."""
+        clusters = list(dict.fromkeys(self.network.cluster(kind) for kind, _ in content))
+        memory = self.job.slowest(clusters).memory_bytes or inf
+        return ", ".join(clusters), min(memory, self.rules.memory_bytes or inf)
+
+    def _layers(self, found: Found, way: PricedReduction, sharded: bool) -> tuple[Row, Row, Row]:
+        """By kind of layer: forward, backward, reduction but its latency."""
+        fold, (stage,) = found
+        job, content = self.job, fold.placement.stages[stage]
+        flops = job.slowest([self.network.cluster(kind) for kind, _ in content]).flops
+        half = self.collective_s(fold, stage) / 2
+        rows = []
+        for layer, size in zip(job.layers, job.reduced_bytes):
+            own = half if layer.kind == "block" else 0.0
+            forward, backward = layer.forward_flops / flops + own, layer.backward_flops / flops + own
+            if sharded:
+                sent = way.forward.seconds(size), way.backward.seconds(size)
+                if self.rules.prefetch:
+                    forward, backward = max(forward, sent[0]), max(backward, sent[1])
+                else:
+                    forward, backward = forward + sent[0], backward + sent[1]
+            rows.append((forward, backward, size * way.once.byte_s))
+        return tuple(zip(*rows))  # type: ignore[return-value]
+
+    def collective_s(self, fold: Fold, stage: int) -> float:
+        """Seconds of a block's tensor, context and expert groups in one micro-batch, forward and backward."""
+        block, sizes = self.job.block, fold.of.sizes
+        groups = (
+            ("tensor", sizes.tensor, block.tensor_bytes), ("context", sizes.context, block.context_bytes),
+            ("expert", sizes.expert, block.expert_bytes),
+        )  # fmt: skip
+        return sum(self._group_s(fold, stage, kind, size) for kind, ranks, size in groups if ranks > 1)
+
+    def _group_s(self, fold: Fold, stage: int, kind: str, size: float) -> float:
+        seconds = [0.0]
+        for family in fold.families(stage, kind):
+            link = self.link_bps(family.kinds)
+            if kind == "tensor":
+                load = self.groups[kind].ring(family, family.count, link)
+            else:
+                load = self.groups[kind].in_turn(family, kind == "expert", link)
+            seconds.append(load.price.seconds(size))
+        return max(seconds)
+
+    def edges(self, placement: Placement) -> list[Price]:
+        """Of an activation, from each stage to the next."""
+        return [self.edge(placement, stage, stage + 1) for stage in range(placement.sizes.pipeline - 1)]
+
+    def edge(self, placement: Placement, one: int, other: int) -> Price:
+        """Until the slowest pair of ranks has its activation across."""
+        key, fold = self._stages(placement, one, other)
+        return self.remember("edge", key, lambda: self._edge(*fold()))
+
+    def _edge(self, fold: Fold, stages: tuple[int, ...]) -> Price:
+        """What each kind of pipeline's message takes depends on no bytes: it is worked out once for all jobs."""
+        sender, receiver = stages
+        slices, size = self.slices(fold.of), self.job.block.activation_bytes
+        share = 1.0 if self.stock else self.job.narrowed(self.rules.narrow)
+
+        def prices() -> list[Price]:
+            crossing: Counter[tuple[int, int]] = Counter()
+            edges = fold.edges(sender, receiver, lambda kinds: self.network.fabric(kinds).name)
+            for edge in edges:
+                crossing[edge.kinds] += edge.count
+            links = [self.link_bps(edge.kinds) for edge in edges]
+            loads = [self.network.message(edge, link, crossing[edge.kinds]) for edge, link in zip(edges, links)]
+            return [_cut(load, link, slices, share) for load, link in zip(loads, links)]
+
+        key = "edge", id(fold), stages, slices, share, id(self.job.gpus)
+        return max(self.network.remember(key, prices), key=lambda price: price.seconds(size or 1.0))
+
+    def slices(self, placement: Placement) -> int:
+        """Tensor ranks that share out an activation on Ethernet (runtime/groups/wire.py): those that all have it, where
+        the ranks that receive it are in one node. Where nobody told whether there is sequence parallelism: all."""
+        if self.stock or not self.rules.slices or not placement.sizes.tensor_inside(placement.processes):
+            return 1
+        return self.job.copies or placement.sizes.tensor
+
+    def tied_s(self, placement: Placement) -> float:
+        """All-reduce of a tied embedding's gradient between the first and the last stage."""
+        size, last = self.job.tied_bytes, placement.sizes.pipeline - 1
+        if not size or not last:
+            return 0.0
+        key, fold = self._stages(placement, 0, last)
+
+        def seconds() -> float:
+            return max(one.seconds(size) for one in self.tied(fold()[0]))
+
+        return self.remember("tied", key, seconds)
+
+    def tied(self, fold: Fold) -> list[PricedReduction]:
+        """Of each kind of pipeline: by pairs, or in two levels where that is faster."""
+        size, found = self.job.tied_bytes, []
+        for kind in range(len(fold.kinds)):
+            pairs, both = self.tied_of(fold, kind, alone=False)
+            found.append(both if both and both.seconds(size) < pairs.seconds(size) else pairs)
+        return found
+
+    def tied_of(self, fold: Fold, kind: int, alone: bool) -> tuple[PricedReduction, TwoLevels | None]:
+        """By pairs, and in two levels where that is possible; alone: the others being still."""
+        kinds = fold.kind_on(kind, 0), fold.kind_on(kind, fold.stages[-1])
+        pairs = by_pairs(self.network, fold, kind, self.link_bps(kinds))
+        if self.stock or not self.rules.tied:
+            return pairs, None
+        for family in twins(fold):
+            if kind in family.pipelines:
+                groups = 0 if alone else family.count
+                size, direct = self.job.tied_bytes, self.rules.direct
+                link = self.link_bps(family.kinds)
+                return pairs, in_two_levels(self.network, family, size, direct, groups, link)
+        return pairs, None
+
+    def _load_s(self, placement: Placement, edges: Sequence[Price]) -> float:
+        """Seconds that a stage's NIC sends for one micro-batch of all chunks: v activations down, v gradients up, and
+        at the ends v - 1 around. What goes to another cluster and what stays in one are different NICs."""
+        v, size, last = self.rules.virtual, self.job.block.activation_bytes, placement.sizes.pipeline - 1
+        on = [{self.network.cluster(kind) for kind, _ in content} for content in placement.stages]
+        loads = [{True: 0.0, False: 0.0} for _ in on]
+        for stage, edge in enumerate(edges):
+            across = len(on[stage] | on[stage + 1]) > 1
+            loads[stage][across] += v * edge.seconds(size)
+            loads[stage + 1][across] += v * edge.seconds(size)
+        around = self.edge(placement, last, 0).seconds(size) if last else 0.0
+        for load in (loads[0], loads[-1]):
+            load[len(on[0] | on[-1]) > 1] += (v - 1) * around
+        return max(max(load.values()) for load in loads)
+
+    def straddles(self, placement: Placement) -> bool:
+        """Whether groups are left to Ethernet though a member has a better fabric."""
+        return any(self._straddles(placement, stage) for stage in range(placement.sizes.pipeline))
+
+    def _straddles(self, placement: Placement, stage: int) -> bool:
+        key, found = self._stages(placement, stage)
+
+        def straddles() -> bool:
+            fold, (place,) = found()
+            families = (family for kind in INSIDE for family in fold.families(place, kind))
+            return any(self.network.straddles(family.kinds) for family in families)
+
+        return self.remember("straddles", key, straddles)
+
+
+def _cut(load: Load, link_bps: float, slices: int, share: float) -> Price:
+    """A message that is rounded to a share on Ethernet, and of which each of `slices` ranks sends a part there,
+    gathered on the node that it reaches."""
+    if load.fabric is None or load.fabric.name != ETHERNET:
+        return load.price
+    gathered = 8 * (slices - 1) / slices / link_bps if link_bps else 0.0
+    return Price(share * load.price.byte_s / slices + gathered, load.price.latency_s)
+
+
+def price(
+    network: Network, placement: Placement, job: RankModel, rules: Rules = Rules(),
+    reductions: Sequence[PricedReduction] = (),
+) -> StageCosts:
+    """What a partition of the job's layers over the placement's stages costs."""
+    return Prices(network, job, rules).costs(placement, reductions)

@@ -1,0 +1,50 @@
+"""The gradient of a weight that the first and the last stage share.
+
+    pairs        every rank of the first stage all-reduces the whole gradient with its twin of the last
+    two levels   the sum over all ranks of both stages, each in a cluster of its own: it crosses once for a stage
+                 (runtime/reduce/tied.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.cost.reductions.reduction import PricedReduction
+from holmes_ext.plan.cost.reductions.two_levels import TwoLevels, two_levels
+from holmes_ext.plan.placement.families import GroupFamily
+from holmes_ext.plan.placement.fold import Fold
+from holmes_ext.plan.sizes import Sizes, groups
+
+
+def twins(fold: Fold) -> Iterator[GroupFamily]:
+    """Groups of the first and the last stage that hold the same part of such a weight, as one family each."""
+    last = {own.pipelines: own for own in fold.families(fold.stages[-1])}
+    for first in fold.families(0):
+        if (other := last.get(first.pipelines)) is not None:
+            parts, ring = first.parts + other.parts, first.ring + other.ring
+            yield GroupFamily(0, first.ranks + other.ranks, first.count, parts, first.pipelines, ring)
+
+
+def by_pairs(network: Network, fold: Fold, pipeline: int, inside_bps: float = 0.0) -> PricedReduction:
+    """Of one kind of pipeline."""
+    edge = fold.edge(pipeline, 0, fold.stages[-1])
+    return PricedReduction(network.pairwise(edge, inside_bps), "pairs")
+
+
+def in_two_levels(
+    network: Network, both: GroupFamily, size: float, direct: bool, groups: float, inside_bps: float = 0.0
+) -> TwoLevels | None:
+    """None where a stage lies on several clusters, both lie on one, or a stage has one rank."""
+    clusters = {network.cluster(part.kind) for part in both.parts}
+    ends = {network.cluster(both.ring[0][0]), network.cluster(both.ring[-1][0])}
+    if network.only is not None or both.ranks == 2 or len(clusters) != 2 or clusters != ends:
+        return None
+    return two_levels(network, both, size, direct, groups, "off", inside_bps, spread=False)
+
+
+def tied_sums(sizes: Sizes) -> list[tuple[int, ...]]:
+    """The ranks that hold the same part of such a weight: those of the first and of the last stage in turn."""
+    group_of = {rank: own for own in groups(sizes, "data") for rank in own}
+    ends = {(group_of[ranks[0]], group_of[ranks[-1]]) for ranks in groups(sizes, "pipeline")}
+    return [tuple(rank for pair in zip(first, last) for rank in pair) for first, last in sorted(ends)]

@@ -1,0 +1,267 @@
+"""A sum inside every cluster, across them, and inside again: what crosses is a sum of a whole cluster.
+
+    chunk 0   inside | there | back | inside          chunks follow each other, so the slower level is
+    chunk 1            inside | there | back | ...    always busy
+
+The steps inside clusters are rings (NCCL, runtime/reduce/two_level_nccl.py), or `direct`: every rank sends each
+other its block (gloo, two_level.py). NCCL's need as many ranks in each cluster.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import ceil
+
+from holmes_ext.plan.cost.across import Across, ways_across
+from holmes_ext.plan.cost.network import FREE, Load, Network, Pair, Price
+from holmes_ext.plan.cost.reductions.reduction import Flow, PricedReduction, Tag
+from holmes_ext.plan.placement.families import GroupFamily, GroupPart
+
+#: Bytes of a chunk for each rank of the smallest cluster: what its Ethernet NIC carries at a time.
+CHUNK_SHARE_BYTES = 512 * 2**10
+#: NCCL's collectives need some MiB to reach a network's rate, and more only fills the pipeline later.
+NCCL_CHUNK_BYTES = 4 * 2**20, 16 * 2**20
+#: Below this, there and back, chunks are not made larger to outlast latency: other costs are as long.
+HIDDEN_LATENCY_S = 5e-4
+#: What another route across must take at most of the direct one's time.
+WORTH = 0.95
+#: Bytes on the wire for each byte of gradients that crosses (runtime/reduce/compress.py).
+SHARES = {"off": 1.0, "bf16": 0.5, "int8": (1 + 4 / 256) / 4}
+#: Streams of two ranks at most; the part of a link that they are to fill, as measuring one is not exact.
+MOST_STREAMS, STREAM_SHARE = 8, 0.8
+
+
+def chunk_bytes(ranks: int, direct: bool) -> int:
+    """Of a chunk; ranks: of the group in the smallest cluster."""
+    size, (least, most) = CHUNK_SHARE_BYTES * ranks, NCCL_CHUNK_BYTES
+    return size if direct else min(max(size, least), most)
+
+
+def chunks_of(size: float, chunk_bytes: float) -> int:
+    """Chunks of a sum of `size` bytes, all alike: what is left beside whole ones would cost nearly as much as one.
+    """
+    return max(1, int(size // chunk_bytes))
+
+
+@dataclass(frozen=True)
+class TwoLevels(PricedReduction):
+    """insides: of each cluster, one of the two steps there; there, back: across."""
+
+    name: str = "two-level"
+    insides: tuple[Load, ...] = ()
+    there: Load = Load()
+    back: Load = Load()
+    chunk_bytes: float = 0.0
+    route: Across = field(default=Across("direct", ()))
+    #: Ranks of each cluster.
+    ranks: Mapping[str, int] = field(default_factory=dict, hash=False)
+    #: Seconds of a half for the first bytes, and what they are more than a fabric's latency.
+    half_s: float = 0.0
+    longer_s: float = 0.0
+    #: Whether a chunk must have arrived across before the next one leaves (direct exchanges over long ways).
+    stalls: bool = False
+    #: What compression leaves of the bytes that cross.
+    share: float = 1.0
+    #: Ranks of a node that send across at once.
+    senders: float = 1.0
+    #: Of weights, once a step, by the bytes of their gradients.
+    gather: Price = FREE
+
+    @cached_property
+    def inside(self) -> Price:
+        """Both steps inside the slowest cluster."""
+        slowest = max((load.price for load in self.insides), key=lambda price: price.byte_s, default=FREE)
+        return slowest.scaled(2)
+
+    @cached_property
+    def across(self) -> Price:
+        """There and back."""
+        both: dict[object, float] = defaultdict(float)
+        for load in (self.there, self.back):
+            assert load.fabric is not None
+            for nic, flows in load.nics:
+                both[nic] += flows / load.fabric.rate_bps
+            for hop, flows in load.hops:
+                both[hop] += flows / hop.rate_bps
+        stall_s = 2 * self.half_s / self.chunk_bytes if self.stalls else 0.0
+        turns = 4 if self.stalls else 2  # a receive is posted with the send: gloo's sender hears of it a way later
+        return Price(8 * self.share * max(both.values()) + stall_s, turns * self.half_s)
+
+    @property
+    def once(self) -> Price:
+        """Of many chunks: the slower level all the time, and the first chunk on the other one."""
+        slower, faster = sorted((self.inside.byte_s, self.across.byte_s), reverse=True)
+        latency_s = self.inside.latency_s + self.across.latency_s
+        return Price(slower, latency_s + self.chunk_bytes * faster) + self.gather
+
+    def seconds(self, size: float) -> float:
+        """One chunk alone takes one level after the other."""
+        if size > self.chunk_bytes:
+            return self.once.seconds(size)
+        stall_s = 2 * self.half_s / self.chunk_bytes if self.stalls else 0.0
+        each = self.inside.byte_s + self.across.byte_s - stall_s  # nothing follows that could stall
+        alone = Price(each, self.inside.latency_s + self.across.latency_s)
+        return (alone + self.gather).seconds(size)
+
+    def sized(self, size: float) -> TwoLevels:
+        """With chunks that suit a sum of so many bytes: small ones fill the levels soon, large ones outlast the
+        latency."""
+        if not self.stalls or self.across.latency_s < HIDDEN_LATENCY_S:
+            return self
+        found = [self]
+        while found[-1].chunk_bytes < size:
+            found.append(replace(self, chunk_bytes=2 * found[-1].chunk_bytes))
+        return min(found, key=lambda one: one.seconds(size))
+
+    def flows(self, sizes: Sequence[float], tag: Tag, most: int) -> list[list[Flow]]:
+        chunks = min(most, sum(chunks_of(size, self.chunk_bytes) for size in sizes))
+        size = sum(sizes) / chunks
+        steps = [self.insides, (self.there,), (self.back,), self.insides]
+        return [list(self._chain(steps, size, tag, chunk, chunk == chunks - 1)) for chunk in range(chunks)]
+
+    def _chain(
+        self, steps: Sequence[tuple[Load, ...]], size: float, tag: Tag, chunk: int, last: bool
+    ) -> Iterator[Flow]:
+        names: list[Tag] = [(*tag, chunk, step) for step in range(len(steps))]
+        names[-1] = tag if last else names[-1]
+        for step, (loads, then) in enumerate(zip(steps, (*names[1:], None))):
+            crosses = loads is not self.insides
+            way_s, part = (self.longer_s, self.share) if crosses else (0.0, 1.0)
+            blocks = self.stalls and crosses
+            yield Flow(loads, (part * size,), names[step], (tag[:3], step), then, True, way_s, blocks)
+
+    def streams(self, network: Network, crossing: float) -> int:
+        """TCP streams between two ranks that fill the links on the route, as far as one was measured to carry
+        less. crossing: groups at once."""
+        found, load = 1, self.there
+        assert load.fabric is not None
+        nic_bps = load.fabric.rate_bps / self.senders
+        for one, two in self.route.halves[0]:
+            link = network.wan.pair_of.get((one, two))
+            if link is not None and link.stream_bps and link.rate_bps:
+                ranks = min(self.ranks[one], self.ranks[two])
+                wanted = min(nic_bps, link.rate_bps / (crossing * ranks))
+                found = max(found, ceil(STREAM_SHARE * wanted / link.stream_bps))
+        return min(found, MOST_STREAMS)
+
+    def faster_from(self, flat: PricedReduction) -> int | None:
+        """The least bytes of a sum for which this is faster than `flat`; None: it is not, however large it is."""
+        sums = [2**power for power in range(10, 31)]
+        slower = [size for size in sums if self.seconds(size) >= flat.seconds(size)]
+        if sums[-1] in slower:
+            return None
+        return 2 * slower[-1] if slower else 0
+
+
+def two_levels(
+    network: Network, family: GroupFamily, size: float, direct: bool, groups: float = 0, compress: str = "off",
+    inside_bps: float = 0.0, spread: bool = True, chunk_bytes: int = 0,
+) -> TwoLevels | None:
+    """Of the groups of a family, by the fastest route for a sum of `size` bytes; None where they cannot.
+
+    direct: gloo's; groups: as of Network.ring; inside_bps: of the GPUs of a node; spread: only where some cluster has
+    two nodes, else every rank sends across what it has anyhow; chunk_bytes: 0 for what suits.
+    """
+    known = family, direct, groups, compress, inside_bps, spread, chunk_bytes
+    key = "two levels", known, size if network.wan else 0.0
+    return network.remember(key, lambda: _two_levels(network, size, *known))
+
+
+def _two_levels(
+    network: Network, size: float, family: GroupFamily, direct: bool, groups: float, compress: str, inside_bps: float,
+    spread: bool, given_bytes: int,
+) -> TwoLevels | None:
+    clusters: dict[str, list[GroupPart]] = {}
+    for part in family.parts:
+        clusters.setdefault(network.cluster(part.kind), []).append(part)
+    ranks = {name: sum(part.nodes * part.here for part in parts) for name, parts in clusters.items()}
+    spread = not spread or any(sum(part.nodes for part in parts) > 1 for parts in clusters.values())
+    if len(clusters) < 2 or not spread or not direct and len(set(ranks.values())) > 1:
+        return None
+    fabric = network.fabric(family.kinds)
+    several = (parts for parts in clusters.values() if sum(part.nodes for part in parts) > 1)
+    inside = {network.fabric(part.kind for part in parts) for parts in several}
+    if fabric in inside and not network.wan:
+        return None  # the ring sends no more over it
+    share = SHARES[compress]
+    if compress != "off" and not direct:  # every cluster's sum is gathered whole
+        share *= len(clusters) / 2
+    insides = tuple(
+        _inside(network, family, parts, ranks[name], direct, groups, inside_bps)
+        for name, parts in clusters.items() if ranks[name] > 1
+    )
+    routes = ways_across(network.wan, tuple(clusters)) if direct else _nccl_route(network, tuple(clusters))
+    made = []
+    for route in routes[:1] if compress != "off" else routes:
+        there, back = (_half(network, family, clusters, ranks, half, groups) for half in route.halves)
+        assert there.fabric is not None
+        fabric = there.fabric
+
+        def way_s(pair: Pair) -> float:
+            return sum(hop.latency_s for hop in network.wan.hops(*pair)) or fabric.latency_s  # noqa: B023
+
+        one = TwoLevels(
+            insides=insides, there=there, back=back,
+            chunk_bytes=given_bytes or chunk_bytes(min(ranks.values()), direct),
+            route=route, ranks=ranks, half_s=route.latency_s(way_s), share=share,
+            longer_s=route.latency_s(lambda pair: network.longer_s(fabric, pair)),  # noqa: B023
+            stalls=bool(network.wan) and direct and route.way == "direct",
+            senders=max(_senders(part, groups) for part in family.parts),
+        )  # fmt: skip
+        made.append(one if given_bytes else one.sized(size))
+    best = min(made, key=lambda one: one.seconds(size))
+    return best if best.seconds(size) < WORTH * made[0].seconds(size) else made[0]
+
+
+def _nccl_route(network: Network, names: tuple[str, ...]) -> tuple[Across, ...]:
+    """Its all-reduce goes round the clusters in the order of ranks."""
+    return (Across("ring" if network.wan else "direct", names),)
+
+
+def _senders(part: GroupPart, groups: float) -> float:
+    return part.here * (part.crowd if groups else part.groups)
+
+
+def _inside(
+    network: Network, family: GroupFamily, parts: Sequence[GroupPart], ranks: int, direct: bool, groups: float,
+    inside_bps: float,
+) -> Load:
+    """One step among the ranks of a cluster."""
+    if sum(part.nodes for part in parts) == 1:
+        return Load(inside_bps=inside_bps, volume=(ranks - 1) / ranks)
+    fabric, here = network.fabric(part.kind for part in parts), max(part.here for part in parts)
+    volume = here * (ranks - here) / ranks if direct else (ranks - 1) / ranks
+    flows = {part.node: float(part.crowd if groups else part.groups) for part in parts}
+    nodes = sum(part.nodes for part in parts)
+    return Load(
+        network.both_ways(fabric, flows), fabric=network.line(fabric), volume=volume,
+        messages=1 if direct else ranks - 1, part=1 / ranks, ring=not direct, across=True,
+        senders=family.count * nodes, posts=family.count * ranks * (ranks - 1) if direct else 0.0,
+    )
+
+
+def _half(
+    network: Network, family: GroupFamily, clusters: Mapping[str, Sequence[GroupPart]], ranks: Mapping[str, int],
+    volumes: Mapping[Pair, float], groups: float,
+) -> Load:
+    """The way across, there or back; volumes: bytes from cluster to cluster, for each byte summed."""
+    fabric = network.fabric(family.kinds)
+    leaving: dict[str, float] = defaultdict(float)
+    reaching: dict[str, float] = defaultdict(float)
+    for (one, two), volume in volumes.items():
+        leaving[one] += volume / ranks[one]
+        reaching[two] += volume / ranks[two]
+    nics = tuple(
+        ((part.node, fabric.name, way), _senders(part, groups) * each[name])
+        for way, each in (("out", leaving), ("in", reaching))
+        for name, parts in clusters.items() if name in each for part in parts
+    )
+    crossing = {pair: volume * (groups or family.count) for pair, volume in volumes.items()}
+    posts = family.count * sum(max(ranks[name] for name in pair) for pair in volumes)
+    return Load(
+        nics, network.hops(fabric, crossing), network.line(fabric), part=max(leaving.values()), across=True,
+        senders=family.count * sum(volumes.values()), posts=posts,
+    )

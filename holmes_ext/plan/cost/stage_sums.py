@@ -1,0 +1,158 @@
+"""How each stage of a placement sums its gradients: what its groups can do, priced, and the slowest of them.
+
+Stages that hold the same nodes are looked at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.cost.rank_model import RankModel
+from holmes_ext.plan.cost.reductions.reduction import NONE, PricedReduction
+from holmes_ext.plan.cost.reductions.sharded import Sharded, inside_clusters, owners
+from holmes_ext.plan.cost.reductions.two_levels import TwoLevels, two_levels
+from holmes_ext.plan.placement.families import GroupFamily
+from holmes_ext.plan.placement.fold import Fold
+from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.rules import FLAT, TWO_LEVEL, Rules
+from holmes_ext.plan.sizes import INSIDE
+
+T = TypeVar("T")
+#: The fold of some stages, and their numbers there.
+Found = tuple[Fold, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """How the groups of a family could sum their gradients."""
+
+    family: GroupFamily
+    flat: PricedReduction
+    #: None: they cannot.
+    both: TwoLevels | None
+    #: Groups that share what lies between clusters.
+    crossing: float
+
+
+class StageSums:
+    """Of one job on one network, for any placement of the same sizes; what was worked out is kept."""
+
+    def __init__(self, network: Network, job: RankModel, rules: Rules = Rules()):
+        self.network, self.job, self.rules = network, job, rules
+        self.stock = network.only is not None
+        self.hide_edges = rules.hide_edges and not self.stock and rules.virtual == 1
+        self.known: dict[Hashable, Any] = {}
+        #: By kind of group.
+        self.groups: dict[str, Network] = dict.fromkeys(INSIDE, network)
+
+    # ------------------------------------------------------------------- what is alike
+
+    def _stages(self, placement: Placement, *stages: int) -> tuple[Hashable, Callable[[], Found]]:
+        """What tells these stages from others, and where they are found: among the nodes of their components."""
+        tied = placement.tied
+        components = sorted({stage // tied for stage in stages})
+        places = tuple(components.index(stage // tied) * tied + stage % tied for stage in stages)
+        key = tuple(placement.parts[index] for index in components), placement.sizes
+
+        def found() -> Found:
+            return self.network.remember(("fold", key), lambda: Fold(placement.alone(*components))), places
+
+        return (key, places), found
+
+    def fold(self, placement: Placement, *stages: int) -> Found:
+        """Where the groups of these stages, and the edges between them, are found; their numbers there."""
+        return self._stages(placement, *stages)[1]()
+
+    def remember(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
+        if (what, key) not in self.known:
+            self.known[what, key] = make()
+        found: T = self.known[what, key]
+        return found
+
+    # ------------------------------------------------------------------- reductions
+
+    def reductions(self, placement: Placement) -> list[PricedReduction]:
+        """Of each stage: the slowest of its groups."""
+        found = [self._reduction(placement, stage) for stage in range(placement.sizes.pipeline)]
+        names = {(one.name, len(content)) for one, content in zip(found, placement.stages)}
+        if self.rules.alike and len(names) > 1 and any(name == TWO_LEVEL for name, _ in names):
+            flat = StageSums(self.network, self.job, replace(self.rules, reductions=(FLAT,)))
+            return flat.reductions(placement)
+        return found
+
+    def _reduction(self, placement: Placement, stage: int) -> PricedReduction:
+        key, _ = self._stages(placement, stage)
+        size = self.job.total_bytes / placement.sizes.pipeline
+
+        def slowest() -> PricedReduction:
+            every = self.sums(placement, stage)
+            across = [one for one in every if one.both is not None or self.network.across(one.family.kinds)]
+            twice = bool(across) and all(self._in_two_levels(one, size) for one in across)
+            chosen = [self._chosen(one, twice) for one in every]
+            return max(chosen, key=lambda one: one.seconds(size))
+
+        return self.remember("reduction", (key, self._together(placement, stage)), slowest)
+
+    def _in_two_levels(self, one: Sums, size: float) -> bool:
+        if one.both is None:
+            return False
+        return FLAT not in self.rules.reductions or one.both.seconds(size) < one.flat.seconds(size)
+
+    def _chosen(self, one: Sums, twice: bool) -> PricedReduction:
+        if one.family.ranks == 1:
+            return NONE
+        sharded = self._sharded(one) if self.rules.zero else None
+        if twice and one.both is not None:
+            if sharded is not None and self.rules.gathers:
+                return replace(one.both, gather=sharded.gather)
+            return one.both
+        return sharded or one.flat
+
+    def _together(self, placement: Placement, stage: int) -> int:
+        """Stages that hold the same nodes reduce at about the same time: they share what lies between clusters."""
+        return placement.stages.count(placement.stages[stage]) if self.network.wan else 1
+
+    def sums(self, placement: Placement, stage: int) -> list[Sums]:
+        """How the groups of a stage could sum: of each family."""
+        key, found = self._stages(placement, stage)
+        together = self._together(placement, stage)
+
+        def made() -> list[Sums]:
+            fold, (place,) = found()
+            families = fold.families(place)
+            crossing = together * sum(family.count for family in families)
+            return [self.sums_of(family, crossing, placement.sizes.pipeline) for family in families]
+
+        return self.remember("sums", (key, together), made)
+
+    def sums_of(self, family: GroupFamily, crossing: float, pipeline: int = 1) -> Sums:
+        """crossing: groups that share what lies between clusters."""
+        network, rules = self.groups["data"], self.rules
+        link, both = self.link_bps(family.kinds), None
+        load = network.ring(family, crossing, link)
+        if not self.stock and rules.zero < 2 and TWO_LEVEL in rules.reductions:
+            how = rules.direct, crossing, rules.compress, link
+            size = self.job.total_bytes / pipeline
+            both = two_levels(network, family, size, *how, chunk_bytes=rules.bucket_bytes)
+        return Sums(family, PricedReduction(load, FLAT if family.nodes > 1 else "local"), both, crossing)
+
+    def _sharded(self, one: Sums) -> Sharded:
+        known: dict[str, Any] = {"zero": self.rules.zero, "weights": self.job.weights}
+        parts = inside_clusters(self.network, one.family) if self.rules.hybrid else []
+        if not parts:
+            return Sharded(one.flat.load, one.flat.name, **known)
+        rings = [self.network.ring(part, one.crossing, self.link_bps(part.kinds)) for part in parts]
+        slowest = max(rings, key=lambda ring: ring.price.byte_s)
+        across = self.network.ring(owners(self.network, one.family), one.crossing)
+        return Sharded(slowest, "hybrid", **known, across=across, shards=parts[0].ranks)
+
+    def link_bps(self, kinds: Iterable[int]) -> float:
+        """Between the GPUs of a node of these kinds."""
+        key = "link", frozenset(kinds)
+        if key not in self.known:
+            self.known[key] = self.job.slowest([self.network.cluster(kind) for kind in key[1]]).link_bps
+        found: float = self.known[key]
+        return found

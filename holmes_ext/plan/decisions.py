@@ -1,0 +1,216 @@
+"""What a plan decides for the groups that one carrier carries: how gradients are summed, how stages send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext.options import Options
+from holmes_ext.plan.cost.buckets import bucket_bytes
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.cost.pipeline import schedule
+from holmes_ext.plan.cost.price import Prices
+from holmes_ext.plan.cost.rank_model import RankModel
+from holmes_ext.plan.cost.reductions.tied import twins
+from holmes_ext.plan.cost.reductions.two_levels import TwoLevels
+from holmes_ext.plan.cost.stage_sums import Sums
+from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.engine import EngineTraits
+from holmes_ext.plan.placement.families import family_of
+from holmes_ext.plan.plan import NOMINAL, Plan
+from holmes_ext.plan.rules import rules_of
+from holmes_ext.plan.sizes import Sizes, groups
+from holmes_ext.plan.traffic import LOCAL, SOCKETS, Edge, Reduction, Traffic, same
+
+#: A bucket of a group in one node, where no network says how large: torch DistributedDataParallel's bucket_cap_mb.
+INSIDE_BYTES = 25 * 2**20
+#: Beyond it a sum does not change how it goes.
+LARGE_BYTES = float(2**30)
+
+
+class Decisions:
+    """site: the plan's networks as the carrier reaches them."""
+
+    def __init__(self, plan: Plan, carrier: str, site: Site, options: Options, engine: EngineTraits):
+        self.plan, self.carrier, self.options, self.engine = plan, carrier, options, engine
+        sizes = plan.sizes or Sizes().complete(plan.world_size)
+        self.network = Network(site)
+        self.placement = self.network.placement(plan.nodes, sizes)
+        rules = rules_of(engine, options, carrier == SOCKETS)
+        job = RankModel.of_workload(plan.workload, sizes)
+        self.prices = Prices(self.network, replace(job, tied_bytes=LARGE_BYTES), rules)
+
+    def traffic(self) -> Traffic:
+        plan, transports = self.plan, dict[str, list[str]]()
+        for kind, ranks in plan.groups():
+            transports.setdefault(kind, []).append(name_of(plan.fabric_of(ranks, self.carrier)))
+        listed = {kind: same(tuple(names)) for kind, names in transports.items()}
+        return Traffic(
+            (self.carrier,), listed, self.reductions(), self.edges(), self.in_flight(), self.tied()
+        )
+
+    # ------------------------------------------------------------------- reductions
+
+    def reductions(self) -> tuple[Reduction, ...]:
+        """Of every stage."""
+        wanted = self._overlapped()
+        return tuple(self.reduction(stage, overlap) for stage, overlap in enumerate(wanted))
+
+    def _overlapped(self) -> Sequence[bool]:
+        sizes, options = self.placement.sizes, self.options
+        reduces = sizes.data * sizes.context > 1 and self.engine.can("overlap", options.off)
+        if options.overlap != "auto" or not reduces:
+            return (options.overlap == "on" and reduces,) * sizes.pipeline
+        return self._exposed()
+
+    def _exposed(self) -> list[bool]:
+        """Whether reducing in one piece after a stage's last backward would end after the first stage's last one.
+        (Frameworks bucket and overlap on the first stage only, which is right on one uniform network.)"""
+        costs = replace(self.prices.costs(self.placement), tied_s=0.0)
+        step = estimate(costs, (1,) * costs.stages)
+        first = step.end_s[0] - step.exposed_s[0]
+        return [bool(reduction) and end > first for end, reduction in zip(step.end_s, step.reduction_s)]
+
+    def reduction(self, stage: int, overlap: bool) -> Reduction:
+        sums = self.prices.sums(self.placement, stage)
+        return self._reduction(sums, overlap, self.plan.workload.gradient_bytes)
+
+    def of_group(self, ranks: Sequence[int], overlap: bool, total_bytes: float) -> Reduction:
+        """Of any group, whose bytes no plan knew."""
+        family = family_of(self.placement, ranks)
+        job = replace(self.prices.job, reduced_bytes=(min(total_bytes, LARGE_BYTES),), repeats=(1,))
+        prices = Prices(self.network, job, self.prices.rules)
+        return self._reduction([prices.sums_of(family, 1)], overlap, total_bytes)
+
+    def _reduction(self, sums: Sequence[Sums], overlap: bool, total_bytes: float) -> Reduction:
+        ranks = {kind for one in sums for kind in one.family.kinds}
+        fabrics = [self.network.fabric(one.family.kinds) for one in sums if one.family.nodes > 1]
+        slowest = min(fabrics, key=lambda fabric: fabric.preference, default=None)
+        size = INSIDE_BYTES
+        if slowest is not None:
+            size = bucket_bytes(slowest, sums[0].family.ranks, total_bytes)
+        given = self.options.bucket_bytes
+        across = [one for one in sums if self.network.across(one.family.kinds)] if len(ranks) > 1 else []
+        planned = Reduction(overlap, given or size, compress=self.options.compress)
+        return self._in_two_levels(planned, across)
+
+    def _in_two_levels(self, planned: Reduction, sums: Sequence[Sums]) -> Reduction:
+        """Of groups that do the same at once: where that is faster for each of them."""
+        both = [one.both for one in sums if one.both is not None]
+        least = [own.faster_from(one.flat) for own, one in zip(both, sums)]
+        if len(both) < len(sums) or not sums or None in least:
+            return planned
+        names = dict.fromkeys(name for own in both for name in own.ranks)
+        routes = {frozenset(own.ranks): own.route for own in both}
+        route, streams = next(iter(routes.values())), 1
+        if self.carrier == SOCKETS:
+            streams = max(own.streams(self.network, one.crossing) for own, one in zip(both, sums))
+        other = self.carrier == SOCKETS and len(routes) == 1 and route.way != "direct"
+        return replace(
+            planned, clusters=tuple(names), two_level_from=max(size for size in least if size is not None),
+            chunk_bytes=int(min(own.chunk_bytes for own in both)), across=route if other else None,
+            streams=streams,
+        )  # fmt: skip
+
+    def tied(self) -> Reduction | None:
+        """Of a weight that the first and the last stage share; None: every rank with its twin, as engines do it."""
+        last = self.placement.sizes.pipeline - 1
+        if self.plan.sizes is None or not last or not self.prices.rules.tied:
+            return None
+        fold, _ = self.prices.fold(self.placement, 0, last)
+        families = {kind: family for family in twins(fold) for kind in family.pipelines}
+        sums = []
+        for kind in range(len(fold.kinds)):
+            pairs, both = self.prices.tied_of(fold, kind, alone=False)
+            if kind not in families or not isinstance(both, TwoLevels):
+                return None
+            sums.append(Sums(families[kind], pairs, both, families[kind].count))
+        planned = self._in_two_levels(Reduction(False, 0), sums)
+        return planned if planned.clusters else None
+
+    # ------------------------------------------------------------------- stages
+
+    def edges(self) -> tuple[Edge, ...]:
+        """Of each stage to the next, and of the last to the first where that is another pair (interleaved
+        schedules)."""
+        plan, sizes, carrier, found = self.plan, self.plan.sizes, self.carrier, []
+        if sizes is None:
+            return ()
+        world = name_of(plan.fabric_of(range(plan.world_size), carrier))
+        whole = {ranks: own_pairs(plan, ranks, carrier) for ranks in groups(sizes, "pipeline")}
+        stages, slices = sizes.pipeline, self.prices.slices(self.placement)
+        for stage in range(stages if stages > 2 else stages - 1):
+            fabrics, own = [], []
+            for ranks, pairs in whole.items():
+                pair = tuple(sorted((ranks[stage], ranks[(stage + 1) % stages])))
+                fabrics.append(name_of(plan.fabric_of(pair, carrier)))
+                frameworks = {"pipeline": pair in pairs, "world": fabrics[-1] != world}
+                own.append("+".join(name for name, gets_one in frameworks.items() if gets_one))
+            pair = (stage, (stage + 1) % stages)
+            how = (slices, self.prices.rules.narrow) if ETHERNET in fabrics else (1, "off")
+            found.append(Edge(pair, same(tuple(fabrics)), same(tuple(own)), *how))
+        return tuple(found)
+
+    def in_flight(self) -> tuple[int, ...]:
+        """Micro-batches that each stage begins before its first backward; () under the framework's own schedule, and
+        where no edge is worth hiding.
+
+        As many as 1F1B has where nobody told the model, whose activations fill memory; what the user asked for is
+        taken as it is.
+        """
+        plan, sizes, work = self.plan, self.plan.sizes, self.plan.workload
+        if sizes is None or sizes.pipeline == 1 or not self.prices.rules.hide_edges:
+            return ()
+        if asked := asked_in_flight(self.options, sizes.pipeline, work.micro_batches):
+            return asked
+        if plan.basis == NOMINAL:
+            return tuple(range(sizes.pipeline, 0, -1))
+        edges, size = self.prices.edges(self.placement), work.activation_bytes
+        forward = tuple(load.forward_s for load in plan.loads) or (work.forward_s,) * sizes.pipeline
+        backward = tuple(load.backward_s for load in plan.loads) or (work.backward_s,) * sizes.pipeline
+        seconds, sent = tuple(edge.seconds(size) for edge in edges), tuple(edge.byte_s * size for edge in edges)
+        most = tuple(load.most for load in plan.loads)
+        return schedule(forward, backward, seconds, work.micro_batches, sent, most)
+
+
+def asked_in_flight(options: Options, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Where the user gave a number: that many more than 1F1B has; else ()."""
+    if options.inflight in ("auto", "off"):
+        return ()
+    more = int(options.inflight)
+    return tuple(min(own + more * (own > 1), micro_batches) for own in range(stages, 0, -1))
+
+
+def more_bytes(plan: Plan, carrier: str = SOCKETS) -> tuple[float, ...]:
+    """That each stage keeps more than under 1F1B; () where nothing is known of the model's activations."""
+    held = plan.traffic_of(carrier).in_flight
+    own = (min(one, plan.workload.micro_batches) for one in range(len(held), 0, -1))
+    return tuple((one - least) * load.kept_bytes for one, least, load in zip(held, own, plan.loads))
+
+
+def name_of(fabric: Fabric | None) -> str:
+    return LOCAL if fabric is None else fabric.name
+
+
+# --------------------------------------------------------------------------- pairs of stages
+
+
+def own_pair(plan: Plan, pair: Sequence[int], over: Sequence[int], carrier: str) -> bool:
+    """Whether two ranks that would send over the group `over` get a group of their own: what they share is faster."""
+    return name_of(plan.fabric_of(pair, carrier)) != name_of(plan.fabric_of(over, carrier))
+
+
+def adjacent_stages(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Of a pipeline group the pairs that may send to each other, last and first (interleaved schedules) among them."""
+    return sorted({(min(pair), max(pair)) for pair in zip(ranks, (*ranks[1:], ranks[0])) if len(set(pair)) > 1})
+
+
+def own_pairs(plan: Plan, ranks: Sequence[int], carrier: str) -> list[tuple[int, int]]:
+    """The neighbours that get a group each where a framework sends batches over their pipeline group: all or none.
+
+    All, once one pair has something faster: NCCL makes a group's communicator among all its ranks at the first batch
+    over it, where no device is bound, and a rank whose pairs all have their own would never come to it.
+    """
+    pairs, over = adjacent_stages(ranks), name_of(plan.fabric_of(ranks, carrier))
+    return pairs if any(name_of(plan.fabric_of(pair, carrier)) != over for pair in pairs) else []

@@ -1,0 +1,61 @@
+"""What an engine does, as far as a plan needs it: a value that its room in patches/ supplies.
+
+plan/ knows no engine by name. What differs between them is a field here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holmes_ext.errors import HolmesError
+
+#: How a stage awaits what it sends and receives: each operation by itself; those of a pass together with what the
+#: next one needs; or receives are posted beforehand and nobody waits for sends.
+SENDS = AWAITED, PAIRED, POSTED = "awaited", "paired", "posted"
+#: What holmes can do in an engine: reduce under the last backward; sum in two levels, of a tied weight too; have
+#: more micro-batches in flight; cut what crosses into slices; round it.
+ABILITIES = "overlap", "two-level", "tied", "in-flight", "slices", "narrow"
+
+
+@dataclass(frozen=True)
+class EngineTraits:
+    """The defaults are megatron-core's: what most engines do."""
+
+    name: str = ""
+    sends: str = PAIRED
+    #: The gradients' norm is summed over a pipeline's stages before the optimizer.
+    norm: bool = True
+    #: Every stage is told the loss at a step's end.
+    reports_loss: bool = True
+    #: A bucket ends with the gradient that reaches the limit, not before it.
+    buckets_exceed: bool = True
+    #: A tied gradient is summed before the stage's own, and is final after the backward pass only.
+    tied_first: bool = False
+    #: ZeRO 1 scatters gradients; else it all-reduces them.
+    scatters: bool = True
+    #: Ability -> features of holmes (HOLMES_DISABLE's names) that it takes. What is missing cannot be done.
+    features: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: dict.fromkeys(ABILITIES, ()), hash=False
+    )
+
+    #: Of what a search may choose (plan/search/space.py, NAMES), what it can run.
+    limits: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
+    #: ZeRO stages under which it sums in two levels itself, by flags of its own: all stages over as many clusters, or
+    #: none. None: holmes does it, stage by stage.
+    two_level_zero: tuple[int, ...] | None = None
+    #: It has schedules that run all micro-batches of a chunk before the next one (LoopedBFS).
+    breadth_first: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sends not in SENDS:
+            raise HolmesError(f"engine {self.name}: sends {self.sends!r} is none of {', '.join(SENDS)}")
+        for ability in self.features:
+            if ability not in ABILITIES:
+                known = ", ".join(ABILITIES)
+                raise HolmesError(f"engine {self.name}: features {ability!r} is none of {known}")
+
+    def can(self, ability: str, off: Collection[str] = ()) -> bool:
+        """off: features that are switched off."""
+        return ability in self.features and not set(self.features[ability]) & set(off)

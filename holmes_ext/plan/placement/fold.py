@@ -1,0 +1,263 @@
+"""Ranks that are alike, counted once: what prices and simulations of a placement look at.
+
+    pipeline   one rank on every stage; those of a kind have like nodes, groups and edges
+    node       those of a class hold the same kinds of ranks: one NIC stands for all of theirs
+    family     groups of one stage that are alike
+
+Of a run of like nodes only one `unit` of ranks is looked at: the shortest piece that holds whole nodes and
+whole tensor, context and expert groups. All others are like it. And where a node holds `times` neighbours of a
+tensor group, one of them stands for all.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
+from math import gcd, lcm
+from typing import TypeVar
+
+from holmes_ext.plan.placement.families import GroupFamily, GroupPart, StageEdge
+from holmes_ext.plan.placement.placement import Placement, joined
+from holmes_ext.plan.sizes import AXES, KINDS, expert_grid
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def numbered(looks: Mapping[Key, Hashable]) -> dict[Key, int]:
+    """Equal looks get equal numbers, in the order of appearance."""
+    known = {look: number for number, look in enumerate(dict.fromkeys(looks.values()))}
+    return {key: known[look] for key, look in looks.items()}
+
+
+class Fold:
+    """kinds: of pipelines, the slot on each stage of one that stands for them; count: pipelines of each kind."""
+
+    def __init__(self, placement: Placement):
+        self.of, self.times = placement, _times(placement)
+        sizes, processes = placement.sizes, placement.processes // self.times
+        if self.times > 1:
+            sizes = replace(sizes, tensor=sizes.tensor // self.times)
+        self.placement = Placement(sizes, processes, placement.slots)
+        self.stages = range(sizes.pipeline)
+        self._step = _strides(self.placement)
+        self._unit = _unit(self.placement, self._step)
+        self._weight = dict(self._positions())
+        self._ends = list(accumulate(count for _, count in placement.slots))
+        rank = self.placement.rank
+        self._slots = {
+            at: tuple(rank(at, stage) // processes for stage in self.stages) for at in self._weight
+        }
+        self._kind_of_slot = {slot: self._kind(slot) for slots in self._slots.values() for slot in slots}
+        looks = {at: self._look(slots) for at, slots in self._slots.items()}
+        self._group = {at: at // self._step["tp"] % sizes.tensor for at in self._weight}
+        mixed: dict[int, Counter[Hashable]] = {}
+        for at, look in looks.items():
+            mixed.setdefault(self._group[at], Counter())[look] += self._weight[at]
+        made_of = {own: frozenset(counts.items()) for own, counts in mixed.items()}
+        self.kind_of = numbered({at: (look, made_of[self._group[at]]) for at, look in looks.items()})
+        self.count: Counter[int] = Counter()
+        for at, kind in self.kind_of.items():
+            self.count[kind] += self._weight[at] * self.times
+        first = {kind: at for at, kind in reversed(self.kind_of.items())}
+        self.kinds = [self._slots[first[kind]] for kind in sorted(first)]
+        self._on: dict[int, Counter[tuple[int, int]]] = {}
+        for at, slots in self._slots.items():
+            for stage, slot in enumerate(slots):
+                self._on.setdefault(slot, Counter())[self.kind_of[at], stage] += 1
+        held = {slot: (self._kind_of_slot[slot], frozenset(on.items())) for slot, on in self._on.items()}
+        self.node_of = numbered(held)
+        self._family: dict[tuple[int, str], tuple[GroupFamily, ...]] = {}
+        self._apart: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
+
+    def _positions(self) -> Iterable[tuple[int, int]]:
+        """Of a stage's ranks those that are looked at, and how many like each there are."""
+        contents = dict.fromkeys(self.placement.stages)
+        borders = {end for own in contents for end in accumulate(ranks for _, ranks in own)}
+        self._borders = [0, *sorted(borders)]
+        for low, high in zip(self._borders, self._borders[1:]):
+            stop, like = high, 1
+            if low % self._unit == 0 and high % self._unit == 0:
+                stop, like = low + self._unit, (high - low) // self._unit
+            yield from ((at, like) for at in range(low, stop))
+
+    def _kind(self, slot: int) -> int:
+        return self.placement.slots[bisect_right(self._ends, slot)][0]
+
+    def _look(self, slots: tuple[int, ...]) -> Hashable:
+        pairs = zip(slots, (*slots[1:], slots[0]))
+        return tuple(self._kind_of_slot[slot] for slot in slots), tuple(one == two for one, two in pairs)
+
+    def kind_at(self, position: int) -> int:
+        """The kind of pipeline whose ranks stand at a position of every stage."""
+        at = position // self.times
+        if at not in self.kind_of:
+            first = max(border for border in self._borders if border <= at)
+            at = first + (at - first) % self._unit
+        return self.kind_of[at]
+
+    def kind_on(self, pipeline: int, stage: int) -> int:
+        """The kind of node that holds a stage of a kind of pipeline."""
+        return self._kind_of_slot[self.kinds[pipeline][stage]]
+
+    def ranks(self, pipeline: int, stage: int) -> tuple[int, ...]:
+        """All ranks of a stage of a kind of pipeline."""
+        found = []
+        for at, kind in self.kind_of.items():
+            if kind == pipeline:
+                places = range(at, at + self._weight[at] * self._unit, self._unit)
+                firsts = [self.placement.rank(place, stage) * self.times for place in places]
+                found += [first + more for first in firsts for more in range(self.times)]
+        return tuple(sorted(found))
+
+    def edge(self, pipeline: int, stage: int, other: int) -> StageEdge:
+        """From `stage` to `other` of a kind of pipeline."""
+        return self._edge(pipeline, stage, other, {pipeline})
+
+    def edges(self, stage: int, other: int, fabric: Callable[[Sequence[int]], Hashable]) -> list[StageEdge]:
+        """Of each kind of pipeline, with all that leaves and reaches a node then. fabric: of two kinds of nodes."""
+        every = range(len(self.kinds))
+        on = {kind: fabric((self.kind_on(kind, stage), self.kind_on(kind, other))) for kind in every}
+        together = {name: {kind for kind in every if on[kind] == name} for name in on.values()}
+        return [self._edge(kind, stage, other, together[on[kind]]) for kind in every]
+
+    def _edge(self, pipeline: int, stage: int, other: int, together: Collection[int]) -> StageEdge:
+        """together: kinds of pipelines that are counted."""
+        one, two = self.kinds[pipeline][stage], self.kinds[pipeline][other]
+        kinds = self._kind_of_slot[one], self._kind_of_slot[two]
+        leaving = sum(self._leaving(stage, other)[one, kind] for kind in together)
+        reaching = sum(self._leaving(other, stage)[two, kind] for kind in together)
+        leaving, reaching = (max(1, self.times * count) for count in (leaving, reaching))
+        sender, receiver, count = self.node_of[one], self.node_of[two], self.count[pipeline]
+        return StageEdge(sender, receiver, kinds, leaving, reaching, count, local=one == two)
+
+    def _leaving(self, stage: int, other: int) -> Counter[tuple[int, int]]:
+        """(slot, kind of pipeline) -> ranks of a stage whose next one is on another node."""
+        if (stage, other) not in self._apart:
+            apart = ((at, slots[stage]) for at, slots in self._slots.items() if slots[stage] != slots[other])
+            self._apart[stage, other] = Counter((slot, self.kind_of[at]) for at, slot in apart)
+        return self._apart[stage, other]
+
+    @cached_property
+    def data_groups(self) -> dict[int, int]:
+        """Class of node -> data-parallel groups of all stages on it."""
+        found: dict[int, set[tuple[int, int]]] = {}
+        for at, slots in self._slots.items():
+            for stage, slot in enumerate(slots):
+                found.setdefault(slot, set()).add((stage, self._group[at]))
+        return {self.node_of[slot]: len(groups) * self.times for slot, groups in found.items()}
+
+    def families(self, stage: int, kind: str = "data") -> tuple[GroupFamily, ...]:
+        """Groups of a kind (sizes.py's KINDS) of a stage, those of one rank left out."""
+        if (stage, kind) not in self._family:
+            self._family[stage, kind] = tuple(self._families(stage, kind))
+        return self._family[stage, kind]
+
+    def _families(self, stage: int, kind: str) -> Iterable[GroupFamily]:
+        groups = self._groups(kind)
+        slot_of = {at: slots[stage] for at, slots in self._slots.items()}
+        on: dict[int, set[Hashable]] = {}
+        for name, members in groups.items():
+            for at in members:
+                on.setdefault(slot_of[at], set()).add(name)
+        whole = kind == "data"  # its groups hold all units of a run, others one of them
+        ranks_of, groups_of = (self.times, 1) if kind == "tensor" else (1, self.times)
+        alike: dict[Hashable, list[Hashable]] = {}
+        for name, members in groups.items():
+            here = Counter(slot_of[at] for at in members)
+            look = Counter((self.node_of[slot], ranks) for slot, ranks in here.items())
+            kinds = frozenset(self.kind_of[at] for at in members)
+            alike.setdefault((frozenset(look.items()), kinds), []).append(name)
+        for names in alike.values():
+            members = groups[names[0]]
+            here = Counter(slot_of[at] for at in members)
+            like = {slot_of[at]: self._weight[at] for at in members}
+            count = len(names) if whole else sum(self._weight[groups[name][0]] for name in names)
+            parts: dict[tuple[int, int, int], int] = {}
+            for slot, ranks in here.items():
+                own = sum(name in on[slot] for name in names)
+                key = slot, ranks, own
+                parts[key] = parts.get(key, 0) + (like[slot] if whole else 1)
+            found: dict[GroupPart, int] = {}
+            for (slot, ranks, own), nodes in parts.items():
+                node = self.node_of[slot]
+                crowd = groups_of * len(on[slot]) * self._stages_on(slot)
+                crowd = self.data_groups[node] if whole else crowd
+                part = GroupPart(node, self._kind_of_slot[slot], 0, ranks_of * ranks, groups_of * own, crowd)
+                found[part] = found.get(part, 0) + nodes
+            made = tuple(
+                GroupPart(part.node, part.kind, nodes, part.here, part.groups, part.crowd)
+                for part, nodes in found.items()
+            )
+            turns = [at for at, before in zip(members, (None, *members))
+                     if before is None or slot_of[at] != slot_of[before]]
+            ring = joined((self._kind_of_slot[slot_of[at]], like[slot_of[at]] if whole else 1) for at in turns)
+            ranks = sum(part.nodes * part.here for part in made)
+            pipelines = tuple(sorted({self.kind_of[at] for at in members}))
+            yield GroupFamily(stage, ranks, groups_of * count, made, pipelines, ring)
+
+    def _stages_on(self, slot: int) -> int:
+        return len({stage for _, stage in self._on[slot]})
+
+    def _groups(self, kind: str) -> dict[Hashable, list[int]]:
+        """Positions of every group's members, in their order, by what they have in common."""
+        sizes, found = self.placement.sizes, dict[Hashable, list[int]]()
+        if kind == "expert":
+            name = _expert_group(self.placement)
+        else:
+            axes = [axis for axis in AXES if axis != "pp" and axis not in KINDS[kind]]
+            each = [(self._step[axis], sizes.size(axis)) for axis in axes]
+
+            def name(at: int) -> Hashable:
+                return tuple(at // step % size for step, size in each)
+
+        for at in self._weight:
+            found.setdefault(name(at), []).append(at)
+        alone = kind != "data" and (kind != "tensor" or self.times == 1)
+        return {key: members for key, members in found.items() if len(members) > 1 or not alone}
+
+
+def _times(placement: Placement) -> int:
+    sizes = placement.sizes
+    dense = sizes.expert == 1 or expert_grid(sizes)[0]["tp"] == sizes.tensor
+    return gcd(sizes.tensor, placement.processes) if sizes.axes[0] == "tp" and dense else 1
+
+
+def _strides(placement: Placement) -> dict[str, int]:
+    """From one coordinate to the next of each axis, among the ranks of one stage."""
+    sizes = placement.sizes
+    strides, outer = sizes.strides(), sizes.axes.index("pp")
+    del strides["pp"]
+    beyond = sizes.axes[outer:]
+    return {axis: step // sizes.pipeline if axis in beyond else step for axis, step in strides.items()}
+
+
+def _unit(placement: Placement, step: Mapping[str, int]) -> int:
+    """Ranks of a stage in the shortest piece that repeats; all of them where none does."""
+    sizes, processes, every = placement.sizes, placement.processes, placement.stage_ranks
+    stride, unit = placement.stride, step["dp"]
+    if unit * sizes.data != every:
+        return every
+    if sizes.expert > 1:
+        grid, strides = expert_grid(sizes)
+        unit = lcm(unit, strides["dp"] if strides["dp"] * grid["dp"] == every else every)
+    if stride % processes == 0:
+        unit = lcm(unit, processes)
+    elif stride < every:
+        block = stride * sizes.pipeline
+        unit = lcm(unit, stride * lcm(block, processes) // block)
+    else:
+        return every
+    return unit if every % unit == 0 else every
+
+
+def _expert_group(placement: Placement):  # type: ignore[no-untyped-def]
+    grid, strides = expert_grid(placement.sizes)
+
+    def name(at: int) -> Hashable:
+        return at // strides["tp"] % grid["tp"], at // strides["dp"] % grid["dp"]
+
+    return name

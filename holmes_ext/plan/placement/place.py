@@ -1,0 +1,290 @@
+"""Order the nodes so that only pipeline edges cross between fabrics.
+
+    launcher: a0 b0 a1 b1     stages: [a0 b0] [a1 b1]     every data-parallel group on Ethernet
+    placed:   a0 a1 b0 b1     stages: [a0 a1] [b0 b1]     each on its own fabric, one edge on Ethernet
+
+Nodes that are on the same fast fabrics are interchangeable: a class. A component (placement.py) without groups that
+straddle is a component on one fabric, so such an order exists exactly when pack() finds one. Among orders equally
+free of straddling the least predicted step wins, among equal steps the launcher's order: a site that gains nothing
+is left alone.
+
+How sure: up to `budget` orders all are tried. Above, runs of equal components are permuted, then pairs are swapped
+while that helps: whether straddling can be avoided stays exact (with nodes on several fabrics: by whole components),
+and the step is never longer than the launcher's where that straddles no less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations, islice, permutations
+from typing import TypeVar
+
+from holmes_ext.plan.cost.across import best_order
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.cost.price import Prices
+from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.placement.pack import pack
+from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.rules import FLAT, TWO_LEVEL
+from holmes_ext.plan.sizes import Sizes
+
+T = TypeVar("T")
+#: Classes of the nodes of a component.
+Part = tuple[int, ...]
+#: Work of a search: ranks of components that are looked at anew, stages whose known costs are added up.
+RANK_BUDGET = 30_000
+STAGE_BUDGET = 4_000
+#: Runs of equal components up to which chains over good links are looked for.
+MOST_CHAINED = 64
+#: A swap that gains less than this fraction of a step is not worth a less orderly placement.
+SWAP_GAIN = 1e-3
+#: Fraction up to which times are equal.
+ROUNDING = 1e-9
+#: Ways to mix what is left of the classes.
+MIXTURES = 24
+
+
+def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
+    """The order of a network's nodes for a job of complete sizes. budget: orders tried (default: what about half a
+    second allows)."""
+    search = _Search(prices, sizes)
+    search.run(budget)
+    left: dict[int, list[str]] = {}
+    for name, number in reversed(search.class_of.items()):
+        left.setdefault(number, []).append(name)
+    names = [left[number].pop() for number in search.placement(search.best).kinds()]
+    return prices.network.placement(names, sizes)
+
+
+def fastest_first(network: Network) -> tuple[str, ...]:
+    """For sizes that nobody knows yet: each cluster's nodes together, the fastest fabric first.
+
+    That is free of straddling for every pipeline size whose stages divide the clusters, and puts the slowest
+    reduction last.
+    """
+    classes: dict[int, list[str]] = {}
+    for name, number in classes_of(network).items():
+        classes.setdefault(number, []).append(name)
+    ordered = sorted(classes, key=lambda number: -network.fabric([number]).rate_bps)
+    if network.wan:
+        clusters = list(dict.fromkeys(map(network.cluster, ordered)))
+        by_cluster = _chain(network, clusters)
+        return tuple(
+            node.name for cluster in by_cluster for node in network.site.nodes if node.cluster == cluster
+        )
+    return tuple(name for number in ordered for name in classes[number])
+
+
+def classes_of(network: Network) -> dict[str, int]:
+    """Node -> the first kind that it is interchangeable with."""
+    first: dict[object, int] = {}
+    found = {}
+    for name, kind in network.kind_of.items():
+        look = tuple(network.homes(kind)), network.cluster(kind) if network.wan else ""
+        found[name] = first.setdefault(look, kind)
+    return found
+
+
+def _chain(network: Network, clusters: Sequence[str]) -> list[str]:
+    """Those with good links next to each other, begun at the end that stood nearer to the front."""
+
+    def cost(pair: tuple[str, str]) -> tuple[float, float]:
+        hops = network.wan.hops(*pair)
+        slowest = max((1 / hop.rate_bps for hop in hops), default=0.0)
+        return slowest, sum(hop.latency_s for hop in hops)
+
+    order = list(best_order(clusters, cost))
+    return order if clusters.index(order[0]) < clusters.index(order[-1]) else order[::-1]
+
+
+class _Search:
+    """best: the order found, as classes by component. The first, the launcher's, stays unless another is better by
+    more than rounding."""
+
+    def __init__(self, prices: Prices, sizes: Sizes):
+        self.prices, self.sizes, self.network = prices, sizes, prices.network
+        self.flat = Prices(prices.network, prices.job, replace(prices.rules, reductions=(FLAT,)))
+        self.class_of = classes_of(prices.network)
+        launcher = tuple(self.class_of.values())
+        self.counts = Counter(launcher)
+        first = Placement.of(sizes, self.network.processes, launcher)
+        self.components = first.components
+        self.work = first.stage_ranks * first.tied * len(self.components)
+        self.best = self.cut(launcher)
+        self.score = self.score_of(self.best)
+
+    def cut(self, order: Sequence[int]) -> tuple[Part, ...]:
+        """Classes by slot as those of each component."""
+        return tuple(tuple(order[slot] for slot in slots) for slots in self.components)
+
+    def placement(self, parts: Sequence[Part]) -> Placement:
+        """Of components; those of few are a job of as many."""
+        sizes = self.sizes
+        if len(parts) < len(self.components):
+            sizes = replace(sizes, pipeline=len(parts) * sizes.pipeline // len(self.components))
+        return Placement.of_parts(sizes, self.network.processes, parts)
+
+    def score_of(self, parts: Sequence[Part]) -> tuple[bool, float, float]:
+        """Whether it straddles; seconds of the step, and of one in which all sums go round rings: small ones do."""
+        placement = self.placement(parts)
+        step_s = flat_s = _step_s(self.prices, placement)
+        if any(one.name == TWO_LEVEL for one in self.prices.reductions(placement)):
+            flat_s = _step_s(self.flat, placement)
+        return self.prices.straddles(placement), step_s, flat_s
+
+    def offer(self, parts: Sequence[Part], gain: float = ROUNDING) -> bool:
+        """Take it if it straddles less, or no more and is faster by more than the fraction `gain`."""
+        found = self.score_of(parts)
+        better = found[0] < self.score[0]
+        compared = zip(found[1:], self.score[1:]) if found[0] == self.score[0] else ()
+        for seconds, known in compared:
+            better = seconds < known * (1 - gain)
+            if better or seconds > known * (1 + ROUNDING):
+                break
+        if better:
+            self.best, self.score = tuple(parts), found
+        return better
+
+    def swapped(self, parts: Sequence[Part]) -> bool:
+        return self.offer(parts, SWAP_GAIN)
+
+    def run(self, budget: int | None) -> None:
+        if len(self.counts) == 1:
+            return
+        fresh = budget or max(4, RANK_BUDGET // self.work)
+        known = budget or max(50, STAGE_BUDGET // self.sizes.pipeline)
+        size = len(self.components[0])
+        fabrics = {number: self.network.homes(number) for number in self.counts}
+        packed = pack(self.counts, fabrics, size)
+        several = any(len(own) > 1 for own in fabrics.values())
+        if packed is not None and not several:
+            self.arrange(packed, known)
+        elif order_count(self.counts) <= fresh:
+            for order in distinct_orders(self.counts):
+                self.offer(self.cut(order))
+        elif packed is not None:
+            self.arrange(packed, known)
+        elif self.network.wan:
+            self.line_up(size, fresh)
+        else:
+            most = min(MIXTURES, max(2, fresh // 2))
+            mixtures = list(islice(_with_leftovers(self.counts, size), most))
+            for parts in mixtures:
+                self.arrange(parts, min(known, fresh) // len(mixtures))
+            _swap(self.placement(self.best).kinds(), lambda order: self.swapped(self.cut(order)), fresh)
+
+    def line_up(self, size: int, limit: int) -> None:
+        """Where clusters do not fill components: all nodes of one cluster after the other."""
+        of_cluster: dict[str, list[int]] = {}
+        for number in self.counts:
+            of_cluster.setdefault(self.network.cluster(number), []).append(number)
+
+        def parts(clusters: Sequence[str]) -> tuple[Part, ...]:
+            numbers = [number for name in clusters for number in of_cluster[name]]
+            line = [number for number in numbers for _ in range(self.counts[number])]
+            return tuple(tuple(line[at : at + size]) for at in range(0, len(line), size))
+
+        chain = _chain(self.network, list(of_cluster))
+        self.offer(parts(chain))
+        _swap(chain, lambda clusters: self.swapped(parts(clusters)), limit)
+
+    def arrange(self, parts: Sequence[Part], limit: int) -> None:
+        """Orders of these components: all if they are few, else runs of equal ones permuted, then swaps."""
+        counts = Counter(parts)
+        if order_count(counts) <= limit:
+            for order in distinct_orders(counts):
+                self.offer(order)
+            return
+
+        def line(runs: Sequence[Part]) -> tuple[Part, ...]:
+            return tuple(part for part in runs for _ in range(counts[part]))
+
+        runs, few = list(counts), math.factorial(len(counts)) <= limit // 2
+        if few:
+            for order in permutations(runs):
+                self.offer(line(order))
+        else:
+            self.offer(line(runs))
+            runs.sort(key=self._reduction_s)
+            self.offer(line(runs))
+        if self.network.wan and 2 < len(runs) <= MOST_CHAINED:
+            for chain in self._chains(runs):
+                self.offer(line(chain))
+            runs = list(dict.fromkeys(self.best))
+        if not few:
+            _swap(runs, lambda order: self.swapped(line(order)), limit // 4)
+        _swap(self.best, self.swapped, limit // 4)
+
+    def _reduction_s(self, part: Part) -> float:
+        """Of the slowest stage of such a component."""
+        job = self.prices.job
+        every = self.prices.reductions(self.placement([part]))
+        return max(one.seconds(job.block_bytes) for one in every)
+
+    def _chains(self, runs: Sequence[Part]) -> Iterator[Sequence[Part]]:
+        """Over the best edges, by the worst of them and by their sum, both ways."""
+        size, edges = self.prices.job.block.activation_bytes, {}
+        for one, two in permutations(runs, 2):
+            placement = self.placement([one, two])
+            border = placement.sizes.pipeline // 2 - 1
+            edges[one, two] = self.prices.edge(placement, border, border + 1).seconds(size)
+        for worst in (1.0, 0.0):
+            chain = best_order(runs, lambda pair: (worst * edges[pair], edges[pair]))  # noqa: B023
+            yield chain
+            yield chain[::-1]
+
+
+def _step_s(prices: Prices, placement: Placement) -> float:
+    costs = prices.costs(placement)
+    return estimate(costs, (1,) * costs.stages).step_s
+
+
+def _with_leftovers(counts: Mapping[int, int], size: int) -> Iterator[list[Part]]:
+    """Whole components of one class, and what is left of the classes in mixed ones: for every order of them."""
+    pure = [(number,) * size for number, count in counts.items() for _ in range(count // size)]
+    rest = {number: count % size for number, count in counts.items() if count % size}
+    for classes in permutations(rest):
+        left = [number for number in classes for _ in range(rest[number])]
+        yield pure + [tuple(left[at : at + size]) for at in range(0, len(left), size)]
+
+
+def _swap(order: Sequence[T], offer: Callable[[tuple[T, ...]], bool], limit: int) -> None:
+    """Swap any two different items as long as the result is accepted, for at most `limit` offers."""
+    current, tried, improved = list(order), 0, True
+    while improved:
+        improved = False
+        for left, right in combinations(range(len(current)), 2):
+            if current[left] == current[right]:
+                continue
+            if tried == limit:
+                return
+            tried += 1
+            current[left], current[right] = current[right], current[left]
+            if offer(tuple(current)):
+                improved = True
+            else:
+                current[left], current[right] = current[right], current[left]
+
+
+def order_count(counts: Mapping[T, int]) -> int:
+    """How many distinct orders a multiset has."""
+    total = math.factorial(sum(counts.values()))
+    return total // math.prod(math.factorial(count) for count in counts.values())
+
+
+def distinct_orders(counts: Mapping[T, int]) -> Iterator[tuple[T, ...]]:
+    """Every distinct order of a multiset, once, in the lexicographic order of its keys as given."""
+    keys = list(counts)
+    order = [number for number, key in enumerate(keys) for _ in range(counts[key])]
+    while True:
+        yield tuple(keys[number] for number in order)
+        places = reversed(range(len(order) - 1))
+        at = next((at for at in places if order[at] < order[at + 1]), None)
+        if at is None:
+            return
+        greater = next(place for place in reversed(range(len(order))) if order[place] > order[at])
+        order[at], order[greater] = order[greater], order[at]
+        order[at + 1 :] = reversed(order[at + 1 :])

@@ -1,0 +1,56 @@
+"""Groups that no fast fabric holds though a member has one, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holmes_ext.cluster.site import ETHERNET, Fabric
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.cost.price import Prices
+from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.plan import Straddle
+from holmes_ext.plan.sizes import INSIDE, groups
+
+
+class _Inside(Network):
+    """Every group is on the slowest of its members' own best fabrics."""
+
+    def fabric(self, kinds: Iterable[int]) -> Fabric:
+        own = [super(_Inside, self).fabric([kind]) for kind in kinds]
+        return min(own, key=lambda fabric: fabric.preference)
+
+
+def straddling(prices: Prices, placement: Placement) -> tuple[Straddle, ...]:
+    """By kind of group. A kind's cost: the step against one in which its groups were inside. example: a node of each
+    kind of one group."""
+    if not prices.straddles(placement):
+        return ()
+    network, found = prices.network, []
+    names, kinds = network.nodes(placement), placement.kinds()
+    for kind in INSIDE:
+        across: list[dict[int, str]] = []
+        for ranks in groups(placement.sizes, kind):
+            slots = dict.fromkeys(rank // placement.processes for rank in ranks)
+            first = {kinds[slot]: names[slot] for slot in sorted(slots, reverse=True)}
+            if network.straddles(frozenset(first)):
+                across.append(first)
+        if across:
+            longer_s = max(0.0, _step_s(prices, placement) - _step_s(_inside(prices, kind), placement))
+            example = set(across[0].values())
+            ordered = tuple(name for name in names if name in example)
+            found.append(Straddle(kind, len(across), ordered, ETHERNET, longer_s))
+    return tuple(found)
+
+
+def _inside(prices: Prices, kind: str) -> Prices:
+    """With groups of a kind inside."""
+    network = prices.network
+    made = Prices(network, prices.job, prices.rules)
+    made.groups = {**made.groups, kind: _Inside(network.site, network.links, network.only)}
+    return made
+
+
+def _step_s(prices: Prices, placement: Placement) -> float:
+    costs = prices.costs(placement)
+    return estimate(costs, (1,) * costs.stages).step_s

@@ -1,0 +1,150 @@
+"""What a plan takes when the site is another: its networks, its GPUs, its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, permutations
+from math import inf
+
+from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext.cluster.wan import Between
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.links import Links
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.search.result import Candidate, SearchResult
+from holmes_ext.plan.search.search import search
+from holmes_ext.plan.search.simulated import job_of, timed
+from holmes_ext.plan.simulate.repeat import folded_s
+
+#: Of Ethernet's rate, to see what it decides.
+LESS = 0.9
+#: Shapes that are looked at again under a change of the site; clusters up to which nodes move.
+SHAPES, MOST_CLUSTERS = 3, 4
+
+
+def with_site(
+    result: SearchResult, candidate: Candidate, site: Site, links: Links | None = None
+) -> tuple[float, float]:
+    """Seconds, in closed form, of a candidate's step and of stock's with its shape, on a site with another network."""
+    links = replace(links or result.network.links, pairs=())  # the site has them
+    changed = result.on(Network(site, links))
+    step_s = estimate(changed.costs(candidate), candidate.split).step_s
+    return step_s, changed.stock(candidate.shape)[1].formula_s
+
+
+def with_ethernet(result: SearchResult, candidate: Candidate, factor: float) -> tuple[float, float]:
+    """with_site, if the network between clusters had `factor` times its rates: uplinks and links; where it is flat,
+    Ethernet on every node."""
+    site, links = result.network.measured, result.network.links
+    if site.wan:
+        return with_site(result, candidate, replace(site, wan=site.wan.scaled(factor)))
+    faster = with_fabric(result.network.site, ETHERNET, factor)
+    return with_site(result, candidate, faster, links.scaled(ETHERNET, factor))
+
+
+def ethernet_s(result: SearchResult, candidate: Candidate) -> float:
+    """What of a candidate's step Ethernet's rate decides: by how much longer it takes with LESS of that rate; simulated
+    if the candidate is."""
+    network = result.network
+    site, links = with_fabric(network.site, ETHERNET, LESS), network.links.scaled(ETHERNET, LESS)
+    if candidate.simulated_s:
+        slower = result.on(Network(site, links))
+        longer = folded_s(job_of(slower, candidate)) - candidate.simulated_s
+    else:
+        longer = with_site(result, candidate, site, links)[0] - candidate.formula_s
+    return min(candidate.step_s, max(0.0, longer / (1 / LESS - 1)))
+
+
+def with_fabric(site: Site, name: str, rate: float = 1.0, latency: float = 1.0) -> Site:
+    """`site` with so many times the rate and latency of one fabric."""
+
+    def changed(fabric: Fabric) -> Fabric:
+        if fabric.name != name:
+            return fabric
+        return replace(fabric, rate_bps=round(fabric.rate_bps * rate), latency_s=fabric.latency_s * latency)
+
+    return replace(site, fabrics=tuple(map(changed, site.fabrics)))
+
+
+def with_latency(site: Site, seconds: float) -> Site:
+    """`site` with this latency, one way, between any two clusters."""
+    pairs = list(combinations(site.clusters, 2))
+    rates = {pair: link.rate_bps for pair in pairs if (link := site.wan.pair_of.get(pair))}
+    between = tuple(Between(pair, rates.get(pair, 0), seconds) for pair in pairs)
+    return replace(site, wan=replace(site.wan, between=between))
+
+
+# --------------------------------------------------------------------------- what if
+
+
+def what_if(result: SearchResult) -> list[tuple[str, float]]:
+    """(one change of the site, the step that the best of the first shapes would then take), in no order.
+
+    The plans found are looked at again on the changed site, and their shapes' other placements: where that is
+    better hardware, none of them takes longer.
+    """
+    found = []
+    for what, changed in _changes(result):
+        try:
+            found.append((what, _least_s(result, changed)))
+        except HolmesError:
+            continue  # nothing fits there
+    return found
+
+
+def _least_s(result: SearchResult, changed: SearchResult) -> float:
+    first = [one for one in result.candidates if one.simulated_s and not one.breadth_first][:SHAPES]
+    again = [one for one in first if changed.network.names == result.network.names]
+    shapes = list(dict.fromkeys(one.shape for one in first))
+    best = search(changed, rows=SHAPES, only=shapes, prove=False).best
+    return min([best.step_s, *(_kept_s(changed, one) for one in again)])
+
+
+def _kept_s(changed: SearchResult, one: Candidate) -> float:
+    """Of a plan as it was, also with as many micro-batches in flight as it had; inf where it does not fit."""
+    again = changed.candidate(one.shape, one.placement, one.split)
+    if not again.fits:
+        return inf
+    step_s = timed(changed, again).step_s
+    if not one.in_flight:
+        return step_s
+    return min(step_s, folded_s(job_of(changed, again, in_flight=one.in_flight)))
+
+
+def _changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
+    network, model = result.network, result.model
+    site, links = network.site, network.links
+    for fabric in site.fabrics:
+        if fabric.name == ETHERNET or any(fabric.name in node.fabrics for node in site.nodes):
+            faster = Network(with_fabric(site, fabric.name, 2.0), links.scaled(fabric.name, 2.0))
+            yield f"twice the rate of {fabric.name}", result.on(faster)
+    if ETHERNET not in links.measured:
+        yield "half the latency of ethernet", result.on(Network(with_fabric(site, ETHERNET, latency=0.5), links))
+    if wan := network.wan:
+        given = replace(links, pairs=())  # the site has them
+        better = {"twice the rates": wan.scaled(2.0), "half the latency": wan.scaled(1.0, 0.5)}
+        for what, changed in better.items():
+            yield f"{what} between clusters", result.on(Network(replace(site, wan=changed), given))
+    fastest = max(gpu.flops for gpu in result.gpus)
+    for name in site.clusters:
+        gpu = model.gpu_of(name)
+        if gpu.flops < fastest:
+            gpus = {**model.gpus, name: replace(gpu, flops=fastest)}
+            yield f"GPUs of {name} as fast as the fastest", result.on(Network(site, links), replace(model, gpus=gpus))
+        if gpu.memory_bytes and result.misfits:
+            gpus = {**model.gpus, name: replace(gpu, memory_bytes=2 * gpu.memory_bytes)}
+            yield f"twice the memory on GPUs of {name}", result.on(Network(site, links), replace(model, gpus=gpus))
+    for one, other in permutations(site.clusters, 2):
+        if len(site.clusters) <= MOST_CLUSTERS and sum(node.cluster == one for node in site.nodes) > 1:
+            yield f"one node moved from {one} to {other}", result.on(Network(_moved(site, one, other), links))
+
+
+def _moved(site: Site, one: str, other: str) -> Site:
+    """The last node of a cluster in another, attached as that one's nodes are."""
+    leaving = [node for node in site.nodes if node.cluster == one][-1]
+    there = [node for node in site.nodes if node.cluster == other][-1]
+    stay = [node for node in site.nodes if node is not leaving]
+    at = stay.index(there) + 1
+    return replace(site, nodes=(*stay[:at], replace(leaving, cluster=other, ports=there.ports), *stay[at:]))

@@ -1,0 +1,189 @@
+"""The kinds of work of a search, wherever they are done: a shape taken apart into its placements, a placement bounded
+closer, a placement simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from math import floor, inf
+
+from holmes_ext.plan.cost.pipeline import uniform
+from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
+from holmes_ext.plan.placement.orders import Orders
+from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.search.bound.chain import ChainBound
+from holmes_ext.plan.search.bound.stages import Stages
+from holmes_ext.plan.search.partition import Split, full_to_empty, improved
+from holmes_ext.plan.search.result import EQUAL, Candidate, SearchResult
+from holmes_ext.plan.search.simulated import execution_of, job_of, passes, with_flight
+from holmes_ext.plan.search.space import Limits, Shape
+from holmes_ext.plan.simulate.repeat import folded_s
+
+#: Passes up to which a step is simulated.
+WORK = 200_000
+#: Moves of a block that are simulated where the first split comes so near, at most, and their passes.
+MOVES, NEAR, MOVED_WORK = 30, 1.02, 40_000
+#: Moves of a block that are tried by the closed form.
+TRIES = 1400
+
+
+@dataclass(frozen=True)
+class PlacedShape:
+    """To be simulated: no step of it takes less than its bound. closer: whether that is of the chain of its stages;
+    split: the one that it leaves, and its seconds walked pass by pass."""
+
+    shape: Shape
+    placement: Placement
+    closer: bool = False
+    split: Split = ()
+    walked_s: float = 0.0
+
+
+Item = Shape | PlacedShape
+#: What became of an item: (bound, what is to be looked at), candidates, and the bound of what is left of it.
+Found = tuple[list[tuple[float, Item]], list[Candidate], float]
+
+
+class Evaluator:
+    def __init__(self, result: SearchResult):
+        self.result, self.orders = result, Orders(result.network, result.gpus)
+
+    def do(self, item: Item, bound: float, best: float) -> Found:
+        """best: simulated so far; what does not beat it is left out."""
+        if isinstance(item, Shape):
+            return self.take_apart(item, bound, best)
+        if not item.closer and item.shape.virtual == 1 and item.shape.pipeline > 1:
+            return self.bound_closer(item, bound, best)
+        return self.simulate(item, bound, best)
+
+    def placements(self, shape: Shape) -> tuple[list[Placement], bool]:
+        """Those that the limits let be, and whether none was left out."""
+        sizes = shape.sizes().complete(self.result.network.world)
+
+        def made() -> tuple[list[Placement], bool]:
+            return self.orders.placements(sizes)
+
+        every, complete = self.result.network.remember(("placements", sizes), made)
+        return [one for one in every if allowed(self.result.limits, one)], complete
+
+    def stages(self, shape: Shape, placement: Placement) -> Stages:
+        costs = self.result.prices(shape).costs(placement)
+        return Stages(self.result.prices(shape), placement, costs, execution_of(self.result, shape, (), ()))
+
+    def lower_bound(self, shape: Shape, placement: Placement, costs: StageCosts) -> ChainBound:
+        prices = self.result.prices(shape)
+        names = [reduction.name for reduction in prices.reductions(placement)]
+        return ChainBound(prices, placement, costs, execution_of(self.result, shape, (), names))
+
+    def take_apart(self, shape: Shape, ideal: float, best: float) -> Found:
+        every, complete = self.placements(shape)
+        found: list[tuple[float, Item]] = []
+        for placement in every:
+            costs = self.result.prices(shape).costs(placement)
+            bound = max(ideal, self.lower_bound(shape, placement, costs).seconds(best))
+            if bound < best * (1 - EQUAL):
+                found.append((bound, PlacedShape(shape, placement)))
+        return found, [], inf if complete else ideal
+
+    def bound_closer(self, item: PlacedShape, bound: float, best: float) -> Found:
+        costs = self.result.prices(item.shape).costs(item.placement)
+        closer, split = self.lower_bound(item.shape, item.placement, costs).chained(bound, best)
+        if not split:
+            return [], [], inf
+        walked_s = predict(costs, split).step_s
+        return [(closer, replace(item, closer=True, split=split, walked_s=walked_s))], [], inf
+
+    def simulate(self, item: PlacedShape, bound: float, best: float) -> Found:
+        """Where a placement has one split only (no pipeline, or chunks) its simulation settles it; else its bound is
+        left."""
+        result, shape, placement = self.result, item.shape, item.placement
+        stages = self.stages(shape, placement)
+        known: dict[Split, Candidate] = {}
+
+        def seconds_of(split: Split) -> float:
+            if split not in known and stages.fits(split):
+                one = result.candidate(shape, placement, split)
+                known[split] = with_flight(result, replace(one, simulated_s=folded_s(job_of(result, one))))
+            return known[split].simulated_s if split in known else inf
+
+        even = uniform(stages.layers, stages.count)
+        work = passes(shape, result.model.layers)
+        if work > WORK:
+            return [], [], bound
+        if shape.virtual > 1 or shape.pipeline == 1:
+            seconds_of(even)
+            return [], [*known.values()], inf
+        starts = filter(None, (self.level(stages), self.split(stages), item.split))
+        first = min(starts, key=seconds_of)
+        if seconds_of(first) < best * NEAR:
+            improved(first, seconds_of, lambda split: _few(stages, split), min(MOVES, MOVED_WORK // work))
+        return [], [*known.values()], bound
+
+    def level(self, stages: Stages) -> Split:
+        """The split whose slowest stage is the fastest; () where none fits."""
+        if stages.run.virtual > 1 or stages.count == 1:
+            even = uniform(stages.layers, stages.count)
+            return even if stages.fits(even) else ()
+        return levelled_blocks(stages)
+
+    def split(self, stages: Stages) -> Split:
+        """A good one by the closed form; () where none fits."""
+        start = self.level(stages)
+        if not start or stages.run.virtual > 1 or stages.count == 1:
+            return start
+
+        def seconds_of(split: Split) -> float:
+            return estimate(stages.costs, split).step_s if stages.fits(split) else inf
+
+        return improved(start, seconds_of, lambda split: full_to_empty(_work(stages, split)), TRIES)
+
+
+def levelled_blocks(stages: Stages) -> Split:
+    """Of blocks that are alike: each goes to the stage that is the fastest with it."""
+    most, each, layers = stages.most, stages.each, stages.layers
+    if min(most) < 1 or sum(most) < layers:
+        return ()
+    counts = [1] * stages.count
+    if min(each) > 0:  # most of them at once
+        inverse = sum(1 / value for value in each)
+        level = (layers + sum(extra / value for extra, value in zip(stages.extra, each))) / inverse
+        shares = [floor((level * (1 - 1e-9) - extra) / value) for extra, value in zip(stages.extra, each)]
+        counts = [max(1, min(one, share)) for one, share in zip(most, shares)]
+    while sum(counts) > layers:  # the least of one block each was more than the share
+        several = (stage for stage in range(stages.count) if counts[stage] > 1)
+        counts[max(several, key=lambda stage: stages.extra[stage] + counts[stage] * each[stage])] -= 1
+
+    def with_one_more(stage: int) -> tuple[float, int]:
+        return stages.extra[stage] + (counts[stage] + 1) * each[stage], stage
+
+    heap = [with_one_more(stage) for stage in range(stages.count) if counts[stage] < most[stage]]
+    heapify(heap)
+    for _ in range(layers - sum(counts)):
+        _, stage = heappop(heap)
+        counts[stage] += 1
+        if counts[stage] < most[stage]:
+            heappush(heap, with_one_more(stage))
+    return tuple(counts)
+
+
+def _work(stages: Stages, split: Split) -> list[float]:
+    return [layers * each for layers, each in zip(split, stages.each)]
+
+
+def _few(stages: Stages, split: Split) -> Sequence[tuple[int, int]]:
+    return list(full_to_empty(_work(stages, split)))[: MOVES // 3]
+
+
+def allowed(limits: Limits, placement: Placement) -> bool:
+    """Whether the limits that placements know let it be."""
+    order = limits.of("order", [placement.sizes.order])
+    return bool(order and limits.of("clusters", [what_crosses(placement)]))
+
+
+def what_crosses(placement: Placement) -> str:
+    """Between clusters: the pipeline, data-parallel groups, or both."""
+    contents = placement.stages
+    if all(len(content) == 1 for content in contents):
+        return "pipeline"
+    return "data" if len(set(contents)) == 1 else "both"

@@ -1,0 +1,127 @@
+"""Candidates simulated step by step (plan/simulate)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from holmes_ext.plan.cost.memory import Memory, stage_memory, under_way
+from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.cost.workload import StageLoad
+from holmes_ext.plan.search.result import Candidate, SearchResult
+from holmes_ext.plan.search.space import Shape
+from holmes_ext.plan.simulate.execution import Execution
+from holmes_ext.plan.simulate.repeat import folded_s
+from holmes_ext.plan.simulate.step import JobStep, Step
+
+#: Passes (forward and backward, of all stages) up to which a step is simulated.
+WORK = 60_000
+
+
+def execution_of(
+    result: SearchResult, shape: Shape, split: Sequence[int], reductions: Sequence[str],
+    in_flight: Sequence[int] = (), breadth_first: bool = False,
+) -> Execution:
+    """How a candidate runs; reductions, in_flight: of its stages."""
+    two_level = "two-level" in reductions
+    return Execution(
+        result.engine, virtual=shape.virtual, breadth_first=breadth_first,
+        stage_layers=tuple(split) if shape.virtual == 1 else (), in_flight=tuple(in_flight),
+        overlap=result.overlap or ("on" if result.rules.overlap else "off"),
+        gather_overlap=result.gather_overlap, two_level=two_level, direct=result.rules.direct,
+        reductions=tuple(reductions), compress=result.rules.compress,
+        # scattered inside, summed across, gathered inside: as two levels
+        zero=0 if two_level and result.engine.scatters else shape.zero,
+        replicas="clusters" if "hybrid" in reductions else "",
+        cut=result.rules.slices, narrow=result.rules.narrow,
+    )
+
+
+def job_of(
+    result: SearchResult, candidate: Candidate, hide_edges: bool = True, in_flight: Sequence[int] = ()
+) -> JobStep:
+    """One step of `candidate`; hide_edges: as it is, or with the framework's own schedule; in_flight: instead of
+    as many micro-batches as the plan would have."""
+    shape = candidate.shape
+    costs, model = result.costs(candidate, sharded=False), shape.model(result.model)
+    held = tuple(in_flight)
+    if not held and hide_edges and not candidate.breadth_first:
+        held = costs.in_flight(candidate.split)
+    how = candidate.split, candidate.reductions, held, candidate.breadth_first
+    run = execution_of(result, shape, *how)
+    return JobStep(result.network, candidate.placement, model, run, costs)
+
+
+def simulated(result: SearchResult, candidate: Candidate, hide_edges: bool = True) -> Step:
+    """One step of `candidate`, whole."""
+    return job_of(result, candidate, hide_edges).step()
+
+
+def passes(shape: Shape, layers: int) -> int:
+    """That a simulation walks through: under ZeRO 2 and 3 each layer's weights and gradients travel by themselves.
+    """
+    each = layers if shape.zero > 1 else 1
+    return 2 * shape.micro_batches * shape.pipeline * shape.virtual * each
+
+
+def timed(result: SearchResult, candidate: Candidate) -> Candidate:
+    """`candidate` with its micro-batches in flight and the memory that they take; simulated unless that is too much
+    work."""
+    seconds = candidate.simulated_s
+    if passes(candidate.shape, result.model.layers) <= WORK:
+        seconds = folded_s(job_of(result, candidate))
+    return with_flight(result, replace(candidate, simulated_s=seconds))
+
+
+def with_flight(result: SearchResult, candidate: Candidate) -> Candidate:
+    """`candidate` with its micro-batches in flight and the memory that they take."""
+    costs, memory = result.costs(candidate), candidate.memory_bytes
+    if held := costs.in_flight(candidate.split):
+        memory = tuple(map(StageLoad.bytes_of, costs.loads(candidate.split), held))
+    return replace(candidate, in_flight=held, memory_bytes=memory)
+
+
+def step_without(result: SearchResult, candidate: Candidate) -> float:
+    """Seconds of its step with the framework's own pipeline schedule, simulated if the candidate is."""
+    if candidate.simulated_s:
+        return folded_s(job_of(result, candidate, hide_edges=False))
+    return estimate(replace(result.costs(candidate), hidden=None), candidate.split).step_s
+
+
+def memory_of(result: SearchResult, candidate: Candidate, stage: int) -> Memory:
+    """Of a rank of a stage, term by term."""
+    shape, layers = candidate.shape, candidate.split[stage]
+    prices = result.prices(shape)
+    job, sizes = prices.job, candidate.placement.sizes
+    held = [job.block] * layers
+    held += [job.layers[0]] if stage == 0 else []
+    held += [job.layers[-1]] if stage == shape.pipeline - 1 else []
+    keep = under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
+    keep = candidate.in_flight[stage] if candidate.in_flight else keep
+    shards = sizes.data * sizes.context // shape.replicas
+    experts = max(1, shards // sizes.expert)
+    return stage_memory(result.model, held, shape.zero, shards, experts, keep, job.working_bytes)
+
+
+def with_breadth_first(result: SearchResult) -> SearchResult:
+    """`result`, simulated, for a stack that has breadth-first order (arXiv 2211.05953): first the candidate that it
+    makes faster than the best one, if there is one. The certificate still speaks of 1F1B's orders."""
+    piped = [one for one in result.candidates if one.simulated_s and one.shape.pipeline > 1]
+    found = filter(None, (_in_breadth_first(result, one) for one in piped))
+    ahead = [replace(one, simulated_s=simulated(result, one).step_s) for one in found]
+    best = min(ahead, key=lambda one: one.simulated_s, default=None)
+    if best is None or best.simulated_s >= result.best.step_s:
+        return result
+    return replace(result, candidates=[best, *result.candidates])
+
+
+def _in_breadth_first(result: SearchResult, one: Candidate) -> Candidate | None:
+    """None where a stage has no memory for all micro-batches at once."""
+    shape, sizes = one.shape, []
+    for stage, used in enumerate(one.memory_bytes):
+        terms = memory_of(result, one, stage)
+        now = under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
+        now = one.in_flight[stage] if one.in_flight else now
+        sizes.append(used + terms.activations * (shape.micro_batches / now - 1))
+    found = replace(one, breadth_first=True, in_flight=(), memory_bytes=tuple(sizes))
+    return found if found.fits else None

@@ -1,0 +1,207 @@
+"""A first look around: the fastest shapes by the closed form, and of those the fastest simulated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import inf
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.memory import under_way
+from holmes_ext.plan.cost.pipeline import uniform
+from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.placement.orders import launched
+from holmes_ext.plan.search.bound.shape import ShapeBound
+from holmes_ext.plan.search.bound.stages import Stages
+from holmes_ext.plan.search.evaluate import Evaluator
+from holmes_ext.plan.search.partition import Split
+from holmes_ext.plan.search.result import EQUAL, Candidate, Certificate, SearchResult
+from holmes_ext.plan.search.simulated import memory_of, passes, timed
+from holmes_ext.plan.search.space import Limits, Shape, shapes
+from holmes_ext.units import format_bytes
+
+#: Candidates simulated at least (those that a table shows) and at most, each of another shape, and the passes of all
+#: of them together.
+SHOWN, COUNT = 10, 30
+WORK = 60_000
+#: Passes that one counts as where the network between clusters is not flat, and those that a stage's (or chunk's)
+#: reductions in two levels count as.
+UNEVEN, TWO_LEVEL = 4, 1000
+#: Times the best simulated step from which on a closed form is not simulated, for a table neither.
+FAR = 1.5
+#: Shapes above which one of each depth is looked at first.
+MANY = 5000
+#: Where the network between clusters is not flat: shapes without one that is better by this part.
+PATIENCE, GAIN = 60, 0.01
+#: Times the best step in closed form up to which a split is made better.
+NEAR = 1.2
+#: What makes a term of the memory smaller.
+FIXES = {
+    "weights": "more GPUs, or a larger tensor or pipeline size",
+    "gradients": "more GPUs, or a larger tensor or pipeline size",
+    "optimizer": "more GPUs, or ZeRO (limit zero)",
+    "activations": "a smaller micro-batch, full recomputation, or more tensor or context parallelism",
+    "working": "a smaller micro-batch, or more tensor or context parallelism",
+}
+Progress = Callable[[int, int, float, float], None]
+
+
+class Sketch:
+    """rows: shapes that are looked at at least; only: instead of all."""
+
+    def __init__(self, result: SearchResult, rows: int, only: Sequence[Shape] = ()):
+        if result.global_batch < 1:
+            raise HolmesError(f"--global-batch is {result.global_batch}; it must be 1 or more")
+        self.result, self.rows, self.only = result, rows, only
+        self.evaluator = Evaluator(result)
+        self.best = inf
+        #: The least bound of what was left out by the limit of orders.
+        self.nearest: tuple[float, Shape] | None = None
+
+    def run(self, seconds: float, progress: Progress | None = None, simulate: bool = True) -> SearchResult:
+        """In so many seconds of closed forms; then, if asked for, some steps are simulated."""
+        result, end = self.result, time.monotonic() + seconds
+        try:
+            self._bound_shapes()
+            self._look(end, progress)
+        except KeyboardInterrupt:
+            if not result.candidates:
+                raise
+            result.interrupted = True
+        if not result.shapes:
+            what = f"{result.network.world} GPUs ({result.network.processes} on a node)"
+            what += f", global batch {result.global_batch}, {result.model.heads} heads"
+            what += f", {result.model.layers} layers{_within(result.limits)}"
+            advice = "give a global batch that is a multiple of the data size, or other limits"
+            raise HolmesError(f"no parallel sizes are possible: {what}; {advice}")
+        if not result.candidates:
+            raise HolmesError(self._why_not())
+        result.candidates.sort(key=lambda one: (one.formula_s, one.peak_bytes))
+        return simulate_first(result) if simulate and not result.interrupted else result
+
+    def _bound_shapes(self) -> None:
+        result = self.result
+        every = shapes(result.network, result.model, result.global_batch, result.limits)
+        for shape in self.only or every:
+            result.shapes += 1
+            ideal = ShapeBound(result.network, result.prices(shape), shape).seconds
+            if ideal < inf:
+                result.ideals[shape] = ideal
+            else:
+                self._misfit(shape)
+
+    def _look(self, end: float, progress: Progress | None) -> None:
+        result = self.result
+        patience, since = PATIENCE if result.network.wan else inf, 0
+        for number, shape in enumerate(self._in_order()):
+            ideal = result.ideals[shape]
+            enough = len(result.candidates) >= self.rows
+            if enough and ideal >= self.best * (1 - EQUAL):
+                continue
+            if result.candidates and (time.monotonic() > end or since > patience):
+                break
+            before = self.best
+            self._sketch(shape)
+            since = 0 if self.best < before * (1 - GAIN) else since + 1
+            if progress and number % 16 == 0:
+                progress(number, len(result.ideals) - number, self.best, 1.0)
+
+    def _in_order(self) -> Iterator[Shape]:
+        """The least bound first; of many, one of each depth of the pipeline before."""
+        ideals = self.result.ideals
+        every = sorted(ideals, key=ideals.__getitem__)
+        first: dict[int, Shape] = {}
+        if len(every) > MANY:
+            for shape in every:
+                if shape.virtual == 1 and shape.pipeline > 1:
+                    first.setdefault(shape.pipeline, shape)
+        return iter(dict.fromkeys((*first.values(), *every)))
+
+    def _sketch(self, shape: Shape) -> None:
+        """The best placement of a shape by the closed form."""
+        result = self.result
+        found: list[tuple[float, int, Split, Stages]] = []
+        for placement in self.evaluator.placements(shape)[0]:
+            stages = self.evaluator.stages(shape, placement)
+            split = self.evaluator.level(stages)
+            if split:
+                found.append((estimate(stages.costs, split).step_s, len(found), split, stages))
+            else:
+                self._misfit(shape)
+        if not found:
+            return
+        result.pruned += len(found) - 1
+        seconds, _, split, stages = min(found)
+        if seconds < NEAR * self.best:
+            split = self.evaluator.split(stages)
+        best = result.candidate(shape, stages.placement, split)
+        result.candidates.append(best)
+        self.best = min(self.best, best.formula_s)
+
+    def _misfit(self, shape: Shape) -> None:
+        """Remember the shape that comes nearest to fitting."""
+        self.result.misfits += 1
+        job = self.result.prices(shape).job
+        keep = under_way(0, shape.pipeline, shape.virtual, shape.micro_batches)
+        first, block, last = (
+            state + factor * layer.kept_bytes
+            for state, factor, layer in zip(job.state_bytes, (1, keep, 1), job.layers)
+        )
+        need = job.blocks / shape.pipeline * block + job.working_bytes + max(first, last)
+        if self.nearest is None or need < self.nearest[0]:
+            self.nearest = need, shape
+
+    def _why_not(self) -> str:
+        """Which term of which stage is too large, and by how much, of the plan that comes nearest to fitting."""
+        result = self.result
+        if self.nearest is None:
+            return f"no arrangement of the clusters is possible{_within(result.limits)}; allow other sizes"
+        shape = self.nearest[1]
+        split = uniform(result.model.layers, shape.pipeline)
+        placement = launched(result.network, shape.sizes().complete(result.network.world))
+        one = result.candidate(shape, placement, split)
+        stages = zip(one.memory_bytes, one.limit_bytes, range(shape.pipeline))
+        used, limit, stage = max(stages, key=lambda each: each[0] / each[1])
+        terms = memory_of(result, one, stage).terms
+        largest = max(terms, key=terms.__getitem__)
+        has, needs, more, alone = (format_bytes(each, 4) for each in (limit, used, used - limit, terms[largest]))
+        return (
+            f"{result.model.name} fits nowhere: nearest is tensor {shape.tensor}, pipeline {shape.pipeline}, data"
+            f" {shape.data}, recompute {shape.recompute}, ZeRO {shape.zero}, whose stage {stage} needs {needs} of"
+            f" {has}: {largest} alone are {alone}, {more} are too much; it needs {FIXES[largest]}"
+        )
+
+
+def simulate_first(result: SearchResult, count: int = COUNT) -> SearchResult:
+    """`result` with its fastest shapes simulated: those first, by their simulated step, and a certificate by the
+    shapes' bounds."""
+    left, best, layers = WORK, inf, result.model.layers
+    found: list[Candidate] = []
+    rest: list[Candidate] = []
+    for number, one in enumerate(result.candidates):
+        far = one.formula_s >= (best if len(found) >= SHOWN else FAR * best)
+        if len(found) == count or far:
+            rest += result.candidates[number:]
+            break  # the closed form seldom says more than the simulation
+        work = passes(one.shape, layers) * (UNEVEN if result.network.wan else 1)
+        work += TWO_LEVEL * one.shape.pipeline * one.shape.virtual * ("two-level" in one.reductions)
+        if work > left:
+            rest.append(one)
+            continue
+        left -= work
+        found.append(timed(result, one))
+        best = min(best, found[-1].step_s)
+    found.sort(key=lambda one: one.simulated_s)
+    if result.user_layout is not None:
+        result = replace(result, user_layout=timed(result, result.user_layout))
+    bound = min(result.ideals.values(), default=0.0)
+    every = [*found, *rest]
+    certificate = Certificate(every[0].step_s, min(bound, every[0].step_s))
+    return replace(result, candidates=every, certificate=certificate)
+
+
+def _within(limits: Limits) -> str:
+    if not limits.allowed:
+        return ""
+    return ", within " + " ".join(f"{name}={','.join(map(str, own))}" for name, own in limits.allowed.items())

@@ -1,0 +1,108 @@
+"""Nodes spread over stages where the network between clusters is not flat (plan/placement/spread.py), by what crosses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import islice, permutations
+from math import inf
+
+from holmes_ext.cluster.site import ETHERNET
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.placement.spread import Stages, spread
+from holmes_ext.plan.search.result import EQUAL, Candidate, Certificate, SearchResult
+from holmes_ext.plan.search.simulated import timed
+from holmes_ext.plan.sizes import Sizes
+
+#: Shapes whose nodes are spread over stages, and orders of stages looked at for each.
+SHAPES, TRIES = 2, 1500
+#: Orders of a stage's kinds that are looked at.
+ORDERS = 120
+
+
+def with_spread(result: SearchResult) -> SearchResult:
+    """`result` with the fastest shapes' nodes spread over stages, simulated where the closed form has them ahead. The
+    certificate speaks of whole clusters."""
+    if not result.network.wan or len(result.network.kinds) < 2 or result.certificate is None:
+        return result
+    fastest: dict[tuple[int, int], Candidate] = {}
+    for one in result.candidates:
+        if one.simulated_s and one.shape.pipeline > 1 and one.shape.virtual == 1:
+            fastest.setdefault((one.shape.pipeline, one.shape.tensor * one.shape.context), one)
+    known = {one.placement.stages for one in result.candidates}
+    found = []
+    for one in islice(fastest.values(), SHAPES):
+        other = _spread(result, one)
+        if other and other.formula_s < result.best.step_s and other.placement.stages not in known:
+            found.append(timed(result, other))
+    ranked = sorted([*found, *result.candidates], key=lambda one: one.simulated_s or inf)
+    best = ranked[0].step_s
+    return replace(result, candidates=ranked, certificate=Certificate(best, min(best, result.certificate.bound_s)))
+
+
+def _spread(result: SearchResult, one: Candidate) -> Candidate | None:
+    """The shape and the split of `one` with its nodes spread; None where a stage does not hold whole nodes, or nothing
+    was found that crosses faster."""
+    network, shape, job = result.network, one.shape, result.prices(one.shape).job
+    processes, size = network.processes, network.world // shape.pipeline
+    if size % processes or one.placement.tied > 1 or processes % (shape.tensor * shape.context):
+        return None
+    sent = shape.micro_batches * job.block.activation_bytes * processes / shape.tensor
+    reduced = shape.tensor * (0.5 if shape.zero else 1.0) * job.total_bytes / shape.pipeline
+    crossing = Crossing(network, sent, reduced)
+    parts = one.placement.parts
+    now = tuple(tuple(sorted(kind for kind, count in part for _ in range(count))) for part in parts)
+    chain = tuple(dict.fromkeys(kind for part in parts for kind, _ in part))
+    stages, seconds = spread(list(map(len, network.names)), shape.pipeline, crossing.seconds, TRIES, chain)
+    if seconds >= crossing.seconds(now) * (1 - EQUAL):
+        return None
+    found = result.candidate(shape, laid(stages, one.placement.sizes, processes), one.split)
+    costs = result.costs(found)
+    return found if all(estimate(costs, one.split).fits) else None
+
+
+class Crossing:
+    """What of a step passes the links between clusters, by the fullest of them.
+
+    sent: bytes of a node's activations (gradients come back the other way); reduced: of a stage's gradients, summed
+    directly between its clusters.
+    """
+
+    def __init__(self, network: Network, sent: float, reduced: float):
+        self.sent, self.reduced, self.rates = 8 * sent, 8 * reduced, {}
+        for pair in permutations(range(len(network.kinds)), 2):
+            hops = network.wan.hops(*map(network.cluster, pair))
+            on_links = network.fabric(pair).name == ETHERNET
+            self.rates[pair] = min((hop.rate_bps for hop in hops if on_links), default=inf)
+
+    def seconds(self, stages: Stages) -> float:
+        pipeline: dict[tuple[int, int], float] = defaultdict(float)
+        data: dict[tuple[int, int], float] = defaultdict(float)
+        for stage in stages:
+            kinds = set(stage)
+            for pair in permutations(kinds, 2):
+                data[pair] += 2 / len(kinds)
+        for one, two in zip(map(Counter, stages), map(Counter, stages[1:])):
+            for a, b in zip((one - two).elements(), (two - one).elements()):
+                pipeline[a, b] += 1
+                pipeline[b, a] += 1
+        return self._fullest(pipeline, self.sent) + self._fullest(data, self.reduced)
+
+    def _fullest(self, loads: Mapping[tuple[int, int], float], bits: float) -> float:
+        return max((bits * load / self.rates[pair] for pair, load in loads.items()), default=0.0)
+
+
+def laid(stages: Stages, sizes: Sizes, processes: int) -> Placement:
+    """Stages of nodes, each with its kinds in the order in which most of them face one of their own kind in the stage
+    before."""
+    parts: list[list[int]] = []
+    for stage in stages:
+        counts, before = Counter(stage), parts[-1] if parts else []
+        orders = islice(permutations(counts), ORDERS)
+        lines = [[kind for kind in order for _ in range(counts[kind])] for order in orders]
+        parts.append(max(lines, key=lambda line: sum(a == b for a, b in zip(line, before))))  # noqa: B023
+    return Placement.of_parts(sizes, processes, parts)

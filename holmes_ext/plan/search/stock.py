@@ -1,0 +1,78 @@
+"""What the same job takes without holmes, and where the seconds of a step go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.search.result import Candidate, SearchResult
+from holmes_ext.plan.search.simulated import simulated, timed
+
+#: Shapes for which stock is simulated to find those that suit it best.
+STOCKS = 3
+CAUSES = {
+    "compute": "computing",
+    "collectives": "tensor, context and expert groups",
+    "optimizer": "optimizer",
+    "bubble": "waiting for other stages",
+    "send_inside": "sends between stages inside clusters",
+    "send_across": "sends between stages across clusters",
+    "reduce_inside": "exposed reductions and gathers in one cluster",
+    "reduce_across": "exposed reductions and gathers across clusters",
+}
+
+
+def causes(result: SearchResult, candidate: Candidate) -> dict[str, float]:
+    """Seconds of CAUSES, the mean over all ranks; they add up to the candidate's step: to the simulated one where there
+    is one."""
+    placement, found = candidate.placement, dict.fromkeys(CAUSES, 0.0)
+    contents = placement.stages
+    if candidate.simulated_s:
+        found |= simulated(result, candidate).causes
+    else:
+        one = estimate(result.costs(candidate), candidate.split)
+        found["compute"] = sum(one.compute_s) / len(contents)
+        found["bubble"] = sum(one.idle_s) / len(contents)
+        for content, exposed in zip(contents, one.exposed_s):
+            cause = "reduce_across" if len(content) > 1 else "reduce_inside"
+            found[cause] += exposed / len(contents)
+    collectives = candidate.shape.micro_batches * _collectives_s(result, candidate) / len(contents)
+    return found | {"collectives": collectives, "compute": found["compute"] - collectives}
+
+
+def _collectives_s(result: SearchResult, candidate: Candidate) -> float:
+    """Of a micro-batch, in all stages."""
+    prices, total = result.prices(candidate.shape), 0.0
+    for stage, layers in enumerate(candidate.split):
+        fold, (place,) = prices.fold(candidate.placement, stage)
+        total += layers * prices.collective_s(fold, place)
+    return total
+
+
+def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:
+    """Stock with the sizes of `candidate`, simulated if that is; of the user's layout with its layers and order."""
+    split = candidate.split if candidate.placement.names else ()
+    stock, one = result.stock(candidate.shape, split, candidate.placement.sizes.order)
+    if candidate.simulated_s:
+        one = replace(one, simulated_s=simulated(stock, one).step_s)
+    return stock, one
+
+
+def best_stock(result: SearchResult) -> Candidate | None:
+    """Stock with the sizes that suit it best of all that were worked out and fit.
+
+    If the best candidate is simulated, the least of those few that are the first in closed form.
+    """
+    own = result.user_layout
+    asked = [*result.candidates, *([own] if own else [])]
+    every = [result.stock(shape)[1] for shape in dict.fromkeys(one.shape for one in asked)]
+    ranked = sorted((one for one in every if one.fits), key=lambda one: one.formula_s)
+    if not result.best.simulated_s:
+        return next(iter(ranked), None)
+    first: dict[Candidate, None] = {}
+    for chunked in (False, True):  # the closed form flatters chunks
+        alike = [one for one in ranked if (one.shape.virtual > 1) == chunked]
+        first |= dict.fromkeys(alike[:STOCKS])
+    first |= dict.fromkeys(one for one in ranked if own and one.shape == own.shape)
+    found = [timed(result.stock(one.shape)[0], one) for one in first]
+    return min(found, key=lambda one: one.step_s, default=None)

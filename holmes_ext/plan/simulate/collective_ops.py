@@ -1,0 +1,114 @@
+"""When a rank posts what is summed and gathered, and awaits it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holmes_ext.plan.cost.reductions.reduction import Tag
+from holmes_ext.plan.simulate.collectives import Collectives
+from holmes_ext.plan.simulate.events import Op
+
+#: By layer.
+Operations = dict[int, list[Op]]
+
+
+class CollectiveOps(Collectives):
+    """before, along, after, report: the operations of an actor's program."""
+
+    def _post(self, tag: Tag) -> list[Op]:
+        return [("post", name) for name in self.starts.get(tag, [tag])]
+
+    def before(self, kind: int, stage: int) -> list[Op]:
+        """At the step's start: the last step's weights begin to be gathered, in the order of the forward pass."""
+        tags = reversed(self._tags(kind, stage, "gather")) if self.late_gather else ()
+        return [op for tag in tags for op in self._post(tag)]
+
+    def along(
+        self, kind: int, stage: int, chunk: int, letter: str, micro_batch: int, final: bool
+    ) -> tuple[Operations, Operations]:
+        """For one pass, by layer: operations before it (gathered weights are awaited), operations after it (buckets
+        leave)."""
+        needs: Operations = {}
+        launches: Operations = {}
+        if self.run.zero > 1 and (kind, stage) in self.groups:
+            return self._along_shards(kind, stage, letter, micro_batch)
+        if not final and not (self.late_gather and letter == "F" and micro_batch == 0):
+            return needs, launches
+        for number, one in enumerate(self.leaving.get((kind, stage), [])):
+            own = [layer for part, layer in one.places if part == chunk]
+            if own and letter == "F":
+                gathered = self._tag(kind, stage, "gather", number)
+                needs.setdefault(min(own), []).append(("wait", gathered, "gather", 0))
+            if final and one.after and one.after[0] == chunk:
+                launches[one.after[1]] = self._post(self._tag(kind, stage, "reduce", number))
+        return needs, launches
+
+    def _along_shards(
+        self, kind: int, stage: int, letter: str, micro_batch: int
+    ) -> tuple[Operations, Operations]:
+        """Of ZeRO 2 and 3: each layer's weights before it, its gradients after it, and both awaited."""
+        needs: Operations = {}
+        launches: Operations = {}
+        own, whole = self.shards[kind, stage], self.groups[kind, stage]
+        for layer in range(*self.ranges[stage]):
+            of_layer = (stage, own.pipelines, layer)
+            if self.run.zero == 3:
+                weights = (("weights", *of_layer, letter), micro_batch)
+                needs[layer] = [("post", weights), ("wait", weights, "gather", micro_batch)]
+            if letter == "B":
+                tags = [("scatter", *of_layer), ("across", stage, whole.pipelines, layer)]
+                each = [(tag, micro_batch) for tag in tags if tag in self.transfers]
+                launches[layer] = [
+                    op for tag in each for op in (("post", tag), ("wait", tag, "reduce", micro_batch))
+                ]
+        return needs, launches
+
+    def after(self, kind: int, stage: int) -> Iterator[Op]:
+        """After the last pass: what is left of the reductions, the optimizer, the gather."""
+        steps = [self._reduce(kind, stage), self._tie(kind, stage)]
+        for ops in reversed(steps) if self.run.engine.tied_first else steps:
+            yield from ops
+        if ("norm", kind) in self.transfers:
+            yield from (("post", ("norm", kind)), ("wait", ("norm", kind), "reduce", -1))
+        owners_of = (self.shards or self.groups) if self.run.zero else {}
+        share = owners_of[kind, stage].ranks if (kind, stage) in owners_of else 1
+        ranges = self.ranges[stage :: self.stages]
+        own = sum(self.parameters[layer] for low_high in ranges for layer in range(*low_high))
+        yield ("software", "optimizer", self.run.parameter_s * own / share, -1, 0)
+        if self.run.zero in (1, 2) and not self.late_gather:
+            for tag in self._tags(kind, stage, "gather"):
+                yield from (("post", tag), ("wait", tag, "gather", -1))
+
+    def report(self, kind: int, stage: int) -> Iterator[Op]:
+        """The loss, and what the script sums: the end of all."""
+        yield from self._loss(kind, stage)
+        for number in range(self.run.sums if (kind, stage) in self.groups else 0):
+            tag = self._tag(kind, stage, "sum", number)
+            yield from (("post", tag), ("wait", tag, "reduce", -1))
+
+    def _loss(self, kind: int, stage: int) -> list[Op]:
+        last = self.stages - 1
+        if stage < last and ("loss", kind, stage) in self.transfers:
+            return [("post", ("loss", kind, stage), True), ("wait", ("loss", kind, stage), "send", -1)]
+        tags = [("loss", kind, other) for other in range(last) if ("loss", kind, other) in self.transfers]
+        posts: list[Op] = [("post", tag) for tag in tags]
+        return [*posts, *(("wait", tag, "send", -1, True) for tag in tags)]
+
+    def _reduce(self, kind: int, stage: int) -> list[Op]:
+        tags = self._tags(kind, stage, "reduce") if self.run.zero < 2 else []
+        every = zip(tags, self.leaving.get((kind, stage), []))
+        late = [tag for tag, one in every if one.after is None]
+        posts = [op for tag in late for op in self._post(tag)]
+        return posts + [("wait", tag, "reduce", -1) for tag in tags]
+
+    def _tie(self, kind: int, stage: int) -> list[Op]:
+        if kind not in self.tied or stage not in (0, self.stages - 1):
+            return []
+        return [*self._post(self.tied[kind]), ("wait", self.tied[kind], "reduce", -1)]
+
+    def _tag(self, kind: int, stage: int, what: str, number: int) -> Tag:
+        return (what, stage, self.groups[kind, stage].pipelines, number)
+
+    def _tags(self, kind: int, stage: int, what: str) -> list[Tag]:
+        numbers = range(len(self.leaving.get((kind, stage), [])))
+        return [self._tag(kind, stage, what, number) for number in numbers]

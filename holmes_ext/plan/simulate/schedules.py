@@ -1,0 +1,96 @@
+"""Passes of a stage with its sends and receives, as an engine orders and awaits them.
+
+An operation is a Pass, or ("post", message) or ("wait", message). message = ("a" | "g", place, micro-batch): the
+stage of the model at `place` sends an activation to the next, which returns a gradient; both go by the earlier
+one. ("post", message, sent): a receive whose notice follows what was just sent to the same stage. Chunk c of stage
+s stands at c x stages + s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from holmes_ext.plan.cost.pipeline import Pass, passes
+from holmes_ext.plan.engine import AWAITED, PAIRED
+from holmes_ext.plan.simulate.events import Op
+
+Message = tuple[str, int, int]
+
+
+def schedule(
+    sends: str, stage: int, stages: int, micro_batches: int, virtual: int = 1, in_flight: int = 0,
+    breadth_first: bool = False,
+) -> Iterator[Op]:
+    """sends: of plan/engine.py's SENDS; receives are posted beforehand where chunks are interleaved, in breadth-first
+    order, and where a number of micro-batches in flight is given."""
+    order = passes(stage, stages, micro_batches, virtual, in_flight, breadth_first)
+    ends = _Ends(stage, stages, stages * virtual - 1)
+    if virtual > 1 or in_flight or breadth_first or sends not in (AWAITED, PAIRED):
+        return _posted(order, ends)
+    if sends == PAIRED:
+        return _paired(order, ends, min(stages - stage - 1, micro_batches))
+    return _awaited(ends, micro_batches)
+
+
+class _Ends:
+    """What a pass of a stage needs, and makes."""
+
+    def __init__(self, stage: int, stages: int, last: int):
+        self.stage, self.stages, self.last = stage, stages, last
+
+    def needs(self, one: Pass) -> list[Message]:
+        kind, micro_batch, chunk = one
+        place = chunk * self.stages + self.stage
+        if kind == "F":
+            return [("a", place - 1, micro_batch)] if place else []
+        return [("g", place, micro_batch)] if place < self.last else []
+
+    def makes(self, one: Pass) -> list[Message]:
+        kind, micro_batch, chunk = one
+        place = chunk * self.stages + self.stage
+        if kind == "F":
+            return [("a", place, micro_batch)] if place < self.last else []
+        return [("g", place - 1, micro_batch)] if place else []
+
+
+def _posted(order: Sequence[Pass], ends: _Ends) -> Iterator[Op]:
+    yield from (("post", message) for one in order for message in ends.needs(one))
+    for one in order:
+        yield from (("wait", message) for message in ends.needs(one))
+        yield one
+        yield from (("post", message) for message in ends.makes(one))
+
+
+def _paired(order: Sequence[Pass], ends: _Ends, ahead: int) -> Iterator[Op]:
+    """megatron-core's forward_backward_pipelining_without_interleaving: in the steady state what a pass made is
+    exchanged with what the next one needs."""
+    steady = range(ahead, len(order) - ahead)
+    for index, one in enumerate(order):
+        if not (index in steady and index - 1 in steady):
+            yield from _together(ends.needs(one))
+        yield one
+        joined = index in steady and index + 1 in steady
+        yield from _together(ends.makes(one), ends.needs(order[index + 1]) if joined else [])
+
+
+def _awaited(ends: _Ends, micro_batches: int) -> Iterator[Op]:
+    """deepspeed.runtime.pipe.schedule.TrainSchedule: what a pass made is sent at the next step, by even and odd
+    steps. A forward step sends the last gradient before it receives, a backward step receives before it sends."""
+    stage, stages = ends.stage, ends.stages
+    made: list[Message] = []
+    for step in range(2 * (micro_batches + ends.last)):
+        forward = step % 2 == stage % 2
+        index = (step - stage) // 2 if forward else (step - 2 * stages + stage + 1) // 2
+        now: list[Pass] = [("F" if forward else "B", index, 0)] if 0 <= index < micro_batches else []
+        needed = [message for one in now for message in ends.needs(one)]
+        for messages in (made, needed) if forward else (needed, made):
+            yield from _together(messages)
+        yield from now
+        made = [message for one in now for message in ends.makes(one)]
+    yield from _together(made)
+
+
+def _together(messages: Sequence[Message], received: Sequence[Message] = ()) -> Iterator[Op]:
+    yield from (("post", message) for message in messages)
+    yield from (("post", message, *messages) for message in received)
+    yield from (("wait", message) for message in (*messages, *received))

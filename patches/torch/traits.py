@@ -1,0 +1,32 @@
+"""What torch's own ways to train do, for the plan."""
+
+from typing import Any
+
+from holmes_ext.patches.torch.features import DDP as DDP_HOOK
+from holmes_ext.plan.engine import POSTED, EngineTraits
+from holmes_ext.plan.sizes import DEFAULT_ORDER
+
+_SIZES = "tensor", "context", "expert", "pipeline", "virtual"
+_DATA_ONLY: dict[str, tuple[Any, ...]] = {**dict.fromkeys(_SIZES, (1,)), "recompute": ("none", "full")}
+
+#: A loop or torch.distributed.pipelining, with GradientReducer's buckets.
+LOOP = EngineTraits(
+    "torch", POSTED, norm=False, reports_loss=False, buckets_exceed=False,
+    features={"overlap": (), "two-level": ()},
+    limits={**dict.fromkeys(_SIZES[:3], (1,)), "zero": (0,), "recompute": ("none", "full")},
+    breadth_first=True,
+)  # fmt: skip
+#: DistributedDataParallel: Hugging Face's Trainer, Lightning.
+DDP = EngineTraits(
+    "ddp", POSTED, norm=False, reports_loss=False,
+    features={"overlap": (), "two-level": (DDP_HOOK.name,)},
+    limits={**_DATA_ONLY, "zero": (0,)},
+)  # fmt: skip
+FSDP2 = EngineTraits(
+    "fsdp2", POSTED, norm=False, reports_loss=False, features={}, limits={**_DATA_ONLY, "zero": (3,)},
+)  # fmt: skip
+TORCHTITAN = EngineTraits(
+    "torchtitan", POSTED, norm=False, reports_loss=False, features={"overlap": (), "two-level": ()},
+    limits={"zero": (1, 3), "clusters": ("pipeline", "data"), "order": (DEFAULT_ORDER,)},
+    two_level_zero=(1,), breadth_first=True,
+)  # fmt: skip

@@ -1,0 +1,26 @@
+"""The engine of each framework, as a plan knows it."""
+
+from holmes_ext.patches.deepspeed.features import DEEPSPEED
+from holmes_ext.patches.megatron.features import MEGATRON
+from holmes_ext.patches.torch.traits import DDP, FSDP2, LOOP, TORCHTITAN
+from holmes_ext.plan.engine import ABILITIES, EngineTraits
+
+#: By the names of `holmes plan --for`.
+ENGINES: dict[str, EngineTraits] = {
+    "megatron-lm": MEGATRON, "deepspeed": DEEPSPEED, "megatron-deepspeed": DEEPSPEED, "ddp": DDP, "fsdp2": FSDP2,
+    "torch": LOOP, "torchtitan": TORCHTITAN,
+}  # fmt: skip
+
+
+def any_engine() -> EngineTraits:
+    """Where nobody knows which it is: what any of them can, while no feature of any of them for it is off."""
+    found: dict[str, tuple[str, ...]] = {}
+    for ability in ABILITIES:
+        needed = (name for engine in ENGINES.values() for name in engine.features.get(ability, ()))
+        found[ability] = tuple(dict.fromkeys(needed))
+    return EngineTraits(features=found)
+
+
+def engine_of(framework: str) -> EngineTraits:
+    """framework: "" where it cannot be told."""
+    return ENGINES[framework] if framework else any_engine()

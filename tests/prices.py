@@ -1,0 +1,42 @@
+"""Prices of a job whose nodes stand in a given order."""
+
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.cost.price import Prices, price
+from holmes_ext.plan.cost.rank_model import RankModel
+from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.cost.workload import Workload
+from holmes_ext.plan.placement.families import family_of
+from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.simulate.step import JobStep
+from holmes_ext.plan.sizes import Sizes
+
+
+def costs_on_site(site, order, sizes, model, overlap=False, only=None, hides=True, **rules):
+    """Of each layer of a model on each stage; only: the fabric of all traffic."""
+    network, sizes = Network(site, only=only), sizes.complete(site.world_size)
+    job = RankModel.of(model, sizes)
+    rules = Rules(overlap=overlap, hide_edges=hides, **rules)
+    return price(network, network.placement(order, sizes), job, rules)
+
+
+def step_seconds(site, order, sizes, work=Workload(), only=None, **rules):
+    """A workload's step."""
+    network, sizes = Network(site, only=only), sizes.complete(site.world_size)
+    prices = Prices(network, RankModel.of_workload(work, sizes), Rules(**{"hide_edges": False, **rules}))
+    return estimate(prices.costs(network.placement(order, sizes)), (1,) * sizes.pipeline)
+
+
+def sums_on_site(site, order=(), ranks=(), size=1e9, **rules):
+    """How a group of ranks (all of them) could sum so many bytes; order: of the nodes."""
+    network, sizes = Network(site), Sizes().complete(site.world_size)
+    job = RankModel.of_workload(Workload(gradient_bytes=size), sizes)
+    placement = network.placement(order or [node.name for node in site.nodes], sizes)
+    family = family_of(placement, ranks or range(site.world_size))
+    return Prices(network, job, Rules(**{"direct": True, **rules})).sums_of(family, 1)
+
+
+def job_on_site(site, order, sizes, model, execution):
+    """A step to be simulated."""
+    network, sizes = Network(site), sizes.complete(site.world_size)
+    placement = network.placement(order, sizes)
+    return JobStep(network, placement, model, execution, price(network, placement, RankModel.of(model, sizes)))
