@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harness import Row, chosen, finish, kept, parser, tell
+from harness import Row, chosen, finish, kept, parser, tell, write
 
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.lab import Lab
@@ -31,7 +31,7 @@ from holmes_ext.lab.gpu.job import Gpus
 from holmes_ext.lab.gpu.libraries import libraries
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "integration_tests")]
+sys.path[:0] = [str(ROOT / name) for name in (".", "tests", "integration_tests", "examples/megatron_core/on_cpu")]
 from integration_tests.gpu.conftest import TOML  # noqa: E402
 
 SCRIPTS = ROOT / "integration_tests" / "gpu"
@@ -121,6 +121,7 @@ def losses() -> list[Row]:
             gpu, cpu = (command.losses(lab, "a0,b0,a1,b1", gpus) for gpus in (emulated(), None))
             assert len(gpu) == len(cpu) > 1 and gpu[-1] < gpu[0], (command.name, gpu, cpu)
             difference = max(abs(a - b) for a, b in zip(gpu, cpu))
+            tell(f"  {difference:.2g}")
             rows.append(Row.median("losses", command.name, [difference], "nats", False, "<= 1e-6"))
     return rows
 
@@ -136,8 +137,11 @@ SCENES: dict[str, Callable[[], list[Row]]] = {
 def main() -> int:
     given = parser(__doc__.splitlines()[0]).parse_args()
     names = chosen(given.scenes, SCENES)
-    rows = [row for name in names for row in SCENES[name]()]
-    return finish([*kept(given.json, names), *rows], given.json, "The emulated GPU")
+    rows = kept(given.json, names)
+    for name in names:
+        rows += SCENES[name]()
+        write(rows, given.json)
+    return finish(rows, given.json, "The emulated GPU")
 
 
 if __name__ == "__main__":

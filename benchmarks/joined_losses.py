@@ -27,9 +27,8 @@ from harness import Row, finish, kept, parser, tell, write
 from torch.nn import functional as F
 
 from holmes_ext.lab.samples import examples
-from holmes_ext.runtime.outer.algorithms import keeps_momentum, mixed, momentum_of, outer_step, staleness_gap
+from holmes_ext.runtime.outer.rounds.codecs import codec_of, residual_dtype
 from holmes_ext.runtime.outer.settings import OuterSettings, parse_outer
-from holmes_ext.runtime.reduce.compress import codec
 
 sys.path.insert(0, str(examples() / "plain_torch"))
 from train import GPT, topics  # noqa: E402
@@ -65,6 +64,7 @@ WAYS = {
     "delay 5, mix 0.5": "every=30,fragments=1,delay=5,mix=0.5,compress=off",
     "float32": "compress=off",
     "int8": "compress=int8",
+    "topk": "compress=topk",
     "co2": "algorithm=co2,every=30,fragments=1,compress=off",
 }
 
@@ -98,64 +98,69 @@ class Copy:
 
 
 class OuterLoop:
-    """What the jobs' ranks and the coordinator do together, for all jobs in one place."""
+    """What the jobs' ranks and the coordinator do together, for all jobs in one place: an algorithms.Schedule."""
 
     def __init__(self, settings: OuterSettings, copies: list[Copy]):
-        self.settings, self.copies = settings, copies
+        self.copies, self.algorithm = copies, settings.outer_algorithm()
+        self.period, self.in_period = settings.period, 0
         total = len(copies[0].flat)
         cuts = [total * k // settings.fragments for k in range(settings.fragments + 1)]
         self.ranges = [slice(*pair) for pair in zip(cuts, cuts[1:])]
         self.anchors = [copies[0].flat[part].clone() for part in self.ranges]
         kind = torch.bfloat16 if settings.compress == "int8" else torch.float32
         self.momenta = [
-            torch.zeros(len(anchor), dtype=kind) if keeps_momentum(settings) else None for anchor in self.anchors
+            torch.zeros(len(anchor), dtype=kind) if self.algorithm.keeps_momentum else None for anchor in self.anchors
         ]
-        self.codec = codec(settings.compress)
-        self.residuals = [[torch.zeros(len(anchor), dtype=kind) for anchor in self.anchors] for _ in copies]
+        self.codec, kept_as = codec_of(settings), residual_dtype(settings)
+        self.residuals = [
+            [torch.zeros(len(anchor), dtype=kept_as) if kept_as else None for anchor in self.anchors] for _ in copies
+        ]
+        self.captured: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self.in_flight: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self.round = 0
 
-    def after(self, step: int) -> None:
-        """step: inner steps done so far."""
-        period = self.settings.period
-        if self.settings.stale:
-            if step % period == 0:
-                fragment = self.round % self.settings.fragments
-                self.round += 1
-                before, self.in_flight[fragment] = self.in_flight.get(fragment), self.send(fragment)
-                self.apply(fragment, *(before or (torch.zeros_like(self.anchors[fragment]), [])))
-            return
-        if step % period == period - self.settings.delay or (self.settings.delay == 0 and step % period == 0):
-            self.in_flight[self.round % self.settings.fragments] = self.send(self.round % self.settings.fragments)
-        if step % period == 0:
-            fragment = self.round % self.settings.fragments
-            self.round += 1
-            self.apply(fragment, *self.in_flight.pop(fragment))
+    def after_step(self) -> None:
+        self.in_period += 1
+        self.algorithm.after_step(self)
 
-    def send(self, fragment: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def capture(self) -> int:
+        fragment = self.round % len(self.ranges)
+        self.round += 1
         sent = [copy.flat[self.ranges[fragment]].clone() for copy in self.copies]
         gradients = [
             self.cross(self.anchors[fragment] - one, self.residuals[k][fragment]) for k, one in enumerate(sent)
         ]
-        return torch.stack(gradients).mean(0), sent
+        self.captured[fragment] = torch.stack(gradients).mean(0), sent
+        return fragment
 
-    def cross(self, gradient: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        if self.codec is None:
-            return gradient
-        wide = residual.float()
-        decoded = self.codec.decode(self.codec.encode(gradient, wide if self.codec.feedback else None), gradient)
-        residual.copy_(wide)
-        return decoded
+    def submit(self, fragment: int) -> None:
+        self.in_flight[fragment] = self.captured.pop(fragment)
 
-    def apply(self, fragment: int, gradient: torch.Tensor, sent: list[torch.Tensor]) -> None:
-        momentum, anchor = self.momenta[fragment], self.anchors[fragment]
-        before = float(momentum.float().square().sum()) if momentum is not None else 0.0
-        gap = staleness_gap(self.settings, before, float(gradient.square().sum())) if self.settings.stale else 1.0
-        mu = momentum_of(self.settings, [1.0] * len(self.copies))
-        outer_step(self.settings, anchor, momentum, gradient, mu, gap)
+    def submitted(self) -> list[int]:
+        return list(self.in_flight)
+
+    def new_period(self) -> None:
+        self.in_period = 0
+
+    def settle(self, fragment: int) -> None:
+        momentum, anchor, sent = self.momenta[fragment], self.anchors[fragment], None
+        if fragment in self.in_flight:
+            gradient, sent = self.in_flight.pop(fragment)
+            before = float(momentum.float().square().sum()) if momentum is not None else 0.0
+            gap = self.algorithm.gap_of(before, float(gradient.square().sum())) if self.algorithm.needs_gap else 1.0
+            mu = self.algorithm.momentum_of([1.0] * len(self.copies))
+            self.algorithm.step(anchor, momentum, gradient, mu, gap)
         for k, copy in enumerate(self.copies):
             local = copy.flat[self.ranges[fragment]]
-            local.copy_(mixed(self.settings, local, None if self.settings.stale else sent[k], anchor))
+            then = sent[k] if sent is not None and self.algorithm.keeps_progress else None
+            local.copy_(self.algorithm.mixed(local, then, anchor))
+
+    def cross(self, gradient: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        wide = residual.float() if residual is not None else None
+        decoded = self.codec.decode(self.codec.encode(gradient, wide), gradient)
+        if residual is not None:
+            residual.copy_(wide)
+        return decoded
 
 
 def batch(text: torch.Tensor, seed: int, number: int) -> torch.Tensor:
@@ -184,7 +189,7 @@ def train(scene: str, way: str, seed: int, jobs: int, steps: int, training: torc
             batches = [torch.cat(batches)]
         own.append(statistics.fmean(copy.step(rows) for copy, rows in zip(copies, batches)))
         if joined:
-            joined.after(step + 1)
+            joined.after_step()
     of_one = evaluate(copies[0].model, held_out)
     copies[0].flat.copy_(torch.stack([copy.flat for copy in copies]).mean(0))
     return evaluate(copies[0].model, held_out), of_one, statistics.fmean(own[-50:])

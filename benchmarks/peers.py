@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Row, chosen, finish, kept, parser, tell
+from harness import Row, chosen, finish, kept, parser, tell, write
 from peers_job import BATCH, SIZE, evaluate
 
 from holmes_ext.cluster.spec import parse_spec
@@ -41,7 +41,7 @@ from holmes_ext.lab.process.job import Job
 JOB = str(Path(__file__).with_name("peers_job.py"))
 NODES = {"east": "a0", "west": "b0"}
 TOKENS = BATCH * SIZE["sequence"]
-TOKEN = {"HOLMES_JOIN_TOKEN": "the lab's own token", "OMP_NUM_THREADS": "1"}
+TOKEN = {"HOLMES_JOIN_TOKEN": "the token of joined jobs in a lab", "OMP_NUM_THREADS": "1"}
 SCENES = ("train", "killed")
 #: Steps until exposed seconds and tokens/s count: the jobs meet in the first ones.
 SKIP = 40
@@ -196,6 +196,7 @@ def main() -> int:
     rows = kept(args.json, names)
     for name in names:
         rows += measure(name, args)
+        write(rows, args.json)
     return finish(rows, args.json, f"joined jobs beside torchft, seeds {args.seeds}")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from holmes_ext.cli.show import joined_demo
+from holmes_ext.cli.show import gpu_demo, joined_demo
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
@@ -54,11 +54,16 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--timeline", metavar="FILE", help="write one step of each run as a picture alone (.svg)")
     parser.add_argument("--joined", action="store_true",
                         help="two jobs that train one model over 40 ms and 20 Mb/s, one of them killed and back")
+    parser.add_argument("--gpu", action="store_true",
+                        help="on emulated GPUs, over NCCL: its networks, each NIC's bytes and the losses, stock and"
+                        " holmes (needs the CUDA build of torch, g++ and NCCL's source: `make .venv-gpu`)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """The table on the screen, the report in a file; 1 when the losses differ."""
+    if args.gpu and args.joined:
+        raise HolmesError("holmes demo: --gpu and --joined are two demos; leave one out")
     needed = ("torch", "matplotlib", *(() if args.joined else ("deepspeed",)))
     if missing := [name for name in needed if find_spec(name) is None]:
         raise HolmesError(f"holmes demo needs {', '.join(missing)}: `make demo` in a clone installs all of it")
@@ -66,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         return joined_demo.run(args.json, max(args.steps, 160), args.output)
     if args.repetitions < 1 or args.steps < 6:
         raise HolmesError("holmes demo: --repetitions must be 1 or more and --steps 6 or more")
+    if args.gpu:
+        return gpu_demo.run(args.json, SCRIPT, CLUSTER, args.steps)
     screen = Screen(stderr=args.json)
     with tempfile.TemporaryDirectory() as directory:
         variants, series = _measure(args, Path(directory), screen)

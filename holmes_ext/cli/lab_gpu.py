@@ -102,7 +102,7 @@ def run(lab: Lab, command: Sequence[str], args: argparse.Namespace, gpus: Gpus, 
     for name, words in named.items():
         if name:
             print(f"holmes lab: {name}", file=sys.stderr, flush=True)
-        runs.append(_run_watched(lab, name, words, labels, gpus=gpus, **options))
+        runs.append(run_watched(lab, name, words, labels, gpus=gpus, **options))
         if runs[-1].result.returncode:
             break
     show(runs, gpus.libraries)
@@ -111,7 +111,7 @@ def run(lab: Lab, command: Sequence[str], args: argparse.Namespace, gpus: Gpus, 
     return runs[-1].result
 
 
-def _run_watched(lab: Lab, name: str, command: Sequence[str], labels: Sequence[str], **options: Any) -> GpuRun:
+def run_watched(lab: Lab, name: str, command: Sequence[str], labels: Sequence[str], **options: Any) -> GpuRun:
     """Ends the job once it is sure that it hangs; tells of one that stands still and may yet move on."""
     before = lab.counters()
     job = lab.start(command, **options)

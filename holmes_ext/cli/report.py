@@ -125,10 +125,14 @@ def _rank_cells(summary: Summary) -> list[list[str]]:
 
 
 def _verdict(summary: Summary) -> str:
-    """Which rank is slowest, and what costs most."""
-    slow = summary.slowest
-    text = (f"slowest: rank {slow.rank} on {slow.node} ({slow.cluster}): {slow.own_s:.4f} s of its step are its own"
-            " work, the others wait for it")
+    """What costs most: a network that carries less than it should, or a rank for which the others wait."""
+    slow, link = summary.slowest, summary.slow_link
+    own = f"slowest: rank {slow.rank} on {slow.node} ({slow.cluster}): {slow.own_s:.4f} s of its step are its own work"
+    if link is not None:
+        carried = f"{format_rate(link.achieved_bps)} of {format_rate(link.configured_bps)}"
+        return (f"{own}; a slow network costs more: {link.kind} groups {link.where} clusters on {link.fabric} carry"
+                f" {carried}, {link.exposed_s:.4f} s a step are waited for (rank {link.most_exposed} waits longest)")
+    text = f"{own}, the others wait for it"
     if not summary.rows:
         return text
     worst = summary.rows[0]

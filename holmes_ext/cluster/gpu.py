@@ -1,7 +1,7 @@
 """What a GPU does for training: known names, and what cluster.toml says instead.
 
     [[cluster]]
-    gpu = "A100"                   # a name of KNOWN gives all three numbers; any other name is only a label
+    gpu = "A100"                   # a name of KNOWN gives all three numbers, as in "NVIDIA A100-SXM4-40GB", too
     gpu_flops = 150e12             # FLOP/s that training reaches on one GPU (not the data sheet's peak)
     gpu_memory_bytes = 80e9
     nvlink = "2400Gb/s"            # of one GPU, each way, to the others of its node
@@ -13,7 +13,8 @@ yours and write it down.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -33,3 +34,16 @@ KNOWN = {
     "H800": Accelerator(400e12, 80e9, 1600e9),
     "H200": Accelerator(400e12, 141e9, 3600e9),
 }
+_MEMORY = re.compile(r"(\d+) ?GB", re.IGNORECASE)
+
+
+def accelerator_of(name: str) -> Accelerator | None:
+    """What a name says, such as a driver's "NVIDIA A100-SXM4-40GB": the known one that is a word of it, with the memory
+    that it states, and no NVLink where it says PCIe. None where no word is known."""
+    words = re.split(r"[^A-Z0-9]+", name.upper())
+    found = next((KNOWN[word] for word in words if word in KNOWN), None)
+    if found is None:
+        return None
+    if stated := _MEMORY.search(name):
+        found = replace(found, memory_bytes=float(stated[1]) * 1e9)
+    return replace(found, link_bps=0.0) if "PCIE" in words else found

@@ -53,7 +53,7 @@ KEYS = (
         " network NAME), or `\"auto\"`: NCCL chooses"),
     Key("[[cluster]]", "uplink", _RATE, "no limit", "what all its nodes together get to other clusters, each way"),
     Key("[[cluster]]", "gpu", "a text", "none",
-        f"for `holmes plan`: {', '.join(KNOWN)} give the next three; any other name is a label"),
+        f"for `holmes plan`: {', '.join(KNOWN)}, also inside a driver's name, give the next three"),
     Key("[[cluster]]", "gpu_flops", "a number", "of `gpu`",
         "FLOP/s that training reaches on one GPU, not the data sheet's"),
     Key("[[cluster]]", "gpu_memory_bytes", "a number", "of `gpu`", "of one GPU"),

@@ -42,7 +42,7 @@ SIZE = "--layers 4 --hidden 128 --heads 4 --sequence 64 --micro-batch 2 --micro-
 #: That a rank reads in a step.
 TOKENS = 2 * 2 * 64
 ACCELERATOR = {"flops": 2e9, "classes": ["Block"]}
-_TOKEN, _PORT = "the lab's own token", 29600
+_TOKEN, _PORT = "the token of joined jobs in a lab", 29600
 
 
 @contextmanager

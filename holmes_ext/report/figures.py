@@ -13,6 +13,10 @@ from holmes_ext.report.files import RankFile, Run
 Key = tuple[str, str, str]
 
 
+#: Part of its rate below which a network is slow: gloo's rings reach more.
+SLOW = 0.25
+
+
 @dataclass(frozen=True)
 class GroupRow:
     """One kind of group on one fabric, inside a cluster or across: means of a step, on a rank that has such groups.
@@ -98,6 +102,20 @@ class Summary:
     def slowest(self) -> RankRow:
         """The rank whose own work takes longest: for it the others wait."""
         return max(self.ranks, key=lambda one: (one.own_s, -one.rank))
+
+    @property
+    def slow_link(self) -> GroupRow | None:
+        """The groups that lose most because their network carries less than SLOW of its rate; None where a rank's own
+        work costs as much: what it takes longer than the quickest rank's."""
+        late_s = self.slowest.own_s - min(one.own_s for one in self.ranks)
+        slow = [row for row in self.rows if 0 < row.achieved_bps < SLOW * row.configured_bps]
+        worst = max(slow, key=_lost_s, default=None)
+        return worst if worst is not None and _lost_s(worst) > late_s else None
+
+
+def _lost_s(row: GroupRow) -> float:
+    """Of what is waited for, beyond what the network's rate would take."""
+    return row.exposed_s * (1 - row.achieved_bps / row.configured_bps)
 
 
 def summarize(run: Run) -> Summary:

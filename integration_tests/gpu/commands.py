@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,9 +114,10 @@ def megatron_lm(folder: Path, checkout: Path, *flags: str) -> Command:
 
     tools = folder / "bin"
     tools.mkdir()
-    (tools / "python3").symlink_to(sys.executable)
-    (tools / "python3-config").write_text(f"#!/bin/sh\necho {sysconfig.get_config_var('EXT_SUFFIX')}\n")
-    (tools / "python3-config").chmod(0o755)
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    for name, line in (("python3", f'exec {sys.executable} "$@"'), ("python3-config", f"echo {suffix}")):
+        (tools / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tools / name).chmod(0o755)
     site = Path(write_sitecustomize(folder)) / "sitecustomize.py"
     python_3_11 = "import typing\nvars(typing).setdefault('override', lambda made: made)\n"
     site.write_text(python_3_11 + site.read_text())
@@ -126,7 +127,7 @@ def megatron_lm(folder: Path, checkout: Path, *flags: str) -> Command:
            "TORCHDYNAMO_DISABLE": "1"}
     name = "Megatron-LM, " + "tensor 2, " * ("--tensor-model-parallel-size" in flags) + "pipeline 2, data 2"
     return Command(name, (str(checkout / "pretrain_gpt.py"), *MEGATRON, *PIPELINE, *flags), folder,
-                   ("megatron.training.training",), _megatron, env, on_cpu=("--distributed-backend", "gloo"))
+                   ("torch",), _megatron, env, on_cpu=("--distributed-backend", "gloo"))
 
 
 def megatron_deepspeed(folder: Path, checkout: Path, zero: int, *flags: str) -> Command:
@@ -148,7 +149,8 @@ def of_checkouts(folder: Path, *flags: str) -> dict[str, Callable[[], Command]]:
     return made
 
 
-def all_commands(folder: Path) -> list[Command]:
+def all_commands(folder: Path) -> Iterator[Command]:
     """For 8 ranks."""
-    flags = ("--tensor-model-parallel-size", "2")
-    return [*deepspeed(folder), trainer(folder), *(make() for make in of_checkouts(folder, *flags).values())]
+    for make in of_checkouts(folder, "--tensor-model-parallel-size", "2").values():
+        yield make()
+    yield from (*deepspeed(folder), trainer(folder))

@@ -28,11 +28,21 @@ def check(found: torch.Tensor, expected: float) -> None:
 
 
 def slow(value: float, size: int = SIZE) -> torch.Tensor:
-    """A tensor that takes the GPU a while to make."""
-    made = torch.zeros(size, device="cuda")
+    """A tensor that takes the GPU a while to make, where another number was before."""
+    made = torch.full((size,), -7.0, device="cuda")
+    torch.cuda.synchronize()
+    made.zero_()
     for _ in range(10):
         made += value / 10
     return made.round_()
+
+
+def side_stream() -> torch.cuda.Stream:
+    """A stream with memory of its own at hand: asking CUDA for it waits for the device."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.empty(SIZE, device="cuda")
+    return side
 
 
 def pairs(streams_between: int = 0) -> list:
@@ -59,7 +69,7 @@ def send_or_receive(tensor: torch.Tensor, sends: bool, group) -> list:
 @fault
 def consumer_does_not_wait(right: bool) -> None:
     """A side stream reads what the main stream still writes."""
-    side = torch.cuda.Stream()
+    side = side_stream()
     torch.cuda.synchronize()
     made = slow(10.0)
     if right:
@@ -73,7 +83,7 @@ def consumer_does_not_wait(right: bool) -> None:
 @fault
 def collective_does_not_wait(right: bool) -> None:
     """An all-reduce on a side stream sends what the main stream still writes."""
-    side = torch.cuda.Stream()
+    side = side_stream()
     dist.all_reduce(torch.zeros(1, device="cuda"))
     torch.cuda.synchronize()
     made = slow(10.0)
@@ -101,7 +111,7 @@ def work_is_not_waited_for(right: bool) -> None:
 @fault
 def buffer_is_reused_too_early(right: bool) -> None:
     """A tensor that a side stream reads is freed on the main stream, whose next tensor takes its memory."""
-    side = torch.cuda.Stream()
+    side = side_stream()
     made = torch.full((SIZE,), 3.0, device="cuda")
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -159,8 +169,8 @@ def receive_before_a_device_wait(right: bool) -> None:
     value, total = torch.full((SIZE,), 5.0, device="cuda"), torch.ones(SIZE, device="cuda")
     if dist.get_rank() == 0:
         works = [] if right else send_or_receive(value, False, early)
-        dist.all_reduce(total, group=late)
         torch.cuda.synchronize()
+        dist.all_reduce(total, group=late)
         works = works or send_or_receive(value, False, early)
     else:
         dist.all_reduce(total, group=late)
@@ -187,13 +197,12 @@ def both_send_first(right: bool) -> None:
 @fault
 def another_collective(right: bool) -> None:
     """One rank reduces where the other gathers, on the same group."""
-    value = torch.ones(SIZE, device="cuda")
+    value = torch.ones(1 << 22, device="cuda")
     dist.all_reduce(torch.zeros(1, device="cuda"))
     torch.cuda.synchronize()
     if right or dist.get_rank() == 0:
         dist.all_reduce(value)
     else:
-        dist.broadcast(value, 1)
         dist.broadcast(value, 1)
     torch.cuda.synchronize()
     dist.all_reduce(value)
@@ -227,7 +236,7 @@ def one_hardware_queue(right: bool) -> None:
 @fault
 def event_is_recorded_too_early(right: bool) -> None:
     """A side stream waits for an event that was recorded before the kernels whose result it reads."""
-    side, event = torch.cuda.Stream(), torch.cuda.Event()
+    side, event = side_stream(), torch.cuda.Event()
     torch.cuda.synchronize()
     event.record()
     made = slow(10.0)

@@ -42,8 +42,9 @@ class Hangs:
 
 HANGS = (
     Hangs("communicators_in_other_orders",
-          (r"rank 0: its host waits in cudaDeviceSynchronize for rank 0: stream \d+: kernel AllReduce of 16384 Float32",
-           "which has launched no kernel for it: rank 1: its host", r"group first", r"group second"), always=True),
+          (r"rank 0: stream \d+: kernel AllReduce of 16384 Float32 \(group first, communicator",
+           "waits for data from rank 1, which has launched no kernel for it: rank 1: its host",
+           r"rank 1: its host waits in cudaDeviceSynchronize for", "group second"), always=True),
     Hangs("receive_before_a_device_wait",
           (r"kernel Recv from 1 \(65536 bytes\).*waits for data from rank 1, which has launched no kernel for it",
            "its host waits in cudaDeviceSynchronize")),
@@ -52,14 +53,15 @@ HANGS = (
     Hangs("sizes_differ", (r"unlike collectives.*AllReduce of 1048576 Float32 on rank 0; AllReduce of 1024 Float32 on"
                            " rank 1",)),
     Hangs("one_hardware_queue", ("stands in hardware queue 0 behind", "kernel Recv from 1"), ONE_QUEUE, always=True),
-    Hangs("side_by_side", ("needs 1 multiprocessors, of which this holds some",), sms=1),
+    Hangs("side_by_side", (r"needs \d multiprocessors, of which this holds some",), sms=1),
     Hangs("side_by_side", (r"waits \(cudaStreamWaitEvent\) for",), IN_ORDER),
     Hangs("pooled_streams", ("kernel Send to 1.* comes in its stream after .*kernel Recv from 1",)),
     Hangs("rank_waits_elsewhere",
           ("which has launched no kernel for it: rank 1: its host", r'planted.py", line \d+ in rank_waits_elsewhere',
            "its host is in no CUDA call"), circle=False),
-    Hangs("both_receive_first", ("kernel Recv from 1", r'planted.py", line \d+ in both_receive_first'),
-          {"TORCH_NCCL_BLOCKING_WAIT": "1"}, circle=False),
+    Hangs("both_receive_first",
+          ("rank 0: .*kernel Recv from 1.*waits for data from rank 1, which is at rank 1: .*kernel Recv from 0",),
+          {"TORCH_NCCL_BLOCKING_WAIT": "1"}),
 )  # fmt: skip
 
 

@@ -30,13 +30,15 @@ from holmes_ext.options import Options
 from holmes_ext.patches.torch import joined as torch_joined
 from holmes_ext.runtime.outer import training
 from holmes_ext.runtime.outer.loop import OuterLoop
-from holmes_ext.runtime.outer.peers import exchange, transfer
+from holmes_ext.runtime.outer.peers import exchange, routes, transfer
 from holmes_ext.runtime.outer.peers import take as cross_take
 from holmes_ext.runtime.outer.rounds.coordinator_link import CoordinatorLink
 from holmes_ext.runtime.outer.shards.state import OuterState
+from holmes_ext.runtime.sockets import handshake
 
 TIMEOUT_S = 3
 OUTER = f"every=4,fragments=2,delay=1,compress=off,weight=equal,timeout={TIMEOUT_S}"
+LIES = ("flip", "claim", "accuse")
 #: Seconds of a step: rounds need some of them.
 PACE_S = 0.03
 
@@ -45,7 +47,8 @@ PACE_S = 0.03
 class Fault:
     """At the `nth` time (from 1) that rank `rank` comes to `point`: "kill", "stop" (the parent lets it go on), "nan",
     "far" (weights far out), "reset" (connections to other jobs), "hole" (they carry nothing for 2 timeouts), "slow"
-    (1 KB at a time)."""
+    (1 KB at a time); and of liars, from then on: "flip" (it sends the opposite), "claim" (a version that no round
+    made), "accuse" (all others, of anything)."""
 
     point: str
     nth: int
@@ -81,7 +84,7 @@ POINTS: dict[str, tuple[Any, str, str, bool]] = {
 class Job:
     """Of `ranks` processes, which end together as under a launcher. place: directory of its files;
     faulty_incarnations: the fault is in so many of its starts; load: from its checkpoint; save: every so many steps,
-    into at most disk_bytes (0: no bound); ahead_s: of its clocks."""
+    into at most disk_bytes (0: no bound); ahead_s: of its clocks; encrypted: TLS, as between hosts."""
 
     place: Path
     name: str
@@ -95,6 +98,7 @@ class Job:
     save: int = 0
     disk_bytes: int = 0
     ahead_s: float = 0.0
+    encrypted: bool = False
     seed: int = 0
     processes: list[Any] = field(default_factory=list)
 
@@ -160,6 +164,9 @@ def rank_of(rank: int, incarnation: int, one: dict[str, Any]) -> None:
     job = Job(**one)
     torch.set_num_threads(1)
     _shift_clocks(job.ahead_s)
+    if job.encrypted:
+        for module in (handshake, routes):
+            module.stays_on_host = lambda connection: False
     with open(job.place / f"{job.name}.{incarnation}.{rank}.jsonl", "a", buffering=1) as log:
         _train(job, rank, incarnation, lambda **told: print(json.dumps(told), file=log))
 
@@ -255,6 +262,8 @@ def _do(what: str, model: torch.nn.Module) -> None:
             model[0].bias.fill_(float("nan")) if what == "nan" else model[0].bias.add_(1e4)
     elif what == "reset":
         training._job.loop.rounds.links.drop()
+    elif what in LIES:
+        _lie(what, training._job.loop.rounds)
     else:
         move, until = transfer.PeerTransfer.move, time.monotonic() + 2 * TIMEOUT_S + 1
 
@@ -268,6 +277,19 @@ def _do(what: str, model: torch.nn.Module) -> None:
             raise BlockingIOError  # nothing comes or goes
 
         transfer.PeerTransfer.move = slowly
+
+
+def _lie(what: str, rounds: Any) -> None:
+    if what == "flip":
+        encode = rounds.codec.encode
+        rounds.codec.encode = lambda values, residual: encode(-values, residual)
+        return
+    ask, others = rounds.coordinator.ask, ("east", "west", "north")
+    op, change = {
+        "claim": ("ready", lambda told: {**told, "versions": [10**9] * len(told["versions"])}),
+        "accuse": ("done", lambda told: {**told, "faults": dict.fromkeys(others, "a lie")}),
+    }[what]
+    rounds.coordinator.ask = lambda asked, told: ask(asked, change(dict(told)) if asked == op else told)
 
 
 def check(place: Path, events: list[str]) -> dict[str, int]:

@@ -3,8 +3,9 @@
     make soak [MINUTES=30] [SEED=1]
     PYTHONPATH=tests:. python integration_tests/joined/soak.py --minutes 30 [--seed 1] [--keep DIR] [--ledger FILE]
 
-Three jobs (one of two ranks) on loopback. Every few seconds one of: a job killed, one rank of it killed, a job stopped
-for a while, a fault inside the next incarnation (faulty.POINTS), the coordinator restarted. Jobs that died come back.
+Three jobs (one of two ranks) on loopback, TLS throughout. Every few seconds one of: a job killed, one rank of it
+killed, a job stopped for a while, a fault or a lie inside the next incarnation (faulty.POINTS, LIES), the coordinator
+restarted. Jobs that died come back.
 At the end: all jobs have the same bits of the same version of each fragment, each round that a job began has an end,
 each committed round was applied by all of its members that lived. Status 1 where one of that is not so. The ledger
 (JSON lines, as it goes): what was done, and whenever the coordinator is restarted what has been counted and compared.
@@ -23,9 +24,9 @@ from pathlib import Path
 
 from joined_jobs import coordinator
 
-from integration_tests.joined.faulty import OUTER, POINTS, Fault, Job, await_, check, start_server
+from integration_tests.joined.faulty import LIES, OUTER, POINTS, Fault, Job, await_, check, start_server
 
-INSIDE = ("kill", "kill", "reset", "nan", "far")
+INSIDE = ("kill", "kill", "reset", "nan", "far", *LIES)
 PATIENCE_S = 180
 
 
@@ -55,7 +56,8 @@ def soak(place: Path, seconds: float, seed: int, ledger: Ledger) -> int:
             with coordinator(port) as server:
                 port = server.port
                 if not jobs:
-                    more = {"steps": 10**9, "faulty_incarnations": 10**9, "outer": f"min=1,limit=8,{OUTER}"}
+                    more = {"steps": 10**9, "faulty_incarnations": 10**9, "encrypted": True,
+                            "outer": f"min=1,limit=8,{OUTER}"}  # fmt: skip
                     jobs = [Job(place, name, port, ranks=ranks, seed=k, **more)
                             for k, (name, ranks) in enumerate((("east", 1), ("west", 2), ("north", 1)))]
                     for job in jobs:

@@ -10,6 +10,7 @@ from joined_jobs import coordinator
 
 from integration_tests.jobs import some
 from integration_tests.joined.faulty import (
+    LIES,
     OUTER,
     TIMEOUT_S,
     Fault,
@@ -106,6 +107,21 @@ def test_killed_while_it_takes_weights(point, jobs, tmp_path):
         run_on(east)
         assert west.wait(PATIENCE_S) == 0
         east.kill()
+    check(tmp_path, server.told)
+
+
+@pytest.mark.parametrize("lie", some(LIES))
+def test_a_liar_over_tls(lie, jobs, tmp_path):
+    """It is one of three; the honest ones end with the same bits."""
+    faults = {"east": None, "north": None, "west": Fault("step", 9, lie)}
+    with coordinator() as server:
+        made = [jobs(name, server.port, fault=fault, seed=seed, encrypted=True, outer=f"min=2,{OUTER}")
+                for seed, (name, fault) in enumerate(faults.items())]
+        at_end(*made[:2])
+        made[2].kill()
+    words = {"flip": "points another way", "claim": "cannot be of round", "accuse": "a lie"}[lie]
+    assert any(words in line and "west" in line for line in server.told), server.told
+    assert together(made[0]) >= 10
     check(tmp_path, server.told)
 
 

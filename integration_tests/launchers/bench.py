@@ -12,6 +12,7 @@ from typing import Any
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.lab import Lab
 from holmes_ext.lab.launchers.daemons import Daemons
+from integration_tests.jobs import ROOT
 from integration_tests.launchers import train
 
 TRAIN = str(Path(train.__file__))
@@ -59,7 +60,8 @@ class Bench:
         self.lab.__enter__()
         try:
             path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-            env = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": path}
+            modules = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+            env = {"PYTHONPATH": modules, "PATH": path}
             self.daemons = Daemons(self.lab, self.needs, self.order, self.processes, env)
         except BaseException:
             self.lab.close()

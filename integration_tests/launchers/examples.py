@@ -69,7 +69,7 @@ def submitted(bench: Bench, file: str, example: Example) -> str:
                  "SAVE": f"{bench.folder}/{file}.checkpoints", **example.variables}
     try:
         bench.run("env", *(f"{name}={value}" for name, value in variables.items()), "sbatch", "--wait",
-                  f"--chdir={bench.folder}", f"--output={said}", str(script), *example.arguments)
+                  f"--chdir={bench.folder}", f"--output={said}", str(script), *example.arguments, timeout=600)
     except AssertionError as error:
         raise AssertionError(said.read_text()[-6000:] if said.exists() else error) from None
     return said.read_text()

@@ -65,7 +65,8 @@ def test_starts_and_stops_leave_nothing(tmp_path):
                 said = bench.run("srun", "--nodes=4", "hostname")
             else:
                 said = bench.run("mpirun", "--allow-run-as-root", "--hostfile", hostfile(bench), "hostname")
-            assert sorted(said.split()) == ["a0", "a1", "b0", "b1"]
+            hosts = ["a0", "a1", "b0", "b1"]  # between warnings of a busy machine
+            assert sorted(line for line in said.splitlines() if line in hosts) == hosts, said
             assert left()  # a lab that runs is seen
         assert left() == []
 

@@ -82,3 +82,13 @@ def test_a_misspelt_flag_of_holmes(capsys, tmp_path):
     assert "--holmez-cluster: did you mean --holmes-cluster?" in capsys.readouterr().err
     assert main(["doctor", "--cluster", str(tmp_path / "cluster.toml"), "--", *words]) == 1
     assert "did you mean --holmes-cluster?" in capsys.readouterr().out
+
+
+def test_a_gpu_that_nobody_knows_is_told(capsys, tmp_path):
+    """Its NVLink would be left out without a word."""
+    (tmp_path / "cluster.toml").write_text(SITE.replace('nodes = ["a[', 'gpu = "A10O"\nnodes = ["a['))
+    words = "plan", "--cluster", str(tmp_path / "cluster.toml"), "--seconds", "1", "--limit", "pipeline=1"
+    assert main([*words, "--", *GPT.split()]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    message = "not known: gpu 'A10O' of cluster a: did you mean 'A100'?; without gpu_flops, gpu_memory_bytes, nvlink"
+    assert message in said

@@ -5,6 +5,7 @@ from dataclasses import replace
 import clusters
 import pytest
 
+from holmes_ext.cluster.gpu import Accelerator, accelerator_of
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import Gpu, Model
@@ -26,6 +27,14 @@ def test_numbers_of_the_cluster_then_the_models_cluster_then_the_name_then_the_m
     assert model.gpu_of("a") == Gpu(2e12, 40e9, 2400e9) and model.gpu_of("b").flops == 5e13
     unknown = on_clusters(replace(MODEL, gpu=Gpu(1e12, 1e9)), parse_spec(TEXT.replace("A100", "Abacus")))
     assert unknown.gpu_of("a") == Gpu(1e12, 1e9)
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("A100-80GB", Accelerator(150e12, 80e9, 2400e9)), ("NVIDIA A100-SXM4-40GB", Accelerator(150e12, 40e9, 2400e9)),
+    ("NVIDIA H100 PCIe", Accelerator(400e12, 80e9, 0.0)), ("Abacus", None), ("", None),
+])
+def test_a_drivers_name(name, expected):
+    assert accelerator_of(name) == expected
 
 
 @pytest.mark.parametrize(

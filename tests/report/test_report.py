@@ -1,6 +1,7 @@
 import json
 import random
 import re
+from dataclasses import replace
 
 import pytest
 from telemetry_files import write
@@ -31,6 +32,20 @@ def test_figures(tmp_path):
     assert (linked.pairs[0].configured_bps, linked.pairs[0].round_trip_s) == (1e8, 0.04)
     assert summary.slowest.rank == 1 and summary.slowest.own_s == pytest.approx(0.7)
     assert summary.ranks[0].exposed_s == pytest.approx(0.5)
+
+
+def test_the_verdict_names_the_network_where_it_costs_more_than_any_rank(tmp_path, capsys):
+    """2 MB in 0.4 s over 250 Mb/s; the later rank's own work is 0.2 s more than the other's."""
+    write(tmp_path)
+    summary = summarize(load(tmp_path))
+    assert summary.slow_link is summary.rows[0]
+    assert main(["report", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a slow network costs more: data groups across clusters on ethernet carry 40 Mb/s of 250 Mb/s" in said
+    quick = replace(summary.rows[0], configured_bps=1e8)
+    assert replace(summary, rows=(quick,)).slow_link is None
+    late = replace(summary.ranks[1], own_s=0.9)
+    assert replace(summary, ranks=(summary.ranks[0], late)).slow_link is None
 
 
 def test_scaled_rates_of_the_lab_are_told(tmp_path, capsys):

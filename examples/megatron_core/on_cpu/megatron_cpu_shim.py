@@ -102,6 +102,7 @@ def _tensors(torch):
 
         return call
 
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # torch's CUDA build asks for a driver
     for kind in (torch.Tensor, torch.nn.Module):
         kind.to = moved(kind.to)
         kind.cuda = lambda self, *args, **kwargs: self
@@ -176,6 +177,7 @@ def _optimizer(torch):
     tensor for all of them and each would advance it; and the distributed optimizer, which loads weights and moments,
     leaves `step` alone.
     """
+    torch.optim.Optimizer._accelerator_graph_capture_health_check = lambda self: None  # asks a CUDA build's driver
     load = torch.optim.Optimizer.load_state_dict
 
     def load_and_part(self, state_dict):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from holmes_ext.cli.show.table import Screen
-from holmes_ext.cluster.gpu import KNOWN
+from holmes_ext.cluster.gpu import KNOWN, accelerator_of
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.command import split_command
 from holmes_ext.errors import HolmesError
@@ -22,6 +23,7 @@ from holmes_ext.plan.cost.model_file import load_model, on_clusters
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.search.space import with_zero, zero_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes
+from holmes_ext.words import did_you_mean
 
 SIZES = ("pipeline", "tensor", "context", "expert", "order")
 
@@ -77,8 +79,9 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
     if model is not None and args.global_batch is not None:
         model = replace(model, global_batch=args.global_batch, micro_batches=0)
     if model is not None:
+        lines = [*_unknown_gpus(spec), *lines]
         unknown = [cluster.name for cluster in spec.clusters
-                   if not (cluster.accelerator.flops or cluster.gpu in KNOWN or cluster.name in model.gpus)]
+                   if not (cluster.accelerator.flops or accelerator_of(cluster.gpu) or cluster.name in model.gpus)]
         if unknown and not args.model:
             rate = f"{model.gpu.flops / 1e12:.0f} TFLOP/s and no memory limit"
             lines.insert(0, f"assumed: GPUs of {', '.join(unknown)} reach {rate} (key 'gpu' of cluster.toml tells)")
@@ -94,6 +97,17 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
     overlap = args.overlap == "on" and options.overlap != "off"
     direct = said is not None and said.backend == "gloo"
     return Training(model, sizes, said, tuple(lines), options, engine_of(framework), direct, overlap)
+
+
+def _unknown_gpus(spec: SiteSpec) -> Iterator[str]:
+    """A line for each cluster whose GPU's name says nothing, where numbers of it are missing."""
+    for cluster in spec.clusters:
+        known = cluster.accelerator
+        missing = {"gpu_flops": known.flops, "gpu_memory_bytes": known.memory_bytes, "nvlink": known.link_bps}
+        keys = [key for key, value in missing.items() if not value]
+        if cluster.gpu and keys and accelerator_of(cluster.gpu) is None:
+            what = f"gpu {cluster.gpu!r} of cluster {cluster.name}: {did_you_mean(cluster.gpu, KNOWN)}"
+            yield f"not known: {what}; without {', '.join(keys)} in cluster.toml these are not counted"
 
 
 def _options(args: argparse.Namespace) -> Options:

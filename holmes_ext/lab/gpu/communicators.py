@@ -29,7 +29,8 @@ def read(directory: Path) -> list[Communicator]:
         for line in lines[rank]:
             ranks = tuple(rank_of.get(member) for member in line["members"])
             communicator = Communicator(line["communicator"], ranks, line["network"], line["group"])
-            found.setdefault(communicator.name, communicator)
+            if communicator.name not in found or not found[communicator.name].group:
+                found[communicator.name] = communicator
     return list(found.values())
 
 

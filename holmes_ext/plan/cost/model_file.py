@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.cluster.gpu import KNOWN
+from holmes_ext.cluster.gpu import accelerator_of
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.document import Table, load_toml
 from holmes_ext.errors import HolmesError
@@ -57,7 +57,7 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
     GPU's name says, then [gpu]."""
     gpus = {}
     for cluster in spec.clusters:
-        sources = (cluster.accelerator, model.gpus.get(cluster.name), KNOWN.get(cluster.gpu), model.gpu)
+        sources = (cluster.accelerator, model.gpus.get(cluster.name), accelerator_of(cluster.gpu), model.gpu)
         every = {item.name: [getattr(source, item.name, 0.0) for source in sources] for item in fields(Gpu)}
         gpus[cluster.name] = Gpu(**{name: next(filter(None, values), 0.0) for name, values in every.items()})
     return replace(model, gpus=gpus)

@@ -139,16 +139,24 @@ class Channel:
 
     def lives(self) -> bool:
         """Whether the other end has not closed it, as far as is known here. Takes nothing that has come."""
+        return self._next_byte() != b""
+
+    def idle(self) -> bool:
+        """Whether it lives, and nothing has come that was not read: of an end that has to wait."""
+        return self._next_byte() is None
+
+    def _next_byte(self) -> bytes | None:
+        """That has come already; b"" at the end, None where nothing has come."""
         try:
             probe = socket.socket(fileno=self.socket.fileno())
         except (OSError, ValueError):  # it is closed here
-            return False
+            return b""
         try:
-            return probe.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+            return probe.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return True
+            return None
         except OSError:
-            return False
+            return b""
         finally:
             probe.detach()
 

@@ -220,3 +220,10 @@ def test_communicators_by_the_ranks_of_the_job(tmp_path):
                 "self": own, "members": ["p0", "p3"]}
         (tmp_path / f"rank{number}.communicators").write_text(json.dumps(line) + "\n")
     assert communicators.read(tmp_path) == [communicators.Communicator("0xa", (0, 3), "Socket", "edge")]
+
+
+def test_a_communicator_whose_name_is_known_later(tmp_path):
+    line = {"communicator": "0xa", "rank": 0, "ranks": 1, "network": "IB", "self": "p0", "members": ["p0"]}
+    named = [json.dumps({**line, "group": group}) for group in ("", "edge", "")]
+    (tmp_path / "rank0.communicators").write_text("\n".join(named) + "\n")
+    assert communicators.read(tmp_path) == [communicators.Communicator("0xa", (0,), "IB", "edge")]

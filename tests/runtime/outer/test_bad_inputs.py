@@ -1,6 +1,7 @@
 """Bad input to every port and file of joined jobs, while two of them train: no job ends, nothing is printed as a
 traceback, threads and memory stay bounded. 10,000 of them where HOLMES_TEST_FULL=1, else a quarter."""
 
+import collections
 import contextlib
 import copy
 import io
@@ -101,10 +102,13 @@ def bounded(before):
 
 
 def where():
-    """What each thread does."""
+    """How many threads are at which line, the innermost of holmes."""
     frames = sys._current_frames()
-    return [(thread.name, traceback.format_stack(frames[thread.ident])[-3:]) for thread in threading.enumerate()
-            if thread.ident in frames]
+    found = collections.Counter()
+    for thread in threading.enumerate():
+        lines = [line for line in traceback.extract_stack(frames.get(thread.ident)) if "holmes_ext" in line.filename]
+        found[thread.name, f"{lines[-1].filename.rpartition('/')[2]}:{lines[-1].lineno}" if lines else ""] += 1
+    return found.most_common()
 
 
 def now():

@@ -184,7 +184,7 @@ def test_a_byte_now_and_then_does_not_keep_it_waiting(ranks, monkeypatch):
     found = swap(east, [west], bytes(10), patience=1.0)
     stop.set()
     thread.join(10)
-    assert found.jobs == {"west"}
+    assert found.jobs == {"west"} and "not done after 1 s" in str(found)
 
 
 def test_how_long_a_peer_may_take_follows_what_it_took():
@@ -221,6 +221,19 @@ def test_strangers_and_earlier_incarnations_are_not_let_in(ranks):
     with pytest.raises(PeersFailed):
         east.links.swap(1, 1, {late: [memoryview(b"x")]}, {late: [memoryview(bytearray(1))]}, 1.0)
     stranger.links.close()
+
+
+def test_a_call_for_an_earlier_incarnation_is_not_served():
+    asked = []
+    east, west = Rank("east", serve=lambda channel, purpose: asked.append(purpose)), Rank("west")
+    now = east.as_seen_by(west)
+    earlier = Peer(now.job, "an-earlier-one", now.rank, now.address, now.ticket)
+    deadline = Deadline(5, "a test")
+    with pytest.raises(OSError):
+        west.links.routes.dial(earlier, {"purpose": "fetch"}, deadline).receive(deadline)
+    assert not asked
+    for one in (east, west):
+        one.links.close()
 
 
 def test_no_job_speaks_for_another(ranks):

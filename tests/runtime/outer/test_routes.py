@@ -19,6 +19,7 @@ from holmes_ext.runtime.outer.peers.routes import Peer, RankIdentity, Routes
 from holmes_ext.runtime.outer.settings import parse_outer
 from holmes_ext.runtime.sockets import handshake
 from holmes_ext.runtime.sockets.addresses import address_text
+from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.sockets.handshake import Credentials
 
 PATIENCE_S = 60.0
@@ -172,11 +173,29 @@ def test_a_dead_standing_line_is_replaced(pair):
     both_ways(east, west, 10, 2)
 
 
-def test_no_thread_or_connection_is_left():
+def test_a_standing_line_on_which_something_else_came_is_dropped(monkeypatch):
+    """A closed one was kept for ever where unread bytes hid its end."""
+    monkeypatch.setattr(relay, "_LOOK_S", 0.05)
+    with coordinator() as server:
+        told = {"purpose": "standby", "job": "west", "incarnation": "1", "secret": "s", "rank": 0}
+        deadline = Deadline(10, "a test")
+        line = handshake.call("127.0.0.1", server.port, Credentials(TOKEN), told, deadline)
+        until(lambda: server.relay._lines)
+        line.send({"nobody": "asked"}, deadline)
+        until(lambda: not server.relay._lines)
+        with pytest.raises(OSError):
+            line.receive(deadline)
+
+
+def until(condition):
     end = time.monotonic() + 30
-    while left := [one for one in threading.enumerate() if one.name.startswith("holmes-serve guest")]:
-        assert time.monotonic() < end, left
-        time.sleep(0.05)
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_no_thread_or_connection_is_left():
+    until(lambda: not [one for one in threading.enumerate() if one.name.startswith("holmes-serve guest")])
 
 
 # Whole jobs

@@ -115,3 +115,42 @@ def test_what_cannot_be_weights_is_refused(told, data):
 def test_a_slow_link_is_waited_for_as_long_as_it_carries_bytes():
     """1.5 GB at 20 Mb/s take 600 s."""
     assert Deadline.for_bytes(60, 1_500_000_000, "taking weights").seconds > 1000
+
+
+def test_takers_that_are_gone_do_not_keep_others_waiting(state):
+    """Each waited for its version for half the timeout, four at a time, and whoever came then for his turn."""
+    giver, threads = take.Giver(state), []
+
+    def taker():
+        ours, theirs = socket.socketpair()
+        threads.append(threading.Thread(target=giver.give, args=(Channel(theirs), {})))
+        threads[-1].start()
+        return Channel(ours)
+
+    for _ in range(6):
+        liar = taker()
+        liar.send({"fragment": 0, "version": 10**9, "start": 0, "stop": 8}, Deadline(5, "a lie"))
+        liar.close()
+    honest = taker()
+    assert ask(honest, 0)[0] == 0
+    honest.close()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+class Alone:
+    """A job of one rank."""
+
+    rank = 0
+
+    def from_all(self, one):
+        return [one]
+
+
+@pytest.mark.parametrize("versions, stored", [({5}, True), ({7}, True), ({3}, False), ({5, 6}, False)])
+def test_what_is_older_than_it_should_be_or_of_two_versions_is_not_taken(versions, stored, state, monkeypatch):
+    monkeypatch.setattr(take, "_fetch", lambda *arguments: versions)
+    kept = []
+    why = take.take(state, {0: 5}, None, Alone(), 1.0, lambda *what: kept.append(what[1]))
+    assert (kept == list(versions)) is stored and bool(why) is not stored

@@ -12,7 +12,7 @@ import pytest
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.sockets import handshake
 from holmes_ext.runtime.sockets.certificates import site_contexts
-from holmes_ext.runtime.sockets.channel import Channel
+from holmes_ext.runtime.sockets.channel import BrokenFrame, Channel
 from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.sockets.handshake import (
     Credentials,
@@ -92,6 +92,37 @@ def test_a_listener_without_the_token_is_not_believed():
     threading.Thread(target=impostor, daemon=True).start()
     with pytest.raises(Refused, match="does not know the token of this run"):
         greet(ours, "there:1", Credentials(TOKEN), {}, soon(), encrypt=False)
+
+
+def test_the_callers_own_proof_sent_back_is_none():
+    """Nobody who only mirrors what comes is believed."""
+    ours, theirs = socket.socketpair()
+
+    def mirror():
+        channel = Channel(theirs)
+        channel.send(channel.receive(soon()), soon())
+        channel.send({"proof": channel.receive(soon())["proof"]}, soon())
+
+    threading.Thread(target=mirror, daemon=True).start()
+    with pytest.raises(Refused, match="does not know the token of this run"):
+        greet(ours, "there:1", Credentials(TOKEN), {}, soon(), encrypt=False)
+
+
+def test_a_frame_sent_back_to_its_sender_is_noticed():
+    """Each direction has a key of its own."""
+    caller, (listener, _) = meet(Credentials(TOKEN), Credentials(TOKEN), encrypt=False, plain_too=True)
+    caller.send({"n": 1}, soon())
+    listener.socket.sendall(listener.socket.recv(4096))
+    with pytest.raises(BrokenFrame, match="MAC"):
+        caller.receive(soon())
+
+
+def test_an_older_tls_is_refused():
+    older = Credentials(TOKEN)
+    older.contexts().client.minimum_version = ssl.TLSVersion.TLSv1_2
+    older.contexts().client.maximum_version = ssl.TLSVersion.TLSv1_2
+    caller, listener = meet(older, Credentials(TOKEN))
+    assert isinstance(caller, Refused) and isinstance(listener, NotHolmes)
 
 
 def test_a_secret_besides_the_token_is_needed_where_there_is_one():

@@ -82,7 +82,7 @@ class PeerRelay:
             before.over.set()
         while not line.over.wait(_LOOK_S):
             with self._changed:
-                if self._lines.get(key) is line and not channel.lives():
+                if self._lines.get(key) is line and not channel.idle():
                     del self._lines[key]
                     return
 
@@ -100,7 +100,9 @@ class PeerRelay:
             channel.send({"relay": "alone"}, Deadline(_TELL_S, "an answer"))
         elif answer == "reversed":
             with self._changed:
-                self._lines.setdefault(key, line)
+                stands = self._lines.setdefault(key, line) is line
+            if not stands:  # the rank has made a new one meanwhile
+                line.over.set()
             channel.send({"relay": "reversed"}, Deadline(_TELL_S, "an answer"))
         else:
             try:

@@ -35,6 +35,8 @@ _TRIES = 5
 _ASKED_S = 600.0
 #: Seconds between two looks at whether the version that was asked for is there.
 _LOOK_S = 0.02
+#: Seconds between two looks at whether a taker that waits for its turn is still there.
+_TURN_LOOK_S = 1.0
 #: Takers at a time; each gets copies.
 _TAKERS = 4
 
@@ -49,8 +51,7 @@ class Giver:
     def give(self, channel: Channel, purpose: Mapping[str, Any]) -> None:
         """Answer until the taker closes the connection, or asks for what is not there."""
         try:
-            if not self._takers.acquire(timeout=_ASKED_S):
-                return
+            self._wait_for_turn(channel)
             try:
                 while True:
                     self._answer(channel)
@@ -60,6 +61,14 @@ class Giver:
             pass
         finally:
             channel.close()
+
+    def _wait_for_turn(self, channel: Channel) -> None:
+        """ConnectionError where the taker is gone meanwhile."""
+        until = Deadline(_ASKED_S, "a taker's turn")
+        while not self._takers.acquire(timeout=_TURN_LOOK_S):
+            until.check()
+            if not channel.lives():  # its first question may have come
+                raise ConnectionError("the taker is gone")
 
     def _answer(self, channel: Channel) -> None:
         state = self._state
@@ -72,6 +81,8 @@ class Giver:
         fragment = state.fragments[index]
         until = Deadline(state.settings.timeout / 2, "a version that is asked for")
         while fragment.promised < version and not until.passed:
+            if not channel.idle():
+                raise ConnectionError("the taker does not wait")
             time.sleep(_LOOK_S)
         try:
             has, anchor, momentum = state.copy_of(fragment, start, stop)

@@ -146,3 +146,22 @@ REFUSED(cuModuleUnload)
 REFUSED(cuOccupancyMaxActiveBlocksPerMultiprocessor)
 REFUSED(cuTensorMapEncodeTiled)
 }
+
+// What torch looks up, all or none, before it tells that memory is out. No emulated GPU has virtual memory.
+#define NO_VIRTUAL_MEMORY(call)                       \
+  extern "C" CUresult egpu_##call() __asm__(#call);   \
+  extern "C" CUresult egpu_##call() { return CUDA_ERROR_NOT_SUPPORTED; }
+NO_VIRTUAL_MEMORY(cuMemGetAddressRange)
+NO_VIRTUAL_MEMORY(cuMemAddressReserve)
+NO_VIRTUAL_MEMORY(cuMemRelease)
+NO_VIRTUAL_MEMORY(cuMemMap)
+NO_VIRTUAL_MEMORY(cuMemAddressFree)
+NO_VIRTUAL_MEMORY(cuMemSetAccess)
+NO_VIRTUAL_MEMORY(cuMemUnmap)
+NO_VIRTUAL_MEMORY(cuMemCreate)
+NO_VIRTUAL_MEMORY(cuMemExportToShareableHandle)
+NO_VIRTUAL_MEMORY(cuMemImportFromShareableHandle)
+NO_VIRTUAL_MEMORY(cuMemRetainAllocationHandle)
+NO_VIRTUAL_MEMORY(cuMemGetAllocationPropertiesFromHandle)
+NO_VIRTUAL_MEMORY(cuMemsetD32Async)
+NO_VIRTUAL_MEMORY(cuStreamWriteValue32)

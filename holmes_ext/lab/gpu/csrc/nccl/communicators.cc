@@ -1,7 +1,8 @@
-// Tells the lab of each communicator when it is made, as a line of JSON in HOLMES_GPU_WATCH/rank<N>.communicators:
+// Tells the lab of each communicator when it is made, and again when its name is known, as a line of JSON in HOLMES_GPU_WATCH/rank<N>.communicators:
 //     {"communicator", "rank", "ranks", "group", "network", "self", "members": [...]}
 // self and members: processes, by the hashes that NCCL knows them by. And describes launches for a job that hangs.
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -41,8 +42,24 @@ std::map<void*, unsigned long long>& hashes() {  // of communicators, by their b
   return *made;
 }
 
+std::mutex names_mutex;
+std::map<uint64_t, std::string>& names() {  // of communicators, by their hash
+  static auto* made = new std::map<uint64_t, std::string>;
+  return *made;
+}
+
 std::string name_of(const ncclComm* comm) {
-  return comm->config.commName ? gpu::escaped(comm->config.commName) : "";
+  std::lock_guard<std::mutex> lock(names_mutex);
+  auto found = names().find(comm->commHash);
+  return found == names().end() ? "" : gpu::escaped(found->second);
+}
+
+// Whether its name is new: what its maker gave NCCL, else the process group that calls it now (csrc/operators/groups.cc).
+bool learn_name(const ncclComm* comm) {
+  static auto* ask = reinterpret_cast<const char* (*)()>(dlsym(RTLD_DEFAULT, "egpuProcessGroup"));
+  std::string name = comm->config.commName ? comm->config.commName : ask ? ask() : "";
+  std::lock_guard<std::mutex> lock(names_mutex);
+  return !name.empty() && names().emplace(comm->commHash, name).second;
 }
 
 void tell(const ncclComm* comm) {
@@ -102,11 +119,13 @@ ncclResult_t tune(ncclComm* comm, int least, int most, ncclTopoGraph** graphs) {
     std::lock_guard<std::mutex> lock(hashes_mutex);
     hashes()[comm->bootstrap] = comm->commHash;
   }
+  learn_name(comm);
   tell(comm);
   return real_tune(comm, least, most, graphs);
 }
 
 ncclResult_t launch(ncclComm* comm, ncclKernelPlan* plan) {
+  if (learn_name(comm)) tell(comm);  // again, with its name
   std::string label = gpu::text(
       "\"communicator\": \"0x%llx\", \"group\": \"%s\", \"rank\": %d, \"ranks\": %d, \"number\": %llu, "
       "\"collective\": %lld, \"what\": \"%s\"",

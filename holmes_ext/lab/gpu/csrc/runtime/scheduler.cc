@@ -19,7 +19,7 @@ namespace {
 // the error does not add up, and a stream of small kernels does not sleep after each. Seconds.
 constexpr double kSlack = 100e-6;
 constexpr int kShownWork = 64;  // of a stream, in a report
-constexpr auto kLatest = std::chrono::milliseconds(100);
+constexpr auto kLatest = std::chrono::milliseconds(50);
 constexpr size_t kRecent = 256;  // labelled kernels, done ones too
 
 thread_local Work* running = nullptr;
@@ -103,7 +103,7 @@ StreamPointer Scheduler::make_stream(int number, unsigned flags, int priority, b
   stream->flags = flags;
   stream->priority = priority;
   stream->id = static_cast<unsigned long long>(number) * 100000 + where.made + 1;
-  stream->connection = where.made++ % static_cast<int>(where.connections.size());
+  ++where.made;
   stream->legacy = legacy;
   stream->blocking = !legacy && !(flags & cudaStreamNonBlocking);
   where.streams.push_back(stream);
@@ -133,17 +133,26 @@ void Scheduler::order_with_legacy(Work& work, Device& where) {
   }
 }
 
+int Scheduler::free_connection(const Device& where) {
+  std::vector<int> streams(where.connections.size());
+  for (auto& stream : active_) {
+    if (&device(stream->device) == &where) ++streams[stream->connection];
+  }
+  return static_cast<int>(std::min_element(streams.begin(), streams.end()) - streams.begin());
+}
+
 Ticket Scheduler::submit(const StreamPointer& stream, WorkPointer work) {
   std::lock_guard<std::mutex> lock(mutex_);
   Device& where = device(stream->device);
   work->stream = stream;
   work->submitted = now();
   order_with_legacy(*work, where);
+  if (stream->queue.empty()) stream->connection = free_connection(where);
   work->sequence = ++stream->submitted;
   work->position = ++where.connections[stream->connection].submitted;
   Ticket ticket{stream, work->sequence};
   ++submitted_;
-  if (random_) host_moved_.notify_all();
+  if (random_) moved_.notify_all();
   if (!work->label.empty()) {
     if (recent_.size() == kRecent) recent_.pop_front();
     recent_.push_back(work->label);
@@ -183,7 +192,7 @@ void Scheduler::wait(const char* call, std::vector<Ticket> tickets) {
   auto over = [&] { return std::none_of(wait.tickets.begin(), wait.tickets.end(), open); };
   if (over()) return;
   host_waits_.push_back(&wait);
-  if (random_) host_moved_.notify_all();
+  if (random_) moved_.notify_all();
   wait.done.wait(lock, over);
   host_waits_.erase(std::find(host_waits_.begin(), host_waits_.end(), &wait));
 }
@@ -221,6 +230,7 @@ bool Scheduler::may_start(const Work& work, Device& where) { return obstacle(wor
 
 void Scheduler::start(Work& work, Device& where) {
   work.started = true;
+  if (work.run) ++executing_;
   work.stream->started = work.sequence;
   ++where.connections[work.stream->connection].started;
   where.free_sms -= std::min(work.sms, where.all_sms);
@@ -315,6 +325,8 @@ void Scheduler::worker_main(Worker* self) {
       if (work->end > now() + kSlack) sleep_until(work->end);
       work->run = nullptr;  // what it holds is released here, not under the lock
       lock.lock();
+      --executing_;
+      if (random_) moved_.notify_all();
       finish(*work, *devices_[work->stream->device]);
       work = nullptr;
       advance(&work);
@@ -330,13 +342,16 @@ void Scheduler::run(Work& work) {
 }
 
 // --gpu-order random: a third of the work starts late, when the host has submitted up to 64 more pieces of work; at the
-// latest when the host waits, or after 0.1 s. (Counted, not timed, as hosts are slow on a busy machine.)
+// latest when the host waits and nothing else runs, or after 50 ms. (Counted, as hosts are slow on a busy machine.)
 void Scheduler::start_late(std::unique_lock<std::mutex>& lock) {
   random_state_ = random_state_ * 6364136223846793005ull + 1442695040888963407ull;
   uint64_t drawn = random_state_ >> 33;
   if (drawn % 3) return;
   uint64_t until = submitted_ + 1 + drawn / 3 % 64;
-  host_moved_.wait_for(lock, kLatest, [&] { return submitted_ >= until || !host_waits_.empty(); });
+  --executing_;
+  moved_.notify_all();
+  moved_.wait_for(lock, kLatest, [&] { return submitted_ >= until || (!host_waits_.empty() && executing_ == 0); });
+  ++executing_;
 }
 
 void Scheduler::set_waits_for(Work& work, const char* json_members) {

@@ -3,10 +3,11 @@
 //     stream 7   [kernel][record e][kernel]            each stream's work in order; its head starts when
 //     stream 9   [wait e][kernel]                        - what it waits for is done (events, the legacy stream)
 //                                                        - all that was put into its hardware queue before has started
-//     hardware queue 0: streams 0, 8, 16 ...             - as many multiprocessors are free as it holds
+//     hardware queue 0: streams 7, 12 ...                - as many multiprocessors are free as it holds
 //
-// A hardware queue is what CUDA_DEVICE_MAX_CONNECTIONS counts: streams take them in turn, and work behind a head that
-// cannot start yet waits with it, whichever stream it belongs to.
+// A hardware queue is what CUDA_DEVICE_MAX_CONNECTIONS counts. A stream that gets work takes the one with the fewest
+// streams, and keeps it until it is empty (CUDA does not tell how it deals them out: so none is shared without need).
+// Work behind a head that cannot start yet waits with it, whichever stream it belongs to.
 #pragma once
 
 #include <atomic>
@@ -67,7 +68,7 @@ struct Stream {
   unsigned flags = 0;
   int priority = 0;
   unsigned long long id = 0;
-  int connection = 0;       // its hardware queue
+  int connection = 0;       // its hardware queue, while it has work
   bool legacy = false;      // the default stream, which blocking streams wait for and which waits for them
   bool blocking = false;
   bool destroyed = false;
@@ -113,6 +114,7 @@ class Scheduler {
   struct Device;
   Scheduler();
   Device& device(int number);
+  int free_connection(const Device& device);
   void order_with_legacy(Work& work, Device& device);
   std::string obstacle(const Work& work, Device& device);  // JSON members; "" when it may start
   bool may_start(const Work& work, Device& device);
@@ -138,7 +140,8 @@ class Scheduler {
   const bool random_;           // whether work starts late, at random
   uint64_t random_state_;
   uint64_t submitted_ = 0;  // pieces of work, to all streams
-  std::condition_variable host_moved_;
+  int executing_ = 0;  // work that runs and is not held back
+  std::condition_variable moved_;
 };
 
 }  // namespace gpu

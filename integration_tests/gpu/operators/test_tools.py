@@ -1,0 +1,78 @@
+"""What people use around their operators: the CUDA sanitizer, torch.compile, profiler, attention backends, memory."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from integration_tests.gpu.operators.test_asynchrony import in_a_process
+
+RACE = """
+    import torch
+    side = torch.cuda.Stream()
+    values = torch.ones(1000, device="cuda")
+    torch.cuda.synchronize()
+    values.add_(1)
+    {wait}
+    with torch.cuda.stream(side):
+        try:
+            print((values * 2).sum().item())
+        except Exception as error:
+            print(type(error).__name__, *error.errors)
+"""
+
+
+def test_the_sanitizer_names_both_sides_of_a_race():
+    said = in_a_process(RACE.format(wait=""), TORCH_CUDA_SANITIZER="1")
+    assert "CUDASanitizerErrors" in said and "possible data race" in said
+    assert "aten::mul.Tensor" in said and "aten::add_.Tensor" in said
+
+
+def test_the_sanitizer_finds_nothing_where_the_stream_waits():
+    said = in_a_process(RACE.format(wait="side.wait_stream(torch.cuda.current_stream())"), TORCH_CUDA_SANITIZER="1")
+    assert said.strip() == "4000.0"
+
+
+def test_compiled_functions_compute_the_same():
+    inputs = torch.randn(8, 8, device="cuda", requires_grad=True)
+
+    def function(x):
+        return (x.sin() @ x + 1).relu().sum()
+
+    function(inputs).backward()
+    expected, inputs.grad = inputs.grad, None
+    torch.compile(function, mode="max-autotune")(inputs).backward()
+    assert torch.equal(inputs.grad, expected)
+
+
+def test_the_profiler_sees_the_host():
+    inputs = torch.randn(8, 8, device="cuda")
+    with torch.profiler.profile() as profile:
+        inputs @ inputs
+    assert any(event.key == "aten::mm" for event in profile.key_averages())
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+def test_attention_whichever_is_chosen(backend):
+    query, key, value = (torch.randn(1, 2, 8, 16).half() for _ in range(3))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    with sdpa_kernel(backend):
+        found = torch.nn.functional.scaled_dot_product_attention(query.cuda(), key.cuda(), value.cuda(), is_causal=True)
+    assert torch.allclose(found.cpu(), expected, atol=1e-2)
+
+
+def test_a_graph_is_refused_by_name():
+    with pytest.raises(RuntimeError, match="CUDA graphs are not emulated"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        pass
+    assert (torch.ones(2, device="cuda") + 1).tolist() == [2, 2]
+
+
+def test_memory_that_is_out_is_torchs_own_error():
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        torch.empty(1 << 40, device="cuda")
+    assert torch.cuda.mem_get_info()[1] == torch.cuda.get_device_properties(0).total_memory
+
+
+def test_batches_through_pinned_memory():
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    batches = torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True)
+    assert [batch.cuda(non_blocking=True).sum().item() for (batch,) in batches] == [6.0, 22.0]

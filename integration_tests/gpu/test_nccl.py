@@ -1,0 +1,66 @@
+"""NCCL's numbers on emulated GPUs by number of ranks, channels, type and size; and what else happens to communicators.
+
+A sample always; HOLMES_TEST_FULL=1: 2 to 8 ranks, 1 to 4 channels, all types, 1 element to 64 MB.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+FULL = os.environ.get("HOLMES_TEST_FULL") == "1"
+MOST = 1 << 24  # elements of float32: 64 MB
+
+#: ranks -> the nodes and processes of each
+PLACES = {2: ("a0", 2), 3: ("a0,a1,b0", 1), 4: ("a0,a1", 2), 6: ("a0,a1,b0", 2),
+          8: ("a0,a1,b0,b1", 2)}  # fmt: skip
+
+
+def right(ran) -> None:
+    for line in ran.json:
+        assert line["checks"] > 20 and line["wrong"] == []
+
+
+def numbers(lab, ranks: int, channels: int, largest: int, types: str) -> None:
+    order, processes = PLACES[ranks]
+    env = {"NCCL_MIN_NCHANNELS": str(channels), "NCCL_MAX_NCHANNELS": str(channels)}
+    right(lab.run(str(HERE / "nccl_numbers.py"), "--largest", str(largest), "--types", types, order=order,
+                  processes=processes, env=env))  # fmt: skip
+
+
+def test_three_channels_among_three_nodes(lab):
+    numbers(lab, 3, 3, 4099, "float32,bfloat16,int32")
+
+
+@pytest.mark.skipif(not FULL, reason="HOLMES_TEST_FULL=1")
+@pytest.mark.parametrize("ranks", list(PLACES))
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_ranks_and_channels(lab, ranks, channels):
+    numbers(lab, ranks, channels, 65536, "float32,bfloat16,float16,int32,int64,uint8")
+
+
+@pytest.mark.skipif(not FULL, reason="HOLMES_TEST_FULL=1")
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_large_ones(lab, ranks, kind):
+    numbers(lab, ranks, 2, MOST // (ranks // 2), kind)
+
+
+@pytest.mark.parametrize("nonblocking", [False, True], ids=["blocking", "non-blocking"])
+def test_groups_of_rows_and_columns(lab, nonblocking):
+    env = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"} if nonblocking else {}
+    ran = lab.run(str(HERE / "nccl_life.py"), "groups", order="a0,b0", env=env)
+    assert ran.json == [[6, 1, 2], [6, 1, 4], [6, 5, 2], [6, 5, 4]]
+
+
+def test_a_split_communicator(lab):
+    assert lab.run(str(HERE / "nccl_life.py"), "split", order="a0,b0").json == [[6, 1, 6]] * 2 + [[6, 5, 6]] * 2
+
+
+def test_several_collectives_in_one_group(lab):
+    assert lab.run(str(HERE / "nccl_life.py"), "many_in_one_call", order="a0").json == [[[1.0]] * 3] * 2
+
+
+def test_an_aborted_collective_leaves_the_device_alive(lab):
+    assert lab.run(str(HERE / "nccl_life.py"), "abort", order="a0").json == ["stayed away", [False, [2, 2, 2]]]

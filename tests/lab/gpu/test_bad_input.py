@@ -1,0 +1,157 @@
+"""What a user can get wrong with `holmes lab run --gpu`: one line that says what to do, status 2."""
+
+import json
+import os
+import shutil
+import sys
+import tarfile
+
+import pytest
+
+from holmes_ext.cli.main import main
+from holmes_ext.errors import HolmesError
+from holmes_ext.lab.gpu import compiler, job, nccl_source, torch_build
+from holmes_ext.lab.gpu.job import GpuClock, Gpus, parse_clock, visible
+from holmes_ext.lab.samples import examples
+
+CLUSTER = str(examples() / "clusters" / "two_clusters_4.toml")
+TORCH = "__version__ = '{}'\ncuda: str | None = {!r}\ngit_version = 'abc'\n"
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs holmes with these words, which must end with status 2 and one line; the line."""
+
+    def run(*words: str) -> str:
+        assert main(list(words)) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("\n") == 1 and said.err.startswith("holmes: "), said.err
+        return said.err
+
+    return run
+
+
+def lab_run(*options: str) -> list[str]:
+    return ["lab", "run", "--cluster", CLUSTER, *options, "--", sys.executable, "train.py"]
+
+
+@pytest.mark.parametrize("options, said", [
+    (["--gpu", "0"], "--gpu 0: a node needs at least 1 GPU"),
+    (["--gpu", "-3"], "--gpu -3: a node needs at least 1 GPU"),
+    (["--gpu", "--gpu-memory", "8"], "is not a size"),
+    (["--gpu", "--gpu-memory", "1MB"], "--gpu-memory 1MB: NCCL and torch alone need 64 MB"),
+    (["--gpu", "--accelerator", "{"], "--accelerator"),
+    (["--gpu", "--accelerator", '{"flop": 1}'], "flop"),
+    (["--gpu", "--accelerator", '{"sms": 0}'], "key 'sms': 0 multiprocessors; it must be 1 to 1024"),
+    (["--gpu", "--launcher", "srun"], "--gpu: the ranks of --launcher srun find no emulated GPUs"),
+    (["--gpu-memory", "8GB"], "--gpu-memory is for emulated GPUs; add --gpu"),
+    (["--gpu-order", "random"], "--gpu-order is for emulated GPUs; add --gpu"),
+    (["--gpu-report", "x.json"], "--gpu-report is for emulated GPUs; add --gpu"),
+    (["--beside-stock"], "--beside-stock is for emulated GPUs; add --gpu"),
+])
+def test_options_that_make_no_sense(refused, options, said):
+    assert said in refused(*lab_run(*options))
+
+
+def test_no_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(HolmesError, match=r"no-such-compiler, which is missing: apt-get install g\+\+"):
+        compiler.find_compiler()
+
+
+@pytest.mark.parametrize("body, said", [
+    ("echo 'g++ (Debian 9.4.0) 9.4.0'", "the emulated GPU needs g\\+\\+ 10 or newer; name one in CXX"),
+    ("echo 'broken pipe dreams' >&2; exit 1", "fails: broken pipe dreams"),
+])
+def test_a_compiler_that_will_not_do(tmp_path, monkeypatch, body, said):
+    (tmp_path / "g++").write_text(f"#!/bin/sh\n{body}\n")
+    (tmp_path / "g++").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "g++"))
+    with pytest.raises(HolmesError, match=said):
+        compiler.find_compiler()
+
+
+def nccl_checkout(folder, version="2.29.7"):
+    (folder / "makefiles").mkdir(parents=True)
+    (folder / "src").mkdir()
+    (folder / "src" / "init.cc").write_text("// host code\n")
+    lines = zip(("MAJOR", "MINOR", "PATCH"), version.split("."))
+    (folder / "makefiles" / "version.mk").write_text("".join(f"NCCL_{name}   := {value}\n" for name, value in lines))
+    return folder
+
+
+@pytest.fixture
+def without_source(monkeypatch):
+    monkeypatch.delenv(nccl_source.VARIABLE, raising=False)
+
+
+def test_no_nccl_source(without_source, tmp_path):
+    with pytest.raises(HolmesError, match="git clone -b v2.29.7-1 https://github.com/NVIDIA/nccl, then give"):
+        nccl_source.find_nccl(None, tmp_path)
+
+
+@pytest.mark.parametrize("make, said", [
+    (lambda folder: folder / "nowhere", "there is no such NCCL source"),
+    (lambda folder: folder, "is no checkout of NCCL"),
+    (lambda folder: nccl_checkout(folder / "old", "2.18.3"), "is NCCL 2.18.3; the emulated GPU takes 2.27.7, 2.28.9"),
+    (lambda folder: shutil.copy(__file__, folder / "x.tar.gz"), "is neither a folder nor an archive of NCCL's source"),
+])
+def test_a_source_that_will_not_do(without_source, tmp_path, make, said):
+    with pytest.raises(HolmesError, match=said):
+        nccl_source.find_nccl(str(make(tmp_path)), tmp_path / "cache")
+
+
+def test_an_archive_is_unpacked_once_and_the_source_remembered(without_source, tmp_path):
+    archive = tmp_path / "nccl.tar.gz"
+    with tarfile.open(archive, "w:gz") as file:
+        file.add(nccl_checkout(tmp_path / "nccl-2.29.7-1"), "nccl-2.29.7-1")
+    first = nccl_source.find_nccl(str(archive), tmp_path / "cache")
+    assert first.name == "2.29.7" and first.code == "22907"
+    assert nccl_source.find_nccl(None, tmp_path / "cache") == first
+
+
+def python_with(folder, version, cuda):
+    """A Python whose torch is this one."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text("")
+    (folder / "torch" / "version.py").write_text(TORCH.format(version, cuda))
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+@pytest.mark.parametrize("version, cuda, said", [
+    ("2.13.0+cpu", None, r"\(2.13.0\+cpu\) is built for the CPU only; install its CUDA build"),
+    ("2.5.1", "12.4", "torch 2.5.1 with CUDA 12.4 was not tried; .* HOLMES_GPU_UNTRIED=1 runs it all the same"),
+])
+def test_a_torch_that_will_not_do(tmp_path, monkeypatch, version, cuda, said):
+    monkeypatch.delenv(torch_build.UNTRIED, raising=False)
+    with pytest.raises(HolmesError, match=said):
+        torch_build.find_torch(sys.executable, python_with(tmp_path, version, cuda))
+
+
+def test_a_command_that_is_none(tmp_path):
+    with pytest.raises(HolmesError, match="no-such-program: no such command"):
+        torch_build.python_of(["no-such-program"], os.environ)
+
+
+def test_gpus_that_a_rank_would_not_find(monkeypatch):
+    with pytest.raises(HolmesError, match="--gpu 1: the 2 processes of a node need a GPU each"):
+        Gpus(None, 1).check(2, 4, {})
+    with pytest.raises(HolmesError, match="CUDA_VISIBLE_DEVICES=1 hides emulated GPUs: it shows 1 to the 2 processes"):
+        Gpus(None, 2).check(2, 4, {"CUDA_VISIBLE_DEVICES": "1"})
+    monkeypatch.setattr(job, "memory_left_mb", lambda: 1500)
+    with pytest.raises(HolmesError, match="4 ranks need at least 2000 MB of memory, and this machine has 1500 MB left"):
+        Gpus(None).check(2, 4, {})
+    assert Gpus(None, 4).check(2, 2, {"CUDA_VISIBLE_DEVICES": "3,1"}) == 4
+
+
+@pytest.mark.parametrize("text, count", [(None, 4), ("", 0), ("0,1", 2), ("1,9,2", 1), ("x", 0), ("-1", 0)])
+def test_visible_devices(text, count):
+    assert visible(text, 4) == count
+
+
+def test_a_clock_by_clusters():
+    clock = parse_clock(json.dumps({"flops": 2e9, "speed": {"a": 0.5}}))
+    assert clock == GpuClock(2e9, speed={"a": 0.5})
+    assert clock.variables("a") == {"HOLMES_GPU_SMS": "108", "HOLMES_GPU_MFLOPS": "1000"}
+    with pytest.raises(HolmesError, match="key 'speed.a': 0.0 is not a factor above 0"):
+        parse_clock('{"speed": {"a": 0.0}}')
