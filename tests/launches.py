@@ -14,6 +14,11 @@ NCCL differs from gloo in three ways, and each is a rule here:
                their hosts up: for collectives and batches of messages all of the group, for single messages the two
                ends. With a bound device (init_process_group(device_id=...)) the group's communicator carries them all
                and is there from the beginning
+
+And a fourth, with blocking=True: every operation waits for the one launched before it on its rank, whatever their
+communicators. CUDA_LAUNCH_BLOCKING=1 is that; one hardware queue, streams that share one, a wait for the device between
+two launches ask for a part of it. What has no circle then, has none under any of those (NCCL's user guide, "Using
+multiple NCCL communicators concurrently", asks for no less).
 """
 
 from __future__ import annotations
@@ -113,9 +118,10 @@ def _bytes(value: Any) -> int:
     return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else value.nbytes
 
 
-def faults(logs: Mapping[int, Log], bound: bool = False) -> list[str]:
-    """What NCCL would make of these; bound: every group's communicator is there from the beginning."""
-    return [*_unlike(logs), *([] if bound else _absent(logs)), *_circles(logs, bound)]
+def faults(logs: Mapping[int, Log], bound: bool = False, blocking: bool = False) -> list[str]:
+    """What NCCL would make of these; bound: every group's communicator is there from the beginning; blocking: an
+    operation begins when the one before it is over."""
+    return [*_unlike(logs), *([] if bound else _absent(logs)), *_circles(logs, bound, blocking)]
 
 
 def _launches(log: Log) -> list[Launch]:
@@ -167,7 +173,7 @@ def _absent(logs: Mapping[int, Log]) -> Iterator[str]:
             yield f"group {group} of ranks {members} is never used by {sorted(missing)}, for whom the others wait"
 
 
-def _circles(logs: Mapping[int, Log], bound: bool) -> Iterator[str]:
+def _circles(logs: Mapping[int, Log], bound: bool, blocking: bool) -> Iterator[str]:
     """What waits for what, on all ranks together."""
     after: dict[Any, set] = defaultdict(set)  # node -> what must be over before
     counts: dict[Any, int] = defaultdict(int)
@@ -202,7 +208,7 @@ def _circles(logs: Mapping[int, Log], bound: bool) -> Iterator[str]:
                 counts[rank, entry.group, entry.ranks, ends] += 1
             after[what].add(begin)
             after[end].add(what)
-            if entry.stays:
+            if entry.stays or blocking:
                 stream = end
     try:
         graphlib.TopologicalSorter(after).prepare()

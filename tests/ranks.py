@@ -1,6 +1,9 @@
-"""Runs a function in several processes that form a gloo process group on loopback. For tests.
+"""Runs a function in several processes that form a process group on loopback: gloo's, or NCCL's, each with an emulated
+GPU as its default device (carriers.py). For tests.
 
     assert run_ranks(function, 2, argument) == [of_rank_0, of_rank_1]     # function(rank, argument), at a module's top
+
+Tensors of an answer come on the CPU.
 
 Each process is forked from a server that has imported torch and done nothing else (multiprocessing's "forkserver"): it
 has one thread, which every rank checks, so a fork of it is as good as a new interpreter. New ones would import torch
@@ -25,8 +28,10 @@ from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from typing import Any
 
+import carriers
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 TIMEOUT_S = 60
 _context = multiprocessing.get_context("forkserver")
@@ -52,13 +57,14 @@ def preload(*modules: str) -> None:
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
     """[function(rank, *args) of every rank]; RankError with the trace of the first rank that raised."""
     _context.set_forkserver_preload(_preloaded)
-    with _environment(OMP_NUM_THREADS="1"):  # numpy's BLAS starts its threads when it is imported
+    # numpy's BLAS starts its threads when it is imported
+    with _environment(OMP_NUM_THREADS="1", **carriers.environment()):
         forkserver.ensure_running()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children, readers = [], {}
     for rank in range(world_size):
         reader, writer = _context.Pipe(duplex=False)
-        job = (writer, rank, function, args, world_size, store.port, dict(os.environ))
+        job = (writer, rank, function, args, world_size, store.port, {**os.environ, **carriers.environment()})
         children.append(_context.Process(target=_rank, args=job, daemon=True))
         children[-1].start()
         writer.close()
@@ -103,6 +109,11 @@ def _environment(**changes: str) -> Iterator[None]:
         os.environ.update(before)
 
 
+def seeded(seed: int) -> torch.Generator:
+    """For random numbers on the default device."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def hosted_store() -> tuple[dist.TCPStore, dict[str, str]]:
     """A store for processes that find theirs in the environment, on a port that is bound already; and that environment,
     which is torchrun's where its agent hosts the store. It lives as long as it is kept."""
@@ -137,13 +148,18 @@ def _rank(parent: Any, rank: int, function: Callable[..., Any], args: tuple, wor
     assert len(threads) == 1, f"the server of ranks has {len(threads)} threads: what it has imported has started some"
     _parent = parent
     os.environ.clear()
-    os.environ.update(environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    os.environ.update(environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", HOLMES_LAB_RANK=str(rank),
+                      NCCL_HOSTID=f"host {rank}")
     torch.set_num_threads(1)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         timeout = datetime.timedelta(seconds=TIMEOUT_S)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-        _tell(parent, "answer", function(rank, *args))
+        if carriers.ON_GPUS:
+            torch.cuda.set_device(0)
+            torch.set_default_device("cuda")
+        dist.init_process_group(carriers.CARRIER, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        answer = function(rank, *args)
+        _tell(parent, "answer", tree_map_only(torch.Tensor, torch.Tensor.cpu, answer))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - handed to the parent, which raises it

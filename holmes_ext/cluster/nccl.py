@@ -23,6 +23,8 @@ from holmes_ext.cluster.site import ETHERNET, Fabric, Node
 
 #: The value of cluster.toml's key `net` that leaves the network of a fabric's groups to NCCL.
 AUTO = "auto"
+#: "1": communicators share the resources of the one that they are split from, and so its network.
+SHARED = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
 #: Where a loader looks besides LD_LIBRARY_PATH and what /etc/ld.so.conf.d names.
 _FOLDERS = ("/lib64", "/usr/lib64", "/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu",
             "/usr/lib/aarch64-linux-gnu", "/usr/local/lib", "/usr/lib")  # fmt: skip

@@ -4,7 +4,8 @@ With cluster.toml, a node's cluster names the fabric and its kind, and the repor
 fabrics are worked out from the NICs:
 
     InfiniBand   same subnet prefix, unless it is the default one, which says nothing: then holmes asks
-    RoCE         same IP subnet; a fabric is called after its kind, where there are several after its first node, too
+    RoCE         same IP subnet, unless nodes have one each, as where RoCE is routed: then holmes asks; a fabric is
+                 called after its kind, where there are several after its first node, too
     Ethernet     one network that reaches all (each node's interface towards the master)
 
 Rail-wise subnets (NIC i of every node in subnet i) give fabrics with the same nodes: they count as one fabric.
@@ -23,7 +24,7 @@ from dataclasses import replace
 from holmes_ext.cluster.keys import DEFAULT_LATENCY
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, Nic
 from holmes_ext.cluster.node_report import NodeReport, short_name
-from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site, fabrics_of_spec
+from holmes_ext.cluster.site import ETHERNET, REPORTS, Fabric, Node, Port, Site, fabrics_of_spec
 from holmes_ext.cluster.spec import ClusterSpec, NodeOverride, SiteSpec
 from holmes_ext.cluster.sysfs.node import select
 from holmes_ext.errors import HolmesError
@@ -106,6 +107,15 @@ def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
                 way = "say net = \"NAME\" in cluster.toml (NCCL_DEBUG=INFO tells: Using network NAME), or \"auto\""
                 told.setdefault(f"{what}; to use the plugin, {way}", []).append(node.name)
     return [f"node{'s' * (len(names) > 1)} {some_of(names)}: {text}" for text, names in told.items()]
+
+
+def apart_by_subnet(site: Site) -> list[str]:
+    """A line where fabrics of RoCE were told by their IP subnets alone: routed, racks' subnets are one fabric."""
+    roce = [fabric.name for fabric in site.fabrics if fabric.kind == "roce"]
+    if site.source != REPORTS or len(roce) < 2:
+        return []
+    return [f"RoCE NICs in different IP subnets count as separate fabrics ({some_of(roce)}), between which groups go"
+            " over Ethernet; where RoCE is routed, say which nodes belong together with --holmes-cluster FILE"]
 
 
 def _match_names(reports: tuple[NodeReport, ...], spec: SiteSpec) -> tuple[NodeReport, ...]:
@@ -206,6 +216,7 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
             if nic.fast and nic.usable:
                 by_fabric.setdefault(_fabric_key(report, nic), {}).setdefault(report.name, []).append(nic)
     _ask_about_default_prefix(by_fabric.get(("ib", DEFAULT_SUBNET_PREFIX), {}))
+    _ask_about_routed_roce({subnet: set(members) for (kind, subnet), members in by_fabric.items() if kind == "roce"})
     fabrics, ports = _merge_rails(by_fabric)
     nodes_on = Counter(port.fabric for found in ports.values() for port in found)
     nodes, rates = [], []
@@ -248,6 +259,17 @@ def _ask_about_default_prefix(members: dict[str, list[Nic]]) -> None:
         f"the InfiniBand ports of {len(members)} nodes ({some_of(members, 4)}) all have the default subnet prefix"
         f" {DEFAULT_SUBNET_PREFIX}, which does not tell one fabric from two{evidence}; say which nodes belong together"
         " with --holmes-cluster FILE")
+
+
+def _ask_about_routed_roce(nodes_in: Mapping[str, set[str]]) -> None:
+    """HolmesError where several nodes share none of their subnets: routed RoCE has one (a /31, say) for each port."""
+    shared = {name for names in nodes_in.values() if len(names) > 1 for name in names}
+    alone = {name: subnet for subnet, names in nodes_in.items() for name in names - shared}
+    if len(alone) > 1:
+        raise HolmesError(
+            f"the RoCE ports of nodes {some_of(alone, 4)} are each in an IP subnet of their own"
+            f" ({some_of(alone.values(), 4)}), which does not tell routed RoCE, one fabric, from several; say which"
+            " nodes belong together with --holmes-cluster FILE")
 
 
 def _merge_rails(by_fabric: _Members) -> tuple[list[Fabric], dict[str, list[Port]]]:

@@ -22,6 +22,8 @@ from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 
 ETHERNET = "ethernet"
+#: A site's source where there is no cluster.toml.
+REPORTS = "the nodes' own reports"
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Site:
 
     nodes: tuple[Node, ...]
     fabrics: tuple[Fabric, ...]
-    source: str = "the nodes' own reports"
+    source: str = REPORTS
     wan: Wan = Wan()
 
     def __post_init__(self) -> None:

@@ -7,9 +7,10 @@ import importlib.metadata
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from holmes_ext.cluster.nccl import NcclOfNode, file_settings, network_name, variables_of
+from holmes_ext.cluster.nccl import SHARED, NcclOfNode, file_settings, network_name, variables_of
 from holmes_ext.cluster.node_report import NodeReport, short_name
 from holmes_ext.cluster.resolve import nccl_remarks, resolve_site
 from holmes_ext.cluster.site import ETHERNET, Site
@@ -17,6 +18,9 @@ from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.errors import HolmesError
 
+#: Versions that cannot load a plugin of others again once their last communicator is closed ("Failed to initialize any
+#: NET plugin"; run with 2.29.7), and the variable that keeps it loaded.
+FORGETS_PLUGINS, KEEP_PLUGIN = SpecifierSet(">=2.29,<2.30"), "NCCL_NET_PLUGIN_REF_COUNT"
 #: First and last version whose source was read.
 READ = (Version("2.18"), Version("2.31.dev0"))
 
@@ -38,6 +42,9 @@ def check_nccl(found: NcclOfNode, environ: Mapping[str, str]) -> Iterator[Findin
                       "NCCL reads the file itself and gives this network to every group; holmes ends a job one of whose"
                       " groups is planned over another", "take the line out of the file")
     for name, (value, file) in file_settings(environ).items():
+        if name == SHARED and value != "0":
+            yield problem(file, f"sets {name}={value}", "NCCL refuses every group that is split off for a network of"
+                          " its own (ncclInvalidUsage)", "take the line out of the file")
         if name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"):
             yield note(file, f"sets {name}={value}", "holmes leaves a setting of yours alone",
                        "take the line out of the file unless it is meant so")
@@ -45,7 +52,12 @@ def check_nccl(found: NcclOfNode, environ: Mapping[str, str]) -> Iterator[Findin
         yield note(found.plugin, "NCCL would load this network plugin",
                    "holmes asks for \"IB\" and \"Socket\" by name, which goes past it",
                    "to use it give its fabric a net = \"NAME\" in cluster.toml (NCCL_DEBUG=INFO tells: Using network"
-                   " NAME), or net = \"auto\"")
+                   " NAME), or net = \"auto\"; a SHARP (CollNet) of the plugin is then used again, too")
+        version = installed_nccl()[1]
+        if version is not None and version in FORGETS_PLUGINS and environ.get(KEEP_PLUGIN, "0") == "0":
+            yield problem(found.plugin, f"NCCL {version} cannot load it again once its last communicator is closed",
+                          "a job that ends its groups and makes new ones fails: Failed to initialize any NET plugin",
+                          f"export {KEEP_PLUGIN}=1")
 
 
 def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, str]) -> list[str]:
@@ -83,6 +95,8 @@ def _by_version(unset_index: bool) -> Iterator[str]:
     else:
         yield f"{name} {version} takes each group's network by name (not its case), and ends a group whose network it"\
               " does not find"
+    if version >= Version("2.31.dev0"):
+        yield f"{name} {version} has settings for each collective and TLS on sockets: holmes leaves both to you"
     if unset_index and version < Version("2.21"):
         yield f"{name} {version} takes GID 0, RoCE v1, where NCCL_IB_GID_INDEX is unset (2.21 and newer find the index)"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from holmes_ext.cluster.nccl import SHARED
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.options import NAMES, VARIABLES
@@ -17,9 +18,11 @@ from holmes_ext.words import nearest
 COMPARED = (
     "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_DISABLE", "NCCL_NET", "NCCL_NET_PLUGIN",
     "NCCL_ALGO", "NCCL_PROTO", "NCCL_IB_TC", "NCCL_P2P_DISABLE", "NCCL_CROSS_NIC",
-    "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD", "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD", SHARED, "GLOO_SOCKET_IFNAME",
     "TP_SOCKET_IFNAME", "CUDA_DEVICE_MAX_CONNECTIONS", "HOLMES", "HOLMES_DISABLE",
 )
+#: Of NCCL's branch whose communicators cross from one fabric to another.
+CROSS_DC = ("NCCL_ALLNET_ENABLE", "NCCL_SCATTER_XDC")
 #: HOLMES_* that are no twins of flags.
 _OWN = (*VARIABLES, "HOLMES_WORKER_PID")
 _LEFT_ALONE = "holmes leaves a setting of yours alone"
@@ -102,6 +105,13 @@ def _switches(environ: Mapping[str, str], rdma: Sequence[str]) -> Iterator[Findi
     if environ.get("NCCL_NET"):
         yield note("NCCL_NET", f"{environ['NCCL_NET']!r} is set",
                    "it overrides the network of every group; holmes unsets it with a warning", "unset NCCL_NET")
+    if environ.get(SHARED, "0") != "0":
+        yield note(SHARED, "is set", "a communicator that shares its parent's resources has its network too: NCCL"
+                   " refuses another (ncclInvalidUsage); holmes unsets it where groups have networks of their own",
+                   f"unset {SHARED}")
+    for name in sorted(set(CROSS_DC) & set(environ)):
+        yield note(name, "is set", "of NCCL's branch for several data centres (NVIDIA/nccl#1659), which lets one"
+                   " communicator use several networks; holmes gives each group one, by name", f"unset {name}")
     if environ.get("NCCL_COMM_ID"):
         yield note("NCCL_COMM_ID", "is set", "one rendezvous address for all communicators; torch makes its own",
                    "unset NCCL_COMM_ID")

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from joined_jobs import TOKEN, coordinator, in_threads
-from ranks import run_ranks
+from ranks import run_ranks, seeded
 from torch import nn
 
 from holmes_ext.lab.samples import examples
@@ -27,7 +27,7 @@ def model_of():
 
 
 def batch(job, step):
-    generator = torch.Generator().manual_seed(1000 * job + step)
+    generator = seeded(1000 * job + step)
     return torch.randn(ROWS, 7, generator=generator), torch.randn(ROWS, 3, generator=generator)
 
 

@@ -9,7 +9,7 @@ import io
 import sys
 
 import pytest
-from ranks import run_ranks
+from ranks import run_ranks, seeded
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
@@ -89,7 +89,7 @@ CHOSEN = ("fp32", "fp32 tied", "fp32 clipping", "fp32 checkpointing", "fp32 unus
 def batches(rank_of_data, steps):
     """Random bytes of the data-parallel rank, in every step the same ones: the loss must fall."""
     for number in range(steps * MICRO_BATCHES):
-        generator = torch.Generator().manual_seed(10 * rank_of_data + number % MICRO_BATCHES)
+        generator = seeded(10 * rank_of_data + number % MICRO_BATCHES)
         text = torch.randint(0, 256, (MICRO_BATCH, SEQUENCE + 1), generator=generator)
         yield text[:, :-1], text[:, 1:]
 

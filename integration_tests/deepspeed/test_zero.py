@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from clusters import TWO, site
-from ranks import run_ranks
+from ranks import run_ranks, seeded
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
@@ -88,7 +88,7 @@ def train(rank, config):
     """The losses of every micro-batch of this rank, and how many optimizer steps were skipped."""
     engine, losses = engine_for(config), []
     for number in range(STEPS * MICRO_BATCHES):
-        generator = torch.Generator().manual_seed(10 * rank + number % MICRO_BATCHES)
+        generator = seeded(10 * rank + number % MICRO_BATCHES)
         tokens = torch.randint(0, 64, (8,), generator=generator)
         loss = torch.nn.functional.cross_entropy(engine(tokens).float(), tokens)
         engine.backward(loss)

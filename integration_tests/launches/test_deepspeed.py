@@ -100,7 +100,7 @@ def check(results, seeds):
         of_ranks = {rank: result[number] for rank, result in enumerate(results)}
         logs = {rank: found.log for rank, (found, *_) in of_ranks.items()}
         for bound in (False, True):
-            assert faults(logs, bound) == [], (seed, bound)
+            assert faults(logs, bound, blocking=True) == [], (seed, bound)
         for found, stock, compress in of_ranks.values():
             tolerance = 1e-5 if compress == "off" else 2e-2
             assert max(abs(a - b) for a, b in zip(found.losses, stock, strict=True)) < tolerance, seed

@@ -19,7 +19,7 @@ from integration_tests.launches.cases import case, outcome
 
 pytest.importorskip("megatron.core")
 
-FEATURES = ["megatron-groups", "megatron-layers", "megatron-reduction", "megatron-p2p"]
+FEATURES = ["megatron-groups", "megatron-layers", "megatron-reduction", "megatron-p2p", "megatron-edges"]
 SEEDS = {world: range(1000 * world, 1000 * world + 15) for world in (4, 6, 8)}
 
 
@@ -68,8 +68,8 @@ def test_megatron(world):
         of_ranks = {rank: result[number] for rank, result in enumerate(results)}
         logs = {rank: found.log for rank, (found, _) in of_ranks.items()}
         for bound in (False, True):
-            assert faults(logs, bound) == [], (seed, bound, flags(case(seed, world)))
+            assert faults(logs, bound, blocking=True) == [], (seed, bound, flags(case(seed, world)))
         for found, stock in of_ranks.values():
             assert max(abs(a - b) for a, b in zip(found.losses, stock, strict=True)) < 1e-5, seed
         used.append(frozenset.union(*(found.used for found, _ in of_ranks.values())))
-    assert all(sum(name in one for one in used) >= 2 for name in ("overlap", "pairs")), used
+    assert all(sum(name in one for one in used) >= 2 for name in ("overlap", "pairs", "edges")), used

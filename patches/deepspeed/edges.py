@@ -9,10 +9,12 @@
 
 The passes of a stage run their micro-batches in the same order as before, so that gradients are summed as before.
 
+The first step runs the engine's own schedule: it shows what messages come, of which receives are posted from then on.
+
 Why no rank waits for ever: stage s holds at most k[s] micro-batches, k[s] >= k[s + 1]. Its backward of micro-batch m
 needs that of the next stage, which comes right after that stage's forward of m + k[s + 1] - 1, which needs this stage's
 forward of that micro-batch. This stage's own backward of m comes right after its forward of m + k[s] - 1, so that one
-has been done. The order of all passes has no circle, and messages wait for passes only.
+has been done. The order of all passes has no circle, nor has that of the messages between them (receive_order.py).
 """
 
 from __future__ import annotations
@@ -33,16 +35,17 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
 from holmes_ext.runtime.groups.mailbox import Mailbox
+from holmes_ext.runtime.groups.receive_order import ReceiveOrder, flight_of
 
 #: The mailbox of this process's pipeline; None where its edges are the engine's own.
 _mailbox: Mailbox | None = None
-#: engine -> micro-batches in flight on each stage; None where its schedule is its own.
-_planned: weakref.WeakKeyDictionary[Any, tuple[int, ...] | None] = weakref.WeakKeyDictionary()
+#: engine -> micro-batches in flight; None where its schedule is its own.
+_planned: weakref.WeakKeyDictionary[Any, ReceiveOrder | None] = weakref.WeakKeyDictionary()
 
 
 def opened() -> Mailbox | None:
     """The mailbox, while it carries the messages of a step."""
-    return _mailbox if _mailbox is not None and _mailbox.open else None
+    return _mailbox if _mailbox is not None and (_mailbox.open or _mailbox.listening) else None
 
 
 def unsupported(engine: Any) -> str | None:
@@ -82,12 +85,10 @@ def _through_mailbox(direction: str):
 
         def call(tensor, stage, async_op=False):
             peer = p2p._grid.stage_to_global(stage_id=stage)
-            if not _mailbox.open:
-                p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)
-                return getattr(comm, direction)(tensor, peer, group=_mailbox.group(peer, direction))
-            if direction == "send":
-                _mailbox.check(tensor, peer)
-            getattr(_mailbox, direction)(tensor, peer)
+            if opened() is not None:
+                return getattr(_mailbox, direction)(tensor, peer)
+            p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)
+            return getattr(comm, direction)(tensor, peer, group=_mailbox.group(peer, direction))
 
         return call(*args, **{"stage" if key.endswith("_stage") else key: value for key, value in kwargs.items()})
 
@@ -105,6 +106,18 @@ def _announce(wrapped, instance, args, kwargs):
         result = wrapped(buffer, recv_stage)
         tensors = buffer if isinstance(buffer, (tuple, list)) else (buffer,)
         _mailbox.announce([(tuple(tensor.shape), tensor.dtype) for tensor in tensors], peer)
+        return result
+
+    return call(*args, **kwargs)
+
+
+def _announced(wrapped, instance, args, kwargs):
+    """_recv_tensor_meta(send_stage): its messages are about those of each micro-batch."""
+
+    def call(send_stage):
+        result = wrapped(send_stage)
+        if _mailbox is not None:
+            _mailbox.leave_out(instance.grid.stage_to_global(stage_id=send_stage))
         return result
 
     return call(*args, **kwargs)
@@ -133,6 +146,7 @@ def _schedule_class() -> type:
                 if number == len(order) - 1:
                     commands += [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
                 yield commands
+                box.passed(kind, micro_batch)
                 # a gradient that came says that its activation had come; an activation, that the previous stage had
                 # the gradient without which it could not have begun that forward
                 if kind == "B":
@@ -154,14 +168,14 @@ def _schedule_class() -> type:
     return PlannedSchedule
 
 
-def _planned_for(engine: Any) -> tuple[int, ...] | None:
-    """Micro-batches in flight on each stage as the plan has it; None where the engine's own schedule runs."""
+def _planned_for(engine: Any) -> ReceiveOrder | None:
+    """Micro-batches in flight as the plan has it; None where the engine's own schedule runs."""
     if engine not in _planned:
         current, reason = session.active(), unsupported(engine)
         found = None
         if current is not None and _mailbox is not None and engine.num_stages > 1:
             sizes = grid_sizes(current, engine.num_stages, engine.grid.get_slice_parallel_world_size())
-            found = current.plan_for(sizes).traffic_of(carrier_of(backend_of())).in_flight or None
+            found = flight_of(current.plan_for(sizes), carrier_of(backend_of()))
         if found and reason:
             if engine.global_rank == 0:
                 print(f"holmes: DeepSpeed's own pipeline schedule is used: {reason}", file=sys.stderr)
@@ -175,15 +189,19 @@ def _exec_schedule(wrapped, instance, args, kwargs):
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
     trains = type(args[0] if args else kwargs["pipe_schedule"]) is TrainSchedule
-    held, stage = _planned_for(instance) if trains else None, instance.stage_id
-    if _mailbox is None or held is None:
+    planned = _planned_for(instance) if trains else None
+    if _mailbox is None or planned is None:
         return wrapped(*args, **kwargs)
+    if not _mailbox.knows:
+        _mailbox.listen()
+        result = wrapped(*args, **kwargs)
+        _mailbox.learn(instance.micro_batches)
+        return result
     import torch
 
-    schedule = _schedule_class()(
-        held, _mailbox, micro_batches=instance.micro_batches, stages=instance.num_stages, stage_id=stage
-    )
-    _mailbox.begin(mailbox.window(held, stage), instance.micro_batches, torch.empty(0, device=instance.device))
+    sizes = dict(micro_batches=instance.micro_batches, stages=instance.num_stages, stage_id=instance.stage_id)
+    schedule = _schedule_class()(planned.held, _mailbox, **sizes)
+    _mailbox.begin(planned, instance.micro_batches, torch.empty(0, device=instance.device))
     result = wrapped(schedule)
     _mailbox.end()
     return result
@@ -219,6 +237,10 @@ PATCHES = (
     Patch(
         EDGES, f"{_ENGINE}._send_tensor_meta", "what is announced is what has to come, or nobody says what is wrong",
         _announce, parameters=("buffer", "recv_stage"),
+    ),
+    Patch(
+        EDGES, f"{_ENGINE}._recv_tensor_meta", "what comes before the first activation comes once", _announced,
+        parameters=("send_stage",),
     ),
     Patch(
         EDGES, f"{_ENGINE}.reset_activation_shape", "shapes of messages change (curriculum learning)", _forget,

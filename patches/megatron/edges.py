@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
@@ -23,13 +24,13 @@ from holmes_ext.patches.megatron.features import EDGES
 from holmes_ext.patches.megatron.p2p import mailbox_of
 from holmes_ext.patches.megatron.slices import wires_of
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
-from holmes_ext.runtime.groups.mailbox import Mailbox
+from holmes_ext.runtime.groups.mailbox import Mailbox, form_of
+from holmes_ext.runtime.groups.receive_order import ReceiveOrder, flight_of
 from holmes_ext.runtime.groups.wire import PLAIN
 
-#: pipeline group -> (number and shapes of the last step's micro-batches).
-_forms: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+#: Pipeline groups whose sends stay megatron-core's, which was said.
+_told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _Group:
@@ -47,28 +48,37 @@ class _Group:
 
 
 class _Step:
-    """One step of one pipeline: what was sent and received so far. onward: the next stage's rank, None on the last."""
+    """One step of one pipeline: what was sent and received so far. dtype, device: of its messages; each: of a
+    micro-batch, as many."""
 
-    def __init__(
-        self, box: Mailbox, held: tuple[int, ...], stage: int, dtype: Any, device: Any, onward: int | None
-    ):  # fmt: skip
-        self.box, self.held, self.stage, self.dtype, self.device = box, held, stage, dtype, device
-        self.onward = onward
-        self.sent, self.came = {"F": 0, "B": 0}, {"F": 0, "B": 0}
+    def __init__(self, box: Mailbox, flight: ReceiveOrder, stage: int, dtype: Any, device: Any):
+        self.box, self.held, self.stage, self.dtype, self.device = box, flight.held, stage, dtype, device
+        self.each = 1
+        self.gone, self.came = {"F": 0, "B": 0}, {"F": 0, "B": 0}
+
+    def announce(self, shapes: Sequence[Any]) -> None:
+        """Of what the schedule sends, and receives, of every micro-batch."""
+        import torch
+
+        self.each = len(shapes)
+        for peer, direction in self.box.neighbours.items():
+            self.box.announce([(tuple(shape), self.dtype) for shape in shapes] if direction > 0 else (), peer)
+            like = [torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes]
+            self.box.expect([form_of(self.box.wire_to(peer).incoming(tensor)[0]) for tensor in like], peer)
 
     def send(self, kind: str, tensor: Any, peer: int) -> None:
-        self.box.unit = kind, self.sent[kind]
-        self.sent[kind] += 1
-        if kind == "F":
-            self.box.check(tensor, peer)
+        self.box.unit = kind, self.gone[kind] // self.each
+        self.gone[kind] += 1
         self.box.send(tensor, peer)
+        if self.gone[kind] % self.each == 0:
+            self.box.passed(*self.box.unit)
 
     def recv(self, kind: str, shape: Any, peer: int) -> Any:
         import torch
 
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.box.recv(tensor, peer)
-        index, other = self.came[kind], "B" if kind == "F" else "F"
+        index, other = self.came[kind] // self.each, "B" if kind == "F" else "F"
         self.came[kind] += 1
         self.box.arrived(other, index if kind == "B" else index - self.held[self.stage - 1])
         return tensor.requires_grad_()
@@ -102,28 +112,19 @@ def _schedule(wrapped, instance, args, kwargs):
 
     model = kwargs["model"][0] if isinstance(kwargs["model"], list) else kwargs["model"]
     config, group = get_model_config(model), parallel_state.get_pipeline_model_parallel_group()
-    held = current.plan_for(sizes).traffic_of(carrier_of(backend_of(group))).in_flight
+    flight = flight_of(current.plan_for(sizes), carrier_of(backend_of(group)))
     reason = unsupported(config, kwargs)
-    if reason and held and group not in _forms and current.rank == 0:
+    if reason and flight and group not in _told and current.rank == 0:
         print(f"holmes: megatron-core's own pipeline sends are used: {reason}", file=sys.stderr)
-        _forms[group] = ()
-    if reason or not held or isinstance(group, list):
+        _told.add(group)
+    if reason or not flight or isinstance(group, list):
         return wrapped(*args, **kwargs)
     import torch
-    import torch.distributed as dist
 
-    box, device = mailbox_of(group), next(model.parameters()).device
-    micro_batches = kwargs["num_microbatches"]
-    form = micro_batches, *(kwargs.get(name) for name in ("seq_length", "micro_batch_size", "decoder_seq_length"))
-    if _forms.get(group) != form:
-        box.forget()
-        _forms[group] = form
-    stage, wires = group.rank(), wires_of(config)
+    box, device, wires = mailbox_of(group), next(model.parameters()).device, wires_of(config)
     box.wire_to = lambda peer: wires.get(peer, PLAIN)
-    box.begin(mailbox.window(held, stage), micro_batches, torch.empty(0, device=device))
-    ranks = dist.get_process_group_ranks(group)
-    onward = ranks[stage + 1] if stage + 1 < len(ranks) else None
-    _step = _Step(box, held, stage, config.pipeline_dtype, device, onward)
+    box.begin(flight, kwargs["num_microbatches"], torch.empty(0, device=device))
+    _step = _Step(box, flight, group.rank(), config.pipeline_dtype, device)
     try:
         result = wrapped(*args, **kwargs)
     finally:
@@ -142,8 +143,8 @@ def _count_in_flight(wrapped, instance, args, kwargs):
 def _announce(wrapped, instance, args, kwargs):
     """get_tensor_shapes: of what the schedule sends, and has buffers for, in this step."""
     shapes = wrapped(*args, **kwargs)
-    if _step is not None and (peer := _step.onward) is not None:
-        _step.box.announce([(tuple(shape), _step.dtype) for shape in shapes], peer)
+    if _step is not None:
+        _step.announce(shapes)
     return shapes
 
 

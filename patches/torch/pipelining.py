@@ -31,7 +31,7 @@ from holmes_ext.patches.torch import ddp
 from holmes_ext.patches.torch.features import PIPELINING
 from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, Sizes
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import group_ranks
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.grid import check_grid, tell
 from holmes_ext.runtime.groups.pairs import pair_groups
 
@@ -51,10 +51,21 @@ def _prepare(current: session.Session, schedule: Any, stages: list[Any]) -> None
             check_grid(current, sizes)
         torch_s = getattr(stages[0], "p2p_per_edge", False)  # torch >= 2.15 can make a group for each edge itself
         _pairs[group] = {} if torch_s else pair_groups(current, group)
+        if _pairs[group] and backend_of(group) == "nccl" and any(hasattr(stage, "pipe_info") for stage in stages):
+            _meet(group)
         if text := _unreduced(schedule, stages):
             tell(current, text, once=text)
     for stage in stages:
         ddp.let_finish_later(stage.submod)
+
+
+def _meet(group: Any) -> None:
+    """The communicator of all of a pipeline's ranks, which only two of them would make with the first message of a skip
+    connection: stages of a traced Pipe may have some."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=group)
 
 
 def _sizes(current: session.Session, ranks: list[int]) -> Sizes | None:

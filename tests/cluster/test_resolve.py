@@ -6,7 +6,14 @@ import pytest
 from holmes_ext.cluster.nccl import NcclOfNode
 from holmes_ext.cluster.nic import Gid, Nic
 from holmes_ext.cluster.node_report import NodeReport
-from holmes_ext.cluster.resolve import nccl_remarks, part_of, rate_of_one_nic, resolve_site, slower_than_declared
+from holmes_ext.cluster.resolve import (
+    apart_by_subnet,
+    nccl_remarks,
+    part_of,
+    rate_of_one_nic,
+    resolve_site,
+    slower_than_declared,
+)
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
@@ -131,6 +138,19 @@ def test_the_default_subnet_prefix_is_asked_about():
     with pytest.raises(HolmesError, match="both have LID 4, so there are at least two"):
         resolve_site([report("x", ib(default, 4)), report("y", ib(default, 4))], None)
     assert resolve_site([report("x", ib(default, 1)), report("y", roce())], None).world_size == 2
+
+
+def test_routed_roce_is_asked_about_and_racks_are_told():
+    ask = "each in an IP subnet of their own .*10.3.0.0/31.* --holmes-cluster FILE"
+    with pytest.raises(HolmesError, match=ask):
+        resolve_site([report("x", roce("10.3.0.0/31")), report("y", roce("10.3.0.2/31"))], None)
+    rails = lambda node: [roce(f"10.{rail}.{node}.1/24", device=f"mlx5_{rail}") for rail in range(2)]  # noqa: E731
+    with pytest.raises(HolmesError, match="nodes x, y are each"):
+        resolve_site([report("x", *rails(1)), report("y", *rails(2))], None)
+    racks = [report(name, roce(f"10.{rack}.0.{at}/24")) for rack, at, name in ((1, 1, "r"), (1, 2, "s"), (2, 1, "t"))]
+    (line,) = apart_by_subnet(resolve_site(racks, None))
+    assert "separate fabrics (roce-r, roce-t)" in line and "--holmes-cluster FILE" in line
+    assert apart_by_subnet(resolve_site(racks[:2], None)) == []
 
 
 def test_rails_count_as_one_fabric():

@@ -22,6 +22,8 @@ from holmes_ext.doctor.variables import check_variables, settings
         ({"NCCL_IB_GID_INDEX": "x"}, "problem", "is no number"),
         ({"NCCL_IB_DISABLE": "1"}, "problem", "every NCCL group goes over TCP sockets"),
         ({"NCCL_NET": "Socket"}, "note", "overrides the network of every group"),
+        ({"NCCL_COMM_SPLIT_SHARE_RESOURCES": "1"}, "note", "has its network too"),
+        ({"NCCL_ALLNET_ENABLE": "1"}, "note", "NVIDIA/nccl#1659"),
         ({"HOLMES_CLUSTR": "x"}, "problem", "write HOLMES_CLUSTER"),
     ],
 )

@@ -9,6 +9,7 @@ torch's get_backend() says "undefined" or "cpu:gloo,cuda:nccl" where a job names
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 from holmes_ext.plan.traffic import SOCKETS, VERBS
@@ -45,6 +46,18 @@ def backends(text: str) -> dict[str, str]:
     from torch.distributed.distributed_c10d import Backend, BackendConfig
 
     return {device: str(name) for device, name in BackendConfig(Backend(text)).device_backend_map.items()}
+
+
+def options_of(group: Any) -> Any:
+    """What the group was made with, by its backend; None where that does not tell (gloo before torch 2.7)."""
+    import torch
+
+    return getattr(group._get_backend(torch.device("cuda" if backend_of(group) == "nccl" else "cpu")), "options", None)
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """Of the group's collectives; None, torch's default, where its backend does not tell."""
+    return getattr(options_of(group), "_timeout", None)
 
 
 def carrier_of(backend: str) -> str:

@@ -1,34 +1,38 @@
 """Messages between pipeline stages that nobody waits for longer than it must: sends go, receives are there beforehand.
 
     send   isend; its tensor is kept until it is known to have arrived
-    recv   the messages of a step are the same in every step: once that is seen, `window` receives are posted in advance
-           for each neighbour, so that a message travels while the stage computes. gloo sends nothing before the other
-           end has posted its receive, and NCCL's sender waits for it
+    recv   posted some passes in advance, so that a message travels while the stage computes: gloo sends nothing before
+           the other end has posted its receive, and NCCL's sender waits for it. How early says receive_order.py
 
-Deadlock-free: nothing waits for a send inside a step, and each direction of a pair has a group of its own, in which
-both ends have the same order (micro-batches in turn). So a receive waits only for what its sender has computed, which
-is earlier in the order of all passes (patches/deepspeed/edges.py).
+Each direction of a pair has a group of its own. All launches of a step have one order in which each could wait for the
+one before it (receive_order.py), so it takes no luck with streams, hardware queues or the host's waits for its device.
 
-Under NCCL (read, not run): isend and irecv run on their group's own stream. A send that is not waited for holds up no
-stream; its tensor must outlive it, hence `keep`. A receive is waited for (the current stream waits) before its buffer
-is copied on the current stream.
+With NCCL isend and irecv run on their group's own stream. A send that is not waited for holds up no stream; its tensor
+must outlive it, hence `keep`. A receive is waited for (the current stream waits) before its buffer is copied on the
+current stream.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.groups.members import members_group
+from holmes_ext.runtime.groups.receive_order import Early, ReceiveOrder
 from holmes_ext.runtime.groups.wire import PLAIN, Wire
 from holmes_ext.runtime.watch import failure
 
 #: (shape, dtype) of a message.
 Form = tuple[tuple[int, ...], Any]
+
+
+def form_of(tensor: Any) -> Form:
+    return tuple(tensor.shape), tensor.dtype
 
 
 @dataclass
@@ -51,15 +55,6 @@ def of_pairs(pairs: Iterable[tuple[int, int]], rank: int, stages: Mapping[int, i
     return Mailbox(groups, {peer: (stages[rank], stages[peer]) for peer, _ in groups})
 
 
-def window(held: Sequence[int], stage: int) -> int:
-    """Of how many micro-batches a stage receives messages in advance: those that an edge may have on the way, and one.
-
-    held: micro-batches in flight, by stage.
-    """
-    edges = [one - other for one, other in zip(held, held[1:])]
-    return 1 + max(1, *edges[max(0, stage - 1) : stage + 1])
-
-
 class Mailbox:
     """One rank's. groups: (neighbour, "send" or "recv") -> process group, one for each direction of a pair. ends:
     neighbour -> (own stage, its stage). wire_to: how tensors travel to and from a neighbour; a message's form is
@@ -67,31 +62,69 @@ class Mailbox:
 
     def __init__(self, groups: dict[tuple[int, str], Any], ends: Mapping[int, tuple[int, int]]):
         self._groups, self._ends = groups, ends
+        #: neighbour -> 1 for the next stage's, -1 for that of the stage before.
+        self.neighbours = {peer: other - own for peer, (own, other) in ends.items() if abs(other - own) == 1}
         self._announced: dict[int, Sequence[Form]] = {}  # of each micro-batch, to a neighbour
-        self._place: tuple[tuple[str, int], int, int] = (("", 0), -1, 0)  # unit, neighbour, messages so far
+        self._checked: Counter[int] = Counter()  # messages to a neighbour in this step
         self.wire_to: Callable[[int], Wire] = lambda peer: PLAIN
         self._sent: dict[str, deque[_Sent]] = defaultdict(deque)
+        self._expected: dict[int, Sequence[Form]] = {}  # of each micro-batch, from a neighbour
+        self._seen: dict[int, list[Form]] = {}  # in a step of the engine's own schedule
         self._posted: dict[int, deque[tuple[Any, Any]]] = defaultdict(deque)
-        self._came: dict[int, list[Form]] = defaultdict(list)  # in this step
-        self._last: dict[int, list[Form]] = {}  # in the step before
-        self._known: dict[int, list[Form]] = {}  # in each step
-        self._next: dict[int, int] = {}  # of the known ones, the first that is not posted
-        self.open, self.unit = False, ("", 0)
+        self._count: Counter[int] = Counter()  # of micro-batches whose receives were posted in this step
+        self._came: Counter[int] = Counter()  # messages in this step
+        self.open, self.listening, self.unit = False, False, ("", 0)
+        self._early: dict[int, Early] = {}
+        self._micro_batches = 0
         self._like: Any = None
 
-    def begin(self, window: int, micro_batches: int, like: Any) -> None:
-        """A step of micro_batches begins. window: of how many micro-batches messages are received in advance from each
-        neighbour. like: a tensor on the device."""
-        self.open, self._like = True, like
-        self._came.clear()
-        for peer, known in self._known.items():
-            self._next[peer] = 0
-            for _ in range(window * len(known) // micro_batches):
-                self._post(peer)
+    def expect(self, forms: Sequence[Form], peer: int) -> None:
+        """What `peer` sends of every micro-batch."""
+        self._expected[peer] = forms
+
+    def listen(self) -> None:
+        """A step of the engine's own schedule begins: its messages wait, as it wants them, and are remembered."""
+        self.listening = True
+        self._checked.clear()
+        self._seen = {peer: [] for peer in self.neighbours}
+
+    def leave_out(self, peer: int) -> None:
+        """What came from `peer` so far was about its messages."""
+        if self.listening:
+            self._seen[peer] = []
+
+    def learn(self, micro_batches: int) -> None:
+        """That step is over; what came of each of its micro-batches is expected from now on. HolmesError where they
+        were not alike."""
+        for peer, forms in self._seen.items():
+            of_each = forms[: len(forms) // micro_batches]
+            if forms != of_each * micro_batches:
+                own, other = self._ends[peer]
+                edge = f"pipeline edge from stage {other} to stage {own}: rank {peer}"
+                way = "--holmes-inflight off leaves sending to the engine"
+                raise HolmesError(f"{edge} does not send the same of each micro-batch; {way}")
+            self.expect(of_each, peer)
+        self.listening = False
+
+    @property
+    def knows(self) -> bool:
+        """What all neighbours send. So it is on all ranks of a pipeline, or on none."""
+        return self.neighbours.keys() <= self._expected.keys()
+
+    def forget(self) -> None:
+        """The messages of the next step may be others."""
+        self._expected.clear()
+
+    def begin(self, flight: ReceiveOrder, micro_batches: int, like: Any) -> None:
+        """A step of micro_batches begins, and `knows` holds. like: a tensor on the device."""
+        self.open, self._like, self._micro_batches = True, like, micro_batches
+        for count in (self._count, self._came, self._checked):
+            count.clear()
+        self._early = {peer: flight.early(*self._ends[peer], micro_batches) for peer in self.neighbours}
 
     def announce(self, forms: Sequence[Form], peer: int) -> None:
         """What this rank sends `peer` of every micro-batch; () for what is not known."""
-        self._announced[peer], self._place = forms, (("", 0), -1, 0)
+        self._announced[peer], self._checked[peer] = forms, 0
 
     def group(self, peer: int, direction: str) -> Any:
         """Over which a message travels to (direction "send") or from ("recv") a neighbour."""
@@ -103,46 +136,64 @@ class Mailbox:
         ways = {peer: "send" if own < other else "recv" for peer, (own, other) in self._ends.items()}
         return {peer: self._groups[peer, way] for peer, way in ways.items()}
 
-    def check(self, tensor: Any, peer: int) -> None:
+    def _check(self, tensor: Any, peer: int) -> None:
         """HolmesError where the tensor that is to be sent is not as it was announced: the receiver has a buffer of that
         shape, and gloo would leave half a message in it, or end the process."""
-        before, forms = self._place, self._announced.get(peer, ())
-        place = before[2] + 1 if before[:2] == (self.unit, peer) else 0
-        self._place = self.unit, peer, place
-        form = tuple(tensor.shape), tensor.dtype
-        if place < len(forms) and forms[place] != form:
+        if not (forms := self._announced.get(peer)):
+            return
+        micro_batch, place = divmod(self._checked[peer], len(forms))
+        self._checked[peer] += 1
+        if forms[place] != form_of(tensor):
             own, other = self._ends[peer]
             told = f"pipeline edge from stage {own} to stage {other} (to rank {peer}): micro-batch"
-            said, now = (f"{tuple(shape)} {dtype}" for shape, dtype in (forms[place], form))
+            said, now = (f"{shape} {dtype}" for shape, dtype in (forms[place], form_of(tensor)))
             way = "give all micro-batches the same shape (pad them, leave out a shorter last one)"
-            raise HolmesError(f"{told} {self.unit[1]} is {now}, announced was {said}; {way}")
+            raise HolmesError(f"{told} {micro_batch} is {now}, announced was {said}; {way}")
 
     def send(self, tensor: Any, peer: int) -> None:
         import torch.distributed as dist
 
-        part = self.wire_to(peer).outgoing(tensor)
-        work = dist.isend(part, peer, group=self._groups[peer, "send"])
-        self._sent[self.unit[0]].append(_Sent(self.unit, work, part))
+        self._check(tensor, peer)
+        part, group = self.wire_to(peer).outgoing(tensor), self._groups[peer, "send"]
+        if self.listening:
+            dist.send(part, peer, group=group)
+        else:
+            self._sent[self.unit[0]].append(_Sent(self.unit, dist.isend(part, peer, group=group), part))
+
+    def passed(self, kind: str, index: int) -> None:
+        """The pass of `kind` ("F", "B") of micro-batch `index` is launched, and all that it sends."""
+        for peer, early in self._early.items() if kind == "F" else ():
+            if early.after_sends is not None:
+                self._post(peer, index + 2 - early.after_sends)
 
     def recv(self, tensor: Any, peer: int) -> None:
-        """Into `tensor`. HolmesError when another message than in the steps before is expected."""
-        part, finish = self.wire_to(peer).incoming(tensor)
-        form = tuple(part.shape), part.dtype
-        self._came[peer].append(form)
-        if not self._posted[peer]:
-            self._wait(self._irecv(part, peer), peer)
-            finish()
+        """Into `tensor`. HolmesError when another message than the expected is to come."""
+        if self.listening:
+            self._recv_now(tensor, peer)
             return
+        index = self._came[peer] // len(self._expected[peer])
+        self._came[peer] += 1
+        self._post(peer, index + 1 + self._early[peer].passes)
         buffer, work = self._posted[peer].popleft()
-        if (tuple(buffer.shape), buffer.dtype) != form:
+        part, finish = self.wire_to(peer).incoming(tensor)
+        if form_of(buffer) != form_of(part):
             own, other = self._ends[peer]
             edge = f"pipeline edge from stage {other} to stage {own}: a message of rank {peer}"
-            said, now = (f"{tuple(shape)} {dtype}" for shape, dtype in ((buffer.shape, buffer.dtype), form))
+            said, now = (f"{shape} {dtype}" for shape, dtype in map(form_of, (buffer, part)))
             way = "--holmes-inflight off leaves sending to the engine"
             raise HolmesError(f"{edge} was {said} in every step and is to be {now} now; {way}")
-        self._wait(work, peer)
+        with self._naming(peer):
+            work.wait()
         part.copy_(buffer)
-        self._post(peer)
+        finish()
+
+    def _recv_now(self, tensor: Any, peer: int) -> None:
+        import torch.distributed as dist
+
+        part, finish = self.wire_to(peer).incoming(tensor)
+        self._seen[peer].append(form_of(part))
+        with self._naming(peer):
+            dist.recv(part, peer, group=self._groups[peer, "recv"])
         finish()
 
     def arrived(self, kind: str, index: float) -> None:
@@ -152,37 +203,28 @@ class Mailbox:
             sent.popleft().work.wait()
 
     def end(self) -> None:
-        """All of the step has gone; what came is compared with the step before."""
+        """All of the step has gone."""
         for kind in self._sent:
             self.arrived(kind, inf)
-        for peer, came in self._came.items():
-            if self._last.get(peer) == came:
-                self._known[peer] = came
-            self._last[peer] = list(came)
         self.open = False
 
-    def forget(self) -> None:
-        """The messages of the next step may be others."""
-        self._last.clear()
-        self._known.clear()
-
-    def _irecv(self, tensor: Any, peer: int) -> Any:
-        import torch.distributed as dist
-
-        return dist.irecv(tensor, peer, group=self._groups[peer, "recv"])
-
-    def _wait(self, work: Any, peer: int) -> None:
-        """For what `peer` sends. HolmesError where that cannot come: at which edge, and why as far as is known."""
+    @contextmanager
+    def _naming(self, peer: int) -> Iterator[None]:
+        """HolmesError where what `peer` sends cannot come: at which edge, and why as far as is known."""
         try:
-            work.wait()
+            yield
         except RuntimeError as error:
             own, other = self._ends[peer]
             edge = f"pipeline edge from stage {other} (rank {peer}) to stage {own}"
             raise HolmesError(failure.broken(edge, str(error)).removeprefix(failure.INPUT)) from error
 
-    def _post(self, peer: int) -> None:
-        if self._next[peer] < len(self._known[peer]):
-            shape, dtype = self._known[peer][self._next[peer]]
-            buffer = self._like.new_empty(shape, dtype=dtype)
-            self._posted[peer].append((buffer, self._irecv(buffer, peer)))
-            self._next[peer] += 1
+    def _post(self, peer: int, micro_batches: int) -> None:
+        """Receives of the step's first micro_batches, where they are not there yet."""
+        import torch.distributed as dist
+
+        for _ in range(self._count[peer], min(micro_batches, self._micro_batches)):
+            for shape, dtype in self._expected[peer]:
+                buffer = self._like.new_empty(shape, dtype=dtype)
+                work = dist.irecv(buffer, peer, group=self._groups[peer, "recv"])
+                self._posted[peer].append((buffer, work))
+            self._count[peer] += 1

@@ -19,13 +19,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from holmes_ext.runtime.groups.backend import timeout_of
+
 #: How often this process has made a group of these ranks and purpose: a name must not come back, its keys are still in
 #: the store.
 _count: Counter[tuple[Any, ...]] = Counter()
 
 
 def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
-    """A new group of `ranks`, this one among them; options: new_group's.
+    """A new group of `ranks`, this one among them; options: new_group's, of which `timeout` is the job's by default.
 
     All members must make their groups of the same ranks and purpose in the same order. purpose: also the group's
     description.
@@ -33,6 +35,7 @@ def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
     import torch.distributed as dist
 
     ranks = sorted(ranks)
+    options.setdefault("timeout", timeout_of(dist.group.WORLD))
     key = (*ranks, purpose)
     _count[key] += 1
     members = "-".join(map(str, ranks)) if len(ranks) <= 8 else hashlib.sha256(str(ranks).encode()).hexdigest()[:16]

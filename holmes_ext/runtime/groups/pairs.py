@@ -12,8 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 from holmes_ext.plan.decide import own_pairs
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of, group_ranks
+from holmes_ext.runtime.groups.backend import backend_of, carrier_of, group_ranks, timeout_of
 from holmes_ext.runtime.groups.members import members_group
+from holmes_ext.runtime.groups.transport import settings_of
 from holmes_ext.runtime.session import Session
 
 
@@ -27,14 +28,12 @@ def pair_groups(current: Session, group: Any) -> dict[int, Any]:
     made: dict[int, Any] = {}
     for pair in own_pairs(current.plan, ranks, carrier) if carrier and len(ranks) > 2 else ():
         if current.rank in pair:
-            made[pair[current.rank == pair[0]]] = members_group(pair, "pipeline pair", **options_of(group))
+            made[pair[current.rank == pair[0]]] = members_group(pair, "pipeline pair", **like(group))
     return made
 
 
-def options_of(group: Any) -> dict[str, Any]:
-    """Backend and timeout of `group`, for new_group; timeout None, torch's default, where its backend does not tell."""
-    import torch
-
-    backend = backend_of(group)
-    own = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu"))
-    return {"backend": backend, "timeout": getattr(getattr(own, "options", None), "_timeout", None)}
+def like(group: Any) -> dict[str, Any]:
+    """For new_group: backend and timeout of `group`, and NCCL's settings for it (priority, CTAs, CGA), which are those
+    of its pairs too: a receive that is posted early holds the CTAs that it was given until its message is there."""
+    backend, timeout = backend_of(group), timeout_of(group)
+    return {"backend": backend, "timeout": timeout, **({"pg_options": settings_of(group)} if backend == "nccl" else {})}

@@ -15,12 +15,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from holmes_ext.cluster.nccl import file_settings, network_name, variables_of
+from holmes_ext.cluster.nccl import SHARED, file_settings, network_name, variables_of
 from holmes_ext.cluster.site import Fabric, Node
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.traffic import LOCAL
+from holmes_ext.runtime.groups.backend import options_of
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+#: Communicators that share a parent's resources (ncclConfig_t.splitShare) have its network: ncclCommSplit refuses
+#: another with ncclInvalidUsage.
+_OF_ONE_NETWORK = frozenset({"net_name", "split_share"})
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,22 @@ def nccl_options(
         return given
     fresh, settings = options_class(), parent if given is None else given
     if settings is not None:
-        _copy_settings(settings.config, fresh.config, skip={"net_name"})
+        _copy_settings(settings.config, fresh.config, skip=_OF_ONE_NETWORK)
         _copy_settings(settings, fresh, skip={"config"})
     if transport.net_name:
         fresh.config.net_name = transport.net_name
     if timeout is not None:
         fresh._timeout = timeout
+    return fresh
+
+
+def settings_of(group: Any) -> Any:
+    """Fresh options with the settings that the NCCL group `group` has, for a group of its own network and members."""
+    from torch.distributed import ProcessGroupNCCL
+
+    fresh, own = ProcessGroupNCCL.Options(), options_of(group)
+    _copy_settings(own.config, fresh.config, skip=_OF_ONE_NETWORK)
+    fresh.is_high_priority_stream = own.is_high_priority_stream
     return fresh
 
 
@@ -116,4 +132,8 @@ def node_environment(here: Node, environ: MutableMapping[str, str]) -> list[str]
     if environ.get("NCCL_NET"):
         lines.append(f"NCCL_NET={environ['NCCL_NET']} is unset: it would override the network chosen for each group")
         del environ["NCCL_NET"]
+    if environ.get(SHARED, "0") != "0" and len(here.ports) > 1:
+        why = "a group with a network of its own cannot share its parent's resources"
+        lines.append(f"{SHARED}={environ[SHARED]} is unset: {why}")
+        del environ[SHARED]
     return lines

@@ -27,7 +27,7 @@ class Item:
     name: str
     numel: int
     itemsize: int
-    key: Any
+    key: tuple[torch.dtype, torch.device]
 
     @classmethod
     def of(cls, name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> Item:
@@ -60,8 +60,13 @@ def fill_buckets(items: Sequence[Item], order: Sequence[int], limit_bytes: int) 
 
 
 def layout_digest(items: Sequence[Item], limit_bytes: int) -> int:
-    """A 63-bit number that differs where the items, their order or the bucket size differ."""
-    content = [[item.name, item.numel, item.itemsize, str(item.key)] for item in items]
+    """A 63-bit number that differs where the items, their order or the bucket size differ. Ranks of one node have other
+    devices (cuda:0, cuda:1): what counts is a device's kind, and which items share one."""
+    places: dict[torch.device, int] = {}
+    content = [
+        [item.name, item.numel, item.itemsize, str(dtype), device.type, places.setdefault(device, len(places))]
+        for item in items for dtype, device in (item.key,)
+    ]  # fmt: skip
     text = json.dumps([content, limit_bytes])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
@@ -11,9 +12,14 @@ import torch.distributed as dist
 from holmes_ext.plan.traffic import SOCKETS, Reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
+_ONE_QUEUE = (
+    "CUDA_DEVICE_MAX_CONNECTIONS=1: the steps of a two-level reduction wait for each other in the one hardware queue,"
+    " so they run between the backward pass's kernels, not beside them; set 8 or more where the framework allows it"
+)
 TwoLevel = TwoLevelAllReduce | TwoLevelCollectives
 
 
@@ -44,6 +50,8 @@ def two_level_of(ranks: Sequence[int], way: Reduction, carrier: str, purpose: st
     if len(clusters) < 2:
         return None
     if carrier != SOCKETS:
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            tell(session.require(), _ONE_QUEUE, once=_ONE_QUEUE)
         return TwoLevelCollectives(
             clusters, chunk_bytes=way.chunk_bytes, compress=way.compress, purpose=purpose
         )

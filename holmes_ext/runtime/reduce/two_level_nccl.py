@@ -13,8 +13,9 @@ chunk is padded.
 
     compressed:     encode the shard -> all-gather across -> decode, add up in cluster order, on the stream across
 
-(Not run on GPUs so far: the sums are tested over gloo, without streams; order and overlap with recorded launches and a
-queue for each communicator and stream, tests/runtime/reduce/test_two_level_nccl.py.)
+(Run on emulated GPUs, over NCCL's own host code, never on a physical one; order and overlap also with recorded launches
+and a queue for each communicator and stream, tests/runtime/reduce/test_two_level_nccl.py. Under one hardware queue,
+CUDA_DEVICE_MAX_CONNECTIONS=1, the events hold up the backward pass's kernels: nothing overlaps, all sums are right.)
 """
 
 from __future__ import annotations

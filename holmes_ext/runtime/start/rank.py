@@ -15,7 +15,7 @@ from typing import Any
 
 from holmes_ext import __version__
 from holmes_ext.cluster.node_report import NodeReport, node_identity, node_name, report_node, short_name
-from holmes_ext.cluster.resolve import nccl_remarks, part_of, resolve_site, slower_than_declared
+from holmes_ext.cluster.resolve import apart_by_subnet, nccl_remarks, part_of, resolve_site, slower_than_declared
 from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.errors import HolmesError
@@ -128,7 +128,8 @@ def start(
     def decide(reports: list[dict[str, Any]], nodes: list[NodeReport]) -> dict[str, Any]:
         site, plan = request.planned(nodes)
         forced = {n.nccl.forced_net: f"{n.nccl.forced_in} of node {n.name}" for n in nodes if n.nccl.forced_net}
-        lines = [*_left_out(request.spec, site), *_down(nodes, site), *nccl_remarks(site, nodes)]
+        told = [*_left_out(request.spec, site), *_down(nodes, site), *nccl_remarks(site, nodes)]
+        lines = [*told, *apart_by_subnet(site)]
         made = {"plan": plan.to_json(), "source": plan.source, "lines": lines, "forced_nets": forced}
         return {"site": site.to_dict(), **made}
 

@@ -16,6 +16,9 @@ class Letting:
     def __init__(self):
         self.unit, self.let_go = ("", 0), []
 
+    def passed(self, kind, index):
+        assert (kind, index) == self.unit
+
     def arrived(self, kind, index):
         self.let_go.append((self.unit, kind, index))
 

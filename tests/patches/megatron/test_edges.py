@@ -6,6 +6,7 @@ import torch
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.megatron import edges
 from holmes_ext.runtime.groups.mailbox import Mailbox
+from holmes_ext.runtime.groups.receive_order import ReceiveOrder
 
 
 class Noting(Mailbox):
@@ -14,11 +15,12 @@ class Noting(Mailbox):
         self.gone = []
 
     def send(self, tensor, peer):
+        self._check(tensor, peer)
         self.gone.append((self.unit, tuple(tensor.shape), peer))
 
 
 def test_a_tensor_that_the_next_stage_has_no_buffer_for_is_not_sent(monkeypatch):
-    step = edges._Step(Noting(), (2, 1), 0, torch.float32, "cpu", 7)
+    step = edges._Step(Noting(), ReceiveOrder((2, 1)), 0, torch.float32, "cpu")
     monkeypatch.setattr(edges, "_step", step)
     assert edges._announce(lambda **sizes: [(16, 2, 8)], None, (), {"seq_length": 16}) == [(16, 2, 8)]
     for _ in range(2):

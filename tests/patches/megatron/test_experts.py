@@ -6,7 +6,7 @@ import os
 import sys
 
 import pytest
-from ranks import run_ranks
+from ranks import run_ranks, seeded
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.megatron.experts import place
@@ -33,7 +33,7 @@ def of_rank(rank, ranks, seed):
     with torch.no_grad():
         for parameter in layer.experts.parameters():  # on CPUs all ranks draw the same
             parameter.mul_(1 + 0.1 * rank)
-    tokens = torch.randn(64, 1, experts.HIDDEN, generator=torch.Generator().manual_seed(rank))
+    tokens = torch.randn(64, 1, experts.HIDDEN, generator=seeded(rank))
 
     def run():
         layer.zero_grad()

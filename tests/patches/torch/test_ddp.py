@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from clusters import site
-from ranks import RankError, run_ranks
+from ranks import RankError, run_ranks, seeded
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def batch(rank, step, part=0):
-    return torch.randn(8, 128, generator=torch.Generator().manual_seed(100 * step + 10 * part + rank))
+    return torch.randn(8, 128, generator=seeded(100 * step + 10 * part + rank))
 
 
 def train(rank, options, model_options, hook=None, accumulate=1, steps=4, join=None):
@@ -248,7 +248,7 @@ def int8(rank, wire):
     gradient in 7 steps; buckets are new after the first."""
     model = nn.Linear(512, 512, bias=False)
     exact = DistributedDataParallel(model)
-    inputs = torch.randn(4, 512, generator=torch.Generator().manual_seed(rank))
+    inputs = torch.randn(4, 512, generator=seeded(rank))
     exact(inputs).square().mean().backward()
     true, errors = model.weight.grad.clone(), []
     start(rank, compress="int8")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from clusters import site
-from ranks import RankError, run_ranks
+from ranks import RankError, run_ranks, seeded
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -60,7 +60,7 @@ def shard(mesh=None, **more):
 
 
 def batch(rank, step, part=0):
-    return torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + 10 * part + rank))
+    return torch.randn(4, 64, generator=seeded(100 * step + 10 * part + rank))
 
 
 def train(made, rank, steps=4, accumulate=1, optimizer=None):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from clusters import site
-from ranks import RankError, run_ranks
+from ranks import RankError, run_ranks, seeded
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -74,7 +74,7 @@ def train(pipeline, schedule, chunks=1, data="ddp", order=("pp", "dp"), options=
     weights = [p for stage in stages for p in stage.submod.parameters()]
     optimizer = torch.optim.SGD(weights, lr=0.1)
     for step in range(steps):
-        generator = torch.Generator().manual_seed(100 * step + replica)
+        generator = seeded(100 * step + replica)
         x, y = torch.randn(2, 8, 48, generator=generator)
         given = {"target": y, "losses": []} if stages[-1].is_last else {}
         run.step(*([x] if stages[0].is_first else []), **given)

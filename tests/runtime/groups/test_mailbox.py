@@ -6,99 +6,121 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.pipeline import passes
 from holmes_ext.runtime.groups.mailbox import Mailbox
+from holmes_ext.runtime.groups.receive_order import ReceiveOrder
 from holmes_ext.runtime.watch import failure
 
+FLIGHT, MICRO_BATCHES = ReceiveOrder((3, 1)), 4
 
-def steps_of(rank, count, micro_batches=4, window=2):
-    """Two stages: activations there, gradients (twice the activation) back; what each rank received in each step."""
+
+def mailbox_of(rank):
+    """Of two stages, a group for each direction."""
     forward, backward = dist.new_group([0, 1]), dist.new_group([0, 1])
     sends, receives = (forward, backward) if rank == 0 else (backward, forward)
-    groups = {(1 - rank, "send"): sends, (1 - rank, "recv"): receives}
-    box, seen, posted = Mailbox(groups, {1 - rank: (rank, 1 - rank)}), [], []
+    return Mailbox({(1 - rank, "send"): sends, (1 - rank, "recv"): receives}, {1 - rank: (rank, 1 - rank)})
+
+
+def steps_of(rank, count):
+    """Activations there, gradients (twice the activation) back; what each rank received in each step, and for how many
+    micro-batches it had posted receives after each pass of one."""
+    box, seen = mailbox_of(rank), []
+    box.expect([((2, 3), torch.float32)], 1 - rank)
     for step in range(count):
-        box.begin(window, micro_batches, torch.empty(0))
-        posted.append(len(box._posted[1 - rank]))
-        got = []
-        for index in range(micro_batches):
+        box.begin(FLIGHT, MICRO_BATCHES, torch.empty(0))
+        got, posted = [], []
+        for kind, index, _ in passes(rank, 2, MICRO_BATCHES, held=FLIGHT.held[rank]):
+            box.unit = kind, index
             tensor = torch.full((2, 3), float(10 * step + index))
-            if rank == 0:
-                box.unit = "F", index
-                box.send(tensor, 1)
+            if (kind, rank) in (("F", 1), ("B", 0)):
+                box.recv(tensor.zero_(), 1 - rank)
+                got.append(float(tensor[0, 0]))
             else:
-                box.recv(tensor, 0)
-                got.append(tensor.clone())
-                box.unit = "B", index
-                box.send(2 * tensor, 0)
-        for index in range(micro_batches) if rank == 0 else ():
-            tensor = torch.empty(2, 3)
-            box.recv(tensor, 1)
-            box.arrived("F", index)
-            assert len(box._sent["F"]) == micro_batches - 1 - index
-            got.append(tensor.clone())
+                box.send(tensor if rank == 0 else 2 * tensor, 1 - rank)
+            box.passed(kind, index)
+            posted.append(box._count[1 - rank])
+            if (kind, rank) == ("B", 0):
+                box.arrived("F", index)
+                assert len(box._sent["F"]) == min(FLIGHT.held[0] - 1, MICRO_BATCHES - 1 - index)
         box.end()
         assert not box._posted[1 - rank] and not any(box._sent.values())
-        seen.append([float(tensor[0, 0]) for tensor in got])
+        seen.append(got)
     return seen, posted
 
 
 def everything(rank):
-    return steps_of(rank, 4)
+    return steps_of(rank, 3)
 
 
-def test_messages_come_in_order_and_are_posted_once_they_are_known():
-    for rank, (seen, posted) in enumerate(run_ranks(everything, 2)):
-        assert seen == [[(2 - rank) * (10 * step + index) for index in range(4)] for step in range(4)]
-        assert posted == [0, 0, 2, 2]  # the first step, one to compare it with, then in advance
+def test_messages_come_in_order_and_are_posted_as_early_as_both_ends_can():
+    """With 3 and 1 in flight two activations travel before the first gradient, on both stages one pass early."""
+    (first, *of_first), (second, *of_second) = run_ranks(everything, 2)
+    for factor, seen in ((2, first), (1, second)):
+        assert seen == [[factor * (10 * step + index) for index in range(4)] for step in range(3)]
+    assert of_first == [[0, 1, 2, 2, 3, 3, 4, 4]]  # after F 0, F 1, F 2, B 0, F 3, B 1, B 2, B 3
+    assert of_second == [[2, 2, 3, 3, 4, 4, 4, 4]]  # after F 0, B 0, F 1, ...
+
+
+def taught(rank, sizes, told=True):
+    """One micro-batch a step, whose message has another size in each; what the mailbox learns in each step it sees."""
+    box, known = mailbox_of(rank), []
+    for before, size in zip((sizes[0], *sizes), sizes):
+        if told and size != before:
+            box.forget()
+        tensor = torch.full((size,), float(size))
+        known.append(box.knows)
+        learning = not box.knows
+        box.listen() if learning else box.begin(FLIGHT, 1, torch.empty(0))
+        try:
+            box.recv(tensor.zero_(), 0) if rank else box.send(tensor, 1)
+        except HolmesError as error:
+            return str(error), known
+        box.learn(1) if learning else box.end()
+    return tensor.tolist(), known
 
 
 def other_shape(rank):
-    group = dist.new_group([0, 1])
-    box = Mailbox({(1 - rank, "send"): group, (1 - rank, "recv"): group}, {1 - rank: (rank, 1 - rank)})
-    said = ""
-    for step in range(3):
-        box.begin(1, 1, torch.empty(0))
-        if rank == 0:
-            box.send(torch.ones(2), 1)
-        else:
-            try:
-                box.recv(torch.empty(2 if step < 2 else 3), 0)
-            except HolmesError as error:
-                said = str(error)
-        if not said:
-            box.end()
-    return said
+    return taught(rank, (2, 2, 3) if rank else (2, 2, 2), told=False)
 
 
 def test_a_message_of_another_shape_is_one_line():
     said = "edge from stage 0 to stage 1: a message of rank 0 was (2,) torch.float32 in every step and is to be"
-    assert f"{said} (3,) torch.float32 now" in run_ranks(other_shape, 2)[1]
+    assert f"{said} (3,) torch.float32 now" in run_ranks(other_shape, 2)[1][0]
 
 
 def forgetting(rank):
-    group = dist.new_group([0, 1])
-    box = Mailbox({(1 - rank, "send"): group, (1 - rank, "recv"): group}, {1 - rank: (rank, 1 - rank)})
-    for size in (2, 2, 2, 5):
-        if size == 5:
-            box.forget()
-        box.begin(1, 1, torch.empty(0))
-        tensor = torch.full((size,), float(size))
-        box.send(tensor, 1) if rank == 0 else box.recv(tensor.zero_(), 0)
-        box.end()
-    return tensor.tolist()
+    return taught(rank, (2, 2, 5, 5))
 
 
 def test_other_shapes_after_forgetting():
-    assert run_ranks(forgetting, 2)[1] == [5.0] * 5
+    assert run_ranks(forgetting, 2) == [([5.0] * 5, [False, True, False, True])] * 2
+
+
+def test_messages_that_differ_from_micro_batch_to_micro_batch(monkeypatch):
+    box = Mailbox({(5, "recv"): None}, {5: (2, 1), 9: (2, 3)})
+    monkeypatch.setattr(dist, "recv", lambda tensor, peer, group: None)
+    for mixed in (False, True):
+        box.listen()
+        box.recv(torch.ones(1, dtype=torch.int64), 5)
+        box.leave_out(5)  # that was about what comes
+        for index in range(2):
+            box.recv(torch.ones(2), 5)
+            box.recv(torch.ones(3 + mixed * index), 5)
+        if mixed:
+            with pytest.raises(HolmesError, match="stage 1 to stage 2: rank 5 does not send the same of each micro-b"):
+                box.learn(2)
+        else:
+            box.learn(2)
+            assert box.knows and box._expected == {5: [((2,), torch.float32), ((3,), torch.float32)], 9: []}
 
 
 def mixed(rank):
     """Activation, mask and positions of each micro-batch, as DeepSpeed sends tuples."""
-    group = dist.new_group([0, 1])
-    box = Mailbox({(1 - rank, "send"): group, (1 - rank, "recv"): group}, {1 - rank: (rank, 1 - rank)})
-    got = []
+    box, got = mailbox_of(rank), []
+    forms = [((2, 2), torch.float32), ((1,), torch.bool), ((1,), torch.int64)]
+    box.expect([] if rank == 0 else forms, 1 - rank)
     for step in range(4):
-        box.begin(2, 3, torch.empty(0))
+        box.begin(FLIGHT, 3, torch.empty(0))
         for index in range(3):
             number = 10 * step + index
             tensors = [torch.full((2, 2), number / 8), torch.tensor([number % 2 == 0]), torch.tensor([2**40 + number])]
@@ -108,6 +130,7 @@ def mixed(rank):
                     box.recv(tensor.zero_(), 0)
                 else:
                     box.send(tensor, 1)
+            box.passed("F", index)
             got.append((float(tensors[0][1, 1]), bool(tensors[1]), int(tensors[2])))
         box.end()
     return got
@@ -121,22 +144,19 @@ def test_tensors_of_several_kinds_whole_numbers_among_them():
 def test_what_was_not_announced_is_not_sent():
     """Each tensor of a micro-batch in its place; nothing is known before the announcement, and after another one."""
     box = Mailbox({}, {5: (1, 2)})
-    box.unit = "F", 0
-    box.check(torch.ones(7), 5)
+    box._check(torch.ones(7), 5)
     forms = [((2, 3), torch.float32), ((4,), torch.int64)]
     box.announce(forms, 5)
-    for index in range(2):
-        box.unit = "F", index
+    for _ in range(2):
         for shape, dtype in forms:
-            box.check(torch.ones(shape, dtype=dtype), 5)
-    box.unit = "F", 2
-    box.check(torch.ones(2, 3), 5)
+            box._check(torch.ones(shape, dtype=dtype), 5)
+    box._check(torch.ones(2, 3), 5)
     told = r"from stage 1 to stage 2 \(to rank 5\): micro-batch 2 is \(5,\) torch.int64, announced was \(4,\)"
     with pytest.raises(HolmesError, match=told):
-        box.check(torch.ones(5, dtype=torch.int64), 5)
+        box._check(torch.ones(5, dtype=torch.int64), 5)
     box.announce([((9,), torch.float32)], 5)
     with pytest.raises(HolmesError, match="announced was .9,. torch.float32"):
-        box.check(torch.ones(9, dtype=torch.bfloat16), 5)
+        box._check(torch.ones(9, dtype=torch.bfloat16), 5)
 
 
 
@@ -149,6 +169,8 @@ class Lost:
 
 def test_who_waits_for_a_lost_rank_says_at_which_edge(monkeypatch):
     box = Mailbox({(5, "recv"): None}, {5: (2, 1)})
+    box.expect([((2,), torch.float32)], 5)
+    box.begin(ReceiveOrder((3, 2, 1)), 1, torch.empty(0))
     monkeypatch.setattr(dist, "irecv", lambda tensor, peer, group: Lost())
     monkeypatch.setattr(failure, "broken", lambda what, error: f"holmes: {what} failed: {error}")
     told = r"^pipeline edge from stage 1 \(rank 5\) to stage 2 failed: Connection closed by peer"

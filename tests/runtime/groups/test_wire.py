@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, seeded
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.groups.wire import PLAIN, Wire
@@ -91,7 +91,7 @@ def test_what_int8_cannot_hold_is_refused_in_one_line_at_both_ends(dtype):
 
 
 def narrow_slices(rank):
-    wire, whole = Wire(2, rank, dist.group.WORLD, "int8"), torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    wire, whole = Wire(2, rank, dist.group.WORLD, "int8"), torch.randn(5, 8, generator=seeded(1))
     came = torch.empty(5, 8)
     part, finish = wire.incoming(came)
     part.copy_(wire.outgoing(whole))

@@ -1,9 +1,13 @@
 """How the running job puts gradients into buckets: plan/cost/buckets.py's cut, by dtype and device."""
 
+import torch
+
 from holmes_ext.runtime.reduce.flat_bucket import Item, fill_buckets, layout_digest
 
+F32, BF16 = ((dtype, torch.device("cpu")) for dtype in (torch.float32, torch.bfloat16))
 
-def items(*numels, key="float32"):
+
+def items(*numels, key=F32):
     return [Item(f"p{number}", numel, 4, key) for number, numel in enumerate(numels)]
 
 
@@ -16,7 +20,7 @@ def test_an_item_above_the_limit_stands_alone():
 
 
 def test_keys_never_mix_and_buckets_stand_where_they_are_complete():
-    mixed = [Item("a", 1, 4, "f32"), Item("b", 1, 2, "bf16"), Item("c", 1, 4, "f32"), Item("d", 1, 2, "bf16")]
+    mixed = [Item("a", 1, 4, F32), Item("b", 1, 2, BF16), Item("c", 1, 4, F32), Item("d", 1, 2, BF16)]
     assert fill_buckets(mixed, [0, 1, 2, 3], 8) == ((0, 2), (1, 3))
     assert fill_buckets(mixed, [1, 0, 2, 3], 4) == ((0,), (2,), (1, 3))
 
@@ -28,11 +32,15 @@ def test_every_item_is_in_one_bucket():
 
 
 def test_digest_sees_names_shapes_order_and_size():
-    base = layout_digest(items(1, 2), 8)
-    assert base == layout_digest(items(1, 2), 8)
-    assert (
-        len(
-            {base, layout_digest(items(2, 1), 8), layout_digest(items(1, 2), 9), layout_digest(items(1, 2, key="x"), 8)}
-        )
-        == 4
-    )
+    alike = [items(1, 2), items(2, 1), items(1, 2, key=BF16), items(1, 2, key=(torch.float32, torch.device("cuda:0")))]
+    assert len({layout_digest(items(1, 2), 9), *(layout_digest(each, 8) for each in alike)}) == 5
+    assert layout_digest(items(1, 2), 8) == layout_digest(items(1, 2), 8)
+
+
+def test_digest_is_the_same_on_each_gpu_of_a_node():
+    """And sees which parameters are together on one of several."""
+    def on(*devices):
+        return layout_digest([Item("p", 1, 4, (torch.float32, torch.device(device))) for device in devices], 8)
+
+    assert on("cuda:0", "cuda:0") == on("cuda:1", "cuda:1") != on("cuda:0", "cuda:1") == on("cuda:2", "cuda:0")
+    assert on("cuda:0", "cuda:1", "cuda:1") != on("cuda:0", "cuda:1", "cuda:0")

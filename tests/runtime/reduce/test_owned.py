@@ -4,7 +4,8 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from carriers import gloo_only
+from ranks import run_ranks, seeded
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.reduce import owned
@@ -25,7 +26,7 @@ def reduced(rank, spans, members):
     reduce, works = ReduceToOwners(group), []
     for number, some in enumerate((spans, spans[::-1], spans)):  # all under way at once
         flat = torch.randn(
-            sum(elements for elements, _ in some), generator=torch.Generator().manual_seed(10 * rank + number)
+            sum(elements for elements, _ in some), generator=seeded(10 * rank + number)
         )
         works.append((flat, flat.double(), some, reduce(flat, some)))
     worst = 0.0
@@ -92,6 +93,7 @@ def dies(rank):
     os._exit(0)
 
 
+@gloo_only
 def test_a_rank_that_dies_is_an_error_on_those_that_wait_for_it():
     with pytest.raises(ranks.RankError, match="gave no answer") as error:
         run_ranks(dies, 3)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from carriers import DEVICE, ON_GPUS
+from ranks import run_ranks, seeded
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
@@ -21,22 +22,22 @@ SIZE = 1001
 
 
 def own(rank):
-    return torch.randn(7, SIZE // 7, generator=torch.Generator().manual_seed(rank))
+    return torch.randn(7, SIZE // 7, generator=seeded(rank))
 
 
 def summed(rank):
     """Pipeline 2 x data 2: (as DeepSpeed's ranks have it, as a distributed optimizer's, bytes across, no session)."""
     pairs = [dist.new_group([first, first + 2]) for first in (0, 1)]
     group, sizes = pairs[rank % 2], Sizes(2).complete(4)
-    without = tied_sum_of(group, sizes, "cpu")
+    without = tied_sum_of(group, sizes, DEVICE)
     site = site_from_spec(load_spec(FILE))
     plan = build_plan(site, sizes)
     session.set_active(Session(Options(), Process(rank, 4, 0, 1, "", 0, ""), site, plan, rank))
-    tied_sum = tied_sum_of(group, sizes, "cpu")
+    tied_sum = tied_sum_of(group, sizes, DEVICE)
     local = own(rank)
     assert tied_sum.takes(local) and not tied_sum.takes(local.t())
     tied_sum(local, tied_sum.twins)
-    crossed = tied_sum.bytes_across
+    crossed = 0 if ON_GPUS else tied_sum.bytes_across
     shard = own(rank).view(-1)
     shard[: 300 if rank % 2 else 0] = 0  # rank 0 of a stage owns the first 300 elements, rank 1 the others
     shard[SIZE if rank % 2 else 300 :] = 0

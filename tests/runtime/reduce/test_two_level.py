@@ -6,14 +6,18 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from carriers import ON_GPUS, gloo_only
 from clusters import site
 from prices import sums_on_site
-from ranks import run_ranks
+from ranks import run_ranks, seeded
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.reduce.reducer import GradientReducer
 from holmes_ext.runtime.reduce.two_level import Piece, TwoLevelAllReduce, pieces
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
+
+#: What clusters of equal size get.
+KIND = TwoLevelCollectives if ON_GPUS else TwoLevelAllReduce
 
 
 def test_pieces_of_equal_clusters_pair_the_ranks():
@@ -52,7 +56,7 @@ def against_flat(rank, clusters, numels, chunk_bytes, dtype):
     worst, same = 0.0, True
     works = []
     for number, numel in enumerate(numels):  # all under way at once
-        x = torch.randn(numel, generator=torch.Generator().manual_seed(100 * rank + number)).to(dtype)
+        x = torch.randn(numel, generator=seeded(100 * rank + number)).to(dtype)
         works.append((x, x.clone(), all_reduce(x)))
     for x, wanted, work in works:
         work.wait()
@@ -65,6 +69,7 @@ def against_flat(rank, clusters, numels, chunk_bytes, dtype):
     return worst, same
 
 
+@gloo_only
 @pytest.mark.parametrize(
     "clusters",
     [[[0, 1], [2, 3]], [[0, 2], [3, 1]], [[0], [1, 2]], [[0, 1], [2, 3, 4]], [[0, 1], [2], [3, 4, 5]]],
@@ -85,7 +90,7 @@ def collectives(rank, clusters, numels):
     all_reduce = TwoLevelCollectives(clusters, chunk_bytes=512)
     worst = 0.0
     for number, numel in enumerate(numels):
-        x = torch.randn(numel, generator=torch.Generator().manual_seed(100 * rank + number))
+        x = torch.randn(numel, generator=seeded(100 * rank + number))
         wanted = x.clone()
         dist.all_reduce(wanted)
         all_reduce(x).wait()
@@ -99,7 +104,7 @@ def test_collectives_of_nccl_s_kind_give_the_same_sum(clusters):
 
 
 def exact(rank):
-    all_reduce = TwoLevelAllReduce([[0, 1], [2, 3]], chunk_bytes=256)
+    all_reduce = KIND([[0, 1], [2, 3]], chunk_bytes=256)
     x = torch.arange(1000, dtype=torch.float64) * (rank + 1)
     all_reduce(x).wait()
     all_reduce.close()
@@ -116,6 +121,7 @@ def lengths(rank):
     return found
 
 
+@gloo_only
 def test_chunks_are_alike_and_none_is_a_small_rest():
     """A bucket of DistributedDataParallel ends above its limit: the rest would be a chunk of a few bytes."""
     assert run_ranks(lengths, 2) == [[[0], [90], [199], [125, 125]]] * 2
@@ -124,7 +130,7 @@ def test_chunks_are_alike_and_none_is_a_small_rest():
 def under_a_reducer(rank):
     torch.manual_seed(3)
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
-    all_reduce = TwoLevelAllReduce([[0, 1], [2, 3]], chunk_bytes=1024)
+    all_reduce = KIND([[0, 1], [2, 3]], chunk_bytes=1024)
     reducer = GradientReducer(model.named_parameters(), bucket_bytes=5000, all_reduce=all_reduce)
     for _ in range(3):
         model.zero_grad()
@@ -160,6 +166,7 @@ def dies(rank):
         os._exit(0)
 
 
+@gloo_only
 def test_a_rank_that_dies_is_an_error_on_all_others():
     with pytest.raises(ranks.RankError, match="gave no answer") as error:
         run_ranks(dies, 4)

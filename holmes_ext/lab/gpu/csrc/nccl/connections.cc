@@ -127,9 +127,9 @@ static char* slot_of(const ncclConnInfo& info, int protocol, uint64_t step, size
 
 bool Connections::await_data(Link& link) {
   const ncclConnInfo& info = *link.info;
-  if (protocol_ == NCCL_PROTO_SIMPLE) {
-    if (!wait(link, "recv", [&] { return load(info.tail) >= link.step + steps_; })) return false;
-  }
+  // The lines of LL128 are two of the host's cache lines: what a socket's copy wrote of them may be seen in any order.
+  bool by_tail = protocol_ == NCCL_PROTO_SIMPLE || (protocol_ == NCCL_PROTO_LL128 && info.connFifo);
+  if (by_tail && !wait(link, "recv", [&] { return load(info.tail) >= link.step + steps_; })) return false;
   size_t slot = protocol_ == NCCL_PROTO_SIMPLE ? info.stepSize : shared->comm.buffSizes[protocol_] / NCCL_STEPS;
   link.slot = slot_of(info, protocol_, link.step, slot);
   return true;

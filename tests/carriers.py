@@ -1,0 +1,49 @@
+"""Which backend the tests' jobs train over.
+
+    HOLMES_TEST_CARRIER=gloo    gloo, on the CPU: what `make test` runs
+    HOLMES_TEST_CARRIER=nccl    the same functions and scripts on emulated GPUs, over NCCL's own host code, with the
+                                CUDA build of torch: what `make gpu` runs
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from holmes_ext.lab.gpu.job import Gpus
+from holmes_ext.lab.gpu.libraries import libraries
+
+CARRIER = os.environ.get("HOLMES_TEST_CARRIER", "gloo")
+if CARRIER not in ("gloo", "nccl"):
+    raise ValueError(f"HOLMES_TEST_CARRIER={CARRIER}: gloo or nccl")
+ON_GPUS = CARRIER == "nccl"
+DEVICE = "cuda" if ON_GPUS else "cpu"
+#: Of what is gloo's or the CPU's own, and of what NCCL alone has.
+gloo_only = pytest.mark.skipif(ON_GPUS, reason="gloo's or the CPU's own")
+gpu_only = pytest.mark.skipif(not ON_GPUS, reason="HOLMES_TEST_CARRIER=nccl")
+
+
+@functools.cache
+def gpus() -> Gpus:
+    """Emulated ones for this Python's torch."""
+    return Gpus(libraries([sys.executable], os.environ))
+
+
+@functools.cache
+def watched() -> Path:
+    """Where ranks that no lab started tell what they do."""
+    return Path(tempfile.mkdtemp(prefix="holmes-gpu-"))
+
+
+def environment(count: int = 1) -> dict[str, str]:
+    """Of ranks that no lab starts, each of which finds `count` emulated GPUs; {} on the CPU. Their network is the
+    loopback device, by sockets."""
+    if not ON_GPUS:
+        return {}
+    added = gpus().environment(os.environ, count, (), holmes=True, watch=watched())
+    return {**added, "NCCL_NET_PLUGIN": "none", "NCCL_SOCKET_IFNAME": "lo", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

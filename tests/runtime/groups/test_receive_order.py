@@ -1,0 +1,131 @@
+"""Pipelines whose messages are kernels that wait for their other end: no order of hardware queues, and no wait for the
+device, holds them up for ever."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import zip_longest
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hardware_queues import SYNCHRONIZE, Join, Kernel, stuck
+from launches import Launch, Wait, faults
+
+from holmes_ext.plan.cost.pipeline import passes
+from holmes_ext.runtime.groups.mailbox import Mailbox
+from holmes_ext.runtime.groups.receive_order import ReceiveOrder
+
+SEEDS = range(200)
+
+
+#: Of each micro-batch: an activation and a mask.
+FORMS = ((2, 3), (4,))
+
+
+def drawn(seed):
+    """(micro-batches in flight, on no stage more than on the one before; micro-batches of a step)."""
+    rng = random.Random(seed)
+    stages, micro_batches = rng.randint(2, 6), rng.randint(1, 12)
+    held = sorted((rng.randint(1, 9) for _ in range(stages)), reverse=True)
+    busy = [rng.choice((1.0, 1.0, rng.uniform(0.2, 3.0))) for _ in range(stages)]
+    return ReceiveOrder(tuple(held), tuple(busy) if rng.random() < 0.7 else ()), micro_batches
+
+
+def launched(monkeypatch, flight, micro_batches, steps=2):
+    """{stage: what it launches, in order}: messages, waits for them, and ("pass", kind, micro-batch)."""
+    logs, held = {}, flight.held
+    for stage in range(len(held)):
+        log = logs[stage] = []
+
+        def message(operation, peer, group, log=log, stage=stage):
+            number = len(messages(log)) + 1
+            log.append(Launch(number, group, tuple(sorted((stage, peer))), operation, 24, peer, stays=False))
+            return SimpleNamespace(wait=lambda: log.append(Wait(number)))
+
+        monkeypatch.setattr(dist, "isend", lambda tensor, peer, group, to=message: to("send", peer, group))
+        monkeypatch.setattr(dist, "irecv", lambda tensor, peer, group, to=message: to("receive", peer, group))
+        peers = [peer for peer in (stage - 1, stage + 1) if 0 <= peer < len(held)]
+        groups = {(peer, way): f"{min(peer, stage)} {('activations', 'gradients')[(way == 'send') == (peer < stage)]}"
+                  for peer in peers for way in ("send", "recv")}
+        box = Mailbox(groups, {peer: (stage, peer) for peer in peers})
+        for peer in peers:
+            box.expect([(form, torch.float32) for form in FORMS], peer)
+        for _ in range(steps):
+            one_step(box, flight, stage, micro_batches, log)
+    return logs
+
+
+def one_step(box, flight, stage, micro_batches, log):
+    """As patches/deepspeed/edges.py goes through it."""
+    last = len(flight.held) - 1
+    box.begin(flight, micro_batches, torch.empty(0))
+    for kind, index, _ in passes(stage, last + 1, micro_batches, held=flight.held[stage]):
+        box.unit = kind, index
+        source, target = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
+        for form in FORMS if 0 <= source <= last else ():
+            box.recv(torch.empty(form), source)
+        log.append(("pass", kind, index))
+        for form in FORMS if 0 <= target <= last else ():
+            box.send(torch.empty(form), target)
+        box.passed(kind, index)
+        if kind == "B":
+            box.arrived("F", index)
+        elif stage:
+            box.arrived("B", index - flight.held[stage - 1])
+    box.end()
+
+
+def messages(log):
+    return [entry for entry in log if not isinstance(entry, tuple)]
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_each_launch_may_wait_for_the_one_before_it(bound, monkeypatch):
+    for seed in SEEDS:
+        logs = {rank: messages(log) for rank, log in launched(monkeypatch, *drawn(seed)).items()}
+        assert faults(logs, bound, blocking=True) == [], seed
+
+
+def program(log, rank, stream_of=None, synchronize=()):
+    """What torch puts into a device's streams: a message's stream waits for what was computed so far. stream_of: which
+    streams are one; synchronize: of each entry of the log, whether the host waits for the device after it."""
+    counts, made, stream_of = Counter(), [], stream_of or {}
+
+    def stream(name):
+        return stream_of.get(name, name)
+
+    for entry, waits in zip_longest(log, synchronize):
+        if isinstance(entry, tuple):
+            made += [Kernel(stream("compute")), *([SYNCHRONIZE] if waits else [])]
+        elif isinstance(entry, Wait):
+            made.append(Join(stream("compute"), stream(messages(log)[entry.number - 1].group)))
+        else:
+            ends = (rank, entry.peer) if entry.operation == "send" else (entry.peer, rank)
+            counts[ends] += 1
+            over = stream(entry.group)
+            made += [Join(over, stream("compute")), Kernel(over, ((*ends, counts[ends]), entry.operation))]
+    return made
+
+
+@pytest.mark.parametrize("queues", [1, 2, 3])
+def test_any_hardware_queues_and_waits_for_the_device(queues, monkeypatch):
+    """And any streams that are one: with one queue all of them."""
+    for seed in SEEDS:
+        rng, programs, queue_of = random.Random(seed), {}, {}
+        part = rng.choice((0.2, 1.0))  # of the passes, after which the host waits for the device
+        for rank, log in launched(monkeypatch, *drawn(seed)).items():
+            stream_of = {one.stream: queues > 1 and rng.randrange(5) for one in program(log, rank)}
+            programs[rank] = program(log, rank, stream_of, [rng.random() < part for _ in log])
+            queue_of |= {(rank, stream): rng.randrange(queues) for stream in stream_of.values()}
+        assert stuck(programs, lambda *stream, queue_of=queue_of: queue_of[stream]) == [], seed
+
+
+def test_a_posted_receive_before_a_wait_is_found():
+    waits = [Kernel("a", ("x", "receive")), SYNCHRONIZE, Kernel("b", ("y", "send"))]
+    other = [Kernel("b", ("y", "receive")), SYNCHRONIZE, Kernel("a", ("x", "send"))]
+    assert stuck({0: waits, 1: other}, lambda rank, stream: hash((rank, stream))) == [0, 1]
+    del waits[1]
+    assert stuck({0: waits, 1: other}, lambda rank, stream: 0) == []
+    assert stuck({0: [replace(one, stream="a") for one in waits], 1: other}, lambda rank, stream: 0) == [0, 1]
