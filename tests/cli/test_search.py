@@ -111,7 +111,8 @@ def test_flags_of_holmes_in_the_command_are_holmess(capsys):
                      "--holmes-partition", "4,4")
     assert "not possible: your layout: layers of the stages 4,4: they must be 2 numbers above 0 whose sum" in said.out
     status, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--pipeline", "4", "--", *TINY,
-                          "--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "2")
+                          "--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "2",
+                          "--num-layers", "8")
     assert status == 0 and "P4" in said.out
 
 
