@@ -18,8 +18,8 @@ HEAD = f"|{' | '.join(COLUMNS)} |\n{'| --- ' * len(COLUMNS)}|"
 
 
 def table(kinds: str, most: int, figures: list[Figure], about: dict[str, Any]) -> str:
-    """Markdown, a line for each of the first `most` rows of these kinds that have been made; where not all may stand, by
-    their names alone."""
+    """Markdown, a line for each of the first `most` rows of these kinds that have been made; by their names
+    alone where not all may stand."""
     of_row: dict[str, dict[str, Figure]] = {}
     for one in figures:
         of_row.setdefault(one.scene, {})[one.metric] = one
