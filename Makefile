@@ -42,11 +42,16 @@ test: tools .venv
 	done; \
 	for one in $$started; do wait $${one%%:*} || status=1; cat build/$${one#*:}.log; done; exit $$status
 
-# The runtime's tests are in `make test`. Those of operators run on an emulated GPU themselves, so they are a run of their own.
+# The runtime's tests are in `make test`. Those of operators run on an emulated GPU themselves, so they are a run of their own,
+# beside the others.
 gpu: gpu-libraries
-	$(GPU_BIN)/python -m pytest --timeout=900 integration_tests/gpu/operators $(PYTEST_ARGS)
-	$(GPU_BIN)/python -m pytest --timeout=900 -rs integration_tests/gpu --ignore integration_tests/gpu/operators $(PYTEST_ARGS)
-	HOLMES_TEST_CARRIER=nccl $(GPU_BIN)/python -m pytest --timeout=900 $(ON_BOTH) $(PYTEST_ARGS)
+	@mkdir -p build; status=0; \
+	$(GPU_BIN)/python -m pytest --timeout=900 integration_tests/gpu/operators $(PYTEST_ARGS) >build/gpu-operators.log 2>&1 & \
+	operators=$$!; \
+	$(GPU_BIN)/python -m pytest --timeout=900 -rs integration_tests/gpu --ignore integration_tests/gpu/operators $(PYTEST_ARGS) \
+	   || status=1; \
+	HOLMES_TEST_CARRIER=nccl $(GPU_BIN)/python -m pytest --timeout=900 $(ON_BOTH) $(PYTEST_ARGS) || status=1; \
+	wait $$operators || status=1; cat build/gpu-operators.log; exit $$status
 
 # Builds the emulated GPU: some minutes, once for each version of holmes, torch and NCCL.
 gpu-libraries: tools .venv-gpu

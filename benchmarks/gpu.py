@@ -8,7 +8,7 @@ operator   a + b of 16 numbers, 2,000 in a row and the wait for them, on an emul
 bytes      20 and 40 all-reduces of 4 MB over 3 nodes: what a NIC sends more in the second run, against a ring's theory
            2 (n - 1) / n x size for each (interfaces' counters, headers included), on Ethernet and on InfiniBand
 losses     commands that nobody has changed, on 2 + 2 nodes with 2 GPUs each, against the same on gloo and CPUs:
-           DeepSpeed's ZeRO 0 to 3 and pipeline, transformers' Trainer; pretrain_gpt.py where checkouts/ has one
+           DeepSpeed's ZeRO 0 to 3 and pipeline, transformers' Trainer
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holmes_ext.lab.gpu.job import Gpus
 from holmes_ext.lab.gpu.libraries import libraries
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / name) for name in (".", "tests", "integration_tests", "examples/megatron_core/on_cpu")]
+sys.path[:0] = [str(ROOT / name) for name in (".", "tests", "integration_tests")]
 from integration_tests.gpu.conftest import TOML  # noqa: E402
 
 SCRIPTS = ROOT / "integration_tests" / "gpu"
@@ -116,7 +116,7 @@ def losses() -> list[Row]:
 
     rows = []
     with Lab(parse_spec(TOML)) as lab, tempfile.TemporaryDirectory() as directory:
-        for command in commands.all_commands(Path(directory)):
+        for command in commands.compared(Path(directory)):
             tell(f"losses, {command.name}")
             gpu, cpu = (command.losses(lab, "a0,b0,a1,b1", gpus) for gpus in (emulated(), None))
             assert len(gpu) == len(cpu) > 1 and gpu[-1] < gpu[0], (command.name, gpu, cpu)

@@ -33,11 +33,11 @@ class Row:
 
 #: Of each feature of torch, NICs, DDP, FSDP, pipelining, joined jobs and telemetry: the weights or losses are stock's.
 TORCH_TESTS = ("tests/patches/torch", "tests/runtime/measure/test_telemetry.py",
-               "tests/runtime/outer/test_stacks_of_torch.py")
+               "tests/runtime/outer/test_stacks_of_torch.py",
+               "integration_tests/stacks/test_trainer_joined.py::test_trainers_read_different_parts")
 #: Scripts that users have, on emulated clusters: the same, and what crosses.
 SCRIPT_TESTS = (*(f"integration_tests/stacks/test_{name}.py" for name in ("fsdp2", "pipelining")),
-                "integration_tests/stacks/test_trainer.py::test_losses_are_stock_s_and_only_sums_cross",
-                "integration_tests/stacks/test_trainer_joined.py::test_trainers_read_different_parts")
+                "integration_tests/stacks/test_trainer.py::test_losses_are_stock_s_and_only_sums_cross")
 DEEPSPEED_TESTS = tuple(f"integration_tests/deepspeed/test_{name}.py"
                         for name in ("overlap", "zero", "partition", "resume", "two_clusters", "joined"))
 MEGATRON_TESTS = tuple(f"integration_tests/megatron/test_{name}.py"
@@ -65,10 +65,9 @@ def _pair(name: str, torch: str, *packages: str, **more) -> Row:
 
 
 def _torch(version: str, packages: tuple[str, ...]) -> Row:
-    whole = version in ("2.6.0", "2.9.1", "2.15.0")
-    tests, lab = (*TORCH_TESTS, *SCRIPT_TESTS * whole), ("Trainer", "FSDP2") * whole
+    lab = ("Trainer", "FSDP2") if version in ("2.6.0", "2.9.1", "2.15.0") else ()
     return Row(f"torch {version}", "torch", packages, f"torch=={version}", features=("torch", "transformers"),
-               tests=tests, lab=lab)
+               tests=TORCH_TESTS, lab=lab)
 
 
 def _deepspeed(version: str) -> Row:

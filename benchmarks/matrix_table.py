@@ -9,24 +9,25 @@ from harness import Row as Figure
 from matrix_rows import ROWS, SCENES, Row
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Page -> the kinds of rows in each of its tables.
-PAGES = {ROOT / "README.md": ("pair",), ROOT / "docs" / "versions.md": ("pair", "torch", "deepspeed", "megatron")}
+#: Page -> the kinds of rows in each of its tables, and how many a table has at most.
+PAGES = {ROOT / "README.md": (("pair torch",), 10),
+         ROOT / "docs" / "versions.md": (("pair", "torch", "deepspeed", "megatron"), len(ROWS))}
 COLUMNS = ("", "features on", "off", "tests passed", "failed", "in the lab, holmes : stock", "loss difference",
            "on NCCL", "date")
 HEAD = f"|{' | '.join(COLUMNS)} |\n{'| --- ' * len(COLUMNS)}|"
 
 
-def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
-    """Markdown, a line for each row of the kind that has been made."""
+def table(kinds: str, most: int, figures: list[Figure], about: dict[str, Any]) -> str:
+    """Markdown, a line for each of the first `most` rows of these kinds that have been made."""
     of_row: dict[str, dict[str, Figure]] = {}
     for one in figures:
         of_row.setdefault(one.scene, {})[one.metric] = one
     lines = [HEAD]
     for row in ROWS.values():
-        if row.kind == kind and row.name in of_row:
+        if row.kind in kinds.split() and row.name in of_row:
             dates = about.get(row.name, {}).get("parts", {}).values()
             lines.append(f"| {_name(row)} | {' | '.join(_cells(of_row[row.name]))} | {max(dates, default='-')} |")
-    return "\n".join(lines)
+    return "\n".join(lines[: most + 1]) if lines[1:] else "None has been made yet."
 
 
 def _name(row: Row) -> str:
@@ -62,9 +63,9 @@ def off(about: dict[str, Any]) -> str:
 
 def write_pages(figures: list[Figure], about: dict[str, Any]) -> None:
     """Between each page's markers: <!-- matrix KIND -->, and <!-- matrix off -->."""
-    for path, kinds in PAGES.items():
+    for path, (tables, most) in PAGES.items():
         page = path.read_text()
-        texts = {kind: table(kind, figures, about) for kind in kinds}
+        texts = {kinds: table(kinds, most, figures, about) for kinds in tables}
         if "<!-- matrix off -->" in page:
             texts["off"] = off(about)
         for kind, text in texts.items():

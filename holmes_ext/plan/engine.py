@@ -33,6 +33,8 @@ class EngineTraits:
     buckets_exceed: bool = True
     #: A tied gradient is summed before the stage's own, and is final after the backward pass only.
     tied_first: bool = False
+    #: Reductions that it puts under the last backward without holmes: "off", "first" (of the first stage), "on".
+    overlaps: str = "off"
     #: ZeRO 1 scatters gradients; else it all-reduces them.
     scatters: bool = True
     #: Ability -> features of holmes (HOLMES_DISABLE's names) that it takes. What is missing cannot be done.

@@ -1,7 +1,6 @@
 """Training commands of users, not changed by a character, that run on emulated GPUs and NCCL and on CPUs and gloo.
 
-    checkouts/Megatron-LM           or MEGATRON_LM_DIR: git clone https://github.com/NVIDIA/Megatron-LM
-    checkouts/Megatron-DeepSpeed    or MEGATRON_DEEPSPEED_DIR: git clone https://github.com/deepspeedai/Megatron-DeepSpeed
+    checkouts/Megatron-LM    or MEGATRON_LM_DIR: git clone https://github.com/NVIDIA/Megatron-LM
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from holmes_ext.lab.gpu.job import Gpus
 from holmes_ext.lab.process.job import RunResult
 from integration_tests.jobs import ROOT, SIZE
 from integration_tests.jobs import losses as losses_of_file
-from integration_tests.megatron_deepspeed.job import Checkout, read_log
 
 HERE = ROOT / "integration_tests" / "gpu"
 EXAMPLES = ROOT / "examples"
@@ -33,8 +31,7 @@ TIMEOUT_S = 900
 
 @dataclass(frozen=True)
 class Command:
-    """words: of the command behind `python`; env: of both runs; folder: for its logs, and where it runs if `inside`;
-    read: its losses; on_gpu, on_cpu: words that are added where it runs."""
+    """words: of the command behind `python`; env: of both runs; folder: for its logs; read: its losses."""
 
     name: str
     words: tuple[str, ...]
@@ -42,9 +39,6 @@ class Command:
     preload: tuple[str, ...]
     read: Callable[[RunResult, Path], list[float]]
     env: Mapping[str, str] = field(default_factory=dict)
-    on_gpu: tuple[str, ...] = ()
-    on_cpu: tuple[str, ...] = ()
-    inside: Path | None = None
 
     def losses(self, lab: Lab, nodes: str, gpus: Gpus | None) -> list[float]:
         """Of each step on these nodes with two processes each; gpus None: on the CPU. AssertionError with what the
@@ -52,8 +46,8 @@ class Command:
         log = self.folder / f"{re.sub('[^a-z0-9]+', '-', self.name.lower())}-{'gpu' if gpus else 'cpu'}.jsonl"
         words = [str(log) if word == LOG else word for word in self.words]
         env = {"PYTEST_CURRENT_TEST": "", **self.env, **(ON_GPU if gpus else ON_CPU)}
-        result = lab.run([sys.executable, *words, *(self.on_gpu if gpus else self.on_cpu)], order=nodes.split(","),
-                         processes=2, preload=self.preload, env=env, gpus=gpus, timeout=TIMEOUT_S, cwd=self.inside)
+        result = lab.run([sys.executable, *words], order=nodes.split(","),
+                         processes=2, preload=self.preload, env=env, gpus=gpus, timeout=TIMEOUT_S)
         assert result.returncode == 0, result.outputs[result.first_failed or 0][-5000:]
         return self.read(result, log)
 
@@ -69,10 +63,6 @@ def _logged(result: RunResult, log: Path) -> list[float]:
 def _megatron(result: RunResult, log: Path) -> list[float]:
     found = re.findall(r"iteration\s+(\d+)/.*?lm loss: (\S+) ", "\n".join(result.outputs.values()))
     return [float(loss) for _, loss in sorted(found, key=lambda pair: int(pair[0]))]
-
-
-def _megatron_deepspeed(result: RunResult, log: Path) -> list[float]:
-    return [loss for _, loss in sorted(read_log(result).losses.items())]
 
 
 def deepspeed(folder: Path) -> list[Command]:
@@ -108,49 +98,24 @@ def checkout_of(variable: str, name: str) -> Path | None:
 
 
 def megatron_lm(folder: Path, checkout: Path, *flags: str) -> Command:
-    """With the distributed optimizer. On the CPU through integration_tests/megatron_cpu_shim.py, which does nothing
-    where CUDA is; its Makefile finds this Python's tools."""
-    from megatron_cpu_shim import write_sitecustomize
-
+    """With the distributed optimizer, on emulated GPUs. Its Makefile finds this Python's tools."""
     tools = folder / "bin"
     tools.mkdir()
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     for name, line in (("python3", f'exec {sys.executable} "$@"'), ("python3-config", f"echo {suffix}")):
         (tools / name).write_text(f"#!/bin/sh\n{line}\n")
         (tools / name).chmod(0o755)
-    site = Path(write_sitecustomize(folder)) / "sitecustomize.py"
     python_3_11 = "import typing\nvars(typing).setdefault('override', lambda made: made)\n"
-    site.write_text(python_3_11 + site.read_text())
+    (folder / "sitecustomize.py").write_text(python_3_11)
     paths = [str(folder), str(checkout), os.environ.get("PYTHONPATH", "")]
     env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "CUDA_DEVICE_MAX_CONNECTIONS": "1",
            "PATH": os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]),
            "TORCHDYNAMO_DISABLE": "1"}
     name = "Megatron-LM, " + "tensor 2, " * ("--tensor-model-parallel-size" in flags) + "pipeline 2, data 2"
     return Command(name, (str(checkout / "pretrain_gpt.py"), *MEGATRON, *PIPELINE, *flags), folder,
-                   ("torch",), _megatron, env, on_cpu=("--distributed-backend", "gloo"))
+                   ("torch",), _megatron, env)
 
 
-def megatron_deepspeed(folder: Path, checkout: Path, zero: int, *flags: str) -> Command:
-    """With torch's AdamW: DeepSpeed's and Apex's are kernels that nvcc compiles."""
-    copy = Checkout(checkout, folder)
-    words = copy.arguments(4, *PIPELINE, "--cpu-optimizer", "--cpu_torch_adam", *flags, zero=zero)
-    name = "Megatron-DeepSpeed, " + "tensor 2, " * ("--tensor-model-parallel-size" in flags) + "pipeline 2, data 2"
-    return Command(f"{name}, ZeRO {zero}", tuple(words), folder, ("torch", "deepspeed"), _megatron_deepspeed,
-                   {**copy.env, **copy.stand_ins(words)}, inside=copy.folder)
-
-
-def of_checkouts(folder: Path, *flags: str) -> dict[str, Callable[[], Command]]:
-    """By the name of the checkout, those that are there. flags: of Megatron, added."""
-    made: dict[str, Callable[[], Command]] = {}
-    if lm := checkout_of("MEGATRON_LM_DIR", "Megatron-LM"):
-        made["Megatron-LM"] = lambda: megatron_lm(folder, lm, *flags)
-    if deep := checkout_of("MEGATRON_DEEPSPEED_DIR", "Megatron-DeepSpeed"):
-        made["Megatron-DeepSpeed"] = lambda: megatron_deepspeed(folder, deep, 1 if flags else 0, *flags)
-    return made
-
-
-def all_commands(folder: Path) -> Iterator[Command]:
-    """For 8 ranks."""
-    for make in of_checkouts(folder, "--tensor-model-parallel-size", "2").values():
-        yield make()
-    yield from (*deepspeed(folder), trainer(folder))
+def compared(folder: Path) -> list[Command]:
+    """Those whose losses are compared."""
+    return [*deepspeed(folder), trainer(folder)]

@@ -283,7 +283,7 @@ def rank_waits_elsewhere(right: bool) -> None:
 @fault
 def side_by_side(right: bool) -> None:
     """Two ranks launch two groups' collectives in opposite orders: well where both run at once, a circle where the
-    device has no multiprocessor left (HOLMES_GPU_SMS=1) or NCCL launches in order (NCCL_LAUNCH_ORDER_IMPLICIT=1)."""
+    device has no multiprocessor left (HOLMES_GPU_SMS=1)."""
     groups = pairs()
     values = [torch.ones(SIZE, device="cuda") for _ in groups]
     torch.cuda.synchronize()
@@ -291,6 +291,32 @@ def side_by_side(right: bool) -> None:
         dist.all_reduce(values[number], group=groups[number], async_op=True)
     torch.cuda.synchronize()
     check(torch.stack(values), 2.0)
+
+
+@fault
+def launched_in_order(right: bool) -> None:
+    """A reduction stands behind a receive whose sender needs another group's reduction first: a circle where NCCL
+    begins kernels in the order of their launches (NCCL_LAUNCH_ORDER_IMPLICIT=1), as that one was launched later."""
+    first, second = pairs()
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    value, answer = torch.ones(SIZE, device="cuda"), torch.ones(SIZE, device="cuda")
+    torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        if right:
+            dist.all_reduce(value, group=second, async_op=True)
+        with torch.cuda.stream(side_stream()):
+            for work in send_or_receive(answer, False, first):
+                work.wait()
+            dist.all_reduce(answer, async_op=True)
+        if not right:
+            dist.all_reduce(value, group=second, async_op=True)
+    else:
+        dist.all_reduce(value, group=second)
+        for work in send_or_receive(value, True, first):
+            work.wait()
+        dist.all_reduce(answer)
+    torch.cuda.synchronize()
+    check(answer, 3.0)
 
 
 @fault

@@ -54,7 +54,8 @@ HANGS = (
                            " rank 1",)),
     Hangs("one_hardware_queue", ("stands in hardware queue 0 behind", "kernel Recv from 1"), ONE_QUEUE, always=True),
     Hangs("side_by_side", (r"needs \d multiprocessors, of which this holds some",), sms=1),
-    Hangs("side_by_side", (r"waits \(cudaStreamWaitEvent\) for",), IN_ORDER),
+    Hangs("launched_in_order", (r"waits \(cudaStreamWaitEvent\) for rank 0: .*kernel AllReduce of 16384 Float32",),
+          IN_ORDER),
     Hangs("pooled_streams", ("kernel Send to 1.* comes in its stream after .*kernel Recv from 1",)),
     Hangs("rank_waits_elsewhere",
           ("which has launched no kernel for it: rank 1: its host", r'planted.py", line \d+ in rank_waits_elsewhere',
@@ -105,5 +106,5 @@ def test_it_is_the_fault_that_hangs(lab, gpus, one):
     clocked = replace(gpus, clock=GpuClock(sms=one.sms))
     assert shown(lab.run(SCRIPT, one.fault, "--right", order="a0", env=one.env, gpus=clocked)) == {
         one.fault: {"right"}}
-    if one.fault in ("side_by_side", "one_hardware_queue"):
+    if one.fault in ("side_by_side", "one_hardware_queue", "launched_in_order"):
         assert shown(lab.run(SCRIPT, one.fault, order="a0")) == {one.fault: {"right"}}

@@ -47,7 +47,7 @@ seed = 1
 FLAGS = ("--module llama3 --config llama3_debugmodel --hf-assets-path tokenizer --dump-folder out"
          " --dataloader.dataset c4_test --dataloader.dataset-path corpus --training.local-batch-size 2"
          " --training.seq-len 32 --training.steps 4 --training.mixed-precision-param float32 --metrics.log-freq 1"
-         " --debug.seed 1 --compile.no-enable {} activation-checkpoint:none")
+         " --training.disable-cuda-graphs --debug.seed 1 --compile.no-enable {} activation-checkpoint:none")
 LAUNCH = ("HF_HOME=$(mktemp -d -p .) exec"
           f" {sys.executable} -m torch.distributed.run --nproc-per-node 1 --nnodes 4 --node-rank $NODE_RANK"
           " --master-addr $MASTER_ADDR --master-port $MASTER_PORT -m torchtitan.train")

@@ -95,8 +95,10 @@ def _device_type(mesh: Any, otherwise: str = "") -> str:
     """As torch chooses it for a mesh of its own."""
     import torch
 
-    accelerator = torch.accelerator.current_accelerator()
-    return mesh.device_type if mesh is not None else otherwise or (accelerator.type if accelerator else "cpu")
+    if mesh is not None or otherwise:
+        return otherwise if mesh is None else mesh.device_type
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator else "cpu"
 
 
 def _clusters_mesh(current: session.Session, ranks: Sequence[int], device_type: str) -> Any:

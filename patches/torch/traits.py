@@ -18,7 +18,7 @@ LOOP = EngineTraits(
 )  # fmt: skip
 #: DistributedDataParallel: Hugging Face's Trainer, Lightning.
 DDP = EngineTraits(
-    "ddp", POSTED, norm=False, reports_loss=False,
+    "ddp", POSTED, norm=False, reports_loss=False, overlaps="on",
     features={"overlap": (), "two-level": (DDP_HOOK.name,)},
     limits={**_DATA_ONLY, "zero": (0,)},
 )  # fmt: skip

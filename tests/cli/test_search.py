@@ -314,3 +314,12 @@ def test_hybrid_shards_of_fsdp2_are_ranked_in_the_flags_and_in_the_table(capsys)
     assert "(replicate 2, shard 4)" in found["launch"]["fsdp2"]["script"]
     _, table = holmes(capsys, *fsdp2)
     assert "hybrid" in table.out
+
+
+def test_stock_ddp_overlaps_as_it_does_by_itself(capsys):
+    """So over a quick network little of its all-reduce is left."""
+    words = [*across("ddp")[:9], "--limit", "zero=0", "--json"]
+    status, said = holmes(capsys, *words)
+    exposed = json.loads(said.out)["where"]["stock"]["reduce_across"]
+    status, said = holmes(capsys, *[word.replace("ddp", "torch") for word in words], "--limit", "pipeline=1")
+    assert status == 0 and exposed < 0.95 * json.loads(said.out)["where"]["stock"]["reduce_across"]

@@ -123,8 +123,8 @@ def asked_for(network: Network, job: Training, batch: int, limits: Limits = Limi
     rules = rules_of(job.engine, job.options, job.direct, overlap=job.overlap)
     if job.engine.two_level_zero is not None:  # its flags can ask for them
         rules = replace(rules, reductions=REDUCTIONS)
-    asked = SearchResult(network, job.model, batch, limits, rules, job.engine)
-    if job.said is None:
+    asked = SearchResult(network, job.model, batch, limits, rules, job.engine, stock_overlap=job.engine.overlaps)
+    if job.said is None or not job.said.framework:
         return asked
     return replace(asked, stock_overlap=job.said.overlap, gather_overlap=job.said.gather_overlap)
 

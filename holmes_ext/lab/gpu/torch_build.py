@@ -15,7 +15,7 @@ from pathlib import Path
 from holmes_ext.errors import HolmesError
 
 #: (torch, CUDA) with which the emulated GPU was tried.
-TRIED = (("2.9", 12), ("2.13", 13))
+TRIED = (("2.13", 13),)
 #: "1": run with others, too.
 UNTRIED = "HOLMES_GPU_UNTRIED"
 
@@ -76,7 +76,7 @@ def find_torch(python: str, environ: Mapping[str, str]) -> TorchBuild:
     short = ".".join(version.split(".")[:2])
     if (short, major) not in TRIED and os.environ.get(UNTRIED) != "1":
         tried = " and ".join(f"{one} with CUDA {cuda}" for one, cuda in TRIED)
-        raise HolmesError(f"--gpu: torch {version} with CUDA {said['cuda']} was not tried; {tried} were. {UNTRIED}=1"
+        raise HolmesError(f"--gpu: torch {version} with CUDA {said['cuda']} was not tried, only {tried}. {UNTRIED}=1"
                           " runs it all the same")
     digest = f"{version} {said['cuda']} {said.get('git_version')}"
     return TorchBuild(executable, folder, version, (major, minor), digest)
