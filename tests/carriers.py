@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from holmes_ext.errors import HolmesError
+from holmes_ext.lab.gpu import nccl_source
+from holmes_ext.lab.gpu.build import cache_folder
 from holmes_ext.lab.gpu.job import Gpus
 from holmes_ext.lab.gpu.libraries import libraries
 
@@ -30,7 +33,12 @@ gpu_only = pytest.mark.skipif(not ON_GPUS, reason="HOLMES_TEST_CARRIER=nccl")
 
 @functools.cache
 def gpus() -> Gpus:
-    """Emulated ones for this Python's torch."""
+    """Emulated ones for this Python's torch; skips the test where NCCL's source cannot be had."""
+    if not os.environ.get(nccl_source.VARIABLE):
+        try:
+            nccl_source.find_nccl(None, cache_folder())
+        except HolmesError as error:
+            pytest.skip(str(error))
     return Gpus(libraries([sys.executable], os.environ))
 
 
