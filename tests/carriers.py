@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -45,7 +47,9 @@ def gpus() -> Gpus:
 @functools.cache
 def watched() -> Path:
     """Where ranks that no lab started tell what they do."""
-    return Path(tempfile.mkdtemp(prefix="holmes-gpu-"))
+    directory = tempfile.mkdtemp(prefix="holmes-gpu-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
 
 
 def environment(count: int = 1) -> dict[str, str]:
