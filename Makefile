@@ -24,6 +24,9 @@ GPU_BIN := .venv-gpu/bin
 GPU_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(GPU_BIN)/python -m pip install -qq --no-input -c requirements/constraints.txt \
    -c requirements/dev.txt -c requirements/stacks.txt -c requirements/torch.txt
 GPU_STAMP := .venv-gpu/installed
+# Tests of `make test` that run over NCCL, too (tests/carriers.py).
+ON_BOTH := $(addprefix tests/runtime/reduce/test_,compress.py owned.py reducer.py tied.py two_level.py) \
+   tests/runtime/groups/test_wire.py
 export HOLMES_NCCL_SOURCE ?= $(abspath $(firstword $(wildcard ../shared/nccl/*.tar.gz ../shared/nccl/*.tgz)))
 
 .PHONY: demo test unit gpu gpu-libraries nccl check docs matrix soak faults stacks .venv .venv-gpu tools clean
@@ -47,6 +50,7 @@ gpu: gpu-libraries
 	operators=$$!; \
 	$(GPU_BIN)/python -m pytest --timeout=900 -rs integration_tests/gpu --ignore integration_tests/gpu/operators $(PYTEST_ARGS) \
 	   || status=1; \
+	HOLMES_TEST_CARRIER=nccl $(GPU_BIN)/python -m pytest --timeout=900 $(ON_BOTH) $(PYTEST_ARGS) || status=1; \
 	wait $$operators || status=1; cat build/gpu-operators.log; exit $$status
 
 # Builds the emulated GPU: some minutes, once for each version of holmes, torch and NCCL.

@@ -18,7 +18,8 @@ HEAD = f"|{' | '.join(COLUMNS)} |\n{'| --- ' * len(COLUMNS)}|"
 
 
 def table(kinds: str, most: int, figures: list[Figure], about: dict[str, Any]) -> str:
-    """Markdown, a line for each of the first `most` rows of these kinds that have been made."""
+    """Markdown, a line for each of the first `most` rows of these kinds that have been made; by their names
+    alone where not all may stand."""
     of_row: dict[str, dict[str, Figure]] = {}
     for one in figures:
         of_row.setdefault(one.scene, {})[one.metric] = one
@@ -26,7 +27,8 @@ def table(kinds: str, most: int, figures: list[Figure], about: dict[str, Any]) -
     for row in ROWS.values():
         if row.kind in kinds.split() and row.name in of_row:
             dates = about.get(row.name, {}).get("parts", {}).values()
-            lines.append(f"| {_name(row)} | {' | '.join(_cells(of_row[row.name]))} | {max(dates, default='-')} |")
+            name = _name(row) if most == len(ROWS) else row.name
+            lines.append(f"| {name} | {' | '.join(_cells(of_row[row.name]))} | {max(dates, default='-')} |")
     return "\n".join(lines[: most + 1]) if lines[1:] else "None has been made yet."
 
 

@@ -7,14 +7,19 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from holmes_ext.errors import HolmesError
+from holmes_ext.lab.gpu import nccl_source
+from holmes_ext.lab.gpu.build import cache_folder
 from holmes_ext.lab.gpu.job import Gpus
 from holmes_ext.lab.gpu.libraries import libraries
 
@@ -30,14 +35,21 @@ gpu_only = pytest.mark.skipif(not ON_GPUS, reason="HOLMES_TEST_CARRIER=nccl")
 
 @functools.cache
 def gpus() -> Gpus:
-    """Emulated ones for this Python's torch."""
+    """Emulated ones for this Python's torch; skips the test where NCCL's source cannot be had."""
+    if not os.environ.get(nccl_source.VARIABLE):
+        try:
+            nccl_source.find_nccl(None, cache_folder())
+        except HolmesError as error:
+            pytest.skip(str(error))
     return Gpus(libraries([sys.executable], os.environ))
 
 
 @functools.cache
 def watched() -> Path:
     """Where ranks that no lab started tell what they do."""
-    return Path(tempfile.mkdtemp(prefix="holmes-gpu-"))
+    directory = tempfile.mkdtemp(prefix="holmes-gpu-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
 
 
 def environment(count: int = 1) -> dict[str, str]:
