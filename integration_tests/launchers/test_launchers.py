@@ -29,6 +29,12 @@ pytestmark = pytest.mark.skipif(bool(MISSING) or os.getuid() != 0,
                                 reason=f"needs root and {' '.join(MISSING)}: .ci/run says how they are installed")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def of_others():
+    """Folders of labs that other tests of this process keep."""
+    return own_labs()
+
+
 @pytest.fixture(scope="module")
 def running(request, tmp_path_factory):
     """The chosen cases, all started."""
@@ -49,13 +55,13 @@ def test_launch(running, name, tmp_path):
         CASES[name](tmp_path)
 
 
-def test_nothing_is_left(running):
+def test_nothing_is_left(running, of_others):
     for future in running.values():  # where pytest was asked for this test alone, or ended early
         future.exception()
-    assert left() == []
+    assert left(of_others) == []
 
 
-def test_starts_and_stops_leave_nothing(tmp_path):
+def test_starts_and_stops_leave_nothing(tmp_path, of_others):
     """50 labs, every other one with Slurm and with sshd and mpirun; without HOLMES_TEST_FULL=1 one of each."""
     for number in range(50 if FULL else 2):
         folder = tmp_path / str(number)
@@ -67,19 +73,29 @@ def test_starts_and_stops_leave_nothing(tmp_path):
                 said = bench.run("mpirun", "--allow-run-as-root", "--hostfile", hostfile(bench), "hostname")
             hosts = ["a0", "a1", "b0", "b1"]  # between warnings of a busy machine
             assert sorted(line for line in said.splitlines() if line in hosts) == hosts, said
-            assert left()  # a lab that runs is seen
-        assert left() == []
+            assert left(of_others)  # a lab that runs is seen
+        assert left(of_others) == []
 
 
-def left() -> list[str]:
-    """What there is of this process's labs: folders, processes, mounts, sockets, Open MPI's session folders."""
-    own = f"holmes-lab-{os.getuid()}-{os.getpid()}-"
-    found = [str(path) for path in state.directories() if path.name.startswith(own)]
+OWN = f"holmes-lab-{os.getuid()}-{os.getpid()}-"
+
+
+def own_labs() -> set[str]:
+    return {path.name for path in state.directories() if path.name.startswith(OWN)}
+
+
+def left(of_others: set[str]) -> list[str]:
+    """What there is of this process's labs, without those of other tests: folders, processes, mounts, sockets, Open
+    MPI's session folders."""
+    def is_left(line: str) -> bool:
+        return OWN in line and not any(name in line for name in of_others)
+
+    found = sorted(own_labs() - of_others)
     for table in ("/proc/mounts", "/proc/net/unix"):
-        found += [f"{table}: {line}" for line in Path(table).read_text().splitlines() if own in line]
+        found += [f"{table}: {line}" for line in Path(table).read_text().splitlines() if is_left(line)]
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile
             told = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
-            if own.encode() in told:
+            if is_left(told.decode(errors="replace")):
                 found.append(f"process {folder.name}: {told[:200]!r}")
     return found + [str(path) for path in Path(tempfile.gettempdir()).glob("ompi.*")]

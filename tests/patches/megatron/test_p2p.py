@@ -39,7 +39,7 @@ def used(monkeypatch, site, plan, rank, ranks, ring, edges=False):
     for module in (p2p, pairs):
         monkeypatch.setattr(module, "members_group", lambda members, purpose, **options: Group(members, rank))
         monkeypatch.setattr(module, "backend_of", lambda group: "nccl")
-        monkeypatch.setattr(module, "options_of", lambda group: {})
+        monkeypatch.setattr(module, "like", lambda group: {})
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: list(group.ranks))
     group, over = Group(ranks, rank), []
 

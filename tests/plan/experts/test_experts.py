@@ -117,13 +117,13 @@ def bad_traffic(tmp_path, **content):
 def test_bad_traffic_is_named(tmp_path):
     assert "key 'counts': it is not square: 2 rows of 3" in bad_traffic(
         tmp_path, rows="expert", counts=[[1, 2, 3], [4, 5, 6]])
-    assert "row 1, expert 0 is not a finite number" in bad_traffic(tmp_path, counts=[[1, 2], [float("nan"), 3]])
+    assert "NaN is no number of JSON" in bad_traffic(tmp_path, counts=[[1, 2], [float("nan"), 3]])
     assert "row 0, expert 1 is not a finite number" in bad_traffic(tmp_path, counts=[[1, -2], [2, 3]])
     assert "not of one length" in bad_traffic(tmp_path, counts=[[1, 2], [3]])
     assert "list of rows of numbers" in bad_traffic(tmp_path, counts=[[1, "2"]])
     assert "neither 'rank' nor 'expert'" in bad_traffic(tmp_path, rows="token", counts=[[1]])
     assert "'layers' names no layer" in bad_traffic(tmp_path, layers={}).replace(": names", " names")
-    assert "key 'layers.2': row" in bad_traffic(tmp_path, layers={"2": [[1, float("inf")]]})
+    assert "key 'layers.2': row" in bad_traffic(tmp_path, layers={"2": [[1, -1]]})
 
 
 @pytest.mark.parametrize("more, told", [
