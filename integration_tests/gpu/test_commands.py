@@ -3,6 +3,8 @@
 HOLMES_TEST_FULL=1: on 2 + 2 nodes with 2 GPUs each (8 ranks, tensor 2 with Megatron), else on 1 + 1 (4 ranks).
 """
 
+from dataclasses import replace
+
 import pytest
 
 from integration_tests.gpu import commands
@@ -19,6 +21,16 @@ def compare(lab, command):
 @pytest.mark.parametrize("number", range(5), ids=["ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "pipeline"])
 def test_deepspeed(lab, tmp_path, number):
     compare(lab, commands.deepspeed(tmp_path)[number])
+
+
+@pytest.mark.parametrize("wait", ["synchronize", "empty_cache"])
+def test_a_pipeline_whose_layers_wait_for_the_device(lab, tmp_path, wait):
+    """With holmes's early receives: it ends, with stock's losses."""
+    stock = commands.deepspeed(tmp_path)[4]
+    words = (str(commands.HERE / "waits.py"), wait, *stock.words, "--holmes")
+    waits = replace(stock, name=f"{stock.name}, {wait}", words=words)
+    expected = stock.losses(lab.lab, NODES, lab.gpus)
+    assert len(expected) >= 4 and same(waits.losses(lab.lab, NODES, lab.gpus), expected)
 
 
 def test_trainer_of_transformers(lab, tmp_path):
