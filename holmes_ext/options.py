@@ -191,10 +191,6 @@ class Options:
         listed = all(part.isdecimal() and 0 < len(part) < 6 and int(part) for part in parts)
         return tuple(map(int, parts)) if listed else ()
 
-    def counts_on(self, *features: str) -> bool:
-        """Whether none of these is switched off."""
-        return self.off.isdisjoint(features)
-
     @property
     def needs_model(self) -> bool:
         """Whether the layers of the stages are worked out from what they cost."""

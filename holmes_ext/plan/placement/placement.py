@@ -144,7 +144,3 @@ class Placement:
         sizes = replace(self.sizes, pipeline=len(components) * self.tied)
         kinds = [[kind for kind, count in self.parts[at] for _ in range(count)] for at in components]
         return Placement.of_parts(sizes, self.processes, kinds)
-
-    def reordered(self, kinds: Sequence[int]) -> Placement:
-        """The same sizes on other nodes, by slot."""
-        return Placement.of(self.sizes, self.processes, kinds)
