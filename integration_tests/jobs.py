@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from carriers import ON_GPUS, gpus
+from carriers import LESS_MEMORY, ON_GPUS, gpus
 from packaging.version import Version
 
 from holmes_ext.lab import Lab, interleave
@@ -23,9 +23,8 @@ CLUSTER = ROOT / "examples" / "clusters" / "two_clusters_4.toml"
 FULL = os.environ.get("HOLMES_TEST_FULL") == "1"
 #: How frameworks are told which device there is, and not to compile for it.
 _FRAMEWORKS = {"DS_ACCELERATOR": "cuda" if ON_GPUS else "cpu", "DS_BUILD_OPS": "0"}
-# NCCL 2.29 takes 512 MB for a communicator of one rank (64 channels for messages): this machine's memory
 if ON_GPUS:
-    _FRAMEWORKS["NCCL_MAX_P2P_NCHANNELS"] = "4"
+    _FRAMEWORKS |= LESS_MEMORY
 #: Of a test or a case that costs more than it adds to each CI run.
 full = pytest.mark.skipif(not FULL, reason="HOLMES_TEST_FULL=1")
 #: Of a test that the short run over NCCL has, too (HOLMES_TEST_CARRIER=nccl); with HOLMES_TEST_FULL=1 it has

@@ -106,7 +106,7 @@ def run_scenes(function: Callable[..., dict], world_size: int, names: list[str],
                timeout_s: float) -> list[dict]:
     """[function(rank, names) of every rank], dictionaries by name. Over NCCL some launches: the memory of a
     communicator is its process's until that ends."""
-    few, results = 3 if carriers.ON_GPUS else len(names), [dict[str, Any]() for _ in range(world_size)]
+    few, results = 2 if carriers.ON_GPUS else len(names), [dict[str, Any]() for _ in range(world_size)]
     for some in (names[start:start + few] for start in range(0, len(names), few)):
         for result, more in zip(results, run_ranks(function, world_size, some, timeout_s=timeout_s)):
             result |= more

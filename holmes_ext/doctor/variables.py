@@ -135,7 +135,7 @@ def _misspelt(environ: Mapping[str, str]) -> Iterator[Finding]:
     known = sorted({twin(name) for name in NAMES} | set(_OWN))
     for name in sorted(environ):
         if name.startswith("HOLMES_") and name not in known and not name.startswith(
-                ("HOLMES_TEST", "HOLMES_LAB")):
+                ("HOLMES_TEST", "HOLMES_LAB", "HOLMES_GPU_", "HOLMES_NCCL_SOURCE")):
             near = nearest(name, known)
             yield problem(name, "holmes reads no variable of this name", "the setting has no effect",
                           f"write {near}" if near else f"known: {', '.join(known)}")

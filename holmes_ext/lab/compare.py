@@ -23,6 +23,7 @@ from typing import Any
 from holmes_ext.cluster.spec import ClusterSpec, SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.emulate import trace
+from holmes_ext.lab.gpu.job import Gpus
 from holmes_ext.lab.lab import Lab
 from holmes_ext.lab.network.crossing import TUNED
 from holmes_ext.lab.process.job import RunResult
@@ -102,14 +103,14 @@ def tuned(spec: SiteSpec) -> Lab:
 def compare(variants: Sequence[Variant], script: Sequence[str], *, repetitions: int, steps: int, skip: int,
             accelerator: Mapping[str, Any] | None, traces: Path | None = None,
             on_run: Callable[[str, int], None] = lambda name, repetition: None, timeout: float = 300.0,
-            preload: Sequence[str] = ("torch", "deepspeed")) -> dict[str, Series]:
+            preload: Sequence[str] = ("torch", "deepspeed"), gpus: Gpus | None = None) -> dict[str, Series]:
     """Series of every variant, in the given order.
 
     script: path and arguments of a script that takes --steps N and --log FILE (JSON lines with "loss" and
     "seconds", as examples/deepspeed_pipeline); traces: a directory for DIR/VARIANT/rank*.json of each
     variant's last run; on_run is called before each run; preload: modules that are imported once for all runs
-    of a cluster. HolmesError with the failing rank's last line when a run fails; timeout in seconds for one
-    run.
+    of a cluster; gpus: emulated ones, in place of the CPU. HolmesError with the failing rank's last line when
+    a run fails; timeout in seconds for one run.
     """
     series = {variant.name: Series(variant.name) for variant in variants}
     with ExitStack() as stack:
@@ -121,11 +122,12 @@ def compare(variants: Sequence[Variant], script: Sequence[str], *, repetitions: 
             turn = repetition % len(variants)
             for variant in (*variants[turn:], *variants[:turn]):
                 on_run(variant.name, repetition)
-                env = {"DS_ACCELERATOR": "cpu", **variant.env}
+                env = {"DS_ACCELERATOR": "cuda" if gpus else "cpu", "DS_BUILD_OPS": "0", **variant.env}
                 if traces is not None and repetition == repetitions - 1:
                     (traces / variant.name).mkdir(parents=True, exist_ok=True)
                     env[trace.VARIABLE] = str(traces / variant.name)
-                options = {"env": env, "preload": preload, "timeout": timeout, "accelerator": accelerator}
+                options = {"env": env, "preload": preload, "timeout": timeout, "accelerator": accelerator,
+                           "gpus": gpus}
                 _run(labs[variant.spec.digest], variant, script, steps, skip, options, series[variant.name])
     return series
 

@@ -188,6 +188,15 @@ def _head(path: Path, document: dict[str, Any]) -> RankFile:
     return RankFile(path, document)
 
 
+def _merge(rows: list[list], more: list[list], names: int) -> list[list]:
+    """Rows that begin with as many names: numbers of those with the same ones are added up."""
+    sums = {tuple(row[:names]): row[names:] for row in rows}
+    for row in more:
+        known = sums.get(tuple(row[:names]), [0] * (len(row) - names))
+        sums[tuple(row[:names])] = [a + b for a, b in zip(known, row[names:])]
+    return [[*key, *numbers] for key, numbers in sorted(sums.items())]
+
+
 #: What a step's line lists, and of what its rows are made (see _is_row).
 _LISTS = {"groups": "sssnnnnn", "between": "ssnn", "ops": "ssssnpnnnn", "spans": "snn"}
 
@@ -207,6 +216,14 @@ def _take(one: RankFile, document: dict[str, Any], where: str) -> None:
             if not isinstance(rows, list) or not all(_is_row(row, kinds) for row in rows):
                 raise HolmesError(f"{where}: step {step}: {key!r} are not rows as this version writes them")
         one.steps[step] = document
+    elif "late" in document:  # what was under way when the last step ended
+        if (step := Table(document, where).take("late", int)) not in one.steps:
+            raise HolmesError(f"{where}: 'late' is of step {step}, which the file does not have")
+        for key, names in (("groups", 3), ("between", 2)):
+            rows, last = document.get(key), one.steps[step]
+            if not isinstance(rows, list) or not all(_is_row(row, _LISTS[key]) for row in rows):
+                raise HolmesError(f"{where}: {key!r} are not rows as this version writes them")
+            last[key] = _merge(last.get(key, []), rows, names)
     elif "done" in document:
         table = Table(document, where).table("done")
         rows, held, texts = (table.list("reductions", list), table.list("in_flight", int),

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from carriers import ON_GPUS
 from ranks import run_ranks
 
 from holmes_ext.cluster.site import site_from_spec
@@ -21,6 +22,7 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start.launcher import Process
+from integration_tests.jobs import over_nccl
 
 pytest.importorskip("deepspeed")
 on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
@@ -76,11 +78,13 @@ def all_ways(rank):
     return found, refused
 
 
+@over_nccl
 def test_fewer_bytes_and_losses_that_are_near():
     for found, refused in run_ranks(all_ways, 2, timeout_s=120):
         losses, sent = found["off", "off"]
         for (narrow, inflight), (others, bytes_) in found.items():
-            limit = {"off": 0, "bf16": 2e-3, "int8": 2e-2}[narrow]
+            # other weights are drawn on a GPU, whose losses the rounding changes more
+            limit = {"off": 0, "bf16": 1e-2 if ON_GPUS else 2e-3, "int8": 5e-2 if ON_GPUS else 2e-2}[narrow]
             assert max(abs(a - b) for a, b in zip(losses, others)) <= limit, (narrow, losses, others)
             share = {"off": 1, "bf16": 0.5, "int8": (1 + 4 / 32) / 4}[narrow]
             assert bytes_ == pytest.approx(share * sent, abs=8), (narrow, inflight)  # and a loss, of 4 bytes

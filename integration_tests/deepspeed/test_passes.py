@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from ranks import run_ranks
+from ranks import run_scenes
 
 from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
@@ -37,12 +37,13 @@ SCENES = {
 }  # fmt: skip
 
 
-def all_scenes(rank):
+def all_scenes(rank, names):
     """Losses, of each scene; the weights' gradients that were put off; what was told."""
     sys.path.insert(0, str(examples() / "deepspeed_pipeline"))
     on_cpu.prepare()
     found, make = {}, WeightGradients.make
-    for name, (passes, config, model) in SCENES.items():
+    for name in names:
+        passes, config, model = SCENES[name]
         plan, late = build_plan(overlap.SITE, Sizes(2)), []
         plan = replace(plan, traffic=tuple(replace(one, passes=passes) for one in plan.traffic))
         registry = Registry(deepspeed_edges.PATCHES)
@@ -64,7 +65,7 @@ def all_scenes(rank):
 
 @pytest.fixture(scope="module")
 def results():
-    return run_ranks(all_scenes, 4, timeout_s=240)
+    return run_scenes(all_scenes, 4, list(SCENES), timeout_s=240)
 
 
 @pytest.mark.parametrize("name", ["split", "split tied, clipping", "split bf16"])

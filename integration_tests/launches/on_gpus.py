@@ -1,18 +1,20 @@
 """Random sites, sizes, flags and devices on emulated GPUs: no job hangs, and its losses are stock's.
 
     PYTHONPATH=tests:. HOLMES_TEST_CARRIER=nccl .venv-gpu/bin/python integration_tests/launches/on_gpus.py
-        --count 20
+        --count 20 --results launches.jsonl
 
 DeepSpeed's pipeline example under each: one to three clusters of one to three nodes, unequal ones too, one or
 two GPUs a node; ZeRO 0 or 1, tied layers, micro-batches in flight; a device with one hardware queue, with few
 multiprocessors, with kernels that start late at random, or whose launches are waited for. A line for each
 case, then how many there were; exit status 1 where one hung or learned something else. A case is its seed:
---seed N --count 1 repeats it.
+--seed N --count 1 repeats it. --results keeps a JSON line of each; seeds that have one there are not run
+again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import tempfile
@@ -95,18 +97,27 @@ def main() -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1, help="of the first case")
+    parser.add_argument("--results", type=Path, help="JSON lines, added to")
     arguments = parser.parse_args()
-    wrong = 0
+    file = arguments.results
+    lines = file.read_text().splitlines() if file is not None and file.exists() else []
+    cases = {case["seed"]: case for case in map(json.loads, lines)}
     for seed in range(arguments.seed, arguments.seed + arguments.count):
+        if seed in cases:
+            continue
         drawn = draw(seed)
+        case = cases[seed] = {"seed": seed, "case": str(drawn), "difference": None, "error": ""}
         try:
-            found = difference(drawn)
-            print(f"{drawn}: losses differ by {found:.1e}", flush=True)
-            wrong += found > 1e-5
+            case["difference"] = difference(drawn)
+            print(f"{drawn}: losses differ by {case['difference']:.1e}", flush=True)
         except AssertionError as error:
+            case["error"] = str(error)
             print(f"{drawn}\n{drawn.site}\n{error}", flush=True)
-            wrong += 1
-    print(f"{arguments.count} cases, {wrong} of them hung or learned something else")
+        if file is not None:
+            with file.open("a") as more:
+                more.write(json.dumps(case) + "\n")
+    wrong = sum(case["difference"] is None or case["difference"] > 1e-5 for case in cases.values())
+    print(f"{len(cases)} cases, {wrong} of them hung or learned something else")
     return int(wrong > 0)
 
 

@@ -54,6 +54,7 @@ class Recorder:
         self.by_work: dict[int, Op] = {}  # by id(work)
         self.coalescing: dict[int, list[Op]] = {}  # by id(process group)
         self.done: list[Op] = []
+        self.behind: list[Op] = []  # under way when the last step ended
         # kind, begin, end: seconds, or marks where spans are the GPU's
         self.spans: list[tuple[str, Any, Any]] = []
         self.spans_on_device, self.device_index = False, 0
@@ -179,10 +180,11 @@ class Recorder:
         return result
 
     def settle(self, seconds: float) -> None:
-        """Return when the backend's threads have told the end of every operation that they tell of, or after
-        so long."""
+        """Return when the backend's threads have told the end of every operation that they tell of, and what
+        the last step left under way is over, or after so long."""
         limit = time.monotonic() + seconds
-        while self._untold and time.monotonic() < limit:
+        while (self._untold or any(not op.end for op in self.behind)) and time.monotonic() < limit:
+            self.poll()
             time.sleep(0.002)
 
     def _dropped(self, key: int, op: Op) -> None:
@@ -237,6 +239,7 @@ class Recorder:
             done, self.done = self.done, []
             spans, self.spans = self.device.timed(self.spans)
             self.on_step(self.step, self.began, now, tokens, done, spans, self.reduction)
+            self.behind = list(self.open.values())
         self.reduction = None
         self.step += 1
         self.began = self.entered = now

@@ -89,7 +89,10 @@ class Writer:
         self._queue.put(document)
 
     def close(self) -> None:
-        """Write what is left; at most some seconds."""
+        """Write what is left, and what the last step left under way; at most some seconds."""
+        if late := [op for op in self.recorder.behind if op.end]:
+            self.put({"late": self.recorder.step - 1, "groups": self.totals(late),
+                      "between": self.between(late)})
         self._queue.put(None)
         self._thread.join(10)
 

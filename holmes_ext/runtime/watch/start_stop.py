@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def stop() -> None:
     recorder = telemetry.recorder
     telemetry.set_recorder(None)
     if recorder is not None:
-        recorder.settle(_SETTLE_S)
+        with suppress(RuntimeError):  # of a device that has failed
+            recorder.settle(_SETTLE_S)
     unhook_optimizers()
     if _Running.watchdog is not None:
         _Running.watchdog.stop()

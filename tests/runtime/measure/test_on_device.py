@@ -120,6 +120,17 @@ def test_what_a_work_owns_is_freed_once_the_program_lets_go_of_it(gpu, keeps):
     assert len(job.recorder.device._clock._free) <= 8
 
 
+def test_what_the_last_step_left_under_way_is_waited_for(gpu):
+    job = Job(gpu)
+    job.launch(work := Work(), "send", to=1)
+    job.step()
+    assert not job.done and len(job.recorder.behind) == 1
+    work.ended = True
+    gpu.comes_by()
+    job.recorder.settle(10.0)
+    assert job.recorder.behind[0].end and not job.recorder.open
+
+
 def test_a_synchronous_operation_has_no_work_and_lasts_as_long_as_on_the_gpu(gpu):
     """torch >= 2.8: it runs on the compute stream, which stands still meanwhile; the host has long gone
     on."""

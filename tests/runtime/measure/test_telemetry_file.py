@@ -26,6 +26,19 @@ def writer(path, **more):
                   lambda rank: "b" if rank == 1 else "a", **more)
 
 
+def test_what_the_last_step_left_under_way_is_added_to_it(tmp_path):
+    made = writer(tmp_path)
+    sums = [operation(10.0, 11.0)]
+    made.on_step(0, 10.0, 12.0, 64, sums, [], None)
+    made.recorder.step, made.recorder.behind = 1, [
+        operation(11.5, 12.5), operation(11.0, 12.5, "pipeline", peer=1), operation(11.0, 0.0)]
+    made.close()
+    step = read(tmp_path / "run" / "rank0.jsonl").steps[0]
+    assert step["groups"] == [["data", "ib", "across", 2, 400, 200, 2.0, 0.5],
+                              ["pipeline", "ib", "across", 1, 200, 100, 1.5, 0.25]]
+    assert step["between"] == [["a", "b", 300, 0.75]]
+
+
 def test_a_step_is_one_line(tmp_path):
     made = writer(tmp_path)
     made.on_step(

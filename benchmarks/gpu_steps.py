@@ -1,0 +1,209 @@
+"""Overlap on CUDA streams, by the emulated GPU's clock: stock, holmes and the all-RDMA bound over NCCL.
+
+    .venv-gpu/bin/python benchmarks/gpu_steps.py --json FILE [--scenes DeepSpeed,...] [--repetitions 1]
+
+4 + 4 nodes of one emulated GPU each, pipeline 2, data 4: examples/deepspeed_pipeline, examples/megatron_core,
+and Megatron-DeepSpeed's own pretrain_gpt.py where MEGATRON_DEEPSPEED_DIR is a checkout. Real are the CUDA
+build of torch, the engines, NCCL's host code, sockets and limited rates; a matrix product keeps its stream
+busy for FLOPs / SLOWER of 2.3 GFLOP/s. Networks are SLOWER times slower than examples/clusters'
+two_clusters_8.toml, too: a step lasts as many times longer, and what this machine's two cores need for eight
+ranks is a smaller part of it (the rows say how busy they were). All three engines take ten minutes.
+
+Predicted by plan/simulate/step.py, with one number fitted for each engine, software's seconds of a block, to
+the step of stock on one fast cluster, which is no scene of the prediction.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from emulated import even_costs, forward_s
+from harness import Row, chosen, finish, kept, parser, tell, write
+from prediction import CORES, TRAITS
+from two_clusters import ratio_row, step_rows
+
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.lab import interleave
+from holmes_ext.lab.compare import Series, Variant, all_rdma, compare, max_loss_difference, tuned
+from holmes_ext.lab.gpu.job import GpuClock, Gpus
+from holmes_ext.lab.gpu.libraries import libraries
+from holmes_ext.lab.samples import examples
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.network import stock_fabric
+from holmes_ext.plan.simulate.execution import Execution
+from holmes_ext.plan.simulate.step import simulate
+from holmes_ext.plan.sizes import Sizes
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / name) for name in (".", "tests", "integration_tests",
+                                              "examples/megatron_core/on_cpu")]
+from integration_tests.gpu import commands  # noqa: E402
+from integration_tests.megatron_deepspeed.job import read_log  # noqa: E402
+
+SLOWER = 4
+FLOPS = 2.3e9 / SLOWER
+LAYERS, HIDDEN, SEQUENCE, MICRO_BATCHES, STAGES = 6, 288, 16, 4, 2
+SKIP = 3
+MODEL = (f"--layers {LAYERS} --hidden {HIDDEN} --heads 4 --sequence {SEQUENCE} --micro-batch 1 "
+         f"--micro-batches {MICRO_BATCHES}").split()
+#: Scene -> engine of TRAITS; the first two with their example, its flag of stages, what is imported once.
+ENGINES = {"DeepSpeed": "deepspeed", "megatron-core": "megatron", "Megatron-DeepSpeed": "deepspeed"}
+SCRIPTS = {
+    "DeepSpeed": ("deepspeed_pipeline", "--stages", ("torch", "deepspeed")),
+    "megatron-core": ("megatron_core", "--pipeline", ("torch",)),
+}
+TOML = f"""version = 2
+[ethernet]
+rate = "{250 / SLOWER:g}Mb/s"
+[[cluster]]
+name = "a"
+kind = "ib"
+rate = "{2000 / SLOWER:g}Mb/s"
+nodes = ["a[0-3]"]
+[[cluster]]
+name = "b"
+kind = "roce"
+rate = "{1600 / SLOWER:g}Mb/s"
+nodes = ["b[0-3]"]
+"""
+
+
+def emulated() -> Gpus:
+    return Gpus(libraries([sys.executable], os.environ), memory_mb=4096, clock=GpuClock(flops=FLOPS))
+
+
+def variants_of(spec: SiteSpec, file: Path) -> list[Variant]:
+    order = interleave(spec)
+    return [Variant("stock", spec, order), Variant("holmes", spec, order, ("--holmes", "--holmes-cluster",
+                                                                           str(file))), all_rdma(spec)]
+
+
+def example(name: str, variants: Sequence[Variant], repetitions: int, steps: int) -> dict[str, Series]:
+    folder, stages, preload = SCRIPTS[name]
+    script = [str(examples() / folder / "train.py"), *MODEL, stages, str(STAGES)]
+    return compare(variants, script, repetitions=repetitions, steps=steps, skip=SKIP, accelerator=None,
+                   gpus=emulated(), preload=preload, on_run=lambda variant, _: tell(f"{name}: {variant}"))
+
+
+def pretrain_gpt(variants: Sequence[Variant], folder: Path, source: Path, repetitions: int,
+                 steps: int) -> dict[str, Series]:
+    """Step times and losses of the script's own log."""
+    batch = MICRO_BATCHES * len(variants[0].order) // STAGES
+    config = folder / "ds.json"
+    config.write_text(json.dumps({"train_batch_size": batch, "train_micro_batch_size_per_gpu": 1,
+                                  "steps_per_print": 1000, "zero_optimization": {"stage": 0}}))
+    more = (f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE} "
+            f"--max-position-embeddings {SEQUENCE} --micro-batch-size 1 --global-batch-size {batch} "
+            f"--train-iters {steps} --deepspeed_config {config}").split()
+    command = commands.megatron_deepspeed(folder, source, 0, *more)
+    series = {variant.name: Series(variant.name) for variant in variants}
+    with ExitStack() as stack:
+        labs = {variant.spec.digest: variant.spec for variant in variants}
+        labs = {digest: stack.enter_context(tuned(spec)) for digest, spec in labs.items()}
+        for _ in range(repetitions):
+            for variant in variants:
+                tell(f"Megatron-DeepSpeed: {variant.name}")
+                lab, one = labs[variant.spec.digest], series[variant.name]
+                before = lab.counters()
+                result = lab.run([sys.executable, *command.words, *variant.flags], order=variant.order,
+                                 env={**command.env, **commands.ON_GPU}, cwd=command.inside,
+                                 preload=command.preload, timeout=300, gpus=emulated())
+                log, after = read_log(result), lab.counters()
+                one.steps.append([log.seconds[step] for step in range(SKIP + 1, steps + 1)])
+                one.losses, one.busy = list(log.losses.values()), max(one.busy, result.busy)
+                one.sent = {node: {nic: (after[node][nic][1] - before[node][nic][1]) / steps for nic in nics}
+                            for node, nics in after.items()}
+    return series
+
+
+def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
+    """Seconds of a step. block_s: of software, for a block's forward or backward pass."""
+    site = site_from_spec(all_rdma(spec).spec if variant == "all-RDMA" else spec)
+    order, only = interleave(spec), stock_fabric(site)
+    model = Model(LAYERS, HIDDEN, 4, SEQUENCE, 256, micro_batches=MICRO_BATCHES, activation_width=4)
+    execution = Execution(TRAITS[ENGINES[name]], block_s=block_s, cores=CORES)
+    if variant == "holmes":
+        launched = replace(site, nodes=tuple(site.node_by_name[node] for node in order))
+        plan = build_plan(launched, Sizes(pipeline=STAGES), model=model)
+        traffic = plan.traffic_of()
+        overlap = "on" if all(reduction.overlap for reduction in traffic.reductions) else "off"
+        execution = replace(execution, in_flight=traffic.in_flight, overlap=overlap)
+        order, only = plan.nodes, None
+    elif variant == "all-RDMA":
+        order = tuple(node.name for node in site.nodes)
+    costs = even_costs(forward_s(HIDDEN, SEQUENCE, FLOPS), LAYERS, STAGES, MICRO_BATCHES)
+    return simulate(site, order, Sizes(pipeline=STAGES).complete(site.world_size), model, execution,
+                    only=only, costs=costs).step_s
+
+
+def fitted(name: str, spec: SiteSpec, bound_s: float) -> float:
+    """The block_s whose all-RDMA step is `bound_s`, by bisection; 0 where software takes nothing."""
+    low, high = 0.0, bound_s
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (low, middle) if predicted(name, spec, "all-RDMA", middle) > bound_s else (middle, high)
+    return low
+
+
+def rows_of(name: str, spec: SiteSpec, series: dict[str, Series]) -> list[Row]:
+    for one in series.values():
+        one.emulated = True
+    stock, ours, bound = series["stock"], series["holmes"], series["all-RDMA"]
+    difference = max_loss_difference(stock, ours)
+    rows = [ratio_row(name, "holmes : stock", stock, ours, ">= 1.67"),
+            ratio_row(name, "holmes : all-RDMA", bound, ours, ">= 0.97"),
+            Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-5")]
+    block_s = fitted(name, spec, bound.median)
+    rows.append(Row.median(name, "software of a block (fitted to all-RDMA)", [block_s], "s", True))
+    for one in (stock, ours):
+        seconds = predicted(name, spec, one.name, block_s)
+        error = seconds / one.median - 1
+        rows += [Row.median(name, f"predicted step {one.name}", [seconds], "s", True),
+                 Row.median(name, f"error of the prediction, {one.name}", [abs(error)], "of the measured",
+                            True, "<= 0.05", max(one.busy, bound.busy))]
+    rows += [Row.median(name, f"share of the cores used, {one.name}", [one.busy], "of them", False)
+             for one in series.values()]
+    return [*rows, *step_rows(name, series)]
+
+
+def scene(name: str, repetitions: int, steps: int) -> list[Row]:
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "cluster.toml")
+        file.write_text(TOML)
+        spec = load_spec(file)
+        run = partial(example, name)
+        if name == "Megatron-DeepSpeed":
+            source = commands.checkout_of("MEGATRON_DEEPSPEED_DIR", name)
+            if source is None:
+                tell("Megatron-DeepSpeed: skipped; set MEGATRON_DEEPSPEED_DIR to a checkout")
+                return []
+            run = partial(pretrain_gpt, folder=Path(directory), source=source)
+        series = run(variants_of(spec, file), repetitions=repetitions, steps=steps)
+        return rows_of(name, spec, series)
+
+
+def main() -> int:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--repetitions", type=int, default=1)
+    arguments.add_argument("--steps", type=int, default=6, help=f"of a run, of which {SKIP} warm up")
+    given = arguments.parse_args()
+    names = chosen(given.scenes, ENGINES)
+    rows = kept(given.json, names)
+    for name in names:
+        rows += scene(name, given.repetitions, given.steps)
+        write(rows, given.json)
+    return finish(rows, given.json, "Steps on emulated GPUs over NCCL, by their clock")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

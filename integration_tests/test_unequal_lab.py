@@ -1,0 +1,39 @@
+"""Clusters of three nodes and of two: data-parallel over all five, and a pipeline of five stages."""
+
+import clusters
+import pytest
+
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.lab import Lab
+from integration_tests.jobs import ROOT, SIZE, LabOf, full, losses, said, same, train
+
+PLAIN = str(ROOT / "examples" / "plain_torch" / "train.py")
+MODEL = "--layers 2 --hidden 64 --sequence 16 --micro-batch 1 --steps 6".split()
+pytestmark = full
+
+
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory):
+    file = tmp_path_factory.mktemp("site") / "cluster.toml"
+    file.write_text(clusters.toml("a ib 2Gb/s a[0-2]", "b roce 1.6Gb/s b[0-1]", ethernet="250Mb/s"))
+    with Lab(load_spec(file)) as lab:
+        yield LabOf(file, lab)
+
+
+def test_plain_torch_has_the_losses_of_a_flat_ring(unequal, tmp_path):
+    for name, flags in (("stock", ()), ("holmes", unequal.holmes)):
+        env = {} if flags else {"GLOO_SOCKET_IFNAME": "eth0"}
+        result = unequal.run(PLAIN, *MODEL, "--log-file", str(tmp_path / name), *flags, env=env)
+        assert result.returncode == 0, result.outputs
+    assert any("2 clusters: a (3 nodes" in line for line in said(result)), said(result)
+    found = losses(tmp_path / "holmes")
+    assert len(found) == 6 and same(losses(tmp_path / "stock"), found, 1e-5)
+
+
+@pytest.mark.parametrize("stages", ["1", "5"])
+def test_deepspeed_learns_what_stock_does(unequal, tmp_path, stages):
+    """One stage on all nodes, with ZeRO 1; five stages, one a node."""
+    flags = ("--stages", stages, *(("--zero", "1") if stages == "1" else ("--layers", "5")))
+    for name, more in (("stock", ()), ("holmes", unequal.holmes)):
+        train(unequal, tmp_path / name, *flags, *more, size=SIZE)
+    assert same(losses(tmp_path / "stock"), losses(tmp_path / "holmes"), 1e-5)
