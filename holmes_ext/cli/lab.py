@@ -168,8 +168,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def refuse_launcher(command: Sequence[str]) -> None:
-    """HolmesError for a launcher that would start a job of its own on every node of the lab. torchrun with
-    --nnodes is an agent of one job, which may be meant."""
+    """HolmesError for a launcher that would start a job on every node. (torchrun with --nnodes may be
+    meant.)"""
     words = [Path(word).name for word in command]
     known = next((name for name in LAUNCHERS if name in words[:3]), "")
     if not known or "torch" in known and any(word.startswith(("--nnodes", "--nnode-")) for word in words):

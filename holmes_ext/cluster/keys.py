@@ -14,8 +14,7 @@ from holmes_ext.units import format_seconds
 
 
 class Key(NamedTuple):
-    """table: as it stands in the file, "" above all tables; kind: of the value; default: "" where the key
-    must be there."""
+    """table: as in the file, "" above all tables; kind: of the value; default: "" where the key is needed."""
 
     table: str
     name: str

@@ -26,8 +26,7 @@ READ = (Version("2.18"), Version("2.31.dev0"))
 
 
 def installed_nccl() -> tuple[str, Version | None]:
-    """(distribution, version) of the NCCL that pip's torch loads; ("", None) where torch has its own, or
-    none."""
+    """(distribution, version) of the NCCL that pip's torch loads; ("", None): torch has its own, or none."""
     for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"):
         try:
             return name, Version(importlib.metadata.version(name))

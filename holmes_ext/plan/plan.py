@@ -33,8 +33,7 @@ ADVICE = "`holmes plan` writes one"
 
 @dataclass(frozen=True)
 class Straddle:
-    """Groups of one kind that no single fast fabric holds, and what that costs: seconds for each step,
-    predicted."""
+    """Groups of one kind that no single fast fabric holds, and what that costs: seconds a step, predicted."""
 
     kind: str
     groups: int
@@ -45,11 +44,8 @@ class Straddle:
 
 @dataclass(frozen=True)
 class Plan:
-    """Node order, networks, reductions and stages of one job on one site.
-
-    A plan of version 1 has no fabrics, one of version 2 no traffic: derive_traffic() of plan/decide.py adds
-    it.
-    """
+    """Node order, networks, reductions and stages of one job on one site. (A plan of version 1 has no
+    fabrics, one of version 2 no traffic: derive_traffic() of plan/decide.py adds it.)"""
 
     site_digest: str
     nodes: tuple[str, ...]
@@ -113,8 +109,7 @@ class Plan:
         }
 
     def fabric_of(self, ranks: Iterable[int], carrier: str = VERBS) -> Fabric | None:
-        """The network of a group of `ranks`: the first fabric that all its nodes can use; None inside one
-        node."""
+        """The network of a group: the first fabric that all its nodes can use; None inside one node."""
         nodes = {self.node_of(rank) for rank in ranks}
         if len(nodes) == 1:
             return None
@@ -142,16 +137,14 @@ class Plan:
         return {node: name for name, nodes in self.clusters.items() for node in nodes}
 
     def groups(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(kind, ranks) of every group of the plan, that of all ranks last; expert groups where there are
-        experts."""
+        """(kind, ranks) of every group, that of all ranks last; expert groups where there are experts."""
         if (sizes := self.sizes) is not None:
             kinds = (kind for kind in KINDS if kind != "expert" or sizes.expert > 1)
             yield from ((kind, ranks) for kind in kinds for ranks in groups(sizes, kind))
         yield "world", tuple(range(self.world_size))
 
     def stage_of(self, ranks: Iterable[int]) -> int | None:
-        """The pipeline stage whose gradients the group of `ranks` reduces; None when the plan has no such
-        group."""
+        """The pipeline stage whose gradients the group of `ranks` reduces; None: no such group."""
         return self._reducing.get(tuple(sorted(ranks)))
 
     @cached_property
@@ -165,8 +158,7 @@ class Plan:
 
     @property
     def transports(self) -> dict[str, tuple[str, ...]]:
-        """Of NCCL's groups (gloo's differ where a NIC has no address: traffic_of); {} in a plan that is not
-        settled."""
+        """Of NCCL's groups (for gloo's: traffic_of); {} in a plan that is not settled."""
         return self.traffic_of().transports if self.traffic else {}
 
     @property
@@ -191,8 +183,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read and validate plan.json; HolmesError names file and key, and tells an edited file from a whole
-    one."""
+    """Read and validate plan.json; HolmesError names file and key, and tells an edited file."""
     return _plan(load_json(path, ADVICE))
 
 

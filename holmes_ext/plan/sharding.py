@@ -33,8 +33,7 @@ class ShardedWeights:
 def sharded_seconds(
     plan: Plan, ranks: Sequence[int], what: ShardedWeights, carrier: str, hybrid: bool = False
 ) -> float:
-    """Of a step's gathers and reduce-scatters, weights sharded over all `ranks`; hybrid: inside their
-    clusters (boxes()), and summed across them."""
+    """Of a step's gathers and reduce-scatters; hybrid: shards inside clusters, sums across."""
     network = Network(site_of(plan, carrier))
     sizes = Sizes().complete(plan.world_size)
     family = family_of(network.placement(plan.nodes, sizes), ranks)

@@ -51,8 +51,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Edge:
-    """Two neighbouring stages; one entry for each pipeline group, in their order, or one where all are the
-    same."""
+    """Two neighbouring stages; by pipeline group, in their order, or one entry where all are the same."""
 
     stages: tuple[int, ...]
     #: Of the pair of ranks.

@@ -15,8 +15,7 @@ from holmes_ext.report.pictures import CLUSTERS, KINDS, PAPER, pyplot
 
 @dataclass(frozen=True)
 class Life:
-    """A job from its start to its end or death. end: seconds since the first job's start; steps: seconds of
-    each."""
+    """A job from its start to its end or death. end: seconds since the first job's start; steps: of each."""
 
     job: str
     end: float
@@ -32,9 +31,8 @@ class Life:
 
 
 def worth_figure(rounds: RoundPrices, tokens: int, crossing: float) -> Any:
-    """Tokens/s over `every`, a line for each way to choose fragments and delay: filled where nothing is
-    exposed, and the least such `every` named; beside it one job that crosses (tokens/s). tokens: of a
-    sample."""
+    """Tokens/s over `every`, a line for each way to choose fragments and delay (filled where nothing is
+    exposed), and one job that crosses. tokens: of a sample."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
     places = set()
@@ -82,8 +80,7 @@ def losses_figure(lives: Sequence[Life]) -> Any:
 
 
 def rounds_figure(run: Run) -> Any:
-    """Of each round: seconds under way and those that training waited (slowest rank), the drift, what came to
-    nothing."""
+    """Of each round: seconds under way and waited for (slowest rank), the drift, what came to nothing."""
     rounds = run.rounds
     numbers, first = list(rounds), [told[0] for told in rounds.values()]
     figure, (above, below) = pyplot().subplots(2, figsize=(9, 4.5), sharex=True)

@@ -92,8 +92,8 @@ def only(spec: SiteSpec, listed: str, flag: str) -> SiteSpec:
 
 @dataclass(frozen=True)
 class AvailableNodes:
-    """The nodes that may be asked for, and what is trained on how many of them. floor_s: no step of these
-    shapes is below it."""
+    """The nodes that may be asked for, and what is trained on `count` of them. floor_s: no step is below
+    it."""
 
     spec: SiteSpec
     job: Training
@@ -133,8 +133,7 @@ class AvailableNodes:
         return max(self.floor_s, found.best.formula_s)
 
     def computing_s(self) -> float:
-        """Seconds that no step on so many of the nodes beats: what the fastest GPUs compute, of the shape
-        that takes least."""
+        """Of the shape that computes least on the fastest GPUs: no step on so many nodes is below it."""
         assert self.job.model is not None
         site, model = ideal_gpus(site_from_spec(self.spec), self.count, self.job.model,
                                  Links.of_spec(self.spec))
@@ -226,8 +225,7 @@ def floor(found: SearchResult) -> float:
 
 
 def _of_every_depth(result: SearchResult) -> tuple[Shape, ...]:
-    """The best shape, and those of other depths of the pipeline with the least bounds: which depth suits
-    depends on how many nodes each cluster gives."""
+    """The best shape, and of other depths of the pipeline those with the least bounds."""
     depths: dict[int, Shape] = {}
     for shape in sorted(result.ideals, key=result.ideals.__getitem__):
         if shape.virtual == 1:

@@ -103,8 +103,7 @@ def _characters(column: Column, cells: Sequence[str]) -> tuple[int, int]:
 
 
 def _share_out(room: int, needs: dict[int, tuple[int, int]]) -> dict[int, int]:
-    """The width of each column: what it needs at least, and of `room` as much as it can use, in equal
-    shares."""
+    """What each column needs at least, and of `room` as much as it can use, in equal shares."""
     widths: dict[int, int] = {}
     for more, i in sorted((whole - least, i) for i, (least, whole) in needs.items()):
         given = min(more, room // (len(needs) - len(widths)))

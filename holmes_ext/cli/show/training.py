@@ -136,8 +136,7 @@ def _overlaid(model: Model, step: dict[str, Any]) -> Model:
 
 
 def _said(words: list[str]) -> CommandLine:
-    """Of a script's arguments, also where a launcher stands before them; --holmes-sizes and -partition count
-    too."""
+    """Of a script's arguments, with or without a launcher; --holmes-sizes and -partition count too."""
     try:
         words = list(split_command(words).arguments)
     except HolmesError:

@@ -82,9 +82,8 @@ class Topology:
 
 
 def parse_topology(text: str, source: str) -> Topology:
-    """Of topology.conf, `scontrol show topology`, or where the name ends so topology.yaml; HolmesError names
-    the line.
-    """
+    """Of topology.conf, `scontrol show topology`, or topology.yaml (by its name); HolmesError names the
+    line."""
     if source.endswith((".yaml", ".yml")):
         return Topology(tuple(_units_of_yaml(text, source)), source)
     units: dict[str, Unit] = {}

@@ -50,8 +50,8 @@ def _quoted(text: str) -> str:
 def split(
     spec: SiteSpec, clusters: Sequence[FoundCluster]
 ) -> tuple[dict[str, tuple[str, ...]], list[FoundCluster]]:
-    """Of what the file does not know: nodes to be added, by the name of the file's cluster that holds others
-    of theirs; and clusters of which it knows no node, under names that are free."""
+    """Of what the file does not know: nodes for its clusters that hold others of theirs, and whole clusters,
+    under free names."""
     owner = {node: cluster.name for cluster in spec.clusters for node in cluster.nodes}
     more: dict[str, tuple[str, ...]] = {}
     new: list[FoundCluster] = []

@@ -89,29 +89,25 @@ def hop_loads(wan: Wan, pairs: Mapping[Pair, float]) -> dict[Hop, float]:
 
 
 def ways_across(wan: Wan, names: Sequence[str]) -> tuple[CrossClusterAlgorithm, ...]:
-    """What is worth comparing for these clusters: direct; on a network that is not flat the best ring, and
+    """What is worth comparing for these clusters: direct; where the network is not flat the best ring,
     trees."""
-    return _ways(wan,
-                 tuple(names)) if wan and len(names) > 1 else (CrossClusterAlgorithm("direct", tuple(names)),)
+    if wan and len(names) > 1:
+        return _ways(wan, tuple(names))
+    return (CrossClusterAlgorithm("direct", tuple(names)),)
 
 
 @lru_cache(maxsize=256)
 def _ways(wan: Wan, names: tuple[str, ...]) -> tuple[CrossClusterAlgorithm, ...]:
-    def cost(pair: Pair) -> tuple[float, float]:
-        hops = wan.hops(*pair)
-        return max((1 / hop.rate_bps for hop in hops), default=0.0), sum(hop.latency_s for hop in hops)
-
-    ring = best_order(names, cost, closed=True)
-    trees = dict.fromkeys(tree for root in names for tree in _trees(root, names, ring, cost))
+    ring = best_order(names, wan.cost, closed=True)
+    trees = dict.fromkeys(tree for root in names for tree in _trees(root, names, ring, wan.cost))
     return (CrossClusterAlgorithm("direct", names), CrossClusterAlgorithm("ring", ring), *trees)
 
 
 def best_order(
     names: Sequence[T], cost: Callable[[tuple[T, T]], tuple[float, float]], closed: bool = False
 ) -> tuple[T, ...]:
-    """Of a ring (closed) or a chain: the order whose worst link costs least, then the least in all; above
-    ALL_ORDERS names what 2-opt (Croes 1958) makes of the nearest neighbours. cost: numbers of a link, the
-    first counts first."""
+    """Of a ring (closed) or a chain: the order with the cheapest worst link, then the least sum; above
+    ALL_ORDERS names by 2-opt (Croes 1958). cost: numbers of a link, the first counts first."""
 
     def total(order: Sequence[T]) -> tuple[float, float, float]:
         pairs = neighbours(order) if closed else list(zip(order, order[1:]))

@@ -60,8 +60,7 @@ def under_way(stage: int, pipeline: int, virtual: int, micro_batches: int) -> fl
 
 
 def working_bytes(model: Model, tensor: int = 1, context: int = 1, expert: int = 1) -> float:
-    """Of a block: all that its forward keeps, while it runs again for its backward; 0 without
-    recomputation."""
+    """Of a block: all that its forward keeps while it is recomputed; 0 without recomputation."""
     if model.recompute == "none":
         return 0.0
     sizes = tensor, context, expert
@@ -74,8 +73,7 @@ def stage_memory(
     model: Model, layers: Sequence[Layer], zero: int = 0, shards: int = 1, expert_shards: int = 0,
     under_way: float = 1.0, working: float = 0.0,
 ) -> Memory:
-    """A stage that holds `layers` (of model.costs()): zero and shards say what is divided; expert_shards: of
-    experts' parameters."""
+    """A stage that holds `layers` (of model.costs()); shards, expert_shards: what ZeRO divides by."""
     experts = sum(layer.expert_parameters for layer in layers)
     rest = sum(layer.parameters for layer in layers) - experts
     parts = states(model)

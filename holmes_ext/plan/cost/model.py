@@ -65,9 +65,8 @@ class Layer:
         return sum(self.tensors) + self.expert_parameters
 
     def reduced(self, ranks: int, expert: int) -> tuple[float, ...]:
-        """Elements of each gradient, as a group of all `ranks` data- and context-parallel ranks would have to
-        reduce them to send as much: an expert's are reduced only by the ranks / expert that hold it. The last
-        becomes final first."""
+        """Elements of each gradient as a group of all `ranks` ranks would have to reduce them to send as
+        much: an expert's are reduced by ranks / expert only. The last becomes final first."""
         if not self.expert_parameters:
             return self.tensors
         group = max(1, ranks // expert)
@@ -170,8 +169,7 @@ class Model:
         return self.gpus.get(cluster, self.gpu)
 
     def micro_batches_of(self, data: int) -> int:
-        """Micro-batches of a step on `data` data-parallel ranks; HolmesError when the global batch is not
-        divisible."""
+        """Of a step on `data` data-parallel ranks; HolmesError when the global batch is not divisible."""
         if self.micro_batches:
             return self.micro_batches
         if self.global_batch % (self.micro_batch * data):
@@ -191,8 +189,7 @@ class Model:
                                                 for block in blocks) + output.parameters - tied)
 
     def costs(self, tensor: int = 1, context: int = 1, expert: int = 1) -> tuple[Layer, ...]:
-        """Embedding, every block, output, as one rank of `tensor` x `context` has them; its part of the
-        experts."""
+        """Embedding, every block, output, as one rank has them, with its part of the experts."""
         block = self._block(tensor, context, expert)
         return (self._embedding(tensor, context), *[block] * self.layers, self._output(tensor, context))
 
@@ -272,8 +269,7 @@ class Model:
         return layers
 
     def tied_bytes(self, sizes: Sizes) -> float:
-        """Of the tied embedding's gradient that a rank of the first stage all-reduces with its twin of the
-        last."""
+        """Of a tied embedding's gradient that ranks of the first and the last stage all-reduce."""
         if not self.tied or sizes.pipeline == 1:
             return 0.0
         return self.vocabulary * self.hidden / sizes.tensor * self.gradient_width
@@ -283,8 +279,7 @@ class Model:
         return 1 if self.sequence_parallel else sizes.tensor
 
     def workload(self, sizes: Sizes) -> Workload:
-        """One rank's work on the average stage under complete `sizes`: what placement compares orders
-        with."""
+        """One rank's work on the average stage of complete `sizes`: what placement compares."""
         layers = self.costs(sizes.tensor, sizes.context, sizes.expert if self.experts else 1)
 
         def mean(name: str) -> float:

@@ -53,8 +53,7 @@ KEYS = {
 
 
 def on_clusters(model: Model, spec: SiteSpec) -> Model:
-    """`model` with the GPUs of cluster.toml: its numbers first, then the model's [gpu.cluster.NAME], then
-    what the GPU's name says, then [gpu]."""
+    """`model` with the GPUs of cluster.toml: its numbers, then [gpu.cluster.NAME], the GPU's name, [gpu]."""
     gpus = {}
     for cluster in spec.clusters:
         sources = (cluster.accelerator, model.gpus.get(cluster.name), accelerator_of(cluster.gpu), model.gpu)

@@ -26,8 +26,8 @@ INSIDE = 1e-4
 
 @dataclass(frozen=True)
 class Places:
-    """of: expert-parallel ranks of each place, () never; far[i][j]: of a token from rank i to rank j;
-    crossing, moving: likewise, the part of the groups in which that crosses clusters, or nodes."""
+    """of: expert-parallel ranks of each place; far[i][j]: of a token from rank i to rank j; crossing, moving:
+    parts of the groups in which that crosses clusters, nodes."""
 
     of: tuple[tuple[int, ...], ...]
     far: tuple[tuple[float, ...], ...]

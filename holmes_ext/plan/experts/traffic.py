@@ -52,8 +52,7 @@ class Counts:
         return len(self.table[0])
 
     def folded(self, ranks: int) -> tuple[tuple[float, ...], ...]:
-        """[ranks, experts]: rows of more ranks (of all expert-parallel groups, one group after the other)
-        added up by their place in the group."""
+        """[ranks, experts]: rows of all expert-parallel groups added up by their place in the group."""
         if len(self.table) % ranks:
             raise HolmesError(
                 f"its {len(self.table)} rows are not of {ranks} expert-parallel ranks, or a multiple")
@@ -101,8 +100,7 @@ def _numbers(table: list[Any]) -> tuple[tuple[float, ...], ...]:
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """Of `ranks` expert-parallel ranks. layers: number (EVERY: all) -> the expert in each slot; slots [i n,
-    (i + 1) n) are those of rank i, n of each."""
+    """layers: number (EVERY: all) -> the expert in each slot; slots [i n, (i + 1) n) are those of rank i."""
 
     ranks: int
     layers: dict[int, tuple[int, ...]] = field(default_factory=dict)

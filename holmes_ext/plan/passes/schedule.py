@@ -33,8 +33,7 @@ def before(order: Sequence[OnePass], counted: str, each: str) -> tuple[int, ...]
 @dataclass(frozen=True)
 class Times:
     """Seconds of a micro-batch by stage; transfer: of each edge, one way. most: micro-batches whose
-    activations each stage's memory holds, from its F to its B or W.
-    """
+    activations a stage's memory holds, from F to B or W."""
 
     forward: tuple[float, ...]
     inputs: tuple[float, ...]
@@ -100,8 +99,7 @@ class PassOrder:
             pass
 
     def in_order(self) -> Iterator[tuple[int, OnePass]]:
-        """(stage, pass) such that all that a pass needs comes before it. HolmesError where stages wait for
-        each other for ever."""
+        """(stage, pass), each after all that it needs. HolmesError where stages wait for ever."""
         place, last = [0] * len(self.stages), len(self.stages) - 1
         done: set[tuple[int, str, int]] = set()
         while any(place[stage] < len(order) for stage, order in enumerate(self.stages)):

@@ -34,8 +34,7 @@ def numbered(looks: Mapping[Key, Hashable]) -> dict[Key, int]:
 
 
 class Fold:
-    """kinds: of pipelines, the slot on each stage of one that stands for them; count: pipelines of each
-    kind."""
+    """kinds: of pipelines, the slots of one that stands for them; count: pipelines of each kind."""
 
     def __init__(self, placement: Placement):
         self.of, self.times = placement, _times(placement)
@@ -119,7 +118,7 @@ class Fold:
         return self._edge(pipeline, stage, other, {pipeline})
 
     def edges(self, stage: int, other: int, fabric: Callable[[Sequence[int]], Hashable]) -> list[StageEdge]:
-        """Of each kind of pipeline, with all that leaves and reaches a node then. fabric: of two kinds of
+        """Of each kind of pipeline, with all that leaves and reaches a node; fabric: of two kinds of
         nodes."""
         every = range(len(self.kinds))
         on = {kind: fabric((self.kind_on(kind, stage), self.kind_on(kind, other))) for kind in every}

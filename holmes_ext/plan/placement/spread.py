@@ -32,9 +32,8 @@ def spread(
     units: Sequence[int], stages: int, seconds_of: Callable[[Stages], float], tries: int,
     chain: Sequence[int] = ()
 ) -> tuple[Stages, float]:
-    """The best stages found and what they take. units: of each cluster; their sum is a multiple of `stages`.
-    seconds_of: what stages take, inf where they cannot be. tries: stages looked at. chain: clusters in an
-    order that may be good."""
+    """The best stages found, and what they take. units: of each cluster; seconds_of: inf where it cannot be;
+    tries: stages looked at; chain: clusters in an order that may be good."""
     line, size, rng = tuple(chain or range(len(units))), sum(units) // stages, random.Random(0)
     known: dict[Stages, float] = {}
 
@@ -68,8 +67,7 @@ def _improved(
     state: State, seconds_of: Callable[[State], float], changed: Callable[[State, random.Random], State],
     rng: random.Random, tries: int,
 ) -> tuple[State, float]:
-    """The best state seen in so many random changes; a worse one is gone on from the more seldom the later it
-    is."""
+    """The best state seen in so many random changes, of which worse ones are kept ever more seldom."""
     now = seconds_of(state)
     best, least = state, now
     for at in range(tries):

@@ -32,8 +32,8 @@ TRIES = 1400
 
 @dataclass(frozen=True)
 class PlacedShape:
-    """To be simulated: no step of it takes less than its bound. closer: whether that is of the chain of its
-    stages; split: the one that it leaves, and its seconds walked pass by pass."""
+    """To be simulated: no step of it is below its bound. closer: whether that is of the chain of its stages;
+    split: the one that it leaves, walked pass by pass in walked_s."""
 
     shape: Shape
     placement: Placement
@@ -108,8 +108,7 @@ class Evaluator:
         return [(closer, replace(item, closer=True, split=split, walked_s=walked_s))], [], inf
 
     def simulate(self, item: PlacedShape, bound: float, best: float) -> Found:
-        """Where a placement has one split only (no pipeline, or chunks) its simulation settles it; else its
-        bound is left."""
+        """Of one split only (no pipeline, or chunks) its simulation settles it; else its bound is left."""
         result, shape, placement = self.result, item.shape, item.placement
         stages = self.stages(shape, placement)
         known: dict[Split, Candidate] = {}
@@ -141,8 +140,7 @@ class Evaluator:
         return levelled_blocks(stages)
 
     def split(self, stages: Stages) -> Split:
-        """A good one by the closed form: moved on from the level one, or from that whose stages compute and
-        reduce equally long; () where none fits."""
+        """A good one by the closed form, from the level ones; () where none fits."""
         start = self.level(stages)
         if not start or stages.run.virtual > 1 or stages.count == 1:
             return start
@@ -156,8 +154,8 @@ class Evaluator:
 
 
 def levelled_blocks(stages: Stages, more: Sequence[float] = ()) -> Split:
-    """Of blocks that are alike: each goes to the stage that is the fastest with it. more: seconds of a block
-    on each stage besides those of a micro-batch."""
+    """Of blocks that are alike: each to the stage that is fastest with it. more: seconds of a block
+    besides."""
     most, layers = stages.most, stages.layers
     each = [seconds + beside for seconds, beside in zip(stages.each, more)] if more else stages.each
     if min(most) < 1 or sum(most) < layers:

@@ -90,8 +90,7 @@ class Certificate:
 
 @cache
 def worst_error() -> float:
-    """Of simulated steps that were measured, as a part of these: the worst of benchmarks/results
-    (docs/generate.py writes it beside this file)."""
+    """Of simulated steps against measured ones: the worst of benchmarks/results (docs/generate.py)."""
     table = load_json(Path(__file__).with_name("model_error.json"), "install holmes_ext again")
     worst: float = table.take("worst_error", float)
     return worst
@@ -191,8 +190,8 @@ class SearchResult:
     def stock(
         self, shape: Shape, split: Sequence[int] = (), order: str = DEFAULT_ORDER
     ) -> tuple[SearchResult, Candidate]:
-        """The same shape without holmes: the launcher's order of nodes, all traffic on the network that all
-        nodes share, layers even unless `split` says otherwise, overlapped as the framework does it."""
+        """Without holmes: the launcher's order, all traffic on the network that all nodes share, layers even
+        unless `split` says otherwise, overlapped as the framework does it."""
         site, links = self.network.site, self.network.links
         network = self.network.remember("stock", lambda: Network(site, links, stock_fabric(site)))
         rules = replace(self.rules, overlap=self.stock_overlap == "on", hide_edges=False)

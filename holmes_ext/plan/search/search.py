@@ -52,11 +52,10 @@ def search(
     only: Sequence[Shape] = (), prove: bool = True, simulate: bool = True,
 ) -> SearchResult:
     """`result`, asked for and empty, with what is found in so many seconds. rows: shapes that a table shows;
-    only: shapes to look at, instead of all; prove: whether to go on after the first look; simulate: whether
-    that has more than closed forms.
+    only: shapes to look at; prove: go on after the first look; simulate: not closed forms alone.
 
     HolmesError: no sizes are possible, or nothing fits the memory. A KeyboardInterrupt ends it with the best
-    so far and `interrupted` set; before anything was found it is raised on.
+    so far (`interrupted`), or is raised on where there is none.
     """
     begin = time.monotonic()
     sketch = Sketch(result, rows, only)

@@ -153,8 +153,7 @@ class Sketch:
             self.nearest = need, shape
 
     def _why_not(self) -> str:
-        """Which term of which stage is too large, and by how much, of the plan that comes nearest to
-        fitting."""
+        """Which term of which stage is too large, by how much, of the plan nearest to fitting."""
         result = self.result
         if self.nearest is None:
             return f"no arrangement of the clusters is possible{_within(result.limits)}; allow other sizes"
@@ -176,8 +175,7 @@ class Sketch:
 
 
 def simulate_first(result: SearchResult, count: int = COUNT) -> SearchResult:
-    """`result` with its fastest shapes simulated: those first, by their simulated step, and a certificate by
-    the shapes' bounds."""
+    """With the fastest shapes simulated and first, and a certificate by the shapes' bounds."""
     left, best, layers = WORK, inf, result.model.layers
     found: list[Candidate] = []
     rest: list[Candidate] = []

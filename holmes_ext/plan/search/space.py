@@ -43,8 +43,7 @@ MIN_TOKENS = 1024
 @dataclass(frozen=True)
 class Limits:
     """Values allowed, by name of NAMES; memory_bytes of a GPU (0: what the GPUs have). two_level: ZeRO stages
-    under which a framework reduces in two levels, all stages over as many clusters or none; None: as each
-    stage likes."""
+    under which a framework reduces in two levels, all stages or none; None: as each likes."""
 
     allowed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     memory_bytes: float = 0.0

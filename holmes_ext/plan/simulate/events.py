@@ -81,8 +81,7 @@ class Transfer:
 
 
 class Transfers(dict[Hashable, Transfer]):
-    """Of one simulation, made when they are first named. templates: by tag, or by the first of a tag (what,
-    micro-batch)."""
+    """Of one simulation, made when first named. templates: by tag, or by its first item (what, number)."""
 
     def __init__(self, templates: Mapping[Hashable, Transfer]):
         super().__init__()
@@ -95,8 +94,7 @@ class Transfers(dict[Hashable, Transfer]):
 
 
 class Simulation:
-    """capacities: bits/s of every NIC, one way. run() returns every actor's spans, without gaps from 0 to its
-    end."""
+    """capacities: bits/s of every NIC, one way. run(): every actor's spans, without gaps from 0."""
 
     def __init__(
         self, programs: Sequence[Sequence[Op]], transfers: dict[Hashable, Transfer],
@@ -287,8 +285,7 @@ class Simulation:
 def _fair(
     flows: dict[Hashable, Transfer], nics: set[Hashable], capacities: dict[Hashable, float]
 ) -> dict[Hashable, float]:
-    """Max-min fair rates: all grow together until a NIC is full or a flow reaches its limit; those stay, the
-    others grow on."""
+    """Max-min fair: all grow until a NIC is full or a flow at its limit; those stay, the others grow on."""
     if len(flows) == 1:
         ((tag, flow),) = flows.items()
         shares = (capacities[nic] / weight for nic, weight in flow.uses if weight > 1e-9)

@@ -36,9 +36,8 @@ class Runner:
 
 @dataclass(frozen=True)
 class RoundSeconds:
-    """Seconds. round_s: from the last job's pseudo-gradient to the sum in all jobs; waited_s: for it, by the
-    job that waits least; longer_s: that its steps took longer than alone, from one round's end to the next
-    one's."""
+    """round_s: from the last pseudo-gradient to the sum in all jobs; waited_s: by the job that waits least;
+    longer_s: that its steps took longer than alone, between two rounds' ends."""
 
     round_s: float
     waited_s: float

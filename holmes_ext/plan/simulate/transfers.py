@@ -14,8 +14,7 @@ from holmes_ext.plan.simulate.events import Transfer
 
 
 class TransferMaker:
-    """message_s: seconds that software adds to each message. capacities: bits/s of all that was used so
-    far."""
+    """message_s: of software, for each message; capacities: bits/s of all that was used so far."""
 
     def __init__(self, network: Network, message_s: float):
         self.network, self.message_s = network, message_s

@@ -31,8 +31,7 @@ def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
 
 
 def refuse_other_sizes(current: Session, sizes: Sizes) -> None:
-    """HolmesError when the plan was made for others that the user gave on purpose (--holmes-plan,
-    --holmes-sizes)."""
+    """HolmesError when the plan (--holmes-plan, --holmes-sizes) was made for others."""
     plan = current.plan
     if plan.sizes is not None and plan.sizes != sizes and {"plan", "sizes"} & current.options.given:
         where = f"{plan.source}: key 'sizes'" if "plan" in current.options.given else "--holmes-sizes"
@@ -41,8 +40,7 @@ def refuse_other_sizes(current: Session, sizes: Sizes) -> None:
 
 
 def advice(current: Session, sizes: Sizes, instances: int = 1) -> str:
-    """A line on groups that straddle in the plan's order, unless the start line has told them; "" where none
-    does."""
+    """On groups that straddle in the plan's order, unless the start line told them; "": none does."""
     here = straddling(current.plan, sizes, instances)
     if not here or (current.plan.sizes == sizes and instances == 1):
         return ""

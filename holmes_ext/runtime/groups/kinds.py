@@ -85,8 +85,7 @@ _RING = {
 
 
 def sent_bytes(operation: str, payload: int, ranks: int, backend: str) -> float:
-    """Bytes that one rank sends in `operation` of `payload` bytes among `ranks` ranks; gloo's reduce-scatter
-    is an all-reduce."""
+    """Bytes that one rank sends in `operation` among `ranks`; gloo's reduce-scatter is an all-reduce."""
     factor = _RING[operation](ranks) if operation in _RING and (ranks > 1 or operation == "send") else 0
     if operation == "reduce_scatter" and backend == "gloo":
         factor *= 2

@@ -45,10 +45,8 @@ from holmes_ext.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Early:
-    """How early receives from a neighbour are posted. passes: so many micro-batches before the one whose pass
-    needs the message. after_sends: the first one after so many activations were sent there; None: of
-    activations, from the stage before.
-    """
+    """How early receives are posted. passes: micro-batches before the one whose pass needs the message;
+    after_sends: the first one after so many activations went there (None: of activations)."""
 
     passes: int
     after_sends: int | None = None
@@ -58,16 +56,14 @@ class Early:
         return index + 1 + self.passes
 
     def after(self, kind: str, index: int) -> int:
-        """How many there are once the pass of `kind` ("F", "B") of micro-batch `index` has sent what it
-        sends."""
+        """Receives that are there once the pass ("F", "B") of micro-batch `index` has sent what it sends."""
         return index + 2 - self.after_sends if kind == "F" and self.after_sends is not None else 0
 
 
 @dataclass(frozen=True)
 class ListedEarly:
-    """The same of listed passes. leads: of each micro-batch, so many activations go before its gradient.
-    sent: of each activation, gradients that go before it at its receiver; () at the end that sends
-    activations."""
+    """Of listed passes. leads: by micro-batch, activations that go before its gradient; sent: by activation,
+    gradients before it at its receiver, () at its sender."""
 
     leads: tuple[int, ...]
     sent: tuple[int, ...] = ()
@@ -87,8 +83,7 @@ class ListedEarly:
 
 @dataclass(frozen=True)
 class ReceiveOrder:
-    """held: micro-batches in flight, by stage; busy_s: seconds that each computes for one, () where
-    unknown."""
+    """held: micro-batches in flight, by stage; busy_s: seconds that each computes for one, or ()."""
 
     held: tuple[int, ...]
     busy_s: tuple[float, ...] = ()
@@ -110,8 +105,7 @@ class ReceiveOrder:
 
 @dataclass(frozen=True)
 class ListedOrder:
-    """Of a schedule whose passes are listed. held: as the plan has it beside them, none
-    (Traffic.in_flight)."""
+    """Of a schedule whose passes are listed."""
 
     schedule: PassOrder
     held: tuple[int, ...] = ()

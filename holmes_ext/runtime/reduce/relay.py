@@ -30,8 +30,8 @@ _UP, _DOWN = 10, 11
 
 @dataclass(frozen=True)
 class Round:
-    """takes: (cluster, part, tag, whether it is added or replaces mine), then sends: (cluster, part, tag).
-    Numbers of clusters, in the order in which the caller lists them."""
+    """takes: (cluster, part, tag, added or replacing), then sends: (cluster, part, tag); numbers of
+    clusters."""
 
     takes: tuple[tuple[int, int, int, bool], ...]
     sends: tuple[tuple[int, int, int], ...]
@@ -59,8 +59,7 @@ def rounds(across: CrossClusterAlgorithm, names: Sequence[str], me: str) -> list
 
 @dataclass
 class Passage:
-    """A chunk on its way: its receives and sends. arriving: by round, (works, what arrives, where it goes,
-    added)."""
+    """A chunk on its way. arriving: by round, (works, what arrives, where it goes, added)."""
 
     owned: list[Parts]
     arriving: list[list[tuple[Any, torch.Tensor, torch.Tensor, bool]]]
@@ -68,8 +67,7 @@ class Passage:
 
 
 class Relay:
-    """exchange: of all ranks, whose groups and tags from _UP on are used. clusters: their names, as owners
-    are listed; me: this rank's."""
+    """exchange: its groups and tags from _UP on are used; clusters: as owners are listed; me: this rank's."""
 
     def __init__(self, exchange: DirectExchange, across: CrossClusterAlgorithm, clusters: Sequence[str],
                  me: str):
@@ -77,8 +75,8 @@ class Relay:
         self.parts = 1 if across.way == "tree" else len(clusters)
 
     def expect(self, owned: list[Parts]) -> Passage:
-        """Posts the receives of a chunk. owned: pieces of this rank, each in `parts` parts with an owner in
-        each cluster."""
+        """Posts the receives of a chunk. owned: this rank's pieces, in `parts` parts, an owner per
+        cluster."""
         arriving: list[list[tuple[Any, torch.Tensor, torch.Tensor, bool]]] = [[] for _ in self.rounds]
         for turn, one in enumerate(self.rounds):
             for parts, owners in owned:

@@ -57,8 +57,7 @@ def _classes() -> tuple[Any, Any]:
     from torch.overrides import TorchFunctionMode
 
     class Linear(torch.autograd.Function):
-        """F.linear that keeps what its weight's gradient needs in a list. owner: (the parameter,), out of the
-        graph."""
+        """F.linear that keeps what its weight's gradient needs. owner: (the parameter,), out of the graph."""
 
         @staticmethod
         def forward(ctx: Any, given: Any, weight: Any, bias: Any, owner: Any, kept: Any) -> Any:

@@ -48,8 +48,8 @@ class Guest:
 
 
 class Listener:
-    """Serves from start() until close(). handle(guest) runs in a thread of its own; the socket is closed when
-    it returns, unless guest.keep() was called."""
+    """Serves from start() until close(): handle(guest) in threads; then the socket is closed, unless
+    guest.keep()."""
 
     def __init__(
         self,

@@ -11,8 +11,7 @@ from holmes_ext.errors import HolmesError
 
 
 def within(seconds: float, late: str, function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), or HolmesError `late` after that many seconds; then its thread is left where it
-    hangs."""
+    """function(*args), or HolmesError `late` after so many seconds; its thread is left where it hangs."""
     outcome: list[tuple[bool, Any]] = []
 
     def call() -> None:

@@ -89,8 +89,7 @@ FAMILIES = {
 
 
 class Collector:
-    """A collector of prometheus_client's: sums over the documents taken, and what the NICs say when it is
-    asked."""
+    """prometheus_client's: sums over the documents taken, and what the NICs say when asked."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, tuple[str, ...]], float] = {}
@@ -173,8 +172,7 @@ def _of_now(current: session.Session) -> Iterator[tuple[str, tuple[str, ...], fl
 
 
 class Metrics:
-    """Tells what a Collector knows. place: for the user; write: into the file, None where a port is open;
-    shut: closes the port."""
+    """place: for the user; write: into the file, None where a port is open; shut: closes the port."""
 
     def __init__(self, collector: Collector, place: str, write: Callable[[], None] | None,
                  shut: Callable[[], None]):
@@ -205,11 +203,8 @@ class Metrics:
 
 
 def open_metrics(options: Options, process: Process) -> Metrics | None:
-    """Of this process, None where it tells nothing; before any rank waits for another, so that bad input ends
-    all.
-
-    HolmesError: prometheus_client is missing, the port is taken, the file's folder is not there.
-    """
+    """Of this process, None where it tells nothing. HolmesError: no prometheus_client, the port is taken, the
+    file's folder is not there."""
     if not options.metrics or process.local_rank:
         return None
     flag = f"--holmes-metrics {options.metrics}"

@@ -24,8 +24,7 @@ INTERVAL_S = 1.0
 
 
 class NicWatch:
-    """patience_s 0: tell of a dead link, but never end the process. trouble(port), end(line): as tests want
-    them."""
+    """patience_s 0: tell of a dead link, never end the process. trouble(port), end(line): tests' own."""
 
     def __init__(
         self, patience_s: float, trouble: Callable[[Port], str] = nics.trouble,

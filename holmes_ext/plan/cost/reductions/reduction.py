@@ -49,8 +49,8 @@ class PricedReduction:
         return self.once.seconds(size)
 
     def flows(self, sizes: Sequence[float], tag: Tag, most: int) -> list[list[Flow]]:
-        """The sum of buckets of `sizes` bytes: chains, each begun by its first flow; the last one is named
-        `tag`. most: chains at most."""
+        """Of buckets of `sizes` bytes: at most `most` chains, begun by their first flow; the last is named
+        `tag`."""
         return [[Flow((self.load,), tuple(sizes), tag, tag[:3])]]
 
 

@@ -41,9 +41,7 @@ def chunk_bytes(ranks: int, direct: bool) -> int:
 
 
 def chunks_of(size: float, chunk_bytes: float) -> int:
-    """Chunks of a sum of `size` bytes, all alike: what is left beside whole ones would cost nearly as much as
-    one.
-    """
+    """Of a sum of `size` bytes, all alike: what is left beside whole ones costs nearly as much as one."""
     return max(1, int(size // chunk_bytes))
 
 
@@ -109,8 +107,7 @@ class TwoLevels(PricedReduction):
         return (alone + self.gather).seconds(size)
 
     def sized(self, size: float) -> TwoLevels:
-        """With chunks that suit a sum of so many bytes: small ones fill the levels soon, large ones outlast
-        the latency."""
+        """With chunks that suit so many bytes: small ones fill the levels, large ones outlast latency."""
         if not self.stalls or self.across.latency_s < HIDDEN_LATENCY_S:
             return self
         found = [self]
@@ -136,8 +133,7 @@ class TwoLevels(PricedReduction):
             yield Flow(loads, (part * size,), names[step], (tag[:3], step), then, True, way_s, blocks)
 
     def streams(self, network: Network, crossing: float) -> int:
-        """TCP streams between two ranks that fill the links on the route, as far as one was measured to carry
-        less. crossing: groups at once."""
+        """TCP streams between two ranks that fill the measured links; crossing: groups at once."""
         found, load = 1, self.there
         assert load.fabric is not None
         nic_bps = load.fabric.rate_bps / self.senders
@@ -150,8 +146,7 @@ class TwoLevels(PricedReduction):
         return min(found, MOST_STREAMS)
 
     def faster_from(self, flat: PricedReduction) -> int | None:
-        """The least bytes of a sum for which this is faster than `flat`; None: it is not, however large it
-        is."""
+        """The least bytes of a sum for which this is faster than `flat`; None: never."""
         sums = [2**power for power in range(10, 31)]
         slower = [size for size in sums if self.seconds(size) >= flat.seconds(size)]
         if sums[-1] in slower:
