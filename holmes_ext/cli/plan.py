@@ -185,8 +185,7 @@ def load_workload(path: str) -> dict[str, Any]:
 
 
 def compress_hosts(names: Iterable[str]) -> str:
-    """ "a[0-3] b0" from a0 a1 a2 a3 b0: runs of consecutive numbers, in the order given (what expand_hosts
-    reads)."""
+    """ "a[0-3] b0" from a0 a1 a2 a3 b0: runs of consecutive numbers, in the order given."""
     runs: list[list[str]] = []
     for name in names:
         last = _NUMBERED.fullmatch(runs[-1][-1]) if runs else None
@@ -243,8 +242,7 @@ def _title(plan: Plan, sizes: Sizes) -> str:
 
 
 def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[tuple[str, str, str]]:
-    """For each stage its nodes, the fabrics of its data-parallel groups, and those of its edges to the next
-    stage."""
+    """Of each stage its nodes, its data-parallel groups' fabrics, and its edges' to the next stage."""
     stages: list[list[dict[str, None]]] = [[{} for _ in range(sizes.pipeline)] for _ in range(3)]
     nodes, data, edges = stages
     for rank in range(plan.world_size):

@@ -28,8 +28,7 @@ COLUMNS = (
 
 
 def run(as_json: bool, steps: int, output: str) -> int:
-    """The table, and the picture in the file `output`; 1 when a job that should have gone on did not, or the
-    one that came back did not take the weights."""
+    """The table, and the picture in `output`; 1 when a job did not go on, or did not take the weights."""
     if steps < 2 * KILLED_AFTER + ALONE:
         raise HolmesError(f"holmes demo --joined: --steps must be {2 * KILLED_AFTER + ALONE} or more")
     screen = Screen(stderr=as_json)

@@ -160,8 +160,8 @@ def row_cells(name: str, one: Candidate, result: SearchResult) -> tuple[str, ...
 
 
 def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
-    """Seconds by cause, of the best plan and of stock: with the same sizes, or as the user's layout runs
-    today."""
+    """Seconds by cause, of the best plan, the user's layout, and stock with its sizes (or as that layout
+    runs)."""
     yours = result.user_layout
     found = {"holmes": causes(result, result.best)}
     found |= {"yours": causes(result, yours)} if yours and yours is not result.best else {}
