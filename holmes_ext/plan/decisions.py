@@ -111,7 +111,7 @@ class Decisions:
         route, streams = next(iter(routes.values())), 1
         if self.carrier == SOCKETS:
             streams = max(own.streams(self.network, one.crossing) for own, one in zip(both, sums))
-        other = self.carrier == SOCKETS and len(routes) == 1 and route.way != "direct"
+        other = self.carrier == SOCKETS and len(routes) == 1 and route.algorithm != "direct"
         return replace(
             planned, clusters=tuple(names), two_level_from=max(size for size in least if size is not None),
             chunk_bytes=int(min(own.chunk_bytes for own in both)), across=route if other else None,

@@ -15,7 +15,7 @@ Of the bytes that are summed; `halves`: the way to the sum, and the way back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import permutations
 from typing import TypeVar
@@ -30,22 +30,23 @@ ALL_ORDERS = 7
 
 @dataclass(frozen=True)
 class CrossClusterAlgorithm:
-    """way: "direct", "ring" or "tree". order: cluster names, of a ring in its order, of a tree with parents
-    before their children; parents: of a tree, for each of `order` the one that it sends to, "" for the
-    root."""
+    """How the sums of whole clusters are added up."""
 
-    way: str
+    #: "direct", "ring" or "tree".
+    algorithm: str = field(metadata={"was": "way"})
+    #: Names: of a ring in its order, of a tree with parents before their children.
     order: tuple[str, ...]
+    #: Of a tree, for each of `order` the one that it sends to, "" for the root.
     parents: tuple[str, ...] = ()
 
     @property
     def halves(self) -> tuple[dict[Pair, float], dict[Pair, float]]:
         """(from, to) -> bytes for each byte that is summed."""
         count = len(self.order)
-        if self.way == "tree":
+        if self.algorithm == "tree":
             up = {(child, parent): 1.0 for child, parent in zip(self.order, self.parents) if parent}
             return up, {(parent, child): share for (child, parent), share in up.items()}
-        if self.way == "ring":
+        if self.algorithm == "ring":
             round_ = dict.fromkeys(neighbours(self.order), (count - 1) / count)
             return round_, round_
         every = {(one, two): 1 / count for one in self.order for two in self.order if one != two}
@@ -53,9 +54,9 @@ class CrossClusterAlgorithm:
 
     def latency_s(self, of: Callable[[Pair], float]) -> float:
         """Seconds of a half, for the first bytes; of: seconds from one cluster to another."""
-        if self.way == "direct":
+        if self.algorithm == "direct":
             return max(map(of, self.halves[0]))
-        if self.way == "ring":
+        if self.algorithm == "ring":
             hops = [of(pair) for pair in neighbours(self.order)]
             return sum(hops) - min(hops)
         depth = {"": 0.0}
@@ -66,12 +67,12 @@ class CrossClusterAlgorithm:
     @property
     def rounds(self) -> int:
         """Messages that follow each other in a half."""
-        if self.way == "tree":
+        if self.algorithm == "tree":
             depth = {"": -1}
             for child, parent in zip(self.order, self.parents):
                 depth[child] = depth[parent] + 1
             return max(depth.values())
-        return len(self.order) - 1 if self.way == "ring" else 1
+        return len(self.order) - 1 if self.algorithm == "ring" else 1
 
 
 def neighbours(order: Sequence[T]) -> list[tuple[T, T]]:

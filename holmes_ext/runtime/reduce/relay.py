@@ -40,7 +40,7 @@ class Round:
 def rounds(across: CrossClusterAlgorithm, names: Sequence[str], me: str) -> list[Round]:
     """What cluster `me` does."""
     number = {name: index for index, name in enumerate(names)}
-    if across.way == "tree":
+    if across.algorithm == "tree":
         parent = dict(zip(across.order, across.parents))[me]
         children = [number[child] for child, above in zip(across.order, across.parents) if above == me]
         down = tuple((child, 0, _DOWN) for child in children)
@@ -72,7 +72,7 @@ class Relay:
     def __init__(self, exchange: DirectExchange, across: CrossClusterAlgorithm, clusters: Sequence[str],
                  me: str):
         self._exchange, self.rounds = exchange, rounds(across, clusters, me)
-        self.parts = 1 if across.way == "tree" else len(clusters)
+        self.parts = 1 if across.algorithm == "tree" else len(clusters)
 
     def expect(self, owned: list[Parts]) -> Passage:
         """Posts the receives of a chunk. owned: this rank's pieces, in `parts` parts, an owner per

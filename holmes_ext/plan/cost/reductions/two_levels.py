@@ -209,7 +209,7 @@ def _two_levels(
             chunk_bytes=given_bytes or chunk_bytes(min(ranks.values()), direct),
             route=route, ranks=ranks, half_s=route.latency_s(way_s), share=share,
             longer_s=route.latency_s(lambda pair: network.longer_s(fabric, pair)),  # noqa: B023
-            stalls=bool(network.wan) and direct and route.way == "direct",
+            stalls=bool(network.wan) and direct and route.algorithm == "direct",
             senders=max(_senders(part, groups) for part in family.parts),
         )  # fmt: skip
         made.append(one if given_bytes else one.sized(size))
