@@ -1,10 +1,9 @@
 """Switching on without touching the script: what the one-line holmes_ext.pth does.
 
-Python's `site` runs the line in every interpreter of the environment, before the main program. The line
-imports nothing unless `--holmes`, or a flag starting with `--holmes-`, is among the arguments or HOLMES is 1
-(which `python -I` and `-E` do not read); then it calls arm(), which waits, by an audit hook, for the moment
-right before the main program starts: now sys.path is complete, and the interpreter says what it is about to
-run.
+Python's `site` runs the line in every interpreter of the environment. It imports nothing unless `--holmes`,
+or a flag starting with `--holmes-`, is among the arguments or HOLMES is 1 (which `python -I` and `-E` do not
+read); then arm() waits, by an audit hook, for the moment right before the main program starts: sys.path is
+complete, and the interpreter says what it is about to run.
 
     site -> .pth line -> arm() ... "cpython.run_file" -> decide() -> start() -> holmes_ext.job.activate
 

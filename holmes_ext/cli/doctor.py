@@ -1,5 +1,4 @@
-"""`holmes doctor`: is this machine, and is this command, fit for a job over several clusters? Nothing is
-started."""
+"""`holmes doctor`: is this machine, and is this command, fit for a job over several clusters?"""
 
 from __future__ import annotations
 

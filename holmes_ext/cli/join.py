@@ -32,11 +32,10 @@ Encrypted between hosts (TLS 1.3). Ports, directions and firewalls: docs/joined_
 """
 COLUMNS = (
     Column("job"), Column("state"), Column("ranks", right=True), Column("step", right=True),
-    Column("round", right=True),
-    Column("counted", right=True), Column("missed", right=True), Column("lag, s", right=True),
-    Column("steps/s", right=True, drop=2), Column("sends", right=True, drop=3),
-    Column("drift", right=True, drop=4),
-    Column("relayed, MB", right=True, drop=2), Column("heard, s ago", right=True, drop=1),
+    Column("round", right=True), Column("counted", right=True), Column("missed", right=True),
+    Column("lag, s", right=True), Column("steps/s", right=True, drop=2), Column("sends", right=True, drop=3),
+    Column("drift", right=True, drop=4), Column("relayed, MB", right=True, drop=2),
+    Column("heard, s ago", right=True, drop=1),
 )  # fmt: skip
 _ABOUT = "The coordinator of jobs that train one model together, each on a cluster of its own."
 

@@ -1,5 +1,4 @@
-"""The `holmes` command: finds the subcommand's module, runs it, and turns HolmesError into one line and exit
-status 2.
+"""The `holmes` command: runs a subcommand's module; a HolmesError is one line and exit status 2.
 
 A subcommand NAME is a module holmes_ext/cli/NAME.py with
 

@@ -21,8 +21,7 @@ FEATURES = (
 #: One row a function, of --all.
 COLUMNS = (
     Column("feature"), Column("asked for by", wrap=16, drop=3), Column("target", wrap=18, drop=1),
-    Column("supports", wrap=16, drop=2), Column("installed"),
-    Column("state"), Column("why", wrap=24),
+    Column("supports", wrap=16, drop=2), Column("installed"), Column("state"), Column("why", wrap=24),
 )
 
 

@@ -1,8 +1,7 @@
 """IP addresses of net devices: of this node (getifaddrs), or of a captured tree (`ip -j addr`).
 
-/sys does not show IP addresses. Both sources give the same form: net device -> addresses with prefix length,
-"10.0.0.1/16". Link-local IPv6 addresses are left out, except where a device has no other: nodes are not
-addressed by them.
+/sys shows none. Both give net device -> addresses with prefix length, "10.0.0.1/16"; link-local IPv6 ones
+only where a device has no other.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The keys of cluster.toml, in the order in which one would write them: what docs/cluster_toml.md is made
-from.
+"""The keys of cluster.toml, in the order in which one would write them (docs/cluster_toml.md).
 
 spec.py, wan.py and measured.py read them; tests/cluster/test_keys.py watches them read and compares.
 """

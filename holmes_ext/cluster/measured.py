@@ -1,5 +1,4 @@
-"""[link.FABRIC] and [[measured]] of cluster.toml: what `holmes probe` measured, and writing it there without
-touching the rest.
+"""[link.FABRIC] and [[measured]] of cluster.toml, from `holmes probe`, written without touching the rest.
 
     [link.ethernet]
     send = [[1024, 0.00021], [65536, 0.0024]]   # bytes of a message, seconds from node to node

@@ -1,5 +1,4 @@
-"""What NCCL is given on a node, and what it finds there besides NICs: settings in files, verbs, a network
-plugin.
+"""What NCCL is given on a node, and finds there: settings in files, verbs, a network plugin.
 
 Read in NCCL's source, 2.18 to 2.30:
 

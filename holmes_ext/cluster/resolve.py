@@ -8,8 +8,7 @@ it, the fabrics are worked out from the NICs:
                  fabric is called after its kind, where there are several after its first node, too
     Ethernet     one network that reaches all (each node's interface towards the master)
 
-Rail-wise subnets (NIC i of every node in subnet i) give fabrics with the same nodes: they count as one
-fabric.
+Rail-wise subnets (NIC i of every node in subnet i) have the same nodes: they count as one fabric.
 
 NCCL reads once in a process which HCAs it may use, and takes any of them for any group: so a node's RDMA
 groups use one fabric, and where it is on several the others are left to sockets (Port.no_verbs).

@@ -1,5 +1,4 @@
-"""A Slurm allocation that is to be looked at before the job starts: its nodes, and the srun that reaches each
-once."""
+"""A Slurm allocation before the job starts: its nodes, and the srun that reaches each once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What is wrong with a training command, without starting it: script, flags, sizes against the clusters,
-ds_config."""
+"""What is wrong with a training command: script, flags, sizes against the clusters, ds_config."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What may keep the patches from working: versions outside their ranges, targets that changed, others that
-patch."""
+"""What may keep the patches from working: versions, targets that changed, others that patch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What holmes would hand to NCCL on a node, and what the installed NCCL makes of it. Nothing of NCCL is run:
-its versions 2.18 to 2.30 were read."""
+"""What holmes would hand to NCCL on a node, and what the installed NCCL (2.18 to 2.30 read) makes of it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What only shows when the nodes of a cluster stand side by side: NICs, rates, MTUs, GID indices and
-versions.
+"""What shows when a cluster's nodes stand side by side: NICs, rates, MTUs, GID indices, versions.
 
 A NodeCheck is what `holmes doctor --json` prints on one node; compare() takes those of several.
 """

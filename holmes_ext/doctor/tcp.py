@@ -1,5 +1,4 @@
-"""Whether TCP, as this node's kernel and NCCL's variables have it, carries what the links between clusters
-could."""
+"""Whether TCP, by kernel and NCCL's variables, carries what the links between clusters could."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What follows from a Plan's order, sizes and networks: where a group's network and a reduction's way are
-decided.
+"""What follows from a Plan's order, sizes and networks: each group's network, how gradients are reduced.
 
     derive_traffic(plan, site)   the plan with the ports that there are: by `holmes
                                  plan`, at a job's start, when a port fails
@@ -40,8 +39,7 @@ __all__ = [
 
 def derive_traffic(
     plan: Plan, site: Site, options: Options = Options(), links: Links = Links(),
-    workload: Workload | None = None,
-    basis: str = NOMINAL, engine: EngineTraits = EngineTraits(),
+    workload: Workload | None = None, basis: str = NOMINAL, engine: EngineTraits = EngineTraits(),
 ) -> Plan:
     """`plan` with what the ports of `site` can carry, and the decisions that follow from it. links, workload,
     basis: for a plan without rates and model (a new one, or of version 1)."""

@@ -1,8 +1,7 @@
 """The Plan: what goes where, and how. One JSON file that every rank follows.
 
-`nodes` is the heart of it: rank r of the job runs on nodes[r // processes], so the framework's own default
-layout lands on the planned placement. `fabrics` and `traffic` are what a running job looks up; the rest
-records why, and what to expect.
+Rank r of the job runs on nodes[r // processes], so the framework's own layout lands on the planned placement.
+`fabrics` and `traffic` are what a running job looks up; the rest says why, and what to expect.
 """
 
 from __future__ import annotations

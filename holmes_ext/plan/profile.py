@@ -1,8 +1,7 @@
 """profile.json: what a job's stages took, and the costs of any partition that follow.
 
-A layer that was measured on the stage costs there what was measured, the mean over the stage's layers of the
-same size; elsewhere its time is scaled by how much faster or slower that stage is with what both computed. So
-GPUs that differ need no numbers from anyone.
+A layer costs what was measured on the stage, the mean over its layers of that size; elsewhere it is scaled by
+how much faster that stage is with what both computed. So GPUs that differ need no numbers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Weights sharded over a data-parallel group (FSDP, ZeRO 3): what their collectives take, over all its
-clusters and inside each (plan/cost/reductions/sharded.py)."""
+"""What collectives of sharded weights (FSDP, ZeRO 3) take, over all clusters or inside each."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Pictures of the network between clusters: the clusters with their links, and what a plan takes if that
-network were another: by its rate and by its latency."""
+"""Pictures of the clusters with their links, and of a plan's step by the rate and latency between them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Pictures of a run: who sits where and over which NIC, one step of every rank on one time axis; and what all
-pictures share. Of a plan: plan_pictures.py, between.py.
+"""Pictures of a run: who sits where and over which NIC, one step of every rank; what all pictures share.
 
 svg() makes a picture a part of a page (page.py). matplotlib is imported when one is wanted: no command needs
 it otherwise.

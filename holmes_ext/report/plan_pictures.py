@@ -1,6 +1,4 @@
-"""Pictures of a plan: where its stages are, one step of it and of stock, where the seconds go; the clusters
-and what if their network were another are between.py's.
-"""
+"""Pictures of a plan: where its stages are, one step of it and of stock, where the seconds go."""
 
 from __future__ import annotations
 

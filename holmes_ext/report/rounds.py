@@ -1,5 +1,4 @@
-"""Pictures of joined jobs: what they would be worth (`holmes plan --joined`), rounds of one (`holmes report
---html`), losses of all (`holmes demo --joined`)."""
+"""Pictures of joined jobs: what they would be worth, rounds of one, losses of all."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""One step of every rank on one time axis, as a trace for Chrome and Perfetto and as rows of the timeline
-picture.
+"""One step of every rank, as a trace for Chrome and Perfetto and as rows of the timeline picture.
 
-The trace event format (chrome://tracing, ui.perfetto.dev): a process for each rank, threads "compute" and one
-for each kind of group.
+The trace event format: a process for each rank, threads "compute" and one for each kind of group.
 """
 
 from __future__ import annotations

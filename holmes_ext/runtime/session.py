@@ -1,5 +1,4 @@
-"""The running job under holmes: which plan is followed, who this process is in it, which transport each group
-got."""
+"""The running job under holmes: its plan, who this process is in it, which transport each group got."""
 
 from __future__ import annotations
 

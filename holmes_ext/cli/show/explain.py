@@ -1,5 +1,4 @@
-"""`holmes plan --explain`: each stage's layers, computing, communication, memory and idle time, for every
-partition.
+"""`holmes plan --explain`: each stage's layers, seconds and memory, for every partition.
 
 All stand on the same order of nodes. Times are predictions (plan/cost/stages.py), in seconds of one step.
 """
@@ -19,9 +18,8 @@ from holmes_ext.report.plan_pictures import memory_text
 
 COLUMNS = (
     Column("stage"), Column("layers", right=True), Column("compute", right=True),
-    Column("send", right=True, drop=2),
-    Column("reduce", right=True, drop=1), Column("exposed", right=True), Column("idle", right=True),
-    Column("memory", right=True),
+    Column("send", right=True, drop=2), Column("reduce", right=True, drop=1), Column("exposed", right=True),
+    Column("idle", right=True), Column("memory", right=True),
 )  # fmt: skip
 
 

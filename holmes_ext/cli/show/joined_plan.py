@@ -1,5 +1,4 @@
-"""`holmes plan --joined`: one job in each cluster, joined (docs/joined.md), beside the best one job that
-crosses."""
+"""`holmes plan --joined`: one job in each cluster (docs/joined.md), beside the best one that crosses."""
 
 from __future__ import annotations
 

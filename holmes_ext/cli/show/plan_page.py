@@ -1,5 +1,4 @@
-"""The page of `holmes plan --html`: where a plan's stages are, one step, where its seconds go, what if the
-network were another, joined jobs in its place, and what to type."""
+"""The page of `holmes plan --html`: stages, one step, its seconds, what-ifs, joined jobs, what to type."""
 
 from __future__ import annotations
 

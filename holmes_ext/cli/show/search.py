@@ -1,5 +1,4 @@
-"""`holmes plan` without parallel sizes: search them all, rank what is found, explain the best, say how to
-start it."""
+"""`holmes plan` without parallel sizes: search them, rank, explain the best, say how to start it."""
 
 from __future__ import annotations
 

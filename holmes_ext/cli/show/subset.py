@@ -1,5 +1,4 @@
-"""`holmes plan --nodes N --from-cluster FILE`: which nodes to ask the scheduler for, and how to write
-that."""
+"""`holmes plan --nodes N --from-cluster FILE`: which nodes to ask the scheduler for."""
 
 from __future__ import annotations
 

@@ -4,9 +4,8 @@
     screen.table([Column("NIC"), Column("rate", right=True), Column("PCI", drop=1)], rows, title="NICs of a0")
     screen.line("note: no usable NIC", "yellow")
 
-One rule of width: COLUMNS where it is set, else the terminal's; a pipe or a file has none, and gets all in
-full. Where a table is wider than that, words of the columns that allow it are wrapped first; then columns are
-left out, the greatest `drop` first, and a line under the table names them.
+COLUMNS is the width where it is set, else the terminal's; a pipe or a file gets all. In a wider table words
+are wrapped where columns allow it, then columns are left out, the greatest `drop` first, and named below.
 """
 
 from __future__ import annotations

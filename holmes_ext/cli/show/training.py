@@ -1,5 +1,4 @@
-"""What `holmes plan` is to plan: the model and the layout that the user has, from options, files and a
-command line."""
+"""What `holmes plan` is to plan: model and layout, from options, files and a command line."""
 
 from __future__ import annotations
 

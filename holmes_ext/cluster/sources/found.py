@@ -1,5 +1,4 @@
-"""What another program knows of nodes, as clusters: nodes that look alike and are on one fabric belong
-together.
+"""Nodes that another program knows, as clusters: alike and on one fabric.
 
     found nodes    a0 ib h100 x 8 fabric "spine"     ->   cluster "ib": a0 a1     asked for: what nobody but a
                    a1 ib h100 x 8 fabric "spine"          cluster "roce": b0      person knows (rates, a kind

@@ -1,5 +1,4 @@
-"""Slurm's topology: which nodes are under which switches or in which blocks, of the three ways in which it is
-written.
+"""Slurm's topology: which nodes are under which switches or in which blocks, in three notations.
 
     scontrol show topology     SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=gpu[01-16]
                                SwitchName=spine Level=1 LinkSpeed=1 Nodes=gpu[01-32] Switches=leaf[1-2]

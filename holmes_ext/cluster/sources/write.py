@@ -1,8 +1,7 @@
 """Found clusters as a cluster.toml: a new one, or put into one that a person wrote.
 
-What is there stays byte for byte: rates, kinds, comments, clusters that the source does not know. Nodes that
-are new come to the list of the cluster that holds their like already, or into clusters of their own at the
-end.
+What is there stays byte for byte. New nodes come to the cluster that holds their like, or into clusters of
+their own at the end.
 """
 
 from __future__ import annotations

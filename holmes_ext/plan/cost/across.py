@@ -1,5 +1,4 @@
-"""How the sums of whole clusters are added up across clusters: which cluster sends how much to which, in what
-order.
+"""How sums of whole clusters are added up across clusters: which sends how much to which, in what order.
 
     direct   every cluster sends each other one its part, and gets the sums back          two exchanges
     ring     parts go round the clusters in an order, twice                               2 (C - 1) rounds

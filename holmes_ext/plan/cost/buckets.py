@@ -1,9 +1,7 @@
-"""Which gradients travel together: how large a bucket should be, and where a list of gradients is cut into
-buckets.
+"""Which gradients travel together: how large a bucket should be, and where a list of them is cut.
 
-A bucket is one flat buffer and one reduction. Small buckets start early and pay the latency often; large ones
-start late, and the last one is what no overlap hides. The running job (runtime/reduce/) and the simulation
-cut by the same two functions.
+A bucket is one flat buffer and one reduction. Small ones start early and pay the latency often; the last of
+large ones is what no overlap hides. The running job (runtime/reduce/) and the simulation cut alike.
 """
 
 from __future__ import annotations

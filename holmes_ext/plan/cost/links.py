@@ -1,5 +1,4 @@
-"""How long a message takes on a fabric: a curve through measured sizes, or rate and latency where nothing was
-measured.
+"""How long a message takes on a fabric: a curve through measured sizes, or its rate and latency.
 
     seconds                    /
        |                     /      slope -> 8 / rate_bps, for large messages
@@ -7,9 +6,8 @@ measured.
        |_________/                  small ones cost what they cost, whatever their size
        +--------------------------- bytes
 
-A message is a fixed part, which nothing shares, and a flow of all its bits at most at rate_bps, which shares
-a NIC with others (plan/simulate/events.py): fixed_s(size) + 8 size / rate_bps = seconds(size). `holmes probe`
-measures the curves, cluster.toml keeps them.
+A message is a fixed part, which nothing shares, and a flow of its bits, which shares a NIC with others
+(plan/simulate/events.py): fixed_s(size) + 8 size / rate_bps = seconds(size).
 """
 
 from __future__ import annotations

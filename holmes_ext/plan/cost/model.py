@@ -3,8 +3,7 @@
     embedding | block 0 | block 1 | ... | block N-1 | output          the partition cuts between blocks;
     stays with the first stage             stays with the last one    only blocks are counted as "layers"
 
-b: sequences in a micro-batch, s: tokens in a sequence, h: hidden size, V: vocabulary, a: attention heads, t:
-tensor size.
+b: sequences in a micro-batch, s: tokens of one, h: hidden size, V: vocabulary, a: heads, t: tensor size.
 
     parameters   block 12 h^2 + 13 h, embedding (V + s) h (Narayanan et al. 2021, arXiv 2104.04473, eq. 2)
     FLOPs        block 24 b s h^2 + 4 b s^2 h forward, output 2 b s h V; backward twice that, and a forward
@@ -17,13 +16,11 @@ tensor size.
     flash        without the last term either; the backward computes the scores again: 5 products for the
                  forward's 2 (Dao et al. 2022, arXiv 2205.14135, algorithm 4)
 
-The embedding computes next to nothing (a look-up, an addition, the same backward), but its gradients are
-reduced and its parameters kept. Tied, the output layer uses the embedding's weight: no parameters more in the
-model, yet the last stage keeps a copy, and first and last stage all-reduce its gradient. With
-`sequence_parallel` all that a block keeps, and what stages send, is divided by t (arXiv 2205.05198, equation
-4). With `experts` every MLP is so many, of which a token passes `experts_per_token`; an expert group shares
-them. Where only some blocks have experts, every block counts as the mean of all: parameters, FLOPs and bytes
-of the whole model are right, those of one stage up to a block's worth.
+The embedding computes next to nothing, but its gradients are reduced and its parameters kept. Tied, the
+output layer uses its weight: no parameters more in the model, yet the last stage keeps a copy, and first and
+last stage all-reduce its gradient. With `sequence_parallel` what a block keeps, and stages send, is divided
+by t (arXiv 2205.05198, equation 4). With `experts` a token passes `experts_per_token` of an MLP's; where only
+some blocks have experts, every block counts as the mean of all.
 """
 
 from __future__ import annotations

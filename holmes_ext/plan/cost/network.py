@@ -1,8 +1,7 @@
 """What a message or a collective puts on the networks, and what it takes where it is alone.
 
 Every time is linear in the bytes (alpha-beta model: Thakur, Rabenseifner and Gropp 2005; Patarasuk and Yuan
-2009): fixed seconds, and seconds for each byte. The simulation (plan/simulate) takes the same loads and
-shares what carries them. Where nothing is shared both say the same.
+2009). The simulation (plan/simulate) shares what carries the same loads.
 
     ring of n      passes every node once, each way: 2 (n - 1) / n of the bytes through its NIC, in 2 (n - 1)
                    messages that follow each other
@@ -207,10 +206,9 @@ class Network:
         crossing = {pair: times * (groups or family.count) for pair, times in pairs.items()}
         flows = {part.node: part.crowd if groups else part.groups for part in family.parts}
         return Load(
-            self.both_ways(fabric, flows), self.hops(fabric, crossing), self.line(fabric),
-            volume=volume, messages=messages, part=1 / family.ranks, ring=True,
-            longer_s=2 * (sum(longer) - min(longer)), across=self.across(family.kinds),
-            senders=family.count * family.nodes,
+            self.both_ways(fabric, flows), self.hops(fabric, crossing), self.line(fabric), volume=volume,
+            messages=messages, part=1 / family.ranks, ring=True, longer_s=2 * (sum(longer) - min(longer)),
+            across=self.across(family.kinds), senders=family.count * family.nodes,
         )
 
     def in_turn(self, family: GroupFamily, every: bool, inside_bps: float = 0.0) -> Load:

@@ -1,5 +1,4 @@
-"""A pipeline's step: in which order a stage does its passes, when it has ended its last backward, and what is
-waited for after that.
+"""A pipeline's step: the order of a stage's passes, the end of its last backward, and what follows that.
 
     stage 0  F F F F    B   B   B   B [reduce]   each stage reduces its gradients right after its own last
     stage 1    F F F B F B ...  B [reduce]       backward, as DeepSpeed's and Megatron's 1F1B do; the later
@@ -11,8 +10,7 @@ waited for after that.
                    chunk                         final long before those of the first
                                                  over, long before those of the first
 
-All in seconds, tuples by stage; transfer: of one activation over each edge between stages, as long as its
-gradient's way back.
+All in seconds, tuples by stage; transfer: of one activation over each edge, as of its gradient.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     reductions(network, placement, job, rules)  ->  how each stage sums its gradients
     price(network, placement, job, rules)       ->  StageCosts: what partition, search, bounds and plans ask
 
-Stages that hold the same nodes are looked at once. A stage computes as fast as its slowest GPU, and holds
-what its smallest one does; its groups take as long as the slowest of them.
+Stages that hold the same nodes are looked at once. The slowest GPU, the smallest one, and the slowest group
+of a stage count.
 """
 
 from __future__ import annotations

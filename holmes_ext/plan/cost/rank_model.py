@@ -69,8 +69,7 @@ class RankModel:
             tuple(state_bytes(model, kind, owners, experts) for kind in layers),
             model.micro_batches_of(sizes.data), working_bytes=working, tied_bytes=model.tied_bytes(sizes),
             copies=model.copies(sizes), activation_width=model.activation_width,
-            weights=model.activation_width / model.gradient_width,
-            gpus=model.gpus, gpu=model.gpu,
+            weights=model.activation_width / model.gradient_width, gpus=model.gpus, gpu=model.gpu,
         )
 
     @classmethod

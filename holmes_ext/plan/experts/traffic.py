@@ -1,5 +1,4 @@
-"""Which experts tokens go to, as a router's log counts them; and the file that says where each expert is
-placed.
+"""Which experts tokens go to, as a router's log counts them; and the file with each expert's place.
 
     {"version": 1, "rows": "rank", "counts": [[812, 5, ...], ...]}     tokens of rank r that go to expert e
     {"version": 1, "rows": "expert", "counts": [[0, 31, ...], ...]}    tokens that go to expert

@@ -1,5 +1,4 @@
-"""The passes of every pipeline stage, in order: what the plan decides, the simulation prices and an engine
-runs.
+"""The passes of every pipeline stage, in order: planned, priced by the simulation, run by an engine.
 
     F    forward              one letter and micro-batch for each pass: "F0 F1 I0 F2 W0 ..."
     B    backward, whole

@@ -4,9 +4,8 @@
     node       those of a class hold the same kinds of ranks: one NIC stands for all of theirs
     family     groups of one stage that are alike
 
-Of a run of like nodes only one `unit` of ranks is looked at: the shortest piece that holds whole nodes and
-whole tensor, context and expert groups. All others are like it. And where a node holds `times` neighbours of
-a tensor group, one of them stands for all.
+Of a run of like nodes one `unit` of ranks is looked at: the shortest piece that holds whole nodes and whole
+groups. Where a node holds `times` neighbours of a tensor group, one stands for all.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
                               (AB)      AB AB AB AB    whole pipelines in every cluster, gradients cross
     clusters A B C D          (AB)(CD)  AB AB CD CD    both
 
-Groups of equal numbers of kinds of nodes are looked at, in every order. Kinds that are alike (nodes, GPUs,
-fabric's kind, rate and latency, and the ways between clusters) are interchangeable, so only distinct orders
-are listed.
+Groups of equal numbers of kinds of nodes, in every order; kinds that are alike (nodes, GPUs, fabric, ways
+between clusters) are interchangeable, so only distinct orders are listed.
 """
 
 from __future__ import annotations

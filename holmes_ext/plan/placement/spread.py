@@ -4,10 +4,9 @@
     of 4 nodes                (A B)(C D)    AB | AB | CD | CD       gradients cross, activations at one border
                               exchanged     AAAB | ABBB | CCDD ...  whatever takes least
 
-Nodes of a cluster are interchangeable, so a stage is a multiset of clusters. First groups of clusters whose
-nodes are mixed evenly over the group's stages: clusters change places, groups join and part. From the best of
-them on single nodes change places, and stages. Both by simulated annealing (Kirkpatrick et al. 1983) with a
-fixed seed: equal input gives equal output. What takes least is for the caller to say.
+Nodes of a cluster are interchangeable: a stage is a multiset of clusters. First groups of clusters, mixed
+evenly over their stages, are changed, then single nodes of the best: simulated annealing (Kirkpatrick et al.
+1983) with a fixed seed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Candidates and what a job follows: a candidate of a search as a Plan, and a layout that the user has as a
-candidate.
+"""A candidate of a search as a Plan, and a layout that the user has as a candidate.
 
-That layout's nodes stand as the job itself would order them (plan/placement/place.py), its layers as the
-framework splits them, unless the user says otherwise: so it is what `--holmes` alone gives.
+That layout's nodes stand as the job would order them (plan/placement/place.py), its layers as the framework
+splits them, unless the user says otherwise: what `--holmes` alone gives.
 """
 
 from __future__ import annotations

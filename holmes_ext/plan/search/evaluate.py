@@ -1,5 +1,4 @@
-"""The kinds of work of a search, wherever they are done: a shape taken apart into its placements, a placement
-bounded closer, a placement simulated."""
+"""The work of a search: a shape taken apart, a placement bounded closer, a placement simulated."""
 
 from __future__ import annotations
 

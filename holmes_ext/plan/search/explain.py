@@ -1,5 +1,4 @@
-"""Why a plan is as it is: stages of few layers, what it wins against others, what one change of the site
-would give.
+"""Why a plan is as it is: stages of few layers, what it wins, what one change of the site would give.
 
 All in seconds of the step: simulated ones wherever the plan was simulated.
 """

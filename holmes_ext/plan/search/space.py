@@ -1,5 +1,4 @@
-"""Every shape that a job can have on a site: the sizes, micro-batch, recomputation and ZeRO stage, without
-the order of nodes.
+"""Every shape that a job can have on a site: sizes, micro-batch, recomputation and ZeRO stage.
 
 What does not divide is left out: ranks by tensor x context x pipeline, the global batch by micro-batch x
 data, heads by tensor, the sequence by 2 x context, layers by pipeline x virtual (virtual > 1), micro-batches

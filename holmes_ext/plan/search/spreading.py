@@ -1,6 +1,4 @@
-"""Nodes spread over stages where the network between clusters is not flat (plan/placement/spread.py), by what
-crosses.
-"""
+"""Nodes spread over stages by what crosses, where there is a WAN (plan/placement/spread.py)."""
 
 from __future__ import annotations
 

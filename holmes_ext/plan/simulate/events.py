@@ -1,5 +1,4 @@
-"""Actors that compute and wait, and flows that share NICs: the event-driven core of plan/simulate/step.py.
-Seconds and bits.
+"""Actors that compute and wait, flows that share NICs: the event-driven core of step.py. Seconds, bits.
 
     actor     ("compute", kind, seconds, micro_batch, chunk)
               ("post", tag)
@@ -11,10 +10,9 @@ Seconds and bits.
               is free; then a fixed time, then a flow; then all has left, and arrives latency_s later; then it
               posts `then` once. Who receives is known to wait latency_s after its post
 
-Flows share the NICs that they use max-min fairly (progressive filling; Bertsekas and Gallager 1992, sec.
-6.5.2), each way by itself. A flow counts `weight` times on a NIC: it stands for as many like it. What an
-actor waits for is idle time until the transfer is ready (all have posted it, or the first of those that it
-follows) and communication from then on.
+Flows share NICs max-min fairly (progressive filling; Bertsekas and Gallager 1992, sec. 6.5.2), each way by
+itself; one of `weight` stands for as many. Waiting is idle time until the transfer is ready (posted by all,
+or what it follows is), and communication from then on.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Rounds of joined jobs (runtime/outer), event by event, while their steps run: what a round takes, what
-training waits for it, and what steps take longer because both share the nodes' Ethernet.
+"""Rounds of joined jobs (runtime/outer), event by event: what one takes, what training waits for it, and what
+steps take longer on a shared Ethernet.
 
     a job       steps | its pseudo-gradient leaves | `delay` steps | waits for the round's end
     a round     once all jobs are ready: the coordinator's verdict,

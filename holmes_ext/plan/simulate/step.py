@@ -2,10 +2,9 @@
 
     network, placement, model, Execution  -- JobStep -->  Step
 
-Deterministic. A simulation takes 1 to 100 ms for each thousand passes (stages x micro-batches x kinds of
-pipelines). What a rank computes is price()'s (tensor and context collectives are inside it); in which order
-it sends and waits is schedules.py's, what travels transfers.py's, when it does collectives.py's, and who
-shares what events.py's.
+Deterministic; 1 to 100 ms for each thousand passes (stages x micro-batches x kinds of pipelines). Seconds are
+price()'s, the order schedules.py's, what travels transfers.py's, when collectives.py's, who shares what
+events.py's.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Loads (plan/cost/network.py) as transfers of the simulation: their fixed seconds by the measured curves,
-their bits, and what they share."""
+"""Loads (plan/cost/network.py) as transfers of the simulation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The grid of ranks that a framework makes, against the one that was planned: known only when the framework
-starts.
+"""The grid of ranks that a framework makes when it starts, against the one that was planned.
 
     other sizes than the user planned for    ends the job, on all ranks, with one line
     groups that straddle clusters            told once, with the way to fewer of them if there is one

@@ -1,5 +1,4 @@
-"""What a process group is for, from its ranks and the job's sizes; and how many bytes an operation on it
-sends.
+"""What a process group is for, by its ranks and the job's sizes; how many bytes an operation sends.
 
     ranks of one data-parallel group -> "data"     (first stage, last stage) of a
                                                    longer pipeline -> "embedding"
@@ -21,10 +20,9 @@ _WORDS = (
     ("embedding", "embedding"), ("two-level", "data"), ("pipeline pair", "pipeline"),
     ("pipeline twin", "pipeline"), ("pipeline activations", "pipeline"), ("pipeline gradients", "pipeline"),
     ("expert_data", "data"), ("expert", "expert"), ("distributed_optimizer_instance", "data"),
-    ("tensor_and", "other"),
-    ("data_parallel", "data"), ("context_parallel", "context"), ("hybrid_dp_cp", "context"),
-    ("hierarchical", "context"), ("tensor_model_parallel", "tensor"), ("pipeline_model_parallel", "pipeline"),
-    ("default_pg", "world"),
+    ("tensor_and", "other"), ("data_parallel", "data"), ("context_parallel", "context"),
+    ("hybrid_dp_cp", "context"), ("hierarchical", "context"), ("tensor_model_parallel", "tensor"),
+    ("pipeline_model_parallel", "pipeline"), ("default_pg", "world"),
 )  # fmt: skip
 #: Parts of a mesh dimension's name (PyTorch's tutorials, torchtitan) and its kind; the first that is among
 #: them counts: a group of "dp_shard_cp" shards weights.

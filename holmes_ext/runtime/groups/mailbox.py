@@ -1,14 +1,13 @@
-"""Messages between pipeline stages that nobody waits for longer than it must: sends go, receives are there
-beforehand.
+"""Messages between pipeline stages: sends go, receives are there beforehand, nobody waits longer than it
+must.
 
     send   isend; its tensor is kept until it is known to have arrived
     recv   posted some passes in advance, so that a message travels while the stage computes: gloo
            sends nothing before the other end has posted its receive, and NCCL's sender waits for
            it. How early says receive_order.py
 
-Each direction of a pair has a group of its own. All launches of a step have one order in which each could
-wait for the one before it (receive_order.py), so it takes no luck with streams, hardware queues or the host's
-waits for its device.
+Each direction of a pair has a group. All launches of a step have one order in which each could wait for the
+one before it (receive_order.py): no luck with streams, hardware queues or host waits is needed.
 
 With NCCL isend and irecv run on their group's own stream. A send that is not waited for holds up no stream;
 its tensor must outlive it, hence `keep`. A receive is waited for (the current stream waits) before its buffer

@@ -1,5 +1,4 @@
-"""A process group for each pair of neighbours in a pipeline, where one of them has a faster network than all
-share:
+"""A process group for each pair of a pipeline's neighbours, where one has a faster network than all share:
 
     stage 0 === stage 1 --- stage 2 === stage 3      === inside a cluster: the pair's own group, on its fabric
        cluster a        |       cluster b            --- across: the pair's own group, on Ethernet

@@ -1,5 +1,4 @@
-"""What of an activation, or of its gradient, travels over an edge between clusters: this tensor rank's part
-of it, in fewer bits where the user says so.
+"""What of an activation, or its gradient, travels between clusters: this tensor rank's part, in fewer bits.
 
 Without sequence parallelism every tensor rank of a stage has the same tensor to send. Its rows (all
 dimensions but the last) are cut among them, and the tensor ranks that receive gather the whole, inside their

@@ -1,5 +1,4 @@
-"""Measures the network between every two clusters of the running job, over plain TCP on the nodes' Ethernet
-NICs.
+"""Measures the network between every two clusters of the running job, by TCP on Ethernet NICs.
 
     round 1:  a-b  c-d      round 2:  a-c  b-d      round 3:  a-d  b-c      pairs of a round share no uplink
 

@@ -1,5 +1,4 @@
-"""One operation of torch.distributed as telemetry and the watchdog see it, and the process group that it is
-on."""
+"""One operation of torch.distributed, and its process group, as telemetry and the watchdog see them."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""Measures how long messages take in the running job: what `holmes probe` puts into cluster.toml, and a
-profile's reductions.
+"""How long messages take in the running job: for `holmes probe`, and a profile's reductions.
 
     send   two nodes of a fabric (on Ethernet of two clusters if there are), there and back: half of it
     ring   one rank of every node of a fabric: an all-reduce of
            B bytes among n is 2 (n - 1) steps of B / n bytes
 
-Where the network between clusters is not flat, what lies between them is measured by
-runtime/measure/crossings.py, and Ethernet in a cluster that has nothing faster; where there is none, it has
-its stated rate.
+Where there is a WAN, runtime/measure/crossings.py measures it, and Ethernet is measured in a cluster that has
+nothing faster (where there is none, it has its stated rate).
 
 One fabric at a time, the others wait. Every figure is a median. Holmes must be active: it picks the NIC of
 each group made here.

@@ -1,5 +1,4 @@
-"""What crosses the slow network in fewer bytes: codecs for the step between clusters of a two-level
-reduction, and for activations on a pipeline's edge (runtime/groups/wire.py, whose blocks are rows).
+"""Codecs for what crosses the slow network: a two-level reduction's middle step, a pipeline's edge.
 
     bf16   2 bytes an element: rounded to bfloat16
     int8   1 byte an element and a float32 scale for each 256: rounded to 1/127 of the block's

@@ -1,5 +1,4 @@
-"""Flat buffers of gradients on their way: filled, reduced, stored back. Where buckets are cut:
-plan/cost/buckets.py."""
+"""Flat buffers of gradients: filled, reduced, stored back. Where buckets are cut: plan/cost/buckets.py."""
 
 from __future__ import annotations
 

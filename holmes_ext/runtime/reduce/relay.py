@@ -1,5 +1,4 @@
-"""Sums across clusters by way of other clusters: round a ring, or up a tree and down again
-(plan/cost/across.py).
+"""Sums by way of other clusters: round a ring, or up a tree and down again (plan/cost/across.py).
 
     ring a b c   a: send part 0 | take 2, add, send on | take 1,
                  add: the total of 1, send on | take 0, 2: totals

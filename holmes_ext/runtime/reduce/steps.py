@@ -1,5 +1,4 @@
-"""Threads for gloo's calls, which block (and release the GIL): parts pass through steps, each of which has a
-thread of its own.
+"""Threads for gloo's blocking calls (which release the GIL): parts pass through steps with a thread each.
 
     part 1   [step 1][step 2][step 3]
     part 2           [step 1][step 2][step 3]          as micro-batches pass through a pipeline

@@ -1,5 +1,4 @@
-"""The all-reduce that the plan has for a group: in two levels where it straddles clusters and that is
-faster."""
+"""The all-reduce that the plan has for a group: two levels where it straddles and that is faster."""
 
 from __future__ import annotations
 

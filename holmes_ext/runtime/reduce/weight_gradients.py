@@ -1,5 +1,4 @@
-"""Backward passes in two: what linear layers' weights need is kept, and their gradients are made when the
-plan says.
+"""Backward passes in two: linear layers' weights get their gradients when the plan says.
 
     forward    under of(micro_batch) each linear layer keeps its weight out of the graph
     backward   makes all other gradients, of inputs too, and keeps (input, gradient of the output) of each

@@ -1,5 +1,4 @@
-"""A TCP port that strangers may reach: how many may be connected at a time, from one address and in all, and
-a loop that survives whatever accept() says.
+"""A TCP port that strangers may reach: so many at a time, from one address and in all.
 
     accept -> a thread for each connection -> handle(guest)
                   stranger                    until guest.admit(): counted by address and in all; where there

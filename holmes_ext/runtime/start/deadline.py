@@ -1,5 +1,4 @@
-"""An end for what has none of its own: torch's store waits for ever for a server that is there and does not
-answer."""
+"""An end for what has none: torch's store waits for ever for a server that is silent."""
 
 from __future__ import annotations
 

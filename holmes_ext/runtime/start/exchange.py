@@ -1,5 +1,4 @@
-"""Every rank reports, the launcher's rank 0 decides, every rank learns the verdict - all through the job's
-store.
+"""Every rank reports, the launcher's rank 0 decides, every rank learns the verdict: all by the store.
 
     rank 0:   holmes/round           + 1: this start of the job; holmes/BEFORE/over,
                                      for those that wait in the last one

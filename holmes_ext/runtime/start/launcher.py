@@ -1,5 +1,4 @@
-"""Who this process is, from the environment that its launcher set: torchrun, the deepspeed launcher, srun or
-mpirun."""
+"""Who this process is, by the environment of torchrun, the deepspeed launcher, srun or mpirun."""
 
 from __future__ import annotations
 

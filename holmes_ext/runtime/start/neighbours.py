@@ -1,5 +1,4 @@
-"""One rank of a node speaks for it: its neighbours tell it what they report, and learn from it what was
-decided.
+"""One rank of a node speaks for it: its neighbours report to it, and learn from it what was decided.
 
     local rank 0     listens on an abstract socket of the node, which
                      ends with its process and leaves nothing behind

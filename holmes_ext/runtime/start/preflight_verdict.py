@@ -1,5 +1,4 @@
-"""What the launcher's rank 0 makes of the preflight's findings: nothing, ports to leave out, or the end of
-the job."""
+"""What the launcher's rank 0 makes of the preflight's findings: ports to leave out, or the end."""
 
 from __future__ import annotations
 

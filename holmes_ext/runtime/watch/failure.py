@@ -1,5 +1,4 @@
-"""Says what a failed communication means: which rank, bucket and fabric, which node the others lost, which
-NIC is to blame.
+"""What a failed communication means: which rank, bucket, fabric, lost node, and which NIC is to blame.
 
 When a rank dies its neighbours in the ring see the connection close; then they end, and theirs see that. Only
 the first sight is of use, so it is left in the job's store, and whoever comes later repeats it. The NIC is

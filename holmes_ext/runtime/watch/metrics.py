@@ -1,5 +1,4 @@
-"""What Prometheus is told while a job runs: --holmes-metrics, one rank of each node (local rank 0), off by
-default.
+"""What Prometheus is told while a job runs: --holmes-metrics, by local rank 0 of each node.
 
     PORT        http://127.0.0.1:PORT/metrics, for a Prometheus, or its agent, on this node
     HOST:PORT   the same at this node's address HOST, 0.0.0.0 for all: for whoever reaches it

@@ -1,5 +1,4 @@
-"""This node's NICs while the job runs: have they a link, what do their counters say, does a neighbour still
-answer?
+"""This node's NICs while the job runs: link, counters, and whether a neighbour still answers.
 
 The kernel is asked, not the framework: the flags of the net device (of this process's network namespace), the
 state of the HCA port, and whether the other end answers a connection attempt (a refusal is an answer).

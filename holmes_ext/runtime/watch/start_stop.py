@@ -1,5 +1,4 @@
-"""Starts and stops what looks on while the job runs: telemetry, the watchdog, and the watch over this node's
-NICs."""
+"""Starts and stops telemetry, the watchdog, and the watch over this node's NICs."""
 
 from __future__ import annotations
 

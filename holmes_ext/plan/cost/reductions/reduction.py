@@ -1,7 +1,7 @@
 """What every reduction of the gradients of a stage tells of itself.
 
-A reduction is made for one family of groups (plan/placement/fold.py). Its prices are what it takes where
-nothing else is on the networks; its flows are the same for the simulation, which adds what they wait for.
+It is made for one family of groups (plan/placement/fold.py): its prices where it is alone, its flows for the
+simulation.
 """
 
 from __future__ import annotations

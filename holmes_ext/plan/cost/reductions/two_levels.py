@@ -156,8 +156,7 @@ class TwoLevels(PricedReduction):
 
 def two_levels(
     network: Network, family: GroupFamily, size: float, direct: bool, groups: float = 0,
-    compress: str = "off",
-    inside_bps: float = 0.0, spread: bool = True, chunk_bytes: int = 0,
+    compress: str = "off", inside_bps: float = 0.0, spread: bool = True, chunk_bytes: int = 0,
 ) -> TwoLevels | None:
     """Of the groups of a family, by the fastest route for a sum of `size` bytes; None where they cannot.
 
@@ -171,8 +170,7 @@ def two_levels(
 
 def _two_levels(
     network: Network, size: float, family: GroupFamily, direct: bool, groups: float, compress: str,
-    inside_bps: float,
-    spread: bool, given_bytes: int,
+    inside_bps: float, spread: bool, given_bytes: int,
 ) -> TwoLevels | None:
     clusters: dict[str, list[GroupPart]] = {}
     for part in family.parts:
@@ -228,8 +226,7 @@ def _senders(part: GroupPart, groups: float) -> float:
 
 def _inside(
     network: Network, family: GroupFamily, parts: Sequence[GroupPart], ranks: int, direct: bool,
-    groups: float,
-    inside_bps: float,
+    groups: float, inside_bps: float,
 ) -> Load:
     """One step among the ranks of a cluster."""
     if sum(part.nodes for part in parts) == 1:
@@ -247,8 +244,7 @@ def _inside(
 
 def _half(
     network: Network, family: GroupFamily, clusters: Mapping[str, Sequence[GroupPart]],
-    ranks: Mapping[str, int],
-    volumes: Mapping[Pair, float], groups: float,
+    ranks: Mapping[str, int], volumes: Mapping[Pair, float], groups: float,
 ) -> Load:
     """The way across, there or back; volumes: bytes from cluster to cluster, for each byte summed."""
     fabric = network.fabric(family.kinds)
