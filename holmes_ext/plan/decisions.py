@@ -214,7 +214,7 @@ def asked_in_flight(options: Options, stages: int, micro_batches: int) -> tuple[
 def more_bytes(plan: Plan, carrier: str = SOCKETS) -> tuple[float, ...]:
     """That each stage keeps more than under 1F1B; () where nothing is known of the model's activations."""
     traffic = plan.traffic_of(carrier)
-    held = PassOrder.parse(traffic.passes).held if traffic.passes else traffic.in_flight
+    held = PassOrder.parse(traffic.passes).in_flight if traffic.passes else traffic.in_flight
     own = (min(one, plan.workload.micro_batches) for one in range(len(held), 0, -1))
     return tuple((one - least) * load.kept_bytes for one, least, load in zip(held, own, plan.loads))
 

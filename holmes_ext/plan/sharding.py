@@ -51,7 +51,7 @@ def sharded_seconds(
     return what.units * (forward_s + backward_s)
 
 
-def boxes(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
+def equal_groups(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
     """`ranks` by cluster, as many in each; HolmesError where that cannot be."""
     clusters = plan.by_cluster(ranks)
     if len({len(members) for members in clusters.values()}) > 1:

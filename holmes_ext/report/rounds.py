@@ -13,7 +13,7 @@ from holmes_ext.report.pictures import CLUSTERS, KINDS, PAPER, pyplot
 
 
 @dataclass(frozen=True)
-class Life:
+class Incarnation:
     """A job from its start to its end or death. end: seconds since the first job's start; steps: of each."""
 
     job: str
@@ -59,7 +59,7 @@ def worth_figure(rounds: RoundPrices, tokens: int, crossing: float) -> Any:
     return figure
 
 
-def losses_figure(lives: Sequence[Life]) -> Any:
+def losses_figure(lives: Sequence[Incarnation]) -> Any:
     """Loss over time, a colour for each job, a cross where it was killed."""
     figure, axis = pyplot().subplots(figsize=(9, 4))
     colours: dict[str, str] = {}

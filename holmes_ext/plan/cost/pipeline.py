@@ -120,15 +120,16 @@ def _held(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
 
 
 def passes(
-    stage: int, stages: int, micro_batches: int, virtual: int = 1, held: int = 0, breadth_first: bool = False
+    stage: int, stages: int, micro_batches: int, virtual: int = 1, in_flight: int = 0,
+    breadth_first: bool = False,
 ) -> list[Pass]:
-    """Of one stage, in order. virtual: chunks; held: micro-batches in flight, if not 1F1B's stages - stage;
+    """Of one stage, in order. virtual: chunks; in_flight: micro-batches, if not 1F1B's stages - stage;
     breadth_first: as torch's ScheduleLoopedBFS (whose backward order differs, which changes no time)."""
     if breadth_first:
         each = [(kind, chunk) for kind in "FB" for chunk in range(virtual)[:: 1 if kind == "F" else -1]]
         return [(kind, micro_batch, chunk) for kind, chunk in each for micro_batch in range(micro_batches)]
     if virtual == 1:
-        total, ahead = micro_batches, min((held or stages - stage) - 1, micro_batches)
+        total, ahead = micro_batches, min((in_flight or stages - stage) - 1, micro_batches)
     elif micro_batches % stages:
         raise HolmesError(
             f"interleaved: {micro_batches} micro-batches are not divisible by {stages} pipeline stages")
@@ -192,16 +193,16 @@ def formula_ends(
 
 
 def walked_ends(
-    forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int, held: Sequence[int] = (),
+    forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int, in_flight: Sequence[int] = (),
     load: Seconds = (), nics: Sequence[tuple[int, int]] = (),
 ) -> list[float]:
     """The same pass by pass, one chunk a stage: each after the one before it on its stage and what it needs
-    of its neighbour. held: micro-batches in flight by stage, if not 1F1B's; load: part of transfer in which
+    of its neighbour. in_flight: micro-batches by stage, if not 1F1B's; load: part of transfer in which
     an edge carries nothing else, () where sends block; nics: first and last stage of those that send to both
     neighbours through one NIC."""
     last = len(forward) - 1
-    under_way, load = held or range(last + 1, 0, -1), load or (0.0,) * last
-    orders = [passes(stage, last + 1, micro_batches, held=under_way[stage]) for stage in range(last + 1)]
+    ahead, load = in_flight or range(last + 1, 0, -1), load or (0.0,) * last
+    orders = [passes(stage, last + 1, micro_batches, in_flight=ahead[stage]) for stage in range(last + 1)]
     # of each stage, by micro-batch: when its message has left, but for the latency
     left: dict[str, list[list[float]]] = {kind: [[] for _ in orders] for kind in "FB"}
     clock, place = [0.0] * len(orders), [0] * len(orders)

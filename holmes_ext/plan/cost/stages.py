@@ -213,7 +213,7 @@ def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int]
     memory, or as asked for."""
     held = tuple(asked) or costs.in_flight(stage_layers)
     load, nics = (costs.hidden or (), costs.nics) if held else ((), ())
-    one = estimate(costs, stage_layers, partial(walked_ends, held=held, load=load, nics=nics))
+    one = estimate(costs, stage_layers, partial(walked_ends, in_flight=held, load=load, nics=nics))
     if not held:
         return one
     return replace(one, in_flight=held,

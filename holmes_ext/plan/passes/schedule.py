@@ -120,7 +120,7 @@ class PassOrder:
                     f"passes of stage {stage}: {letter}{number} waits for ever for its neighbour")
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def in_flight(self) -> tuple[int, ...]:
         """Micro-batches whose activations each stage holds at most: from their F to their B or W."""
         return tuple(max(accumulate(_HELD[letter] for letter, _ in order)) for order in self.stages)
 

@@ -126,7 +126,7 @@ def in_passes(result: SearchResult, one: Candidate) -> Candidate | None:
     found = quickest(loads, edges, costs.hidden or edges, shape.micro_batches)
     if found is None:
         return None
-    memory = tuple(map(StageLoad.bytes_of, loads, found.held))
+    memory = tuple(map(StageLoad.bytes_of, loads, found.in_flight))
     listed = replace(one, passes=found.texts, in_flight=(), memory_bytes=memory)
     listed = replace(listed, simulated_s=folded_s(job_of(result, listed)))
     return listed if listed.simulated_s < one.step_s else None

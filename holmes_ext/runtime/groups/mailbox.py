@@ -122,7 +122,7 @@ class Mailbox:
         """A step of micro_batches begins, and `knows` holds. like: a tensor on the device."""
         self.open, self._like, self._micro_batches = True, like, micro_batches
         if (current := session.active()) is not None:
-            current.in_flight = flight.held
+            current.in_flight = flight.in_flight
         for count in (self._count, self._came, self._checked):
             count.clear()
         self._early = {peer: flight.early(*self._ends[peer], micro_batches) for peer in self.neighbours}

@@ -83,15 +83,15 @@ class ListedEarly:
 
 @dataclass(frozen=True)
 class ReceiveOrder:
-    """held: micro-batches in flight, by stage; busy_s: seconds that each computes for one, or ()."""
+    """in_flight: micro-batches in flight, by stage; busy_s: seconds that each computes for one, or ()."""
 
-    held: tuple[int, ...]
+    in_flight: tuple[int, ...]
     busy_s: tuple[float, ...] = ()
 
     def early(self, own: int, other: int, micro_batches: int) -> Early:
         """On stage `own`, for messages of its neighbour `other`; micro_batches: of a step."""
         first = min(own, other)
-        ahead, behind = (min(held, micro_batches) for held in self.held[first : first + 2])
+        ahead, behind = (min(held, micro_batches) for held in self.in_flight[first : first + 2])
         longer = (self.busy_s[first + 1] - self.busy_s[first]) / max(self.busy_s) if self.busy_s else 0.0
         room = ahead - behind
         lead = behind + min(max(floor((room + longer) / 2 + 0.5), 0), room)
@@ -99,8 +99,8 @@ class ReceiveOrder:
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
         """The passes of a stage."""
-        held = self.held[stage]
-        return [(kind, number) for kind, number, _ in passes(stage, len(self.held), micro_batches, held=held)]
+        each = passes(stage, len(self.in_flight), micro_batches, in_flight=self.in_flight[stage])
+        return [(kind, number) for kind, number, _ in each]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class ListedOrder:
     """Of a schedule whose passes are listed."""
 
     schedule: PassOrder
-    held: tuple[int, ...] = ()
+    in_flight: tuple[int, ...] = ()
 
     def early(self, own: int, other: int, micro_batches: int) -> ListedEarly:
         """As ReceiveOrder's."""
