@@ -125,11 +125,8 @@ class Plan:
         """Cluster -> those of `ranks` that run on it, in their order."""
         found: dict[str, list[int]] = {}
         for rank in ranks:
-            found.setdefault(self.cluster_of_rank(rank), []).append(rank)
+            found.setdefault(self._cluster_of[self.node_of(rank)], []).append(rank)
         return found
-
-    def cluster_of_rank(self, rank: int) -> str:
-        return self._cluster_of[self.node_of(rank)]
 
     @cached_property
     def _cluster_of(self) -> dict[str, str]:

@@ -123,7 +123,7 @@ class _Problem:
         self.first = [ranks[0] for ranks in places.of]
         self.place_of_rank = {rank: place for place, ranks in enumerate(places.of) for rank in ranks}
         self.eplb = self.packed(range(counts.experts), range(places.ranks))
-        self.far = self.far_between(self.first)
+        self.far = self.ways[self.first][:, self.first]
         regions = list(dict.fromkeys(tuple(np.flatnonzero(row <= INSIDE)) for row in self.far))
         apart = sum(map(len, regions)) == len(self.far) and 1 < len(regions) < len(self.far)
         self.regions = [list(region) for region in regions] if apart else []
@@ -132,9 +132,6 @@ class _Problem:
         self.limit = self.limits(alone)
         self.limits_of_regions = self.limits(self.regions) if self.regions else self.limit
         self.limited = list(zip(self.regions or alone, self.limits_of_regions))
-
-    def far_between(self, ranks: Sequence[int]) -> Any:
-        return self.ways[list(ranks)][:, list(ranks)]
 
     def limits(self, regions: list[list[int]]) -> Any:
         """Loads that each region may have: what EPLB needs for the fullest, or `balance` times its share."""

@@ -184,7 +184,8 @@ class Fold:
             found: dict[GroupPart, int] = {}
             for (slot, ranks, own), nodes in parts.items():
                 node = self.node_of[slot]
-                crowd = groups_of * len(on[slot]) * self._stages_on(slot)
+                stages_there = {stage for _, stage in self._on[slot]}
+                crowd = groups_of * len(on[slot]) * len(stages_there)
                 crowd = self.data_groups[node] if whole else crowd
                 part = GroupPart(node, self._kind_of_slot[slot], 0, ranks_of * ranks, groups_of * own, crowd)
                 found[part] = found.get(part, 0) + nodes
@@ -199,9 +200,6 @@ class Fold:
             ranks = sum(part.nodes * part.here for part in made)
             pipelines = tuple(sorted({self.kind_of[at] for at in members}))
             yield GroupFamily(stage, ranks, groups_of * count, made, pipelines, ring)
-
-    def _stages_on(self, slot: int) -> int:
-        return len({stage for _, stage in self._on[slot]})
 
     def _groups(self, kind: str) -> dict[Hashable, list[int]]:
         """Positions of every group's members, in their order, by what they have in common."""

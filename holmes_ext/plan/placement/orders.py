@@ -91,16 +91,16 @@ class Orders:
         groups exchanged."""
         if not self.network.wan or len(self.every) < 3:
             return
-        line = self.network.remember("chain", lambda: best_order(self.every, self.link_cost))
+
+        def cost(pair: tuple[int, int]) -> tuple[float, float]:
+            one, two = map(self.network.cluster, pair)
+            return self.network.wan.cost((one, two))
+
+        line = self.network.remember("chain", lambda: best_order(self.every, cost))
         groups = tuple(line[at : at + together] for at in range(0, len(line), together))
         yield from (groups, groups[::-1])
         for place in range(len(groups) - 1):
             yield (*groups[:place], groups[place + 1], groups[place], *groups[place + 2 :])
-
-    def link_cost(self, pair: tuple[int, int]) -> tuple[float, float]:
-        """Of the way between two kinds (Wan.cost)."""
-        one, two = map(self.network.cluster, pair)
-        return self.network.wan.cost((one, two))
 
     def _distinct(self, together: int) -> Iterator[Groups]:
         """Distinct sequences of groups of so many kinds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from math import floor, inf
 
 from holmes_ext.plan.cost.pipeline import uniform
@@ -128,7 +129,8 @@ class Evaluator:
         starts = filter(None, (self.level(stages), self.split(stages), item.split))
         first = min(starts, key=seconds_of)
         if seconds_of(first) < best * NEAR:
-            improved(first, seconds_of, lambda split: _few(stages, split), min(MOVES, MOVED_WORK // work))
+            improved(first, seconds_of, lambda split: islice(full_to_empty(_work(stages, split)), MOVES // 3),
+                     min(MOVES, MOVED_WORK // work))
         return [], [*known.values()], bound
 
     def level(self, stages: Stages) -> Split:
@@ -184,10 +186,6 @@ def levelled_blocks(stages: Stages, more: Sequence[float] = ()) -> Split:
 
 def _work(stages: Stages, split: Split) -> list[float]:
     return [layers * each for layers, each in zip(split, stages.each)]
-
-
-def _few(stages: Stages, split: Split) -> Sequence[tuple[int, int]]:
-    return list(full_to_empty(_work(stages, split)))[: MOVES // 3]
 
 
 def allowed(limits: Limits, placement: Placement) -> bool:

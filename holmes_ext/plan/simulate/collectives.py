@@ -110,16 +110,11 @@ class Collectives:
                     self._add_family(family)
         if self.tied_bytes:
             self._add_tied()
-        if self.stages > 1 and run.engine.norm:
-            for kind in range(len(fold.kinds)):
+        for kind in range(len(fold.kinds)) if self.stages > 1 else ():
+            if run.engine.norm:
                 self.transfers["norm", kind] = self._norm(kind)
-        if self.stages > 1 and run.engine.reports_loss:
-            for kind, stage in self._earlier():
+            for stage in range(self.stages - 1) if run.engine.reports_loss else ():
                 self.transfers["loss", kind, stage] = self._number(kind, self.stages - 1, stage)
-
-    def _earlier(self) -> list[tuple[int, int]]:
-        kinds = range(len(self.fold.kinds))
-        return [(kind, stage) for kind in kinds for stage in range(self.stages - 1)]
 
     # ------------------------------------------------------------------- what they carry
 

@@ -87,12 +87,12 @@ def added(*rows: Row) -> Row:
 
 def longest(rows: Sequence[tuple[Row, float]], repeats: Sequence[int]) -> Row:
     """Of passes over all layers with seconds that nothing hides: the longest, those added to layer 0."""
-    row, more_s = max(rows, key=lambda one: sumprod(one[0], repeats) + one[1])
+
+    def seconds(one: tuple[Row, float]) -> float:
+        return sum(value * count for value, count in zip(one[0], repeats)) + one[1]
+
+    row, more_s = max(rows, key=seconds)
     return row[0] + more_s / repeats[0], *row[1:]
-
-
-def sumprod(row: Row, repeats: Sequence[int]) -> float:
-    return sum(value * count for value, count in zip(row, repeats))
 
 
 def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:

@@ -192,7 +192,8 @@ def _two_levels(
         _inside(network, family, parts, ranks[name], direct, groups, inside_bps)
         for name, parts in clusters.items() if ranks[name] > 1
     )
-    routes = ways_across(network.wan, tuple(clusters)) if direct else _nccl_route(network, tuple(clusters))
+    around = CrossClusterAlgorithm("ring" if network.wan else "direct", tuple(clusters))  # NCCL's all-reduce
+    routes = ways_across(network.wan, tuple(clusters)) if direct else (around,)
     made = []
     for route in routes[:1] if compress != "off" else routes:
         there, back = (_half(network, family, clusters, ranks, half, groups) for half in route.halves)
@@ -213,11 +214,6 @@ def _two_levels(
         made.append(one if given_bytes else one.sized(size))
     best = min(made, key=lambda one: one.seconds(size))
     return best if best.seconds(size) < WORTH * made[0].seconds(size) else made[0]
-
-
-def _nccl_route(network: Network, names: tuple[str, ...]) -> tuple[CrossClusterAlgorithm, ...]:
-    """Its all-reduce goes round the clusters in the order of ranks."""
-    return (CrossClusterAlgorithm("ring" if network.wan else "direct", names),)
 
 
 def _senders(part: GroupPart, groups: float) -> float:
