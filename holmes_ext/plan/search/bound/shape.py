@@ -97,8 +97,7 @@ class ShapeBound:
         return forward, forward + self.job.block.backward_flops / gpus.flops + half, limit
 
     def _has_room(self, limit: float) -> bool:
-        """Whether the stages could hold all layers if each had the largest memory, without embedding and
-        output."""
+        """Whether the stages could hold all layers with the largest memory, without embedding and output."""
         shape, job = self.shape, self.job
         if limit == inf:
             return True
@@ -111,8 +110,7 @@ class ShapeBound:
         return False
 
     def edge_s(self, latency: bool = True) -> float:
-        """Seconds of an activation to the next stage at least; 0 where neighbouring stages may share a
-        node."""
+        """Of an activation to the next stage at least; 0 where neighbouring stages may share a node."""
         shape, processes = self.shape, self.network.processes
         replica = shape.pipeline * shape.tensor * shape.context
         first = all(ranks % replica == 0 for ranks in self.ranks)
@@ -193,8 +191,8 @@ class ShapeBound:
 
     @property
     def ring_bits(self) -> float:
-        """Of all gradients, where they are not compressed and go round the clusters that sum them, so that
-        the worst link of a ring counts; else 0, for nothing is known."""
+        """Of all gradients, if they go uncompressed round the clusters (so a ring's worst link counts); else
+        0: nothing is known."""
         rules, experts = self.prices.rules, self.job.layers[1].expert_parameters
         if rules.direct or self.shape.zero or experts or rules.compress != "off":
             return 0.0
@@ -211,9 +209,8 @@ def rates_between(network: Network) -> dict[tuple[int, int], float]:
 
 
 def best_links(network: Network) -> tuple[list[float], list[list[float]], float]:
-    """Bits/s of the links of the clusters' spanning tree of the best ones (Prim 1957), descending; for 1, 2,
-    ... others, into each cluster from so many over its best links, descending; seconds of the least
-    latency."""
+    """Bits/s of the links of the spanning tree of the best ones (Prim 1957), descending; for 1, 2, ... others
+    into each cluster from so many, descending; the least latency."""
     every = range(len(network.kinds))
     clusters, rate = [network.cluster(kind) for kind in every], rates_between(network)
     hops = [network.wan.hops(clusters[one], clusters[two]) if rate[one, two] < inf else ()
