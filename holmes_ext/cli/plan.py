@@ -74,15 +74,12 @@ def add_parser(subparsers: Any) -> None:
     add("--sizes", metavar="TEXT", help='parallel sizes, such as "pipeline=2,tensor=1"; what is left is data')
     for name in ("pipeline", "tensor", "context", "expert"):
         add(f"--{name}", type=int, metavar="N", help=f"{name}-parallel size")
-    add("--order", metavar="O", help="order of the axes in the ranks, innermost first (default: "
-                                     "tp-cp-ep-dp-pp)")
-    add("--output", metavar="FILE", help="write plan.json here: of the sizes given, else of the best plan "
-                                         "found")
+    add("--order", metavar="O", help="axes in the ranks, innermost first (default: tp-cp-ep-dp-pp)")
+    add("--output", metavar="FILE", help="write plan.json: of the sizes given, or the best plan found")
     add("--json", action="store_true", help="print plan.json instead of the table")
     add = parser.add_argument_group(
         "what the model computes and sends (nominal values unless given)").add_argument
-    add("--workload", metavar="FILE", help="TOML with keys like the options below (forward_seconds = 0.03, "
-                                           "...)")
+    add("--workload", metavar="FILE", help="TOML with such keys (forward_seconds = 0.03, ...)")
     for field in fields(Workload):
         option, text = _WORKLOAD[field.name]
         kind = int if field.name in _COUNTS else float

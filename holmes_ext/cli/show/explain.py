@@ -26,10 +26,8 @@ COLUMNS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `holmes plan` about the partition."""
     add = parser.add_argument_group("layers of each stage").add_argument
-    add("--model", metavar="FILE", help="the model as TOML (examples/models); its times replace the nominal "
-                                        "ones")
-    add("--profile", metavar="FILE", help="what a job measured with --holmes-profile N; its times replace "
-                                          "the model's")
+    add("--model", metavar="FILE", help="the model as TOML (examples/models), not a nominal one")
+    add("--profile", metavar="FILE", help="what a job measured with --holmes-profile N")
     add("--partition", choices=METHODS, default="uniform",
         help="as the framework splits them, by the Holmes paper's formula, or for the least predicted step "
         "(default: uniform)")
@@ -38,13 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--overlap", choices=("on", "off"), default="on",
         help="gradients are reduced under the last backward, as --holmes-overlap auto does (default: on)")
     add("--inflight", choices=("auto", "off"), default="auto",
-        help="as many micro-batches under way as hide the pipeline's edges, as --holmes-inflight auto does, "
-             "or off")
+        help="micro-batches in flight that hide edges, as under --holmes-inflight auto, or off")
     add("--passes", choices=("auto", "1f1b"), default="1f1b",
-        help="auto: backward passes in two, in the order with the least step found, as --holmes-passes auto "
-             "does")
-    add("--explain", action="store_true", help="every stage's times and memory, for uniform, speed and "
-                                               "balanced")
+        help="auto: backward passes in two, as under --holmes-passes auto")
+    add("--explain", action="store_true", help="every stage's times and memory, for each --partition")
     add("--picture", metavar="FILE", help="the same as a picture (.png, .svg, .pdf; needs matplotlib)")
 
 

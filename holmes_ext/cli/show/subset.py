@@ -59,13 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=int, metavar="N", help="the N nodes of --from-cluster that train fastest")
     add("--from-cluster", metavar="FILE", help="with --nodes: cluster.toml of all that there are")
     add("--idle", metavar="slurm|LIST",
-        help="with --nodes: only of these, a[0-7],b3, or of those that Slurm has idle now; default: all of "
-             "the file")
+        help="with --nodes: only of these, a[0-7],b3, or those that Slurm has idle (default: all)")
     add("--as", dest="form", choices=FORMS,
-        help="with --nodes: print only this, for a script: lines of sbatch, of a heterogeneous job, an MPI "
-             "hostfile, a node affinity")
-    add("--nodelist", metavar="LIST", help="with --cluster: plan for these nodes of the file "
-                                           "($SLURM_JOB_NODELIST)")
+        help="with --nodes: print only this: for sbatch, as a heterogeneous job, for MPI, a node affinity")
+    add("--nodelist", metavar="LIST", help="with --cluster: only these of the file ($SLURM_JOB_NODELIST)")
 
 
 def wanted(args: argparse.Namespace) -> bool:
