@@ -25,8 +25,9 @@ some blocks have experts, every block counts as the mean of all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.workload import Workload
@@ -93,51 +94,56 @@ class Gpu:
 _MOST_LAYERS = 100_000
 
 
+def _key(text: str, default: Any = MISSING, training: bool = False) -> Any:
+    """A field of Model. text: what the key of a model file says; training: it stands in [training]."""
+    return field(default=default, metadata={"text": text, "training": training})
+
+
 @dataclass(frozen=True)
 class Model:
-    """A GPT and how it is trained; KEYS of plan/cost/model_file.py says what each field is, 0 where that is
-    left out. gpus: where a cluster's differ."""
+    """A GPT and how it is trained; optional sizes are 0 where they are left out. gpus: where a cluster's
+    differ."""
 
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
-    vocabulary: int
-    name: str = "model"
-    ffn: int = 0
-    groups: int = 0
-    gated: bool = False
-    bias: bool = True
-    tied: bool = True
-    positions: str = "learned"
-    micro_batch: int = 1
-    micro_batches: int = 0
-    global_batch: int = 0
-    recompute: str = "none"
-    activation_width: int = 2
-    gradient_width: int = 4
-    state_bytes: float = 18.0
-    sharded_bytes: float = 0.0
-    sequence_parallel: bool = False
-    experts: int = 0
-    experts_per_token: int = 2
-    head_size: int = 0
-    max_positions: int = 0
-    expert_ffn: int = 0
-    shared_ffn: int = 0
-    expert_layers: int = 0
-    flash: bool = False
+    layers: int = _key("transformer blocks")
+    hidden: int = _key("width of an activation")
+    heads: int = _key("attention heads")
+    sequence: int = _key("tokens of a sequence")
+    vocabulary: int = _key("tokens that there are")
+    name: str = _key("in tables and messages", "model")
+    ffn: int = _key("width inside the MLP; 0: 4 x hidden", 0)
+    groups: int = _key("key-value heads; 0: as many as heads", 0)
+    head_size: int = _key("of a head; 0: hidden / heads", 0)
+    gated: bool = _key("the MLP is gated (SwiGLU)", False)
+    bias: bool = _key("linear layers have one, and norms too", True)
+    tied: bool = _key("the output has the embedding's weight", True)
+    positions: str = _key(
+        '"learned" (a table of max_positions rows), or "none" (rotary ones have no parameters)', "learned")
+    max_positions: int = _key("0: sequence", 0)
+    experts: int = _key("of each block with experts; 0: none", 0)
+    experts_per_token: int = _key("experts that a token goes to", 2)
+    expert_ffn: int = _key("width inside an expert; 0: ffn", 0)
+    shared_ffn: int = _key("of an expert that all tokens pass; 0: none", 0)
+    expert_layers: int = _key("blocks with experts; 0: all", 0)
+    micro_batch: int = _key("sequences of a micro-batch", 1, True)
+    micro_batches: int = _key("of a step, on each rank; give this or global_batch", 0, True)
+    global_batch: int = _key("sequences of a step, of all ranks", 0, True)
+    recompute: str = _key('"none", "selective" or "full"', "none", True)
+    flash: bool = _key("attention keeps no scores", False, True)
+    sequence_parallel: bool = _key("norms and dropout are split over the tensor ranks", False, True)
+    activation_width: int = _key("bytes of an element", 2, True)
+    gradient_width: int = _key("bytes of an element", 4, True)
+    state_bytes: float = _key("of a parameter on each rank: weight, gradient, optimizer", 18.0, True)
+    sharded_bytes: float = _key(
+        "the same, divided by the data size: 12 with 6 of state_bytes for Adam under ZeRO 1", 0.0, True)
     gpu: Gpu = Gpu()
     gpus: dict[str, Gpu] = field(default_factory=dict)
     source: str = "model"
 
     def __post_init__(self) -> None:
-        optional = ("ffn", "groups", "micro_batches", "global_batch", "experts", "head_size", "max_positions",
-                    "expert_ffn", "shared_ffn", "expert_layers")
-        positive = ("hidden", "heads", "sequence", "vocabulary", "micro_batch", "activation_width",
-                    "gradient_width")
-        for name in ("layers", *positive, *optional):
-            value, least = getattr(self, name), int(name not in optional)
+        for item in fields(self):
+            if item.type != "int" or item.name == "experts_per_token":
+                continue
+            name, value, least = item.name, getattr(self, item.name), int(item.default != 0)
             if not least <= value < 10**12:
                 raise self._wrong(name, f"{value} is not {least} or more")
         if self.layers > _MOST_LAYERS:
