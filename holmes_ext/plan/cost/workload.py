@@ -24,12 +24,12 @@ class Workload:
     their gradients around the ring, four all-to-alls a layer.
     """
 
-    forward_s: float = _option(0.027, "forward-seconds", "seconds to compute a micro-batch forward on one stage")
+    forward_s: float = _option(0.027, "forward-seconds", "seconds to compute a micro-batch forward")
     backward_s: float = _option(0.055, "backward-seconds", "the same backward")
     micro_batches: int = _option(8, "micro-batches", "micro-batches in a step")
     gradient_bytes: float = _option(4e9, "gradient-bytes", "bytes of gradients of one rank")
     activation_bytes: float = _option(
-        2048 * 4096 * 2, "activation-bytes", "bytes that one rank sends to the next stage for one micro-batch")
+        2048 * 4096 * 2, "activation-bytes", "bytes that a rank sends to the next stage for a micro-batch")
     tensor_bytes: float = _option(
         5 * 4 * 2048 * 4096 * 2, "tensor-bytes",
         "bytes all-reduced by a tensor group for one micro-batch on one stage")
