@@ -129,7 +129,7 @@ class Table:
         A field is a text, a number, a truth value, a dataclass, a tuple or dict of these, or `... | None`. A
         HolmesError of `cls` itself is raised with the table's place in front.
         """
-        for was, name in _former_names(cls):
+        for was, name in _former_names(cls):  # type: ignore[arg-type]
             if was in self.values:
                 self.values = {name if key == was else key: value for key, value in self.values.items()}
         values = dict(given)
