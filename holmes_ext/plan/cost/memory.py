@@ -52,7 +52,7 @@ def state_bytes(model: Model, layer: Layer, shards: int, expert_shards: int) -> 
     return dense * (whole + shared / shards) + layer.expert_parameters * (whole + shared / expert_shards)
 
 
-def under_way(stage: int, pipeline: int, virtual: int, micro_batches: int) -> float:
+def in_flight(stage: int, pipeline: int, virtual: int, micro_batches: int) -> float:
     """Micro-batches (of the whole stage) whose activations the stage keeps at most."""
     if virtual == 1:
         return min(pipeline - stage, micro_batches)
@@ -71,7 +71,7 @@ def working_bytes(model: Model, tensor: int = 1, context: int = 1, expert: int =
 
 def stage_memory(
     model: Model, layers: Sequence[Layer], zero: int = 0, shards: int = 1, expert_shards: int = 0,
-    under_way: float = 1.0, working: float = 0.0,
+    in_flight: float = 1.0, working: float = 0.0,
 ) -> Memory:
     """A stage that holds `layers` (of model.costs()); shards, expert_shards: what ZeRO divides by."""
     experts = sum(layer.expert_parameters for layer in layers)
@@ -83,5 +83,5 @@ def stage_memory(
             return parts[name] * (rest + experts)
         return parts[name] * (rest / shards + experts / (expert_shards or shards))
 
-    kept = under_way * sum(layer.kept_bytes for layer in layers)
+    kept = in_flight * sum(layer.kept_bytes for layer in layers)
     return Memory(share("weights", 3), share("gradients", 2), share("optimizer", 1), kept, working)

@@ -15,7 +15,7 @@ from itertools import accumulate
 from math import inf
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.memory import under_way
+from holmes_ext.plan.cost.memory import in_flight
 from holmes_ext.plan.cost.pipeline import (
     Estimate,
     formula_ends,
@@ -126,7 +126,7 @@ class StageCosts:
     def memory(self) -> Rows:
         """Bytes at a stage's fullest, [stage][kind]."""
         both, stages = list(zip(self.state_bytes, self.kept_bytes)), range(self.stages)
-        keeps = (under_way(stage, self.stages, self.virtual, self.micro_batches) for stage in stages)
+        keeps = (in_flight(stage, self.stages, self.virtual, self.micro_batches) for stage in stages)
         return tuple(tuple(state + keep * kept for state, kept in both) for keep in keeps)
 
     @cached_property

@@ -79,6 +79,6 @@ class StageLoad:
             return inf
         return floor((self.limit_bytes - self.fixed_bytes) / self.kept_bytes)
 
-    def bytes_of(self, under_way: float) -> float:
+    def bytes_of(self, in_flight: float) -> float:
         """Held with so many micro-batches in flight."""
-        return self.fixed_bytes + under_way * self.kept_bytes
+        return self.fixed_bytes + in_flight * self.kept_bytes

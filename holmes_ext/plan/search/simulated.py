@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from holmes_ext.plan.cost.memory import Memory, stage_memory, under_way
+from holmes_ext.plan.cost.memory import Memory, in_flight, stage_memory
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.cost.workload import StageLoad
 from holmes_ext.plan.passes.solve import quickest
@@ -98,7 +98,7 @@ def memory_of(result: SearchResult, candidate: Candidate, stage: int) -> Memory:
     held = [job.block] * layers
     held += [job.layers[0]] if stage == 0 else []
     held += [job.layers[-1]] if stage == shape.pipeline - 1 else []
-    keep = under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
+    keep = in_flight(stage, shape.pipeline, shape.virtual, shape.micro_batches)
     keep = candidate.in_flight[stage] if candidate.in_flight else keep
     shards = sizes.data * sizes.context // shape.replicas
     experts = max(1, shards // sizes.expert)
@@ -148,7 +148,7 @@ def _in_breadth_first(result: SearchResult, one: Candidate) -> Candidate | None:
     shape, sizes = one.shape, []
     for stage, used in enumerate(one.memory_bytes):
         terms = memory_of(result, one, stage)
-        now = under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
+        now = in_flight(stage, shape.pipeline, shape.virtual, shape.micro_batches)
         now = one.in_flight[stage] if one.in_flight else now
         sizes.append(used + terms.activations * (shape.micro_batches / now - 1))
     found = replace(one, breadth_first=True, in_flight=(), memory_bytes=tuple(sizes))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import inf
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.memory import under_way
+from holmes_ext.plan.cost.memory import in_flight
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.placement.orders import launched
@@ -143,7 +143,7 @@ class Sketch:
         """Remember the shape that comes nearest to fitting."""
         self.result.misfits += 1
         job = self.result.prices(shape).job
-        keep = under_way(0, shape.pipeline, shape.virtual, shape.micro_batches)
+        keep = in_flight(0, shape.pipeline, shape.virtual, shape.micro_batches)
         first, block, last = (
             state + factor * layer.kept_bytes
             for state, factor, layer in zip(job.state_bytes, (1, keep, 1), job.layers)

@@ -33,8 +33,8 @@ def folded_s(job: JobStep) -> float:
     unit = stages if job.run.virtual > 1 else 1
     if job.run.passes:  # a list, of so many micro-batches
         return job.step().step_s
-    under_way = max((*job.run.in_flight, stages))
-    few = (6 if unit > 1 else 3) * under_way + 4
+    in_flight = max((*job.run.in_flight, stages))
+    few = (6 if unit > 1 else 3) * in_flight + 4
     while few < MOST * total:
         count = total - (total - few) // unit * unit
         spans = job.simulation(count).run()

@@ -161,7 +161,7 @@ class StepLowerBound(Stages):
     def _begun(self, stage: int, layers: int) -> int:
         """Micro-batches before the first backward, at most."""
         costs, begun = self.costs, self.ahead[stage]
-        if not self.hides or costs.room_bytes[stage] == inf:
+        if not self.async_edges or costs.room_bytes[stage] == inf:
             return begun
         ends = [kind for kind, at in ((0, 0), (2, self.count - 1)) if stage == at]
         kept = layers * costs.kept_bytes[1] + sum(costs.kept_bytes[kind] for kind in ends)

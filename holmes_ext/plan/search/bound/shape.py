@@ -9,7 +9,7 @@ from itertools import permutations
 from math import inf
 
 from holmes_ext.cluster.site import ETHERNET, Fabric
-from holmes_ext.plan.cost.memory import under_way
+from holmes_ext.plan.cost.memory import in_flight
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.reductions.two_levels import SHARES
@@ -46,9 +46,9 @@ class ShapeBound:
         room = sum(count / seconds for count, seconds in zip(stages, each))
         share = max(f / seconds for f, seconds in zip(forward, each))
         share = min(1.0, share * 1.2)  # embedding and output may have a greater one
-        hides = self.prices.hide_edges
-        ahead = m if hides and edges else min(shape.pipeline, m)  # at most, whatever the edges are
-        load = self.edge_s(latency=False) if hides else edge
+        async_edges = self.prices.hide_edges
+        ahead = m if async_edges and edges else min(shape.pipeline, m)  # at most, whatever the edges are
+        load = self.edge_s(latency=False) if async_edges else edge
         once, rounds = layers * min(each) + 2 * edges * edge, (m - 1) // ahead + 1
         weight = max(0.0, m - 1 - (ahead - 1) * share)
         # after its last backward, which may hide as much of it, a stage reduces what it holds
@@ -103,7 +103,7 @@ class ShapeBound:
             return True
         room, layers = limit - job.working_bytes, 0
         for stage in range(shape.pipeline):
-            keep = under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
+            keep = in_flight(stage, shape.pipeline, shape.virtual, shape.micro_batches)
             layers += int(max(0.0, room) // (job.state_bytes[1] + keep * job.block.kept_bytes))
             if layers >= job.blocks:
                 return True

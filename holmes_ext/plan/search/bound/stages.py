@@ -75,13 +75,13 @@ class Stages:
         """Messages, reductions, what follows them."""
         run, count = self.run, self.count
         #: Whether as many micro-batches are in flight as hide the edges.
-        self.hides = self.costs.hidden is not None
+        self.async_edges = self.costs.hidden is not None
         columns = _columns(self.placement)
         every = [[self._message(stage, low) for stage in range(count)] for low in columns]
         column, found = max(zip(columns, every), key=lambda item: sum(one.all_s for one in item[1]))
         self.column = column
         self.edges = [one.all_s for one in found[:-1]]
-        blocks = not self.hides and run.engine.sends != POSTED
+        blocks = not self.async_edges and run.engine.sends != POSTED
         self.gone = [one.held_s if blocks else 0.0 for one in found[:-1]]
         self.flow = [one.flow_s for one in found[:-1]]
         #: Micro-batches that a stage begins before its first backward, at most.
