@@ -1,5 +1,5 @@
 """The cell that the issue asks for, run: 4 stages over 2 clusters 40 ms apart, 16 micro-batches, DeepSpeed's
-pipeline engine in the lab, an emulated accelerator whose forward passes take 20 ms and backward passes 40.
+pipeline engine in the lab, an emulated accelerator whose forward passes take 40 ms and backward passes 80.
 
 Three runs with the same samples: stock, holmes' 1F1B with as many micro-batches in flight as hide the edges,
 and the passes that `--holmes-passes auto` lists, no stage holding more micro-batches than 1F1B's fullest one.
@@ -39,7 +39,7 @@ cluster = [
 ]
 between = [{clusters = ["a", "b"], rate = "1Gb/s", latency = "40ms"}]
 """
-STAGES, LAYERS, MICRO_BATCHES, FORWARD_S = 4, 8, 16, 0.02
+STAGES, LAYERS, MICRO_BATCHES, FORWARD_S = 4, 8, 16, 0.04
 STEPS, SKIP, REPETITIONS = 10, 3, 2
 NAME = "40 ms; 16 micro-batches; run in the lab"
 STOCK, IN_FLIGHT, LISTED = "stock", "1F1B in flight", "listed passes"
@@ -48,7 +48,7 @@ STOCK, IN_FLIGHT, LISTED = "stock", "1F1B in flight", "listed passes"
 def question() -> SearchResult:
     """Of a model whose stages take FORWARD_S for a forward pass of one sequence."""
     plain = Model(
-        layers=LAYERS, hidden=256, heads=4, sequence=16, vocabulary=256, tied=False, activation_width=4,
+        layers=LAYERS, hidden=128, heads=4, sequence=16, vocabulary=256, tied=False, activation_width=4,
         gradient_width=4, state_bytes=16.0, global_batch=MICRO_BATCHES,
     )  # fmt: skip
     block = replace(plain, micro_batch=1).costs()[1]
