@@ -113,10 +113,8 @@ class _Sets:
     def look(self, sets: Iterable[Counts]) -> bool:
         """Whether one of them is faster; the most FLOP/s first, of equal ones those of the first clusters."""
         before = self.best
-        ranked = sorted((self._floor_s(counts), *(-count for count in counts)) for counts in {*sets})
-        for floor_s, *others in ranked:
-            counts = tuple(-count for count in others)
-            if floor_s >= self.best.best.step_s or time.monotonic() > self.end:
+        for counts in sorted({*sets}, key=lambda one: (self._floor_s(one), [-count for count in one])):
+            if self._floor_s(counts) >= self.best.best.step_s or time.monotonic() > self.end:
                 break
             if (like := self._like(counts)) not in self.seen:
                 self.seen.add(like)
