@@ -138,7 +138,7 @@ def rank(way: dict[str, Any], members: dict[str, list[int]], times: int) -> None
         across = None
         if chosen:
             order, parents = tuple(chosen["order"]), tuple(chosen["parents"])
-            across = CrossClusterAlgorithm(chosen["way"], order, parents)
+            across = CrossClusterAlgorithm(chosen["algorithm"], order, parents)
         all_reduce = TwoLevelAllReduce(
             list(members.values()), chunk_bytes=way.get("chunk_bytes"), across=across, names=list(members)
         )

@@ -41,8 +41,6 @@ from holmes_ext.patches.megatron.command_line import flags as megatron_flags
 from holmes_ext.patches.megatron.command_line.not_read import NOT_READ
 from holmes_ext.plan import plan
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.model_file import KEYS as MODEL_KEYS
-from holmes_ext.plan.cost.model_file import TRAINING
 from holmes_ext.plan.search import search
 from holmes_ext.runtime.measure import telemetry_file
 from holmes_ext.runtime.watch.metrics import FAMILIES
@@ -123,11 +121,9 @@ def cluster_keys() -> str:
 def model_keys() -> str:
     """The keys of a model file."""
     kinds = {"int": "a number", "float": "a number", "str": "a text", "bool": "true, false"}
-    own = {field.name: field for field in dataclasses.fields(Model)}
-    rows = ((f"`{'[training] ' * (name in TRAINING)}{name}`", kinds[own[name].type], _default(own[name]),
-             what)
-            for name, what in MODEL_KEYS.items())
-    assert {*own} - {*MODEL_KEYS} == {"gpu", "gpus", "source"}
+    rows = ((f"`{'[training] ' * own.metadata['training']}{own.name}`", kinds[own.type], _default(own),
+             own.metadata["text"])
+            for own in dataclasses.fields(Model) if own.metadata)
     return table(("key", "value", "left out", "what it says"), rows)
 
 

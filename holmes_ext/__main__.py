@@ -18,7 +18,7 @@ USAGE = "python -m holmes_ext [--holmes-... VALUE] (SCRIPT | -m MODULE) ARGS"
 
 
 def split(arguments: list[str]) -> tuple[list[str], str, str, list[str]]:
-    """(flags before the program, "file" or "module", program, its arguments); HolmesError when there is no
+    """(flags before the program, "file" or "module", program, its arguments); HolmesError without a
     program."""
     rest = list(arguments)
     flags: list[str] = []

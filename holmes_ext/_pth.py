@@ -1,10 +1,9 @@
 """Switching on without touching the script: what the one-line holmes_ext.pth does.
 
-Python's `site` runs the line in every interpreter of the environment, before the main program. The line
-imports nothing unless `--holmes`, or a flag starting with `--holmes-`, is among the arguments or HOLMES is 1
-(which `python -I` and `-E` do not read); then it calls arm(), which waits, by an audit hook, for the moment
-right before the main program starts: now sys.path is complete, and the interpreter says what it is about to
-run.
+Python's `site` runs the line in every interpreter of the environment. It imports nothing unless `--holmes`,
+or a flag starting with `--holmes-`, is among the arguments or HOLMES is 1 (which `python -I` and `-E` do not
+read); then arm() waits, by an audit hook, for the moment right before the main program starts: sys.path is
+complete, and the interpreter says what it is about to run.
 
     site -> .pth line -> arm() ... "cpython.run_file" -> decide() -> start() -> holmes_ext.job.activate
 
@@ -53,8 +52,7 @@ _started = False
 
 
 def arm():
-    """Wait for the main program; called by holmes_ext.pth. The hook stays, at some 50 ns for each audit
-    event."""
+    """Wait for the main program; called by holmes_ext.pth. Costs 50 ns an audit event."""
     sys.addaudithook(_on_event)
 
 
@@ -70,11 +68,8 @@ def _on_event(event, args):
 
 
 def decide(kind, program, arguments, environ, child):
-    """"leave", "strip" or "activate": what to do with the program that is about to start.
-
-    kind is "file", "module", "command" or "stdin"; program the file, module or code; arguments those
-    after the program; child whether this process descends from a worker. See the table above.
-    """
+    """ "leave", "strip" or "activate" the program that is about to start (see the table above). kind: "file",
+    "module", "command" or "stdin"; child: this process descends from a worker."""
     flagged = any(is_flag(argument) for argument in arguments)
     if child or is_launcher(kind, program) or (kind == "command"
                                                and program.startswith("from multiprocessing.")):
@@ -110,10 +105,8 @@ def is_launcher(kind, program):
 
 
 def is_worker(environ):
-    """Whether a launcher gave this process a rank.
-
-    Slurm sets SLURM_PROCID in the batch script itself too; only inside srun is there a SLURM_STEP_ID.
-    """
+    """Whether a launcher gave this process a rank. (Slurm's batch script has SLURM_PROCID too, but no
+    SLURM_STEP_ID.)"""
     pairs = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_ID"), ("OMPI_COMM_WORLD_RANK",),
              ("PMI_RANK",))
     return any(all(name in environ for name in pair) for pair in pairs)
@@ -126,11 +119,8 @@ def is_off(environ):
 
 
 def is_child(environ):
-    """Whether this process descends from an activated worker (Linux: read from /proc).
-
-    A marker that names this process (after exec), or none of its ancestors (it came over ssh, or from a
-    saved environment), does not count.
-    """
+    """Whether this process descends from an activated worker (by /proc). A marker that names this process
+    (after exec), or no ancestor (it came over ssh), does not count."""
     marker = environ.get(MARKER)
     ancestor = os.getppid() if marker else 0
     while ancestor:
@@ -150,11 +140,8 @@ def _parent(pid):
 
 
 def start(argv):
-    """Activate holmes in this process, once: later calls do nothing.
-
-    argv is the program's argument list; holmes_ext.job.activate removes the flags from it in place.
-    Raises SystemExit(2) when activate does, after it has printed what is wrong.
-    """
+    """Activate holmes in this process, once; holmes_ext.job.activate takes its flags out of argv.
+    SystemExit(2) after it has printed what is wrong."""
     global _started
     if _started:
         return
@@ -167,11 +154,7 @@ def start(argv):
 
 
 def strip_flags(argv):
-    """Remove holmes's flags from argv, in place, without reading them.
-
-    Each `--holmes-NAME` takes one value (`--holmes-NAME VALUE` or `--holmes-NAME=VALUE`); `--holmes` takes
-    none.
-    """
+    """Remove `--holmes` and `--holmes-NAME VALUE` (or =VALUE) from argv, in place, unread."""
     kept, skip = [], False
     for argument in argv:
         if skip:

@@ -21,8 +21,7 @@ def show(current: Session, lines: list[str]) -> None:
 
 
 def describe(current: Session) -> str:
-    """One line: clusters, order of the nodes, stages and layers, which groups use which NIC, what is patched
-    or not."""
+    """Clusters, order of the nodes, stages and layers, which groups use which NIC, what is patched or not."""
     parts = _ranks(current), _networks(current), _edges(current), _reductions(current), _patches()
     return "; ".join(filter(None, parts))
 
@@ -69,8 +68,7 @@ def _used(current: Session, carrier: str) -> str:
 
 
 def _edges(current: Session) -> str:
-    """What a pipeline's edges do where they are patched for it, what that costs in memory, and what is
-    cut."""
+    """What a patched pipeline's edges do, what that costs in memory, and what is cut."""
     plan, on, parts = current.plan, set(registry().summary()[0]), []
     if not plan.traffic:
         return ""
@@ -102,8 +100,7 @@ def _reductions(current: Session) -> str:
 
 
 def _patches() -> str:
-    """Features that are on, those that are off though their framework is there, and versions that nobody
-    tried."""
+    """Features that are on, those that do not fit, and versions that nobody tried."""
     on, off = registry().summary()
     parts = [f"patched: {', '.join(on) or 'nothing'}", *registry().beyond_tried()]
     for version, names in registry().untried().items():

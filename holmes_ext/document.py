@@ -124,12 +124,14 @@ class Table:
                 raise HolmesError(f"{self.at(key)} is not known; {hint}")
 
     def into(self, cls: type[T], **given: Any) -> T:
-        """The dataclass `cls` of this table: a key for each field that is not `given`, of the field's type;
-        no others.
+        """The dataclass `cls` of this table: a key for each field that is not `given`, no others.
 
-        A field may be a text, a number, a truth value, a dataclass, a tuple or a dict of these, or `... |
-        None`. What `cls` itself refuses (HolmesError) is raised with the table's place in front.
+        A field is a text, a number, a truth value, a dataclass, a tuple or dict of these, or `... | None`. A
+        HolmesError of `cls` itself is raised with the table's place in front.
         """
+        for was, name in _former_names(cls):  # type: ignore[arg-type]
+            if was in self.values:
+                self.values = {name if key == was else key: value for key, value in self.values.items()}
         values = dict(given)
         every: tuple[tuple[str, Any, bool], ...] = _fields_of(cls)  # type: ignore[arg-type]
         self.read.update(name for name, _, _ in every if name not in given)
@@ -177,6 +179,12 @@ def _fields_of(cls: Any) -> tuple[tuple[str, Any, bool], ...]:
                  for f in fields(cls))
 
 
+@cache
+def _former_names(cls: Any) -> tuple[tuple[str, str], ...]:
+    """(key of older files, field that has its value) of fields with the metadata `was`."""
+    return tuple((f.metadata["was"], f.name) for f in fields(cls) if "was" in f.metadata)
+
+
 def load_toml(path: str | Path, advice: str) -> Table:
     """The top table of a TOML file; HolmesError ends with `advice` where the file cannot be read."""
     return parse_toml(read_text(path, advice), str(path))
@@ -190,8 +198,7 @@ def parse_toml(text: str, source: str) -> Table:
 
 
 def load_json(path: str | Path, advice: str) -> Table:
-    """The object in a JSON file; HolmesError ends with `advice` where the file cannot be read or holds no
-    object."""
+    """The object in a JSON file; HolmesError ends with `advice` where there is none to read."""
     return parse_json(read_text(path, advice), str(path), advice)
 
 
@@ -234,7 +241,7 @@ def _read(path: str | Path) -> bytes:
 
 
 def save(path: str | Path, text: str, what: str) -> None:
-    """write_whole() for a file that the user named; HolmesError says that `what` ("the plan") cannot be
+    """write_whole() for a file that the user named; HolmesError where `what` ("the plan") cannot be
     written."""
     try:
         write_whole(path, text)
@@ -243,11 +250,8 @@ def save(path: str | Path, text: str, what: str) -> None:
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Write the file whole, with the permissions it had, or leave it as it is; raises OSError, leaves no half
-    file.
-
-    A link is followed; what is no regular file (/dev/stdout, a pipe) is written to, not replaced.
-    """
+    """Write the file whole, with the permissions it had, or leave it as it is (OSError). A link is followed;
+    what is no regular file (/dev/stdout, a pipe) is written to, not replaced."""
     if os.path.exists(path) and not os.path.isfile(path):
         Path(path).write_text(text, encoding="utf-8")
         return

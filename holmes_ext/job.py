@@ -36,8 +36,7 @@ _TOUCHED = (
 
 
 def activate(argv: list[str]) -> None:
-    """Read and strip the flags from `argv` (in place, normally sys.argv), and start; bad input ends with
-    status 2."""
+    """Strip the flags from `argv` (in place, mostly sys.argv) and start; bad input ends with status 2."""
     trouble = None
     try:
         try:
@@ -55,12 +54,9 @@ def activate(argv: list[str]) -> None:
 
 
 def _one_line(show: Callable[..., Any]) -> Callable[..., Any]:
-    """An excepthook that tells a HolmesError raised inside the script (from a hook of ours) as one line, with
-    status 2.
-
-    An error of the framework's own communication gets a line after its traceback: which NIC, which node.
-    Where it failed because another rank refused bad input, that rank's line is all that is told.
-    """
+    """An excepthook: a HolmesError from a hook of ours is one line, with status 2. An error of the
+    framework's communication gets a line after its traceback (which NIC, which node), unless another rank has
+    told what it refused."""
 
     def hook(kind, error, traceback):
         if not issubclass(kind, HolmesError):
@@ -131,8 +127,7 @@ def initialize_model_parallel() -> Callable[..., Any]:
 
 
 def asked_for(options: Options, argv: list[str]) -> Request:
-    """What the script's arguments and the options ask for; HolmesError where they tell nothing that will
-    do."""
+    """What the script's arguments and the options ask for; HolmesError where they say too little."""
     engine = engine_of(describe(argv).framework, argv)
     request = Request(options, overlap=arguments.overlaps(options.overlap, argv), engine=engine)
     said = parse_sizes(options.sizes, "--holmes-sizes") if options.sizes else None

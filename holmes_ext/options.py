@@ -175,8 +175,7 @@ class Options:
 
     @property
     def watchdog_limits(self) -> tuple[float, float] | None:
-        """(times the median step, seconds) that a step may take at least, before it is explained; None:
-        off."""
+        """(times the median step, seconds) that a step takes at least, before it is explained; None: off."""
         factor, comma, floor = self.watchdog.replace(" ", "").partition(",")
         limits = _decimal(factor), _decimal(floor) if comma else 10.0
         return limits if 1.5 <= limits[0] <= 1e6 and 1 <= limits[1] <= 1e6 else None
@@ -266,12 +265,8 @@ def meant(word: str) -> str:
 
 
 def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, list[str]]:
-    """Options from `argv` (over HOLMES_CLUSTER, HOLMES_PLAN, ...), and argv without the flags.
-
-    Both "--holmes-plan FILE" and "--holmes-plan=FILE" are read; what stands after a lone "--" is the
-    script's. HolmesError for an unknown flag (with the near miss), one without its value, or one that stands
-    twice.
-    """
+    """Options from `argv` (over HOLMES_CLUSTER, ...), and argv without the flags. What stands after a lone
+    "--" is the script's. HolmesError: an unknown flag, one without its value, one that stands twice."""
     values = {name: environ[variable(name)] for name in NAMES if environ.get(variable(name))}
     seen: set[str] = set()
     rest: list[str] = []

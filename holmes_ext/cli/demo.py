@@ -53,11 +53,9 @@ def add_parser(subparsers: Any) -> None:
                         help="steps of each run, the first 3 not measured (default: 12)")
     parser.add_argument("--output", default="report.html", metavar="FILE",
                         help="the page with table and pictures (default: report.html)")
-    parser.add_argument("--timeline", metavar="FILE", help="write one step of each run as a picture alone "
-                                                           "(.svg)")
+    parser.add_argument("--timeline", metavar="FILE", help="one step of each run as a picture alone (.svg)")
     parser.add_argument("--joined", action="store_true",
-                        help="two jobs that train one model over 40 ms and 20 Mb/s, one of them killed and "
-                             "back")
+                        help="two jobs train one model over 40 ms and 20 Mb/s, one of them killed and back")
     parser.add_argument("--gpu", action="store_true",
                         help="on emulated GPUs, over NCCL: its networks, each NIC's bytes and the losses, "
                         "stock and holmes (needs the CUDA build of torch, g++ and NCCL's source: `make "

@@ -1,5 +1,4 @@
-"""`holmes discover`: the NICs of this node, or of a captured /sys tree; or clusters that a scheduler knows
-(--from)."""
+"""`holmes discover`: the NICs of this node, or of a captured /sys tree; or a scheduler's clusters."""
 
 from __future__ import annotations
 
@@ -109,11 +108,9 @@ def _mark(nics: Sequence[Nic], include: Sequence[str], exclude: Sequence[str]) -
 #: Narrow terminals lose the right ones of the middle first, which only say where a NIC sits.
 COLUMNS = (
     Column("NIC"), Column("kind"), Column("state"), Column("rate", right=True),
-    Column("net device", wrap=10, drop=2),
-    Column("addresses", wrap=18, drop=1), Column("v2 GID", right=True, drop=3),
-    Column("subnet prefix", drop=4),
-    Column("LID", right=True, drop=5), Column("NUMA", right=True, drop=6), Column("PCI", drop=7),
-    Column("note", wrap=16),
+    Column("net device", wrap=10, drop=2), Column("addresses", wrap=18, drop=1),
+    Column("v2 GID", right=True, drop=3), Column("subnet prefix", drop=4), Column("LID", right=True, drop=5),
+    Column("NUMA", right=True, drop=6), Column("PCI", drop=7), Column("note", wrap=16),
 )
 
 
@@ -121,10 +118,9 @@ def _cells(nic: Nic, findings: Sequence[Finding]) -> list[str]:
     """A row of COLUMNS."""
     return [
         nic.name, nic.kind, nic.state, format_rate(nic.rate_bps) if nic.rate_bps else "",
-        " ".join(nic.netdevs),
-        " ".join(nic.addresses), "" if nic.roce_v2_index is None else str(nic.roce_v2_index),
-        nic.subnet_prefix, str(nic.lid or ""), "" if nic.numa < 0 else str(nic.numa), nic.pci,
-        "; ".join(_remarks(nic, findings)),
+        " ".join(nic.netdevs), " ".join(nic.addresses),
+        "" if nic.roce_v2_index is None else str(nic.roce_v2_index), nic.subnet_prefix, str(nic.lid or ""),
+        "" if nic.numa < 0 else str(nic.numa), nic.pci, "; ".join(_remarks(nic, findings)),
     ]
 
 

@@ -1,5 +1,4 @@
-"""`holmes doctor`: is this machine, and is this command, fit for a job over several clusters? Nothing is
-started."""
+"""`holmes doctor`: is this machine, and is this command, fit for a job over several clusters?"""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def add_parser(subparsers: Any) -> None:
         description="Says what would keep this machine, its environment and a command from a job over "
         "several clusters. Nothing is started.",
         epilog=_EPILOG)
-    parser.add_argument("--cluster", metavar="FILE", help="cluster.toml: check the nodes and the command "
-                                                          "against it")
+    parser.add_argument("--cluster", metavar="FILE", help="cluster.toml: check nodes and command against it")
     parser.add_argument("--nodes", metavar="FILE", nargs="+", default=[],
                         help="what `holmes doctor --json` printed on other nodes: compare them")
     parser.add_argument("--sysfs", metavar="DIR", default=sysfs_root(os.environ),
@@ -73,8 +71,7 @@ def add_parser(subparsers: Any) -> None:
                         help="on every node of the Slurm allocation, by srun, with --preflight; without an "
                              "allocation OPTIONS are srun's: --slurm='--nodes 4 --partition gpu'")
     parser.add_argument("--preflight", action="store_true",
-                        help="under a launcher: try the links between the nodes, too, as a job does at its "
-                             "start")
+                        help="under a launcher: try the links between the nodes, as at a job's start")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S",
                         help="under a launcher: seconds to wait for the other nodes (default: 60)")
     parser.add_argument("--json", action="store_true",
@@ -140,8 +137,8 @@ def _over_allocation(args: argparse.Namespace, words: Sequence[str], spec: SiteS
 
 
 def _preflight(args: argparse.Namespace, process: launcher.Process) -> bool:
-    """Try the links between all nodes, as a job does at its start; whether a port is left out. HolmesError on
-    rank 0 (RemoteError elsewhere) where no job could start."""
+    """Try the links between all nodes, as at a job's start; whether a port is left out. HolmesError on rank 0
+    (RemoteError elsewhere) where no job could start."""
     before, sys.argv[1:] = sys.argv[1:], []  # the command that is judged is not this job's
     holmes_ext.enable(**({"cluster": args.cluster} if args.cluster else {}))
     sys.argv[1:] = before

@@ -1,5 +1,4 @@
-"""`holmes examples`: the documentation's scripts, cluster files and models, where its commands look for
-them."""
+"""`holmes examples`: the documentation's scripts, cluster files and models."""
 
 from __future__ import annotations
 

@@ -32,11 +32,10 @@ Encrypted between hosts (TLS 1.3). Ports, directions and firewalls: docs/joined_
 """
 COLUMNS = (
     Column("job"), Column("state"), Column("ranks", right=True), Column("step", right=True),
-    Column("round", right=True),
-    Column("counted", right=True), Column("missed", right=True), Column("lag, s", right=True),
-    Column("steps/s", right=True, drop=2), Column("sends", right=True, drop=3),
-    Column("drift", right=True, drop=4),
-    Column("relayed, MB", right=True, drop=2), Column("heard, s ago", right=True, drop=1),
+    Column("round", right=True), Column("counted", right=True), Column("missed", right=True),
+    Column("lag, s", right=True), Column("steps/s", right=True, drop=2), Column("sends", right=True, drop=3),
+    Column("drift", right=True, drop=4), Column("relayed, MB", right=True, drop=2),
+    Column("heard, s ago", right=True, drop=1),
 )  # fmt: skip
 _ABOUT = "The coordinator of jobs that train one model together, each on a cluster of its own."
 
@@ -46,8 +45,7 @@ def add_parser(subparsers: Any) -> None:
         "join", help="the coordinator of jobs that train one model together", description=_ABOUT,
         epilog=_EPILOG)
     actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
-    serve = actions.add_parser("serve", help="keep the coordinator (may be restarted: jobs come back by "
-                                             "themselves)",
+    serve = actions.add_parser("serve", help="keep the coordinator (it may be restarted)",
                                description="Keeps the coordinator of joined jobs, on a machine that all "
                                "reach. It may be restarted: jobs come back by themselves.")
     serve.add_argument("--host", default="", help="address to listen on (default: all, IPv4 and IPv6)")
@@ -66,12 +64,10 @@ def add_parser(subparsers: Any) -> None:
     for command in (serve, status):
         command.add_argument("--plain", action="store_true",
                              default=os.environ.get("HOLMES_JOIN_PLAIN") == "on",
-                             help="do not encrypt (HOLMES_JOIN_PLAIN=on): whoever is on the way can read "
-                                  "everything")
+                             help="do not encrypt (HOLMES_JOIN_PLAIN=on): anybody on the way can read it")
         command.add_argument("--certificate", metavar="FILE",
                              default=os.environ.get("HOLMES_JOIN_CERTIFICATE", ""),
-                             help="PEM with certificate, chain and key of a site's CA "
-                                  "(HOLMES_JOIN_CERTIFICATE)")
+                             help="PEM of a site's CA (HOLMES_JOIN_CERTIFICATE)")
         command.add_argument("--ca", metavar="FILE", default=os.environ.get("HOLMES_JOIN_CA", ""),
                              help="PEM of that CA (HOLMES_JOIN_CA)")
 

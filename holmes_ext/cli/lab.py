@@ -49,16 +49,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "  holmes lab run --cluster examples/clusters/two_clusters_4.toml -- python train.py --holmes")
     _add_site(start)
     order = start.add_mutually_exclusive_group()
-    order.add_argument("--order", metavar="a0,b0,...", help="nodes in the launcher's order (default: the "
-                                                            "file's)")
-    order.add_argument("--interleave", action="store_true", help="take the clusters' nodes in turn: "
-                                                                 "a0,b0,a1,b1,...")
-    start.add_argument("--processes", type=int, metavar="N", help="processes for each node (default: the "
-                                                                  "file's)")
+    order.add_argument("--order", metavar="a0,b0,...", help="nodes in the launcher's order (or the file's)")
+    order.add_argument("--interleave", action="store_true", help="take clusters' nodes in turn: a0,b0,a1,...")
+    start.add_argument("--processes", type=int, metavar="N", help="of each node (default: the file's)")
     start.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable in every "
                                                                                  "process")
-    start.add_argument("--preload", metavar="M,N", help="import these modules once and fork every rank "
-                                                        "(python)")
+    start.add_argument("--preload", metavar="M,N", help="import these once and fork every rank (python)")
     start.add_argument("--accelerator", metavar="JSON",
                        help='emulate a GPU\'s speed: {"flops": 5e9, "classes": ["Block"]}; with --gpu '
                        '{"flops": 5e9, "bytes": 2e9, "sms": 108}')
@@ -104,10 +100,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     which.add_argument("--lab", metavar="DIR", help="directory of a lab that runs, where several do")
     shell.add_argument("--scale", type=float, default=1.0, metavar="S", help="with --cluster: multiply every "
                                                                              "rate by S")
-    shell.add_argument("--launcher", choices=tuple(NEEDS), help="with --cluster: start this launcher's "
-                                                                "daemons")
-    shell.add_argument("host", metavar="NODE", help="its name; \"login\" is where the lab's launchers start "
-                                                    "jobs")
+    shell.add_argument("--launcher", choices=tuple(NEEDS), help="with --cluster: its daemons, too")
+    shell.add_argument("host", metavar="NODE", help='its name; "login" is where launchers start jobs')
     shell.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", default=[],
                        help="run this instead of a shell")
 
@@ -168,8 +162,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def refuse_launcher(command: Sequence[str]) -> None:
-    """HolmesError for a launcher that would start a job of its own on every node of the lab. torchrun with
-    --nnodes is an agent of one job, which may be meant."""
+    """HolmesError for a launcher that would start a job on every node. (torchrun with --nnodes may be
+    meant.)"""
     words = [Path(word).name for word in command]
     known = next((name for name in LAUNCHERS if name in words[:3]), "")
     if not known or "torch" in known and any(word.startswith(("--nnodes", "--nnode-")) for word in words):

@@ -1,6 +1,4 @@
-"""What `holmes lab run --gpu` adds: emulated GPUs for the ranks, an end to what hangs, each group's network
-and bytes.
-"""
+"""`holmes lab run --gpu`: emulated GPUs, an end to what hangs, each group's network and bytes."""
 
 from __future__ import annotations
 
@@ -58,9 +56,8 @@ def gpus_of(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, 
     """The emulated GPUs that the options ask for; None without --gpu."""
     if args.gpu is None:
         given = {"--gpu-memory": args.gpu_memory, "--nccl-source": args.nccl_source,
-                 "--gpu-report": args.gpu_report,
-                 "--beside-stock": args.beside_stock, "--gpu-order": args.gpu_order == "random",
-                 "--gpu-standstill": args.gpu_standstill != END_S}
+                 "--gpu-report": args.gpu_report, "--beside-stock": args.beside_stock,
+                 "--gpu-order": args.gpu_order == "random", "--gpu-standstill": args.gpu_standstill != END_S}
         if name := next((name for name, value in given.items() if value), ""):
             raise HolmesError(f"holmes lab run: {name} is for emulated GPUs; add --gpu")
         return None

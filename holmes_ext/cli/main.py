@@ -1,5 +1,4 @@
-"""The `holmes` command: finds the subcommand's module, runs it, and turns HolmesError into one line and exit
-status 2.
+"""The `holmes` command: runs a subcommand's module; a HolmesError is one line and exit status 2.
 
 A subcommand NAME is a module holmes_ext/cli/NAME.py with
 
@@ -51,9 +50,7 @@ class Help(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are HolmesErrors: one line. A flag is what it is called, not what it
-    begins with.
-    """
+    """Its errors are HolmesErrors, one line each; a flag is never abbreviated."""
 
     def __init__(self, **given):
         super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **given})
@@ -71,11 +68,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a `holmes` command line (default: this process's) and return its exit status; 130 after Ctrl-C.
-
-    Where the reader of standard output has gone (`holmes plan ... | head`) the rest is not printed: that is
-    no error.
-    """
+    """Run a `holmes` command line (default: this process's); its exit status, 130 after Ctrl-C. Where the
+    reader of standard output has gone (`holmes plan ... | head`) the rest is not printed."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         try:

@@ -21,8 +21,7 @@ FEATURES = (
 #: One row a function, of --all.
 COLUMNS = (
     Column("feature"), Column("asked for by", wrap=16, drop=3), Column("target", wrap=18, drop=1),
-    Column("supports", wrap=16, drop=2), Column("installed"),
-    Column("state"), Column("why", wrap=24),
+    Column("supports", wrap=16, drop=2), Column("installed"), Column("state"), Column("why", wrap=24),
 )
 
 
@@ -73,8 +72,7 @@ def _absent(fit: Fit) -> bool:
 
 
 def _feature(fits: list[Fit]) -> tuple[str, ...]:
-    """A row of FEATURES. All of a feature's functions are changed or none: the first that does not fit says
-    why."""
+    """A row of FEATURES: all of its functions are changed or none; the first that does not fit says why."""
     told = min(fits, key=lambda fit: ("off", "unknown", "fits", "other version").index(fit.state))
     feature, reason = told.patch.feature, told.reason if told.state == "off" else ""
     package = f"{feature.requirement.name} {told.installed}" if told.installed else "-"

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
 from typing import Any
 
 from holmes_ext.cli.show import experts, explain, search, search_table, subset
@@ -35,22 +35,6 @@ from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.report.plan_pictures import draw_partitions
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
-_WORKLOAD = {  # field of Workload -> (option, what it is)
-    "forward_s": ("forward-seconds", "seconds to compute one micro-batch forward on one stage"),
-    "backward_s": ("backward-seconds", "the same backward"),
-    "micro_batches": ("micro-batches", "micro-batches in a step"),
-    "gradient_bytes": ("gradient-bytes", "bytes of gradients of one rank"),
-    "activation_bytes": ("activation-bytes",
-                         "bytes that one rank sends to the next stage for one micro-batch"),
-    "tensor_bytes": ("tensor-bytes", "bytes all-reduced by a tensor group for one micro-batch on one stage"),
-    "context_bytes": ("context-bytes", "bytes passed around a context ring for one micro-batch on one stage"),
-    "copies": ("copies", "tensor ranks that have the same activation to send (1 with sequence parallelism)"),
-    "expert_bytes": ("expert-bytes",
-                     "bytes sent by one rank in all-to-alls for one micro-batch on one stage"),
-    "activation_width": ("activation-width", "bytes of a number of an activation"),
-}
-#: Whole numbers of these.
-_COUNTS = "micro_batches", "activation_width"
 _ABOUT = """Says where each stage of a job should run, over which network, and what that is worth: for a
 training command after --, for sizes, or searched for a model."""
 _EPILOG = """\
@@ -74,19 +58,15 @@ def add_parser(subparsers: Any) -> None:
     add("--sizes", metavar="TEXT", help='parallel sizes, such as "pipeline=2,tensor=1"; what is left is data')
     for name in ("pipeline", "tensor", "context", "expert"):
         add(f"--{name}", type=int, metavar="N", help=f"{name}-parallel size")
-    add("--order", metavar="O", help="order of the axes in the ranks, innermost first (default: "
-                                     "tp-cp-ep-dp-pp)")
-    add("--output", metavar="FILE", help="write plan.json here: of the sizes given, else of the best plan "
-                                         "found")
+    add("--order", metavar="O", help="axes in the ranks, innermost first (default: tp-cp-ep-dp-pp)")
+    add("--output", metavar="FILE", help="write plan.json: of the sizes given, or the best plan found")
     add("--json", action="store_true", help="print plan.json instead of the table")
     add = parser.add_argument_group(
         "what the model computes and sends (nominal values unless given)").add_argument
-    add("--workload", metavar="FILE", help="TOML with keys like the options below (forward_seconds = 0.03, "
-                                           "...)")
+    add("--workload", metavar="FILE", help="TOML with such keys (forward_seconds = 0.03, ...)")
     for field in fields(Workload):
-        option, text = _WORKLOAD[field.name]
-        kind = int if field.name in _COUNTS else float
-        add(f"--{option}", dest=field.name, type=kind, metavar="N", help=text)
+        about = field.metadata
+        add(f"--{about['option']}", dest=field.name, type=_kind(field), metavar="N", help=about["help"])
     explain.add_arguments(parser)
     experts.add_arguments(parser)
     search.add_arguments(parser)
@@ -169,24 +149,28 @@ def run(args: argparse.Namespace) -> int:
 def _workload(args: argparse.Namespace) -> Workload | None:
     """None when nothing about the model was given."""
     given = load_workload(args.workload) if args.workload else {}
-    given.update({name: getattr(args, name) for name in _WORKLOAD if getattr(args, name) is not None})
+    own = {field.name: getattr(args, field.name) for field in fields(Workload)}
+    given |= {name: value for name, value in own.items() if value is not None}
     return Workload(**given) if given else None
 
 
 def load_workload(path: str) -> dict[str, Any]:
     """Fields of Workload from a TOML file whose keys are the options' names with underscores."""
     table, given = load_toml(path, "name a TOML file"), {}
-    for name, (option, _) in _WORKLOAD.items():
-        value = table.take(option.replace("-", "_"), int if name in _COUNTS else float, None)
+    for field in fields(Workload):
+        value = table.take(field.metadata["option"].replace("-", "_"), _kind(field), None)
         if value is not None:
-            given[name] = value
+            given[field.name] = value
     table.done()
     return given
 
 
+def _kind(field: Field[Any]) -> type:
+    return int if field.type == "int" else float
+
+
 def compress_hosts(names: Iterable[str]) -> str:
-    """ "a[0-3] b0" from a0 a1 a2 a3 b0: runs of consecutive numbers, in the order given (what expand_hosts
-    reads)."""
+    """ "a[0-3] b0" from a0 a1 a2 a3 b0: runs of consecutive numbers, in the order given."""
     runs: list[list[str]] = []
     for name in names:
         last = _NUMBERED.fullmatch(runs[-1][-1]) if runs else None
@@ -243,8 +227,7 @@ def _title(plan: Plan, sizes: Sizes) -> str:
 
 
 def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[tuple[str, str, str]]:
-    """For each stage its nodes, the fabrics of its data-parallel groups, and those of its edges to the next
-    stage."""
+    """Of each stage its nodes, its data-parallel groups' fabrics, and its edges' to the next stage."""
     stages: list[list[dict[str, None]]] = [[{} for _ in range(sizes.pipeline)] for _ in range(3)]
     nodes, data, edges = stages
     for rank in range(plan.world_size):

@@ -1,5 +1,4 @@
-"""`holmes probe`: measure every fabric of a job's nodes and what lies between its clusters, into
-cluster.toml."""
+"""`holmes probe`: measure every fabric, and what lies between the clusters, into cluster.toml."""
 
 from __future__ import annotations
 

@@ -46,16 +46,14 @@ def add_parser(subparsers: Any) -> None:
         description="Reads DIR, written by --holmes-telemetry DIR (the files of all nodes together). "
         "Exposed: seconds in which the program stood still for communication. Achieved: bytes sent over the "
         "time in which all of a group's ranks were there.")
-    parser.add_argument("directory", metavar="DIR", help="the directory of --holmes-telemetry, or one run in "
-                                                         "it")
+    parser.add_argument("directory", metavar="DIR", help="of --holmes-telemetry, or one run in it")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--trace", metavar="FILE",
                         help="write one step of every rank for chrome://tracing or ui.perfetto.dev")
     parser.add_argument("--step", type=int, metavar="N",
                         help="which step --trace and --html show (default: the last one that was traced)")
     parser.add_argument("--write-model", metavar="FILE",
-                        help="write what the job measured of its stages and edges, for `holmes plan "
-                             "--profile`")
+                        help="write what the job measured, for `holmes plan --profile`")
     parser.add_argument("--html", metavar="FILE", help="write the tables and a picture of one step")
 
 

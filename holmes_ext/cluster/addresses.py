@@ -1,8 +1,7 @@
 """IP addresses of net devices: of this node (getifaddrs), or of a captured tree (`ip -j addr`).
 
-/sys does not show IP addresses. Both sources give the same form: net device -> addresses with prefix length,
-"10.0.0.1/16". Link-local IPv6 addresses are left out, except where a device has no other: nodes are not
-addressed by them.
+/sys shows none. Both give net device -> addresses with prefix length, "10.0.0.1/16"; link-local IPv6 ones
+only where a device has no other.
 """
 
 from __future__ import annotations
@@ -41,10 +40,8 @@ _OFFSET = {int(socket.AF_INET): (4, 4), int(socket.AF_INET6): (8, 16)}
 
 
 def interface_addresses() -> Addresses:
-    """Every net device of the current network namespace with its addresses, loopback included.
-
-    A device without an address has an empty tuple. Raises HolmesError when the kernel does not answer.
-    """
+    """Net device -> its addresses, in this network namespace, loopback included; HolmesError when the kernel
+    does not answer."""
     return {name: _without_link_local(found) for name, found in _all_addresses().items()}
 
 
@@ -90,11 +87,8 @@ def _without_link_local(addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def captured_addresses(root: str | Path) -> Addresses | None:
-    """Addresses that lie as ip_addr.json (`ip -j addr`) at the root of a captured tree; None when it is not
-    there.
-
-    Raises HolmesError naming the file when it is not what `ip -j addr` prints.
-    """
+    """From ip_addr.json (`ip -j addr`) at the root of a captured tree; None when it is not there. HolmesError
+    names a file that `ip -j addr` did not print."""
     path = os.path.join(root, CAPTURED)
     if not os.path.lexists(path):
         return None

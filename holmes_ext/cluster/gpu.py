@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Accelerator:
-    """flops: FLOP/s reached in training; memory_bytes; link_bps: bits/s of one GPU to others of its node,
-    each way. 0: not known."""
+    """flops: FLOP/s reached in training; link_bps: bits/s of one GPU to others of its node. 0: not known."""
 
     flops: float = 0.0
     memory_bytes: float = 0.0
@@ -38,8 +37,8 @@ _MEMORY = re.compile(r"(\d+) ?GB", re.IGNORECASE)
 
 
 def accelerator_of(name: str) -> Accelerator | None:
-    """What a name says, such as a driver's "NVIDIA A100-SXM4-40GB": the known one that is a word of it, with
-    the memory that it states, and no NVLink where it says PCIe. None where no word is known."""
+    """What a name says ("NVIDIA A100-SXM4-40GB"): the known GPU that is a word of it, with the memory that it
+    states, without NVLink if it says PCIe. None where no word is known."""
     words = re.split(r"[^A-Z0-9]+", name.upper())
     found = next((KNOWN[word] for word in words if word in KNOWN), None)
     if found is None:

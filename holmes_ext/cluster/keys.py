@@ -1,5 +1,4 @@
-"""The keys of cluster.toml, in the order in which one would write them: what docs/cluster_toml.md is made
-from.
+"""The keys of cluster.toml, in the order in which one would write them (docs/cluster_toml.md).
 
 spec.py, wan.py and measured.py read them; tests/cluster/test_keys.py watches them read and compares.
 """
@@ -14,8 +13,7 @@ from holmes_ext.units import format_seconds
 
 
 class Key(NamedTuple):
-    """table: as it stands in the file, "" above all tables; kind: of the value; default: "" where the key
-    must be there."""
+    """table: as in the file, "" above all tables; kind: of the value; default: "" where the key is needed."""
 
     table: str
     name: str

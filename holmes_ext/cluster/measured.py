@@ -1,5 +1,4 @@
-"""[link.FABRIC] and [[measured]] of cluster.toml: what `holmes probe` measured, and writing it there without
-touching the rest.
+"""[link.FABRIC] and [[measured]] of cluster.toml, from `holmes probe`, written without touching the rest.
 
     [link.ethernet]
     send = [[1024, 0.00021], [65536, 0.0024]]   # bytes of a message, seconds from node to node
@@ -111,8 +110,8 @@ def render(links: Mapping[str, MeasuredLink], pairs: Sequence[MeasuredPair] = ()
 
 def merge(text: str, links: Mapping[str, MeasuredLink], source: str,
           pairs: Sequence[MeasuredPair] = ()) -> str:
-    """`text` of a cluster.toml with its [link] and [[measured]] tables replaced; the rest stays byte for
-    byte. HolmesError when that cannot be done."""
+    """`text` of a cluster.toml with its [link] and [[measured]] tables replaced, the rest byte for byte;
+    HolmesError when that cannot be done."""
     before = parse_toml(text, source).values
     kept, dropping = [], False
     for line in text.splitlines(keepends=True):
@@ -135,8 +134,7 @@ def merge(text: str, links: Mapping[str, MeasuredLink], source: str,
 
 
 def store(path: str | Path, links: Mapping[str, MeasuredLink], pairs: Sequence[MeasuredPair] = ()) -> None:
-    """Put what was measured into the cluster.toml `path`: a new file takes its place, with its
-    permissions."""
+    """Put what was measured into the cluster.toml `path`, which keeps its permissions."""
     merged = merge(read_text(path, "name a cluster.toml"), links, str(path), pairs)
     try:
         write_whole(path, merged)

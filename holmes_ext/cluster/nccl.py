@@ -1,5 +1,4 @@
-"""What NCCL is given on a node, and what it finds there besides NICs: settings in files, verbs, a network
-plugin.
+"""What NCCL is given on a node, and finds there: settings in files, verbs, a network plugin.
 
 Read in NCCL's source, 2.18 to 2.30:
 
@@ -36,9 +35,8 @@ _FOLDERS = ("/lib64", "/usr/lib64", "/lib/x86_64-linux-gnu", "/usr/lib/x86_64-li
 
 @dataclass(frozen=True)
 class NcclOfNode:
-    """no_verbs: why NCCL's own "IB" network (InfiniBand and RoCE) finds nothing here, "" where nothing speaks
-    against it; forced_net: the value of NCCL_NET in a file (forced_in); plugin: the network plugin that NCCL
-    would load."""
+    """no_verbs: why NCCL's own "IB" network finds nothing here, ""; forced_net: NCCL_NET in a file
+    (forced_in); plugin: the network plugin that NCCL would load."""
 
     no_verbs: str = ""
     forced_net: str = ""
@@ -75,8 +73,7 @@ def nccl_of_node(environ: Mapping[str, str], nics: Sequence[Nic]) -> NcclOfNode:
 
 
 def file_settings(environ: Mapping[str, str], system: str = "/etc/nccl.conf") -> dict[str, tuple[str, str]]:
-    """variable -> (value, file) of what NCCL itself will add to the environment; a variable that is set, or
-    stands in the first file already, stays."""
+    """variable -> (value, file) of what NCCL itself adds to the environment; what is set already stays."""
     found: dict[str, tuple[str, str]] = {}
     for file in (environ.get("NCCL_CONF_FILE") or f"{environ.get('HOME', '')}/.nccl.conf", system):
         try:

@@ -1,5 +1,4 @@
-"""What one NIC port is: plain, self-validating values that travel as JSON (`asdict` there,
-`document.Table.into` back).
+"""What one NIC port is: self-validating values that travel as JSON.
 
 A node's NICs are a tuple of `Nic`. Three kinds exist, after what a collective library can do with them:
 

@@ -18,9 +18,8 @@ from holmes_ext.document import Table
 
 @dataclass(frozen=True)
 class NodeReport:
-    """name: host name; identity: what no other node can share; ethernet: interface by which the node reaches
-    the master; processes: those that the launcher started there, 0 where that is not known; nccl: what NCCL
-    would find."""
+    """name: host name; identity: what no other node can share; ethernet: interface towards the master;
+    processes: started there, 0: not known; nccl: what NCCL would find."""
 
     name: str
     identity: str

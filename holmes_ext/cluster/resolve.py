@@ -8,8 +8,7 @@ it, the fabrics are worked out from the NICs:
                  fabric is called after its kind, where there are several after its first node, too
     Ethernet     one network that reaches all (each node's interface towards the master)
 
-Rail-wise subnets (NIC i of every node in subnet i) give fabrics with the same nodes: they count as one
-fabric.
+Rail-wise subnets (NIC i of every node in subnet i) have the same nodes: they count as one fabric.
 
 NCCL reads once in a process which HCAs it may use, and takes any of them for any group: so a node's RDMA
 groups use one fabric, and where it is on several the others are left to sockets (Port.no_verbs).
@@ -46,11 +45,8 @@ def part_of(spec: SiteSpec, reports: Iterable[NodeReport]) -> SiteSpec:
 
 def resolve_site(reports: Iterable[NodeReport], spec: SiteSpec | None, fallback: bool = False) -> Site:
     """The Site of the nodes that reported, in their order, of which `spec` may know more; HolmesError names
-    the node and what contradicts.
-
-    fallback: a fast NIC that cluster.toml promises and that is down is marked as such, and the node left on
-    Ethernet.
-    """
+    the node and what contradicts. fallback: a promised fast NIC that is down is marked, its node left on
+    Ethernet."""
     reports = tuple(reports)
     names: set[str] = set()
     for report in reports:
@@ -93,8 +89,7 @@ def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
 
 
 def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
-    """A line for each thing that NCCL does otherwise than the NICs of `site`, resolved from `reports`,
-    suggest."""
+    """A line for each thing that NCCL does otherwise than the NICs of `site` suggest."""
     told: dict[str, list[str]] = {}
     for node, report in zip(site.nodes, reports):
         for port in node.ports:
@@ -117,8 +112,7 @@ def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
 
 
 def apart_by_subnet(site: Site) -> list[str]:
-    """A line where fabrics of RoCE were told by their IP subnets alone: routed, racks' subnets are one
-    fabric."""
+    """A line where IP subnets alone told fabrics of RoCE apart (routed, they would be one)."""
     roce = [fabric.name for fabric in site.fabrics if fabric.kind == "roce"]
     if site.source != REPORTS or len(roce) < 2:
         return []
@@ -128,8 +122,7 @@ def apart_by_subnet(site: Site) -> list[str]:
 
 
 def _match_names(reports: tuple[NodeReport, ...], spec: SiteSpec) -> tuple[NodeReport, ...]:
-    """The reports under the names that cluster.toml uses: the host name itself, or both cut at the first
-    dot."""
+    """Under the names that cluster.toml uses: host names, or both cut at the first dot."""
     listed = {name: name for cluster in spec.clusters for name in cluster.nodes}
     short = {short_name(name): name for name in listed}
     renamed = []
@@ -157,8 +150,7 @@ def _node_by_spec(report: NodeReport, spec: SiteSpec, fallback: bool) -> Node:
 
 
 def _ethernet_port(report: NodeReport, rate_bps: int = 0, named: str = "", source: str = "") -> Port:
-    """By which the node reaches the master, or the interface that cluster.toml names; rate_bps 0: what it
-    states."""
+    """By which the node reaches the master, or as cluster.toml names it; rate_bps 0: what it states."""
     name = named or report.ethernet
     nic = next((nic for nic in report.nics if name in (nic.device, *nic.netdevs)), None)
     trouble = ""
@@ -207,8 +199,7 @@ def _fast_port(
 
 
 def _port(fabric: str, nics: Sequence[Nic], rate_bps: int) -> Port:
-    """One port for all NICs of a node on a fabric: sockets bind to the first with an address, RDMA uses them
-    all."""
+    """One for all NICs of a node on a fabric: sockets bind to the first with an address, RDMA uses all."""
     bound = next((nic for nic in nics if nic.ifname and nic.addresses), None)
     hcas = tuple(nic.name for nic in nics if nic.fast)
     indices = {nic.roce_v2_index for nic in nics} if nics[0].kind == "roce" else {None}
@@ -278,8 +269,7 @@ def _ask_about_default_prefix(members: dict[str, list[Nic]]) -> None:
 
 
 def _ask_about_routed_roce(nodes_in: Mapping[str, set[str]]) -> None:
-    """HolmesError where several nodes share none of their subnets: routed RoCE has one (a /31, say) for each
-    port."""
+    """HolmesError where several nodes share none of their subnets: routed RoCE has one for each port."""
     shared = {name for names in nodes_in.values() if len(names) > 1 for name in names}
     alone = {name: subnet for subnet, names in nodes_in.items() for name in names - shared}
     if len(alone) > 1:

@@ -94,8 +94,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Site:
-    """All nodes, in the order in which the launcher numbered them, the fabrics, and what lies between the
-    clusters."""
+    """All nodes, in the launcher's order, the fabrics, and what lies between the clusters."""
 
     nodes: tuple[Node, ...]
     fabrics: tuple[Fabric, ...]
@@ -139,8 +138,8 @@ class Site:
         return max((self.fabric_by_name[name] for name in shared), key=lambda fabric: fabric.preference)
 
     def path(self, one: str, two: str) -> tuple[Hop, ...]:
-        """What traffic from node `one` to `two` passes, in order, on the best fabric that both are on; () in
-        one node. The latencies add up to the way's."""
+        """What traffic between two nodes passes, in order, on their best fabric; () in one node. The
+        latencies add up to the way's."""
         if one == two:
             return ()
         fabric = self.shared_fabric((one, two))
@@ -152,7 +151,7 @@ class Site:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 (hex) of nodes, clusters and networks; the launcher's order, NIC names and faults do not
+        """sha256 (hex) of nodes, clusters and networks; the launcher's order, NICs and faults do not
         count."""
         fabrics = {node.name: tuple(port.fabric for port in node.ports) for node in self.nodes}
         nodes = sorted((node.name, node.cluster, node.processes, fabrics[node.name]) for node in self.nodes)
@@ -180,8 +179,7 @@ class Site:
 
 
 def fabrics_of_spec(spec: SiteSpec) -> tuple[Fabric, ...]:
-    """Ethernet and every fabric that a cluster names; where clusters share one, its least rate and longest
-    latency."""
+    """Ethernet and every fabric that a cluster names; of shared ones the least rate and longest latency."""
     fabrics = {ETHERNET: Fabric(ETHERNET, "ethernet", spec.ethernet_rate_bps, spec.ethernet_latency_s)}
     for cluster in spec.clusters:
         if cluster.fabric == ETHERNET:
@@ -195,8 +193,7 @@ def fabrics_of_spec(spec: SiteSpec) -> tuple[Fabric, ...]:
 
 
 def site_from_spec(spec: SiteSpec) -> Site:
-    """The site as cluster.toml describes it, before any node has reported: nodes in the file's order, no NIC
-    names."""
+    """As cluster.toml describes it, before any node has reported: nodes in its order, no NIC names."""
     nodes = []
     for cluster in spec.clusters:
         ethernet = Port(ETHERNET, rate_bps=spec.ethernet_rate_bps)

@@ -41,8 +41,8 @@ MAX_RAILS = 8
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """One `[[cluster]]`. Rates in bits/s for each node (uplink_bps: of all of them, 0 without), latency in
-    seconds; rails: fast NICs of each node, for the lab."""
+    """Rates in bits/s for each node (uplink_bps: of all of them, 0 without), latency in seconds; rails: fast
+    NICs of each node, for the lab."""
 
     name: str
     kind: str
@@ -86,8 +86,7 @@ class SiteSpec:
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of what the file says; the file's name, its comments and what was measured do not
-        count."""
+        """sha256 (hex) of what the file says, but comments, its name and what was measured."""
         content: list[object] = [self.ethernet_rate_bps, self.ethernet_latency_s, self.ethernet_interface]
         beside = ("accelerator", "uplink_bps", "net", "rails")
         content += [{key: value for key, value in vars(c).items() if key not in beside}
@@ -121,8 +120,7 @@ class SiteSpec:
 
 
 def load_spec(path: str | Path) -> SiteSpec:
-    """Read and validate a cluster.toml; HolmesError names the file and the key (or the line, when it is not
-    TOML)."""
+    """Read and validate a cluster.toml; HolmesError names the file and the key, or the line."""
     return parse_spec(read_text(path, "name a cluster.toml"), str(path))
 
 

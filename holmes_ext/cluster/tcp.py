@@ -42,9 +42,9 @@ class TcpLimits:
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A link of which TCP with its present settings carries less than its rate. rate_bps: of one node, to
-    cluster `other`; streams: sockets of a connection; carries_bps: all of them; buffer: bytes that each of
-    tcp_wmem and tcp_rmem would need."""
+    """A link of which TCP, as it is set, carries less than its rate. rate_bps: of one node, to cluster
+    `other`; streams: sockets of a connection; carries_bps: all of them; buffer: bytes that tcp_wmem and
+    tcp_rmem would need."""
 
     cluster: str
     other: str
@@ -86,8 +86,7 @@ class Shortfall:
 
 
 def read_limits(root: str | Path = "/proc/sys/net/ipv4") -> TcpLimits:
-    """Of the caller's network namespace; BBR keeps its window while a stream is idle, whatever the kernel is
-    told."""
+    """Of the caller's network namespace. (BBR keeps its window while a stream is idle.)"""
     wmem, rmem, (restart,), (control,) = (Path(root, f"tcp_{name}").read_text().split() for name in (
         "wmem", "rmem", "slow_start_after_idle", "congestion_control"))
     bbr = control.startswith("bbr")
@@ -95,8 +94,8 @@ def read_limits(root: str | Path = "/proc/sys/net/ipv4") -> TcpLimits:
 
 
 def sockets(environ: Mapping[str, str]) -> int:
-    """Sockets that NCCL opens for a connection: NCCL_SOCKET_NTHREADS x NCCL_NSOCKS_PERTHREAD, 1 where unset
-    (NCCL takes more by itself on AWS and Google Cloud). gloo always has one."""
+    """That NCCL opens for a connection: NCCL_SOCKET_NTHREADS x NCCL_NSOCKS_PERTHREAD, 1 where unset. gloo has
+    one."""
     given = [environ.get(name, "") for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")]
     threads, each = (int(text) if text.isdecimal() and int(text) else 1 for text in given)
     return min(MOST_SOCKETS, threads * each)
@@ -104,8 +103,7 @@ def sockets(environ: Mapping[str, str]) -> int:
 
 def shortfalls(wan: Wan, ethernet_bps: float, clusters: Mapping[str, int], here: str, limits: TcpLimits,
                streams: int = 1) -> Iterator[Shortfall]:
-    """For a node of cluster `here`, to every other of `clusters` (name -> nodes). Of a shared link a node
-    counts on its part when all send at once."""
+    """For a node of cluster `here`, to every other of `clusters` (name -> nodes), when all nodes send."""
     for other in clusters:
         hops = wan.hops(here, other)
         trip = 2 * sum(hop.latency_s for hop in hops)

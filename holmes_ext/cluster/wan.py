@@ -78,9 +78,7 @@ class Wan:
         return {pair: link for (a, b), link in ways for pair in ((a, b), (b, a))}
 
     def hops(self, one: str, two: str) -> tuple[Hop, ...]:
-        """What lies between the NICs on the way from cluster `one` to `two`; () in one cluster and on a flat
-        network.
-        """
+        """What lies between the NICs from cluster `one` to `two`; () in one cluster and on a flat network."""
         found: list[Hop] = []
         if one == two:
             return ()
@@ -91,6 +89,11 @@ class Wan:
         if two in self.uplink_of:
             found.append(Hop(("downlink", two), self.uplink_of[two]))
         return tuple(found)
+
+    def cost(self, pair: tuple[str, str]) -> tuple[float, float]:
+        """From one cluster to another: seconds of a bit over the slowest hop, and of latency."""
+        hops = self.hops(*pair)
+        return max((1 / hop.rate_bps for hop in hops), default=0.0), sum(hop.latency_s for hop in hops)
 
     def only(self, clusters: Collection[str]) -> Wan:
         """What lies between these clusters."""
@@ -161,8 +164,7 @@ def latency_of(table: Table, default: float) -> float:
 
 
 def notes(wan: Wan, node_rates: Mapping[str, int]) -> list[str]:
-    """What is possible and looks unmeant, a line each; node_rates: bits/s of one node's Ethernet NIC, by
-    cluster."""
+    """What is possible and looks unmeant; node_rates: bits/s of one node's Ethernet NIC, by cluster."""
     found = []
     for name, rate in wan.uplink_of.items():
         if rate < node_rates[name]:

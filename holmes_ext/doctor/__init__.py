@@ -1,2 +1,1 @@
-"""What `holmes doctor` finds: NICs, nodes side by side, environment variables, frameworks, a training
-command."""
+"""What `holmes doctor` finds: NICs, nodes side by side, variables, frameworks, a training command."""

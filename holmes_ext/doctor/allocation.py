@@ -1,5 +1,4 @@
-"""A Slurm allocation that is to be looked at before the job starts: its nodes, and the srun that reaches each
-once."""
+"""A Slurm allocation before the job starts: its nodes, and the srun that reaches each once."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from holmes_ext.words import some_of
 
 
 def srun(environ: Mapping[str, str], options: str, program: Sequence[str]) -> list[str]:
-    """The command that runs `program` once on every node of the allocation in `environ`, or of one that
-    `options` (as on srun's command line) ask for. HolmesError where there is neither."""
+    """That runs `program` once on every node of the allocation in `environ`, or of one that `options`
+    (srun's) ask for. HolmesError: neither is there."""
     try:
         given = shlex.split(options)
     except ValueError as error:
@@ -39,8 +38,7 @@ def allocated(environ: Mapping[str, str]) -> list[str]:
 
 
 def check_nodes(nodes: Sequence[str], spec: SiteSpec) -> None:
-    """HolmesError where the allocation has nodes that the file does not know: a job there would end at its
-    start."""
+    """HolmesError where the allocation has nodes that the file does not know."""
     known = {short_name(node) for cluster in spec.clusters for node in cluster.nodes}
     if strangers := [node for node in nodes if short_name(node) not in known]:
         way_out = f"add it to one, or: holmes discover --from slurm --output {spec.source}"

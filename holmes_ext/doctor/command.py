@@ -1,5 +1,4 @@
-"""What is wrong with a training command, without starting it: script, flags, sizes against the clusters,
-ds_config."""
+"""What is wrong with a training command: script, flags, sizes against the clusters, ds_config."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ from holmes_ext.plan.sizes import parse_sizes
 
 @dataclass(frozen=True)
 class Command:
-    """launcher: words before the script; script: its path, "" where a module is started; arguments: the
-    script's."""
+    """launcher: words before the script; script: "" where a module is started; arguments: the script's."""
 
     launcher: tuple[str, ...]
     script: str
@@ -36,8 +34,7 @@ class Command:
 
 
 def split_command(words: Sequence[str]) -> Command:
-    """The training script of a launcher's command line: its first word that ends in .py, else the module
-    after the last -m."""
+    """The training script is the first word that ends in .py, else the module after the last -m."""
     for number, word in enumerate(words):
         if word.endswith(".py") and not word.startswith("-"):
             return Command(tuple(words[:number]), word, tuple(words[number + 1 :]))
@@ -51,8 +48,7 @@ def split_command(words: Sequence[str]) -> Command:
 
 def check_command(words: Sequence[str], spec: SiteSpec | None,
                   environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Findings on a command line. `spec`: of --cluster; else what the command's own --holmes-cluster
-    names."""
+    """Of a command line; `spec`: of --cluster, else the command's own --holmes-cluster counts."""
     command = split_command(words)
     if command.launcher and not shutil.which(command.launcher[0]):
         yield problem(command.launcher[0], "there is no such program", "the command cannot start",
@@ -111,8 +107,7 @@ def _check_plan(command: Command, options: Options, rest: list[str],
 
 
 def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Finding]:
-    """Whether batch, layers, heads and chunks that the flags name divide under the plan's sizes, and words
-    that look like holmes's own flags."""
+    """Whether what the flags name divides under the plan's sizes; and misspelt flags of holmes."""
     said = describe(rest)
     for word in said.unknown:
         if near := meant(word):

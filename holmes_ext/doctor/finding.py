@@ -13,8 +13,7 @@ LEVELS = ("problem", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """level: "problem" or "note"; about: the NIC, variable, package or file ("mlx5_0:1"); the rest are a line
-    each."""
+    """level: "problem" or "note"; about: the NIC, variable, package or file; the rest: a line each."""
 
     level: str
     about: str

@@ -1,5 +1,4 @@
-"""What may keep the patches from working: versions outside their ranges, targets that changed, others that
-patch."""
+"""What may keep the patches from working: versions, targets that changed, others that patch."""
 
 from __future__ import annotations
 
@@ -39,9 +38,8 @@ _MEGATRON_DEEPSPEED_NEEDS = ("regex", "pybind11", "six", "transformers")
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a patch fits what is installed. state: "fits", "off", "unknown" (without importing the
-    framework) or "other version" (which the patch is for); installed: its version, None where it is not;
-    reason: why the state is not "fits"."""
+    """Whether a patch fits what is installed. state: "fits", "off", "unknown" (without importing) or "other
+    version"; installed: its version, None: it is not; reason: why it does not fit."""
 
     patch: Patch
     installed: str | None
@@ -80,8 +78,7 @@ def fit_of(patch: Patch, check: bool) -> Fit:
 
 
 def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
-    """Findings on features whose framework is installed and that would stay off: what is, why, and which
-    versions would switch it on."""
+    """On features whose framework is installed and that would stay off: why, and which versions have them."""
     off: dict[tuple[str, str], dict[str, Feature]] = {}
     for fit in fits:
         feature, reason = fit.patch.feature, fit.reason or ""
@@ -107,8 +104,8 @@ def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
 
 
 def _is_vendored(patch: Patch) -> bool:
-    """Whether the module would come from a checkout (PYTHONPATH, the script's folder), not an installed
-    distribution: of another copy of the framework than the installed one, the patches stay off, quietly."""
+    """Whether the module would come from a checkout, not an installed distribution: the patches of another
+    copy stay off, quietly."""
     if not patch.feature.version_of:
         return False
     # megatron.core, whether or not it has the module
@@ -159,8 +156,7 @@ def _start_up_code(folders: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def check_replaced(patches: Iterable[Patch]) -> Iterator[Finding]:
-    """Findings on targets that are imported in this process and hold something that is not the framework's
-    own."""
+    """On targets that are imported here and hold something that is not the framework's own."""
     for patch in {patch.target: patch for patch in patches}.values():
         try:
             value = operator.attrgetter(patch.qualname)(sys.modules.get(patch.module))

@@ -1,5 +1,4 @@
-"""What holmes would hand to NCCL on a node, and what the installed NCCL makes of it. Nothing of NCCL is run:
-its versions 2.18 to 2.30 were read."""
+"""What holmes would hand to NCCL on a node, and what the installed NCCL (2.18 to 2.30 read) makes of it."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ READ = (Version("2.18"), Version("2.31.dev0"))
 
 
 def installed_nccl() -> tuple[str, Version | None]:
-    """(distribution, version) of the NCCL that pip's torch loads; ("", None) where torch has its own, or
-    none."""
+    """(distribution, version) of the NCCL that pip's torch loads; ("", None): torch has its own, or none."""
     for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"):
         try:
             return name, Version(importlib.metadata.version(name))

@@ -51,8 +51,8 @@ def check_nics(nics: Sequence[Nic]) -> Iterator[Finding]:
 
 
 def check_machine(nics: Sequence[Nic], kind: str = "", live: bool = True) -> Iterator[Finding]:
-    """What a node that trains has and this one lacks. kind: of its cluster, "" where no cluster.toml tells;
-    live: the running machine is looked at, not a captured or emulated tree."""
+    """What a node that trains has and this one lacks. kind: of its cluster, "" where nothing tells; live: the
+    running machine, not a captured tree."""
     if live and not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
         yield note("GPUs", "this machine has none (no /dev/nvidia0, no /dev/kfd)",
                    "a job here would train on the CPU",
@@ -141,8 +141,7 @@ def _check_modules(nics: Sequence[Nic]) -> Iterator[Finding]:
 
 
 def check_hcas(root: str | Path) -> Iterator[Finding]:
-    """Links below what the adapter and its lanes can do, read from class/infiniband of the /sys tree at
-    `root`."""
+    """Links below what adapter and lanes can do, from class/infiniband of the /sys tree at `root`."""
     for rate_file in sorted(Path(root).glob("class/infiniband/*/ports/*/rate")):
         name = f"{rate_file.parents[2].name}:{rate_file.parent.name}"
         rate, adapter = _read(rate_file), _read(rate_file.parents[2] / "hca_type")
@@ -160,8 +159,7 @@ def check_hcas(root: str | Path) -> Iterator[Finding]:
 
 
 def rdma_limits(nics: Iterable[Nic]) -> Iterator[Finding]:
-    """What RDMA needs besides NICs, of the machine this runs on: locked memory, device files, peer memory for
-    GPUs."""
+    """What RDMA needs besides, of this machine: locked memory, device files, peer memory for GPUs."""
     if not any(nic.fast and nic.up for nic in nics):
         return
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -1,5 +1,4 @@
-"""What only shows when the nodes of a cluster stand side by side: NICs, rates, MTUs, GID indices and
-versions.
+"""What shows when a cluster's nodes stand side by side: NICs, rates, MTUs, GID indices, versions.
 
 A NodeCheck is what `holmes doctor --json` prints on one node; compare() takes those of several.
 """
@@ -28,8 +27,8 @@ _ADVICE = "write it with `holmes doctor --json`"
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """One node: its NICs, versions of what must be alike ("torch" -> "2.13.0"), settings (variables), its
-    findings, and lines on what NCCL would be given there."""
+    """One node: its NICs, versions that must be alike ("torch" -> "2.13.0"), variables, its findings, and
+    lines on what NCCL would be given."""
 
     node: NodeReport
     versions: dict[str, str]
@@ -99,8 +98,7 @@ def part_for(spec: SiteSpec, checks: Sequence[NodeCheck]) -> SiteSpec:
 
 
 def kind_of(node: str, spec: SiteSpec | None) -> str:
-    """Of the fast NICs that cluster.toml gives the node; "" where there is none, or it does not know the
-    node."""
+    """Of the fast NICs that cluster.toml gives the node; "" where it says nothing of it."""
     cluster = _owners(spec).get(short_name(node)) if spec else None
     return cluster.kind if cluster else ""
 

@@ -1,5 +1,4 @@
-"""Whether TCP, as this node's kernel and NCCL's variables have it, carries what the links between clusters
-could."""
+"""Whether TCP, by kernel and NCCL's variables, carries what the links between clusters could."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from holmes_ext.units import format_seconds
 
 
 def check_tcp(spec: SiteSpec, node: str, limits: TcpLimits, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Findings on `node`; where it is none of the file's, on a node of each cluster, so that a login node
-    tells too."""
+    """On `node`, or on a node of each cluster where it is none of the file's (a login node)."""
     wan = spec.wan.measured(spec.pairs)
     count = {cluster.name: len(cluster.nodes) for cluster in spec.clusters}
     try:

@@ -127,8 +127,7 @@ def _switches(environ: Mapping[str, str], rdma: Sequence[str]) -> Iterator[Findi
                    f"unset {name}")
     if environ.get("NCCL_COMM_ID"):
         yield note("NCCL_COMM_ID", "is set",
-                   "one rendezvous address for all communicators; torch makes its own",
-                   "unset NCCL_COMM_ID")
+                   "one rendezvous address for all communicators; torch makes its own", "unset NCCL_COMM_ID")
 
 
 def _misspelt(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -31,8 +31,7 @@ from holmes_ext.lab.process.job import RunResult
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the script. order: nodes as the launcher numbers them; flags: added to the script's
-    arguments."""
+    """One way to run the script. order: of the nodes for the launcher; flags: of the script."""
 
     name: str
     spec: SiteSpec
@@ -43,12 +42,9 @@ class Variant:
 
 @dataclass
 class Series:
-    """What was measured of one variant.
-
-    steps: seconds of the measured steps of each run; losses: of each step of the last run; sent: node -> NIC
-    -> bytes sent for each step (last run, its start-up included); lines: what rank 0 printed in the last run;
-    busy: share of this machine's cores that was used, in the run in which it was the greatest.
-    """
+    """Of one variant. steps: seconds of each run's measured steps; losses: of the last run's steps; sent:
+    node -> NIC -> bytes a step (last run, start-up included); lines: rank 0's of the last run; busy: share of
+    this machine's cores in use, at most."""
 
     name: str
     steps: list[list[float]] = field(default_factory=list)
@@ -81,12 +77,8 @@ class Series:
 
 
 def all_rdma(spec: SiteSpec) -> Variant:
-    """The bound: stock on one homogeneous cluster with the nodes of `spec` and the fastest of its fabrics for
-    all.
-
-    Its NIC is named in GLOO_SOCKET_IFNAME, as a user of gloo on one InfiniBand cluster would; NCCL would find
-    it.
-    """
+    """The bound: stock on one cluster with the nodes of `spec` and its fastest fabric. GLOO_SOCKET_IFNAME
+    names its NIC (NCCL would find it)."""
     best = max(spec.clusters, key=lambda cluster: cluster.rate_bps)
     nodes = tuple(node for cluster in spec.clusters for node in cluster.nodes)
     one: ClusterSpec = replace(best, nodes=nodes, name="all", fabric="all")
@@ -95,8 +87,7 @@ def all_rdma(spec: SiteSpec) -> Variant:
 
 
 def tuned(spec: SiteSpec) -> Lab:
-    """A lab whose nodes' TCP suits long links, where there are any: what is compared is not how windows
-    grow."""
+    """A lab whose nodes' TCP suits long links: what is compared is not how windows grow."""
     return Lab(spec, realtime=True, sysctl=TUNED if spec.wan else {})
 
 

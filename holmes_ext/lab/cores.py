@@ -1,5 +1,4 @@
-"""How busy this machine's cores are: what is timed on cores that have no time left is a figure of the
-machine."""
+"""How busy this machine's cores are: what is timed on full cores is a figure of the machine."""
 
 from __future__ import annotations
 
@@ -51,6 +50,5 @@ class CoreMeter:
 
     @property
     def busy(self) -> float:
-        """The median of the pieces: imports at the start and an end do not count as long as the steps are
-        longer."""
+        """The median of the pieces: imports and the end do not count."""
         return statistics.median(self._shares or [core_times().busy_since(self._before)])

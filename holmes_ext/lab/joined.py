@@ -1,5 +1,4 @@
-"""Jobs in one lab that join over the link between their clusters: examples/plain_torch, one job on each
-cluster."""
+"""Jobs in one lab that join over the link between their clusters: examples/plain_torch."""
 
 from __future__ import annotations
 

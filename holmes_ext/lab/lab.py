@@ -182,8 +182,8 @@ class Lab:
         sysfs_tree.set_link(self.sysfs(node), link, up)
 
     def set_silent(self, node: str, nic: str, silent: bool) -> None:
-        """Take the NIC's switch port out of its bridge (or put it back): every frame is lost, neither end
-        sees it."""
+        """Take the NIC's switch port out of its bridge (or put it back): frames are lost, neither end sees
+        it."""
         link = self._node(node).nic(nic)
         self._tool(_SWITCH, "ip",
                    f"link set dev {link.port} {'nomaster' if silent else f'master {link.bridge}'}\n")
@@ -223,8 +223,7 @@ class Lab:
         return self.directory / "sysfs" / node
 
     def holder(self, node: str, inside: bool = False) -> int:
-        """Pid of the holder of the node's namespaces (for nsenter -t PID -n -u -m); `inside`: as the nodes
-        see it."""
+        """Of the node's namespaces (nsenter -t PID -n -u -m); `inside`: as the nodes see it."""
         return self._pids[self._node(node).name][inside]
 
     def _node(self, name: str) -> network.LabNode:

@@ -71,11 +71,8 @@ class Found:
 
 
 def clear(running_too: bool = False) -> list[Found]:
-    """End the keepers (so every process) of labs whose owner is gone and remove their files; `running_too`:
-    all labs.
-
-    Returns every lab that was found; those of a living owner are left alone unless `running_too`.
-    """
+    """End labs whose owner is gone (`running_too`: all) with every process, and remove their files; returns
+    every lab that was found."""
     return [_clear_one(directory, running_too) for directory in directories()]
 
 

@@ -88,7 +88,7 @@ def way_text(way: Reduction, size: float) -> str:
     """Of `size` bytes."""
     if not in_two_levels(way, size):
         return f"in one ring, in buckets of {format_bytes(way.bucket_bytes)}"
-    route = f" by {way.across.way}" if way.across is not None else ""
+    route = f" by {way.across.algorithm}" if way.across is not None else ""
     return f"in two levels{route}, in chunks of {format_bytes(way.chunk_bytes)}"
 
 

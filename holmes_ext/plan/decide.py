@@ -1,5 +1,4 @@
-"""What follows from a Plan's order, sizes and networks: where a group's network and a reduction's way are
-decided.
+"""What follows from a Plan's order, sizes and networks: each group's network, how gradients are reduced.
 
     derive_traffic(plan, site)   the plan with the ports that there are: by `holmes
                                  plan`, at a job's start, when a port fails
@@ -40,14 +39,10 @@ __all__ = [
 
 def derive_traffic(
     plan: Plan, site: Site, options: Options = Options(), links: Links = Links(),
-    workload: Workload | None = None,
-    basis: str = NOMINAL, engine: EngineTraits = EngineTraits(),
+    workload: Workload | None = None, basis: str = NOMINAL, engine: EngineTraits = EngineTraits(),
 ) -> Plan:
-    """`plan` with what the ports of `site` can carry, and the decisions that follow from it.
-
-    links, workload, basis: for a plan that has no rates and no model of its own yet (a new one, or one of
-    version 1).
-    """
+    """`plan` with what the ports of `site` can carry, and the decisions that follow from it. links, workload,
+    basis: for a plan without rates and model (a new one, or of version 1)."""
     known = {fabric.name: fabric for fabric in plan.fabrics}
     here = [site.node_by_name[name] for name in plan.nodes]
 
@@ -78,8 +73,7 @@ def derive_traffic(
 
 
 def _carries(port: Port, carrier: str) -> bool:
-    """Whether groups may use `port`; taken for granted where its NIC is not known yet (a plan before the
-    job)."""
+    """Whether groups may use `port`; taken for granted where its NIC is not known yet."""
     known = port.interface or port.address or port.hcas
     needed = port.hcas and not port.no_verbs if carrier == VERBS else port.address
     return port.usable and (port.fabric == ETHERNET or not known or bool(needed))
@@ -110,10 +104,8 @@ def resized(
 
 def with_loads(plan: Plan, options: Options, model: Model | None,
                engine: EngineTraits = EngineTraits()) -> Plan:
-    """`plan` with what its stages compute and hold of `model`, and as many micro-batches in flight as follow.
-
-    The plan itself where it knows that, or the model is not known, or such that the framework will refuse it.
-    """
+    """`plan` with what its stages compute and hold of `model`, and the micro-batches in flight that follow;
+    as it is where that is known, or the model is not, or the framework will refuse it."""
     sizes = plan.sizes
     if plan.loads or model is None or sizes is None or workload_of(model, sizes) is None:
         return plan
@@ -131,8 +123,7 @@ def with_loads(plan: Plan, options: Options, model: Model | None,
 
 
 def workload_of(model: Model | None, sizes: Sizes | None) -> Workload | None:
-    """None where model or (complete) sizes are not known, or the batch does not divide: the framework refuses
-    that."""
+    """None where model or sizes are not known, or the batch does not divide (the framework refuses that)."""
     try:
         return model.workload(sizes) if model is not None and sizes is not None else None
     except HolmesError:
@@ -155,12 +146,9 @@ def reduction_of(
     plan: Plan, ranks: Sequence[int], carrier: str, options: Options, total_bytes: float = inf,
     engine: EngineTraits = EngineTraits(),
 ) -> Reduction:
-    """How the group of `ranks` sums total_bytes in a step: as its stage does.
-
-    By the same rules, for itself, where the plan has no such group, it is to compress otherwise, or has too
-    little for buckets that suit a network; for the stage, where links between clusters have a latency and the
-    plan did not know how many bytes.
-    """
+    """How the group of `ranks` sums total_bytes in a step: as its stage does. For itself where the plan has
+    no such group, it is to compress otherwise, or has too little for a network's buckets; for the stage again
+    where links have a latency and the plan did not know its bytes."""
     planned, stage = plan.traffic_of(carrier).reductions, plan.stage_of(ranks)
     nominal = plan.basis == NOMINAL and plan.sizes is not None
     if stage is not None and plan.wan and nominal and total_bytes < inf:
@@ -174,12 +162,8 @@ def reduction_of(
 
 
 def straddling(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
-    """How many groups of each kind straddle in a job of complete `sizes` in the plan's order
-    (Plan.straddles).
-
-    instances > 1: of a data-parallel group its slices are looked at, within which megatron-core reduces
-    first.
-    """
+    """Kind of group -> how many straddle (Plan.straddles) in a job of complete `sizes`. instances > 1: of a
+    data-parallel group its slices, within which megatron-core reduces first."""
     found = {}
     for kind in INSIDE:
         members = groups(sizes, kind)

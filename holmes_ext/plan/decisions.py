@@ -70,9 +70,8 @@ class Decisions:
         return self._exposed()
 
     def _exposed(self) -> list[bool]:
-        """Whether reducing in one piece after a stage's last backward would end after the first stage's last
-        one. (Frameworks bucket and overlap on the first stage only, which is right on one uniform
-        network.)"""
+        """Whether one reduction after a stage's last backward would end after the first stage's last one.
+        (Frameworks overlap on the first stage only, which is right on one uniform network.)"""
         costs = replace(self.prices.costs(self.placement), tied_s=0.0)
         step = estimate(costs, (1,) * costs.stages)
         first = step.end_s[0] - step.exposed_s[0]
@@ -112,7 +111,7 @@ class Decisions:
         route, streams = next(iter(routes.values())), 1
         if self.carrier == SOCKETS:
             streams = max(own.streams(self.network, one.crossing) for own, one in zip(both, sums))
-        other = self.carrier == SOCKETS and len(routes) == 1 and route.way != "direct"
+        other = self.carrier == SOCKETS and len(routes) == 1 and route.algorithm != "direct"
         return replace(
             planned, clusters=tuple(names), two_level_from=max(size for size in least if size is not None),
             chunk_bytes=int(min(own.chunk_bytes for own in both)), across=route if other else None,
@@ -120,8 +119,7 @@ class Decisions:
         )  # fmt: skip
 
     def tied(self) -> Reduction | None:
-        """Of a weight that the first and the last stage share; None: every rank with its twin, as engines do
-        it."""
+        """Of a weight of the first and the last stage; None: every rank with its twin, as engines do."""
         last = self.placement.sizes.pipeline - 1
         if self.plan.sizes is None or not last or not self.prices.rules.tied:
             return None
@@ -139,8 +137,7 @@ class Decisions:
     # ------------------------------------------------------------------- stages
 
     def edges(self) -> tuple[Edge, ...]:
-        """Of each stage to the next, and of the last to the first where that is another pair (interleaved
-        schedules)."""
+        """Of each stage to the next, and of the last to the first if that is another pair (interleaving)."""
         plan, sizes, carrier, found = self.plan, self.plan.sizes, self.carrier, []
         if sizes is None:
             return ()
@@ -160,8 +157,8 @@ class Decisions:
         return tuple(found)
 
     def with_order(self, traffic: Traffic) -> Traffic:
-        """With the order of the stages' passes. Those of a backward in two make no stage's gradients final
-        one after the other: they are reduced at its end."""
+        """With the order of the stages' passes. Where a backward is in two, gradients are reduced at its
+        end."""
         passes = self.passes()
         held = () if passes else self.in_flight()
         reductions = tuple(replace(one, overlap=one.overlap and not passes) for one in traffic.reductions)
@@ -180,12 +177,8 @@ class Decisions:
         return found.texts if found else ()
 
     def in_flight(self) -> tuple[int, ...]:
-        """Micro-batches that each stage begins before its first backward; () under the framework's own
-        schedule, and where no edge is worth hiding.
-
-        As many as 1F1B has where nobody told the model, whose activations fill memory; what the user asked
-        for is taken as it is.
-        """
+        """Micro-batches that each stage begins before its first backward: what the user asked for, as many as
+        hide the edges, 1F1B's where nobody told the model; () for the framework's own schedule."""
         plan, sizes, work = self.plan, self.plan.sizes, self.plan.workload
         if sizes is None or sizes.pipeline == 1 or not self.prices.rules.hide_edges:
             return ()
@@ -200,8 +193,8 @@ class Decisions:
         return schedule(forward, backward, seconds, work.micro_batches, sent, most)
 
     def edge_seconds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """By edge: seconds of an activation to the next stage, as measured where that was; and the part of
-        them in which the edge carries nothing else."""
+        """By edge: seconds of an activation to the next stage, as measured if it was; and those in which the
+        edge carries nothing else."""
         edges, size = self.prices.edges(self.placement), self.plan.workload.activation_bytes
         measured = [load.edge_s for load in self.plan.loads] or [0.0] * (len(edges) + 1)
         pairs = list(zip(edges, measured))
@@ -221,7 +214,7 @@ def asked_in_flight(options: Options, stages: int, micro_batches: int) -> tuple[
 def more_bytes(plan: Plan, carrier: str = SOCKETS) -> tuple[float, ...]:
     """That each stage keeps more than under 1F1B; () where nothing is known of the model's activations."""
     traffic = plan.traffic_of(carrier)
-    held = PassOrder.parse(traffic.passes).held if traffic.passes else traffic.in_flight
+    held = PassOrder.parse(traffic.passes).in_flight if traffic.passes else traffic.in_flight
     own = (min(one, plan.workload.micro_batches) for one in range(len(held), 0, -1))
     return tuple((one - least) * load.kept_bytes for one, least, load in zip(held, own, plan.loads))
 
@@ -234,25 +227,21 @@ def name_of(fabric: Fabric | None) -> str:
 
 
 def own_pair(plan: Plan, pair: Sequence[int], over: Sequence[int], carrier: str) -> bool:
-    """Whether two ranks that would send over the group `over` get a group of their own: what they share is
-    faster."""
+    """Whether two ranks that would send over `over` get a group: what they share is faster."""
     return name_of(plan.fabric_of(pair, carrier)) != name_of(plan.fabric_of(over, carrier))
 
 
 def adjacent_stages(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Of a pipeline group the pairs that may send to each other, last and first (interleaved schedules) among
-    them."""
+    """Of a pipeline group the pairs that may send to each other (with chunks last and first, too)."""
     return sorted({(min(pair), max(pair)) for pair in zip(ranks, (*ranks[1:], ranks[0]))
                    if len(set(pair)) > 1})
 
 
 def own_pairs(plan: Plan, ranks: Sequence[int], carrier: str) -> list[tuple[int, int]]:
-    """The neighbours that get a group each where a framework sends batches over their pipeline group: all or
-    none.
+    """The neighbours that get a group each where a framework sends batches over their pipeline group.
 
-    All, once one pair has something faster: NCCL makes a group's communicator among all its ranks at the
-    first batch over it, where no device is bound, and a rank whose pairs all have their own would never come
-    to it.
+    All or none: NCCL makes a group's communicator among all its ranks at the first batch over it (where no
+    device is bound), and a rank whose pairs all have their own would never come to it.
     """
     pairs, over = adjacent_stages(ranks), name_of(plan.fabric_of(ranks, carrier))
     return pairs if any(name_of(plan.fabric_of(pair, carrier)) != over for pair in pairs) else []

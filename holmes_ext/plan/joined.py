@@ -45,9 +45,8 @@ class JoinedJob:
 
 @dataclass(frozen=True)
 class Setting:
-    """What --holmes-outer would say, and what becomes of it. round_s: from the pseudo-gradient to its sum;
-    exposed_s: what all jobs wait for it, each step; slower_s: what a step takes longer for sharing the
-    network with it; samples_per_s: of all jobs together."""
+    """What --holmes-outer would say and do. round_s: from the pseudo-gradient to its sum; exposed_s: waited
+    for, each step; slower_s: by sharing the network; samples_per_s: of all jobs."""
 
     every: int
     fragments: int
@@ -73,8 +72,7 @@ def nodes_of(site: Site) -> Counter[str]:
 
 
 def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
-    """Samples of each cluster's job, after its number of ranks; multiples of `unit` (a micro-batch) times its
-    nodes where that leaves something."""
+    """Samples of each job, by its ranks; multiples of `unit` (a micro-batch) times its nodes if possible."""
     found = {}
     for name, nodes in nodes_of(site).items():
         share = samples * nodes / len(site.nodes)
@@ -125,8 +123,7 @@ class RoundPrices:
         return found
 
     def hidden_after(self, delay: int) -> Setting | None:
-        """With the fewest fragments, and the least `every`, at which nothing is exposed; None where no number
-        of fragments does it."""
+        """With the fewest fragments and least `every` at which nothing is exposed; None: there is none."""
         return _least(lambda count: self.of(count * (delay + 1), count, delay), 1, MOST_FRAGMENTS)
 
 
@@ -147,15 +144,15 @@ def _least(of: Callable[[int], Setting], first: int, most: int = 2**40) -> Setti
 
 
 def settings(rounds: RoundPrices) -> list[Setting]:
-    """The default, and with the least `every` at which nothing is exposed: with its fragments, and with its
-    delay (left out where no number of fragments does it)."""
+    """The default, and with the least `every` at which nothing is exposed: for its fragments, for its
+    delay."""
     found = [rounds.of(*DEFAULT), rounds.hidden_with(DEFAULT[1]), rounds.hidden_after(DELAY)]
     return list(dict.fromkeys(one for one in found if one is not None))
 
 
 def over_every(rounds: RoundPrices) -> dict[str, list[Setting]]:
-    """What comes of each `every`, to twice the greatest of settings(): for each way to choose the rest, by
-    name."""
+    """What comes of each `every`, to twice the greatest of settings(): by the name of a way to choose the
+    rest."""
     count, most = DEFAULT[1], 2 * max(one.every for one in settings(rounds))
     doubled = [2**power for power in range(most.bit_length())]
     hidden = rounds.hidden_after(DELAY)

@@ -1,8 +1,7 @@
 """The Plan: what goes where, and how. One JSON file that every rank follows.
 
-`nodes` is the heart of it: rank r of the job runs on nodes[r // processes], so the framework's own default
-layout lands on the planned placement. `fabrics` and `traffic` are what a running job looks up; the rest
-records why, and what to expect.
+Rank r of the job runs on nodes[r // processes], so the framework's own layout lands on the planned placement.
+`fabrics` and `traffic` are what a running job looks up; the rest says why, and what to expect.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ ADVICE = "`holmes plan` writes one"
 
 @dataclass(frozen=True)
 class Straddle:
-    """Groups of one kind that no single fast fabric holds, and what that costs: seconds for each step,
-    predicted."""
+    """Groups of one kind that no single fast fabric holds, and what that costs: seconds a step, predicted."""
 
     kind: str
     groups: int
@@ -45,11 +43,8 @@ class Straddle:
 
 @dataclass(frozen=True)
 class Plan:
-    """Node order, networks, reductions and stages of one job on one site.
-
-    A plan of version 1 has no fabrics, one of version 2 no traffic: derive_traffic() of plan/decide.py adds
-    it.
-    """
+    """Node order, networks, reductions and stages of one job on one site. (A plan of version 1 has no
+    fabrics, one of version 2 no traffic: derive_traffic() of plan/decide.py adds it.)"""
 
     site_digest: str
     nodes: tuple[str, ...]
@@ -113,8 +108,7 @@ class Plan:
         }
 
     def fabric_of(self, ranks: Iterable[int], carrier: str = VERBS) -> Fabric | None:
-        """The network of a group of `ranks`: the first fabric that all its nodes can use; None inside one
-        node."""
+        """The network of a group: the first fabric that all its nodes can use; None inside one node."""
         nodes = {self.node_of(rank) for rank in ranks}
         if len(nodes) == 1:
             return None
@@ -131,27 +125,22 @@ class Plan:
         """Cluster -> those of `ranks` that run on it, in their order."""
         found: dict[str, list[int]] = {}
         for rank in ranks:
-            found.setdefault(self.cluster_of_rank(rank), []).append(rank)
+            found.setdefault(self._cluster_of[self.node_of(rank)], []).append(rank)
         return found
-
-    def cluster_of_rank(self, rank: int) -> str:
-        return self._cluster_of[self.node_of(rank)]
 
     @cached_property
     def _cluster_of(self) -> dict[str, str]:
         return {node: name for name, nodes in self.clusters.items() for node in nodes}
 
     def groups(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(kind, ranks) of every group of the plan, that of all ranks last; expert groups where there are
-        experts."""
+        """(kind, ranks) of every group, that of all ranks last; expert groups where there are experts."""
         if (sizes := self.sizes) is not None:
             kinds = (kind for kind in KINDS if kind != "expert" or sizes.expert > 1)
             yield from ((kind, ranks) for kind in kinds for ranks in groups(sizes, kind))
         yield "world", tuple(range(self.world_size))
 
     def stage_of(self, ranks: Iterable[int]) -> int | None:
-        """The pipeline stage whose gradients the group of `ranks` reduces; None when the plan has no such
-        group."""
+        """The pipeline stage whose gradients the group of `ranks` reduces; None: no such group."""
         return self._reducing.get(tuple(sorted(ranks)))
 
     @cached_property
@@ -165,8 +154,7 @@ class Plan:
 
     @property
     def transports(self) -> dict[str, tuple[str, ...]]:
-        """Of NCCL's groups (gloo's differ where a NIC has no address: traffic_of); {} in a plan that is not
-        settled."""
+        """Of NCCL's groups (for gloo's: traffic_of); {} in a plan that is not settled."""
         return self.traffic_of().transports if self.traffic else {}
 
     @property
@@ -191,8 +179,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read and validate plan.json; HolmesError names file and key, and tells an edited file from a whole
-    one."""
+    """Read and validate plan.json; HolmesError names file and key, and tells an edited file."""
     return _plan(load_json(path, ADVICE))
 
 

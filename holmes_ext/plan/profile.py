@@ -1,8 +1,7 @@
 """profile.json: what a job's stages took, and the costs of any partition that follow.
 
-A layer that was measured on the stage costs there what was measured, the mean over the stage's layers of the
-same size; elsewhere its time is scaled by how much faster or slower that stage is with what both computed. So
-GPUs that differ need no numbers from anyone.
+A layer costs what was measured on the stage, the mean over its layers of that size; elsewhere it is scaled by
+how much faster that stage is with what both computed. So GPUs that differ need no numbers.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Profile:
-    """gradient_bytes: of one rank, "before", every block, "after". site: a Site's dict. HolmesError names the
-    key."""
+    """gradient_bytes: of one rank, "before", every block, "after"; site: a Site's dict."""
 
     framework: str
     site: dict[str, Any]
@@ -176,8 +174,8 @@ def check_profile(profile: Profile, site: Site, sizes: Sizes | None = None,
 
 
 def measured_costs(profile: Profile, clusters: Sequence[Sequence[str]], overlap: bool = False) -> StageCosts:
-    """The costs on stages that lie on `clusters` (names for each); HolmesError when the profile has no such
-    stage. latency_s holds the optimizer too: both come once a step, after the reduction."""
+    """On stages that lie on `clusters` (names for each); HolmesError: the profile has no such stage.
+    latency_s holds the optimizer too: both come once a step, after the reduction."""
     on = [_measured_on(profile, names, stage) for stage, names in enumerate(clusters)]
     first, last = profile.stages[0], profile.stages[-1]
 
@@ -213,8 +211,7 @@ def _measured_on(profile: Profile, names: Sequence[str], stage: int) -> StageTim
 
 
 def _edge(profile: Profile, here: Sequence[str], there: Sequence[str]) -> float:
-    """Seconds of an activation between stages on these clusters; of the slowest edge where no such one was
-    measured."""
+    """Seconds of an activation between stages on these clusters; of the slowest edge if none was measured."""
     pairs = list(zip(profile.stages, profile.stages[1:]))
     wanted = {frozenset(here), frozenset(there)}
     same = [a.edge_s for a, b in pairs if {frozenset(a.clusters), frozenset(b.clusters)} == wanted]

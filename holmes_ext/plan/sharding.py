@@ -1,5 +1,4 @@
-"""Weights sharded over a data-parallel group (FSDP, ZeRO 3): what their collectives take, over all its
-clusters and inside each (plan/cost/reductions/sharded.py)."""
+"""What collectives of sharded weights (FSDP, ZeRO 3) take, over all clusters or inside each."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class ShardedWeights:
 def sharded_seconds(
     plan: Plan, ranks: Sequence[int], what: ShardedWeights, carrier: str, hybrid: bool = False
 ) -> float:
-    """Of a step's gathers and reduce-scatters, weights sharded over all `ranks`; hybrid: inside their
-    clusters (boxes()), and summed across them."""
+    """Of a step's gathers and reduce-scatters; hybrid: shards inside clusters, sums across."""
     network = Network(site_of(plan, carrier))
     sizes = Sizes().complete(plan.world_size)
     family = family_of(network.placement(plan.nodes, sizes), ranks)
@@ -53,7 +51,7 @@ def sharded_seconds(
     return what.units * (forward_s + backward_s)
 
 
-def boxes(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
+def equal_groups(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
     """`ranks` by cluster, as many in each; HolmesError where that cannot be."""
     clusters = plan.by_cluster(ranks)
     if len({len(members) for members in clusters.values()}) > 1:

@@ -30,9 +30,7 @@ PIPELINES_FIRST = "tp-cp-ep-pp-dp"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of each parallel dimension. data = 0: what the world size leaves. expert divides data x context x
-    tensor.
-    """
+    """data = 0: what the world size leaves. expert divides data x context x tensor."""
 
     pipeline: int = 1
     tensor: int = 1
@@ -65,8 +63,8 @@ class Sizes:
         return (*named, *(axis for axis in AXES if axis not in named))
 
     def complete(self, world_size: int, processes: int = 1) -> Sizes:
-        """The same with `data` worked out; HolmesError when the sizes do not multiply to `world_size`: it
-        names sizes that do, and numbers of nodes (of so many `processes`) that these would."""
+        """With `data` worked out; HolmesError names sizes that multiply to `world_size`, and numbers of nodes
+        (of so many `processes`) that these would."""
         model = self.pipeline * self.tensor * self.context
         data = self.data or world_size // model
         if model * data != world_size or data == 0:
@@ -111,7 +109,7 @@ class Sizes:
         return {axis: math.prod(sizes[:index]) for index, axis in enumerate(self.axes)}
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that share every coordinate with `rank` but that of `axis` ("dp": its data-parallel
+        """The ranks that differ from `rank` in the coordinate `axis` alone ("dp": its data-parallel
         group)."""
         stride, size = self.strides()[axis], self.size(axis)
         first = rank - (rank // stride % size) * stride
@@ -133,12 +131,9 @@ def groups(sizes: Sizes, kind: str) -> list[tuple[int, ...]]:
 
 
 def expert_grid(sizes: Sizes) -> tuple[dict[str, int], dict[str, int]]:
-    """(sizes, strides) of a second grid over the ranks of each stage, without a context axis, whose "ep" is
-    an expert-parallel group.
-
-    megatron.core.parallel_state makes it with the expert tensor size, which is the tensor size unless the
-    user says otherwise; here 1 where expert x tensor does not divide a stage.
-    """
+    """(sizes, strides) of a second grid over the ranks of a stage, without a context axis, whose "ep" is an
+    expert-parallel group: megatron.core.parallel_state's, its tensor size 1 where expert x tensor does not
+    divide a stage."""
     tensor = sizes.tensor if (sizes.data * sizes.context) % sizes.expert == 0 else 1
     ranks = sizes.data * sizes.context * sizes.tensor
     grid = {"tp": tensor, "ep": sizes.expert, "dp": ranks // (tensor * sizes.expert)}

@@ -1,5 +1,4 @@
-"""What of a Plan a running job looks up: which network every group gets, how gradients are reduced, how
-stages send.
+"""What of a Plan a running job looks up: each group's network, reductions, how stages send.
 
     fabrics    in the order of preference: the first that all nodes of a group can use is the group's
     traffic    for each carrier the decisions that follow; one entry where both come to the same
@@ -51,8 +50,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Edge:
-    """Two neighbouring stages; one entry for each pipeline group, in their order, or one where all are the
-    same."""
+    """Two neighbouring stages; by pipeline group, in their order, or one entry where all are the same."""
 
     stages: tuple[int, ...]
     #: Of the pair of ranks.

@@ -1,5 +1,4 @@
-"""Pictures of the network between clusters: the clusters with their links, and what a plan takes if that
-network were another: by its rate and by its latency."""
+"""Pictures of the clusters with their links, and of a plan's step by the rate and latency between them."""
 
 from __future__ import annotations
 
@@ -54,8 +53,8 @@ def draw_clusters(plt: Any, site: Site, colors: tuple[str, ...], paper: str) -> 
 
 
 def draw_what_if(plt: Any, result: SearchResult) -> Any:
-    """Seconds of the best plan and of stock with its sizes, by the rate of the network between clusters
-    (flat: of a node's Ethernet) and by its latency; simulated if the plan is."""
+    """Seconds of the best plan and of stock with its sizes, by rate and by latency between clusters (flat: of
+    a node's Ethernet); simulated if the plan is."""
     site, best = result.network.measured, result.best
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
     by_rate = [with_ethernet(result, best, factor) for factor in FACTORS]

@@ -58,8 +58,7 @@ class PairRow:
 
 @dataclass(frozen=True)
 class RankRow:
-    """One rank, medians over the steps, seconds: of a step, of waiting for communication, of the rest, its
-    own work."""
+    """One rank: medians of a step's seconds, those that it waited for communication, and the rest."""
 
     rank: int
     node: str
@@ -100,11 +99,8 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the report says.
-
-    step_s: median over steps of the slowest rank's; spread: least and greatest; tokens_per_second 0: not
-    known.
-    """
+    """step_s: median over steps of the slowest rank's; spread: least and greatest; tokens_per_second 0: not
+    known."""
 
     run: str
     world: int
@@ -125,8 +121,8 @@ class Summary:
 
     @property
     def slow_link(self) -> GroupRow | None:
-        """The groups that lose most because their network carries less than SLOW of its rate; None where a
-        rank's own work costs as much: what it takes longer than the quickest rank's."""
+        """The groups that lose most on a network that carries less than SLOW of its rate; None where a rank's
+        own work, against the quickest rank's, costs as much."""
         late_s = self.slowest.own_s - min(one.own_s for one in self.ranks)
         slow = [row for row in self.rows if 0 < row.achieved_bps < SLOW * row.configured_bps]
         worst = max(slow, key=_lost_s, default=None)
@@ -198,8 +194,7 @@ def _rank_row(one: RankFile, steps: list[int]) -> RankRow:
 
 
 def exposed_rows(step: dict[str, Any]) -> list[list[Any]]:
-    """The step's groups; where a GradientReducer's threads did the waiting, its own figure stands with the
-    data groups across clusters (or the first)."""
+    """The step's groups; what a GradientReducer's threads waited stands with the data groups across."""
     rows = [list(row) for row in step["groups"]]
     data = sorted((row for row in rows if row[0] == "data"), key=lambda row: row[2] != "across")
     if data and "exposed" in step.get("reduction", ()):
@@ -264,9 +259,8 @@ def _achieved_between(run: Run) -> dict[tuple[str, str], float]:
 
 
 def achieved(run: Run) -> dict[Key, float]:
-    """Bits/s that a rank sends while all members of the group are there: from the latest start to the latest
-    end of each operation. A message counts from when both its ends are there. Overlapping operations of one
-    rank count once. Empty without traced steps."""
+    """Bits/s that a rank sends from the latest start to the latest end of its operations' members
+    (overlapping ones once). Empty without traced steps."""
     spans: dict[Key,
                 dict[tuple[int, int], list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     sent: dict[Key, float] = defaultdict(float)
@@ -284,8 +278,7 @@ def achieved(run: Run) -> dict[Key, float]:
 
 
 def _matched(run: Run, step: int) -> dict[tuple, list[tuple[int, float, float, float]]]:
-    """(kind, fabric, group, operation, number, its two ends) -> (rank, start, end, bytes) of each rank that
-    took part; only complete ones."""
+    """(kind, fabric, group, operation, number, its ends) -> (rank, start, end, bytes); complete ones only."""
     found: dict[tuple, list] = defaultdict(list)
     for one in run.ranks:
         offset = run.offset(one)

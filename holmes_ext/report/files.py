@@ -29,8 +29,7 @@ class FollowedPlan:
 
 @dataclass
 class RankFile:
-    """One rank's file: its head, its steps by number, its clock's offset to rank 0's and error (seconds, if
-    known)."""
+    """Its head, its steps by number, its clock's offset to rank 0's and the error (seconds, if known)."""
 
     path: Path
     head: dict[str, Any]
@@ -77,8 +76,7 @@ class Run:
 
     @property
     def rounds(self) -> dict[int, list[dict[str, Any]]]:
-        """What the ranks tell of each round with other jobs (telemetry.outer_round), by its number, in
-        order."""
+        """What ranks tell of each round with other jobs (telemetry.outer_round), by its number, in order."""
         found: dict[int, list[dict[str, Any]]] = {}
         for told in (told for one in self.ranks for told in one.rounds):
             found.setdefault(told["round"], []).append(told)
@@ -95,14 +93,12 @@ class Run:
         return FollowedPlan(tuple(sorted(reductions)), held, tuple(dict.fromkeys(differences)))
 
     def offset(self, one: RankFile) -> float:
-        """What to add to `one`'s times to have rank 0's; a node's first process has measured it for all of
-        the node."""
+        """What makes `one`'s times rank 0's: a node's first process has measured it."""
         return next((other.clock[0] for other in self.ranks if other.node == one.node and other.clock), 0.0)
 
 
 def load(directory: str | Path) -> Run:
-    """The run in `directory`, or the newest of those in it. HolmesError names the file, the line and what is
-    wrong."""
+    """In `directory`, or the newest run in it. HolmesError names file, line and what is wrong."""
     place, notes = Path(directory), []
     if not place.is_dir():
         raise HolmesError(f"{place}: there is no such directory; give the one of --holmes-telemetry")
@@ -143,8 +139,7 @@ def load(directory: str | Path) -> Run:
 
 
 def read(path: Path) -> RankFile:
-    """One file; a last line that is cut is left out and told, anything else that cannot be read is a
-    HolmesError."""
+    """One file; a last line that is cut is left out and told, anything else is a HolmesError."""
     try:
         *lines, tail = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:

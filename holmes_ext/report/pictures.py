@@ -1,5 +1,4 @@
-"""Pictures of a run: who sits where and over which NIC, one step of every rank on one time axis; and what all
-pictures share. Of a plan: plan_pictures.py, between.py.
+"""Pictures of a run: who sits where and over which NIC, one step of every rank; what all pictures share.
 
 svg() makes a picture a part of a page (page.py). matplotlib is imported when one is wanted: no command needs
 it otherwise.
@@ -74,8 +73,7 @@ def svg(figure: Any) -> str:
 
 
 def _smaller(text: str) -> str:
-    """An SVG with one digit behind the point in its tags, short rectangles, and neighbours of one look as one
-    path."""
+    """One digit behind the point in tags, short rectangles, neighbours of one look as one path."""
     text = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\.\d)\d+", r"\1", tag[0]), text)
     text = re.sub(r'd="M (\S+) (\S+) \nL \1 (\S+) \nL (\S+) \3 \nL \4 \2 \nz\n"', r'd="M\1 \2V\3H\4V\2z"',
                   text)
@@ -114,10 +112,9 @@ def name_rows(axis: Any, names: Sequence[str]) -> None:
 
 
 def placement_figure(panels: Sequence[tuple[str, Site, Sequence[str], bool]], sizes: Sizes) -> Any:
-    """One panel for each (title, site, nodes in rank order, NIC for each group?). Nodes stand in their
-    cluster's box with their ranks; lines are data-parallel groups (thick) and pipeline edges (thin), coloured
-    by the kind of network that carries them. Without a NIC for each group all is on Ethernet, unless the site
-    is one cluster."""
+    """A panel for each (title, site, nodes in rank order, NIC for each group?). Nodes stand in their
+    cluster's box with their ranks; lines are data-parallel groups (thick) and pipeline edges (thin), in the
+    colour of their network: all Ethernet without a NIC for each group."""
     plt = pyplot()
     figure, axes = plt.subplots(1, len(panels), figsize=(3.8 * len(panels), 3.6), squeeze=False)
     for axis, (title, site, nodes, chooses) in zip(axes[0], panels):
@@ -187,8 +184,8 @@ def load_traces(directory: Path) -> list[dict[str, Any]]:
 
 
 def last_step(traces: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Begin and end (monotonic seconds) of the "step" that the traces name, or else of the last step but one:
-    from the end of one optimizer step to the next, over all ranks."""
+    """Begin and end (monotonic seconds) of the "step" that the traces name, or from one optimizer step to the
+    next, over all ranks."""
     if "step" in traces[0]:
         begin, end = traces[0]["step"]
         return begin, end
@@ -200,8 +197,7 @@ def timeline_figure(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], label: str = "seconds of one step (wall clock of the "
                                                                   "lab)"
 ) -> Any:
-    """One panel for each run (name -> traces): a row for each rank, one step, the same seconds on every
-    panel."""
+    """A panel for each run (name -> traces): a row for each rank, one step, the same seconds."""
     panels = {}
     for name, traces in runs.items():
         begin, end = last_step(traces)
@@ -216,8 +212,7 @@ def timeline_figure(
 
 
 def timeline(panels: Mapping[str, tuple[list[Row], float]], label: str) -> Any:
-    """One panel for each title: (rows, seconds of the step). Rows of more than MANY spans show shares of the
-    time."""
+    """A panel for each title: (rows, seconds). Rows of more than MANY spans show shares of the time."""
     plt = pyplot()
     height = 0.32 * max(len(rows) for rows, _ in panels.values()) + 0.9
     figure, axes = plt.subplots(len(panels), 1, figsize=(11, height * len(panels) + 0.4), sharex=True,
@@ -245,8 +240,7 @@ def timeline(panels: Mapping[str, tuple[list[Row], float]], label: str) -> Any:
 
 
 def _draw_shares(axis: Any, row: int, spans: Sequence[tuple[str, float, float]], seconds: float) -> None:
-    """A row whose spans are too short to be seen one by one: for each piece of the time, which share of it
-    went into what, one over the other."""
+    """For spans too short to be seen: of each piece of the time which share went into what."""
     import numpy as np
     from matplotlib.colors import to_rgba
 

@@ -1,6 +1,4 @@
-"""Pictures of a plan: where its stages are, one step of it and of stock, where the seconds go; the clusters
-and what if their network were another are between.py's.
-"""
+"""Pictures of a plan: where its stages are, one step of it and of stock, where the seconds go."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ CAUSE_COLORS = dict(zip(CAUSES, (
 
 
 def draw_search(result: SearchResult, folder: Path) -> list[Path]:
-    """Write placement.png, timeline.png, clusters.png and ethernet.png of the best plan; their paths.
-    HolmesError: it cannot be."""
+    """Write the pictures of PAINTED; their paths. HolmesError: it cannot be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -40,8 +37,7 @@ def draw_search(result: SearchResult, folder: Path) -> list[Path]:
 
 
 def placement(result: SearchResult) -> Any:
-    """A bar for each stage, as long as its ranks, in the colours of the clusters that hold them, with the
-    names of its nodes."""
+    """A bar for each stage, as long as its ranks, in its clusters' colours, with its nodes' names."""
     plt, best, network, shown = pyplot(), result.best, result.network, set()
     most = network.world // best.shape.pipeline
     size = (9, max(2.2, 0.4 * len(best.split) + 1.4))
@@ -143,9 +139,8 @@ def memory_text(one: Estimate, costs: StageCosts, stage: int) -> str:
 
 
 def draw_partitions(costs: StageCosts, found: Mapping[str, Estimate], path: str) -> None:
-    """A panel for each partition: a bar for each stage, as long as the step, cut into computing,
-    communication, idle.
-    """
+    """For each partition a bar for each stage, as long as the step, cut into computing, communication,
+    idle."""
     plt, height = pyplot("--picture needs"), max(1.6, 0.3 * costs.stages + 0.9)
     figure, axes = plt.subplots(len(found), 1, figsize=(9, height * len(found) + 0.5), sharex=True,
                                 squeeze=False)

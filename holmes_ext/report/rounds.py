@@ -1,5 +1,4 @@
-"""Pictures of joined jobs: what they would be worth (`holmes plan --joined`), rounds of one (`holmes report
---html`), losses of all (`holmes demo --joined`)."""
+"""Pictures of joined jobs: what they would be worth, rounds of one, losses of all."""
 
 from __future__ import annotations
 
@@ -14,9 +13,8 @@ from holmes_ext.report.pictures import CLUSTERS, KINDS, PAPER, pyplot
 
 
 @dataclass(frozen=True)
-class Life:
-    """A job from its start to its end or death. end: seconds since the first job's start; steps: seconds of
-    each."""
+class Incarnation:
+    """A job from its start to its end or death. end: seconds since the first job's start; steps: of each."""
 
     job: str
     end: float
@@ -32,9 +30,8 @@ class Life:
 
 
 def worth_figure(rounds: RoundPrices, tokens: int, crossing: float) -> Any:
-    """Tokens/s over `every`, a line for each way to choose fragments and delay: filled where nothing is
-    exposed, and the least such `every` named; beside it one job that crosses (tokens/s). tokens: of a
-    sample."""
+    """Tokens/s over `every`, a line for each way to choose fragments and delay (filled where nothing is
+    exposed), and one job that crosses. tokens: of a sample."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
     places = set()
@@ -62,7 +59,7 @@ def worth_figure(rounds: RoundPrices, tokens: int, crossing: float) -> Any:
     return figure
 
 
-def losses_figure(lives: Sequence[Life]) -> Any:
+def losses_figure(lives: Sequence[Incarnation]) -> Any:
     """Loss over time, a colour for each job, a cross where it was killed."""
     figure, axis = pyplot().subplots(figsize=(9, 4))
     colours: dict[str, str] = {}
@@ -82,8 +79,7 @@ def losses_figure(lives: Sequence[Life]) -> Any:
 
 
 def rounds_figure(run: Run) -> Any:
-    """Of each round: seconds under way and those that training waited (slowest rank), the drift, what came to
-    nothing."""
+    """Of each round: seconds under way and waited for (slowest rank), the drift, what came to nothing."""
     rounds = run.rounds
     numbers, first = list(rounds), [told[0] for told in rounds.values()]
     figure, (above, below) = pyplot().subplots(2, figsize=(9, 4.5), sharex=True)

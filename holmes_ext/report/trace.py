@@ -1,8 +1,6 @@
-"""One step of every rank on one time axis, as a trace for Chrome and Perfetto and as rows of the timeline
-picture.
+"""One step of every rank, as a trace for Chrome and Perfetto and as rows of the timeline picture.
 
-The trace event format (chrome://tracing, ui.perfetto.dev): a process for each rank, threads "compute" and one
-for each kind of group.
+The trace event format: a process for each rank, threads "compute" and one for each kind of group.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ def chosen_step(run: Run, step: int | None) -> int:
 
 
 def trace(run: Run, step: int) -> dict[str, Any]:
-    """The JSON object: complete events ("X") in microseconds from the first rank's begin, on one clock, and
-    names."""
+    """Complete events ("X") in microseconds from the first rank's begin, on one clock, and names."""
     zero = min(one.steps[step]["begin"] + run.offset(one) for one in run.ranks)
     events: list[dict[str, Any]] = []
     for one in run.ranks:
@@ -76,8 +73,7 @@ def _lane(lanes: dict[str, int], busy: dict[int, float], kind: str, start: float
 
 
 def pictured(run: Run, step: int) -> list[dict[str, Any]]:
-    """The step as the timeline picture takes it: of each rank rows of [kind, start, end, bytes] on one
-    clock."""
+    """Of each rank rows of [kind, start, end, bytes] on one clock."""
     ends = [one.steps[step]["end"] + run.offset(one) for one in run.ranks]
     begins = [one.steps[step]["begin"] + run.offset(one) for one in run.ranks]
     traces = []

@@ -1,5 +1,4 @@
-"""The running job under holmes: which plan is followed, who this process is in it, which transport each group
-got."""
+"""The running job under holmes: its plan, who this process is in it, which transport each group got."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ class Session:
         return self.site.node_by_name[self.plan.node_of(self.rank)]
 
     def fabric_of(self, ranks: Iterable[int], backend: str) -> Fabric | None:
-        """What the plan has for a group of (renumbered) `ranks`; None inside a node, and where the backend
-        finds its networks itself."""
+        """Of a group of `ranks`, planned; None inside a node, and where the backend chooses."""
         return self.plan.fabric_of(ranks, carrier_of(backend)) if carrier_of(backend) else None
 
     def transport(self, ranks: Iterable[int], backend: str) -> Transport:
@@ -64,8 +62,8 @@ class Session:
         return transport_on(self.fabric_of(ranks, backend), self.node)
 
     def plan_for(self, sizes: Sizes) -> Plan:
-        """The plan; where it was made without sizes, or others were guessed, what it decides for those that
-        the framework makes (complete)."""
+        """The plan; where it has no sizes, or guessed ones, what it decides for the framework's
+        (complete)."""
         if sizes == self.plan.sizes:
             return self.plan
         if sizes not in self._resized:
@@ -73,8 +71,7 @@ class Session:
         return self._resized[sizes]
 
     def adopt(self, sizes: Sizes, plan: Plan, sums: bool = False) -> None:
-        """From now on `plan` counts for a job of complete `sizes`: what it has learned (runtime/adapt); sums:
-        of how gradients are summed."""
+        """`plan` counts now, of complete `sizes`: what it has learned (runtime/adapt); sums: of gradients."""
         self.learned = plan if sums else self.learned
         if sizes == self.plan.sizes:
             self.plan = plan
@@ -88,8 +85,7 @@ class Session:
     def reduction(
         self, ranks: Iterable[int], backend: str, total_bytes: float = inf, compress: str | None = None
     ) -> Reduction:
-        """How a group of `ranks` sums gradients, total_bytes of them in a step. compress: in place of
-        --holmes-compress."""
+        """How a group sums total_bytes of gradients in a step; compress: instead of --holmes-compress."""
         options = self.options if compress is None else replace(self.options, compress=compress)
         carrier = carrier_of(backend) or SOCKETS
         members = tuple(ranks)
@@ -117,9 +113,9 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class DoneReduction:
-    """How a group summed gradients. planned: what was read of the plan; bytes: of the largest sum in one
-    piece, or of a step; two_levels: else one ring; overlap: under the last backward pass; told: the user
-    knows why it is another; follows: it goes another way when the plan does."""
+    """planned: what was read of the plan; bytes: of the largest sum in one piece, or of a step; two_levels:
+    else one ring; overlap: under the last backward; told: the user knows why it differs; follows: the plan's
+    changes."""
 
     planned: Reduction
     bytes: float
@@ -130,8 +126,8 @@ class DoneReduction:
 
 
 def note_reduction(ranks: Iterable[int], planned: Reduction | None, size: float, **how: bool) -> None:
-    """The group of `ranks` has summed gradients; of several sums the largest one counts. how: of
-    DoneReduction. Nothing is noted where holmes is off, or the group is one rank."""
+    """`ranks` have summed gradients; of several sums the largest counts. how: of DoneReduction. Only where
+    holmes is on and the group has two ranks."""
     key = tuple(ranks)
     if _active is not None and planned is not None and len(key) > 1:
         noted = _active.reductions.get(key)

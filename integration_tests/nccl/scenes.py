@@ -134,7 +134,7 @@ def mailbox() -> dict:
         box.expect([((4099,), torch.float32)], peer)
     for _ in range(10):
         box.begin(flight, count, wrong)
-        for kind, index, _ in passes(rank, world, count, held=flight.held[rank]):
+        for kind, index, _ in passes(rank, world, count, in_flight=flight.in_flight[rank]):
             box.unit, value = (kind, index), torch.full((4099,), float(index), device=DEVICE)
             source, target = (rank - 1, rank + 1) if kind == "F" else (rank + 1, rank - 1)
             if 0 <= source < world:
@@ -147,7 +147,7 @@ def mailbox() -> dict:
             if kind == "B":
                 box.arrived("F", index)
             elif rank:
-                box.arrived("B", index - flight.held[rank - 1])
+                box.arrived("B", index - flight.in_flight[rank - 1])
         box.end()
     return {"wrong": int(wrong), "settings": [settings(group) for group in box.by_peer.values()]}
 

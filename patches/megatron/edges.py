@@ -57,7 +57,7 @@ class _Step:
     micro-batch, as many."""
 
     def __init__(self, box: Mailbox, flight: ReceiveOrder, stage: int, dtype: Any, device: Any):
-        self.box, self.held, self.stage, self.dtype, self.device = box, flight.held, stage, dtype, device
+        self.box, self.held, self.stage, self.dtype, self.device = box, flight.in_flight, stage, dtype, device
         self.each = 1
         self.gone, self.came = {"F": 0, "B": 0}, {"F": 0, "B": 0}
 

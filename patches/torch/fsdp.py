@@ -23,7 +23,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import ByVersion, Patch
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.torch.features import FSDP
-from holmes_ext.plan.sharding import ShardedWeights, boxes, sharded_seconds, straddling_rows
+from holmes_ext.plan.sharding import ShardedWeights, equal_groups, sharded_seconds, straddling_rows
 from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of, group_ranks
@@ -118,7 +118,7 @@ def _clusters_mesh(current: session.Session, ranks: Sequence[int], device_type: 
             f"another kind of parallelism: give fully_shard a 2-D mesh (replicate, shard) of its own instead"
         ))  # fmt: skip
     try:
-        clusters = boxes(current.plan, ranks)
+        clusters = equal_groups(current.plan, ranks)
     except HolmesError as error:
         raise told_once(HolmesError(f"--holmes-fsdp hybrid: {error}")) from None
     made = DeviceMesh(device_type, torch.tensor(clusters), mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -213,7 +213,7 @@ def _tell_crossing(current: session.Session, mesh: Any, what: ShardedWeights) ->
 
 def _tell_hybrid(current: session.Session, what: ShardedWeights, kept: float) -> None:
     ranks = range(current.plan.world_size)
-    members, carrier = boxes(current.plan, ranks), carrier_of(backend_of()) or SOCKETS
+    members, carrier = equal_groups(current.plan, ranks), carrier_of(backend_of()) or SOCKETS
     hybrid, flat = (
         sharded_seconds(current.plan, ranks, what, carrier, hybrid=inside) for inside in (True, False)
     )

@@ -12,9 +12,11 @@ import pytest
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.across import CrossClusterAlgorithm
 from holmes_ext.plan.decide import derive_traffic
 from holmes_ext.plan.plan import Plan, Straddle, check_plan, load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.traffic import Reduction
 
 SITE = clusters.site(processes=2)
 
@@ -68,6 +70,17 @@ def test_a_file_of_version_2_is_read():
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     old = parse_plan(json.dumps({**content, "digest": digest}), made.source)
     assert old.traffic == () and replace(derive_traffic(old, SITE), straddling=made.straddling) == made
+
+
+def test_an_algorithm_across_clusters_was_a_way():
+    tree = CrossClusterAlgorithm("tree", ("b", "a"), ("", "b"))
+    planned = Reduction(True, 2**20, ("a", "b"), across=tree)
+    made = replace(plan(), traffic=tuple(replace(one, reductions=(planned,)) for one in plan().traffic))
+    assert parse_plan(made.to_json(), made.source) == made
+    content = json.loads(made.to_json().replace('"algorithm":', '"way":'))
+    del content["digest"]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    assert parse_plan(json.dumps({**content, "digest": digest}), made.source) == made
 
 
 def test_where_ranks_are():

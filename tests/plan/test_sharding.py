@@ -5,7 +5,7 @@ from clusters import TWO, site
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.sharding import ShardedWeights, boxes, sharded_seconds, straddling_rows
+from holmes_ext.plan.sharding import ShardedWeights, equal_groups, sharded_seconds, straddling_rows
 from holmes_ext.plan.traffic import SOCKETS, VERBS
 
 WHAT = ShardedWeights(units=4, weight_bytes=8e6, gradient_bytes=8e6)
@@ -52,8 +52,8 @@ def test_one_rank_and_one_node_cost_nothing_on_a_network():
 def test_clusters_of_different_size_are_no_box():
     plan = plan_of("a ib 2Gb/s a[0-2]", "b roce 1.6Gb/s b0")
     with pytest.raises(HolmesError, match=r"different numbers of the 4 ranks .*\(a 3, b 1\)"):
-        boxes(plan, range(4))
-    assert boxes(plan_of(), range(4)) == [[0, 1], [2, 3]]
+        equal_groups(plan, range(4))
+    assert equal_groups(plan_of(), range(4)) == [[0, 1], [2, 3]]
 
 
 def test_the_first_row_that_crosses_is_named():

@@ -9,7 +9,7 @@ from telemetry_files import write
 from holmes_ext.cli.main import main
 from holmes_ext.report.figures import achieved, summarize
 from holmes_ext.report.files import load
-from holmes_ext.report.rounds import Life
+from holmes_ext.report.rounds import Incarnation
 from holmes_ext.report.trace import chosen_step, pictured, trace
 
 
@@ -244,7 +244,7 @@ def test_rounds_with_other_jobs(tmp_path, capsys):
 
 
 def test_the_losses_of_joined_jobs_stand_where_their_steps_ended():
-    assert Life("west", 10.0, [5.0, 1.0, 2.0], [3.0, 2.0, 1.0]).ends == [7.0, 8.0, 10.0]
+    assert Incarnation("west", 10.0, [5.0, 1.0, 2.0], [3.0, 2.0, 1.0]).ends == [7.0, 8.0, 10.0]
 
 
 def learned(place, *changes, **more):

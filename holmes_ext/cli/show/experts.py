@@ -24,8 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "which expert lives on which rank (needs scipy and the parallel sizes)"
     add = parser.add_argument_group(what).add_argument
     add("--experts", metavar="FILE", help="place experts by their traffic: JSON, see docs/plan.md")
-    add("--experts-output", metavar="FILE", help="write here which rank gets which expert, for "
-                                                 "--holmes-experts")
+    add("--experts-output", metavar="FILE", help="which rank gets which expert, for --holmes-experts")
     add("--experts-balance", type=float, default=1.1, metavar="X",
         help="a cluster gets at most X times the mean number of tokens (default: 1.1; or what EPLB gives it)")
     add("--experts-per-rank", type=int, default=0, metavar="N",

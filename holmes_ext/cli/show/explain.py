@@ -1,5 +1,4 @@
-"""`holmes plan --explain`: each stage's layers, computing, communication, memory and idle time, for every
-partition.
+"""`holmes plan --explain`: each stage's layers, seconds and memory, for every partition.
 
 All stand on the same order of nodes. Times are predictions (plan/cost/stages.py), in seconds of one step.
 """
@@ -19,19 +18,16 @@ from holmes_ext.report.plan_pictures import memory_text
 
 COLUMNS = (
     Column("stage"), Column("layers", right=True), Column("compute", right=True),
-    Column("send", right=True, drop=2),
-    Column("reduce", right=True, drop=1), Column("exposed", right=True), Column("idle", right=True),
-    Column("memory", right=True),
+    Column("send", right=True, drop=2), Column("reduce", right=True, drop=1), Column("exposed", right=True),
+    Column("idle", right=True), Column("memory", right=True),
 )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `holmes plan` about the partition."""
     add = parser.add_argument_group("layers of each stage").add_argument
-    add("--model", metavar="FILE", help="the model as TOML (examples/models); its times replace the nominal "
-                                        "ones")
-    add("--profile", metavar="FILE", help="what a job measured with --holmes-profile N; its times replace "
-                                          "the model's")
+    add("--model", metavar="FILE", help="the model as TOML (examples/models), not a nominal one")
+    add("--profile", metavar="FILE", help="what a job measured with --holmes-profile N")
     add("--partition", choices=METHODS, default="uniform",
         help="as the framework splits them, by the Holmes paper's formula, or for the least predicted step "
         "(default: uniform)")
@@ -40,13 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--overlap", choices=("on", "off"), default="on",
         help="gradients are reduced under the last backward, as --holmes-overlap auto does (default: on)")
     add("--inflight", choices=("auto", "off"), default="auto",
-        help="as many micro-batches under way as hide the pipeline's edges, as --holmes-inflight auto does, "
-             "or off")
+        help="micro-batches in flight that hide edges, as under --holmes-inflight auto, or off")
     add("--passes", choices=("auto", "1f1b"), default="1f1b",
-        help="auto: backward passes in two, in the order with the least step found, as --holmes-passes auto "
-             "does")
-    add("--explain", action="store_true", help="every stage's times and memory, for uniform, speed and "
-                                               "balanced")
+        help="auto: backward passes in two, as under --holmes-passes auto")
+    add("--explain", action="store_true", help="every stage's times and memory, for each --partition")
     add("--picture", metavar="FILE", help="the same as a picture (.png, .svg, .pdf; needs matplotlib)")
 
 

@@ -16,7 +16,7 @@ from holmes_ext.lab.joined import CLUSTERS, NODES, LabJob, await_, coordinator, 
 from holmes_ext.lab.lab import Lab
 from holmes_ext.report.page import heading, page, paragraphs, picture, table
 from holmes_ext.report.pictures import svg
-from holmes_ext.report.rounds import Life, losses_figure
+from holmes_ext.report.rounds import Incarnation, losses_figure
 
 OUTER = "every=16,fragments=4,delay=1,timeout=10"
 #: Steps of west until it is killed, and that east makes before west is started again.
@@ -28,8 +28,7 @@ COLUMNS = (
 
 
 def run(as_json: bool, steps: int, output: str) -> int:
-    """The table, and the picture in the file `output`; 1 when a job that should have gone on did not, or the
-    one that came back did not take the weights."""
+    """The table, and the picture in `output`; 1 when a job did not go on, or did not take the weights."""
     if steps < 2 * KILLED_AFTER + ALONE:
         raise HolmesError(f"holmes demo --joined: --steps must be {2 * KILLED_AFTER + ALONE} or more")
     screen = Screen(stderr=as_json)
@@ -88,7 +87,7 @@ def _lived(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
 
 def _report(rows: list[list[str]], result: dict[str, Any]) -> str:
     """One HTML file: losses of all jobs over time, the table, what the coordinator said."""
-    incarnations = [Life(one["job"], one["to"], one["seconds"], one["losses"], number == 1)
+    incarnations = [Incarnation(one["job"], one["to"], one["seconds"], one["losses"], number == 1)
              for number, one in enumerate(result["jobs"])]
     return page("holmes demo --joined", heading("Two jobs that train one model over 40 ms and 20 Mb/s", 1),
                 picture(svg(losses_figure(incarnations)), "losses over time"),

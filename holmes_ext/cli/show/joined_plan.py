@@ -1,5 +1,4 @@
-"""`holmes plan --joined`: one job in each cluster, joined (docs/joined.md), beside the best one job that
-crosses."""
+"""`holmes plan --joined`: one job in each cluster (docs/joined.md), beside the best one that crosses."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ class Beside:
         return found
 
     def choices(self) -> list[tuple[str, float, str, str]]:
-        """What can be done with these clusters, where it is known what is learned then: its name, tokens/s,
-        the loss, and the line to copy."""
+        """Where it is known what is learned then: its name, tokens/s, the loss, the line to copy."""
         jobs = self.rounds.jobs
         best = max(jobs, key=lambda job: job.samples / job.step_s)
         alone = self.tokens * best.samples / best.step_s
@@ -98,8 +96,8 @@ class Beside:
 
 
 def beside(result: SearchResult, seconds: float) -> Beside:
-    """The best plan of each cluster alone, in at most so many seconds each; HolmesError where there is one
-    cluster, or the model does not fit one of them."""
+    """Of each cluster alone, in so many seconds each; HolmesError: there is one cluster, or the model does
+    not fit one."""
     site, model = result.network.site, result.model
     if len(site.clusters) < 2:
         raise HolmesError(f"{site.source}: --joined needs two clusters or more; it has {len(site.clusters)}")

@@ -1,5 +1,4 @@
-"""The page of `holmes plan --html`: where a plan's stages are, one step, where its seconds go, what if the
-network were another, joined jobs in its place, and what to type."""
+"""The page of `holmes plan --html`: stages, one step, its seconds, what-ifs, joined jobs, what to type."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def document(
     drawn = {name: picture(svg(paint(result)), name) for name, paint in pictures.PAINTED.items()}
     whys = svg(pictures.seconds(shown.named_reasons(result)))
     rows_shown = 0 if alone else args.rows
-    found = [shown.row_cells(*row, result) for row in shown.ranked(result, rows_shown)]
+    found = [shown.row_cells(*row) for row in shown.ranked(result, rows_shown)]
     return page(
         "holmes plan", heading(shown.title(result), 1),
         paragraphs([*certificate, *shown.why_lines(result), *job.lines]),

@@ -43,8 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of the fast NICs of cluster NAME, where nothing tells it: {', '.join(KINDS)}")
     add("--partition", action="append", default=[], metavar="P", help="slurm: only nodes of this partition; "
                                                                       "repeatable")
-    add("--topology", metavar="FILE", help="slurm: topology.conf or topology.yaml, in place of scontrol show "
-                                           "topology")
+    add("--topology", metavar="FILE", help="slurm: topology.conf or topology.yaml")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,5 +1,4 @@
-"""`holmes plan --nodes N --from-cluster FILE`: which nodes to ask the scheduler for, and how to write
-that."""
+"""`holmes plan --nodes N --from-cluster FILE`: which nodes to ask the scheduler for."""
 
 from __future__ import annotations
 
@@ -60,13 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=int, metavar="N", help="the N nodes of --from-cluster that train fastest")
     add("--from-cluster", metavar="FILE", help="with --nodes: cluster.toml of all that there are")
     add("--idle", metavar="slurm|LIST",
-        help="with --nodes: only of these, a[0-7],b3, or of those that Slurm has idle now; default: all of "
-             "the file")
+        help="with --nodes: only of these, a[0-7],b3, or those that Slurm has idle (default: all)")
     add("--as", dest="form", choices=FORMS,
-        help="with --nodes: print only this, for a script: lines of sbatch, of a heterogeneous job, an MPI "
-             "hostfile, a node affinity")
-    add("--nodelist", metavar="LIST", help="with --cluster: plan for these nodes of the file "
-                                           "($SLURM_JOB_NODELIST)")
+        help="with --nodes: print only this: for sbatch, as a heterogeneous job, for MPI, a node affinity")
+    add("--nodelist", metavar="LIST", help="with --cluster: only these of the file ($SLURM_JOB_NODELIST)")
 
 
 def wanted(args: argparse.Namespace) -> bool:
@@ -92,8 +88,8 @@ def only(spec: SiteSpec, listed: str, flag: str) -> SiteSpec:
 
 @dataclass(frozen=True)
 class AvailableNodes:
-    """The nodes that may be asked for, and what is trained on how many of them. floor_s: no step of these
-    shapes is below it."""
+    """The nodes that may be asked for, and what is trained on `count` of them. floor_s: no step is below
+    it."""
 
     spec: SiteSpec
     job: Training
@@ -133,8 +129,7 @@ class AvailableNodes:
         return max(self.floor_s, found.best.formula_s)
 
     def computing_s(self) -> float:
-        """Seconds that no step on so many of the nodes beats: what the fastest GPUs compute, of the shape
-        that takes least."""
+        """Of the shape that computes least on the fastest GPUs: no step on so many nodes is below it."""
         assert self.job.model is not None
         site, model = ideal_gpus(site_from_spec(self.spec), self.count, self.job.model,
                                  Links.of_spec(self.spec))
@@ -226,8 +221,7 @@ def floor(found: SearchResult) -> float:
 
 
 def _of_every_depth(result: SearchResult) -> tuple[Shape, ...]:
-    """The best shape, and those of other depths of the pipeline with the least bounds: which depth suits
-    depends on how many nodes each cluster gives."""
+    """The best shape, and of other depths of the pipeline those with the least bounds."""
     depths: dict[int, Shape] = {}
     for shape in sorted(result.ideals, key=result.ideals.__getitem__):
         if shape.virtual == 1:

@@ -4,9 +4,8 @@
     screen.table([Column("NIC"), Column("rate", right=True), Column("PCI", drop=1)], rows, title="NICs of a0")
     screen.line("note: no usable NIC", "yellow")
 
-One rule of width: COLUMNS where it is set, else the terminal's; a pipe or a file has none, and gets all in
-full. Where a table is wider than that, words of the columns that allow it are wrapped first; then columns are
-left out, the greatest `drop` first, and a line under the table names them.
+COLUMNS is the width where it is set, else the terminal's; a pipe or a file gets all. In a wider table words
+are wrapped where columns allow it, then columns are left out, the greatest `drop` first, and named below.
 """
 
 from __future__ import annotations
@@ -103,8 +102,7 @@ def _characters(column: Column, cells: Sequence[str]) -> tuple[int, int]:
 
 
 def _share_out(room: int, needs: dict[int, tuple[int, int]]) -> dict[int, int]:
-    """The width of each column: what it needs at least, and of `room` as much as it can use, in equal
-    shares."""
+    """What each column needs at least, and of `room` as much as it can use, in equal shares."""
     widths: dict[int, int] = {}
     for more, i in sorted((whole - least, i) for i, (least, whole) in needs.items()):
         given = min(more, room // (len(needs) - len(widths)))

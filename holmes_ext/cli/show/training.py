@@ -1,5 +1,4 @@
-"""What `holmes plan` is to plan: the model and the layout that the user has, from options, files and a
-command line."""
+"""What `holmes plan` is to plan: model and layout, from options, files and a command line."""
 
 from __future__ import annotations
 
@@ -27,6 +26,8 @@ from holmes_ext.plan.sizes import Sizes, parse_sizes
 from holmes_ext.words import did_you_mean
 
 SIZES = ("pipeline", "tensor", "context", "expert", "order")
+#: How a line begins that says which nodes a job is faster without.
+LEAVE_OUT = "leave out "
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Training:
 
     def show(self, screen: Screen) -> None:
         for line in self.lines:
-            screen.line(line, "yellow" if line.startswith("not ") else "dim")
+            of_note = line.startswith(LEAVE_OUT)
+            screen.line(line, "bold" if of_note else "yellow" if line.startswith("not ") else "dim")
 
 
 def sizes_given(args: argparse.Namespace) -> bool:
@@ -136,8 +138,7 @@ def _overlaid(model: Model, step: dict[str, Any]) -> Model:
 
 
 def _said(words: list[str]) -> CommandLine:
-    """Of a script's arguments, also where a launcher stands before them; --holmes-sizes and -partition count
-    too."""
+    """Of a script's arguments, with or without a launcher; --holmes-sizes and -partition count too."""
     try:
         words = list(split_command(words).arguments)
     except HolmesError:

@@ -1,5 +1,4 @@
-"""What another program knows of nodes, as clusters: nodes that look alike and are on one fabric belong
-together.
+"""Nodes that another program knows, as clusters: alike and on one fabric.
 
     found nodes    a0 ib h100 x 8 fabric "spine"     ->   cluster "ib": a0 a1     asked for: what nobody but a
                    a1 ib h100 x 8 fabric "spine"          cluster "roce": b0      person knows (rates, a kind
@@ -22,9 +21,8 @@ _WORD = re.compile(r"[a-z0-9]+")
 
 @dataclass(frozen=True)
 class FoundNode:
-    """kind: of its fast NICs, "" where nothing tells; fabric: a name for what it shares with others, "" for
-    one that is not told apart; rate_bps: of all its fast NICs, 0 where nothing tells; group: what its source
-    calls its like, for the cluster's name; why_not: why no job can use it now."""
+    """kind: of its fast NICs; fabric: a name for what it shares with others; rate_bps: of all its fast NICs
+    ("", "", 0: not told); group: what its source calls its like; why_not: why no job can use it now."""
 
     name: str
     processes: int
@@ -63,8 +61,8 @@ def gpu_name(text: str) -> str:
 
 
 def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:
-    """Nodes that are alike in kind, GPUs and fabric as clusters, in the order of their first nodes.
-    HolmesError for a node that is named twice, or none at all."""
+    """Nodes that are alike in kind, GPUs and fabric, in order. HolmesError: a node is named twice, or
+    none."""
     names: set[str] = set()
     members: dict[tuple[object, ...], list[FoundNode]] = {}
     for node in nodes:
@@ -86,8 +84,7 @@ def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:
 
 
 def _named(groups: Sequence[Sequence[FoundNode]]) -> list[str]:
-    """A name for each: what its source calls exactly these nodes, else kind and GPU or the fabric, else a
-    number."""
+    """What its source calls exactly these nodes, else kind and GPU or the fabric, else a number."""
     owner: dict[str, set[str]] = {}
     for node in (node for group in groups for node in group):
         for text in node.group:
@@ -113,8 +110,8 @@ def _plain(text: str) -> str:
 def completed(
     clusters: Sequence[FoundCluster], kinds: Mapping[str, str], rates: Mapping[str, int]
 ) -> tuple[list[FoundCluster], list[str]]:
-    """With the kinds and rates (bits/s) that a person gives by the clusters' names, and what still lacks:
-    "kind of cluster x", "rate of cluster x". HolmesError for a name that no cluster has, or no kind."""
+    """With the kinds and rates (bits/s) given by clusters' names, and what still lacks ("kind of cluster x").
+    HolmesError: a name that no cluster has, or no kind."""
     known = [cluster.name for cluster in clusters]
     for name in (*kinds, *rates):
         if name not in known:

@@ -48,8 +48,8 @@ def _numbers(inside: str, text: str, where: str) -> Iterator[str]:
 
 
 def folded(names: Iterable[str]) -> str:
-    """The other way: "a[0-2,5],b1". Hosts that differ in their last number alone, of as many digits, share
-    brackets; in the order of their first ones, numbers ascending."""
+    """ "a[0-2,5],b1": hosts that differ in their last number alone (of as many digits) share brackets, in the
+    order of their first ones."""
     return ",".join(_written(*key, ",".join(parts), several) for key, parts, several in _grouped(names))
 
 

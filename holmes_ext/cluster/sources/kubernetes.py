@@ -24,9 +24,8 @@ from holmes_ext.errors import HolmesError
 FABRICS = (
     "backend.coreweave.cloud/fabric", "ib.coreweave.cloud/fabric", "oci.oraclecloud.com/rdma.hpc_island_id",
     "cloud.google.com/gce-topology-block", "network.topology.nvidia.com/datacenter",
-    "fabric.topograph.run/tier-2",
-    "network.topology.nvidia.com/spine", "topology.k8s.aws/network-node-layer-1",
-    "topology.kubernetes.io/zone",
+    "fabric.topograph.run/tier-2", "network.topology.nvidia.com/spine",
+    "topology.k8s.aws/network-node-layer-1", "topology.kubernetes.io/zone",
 )
 _SPEEDS = ("backend.coreweave.cloud/speed", "ib.coreweave.cloud/speed", "ib.coreweave.cloud/speed.expected")
 _FLAVORS = ("backend.coreweave.cloud/flavor",)

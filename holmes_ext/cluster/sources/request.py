@@ -1,5 +1,4 @@
-"""What to ask a scheduler for: chosen nodes as lines of sbatch, an MPI hostfile, a node affinity of
-Kubernetes.
+"""Chosen nodes as lines of sbatch, an MPI hostfile, a node affinity of Kubernetes.
 
     #SBATCH --nodes=12 --constraint="[ib*8&roce*4]"         any nodes with these features will do
     #SBATCH --nodes=8 --nodelist=a[0-7]                     or these very nodes; a heterogeneous

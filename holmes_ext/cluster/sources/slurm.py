@@ -36,8 +36,7 @@ _GPU = re.compile(r"gpu(?::([A-Za-z][^:(),]*))?(?::(\d+))?(?:\([^)]*\))?")
 
 
 def ask(*argv: str) -> str:
-    """What a command of Slurm's prints; HolmesError in one line where it fails, Slurm is absent, or munge is
-    silent."""
+    """What a command of Slurm's prints; HolmesError where it fails, Slurm is absent, or munge is silent."""
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE)
     except FileNotFoundError:
@@ -59,8 +58,8 @@ def ask(*argv: str) -> str:
 
 
 def check_version() -> None:
-    """HolmesError for a Slurm that is older than OLDEST, or where nobody serves munge's socket: Slurm's
-    commands would try that for most of a minute."""
+    """HolmesError for a Slurm older than OLDEST, or where munge's socket is dead (commands try it for
+    long)."""
     with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as munge:
         try:
             munge.connect(_MUNGE)
@@ -87,8 +86,8 @@ def nodes_of_slurm(partitions: Sequence[str] = (), topology: Topology | None = N
 
 
 def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -> list[FoundNode]:
-    """Of `scontrol show node --oneliner`; nodes without GPUs are left out where others have some. HolmesError
-    for a partition that no node is in."""
+    """Of `scontrol show node --oneliner`; those without GPUs only where none has some. HolmesError: no node
+    is in a partition."""
     records = [record for record in map(_fields, text.splitlines()) if "NodeName" in record]
     known = {name for record in records for name in _words(record.get("Partitions"))}
     for name in partitions:

@@ -1,5 +1,4 @@
-"""Slurm's topology: which nodes are under which switches or in which blocks, of the three ways in which it is
-written.
+"""Slurm's topology: which nodes are under which switches or in which blocks, in three notations.
 
     scontrol show topology     SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=gpu[01-16]
                                SwitchName=spine Level=1 LinkSpeed=1 Nodes=gpu[01-32] Switches=leaf[1-2]
@@ -82,9 +81,8 @@ class Topology:
 
 
 def parse_topology(text: str, source: str) -> Topology:
-    """Of topology.conf, `scontrol show topology`, or where the name ends so topology.yaml; HolmesError names
-    the line.
-    """
+    """Of topology.conf, `scontrol show topology`, or topology.yaml (by its name); HolmesError names the
+    line."""
     if source.endswith((".yaml", ".yml")):
         return Topology(tuple(_units_of_yaml(text, source)), source)
     units: dict[str, Unit] = {}

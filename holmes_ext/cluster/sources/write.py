@@ -1,8 +1,7 @@
 """Found clusters as a cluster.toml: a new one, or put into one that a person wrote.
 
-What is there stays byte for byte: rates, kinds, comments, clusters that the source does not know. Nodes that
-are new come to the list of the cluster that holds their like already, or into clusters of their own at the
-end.
+What is there stays byte for byte. New nodes come to the cluster that holds their like, or into clusters of
+their own at the end.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ def _quoted(text: str) -> str:
 def split(
     spec: SiteSpec, clusters: Sequence[FoundCluster]
 ) -> tuple[dict[str, tuple[str, ...]], list[FoundCluster]]:
-    """Of what the file does not know: nodes to be added, by the name of the file's cluster that holds others
-    of theirs; and clusters of which it knows no node, under names that are free."""
+    """Of what the file does not know: nodes for its clusters that hold others of theirs, and whole clusters,
+    under free names."""
     owner = {node: cluster.name for cluster in spec.clusters for node in cluster.nodes}
     more: dict[str, tuple[str, ...]] = {}
     new: list[FoundCluster] = []

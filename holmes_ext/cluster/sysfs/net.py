@@ -59,11 +59,8 @@ class NetDevice(Function):
 
 
 def read_net_devices(tree: Tree) -> dict[str, NetDevice]:
-    """The Ethernet and IPoIB net devices of a tree by name. Raises HolmesError naming the damaged file.
-
-    Loopback, tunnels and other non-Ethernet types are left out. A device that is removed while it is being
-    read (a container stops) is left out as well.
-    """
+    """The Ethernet and IPoIB net devices of a tree by name, without those that vanish meanwhile (a container
+    stops). HolmesError names the damaged file."""
     devices = {}
     for name in tree.names("class/net"):
         path = f"class/net/{name}"
@@ -166,11 +163,8 @@ def _port_index(tree: Tree, path: str) -> int:
 
 
 def top_device(name: str, devices: dict[str, NetDevice]) -> str:
-    """The device that has taken `name` in, at the end of the chain (a bond, or a bridge over it); else
-    `name`.
-
-    Sockets bind to that one. A virtual switch (Open vSwitch) is no end: it carries no address itself.
-    """
+    """What has taken `name` in at last (a bond, or a bridge over it), to which sockets bind; else `name`. A
+    virtual switch (Open vSwitch) is none: it carries no address."""
     seen = set()
     while name not in seen:
         seen.add(name)

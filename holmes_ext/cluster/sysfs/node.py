@@ -5,11 +5,9 @@
     class/net ───────> net.py ───┘        │
     addresses.py ─────────────────────────┘
 
-Every port of the node is listed once for each use it has: a RoCE port as "roce" and its net device as
-"ethernet" (its `rdma` names the port), because both are ways to reach another node and only the fabric
-decides which one works. IPoIB net devices belong to their InfiniBand port and are never Ethernet: they cannot
-reach an Ethernet. Ports that are down are listed as down. What the default rules set aside is listed with its
-reason.
+Every port is listed once for each use: a RoCE port as "roce" and its net device as "ethernet" (whose `rdma`
+names the port). IPoIB net devices belong to their InfiniBand port, as they reach no Ethernet. Ports that are
+down, or set aside by the default rules (with the reason), are listed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The default rules: which net devices a training job should leave alone, each with its reason in one line.
 
-A rule sets a NIC aside (`Nic.skipped`); it does not hide it, and naming the NIC in `include` overrules it.
-What a NIC is cabled to (a storage network) cannot be known from /sys: only names that say so are caught,
-`exclude` is for the rest.
+A rule sets a NIC aside (`Nic.skipped`); naming it in `include` overrules that. What a NIC is cabled to
+(storage) cannot be known from /sys: `exclude` is for what names do not say.
 """
 
 from __future__ import annotations

@@ -54,8 +54,7 @@ class Tree:
         return os.path.isdir(self._at(path))
 
     def names(self, path: str) -> tuple[str, ...]:
-        """Sorted names in a directory, each a possible device name; () when it does not exist, else
-        HolmesError."""
+        """Sorted device names in a directory, () without one; HolmesError for others."""
         try:
             names = sorted(os.listdir(self._at(path)))
         except FileNotFoundError:
@@ -75,11 +74,8 @@ class Tree:
         return tuple(names)
 
     def text(self, path: str) -> str | None:
-        """The text of an attribute without surrounding space, None when there is none.
-
-        Raises HolmesError when it is no readable regular file of text (a directory, a link, binary data,
-        longer than a page).
-        """
+        """Of an attribute, without surrounding space; None when there is none. HolmesError: it is no readable
+        regular file of text (a directory, a link, binary data, longer than a page)."""
         data = (self._read(path) or b"").rstrip(b"\0")
         if len(data) > _LARGEST:
             raise self.error(path, f"is longer than {_LARGEST} bytes: no file of /sys is")
@@ -140,10 +136,8 @@ class Tree:
         return pairs
 
     def link_name(self, path: str, key: str) -> str:
-        """The name of the device that a link points to, "" when there is no link.
-
-        Where the link was copied as a directory, `key` of the directory's uevent gives it.
-        """
+        """The name of the device that a link points to (of one copied as a directory `key` of its uevent); ""
+        without."""
         try:
             name = os.path.basename(os.readlink(self._at(path)))
         except FileNotFoundError:

@@ -1,5 +1,4 @@
-"""The real launchers inside a lab: Slurm with munge, sshd for mpirun, pdsh and deepspeed; torchrun needs no
-daemon.
+"""The real launchers inside a lab: Slurm with munge, sshd for mpirun, pdsh and deepspeed.
 
     host login       slurmctld, munged, sshd       where jobs are submitted
     node a0, b0, ... slurmd, munged, sshd          as in a cluster: a host name and a /run of its own each

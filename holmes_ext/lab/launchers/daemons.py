@@ -81,8 +81,7 @@ class Daemons:
             self._wait([*ports, *(["--", str(len(self.order))] if "slurm" in needs else [])])
 
     def run(self, argv: Sequence[str], **options: Any) -> RunResult:
-        """`argv` on the login host, as its only program (rank 0 of the result); options of
-        Lab.start_programs."""
+        """`argv` alone on the login host (rank 0 of the result); options of Lab.start_programs."""
         return self.start(argv, **options).wait()
 
     def start(self, argv: Sequence[str], host: str = LOGIN, env: Mapping[str, str] | None = None,

@@ -1,5 +1,4 @@
-"""A Slurm for a lab: slurm.conf, topology.conf and gres.conf from its clusters, and the daemons of every
-host.
+"""A Slurm for a lab: slurm.conf, topology.conf, gres.conf, and every host's daemons.
 
     login   munged, slurmctld   partition "all" (default) and one for each cluster, called after it
     nodes   munged, slurmd      feature: the cluster's kind and name; gres gpu: one for each process of a node
@@ -29,8 +28,8 @@ def configure(
     directory: Path, spec: SiteSpec, order: Sequence[str], processes: int,
     variables: Mapping[str, Mapping[str, str]]
 ) -> None:
-    """Write what Slurm reads into `directory`. order: of the nodes, which Slurm keeps when it numbers them;
-    processes: of a node at most; variables: by host, what every task gets there."""
+    """Write what Slurm reads into `directory`. order: of the nodes; processes: of a node at most; variables:
+    by host, for every task."""
     # Slurm wants devices to stand for them
     gpus = [directory / f"gpu{number}" for number in range(processes)]
     for file in gpus:

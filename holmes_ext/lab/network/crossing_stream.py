@@ -43,8 +43,7 @@ def _send(address: str, sizes: list[int], alone: bool) -> dict[str, object]:
 
 
 def _exchanges(connection: socket.socket, size: int, least_s: float) -> list[float]:
-    """Seconds of each message of `size` bytes until its acknowledgement, for `least_s` and 5 messages at
-    least."""
+    """Seconds of each message until its acknowledgement, for `least_s` and 5 messages at least."""
     found: list[float] = []
     while sum(found) < least_s or len(found) < 5:
         start = time.perf_counter()

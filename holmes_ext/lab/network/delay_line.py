@@ -82,8 +82,7 @@ class Clock:
         return True
 
     def leaving(self, now: float) -> Iterator[tuple[float, Passing]]:
-        """(when, frame) of those whose first bit leaves by `now`; what they have passed includes this clock
-        then."""
+        """(when, frame) of those whose first bit leaves by `now`."""
         while self.waiting and self.free <= now:
             self._virtual, _, passing = heapq.heappop(self.waiting)
             self._bits -= passing.bits
@@ -131,8 +130,8 @@ class Router:
         return min([*due, self._heap[0][0]] if self._heap else due, default=None)
 
     def take(self, frame: bytes, source: int, now: float) -> None:
-        """A frame that cluster `source` sends (virtio-net header first); what no node elsewhere gets is
-        dropped."""
+        """A frame that cluster `source` sends (virtio-net header first); dropped where nobody elsewhere gets
+        it."""
         found = self._nodes.get(frame[40:44]) if frame[22:24] == _IPV4 else None
         if found is None or found[0] == source:
             return
@@ -178,8 +177,7 @@ class Router:
 
 
 def wire_bits(frame: bytes) -> int:
-    """Bits on the wire of a frame with its virtio-net header: every segment that it will be cut into has
-    headers."""
+    """Of a frame with its virtio-net header: every segment that it will be cut into has headers."""
     _, kind, _, segment, transport, _ = _VNET.unpack_from(frame)
     size = len(frame) - _VNET.size
     if not kind:

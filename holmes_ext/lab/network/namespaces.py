@@ -1,5 +1,4 @@
-"""Linux namespaces by ctypes: unshare, setns, mount and prctl (os.unshare and os.setns exist only from Python
-3.12).
+"""Linux namespaces by ctypes: unshare, setns, mount and prctl (in os from Python 3.12 on).
 
 Every function raises OSError with the kernel's errno.
 """

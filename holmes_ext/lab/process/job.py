@@ -1,5 +1,4 @@
-"""One job in a lab, seen from its caller: pids, output, the end of each rank, and what is done when one
-fails.
+"""One job in a lab, seen from its caller: pids, output, the end of each rank, what a failure does.
 
 A thread reads the launcher's messages and the ranks' pipes. When a rank fails the others get `grace` seconds
 to end by themselves, then SIGTERM, then SIGKILL; the same when the job's time is up or it is killed.

@@ -1,5 +1,4 @@
-"""The process that holds a lab: forks the namespaces' holders, runs ip and tc in them, forks a launcher for
-each job.
+"""The process that holds a lab: forks the namespaces' holders, runs ip and tc, forks launchers.
 
     python -I -S -c ... ROOT CONTROL PIDFD DIRECTORY       (started by Lab; needs only the standard library)
 

@@ -1,5 +1,4 @@
-"""The launcher: forks the ranks of one job into their nodes' namespaces, reports how they end, leaves nothing
-behind.
+"""The launcher: forks a job's ranks into their nodes' namespaces, reports their ends, leaves nothing.
 
 It runs in a fork of the keeper, where a rank execs its command, or of a zygote that has imported the job's
 modules, where a rank goes on as the script's interpreter. Messages, over the job's socket:

@@ -1,5 +1,4 @@
-"""What a launcher decides: the order of the nodes, how many processes each has, and the environment of every
-rank."""
+"""What a launcher decides: order of the nodes, processes of each, every rank's environment."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A shell, or a command, on a host of a lab that runs: the lab of this process, or of another one of this
-user.
+"""A shell, or a command, on a host of a lab that runs, of this process or of another.
 
 The child is in all namespaces of the host, that of its processes too, so it ends with the lab. Terminal,
 input and output are the caller's.
@@ -30,8 +29,7 @@ class Host:
 
 
 def running(host: str, directory: str | None = None) -> Host:
-    """`host` of the lab in `directory`, or of the only one that has it; HolmesError where there is none, or
-    several."""
+    """`host` of the lab in `directory`, or the only one that has it; HolmesError: none, or several."""
     labs = {path: _hosts(path) for path in ([Path(directory)] if directory else state.directories())}
     labs = {path: hosts for path, hosts in labs.items() if hosts}
     if not labs:
@@ -61,8 +59,8 @@ def _hosts(directory: Path) -> dict[str, Host]:
 
 
 def inside(holder: int, argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run `argv` in the namespaces of process `holder`; its exit status, 128 + n for signal n. HolmesError
-    where they cannot be entered, or the program cannot be started."""
+    """Run `argv` in the namespaces of process `holder`: its exit status, 128 + n for signal n. HolmesError:
+    that cannot be."""
     read, write = os.pipe()
     between = os.fork()
     if between == 0:

@@ -1,5 +1,4 @@
-"""Messages between the lab's processes: JSON objects and file descriptors over a SOCK_SEQPACKET socket
-pair."""
+"""JSON objects and file descriptors between the lab's processes, over a SOCK_SEQPACKET pair."""
 
 from __future__ import annotations
 

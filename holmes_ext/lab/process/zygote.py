@@ -1,5 +1,4 @@
-"""A Python that has imported the job's modules once and forks the ranks from there: saves seconds of import
-for each.
+"""A Python that has imported the job's modules and forks the ranks: saves seconds for each.
 
     python -c BOOT ROOT MODULE,MODULE CONTROL     (started by the keeper, with the
                                                   job's environment and directory)
@@ -58,8 +57,7 @@ def script_of(command: list[str]) -> tuple[str, list[str]] | None:
 
 
 def start(ask: Callable[..., object], log: Path, modules: Sequence[str]) -> socket.socket:
-    """Its control socket, once the modules are imported. ask: the keeper, with what to start; log: what they
-    print."""
+    """Its control socket, with the modules imported. ask: the keeper; log: what they print."""
     ours, theirs = wire.pair()
     with open(log, "wb") as file:
         ask(descriptors=[theirs.fileno(), file.fileno()])

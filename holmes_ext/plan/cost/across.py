@@ -1,5 +1,4 @@
-"""How the sums of whole clusters are added up across clusters: which cluster sends how much to which, in what
-order.
+"""How sums of whole clusters are added up across clusters: which sends how much to which, in what order.
 
     direct   every cluster sends each other one its part, and gets the sums back          two exchanges
     ring     parts go round the clusters in an order, twice                               2 (C - 1) rounds
@@ -15,7 +14,7 @@ Of the bytes that are summed; `halves`: the way to the sum, and the way back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import permutations
 from typing import TypeVar
@@ -30,22 +29,23 @@ ALL_ORDERS = 7
 
 @dataclass(frozen=True)
 class CrossClusterAlgorithm:
-    """way: "direct", "ring" or "tree". order: cluster names, of a ring in its order, of a tree with parents
-    before their children; parents: of a tree, for each of `order` the one that it sends to, "" for the
-    root."""
+    """How the sums of whole clusters are added up."""
 
-    way: str
+    #: "direct", "ring" or "tree".
+    algorithm: str = field(metadata={"was": "way"})
+    #: Names: of a ring in its order, of a tree with parents before their children.
     order: tuple[str, ...]
+    #: Of a tree, for each of `order` the one that it sends to, "" for the root.
     parents: tuple[str, ...] = ()
 
     @property
     def halves(self) -> tuple[dict[Pair, float], dict[Pair, float]]:
         """(from, to) -> bytes for each byte that is summed."""
         count = len(self.order)
-        if self.way == "tree":
+        if self.algorithm == "tree":
             up = {(child, parent): 1.0 for child, parent in zip(self.order, self.parents) if parent}
             return up, {(parent, child): share for (child, parent), share in up.items()}
-        if self.way == "ring":
+        if self.algorithm == "ring":
             round_ = dict.fromkeys(neighbours(self.order), (count - 1) / count)
             return round_, round_
         every = {(one, two): 1 / count for one in self.order for two in self.order if one != two}
@@ -53,9 +53,9 @@ class CrossClusterAlgorithm:
 
     def latency_s(self, of: Callable[[Pair], float]) -> float:
         """Seconds of a half, for the first bytes; of: seconds from one cluster to another."""
-        if self.way == "direct":
+        if self.algorithm == "direct":
             return max(map(of, self.halves[0]))
-        if self.way == "ring":
+        if self.algorithm == "ring":
             hops = [of(pair) for pair in neighbours(self.order)]
             return sum(hops) - min(hops)
         depth = {"": 0.0}
@@ -66,12 +66,12 @@ class CrossClusterAlgorithm:
     @property
     def rounds(self) -> int:
         """Messages that follow each other in a half."""
-        if self.way == "tree":
+        if self.algorithm == "tree":
             depth = {"": -1}
             for child, parent in zip(self.order, self.parents):
                 depth[child] = depth[parent] + 1
             return max(depth.values())
-        return len(self.order) - 1 if self.way == "ring" else 1
+        return len(self.order) - 1 if self.algorithm == "ring" else 1
 
 
 def neighbours(order: Sequence[T]) -> list[tuple[T, T]]:
@@ -89,29 +89,25 @@ def hop_loads(wan: Wan, pairs: Mapping[Pair, float]) -> dict[Hop, float]:
 
 
 def ways_across(wan: Wan, names: Sequence[str]) -> tuple[CrossClusterAlgorithm, ...]:
-    """What is worth comparing for these clusters: direct; on a network that is not flat the best ring, and
+    """What is worth comparing for these clusters: direct; where the network is not flat the best ring,
     trees."""
-    return _ways(wan,
-                 tuple(names)) if wan and len(names) > 1 else (CrossClusterAlgorithm("direct", tuple(names)),)
+    if wan and len(names) > 1:
+        return _ways(wan, tuple(names))
+    return (CrossClusterAlgorithm("direct", tuple(names)),)
 
 
 @lru_cache(maxsize=256)
 def _ways(wan: Wan, names: tuple[str, ...]) -> tuple[CrossClusterAlgorithm, ...]:
-    def cost(pair: Pair) -> tuple[float, float]:
-        hops = wan.hops(*pair)
-        return max((1 / hop.rate_bps for hop in hops), default=0.0), sum(hop.latency_s for hop in hops)
-
-    ring = best_order(names, cost, closed=True)
-    trees = dict.fromkeys(tree for root in names for tree in _trees(root, names, ring, cost))
+    ring = best_order(names, wan.cost, closed=True)
+    trees = dict.fromkeys(tree for root in names for tree in _trees(root, names, ring, wan.cost))
     return (CrossClusterAlgorithm("direct", names), CrossClusterAlgorithm("ring", ring), *trees)
 
 
 def best_order(
     names: Sequence[T], cost: Callable[[tuple[T, T]], tuple[float, float]], closed: bool = False
 ) -> tuple[T, ...]:
-    """Of a ring (closed) or a chain: the order whose worst link costs least, then the least in all; above
-    ALL_ORDERS names what 2-opt (Croes 1958) makes of the nearest neighbours. cost: numbers of a link, the
-    first counts first."""
+    """Of a ring (closed) or a chain: the order with the cheapest worst link, then the least sum; above
+    ALL_ORDERS names by 2-opt (Croes 1958). cost: numbers of a link, the first counts first."""
 
     def total(order: Sequence[T]) -> tuple[float, float, float]:
         pairs = neighbours(order) if closed else list(zip(order, order[1:]))

@@ -1,9 +1,7 @@
-"""Which gradients travel together: how large a bucket should be, and where a list of gradients is cut into
-buckets.
+"""Which gradients travel together: how large a bucket should be, and where a list of them is cut.
 
-A bucket is one flat buffer and one reduction. Small buckets start early and pay the latency often; large ones
-start late, and the last one is what no overlap hides. The running job (runtime/reduce/) and the simulation
-cut by the same two functions.
+A bucket is one flat buffer and one reduction. Small ones start early and pay the latency often; the last of
+large ones is what no overlap hides. The running job (runtime/reduce/) and the simulation cut alike.
 """
 
 from __future__ import annotations
@@ -24,20 +22,17 @@ UNDER_WAY = 4
 
 
 def bucket_bytes(fabric: Fabric, ranks: int, total_bytes: float, share: float = LATENCY_SHARE) -> int:
-    """Bytes of a bucket, so that latency is at most `share` of its all-reduce among `ranks` ranks on
-    `fabric`. A ring all-reduce of B bytes takes 2 (n-1) steps of latency + B / (n rate) each (Thakur,
-    Rabenseifner and Gropp 2005, section 4.4), so latency / (latency + B / (n rate)) <= share gives B >= n
-    rate latency (1 - share) / share. At least 1 MiB (an eighth of total_bytes, all that the group reduces,
-    where that is less), at most 256 MiB."""
+    """Bytes for which latency is at most `share` of an all-reduce among `ranks` ranks: a ring takes 2 (n-1)
+    steps of latency + B / (n rate) (Thakur et al. 2005, section 4.4), so B >= n rate latency (1 - share) /
+    share. At least 1 MiB (or an eighth of total_bytes, if that is less), at most 256 MiB."""
     assert 0 < share < 1 and ranks >= 1
     wanted = ranks * (fabric.rate_bps / 8) * fabric.latency_s * (1 - share) / share
     return int(min(max(wanted, min(SMALLEST_BYTES, total_bytes / FEWEST), 1), LARGEST_BYTES))
 
 
 def buffer_bytes(gradient_bytes: float) -> float:
-    """At most, of the buckets of a rank that reduces so many bytes; gradients that travel as they are need
-    less, for they become views of their bucket. A gradient above the limit is a bucket alone, and counted as
-    LARGEST_BYTES."""
+    """At most, of the buckets of a rank that reduces so many bytes. (Gradients that travel as they are need
+    less: they become views. A larger gradient than the limit counts as LARGEST_BYTES.)"""
     return min(gradient_bytes, UNDER_WAY * LARGEST_BYTES)
 
 
@@ -45,12 +40,10 @@ def cut(
     sizes: Sequence[float], limit_bytes: float, keys: Sequence[Hashable] = (), exceed: bool = False,
     first_bytes: float = 0,
 ) -> tuple[tuple[int, ...], ...]:
-    """Places in `sizes` (bytes, in the order in which gradients become final), bucket by bucket. keys: of
-    each gradient (dtype, device); different ones never share a bucket. A bucket holds at most limit_bytes, a
-    larger gradient is alone (runtime/reduce/reducer.py); with `exceed` it ends with the gradient that reaches
-    limit_bytes (megatron-core's _ParamAndGradBuffer; torch's compute_bucket_assignment_by_size, for
-    DistributedDataParallel). first_bytes: the limit of the first bucket, where it has another. A bucket takes
-    the place of its last gradient: buckets stand in the order in which they become complete."""
+    """Places in `sizes` (bytes, in the order in which gradients become final), bucket by bucket, the first
+    complete one first. keys: of each gradient (dtype, device); different ones never share a bucket. A bucket
+    holds at most limit_bytes (the first: first_bytes); with `exceed` it ends with the gradient that reaches
+    them (megatron-core's _ParamAndGradBuffer, torch's compute_bucket_assignment_by_size)."""
     done: list[tuple[int, ...]] = []
     open_: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, float] = {}

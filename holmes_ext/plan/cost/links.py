@@ -1,5 +1,4 @@
-"""How long a message takes on a fabric: a curve through measured sizes, or rate and latency where nothing was
-measured.
+"""How long a message takes on a fabric: a curve through measured sizes, or its rate and latency.
 
     seconds                    /
        |                     /      slope -> 8 / rate_bps, for large messages
@@ -7,9 +6,8 @@ measured.
        |_________/                  small ones cost what they cost, whatever their size
        +--------------------------- bytes
 
-A message is a fixed part, which nothing shares, and a flow of all its bits at most at rate_bps, which shares
-a NIC with others (plan/simulate/events.py): fixed_s(size) + 8 size / rate_bps = seconds(size). `holmes probe`
-measures the curves, cluster.toml keeps them.
+A message is a fixed part, which nothing shares, and a flow of its bits, which shares a NIC with others
+(plan/simulate/events.py): fixed_s(size) + 8 size / rate_bps = seconds(size).
 """
 
 from __future__ import annotations
@@ -83,9 +81,8 @@ class Curve:
 
 
 def fit(samples: Iterable[tuple[float, float]], source: str = "link curve") -> Curve:
-    """The curve through measured (bytes, seconds): the median is the caller's. Seconds are made to grow (the
-    least of what follows counts); rate: between the last two sizes, but not more than a tenth above the last
-    one's own."""
+    """The curve through measured (bytes, seconds). Seconds are made to grow (the least of what follows
+    counts); rate: between the last two sizes, at most a tenth above the last one's own."""
     points: list[tuple[float, float]] = []
     floor = float("inf")
     for size, seconds in sorted(samples, reverse=True):
@@ -144,8 +141,7 @@ class Links:
         return self.measured.get(fabric.name) or Link.of(fabric)
 
     def line(self, fabric: Fabric) -> Fabric:
-        """`fabric` with a rate and a latency under both its curves: closed forms with it are never slower
-        than the curves."""
+        """`fabric` with a rate and a latency under both curves: no closed form is slower than they are."""
         if fabric.name not in self.measured:
             return fabric
         link = self.measured[fabric.name]
@@ -158,16 +154,14 @@ class Links:
 
     def on_cores(self, fabric: Fabric, senders: float,
                  messages: float = 0.0) -> tuple[tuple[str, float], ...]:
-        """What a flow that `senders` nodes send at once uses of shared cores: (CORES, bit/s of the core_bps
-        that are a core, for each bit/s), if anything. messages: of a two-level sum, for each byte of the
-        flow."""
+        """(CORES, bit/s of core_bps for each bit/s) of a flow that `senders` nodes send at once, if it uses
+        shared cores. messages: of a two-level sum, for each byte."""
         seconds = self.of(fabric).host_s * senders + self.host_message_s * messages
         return ((CORES, seconds / 8 * self.core_bps),) if seconds else ()
 
     @property
     def core_bps(self) -> float:
-        """Bits/s that keep a core busy, on the fabric where a byte costs it least; 1 where bytes cost
-        nothing."""
+        """Bits/s that keep a core busy, on the fabric where a byte costs it least; 1 where none does."""
         return max((8 / link.host_s for link in self.measured.values() if link.host_s), default=1.0)
 
     def scaled(self, name: str, factor: float) -> Links:
@@ -177,9 +171,7 @@ class Links:
 
     @classmethod
     def of_spec(cls, spec: SiteSpec) -> Links:
-        """What cluster.toml holds of `holmes probe`; a ring that was not measured is taken to be like single
-        messages.
-        """
+        """What `holmes probe` wrote to cluster.toml; a ring that was not measured is like single messages."""
         measured = {}
         for fabric in fabrics_of_spec(spec):
             if (own := spec.links.get(fabric.name)) and (own.send or own.ring):

@@ -52,7 +52,7 @@ def state_bytes(model: Model, layer: Layer, shards: int, expert_shards: int) -> 
     return dense * (whole + shared / shards) + layer.expert_parameters * (whole + shared / expert_shards)
 
 
-def under_way(stage: int, pipeline: int, virtual: int, micro_batches: int) -> float:
+def in_flight(stage: int, pipeline: int, virtual: int, micro_batches: int) -> float:
     """Micro-batches (of the whole stage) whose activations the stage keeps at most."""
     if virtual == 1:
         return min(pipeline - stage, micro_batches)
@@ -60,8 +60,7 @@ def under_way(stage: int, pipeline: int, virtual: int, micro_batches: int) -> fl
 
 
 def working_bytes(model: Model, tensor: int = 1, context: int = 1, expert: int = 1) -> float:
-    """Of a block: all that its forward keeps, while it runs again for its backward; 0 without
-    recomputation."""
+    """Of a block: all that its forward keeps while it is recomputed; 0 without recomputation."""
     if model.recompute == "none":
         return 0.0
     sizes = tensor, context, expert
@@ -72,10 +71,9 @@ def working_bytes(model: Model, tensor: int = 1, context: int = 1, expert: int =
 
 def stage_memory(
     model: Model, layers: Sequence[Layer], zero: int = 0, shards: int = 1, expert_shards: int = 0,
-    under_way: float = 1.0, working: float = 0.0,
+    in_flight: float = 1.0, working: float = 0.0,
 ) -> Memory:
-    """A stage that holds `layers` (of model.costs()): zero and shards say what is divided; expert_shards: of
-    experts' parameters."""
+    """A stage that holds `layers` (of model.costs()); shards, expert_shards: what ZeRO divides by."""
     experts = sum(layer.expert_parameters for layer in layers)
     rest = sum(layer.parameters for layer in layers) - experts
     parts = states(model)
@@ -85,5 +83,5 @@ def stage_memory(
             return parts[name] * (rest + experts)
         return parts[name] * (rest / shards + experts / (expert_shards or shards))
 
-    kept = under_way * sum(layer.kept_bytes for layer in layers)
+    kept = in_flight * sum(layer.kept_bytes for layer in layers)
     return Memory(share("weights", 3), share("gradients", 2), share("optimizer", 1), kept, working)

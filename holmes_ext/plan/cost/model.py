@@ -3,8 +3,7 @@
     embedding | block 0 | block 1 | ... | block N-1 | output          the partition cuts between blocks;
     stays with the first stage             stays with the last one    only blocks are counted as "layers"
 
-b: sequences in a micro-batch, s: tokens in a sequence, h: hidden size, V: vocabulary, a: attention heads, t:
-tensor size.
+b: sequences in a micro-batch, s: tokens of one, h: hidden size, V: vocabulary, a: heads, t: tensor size.
 
     parameters   block 12 h^2 + 13 h, embedding (V + s) h (Narayanan et al. 2021, arXiv 2104.04473, eq. 2)
     FLOPs        block 24 b s h^2 + 4 b s^2 h forward, output 2 b s h V; backward twice that, and a forward
@@ -17,19 +16,18 @@ tensor size.
     flash        without the last term either; the backward computes the scores again: 5 products for the
                  forward's 2 (Dao et al. 2022, arXiv 2205.14135, algorithm 4)
 
-The embedding computes next to nothing (a look-up, an addition, the same backward), but its gradients are
-reduced and its parameters kept. Tied, the output layer uses the embedding's weight: no parameters more in the
-model, yet the last stage keeps a copy, and first and last stage all-reduce its gradient. With
-`sequence_parallel` all that a block keeps, and what stages send, is divided by t (arXiv 2205.05198, equation
-4). With `experts` every MLP is so many, of which a token passes `experts_per_token`; an expert group shares
-them. Where only some blocks have experts, every block counts as the mean of all: parameters, FLOPs and bytes
-of the whole model are right, those of one stage up to a block's worth.
+The embedding computes next to nothing, but its gradients are reduced and its parameters kept. Tied, the
+output layer uses its weight: no parameters more in the model, yet the last stage keeps a copy, and first and
+last stage all-reduce its gradient. With `sequence_parallel` what a block keeps, and stages send, is divided
+by t (arXiv 2205.05198, equation 4). With `experts` a token passes `experts_per_token` of an MLP's; where only
+some blocks have experts, every block counts as the mean of all.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.workload import Workload
@@ -65,9 +63,8 @@ class Layer:
         return sum(self.tensors) + self.expert_parameters
 
     def reduced(self, ranks: int, expert: int) -> tuple[float, ...]:
-        """Elements of each gradient, as a group of all `ranks` data- and context-parallel ranks would have to
-        reduce them to send as much: an expert's are reduced only by the ranks / expert that hold it. The last
-        becomes final first."""
+        """Elements of each gradient as a group of all `ranks` ranks would have to reduce them to send as
+        much: an expert's are reduced by ranks / expert only. The last becomes final first."""
         if not self.expert_parameters:
             return self.tensors
         group = max(1, ranks // expert)
@@ -97,51 +94,56 @@ class Gpu:
 _MOST_LAYERS = 100_000
 
 
+def _key(text: str, default: Any = MISSING, training: bool = False) -> Any:
+    """A field of Model. text: what the key of a model file says; training: it stands in [training]."""
+    return field(default=default, metadata={"text": text, "training": training})
+
+
 @dataclass(frozen=True)
 class Model:
-    """A GPT and how it is trained; KEYS of plan/cost/model_file.py says what each field is, 0 where that is
-    left out. gpus: where a cluster's differ."""
+    """A GPT and how it is trained; optional sizes are 0 where they are left out. gpus: where a cluster's
+    differ."""
 
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
-    vocabulary: int
-    name: str = "model"
-    ffn: int = 0
-    groups: int = 0
-    gated: bool = False
-    bias: bool = True
-    tied: bool = True
-    positions: str = "learned"
-    micro_batch: int = 1
-    micro_batches: int = 0
-    global_batch: int = 0
-    recompute: str = "none"
-    activation_width: int = 2
-    gradient_width: int = 4
-    state_bytes: float = 18.0
-    sharded_bytes: float = 0.0
-    sequence_parallel: bool = False
-    experts: int = 0
-    experts_per_token: int = 2
-    head_size: int = 0
-    max_positions: int = 0
-    expert_ffn: int = 0
-    shared_ffn: int = 0
-    expert_layers: int = 0
-    flash: bool = False
+    layers: int = _key("transformer blocks")
+    hidden: int = _key("width of an activation")
+    heads: int = _key("attention heads")
+    sequence: int = _key("tokens of a sequence")
+    vocabulary: int = _key("tokens that there are")
+    name: str = _key("in tables and messages", "model")
+    ffn: int = _key("width inside the MLP; 0: 4 x hidden", 0)
+    groups: int = _key("key-value heads; 0: as many as heads", 0)
+    head_size: int = _key("of a head; 0: hidden / heads", 0)
+    gated: bool = _key("the MLP is gated (SwiGLU)", False)
+    bias: bool = _key("linear layers have one, and norms too", True)
+    tied: bool = _key("the output has the embedding's weight", True)
+    positions: str = _key(
+        '"learned" (a table of max_positions rows), or "none" (rotary ones have no parameters)', "learned")
+    max_positions: int = _key("0: sequence", 0)
+    experts: int = _key("of each block with experts; 0: none", 0)
+    experts_per_token: int = _key("experts that a token goes to", 2)
+    expert_ffn: int = _key("width inside an expert; 0: ffn", 0)
+    shared_ffn: int = _key("of an expert that all tokens pass; 0: none", 0)
+    expert_layers: int = _key("blocks with experts; 0: all", 0)
+    micro_batch: int = _key("sequences of a micro-batch", 1, True)
+    micro_batches: int = _key("of a step, on each rank; give this or global_batch", 0, True)
+    global_batch: int = _key("sequences of a step, of all ranks", 0, True)
+    recompute: str = _key('"none", "selective" or "full"', "none", True)
+    flash: bool = _key("attention keeps no scores", False, True)
+    sequence_parallel: bool = _key("norms and dropout are split over the tensor ranks", False, True)
+    activation_width: int = _key("bytes of an element", 2, True)
+    gradient_width: int = _key("bytes of an element", 4, True)
+    state_bytes: float = _key("of a parameter on each rank: weight, gradient, optimizer", 18.0, True)
+    sharded_bytes: float = _key(
+        "the same, divided by the data size: 12 with 6 of state_bytes for Adam under ZeRO 1", 0.0, True)
     gpu: Gpu = Gpu()
     gpus: dict[str, Gpu] = field(default_factory=dict)
     source: str = "model"
 
     def __post_init__(self) -> None:
-        optional = ("ffn", "groups", "micro_batches", "global_batch", "experts", "head_size", "max_positions",
-                    "expert_ffn", "shared_ffn", "expert_layers")
-        positive = ("hidden", "heads", "sequence", "vocabulary", "micro_batch", "activation_width",
-                    "gradient_width")
-        for name in ("layers", *positive, *optional):
-            value, least = getattr(self, name), int(name not in optional)
+        for item in fields(self):
+            if item.type != "int" or item.name == "experts_per_token":
+                continue
+            name, value, least = item.name, getattr(self, item.name), int(item.default != 0)
             if not least <= value < 10**12:
                 raise self._wrong(name, f"{value} is not {least} or more")
         if self.layers > _MOST_LAYERS:
@@ -170,8 +172,7 @@ class Model:
         return self.gpus.get(cluster, self.gpu)
 
     def micro_batches_of(self, data: int) -> int:
-        """Micro-batches of a step on `data` data-parallel ranks; HolmesError when the global batch is not
-        divisible."""
+        """Of a step on `data` data-parallel ranks; HolmesError when the global batch is not divisible."""
         if self.micro_batches:
             return self.micro_batches
         if self.global_batch % (self.micro_batch * data):
@@ -191,8 +192,7 @@ class Model:
                                                 for block in blocks) + output.parameters - tied)
 
     def costs(self, tensor: int = 1, context: int = 1, expert: int = 1) -> tuple[Layer, ...]:
-        """Embedding, every block, output, as one rank of `tensor` x `context` has them; its part of the
-        experts."""
+        """Embedding, every block, output, as one rank has them, with its part of the experts."""
         block = self._block(tensor, context, expert)
         return (self._embedding(tensor, context), *[block] * self.layers, self._output(tensor, context))
 
@@ -272,8 +272,7 @@ class Model:
         return layers
 
     def tied_bytes(self, sizes: Sizes) -> float:
-        """Of the tied embedding's gradient that a rank of the first stage all-reduces with its twin of the
-        last."""
+        """Of a tied embedding's gradient that ranks of the first and the last stage all-reduce."""
         if not self.tied or sizes.pipeline == 1:
             return 0.0
         return self.vocabulary * self.hidden / sizes.tensor * self.gradient_width
@@ -283,8 +282,7 @@ class Model:
         return 1 if self.sequence_parallel else sizes.tensor
 
     def workload(self, sizes: Sizes) -> Workload:
-        """One rank's work on the average stage under complete `sizes`: what placement compares orders
-        with."""
+        """One rank's work on the average stage of complete `sizes`: what placement compares."""
         layers = self.costs(sizes.tensor, sizes.context, sizes.expert if self.experts else 1)
 
         def mean(name: str) -> float:

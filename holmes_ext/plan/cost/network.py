@@ -1,8 +1,7 @@
 """What a message or a collective puts on the networks, and what it takes where it is alone.
 
 Every time is linear in the bytes (alpha-beta model: Thakur, Rabenseifner and Gropp 2005; Patarasuk and Yuan
-2009): fixed seconds, and seconds for each byte. The simulation (plan/simulate) takes the same loads and
-shares what carries them. Where nothing is shared both say the same.
+2009). The simulation (plan/simulate) shares what carries the same loads.
 
     ring of n      passes every node once, each way: 2 (n - 1) / n of the bytes through its NIC, in 2 (n - 1)
                    messages that follow each other
@@ -193,11 +192,8 @@ class Network:
     # ------------------------------------------------------------------- loads
 
     def ring(self, family: GroupFamily, groups: float = 0, inside_bps: float = 0.0) -> Load:
-        """An all-reduce of each group of a family.
-
-        groups: 0 as a simulation has it, whose other groups are loads of their own; else so many that cross
-        at the same time, and all that share a NIC. inside_bps: of the GPUs of a node.
-        """
+        """An all-reduce of each group of a family. groups: 0 where others are loads of their own
+        (simulation); else how many cross at once. inside_bps: of the GPUs of a node."""
         messages, volume = 2 * (family.ranks - 1), 2 * (family.ranks - 1) / family.ranks
         if family.nodes == 1:
             return Load(inside_bps=inside_bps, volume=volume)
@@ -210,15 +206,14 @@ class Network:
         crossing = {pair: times * (groups or family.count) for pair, times in pairs.items()}
         flows = {part.node: part.crowd if groups else part.groups for part in family.parts}
         return Load(
-            self.both_ways(fabric, flows), self.hops(fabric, crossing), self.line(fabric),
-            volume=volume, messages=messages, part=1 / family.ranks, ring=True,
-            longer_s=2 * (sum(longer) - min(longer)), across=self.across(family.kinds),
-            senders=family.count * family.nodes,
+            self.both_ways(fabric, flows), self.hops(fabric, crossing), self.line(fabric), volume=volume,
+            messages=messages, part=1 / family.ranks, ring=True, longer_s=2 * (sum(longer) - min(longer)),
+            across=self.across(family.kinds), senders=family.count * family.nodes,
         )
 
     def in_turn(self, family: GroupFamily, every: bool, inside_bps: float = 0.0) -> Load:
-        """Bytes that each rank passes on in parts, one after the other: around a ring of the group (K and V
-        of a context group), or from every rank to each other one (experts)."""
+        """Bytes passed on in parts: around a ring of the group (context), or from every rank to each other
+        one."""
         if family.nodes == 1:
             return Load(inside_bps=inside_bps)
         fabric, pairs = self.fabric(family.kinds), Counter(self.neighbours(family.ring))
@@ -231,9 +226,7 @@ class Network:
         )
 
     def message(self, edge: StageEdge, inside_bps: float = 0.0, crossing: float = 0) -> Load:
-        """From a stage to another. crossing: pipelines that cross at once, where they are not this kind's
-        alone.
-        """
+        """From a stage to another. crossing: pipelines that cross at once, if not this kind's alone."""
         if edge.local:
             return Load(inside_bps=inside_bps)
         fabric = self.fabric(edge.kinds)
@@ -263,16 +256,15 @@ class Network:
                      for node, count in flows.items())
 
     def homes(self, kind: int) -> list[str]:
-        """The fabrics that hold groups of such nodes as well as any: the fast ones; where there is none
-        Ethernet, of its own cluster where that between clusters is not flat."""
+        """The fabrics that hold groups of such nodes: the fast ones, else Ethernet (of its own cluster where
+        there is a WAN)."""
         cluster, fabrics = self.kinds[kind]
         least = self.site.fabric_by_name[ETHERNET].preference
         fast = [name for name in sorted(fabrics) if self.site.fabric_by_name[name].preference > least]
         return fast or [f"{ETHERNET} of {cluster}" if self.wan else ETHERNET]
 
     def straddles(self, kinds: frozenset[int]) -> bool:
-        """Whether nodes of these kinds have Ethernet alone in common, though one of them has a better
-        home."""
+        """Whether they have Ethernet alone in common, though one of them has a better home."""
         if len(kinds) == 1 or self.fabric(kinds).name != ETHERNET:
             return False
         return len({tuple(self.homes(kind)) for kind in kinds}) > 1
@@ -291,6 +283,5 @@ class Network:
 
 
 def stock_fabric(site: Site) -> Fabric:
-    """Where a job without holmes runs all its traffic: the one fabric that every node is on, else
-    Ethernet."""
+    """Where stock runs all its traffic: the fabric that every node is on, else Ethernet."""
     return site.shared_fabric(node.name for node in site.nodes)

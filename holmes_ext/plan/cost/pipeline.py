@@ -1,5 +1,4 @@
-"""A pipeline's step: in which order a stage does its passes, when it has ended its last backward, and what is
-waited for after that.
+"""A pipeline's step: the order of a stage's passes, the end of its last backward, and what follows that.
 
     stage 0  F F F F    B   B   B   B [reduce]   each stage reduces its gradients right after its own last
     stage 1    F F F B F B ...  B [reduce]       backward, as DeepSpeed's and Megatron's 1F1B do; the later
@@ -11,8 +10,7 @@ waited for after that.
                    chunk                         final long before those of the first
                                                  over, long before those of the first
 
-All in seconds, tuples by stage; transfer: of one activation over each edge between stages, as long as its
-gradient's way back.
+All in seconds, tuples by stage; transfer: of one activation over each edge, as of its gradient.
 """
 
 from __future__ import annotations
@@ -81,9 +79,8 @@ def quickest_in_flight(
     forward: tuple[float, ...], backward: tuple[float, ...], transfer: tuple[float, ...], micro_batches: int,
     load: tuple[float, ...] = (), most: tuple[float, ...] = (),
 ) -> tuple[int, ...]:
-    """in_flight's, or as many as the mean stage's pace needs where that makes the step shorter: one of few
-    more micro-batches than are in flight ends before the slowest stage's pace is everybody's. Then stages
-    that are faster work ahead, and messages have more time."""
+    """in_flight's, or as many as the mean stage's pace needs where that makes the step shorter: with few
+    micro-batches faster stages work ahead, and messages have more time."""
     busy = [f + b for f, b in zip(forward, backward)]
     found = in_flight(busy, transfer, micro_batches, load, most)
     if micro_batches > SETTLED * found[0]:
@@ -99,8 +96,7 @@ def schedule(
     forward: tuple[float, ...], backward: tuple[float, ...], transfer: tuple[float, ...], micro_batches: int,
     load: tuple[float, ...] = (), most: tuple[float, ...] = (),
 ) -> tuple[int, ...]:
-    """quickest_in_flight's; () for the framework's own schedule, where edges take little and it is as
-    fast."""
+    """quickest_in_flight's; () where the framework's own schedule is as fast and edges take little."""
     found = quickest_in_flight(forward, backward, transfer, micro_batches, load, most)
     if max(transfer, default=0.0) > SMALL * max(f + b for f, b in zip(forward, backward)):
         return found
@@ -124,17 +120,16 @@ def _held(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
 
 
 def passes(
-    stage: int, stages: int, micro_batches: int, virtual: int = 1, held: int = 0, breadth_first: bool = False
+    stage: int, stages: int, micro_batches: int, virtual: int = 1, in_flight: int = 0,
+    breadth_first: bool = False,
 ) -> list[Pass]:
-    """Of one stage, in order: 1F1B, interleaved with `virtual` chunks a stage. held: micro-batches in flight,
-    where they are not 1F1B's stages - stage. breadth_first: all micro-batches of a chunk before the next
-    chunk (torch's ScheduleLoopedBFS, whose backward takes them in the opposite order: that changes no
-    time)."""
+    """Of one stage, in order. virtual: chunks; in_flight: micro-batches, if not 1F1B's stages - stage;
+    breadth_first: as torch's ScheduleLoopedBFS (whose backward order differs, which changes no time)."""
     if breadth_first:
         each = [(kind, chunk) for kind in "FB" for chunk in range(virtual)[:: 1 if kind == "F" else -1]]
         return [(kind, micro_batch, chunk) for kind, chunk in each for micro_batch in range(micro_batches)]
     if virtual == 1:
-        total, ahead = micro_batches, min((held or stages - stage) - 1, micro_batches)
+        total, ahead = micro_batches, min((in_flight or stages - stage) - 1, micro_batches)
     elif micro_batches % stages:
         raise HolmesError(
             f"interleaved: {micro_batches} micro-batches are not divisible by {stages} pipeline stages")
@@ -158,11 +153,9 @@ def passes(
 
 
 def pace(busy: Seconds, transfer: Seconds) -> float:
-    """From one micro-batch to the next under 1F1B; busy: forward and backward of each stage. It is that of
-    the slowest run of neighbouring stages s..t: F goes down from s to t, there its B follows at once, goes
-    back up, and then s may begin the micro-batch t - s + 1 later: (sum of busy[s..t] + 2 x transfers between
-    them) / (t - s + 1). The largest such average is found by Dinkelbach's method: find the run that exceeds
-    the pace so far most, take its average."""
+    """From one micro-batch to the next under 1F1B; busy: forward and backward of each stage. The slowest run
+    of neighbouring stages s..t decides: (sum of busy[s..t] + 2 x transfers between them) / (t - s + 1), found
+    by Dinkelbach's method."""
     best = top = max(busy)
     while True:
         total, count = busy[-1], 1
@@ -181,11 +174,10 @@ def formula_ends(
     forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int, virtual: int = 1,
     load_s: float = 0.0, hidden: Seconds | None = None, nics: Sequence[tuple[int, int]] = (),
 ) -> list[float]:
-    """When each stage ends its last backward, in closed form; virtual, load_s: as in StageCosts. The first
-    micro-batch goes down and comes back, all others follow at the pace. Then the last backward runs up to
-    stage 0. Exact for equal stages and free edges: (m + p - 1)(f + b); else up to 20 % too long
-    (tests/plan/search/test_partition.py). hidden: the load of each edge (in_flight) where as many
-    micro-batches are in flight as hide them. nics: as in walked_ends."""
+    """When each stage ends its last backward: the first micro-batch goes down and back, the others follow at
+    the pace, the last backward runs up. Exact for equal stages and free edges, (m + p - 1)(f + b); else up to
+    20 % too long. hidden: load of each edge (in_flight) where enough micro-batches are in flight to hide
+    them. virtual, load_s: as in StageCosts; nics: as in walked_ends."""
     busy = [f + b for f, b in zip(forward, backward)]
     hops = 2 * sum(transfer)
     if hidden is not None:
@@ -201,18 +193,16 @@ def formula_ends(
 
 
 def walked_ends(
-    forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int, held: Sequence[int] = (),
+    forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int, in_flight: Sequence[int] = (),
     load: Seconds = (), nics: Sequence[tuple[int, int]] = (),
 ) -> list[float]:
-    """What formula_ends has a formula for (one chunk a stage), pass by pass: each after the one before it on
-    its stage, and what it needs of its neighbour. The formula is too long where the first stage computes more
-    than the others: it fills its wait for the first gradient with a forward pass. A microsecond or two for
-    each pass. held: micro-batches in flight on each stage, where they are not 1F1B's. load: the part of
-    transfer in which an edge carries nothing else; () where sends block. nics: first and last stage of those
-    that send both ways, to the stages before and after them, through one NIC."""
+    """The same pass by pass, one chunk a stage: each after the one before it on its stage and what it needs
+    of its neighbour. in_flight: micro-batches by stage, if not 1F1B's; load: part of transfer in which
+    an edge carries nothing else, () where sends block; nics: first and last stage of those that send to both
+    neighbours through one NIC."""
     last = len(forward) - 1
-    under_way, load = held or range(last + 1, 0, -1), load or (0.0,) * last
-    orders = [passes(stage, last + 1, micro_batches, held=under_way[stage]) for stage in range(last + 1)]
+    ahead, load = in_flight or range(last + 1, 0, -1), load or (0.0,) * last
+    orders = [passes(stage, last + 1, micro_batches, in_flight=ahead[stage]) for stage in range(last + 1)]
     # of each stage, by micro-batch: when its message has left, but for the latency
     left: dict[str, list[list[float]]] = {kind: [[] for _ in orders] for kind in "FB"}
     clock, place = [0.0] * len(orders), [0] * len(orders)
@@ -244,8 +234,7 @@ def _sent_s(
     micro_batches: int,
 ) -> float:
     """When stage first - 1 has ended its last backward, at the earliest, where stages first..final send and
-    receive all their messages through one NIC: it sends from the first activation on, and receives until the
-    last gradient."""
+    receive everything through one NIC, from the first activation to the last gradient."""
     before, edge = first - 1, transfer[first - 1]
     sends = sum(forward[: final + 1]) + sum(transfer[:final]) + edge - load[before]
     receives = (sum(forward[:first]) + sum(transfer[:before]) + transfer[final] - load[final]
@@ -276,9 +265,7 @@ class Estimate:
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """Neither computing nor reducing after its backward: the bubble, transfers, and waiting for the
-        slowest stage.
-        """
+        """Neither computing nor reducing after its backward: bubble, transfers, waiting for others."""
         return tuple(self.step_s - compute - exposed
                      for compute, exposed in zip(self.compute_s, self.exposed_s))
 
@@ -293,10 +280,9 @@ def step_of(
     micro_batches: int,
     reduction: Seconds, exposed: Seconds, tied_s: float = 0.0, chunks: tuple[int, float] = (1, 0.0),
 ) -> Estimate:
-    """The step, its last backwards by `ends` (formula_ends or walked_ends); chunks: virtual and load_s of
-    formula_ends. tied_s: all-reduce of a tied embedding's gradient between the first and the last stage when
-    both have ended; then they reduce their own (the order of DeepSpeed's PipelineEngine: ReduceTiedGrads,
-    ReduceGrads)."""
+    """ends: formula_ends or walked_ends; chunks: virtual and load_s of the former. tied_s: all-reduce of a
+    tied embedding's gradient when the first and the last stage have ended, before they reduce their own
+    (DeepSpeed's PipelineEngine)."""
     end = ends(forward, backward, transfer, micro_batches, *(chunks if chunks[0] > 1 else ()))
     exposed = list(exposed)
     if tied_s and len(end) > 1:

@@ -3,8 +3,8 @@
     reductions(network, placement, job, rules)  ->  how each stage sums its gradients
     price(network, placement, job, rules)       ->  StageCosts: what partition, search, bounds and plans ask
 
-Stages that hold the same nodes are looked at once. A stage computes as fast as its slowest GPU, and holds
-what its smallest one does; its groups take as long as the slowest of them.
+Stages that hold the same nodes are looked at once. The slowest GPU, the smallest one, and the slowest group
+of a stage count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holmes_ext.plan.cost.reductions.sharded import Sharded
 from holmes_ext.plan.cost.reductions.tied import by_pairs, in_two_levels, twins
 from holmes_ext.plan.cost.reductions.two_levels import TwoLevels
 from holmes_ext.plan.cost.stage_sums import Found, StageSums
-from holmes_ext.plan.cost.stages import Row, StageCosts
+from holmes_ext.plan.cost.stages import Row, StageCosts, estimate
 from holmes_ext.plan.placement.fold import Fold
 from holmes_ext.plan.placement.placement import Content, Placement
 from holmes_ext.plan.rules import Rules
@@ -61,6 +61,11 @@ class Prices(StageSums):
             hidden=tuple(edge.byte_s * size for edge in edges) if self.hide_edges and edges else None,
             nics=self._nics(placement) if self.hide_edges else (), weights_s=weights,
         )
+
+    def step_s(self, placement: Placement) -> float:
+        """A step in closed form, with one block on each stage."""
+        costs = self.costs(placement)
+        return estimate(costs, (1,) * costs.stages).step_s
 
     def _place(self, content: Content) -> tuple[str, float]:
         """Names of the clusters, and bytes that the smallest GPU holds."""
@@ -115,8 +120,7 @@ class Prices(StageSums):
         return self.remember("edge", key, lambda: self._edge(*fold()))
 
     def _edge(self, fold: Fold, stages: tuple[int, ...]) -> Price:
-        """What each kind of pipeline's message takes depends on no bytes: it is worked out once for all
-        jobs."""
+        """What each kind of pipeline's message takes is worked out once for all jobs."""
         sender, receiver = stages
         slices, size = self.slices(fold.of), self.job.block.activation_bytes
         share = 1.0 if self.stock else self.job.narrowed(self.rules.narrow)
@@ -135,8 +139,8 @@ class Prices(StageSums):
         return max(self.network.remember(key, prices), key=lambda price: price.seconds(size or 1.0))
 
     def _nics(self, placement: Placement) -> tuple[tuple[int, int], ...]:
-        """StageCosts.nics: of stages that lie on the same nodes the first and the last, where the edges
-        before and after them are on one network."""
+        """Of stages on the same nodes the first and the last, where edges before and after are on one
+        network."""
         last, found, first = placement.sizes.pipeline - 1, [], 0
         fabrics = [self._fabrics(placement, stage) for stage in range(last)]
         for stage in range(1, last):
@@ -157,9 +161,8 @@ class Prices(StageSums):
         return self.remember("fabrics", key, names)
 
     def slices(self, placement: Placement) -> int:
-        """Tensor ranks that share out an activation on Ethernet (runtime/groups/wire.py): those that all have
-        it, where the ranks that receive it are in one node. Where nobody told whether there is sequence
-        parallelism: all."""
+        """Tensor ranks that share out an activation on Ethernet (runtime/groups/wire.py); 1 where receivers
+        are on several nodes. All, where nobody told whether there is sequence parallelism."""
         if self.stock or not self.rules.slices or not placement.sizes.tensor_inside(placement.processes):
             return 1
         return self.job.copies or placement.sizes.tensor
@@ -199,9 +202,8 @@ class Prices(StageSums):
         return pairs, None
 
     def _load_s(self, placement: Placement, edges: Sequence[Price]) -> float:
-        """Seconds that a stage's NIC sends for one micro-batch of all chunks: v activations down, v gradients
-        up, and at the ends v - 1 around. What goes to another cluster and what stays in one are different
-        NICs."""
+        """Seconds that a stage's NIC sends for a micro-batch of all chunks: v activations down, v gradients
+        up, at the ends v - 1 around; inside a cluster and across it is another NIC."""
         v, size, last = self.rules.virtual, self.job.block.activation_bytes, placement.sizes.pipeline - 1
         on = [{self.network.cluster(kind) for kind, _ in content} for content in placement.stages]
         loads = [{True: 0.0, False: 0.0} for _ in on]
@@ -230,8 +232,7 @@ class Prices(StageSums):
 
 
 def _cut(load: Load, link_bps: float, slices: int, share: float) -> Price:
-    """A message that is rounded to a share on Ethernet, and of which each of `slices` ranks sends a part
-    there, gathered on the node that it reaches."""
+    """A message rounded to `share` and cut into `slices` on Ethernet, gathered where it arrives."""
     if load.fabric is None or load.fabric.name != ETHERNET:
         return load.price
     gathered = 8 * (slices - 1) / slices / link_bps if link_bps else 0.0

@@ -31,8 +31,7 @@ def kinds_of(model: Model, sizes: Sizes) -> Kinds:
 
 @dataclass(frozen=True)
 class RankModel:
-    """layers: of each kind, in their order; repeats: how many follow each other. By kind: reduced_bytes of
-    gradients, state_bytes."""
+    """layers: of each kind, in order; repeats: how many of each. By kind: reduced_bytes, state_bytes."""
 
     layers: tuple[Layer, ...]
     repeats: tuple[int, ...]
@@ -57,8 +56,7 @@ class RankModel:
 
     @classmethod
     def of(cls, model: Model, sizes: Sizes, kinds: Kinds | None = None, replicas: int = 1) -> RankModel:
-        """Embedding, blocks, output; sizes: complete. kinds: kinds_of(), where they are known. replicas: of
-        what is sharded."""
+        """kinds: kinds_of(), where they are known; replicas: of what is sharded."""
         layers, working = kinds or kinds_of(model, sizes)
         shards = sizes.data * sizes.context
         owners = shards // replicas
@@ -71,8 +69,7 @@ class RankModel:
             tuple(state_bytes(model, kind, owners, experts) for kind in layers),
             model.micro_batches_of(sizes.data), working_bytes=working, tied_bytes=model.tied_bytes(sizes),
             copies=model.copies(sizes), activation_width=model.activation_width,
-            weights=model.activation_width / model.gradient_width,
-            gpus=model.gpus, gpu=model.gpu,
+            weights=model.activation_width / model.gradient_width, gpus=model.gpus, gpu=model.gpu,
         )
 
     @classmethod

@@ -51,8 +51,7 @@ class StageSums:
     # ------------------------------------------------------------------- what is alike
 
     def _stages(self, placement: Placement, *stages: int) -> tuple[Hashable, Callable[[], Found]]:
-        """What tells these stages from others, and where they are found: among the nodes of their
-        components."""
+        """What tells these stages from others, and where their nodes' fold is found."""
         tied = placement.tied
         components = sorted({stage // tied for stage in stages})
         places = tuple(components.index(stage // tied) * tied + stage % tied for stage in stages)
@@ -113,8 +112,7 @@ class StageSums:
         return sharded or one.flat
 
     def _together(self, placement: Placement, stage: int) -> int:
-        """Stages that hold the same nodes reduce at about the same time: they share what lies between
-        clusters."""
+        """Stages on the same nodes reduce at the same time: they share what lies between clusters."""
         return placement.stages.count(placement.stages[stage]) if self.network.wan else 1
 
     def sums(self, placement: Placement, stage: int) -> list[Sums]:

@@ -15,7 +15,7 @@ from itertools import accumulate
 from math import inf
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.memory import under_way
+from holmes_ext.plan.cost.memory import in_flight
 from holmes_ext.plan.cost.pipeline import (
     Estimate,
     formula_ends,
@@ -119,15 +119,14 @@ class StageCosts:
         return [self.bounds(start, stop) for start, stop in zip(borders, borders[1:])]
 
     def bounds(self, start: int, stop: int) -> tuple[int, int]:
-        """Blocks start..stop-1 of a stage as a range of layers: with what comes before the first and after
-        the last."""
+        """Blocks start..stop-1 as a range of layers, with what stands before the first and after the last."""
         return start + self.before if start else 0, stop + self.before if stop < self.blocks else self.layers
 
     @cached_property
     def memory(self) -> Rows:
         """Bytes at a stage's fullest, [stage][kind]."""
         both, stages = list(zip(self.state_bytes, self.kept_bytes)), range(self.stages)
-        keeps = (under_way(stage, self.stages, self.virtual, self.micro_batches) for stage in stages)
+        keeps = (in_flight(stage, self.stages, self.virtual, self.micro_batches) for stage in stages)
         return tuple(tuple(state + keep * kept for state, kept in both) for keep in keeps)
 
     @cached_property
@@ -192,8 +191,7 @@ class StageCosts:
         return tuple(found)
 
     def in_flight(self, stage_layers: Sequence[int]) -> tuple[int, ...]:
-        """Micro-batches in flight on each stage, with so many blocks; () under the framework's own schedule,
-        which will do where no edge is worth hiding."""
+        """On each stage, with so many blocks; () where the framework's own schedule will do."""
         if self.hidden is None:
             return ()
         loads, transfer = self.loads(stage_layers), self.edges_s(stage_layers)
@@ -211,11 +209,11 @@ class StageCosts:
 
 
 def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int] = ()) -> Estimate:
-    """estimate() without its formula's error: the schedule pass by pass (one chunk a stage), with as many
-    micro-batches in flight as hide the edges and fit the memory (or asked for), and what those take of it."""
+    """Pass by pass (one chunk a stage), with as many micro-batches in flight as hide the edges and fit the
+    memory, or as asked for."""
     held = tuple(asked) or costs.in_flight(stage_layers)
     load, nics = (costs.hidden or (), costs.nics) if held else ((), ())
-    one = estimate(costs, stage_layers, partial(walked_ends, held=held, load=load, nics=nics))
+    one = estimate(costs, stage_layers, partial(walked_ends, in_flight=held, load=load, nics=nics))
     if not held:
         return one
     return replace(one, in_flight=held,
@@ -225,8 +223,7 @@ def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int]
 def estimate(
     costs: StageCosts, stage_layers: Sequence[int], ends: Callable[..., list[float]] | None = None
 ) -> Estimate:
-    """The predicted step with stage_layers[s] blocks on stage s (all of them, each stage at least one); ends:
-    formula_ends unless it is told, for which memory has no limit of micro-batches in flight."""
+    """The step with stage_layers[s] blocks on stage s; ends: formula_ends unless told."""
     ends = ends or partial(formula_ends, hidden=costs.hidden, nics=costs.nics)
     assert len(stage_layers) == costs.stages and sum(stage_layers) == costs.blocks and min(stage_layers) > 0
     ranges = costs.ranges(stage_layers)

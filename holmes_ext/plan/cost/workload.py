@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import floor, inf
+from typing import Any
 
 from holmes_ext.errors import HolmesError
 
 
+def _option(default: float, name: str, text: str) -> Any:
+    """A field of Workload: of `holmes plan --NAME`, and of NAME in its TOML."""
+    return field(default=default, metadata={"option": name, "help": text})
+
+
 @dataclass(frozen=True)
 class Workload:
-    """Seconds and bytes of one micro-batch on one stage, unless said otherwise.
-
-    forward_s, backward_s: computing. micro_batches: in a step. gradient_bytes: reduced by one rank in a step.
-    activation_bytes: sent by one rank to the next stage (as much comes back). tensor_bytes: all-reduced in
-    tensor groups, forward and backward together. context_bytes: passed around the context ring. expert_bytes:
-    sent in all-to-alls. copies: tensor ranks that have the same activation to send (1 with sequence
-    parallelism; 0: not known).
+    """Seconds and bytes of one micro-batch on one stage, both ways together unless said otherwise.
 
     The defaults are nominal, for when the model is unknown: 10^9 parameters in each rank (5 layers of hidden
     size 4096), one sequence of 2048 tokens, 150 TFLOP/s (2 FLOPs a parameter and token forward, 4 backward),
@@ -24,17 +24,24 @@ class Workload:
     their gradients around the ring, four all-to-alls a layer.
     """
 
-    forward_s: float = 0.027
-    backward_s: float = 0.055
-    micro_batches: int = 8
-    gradient_bytes: float = 4e9
-    activation_bytes: float = 2048 * 4096 * 2
-    tensor_bytes: float = 5 * 4 * 2048 * 4096 * 2
-    context_bytes: float = 5 * 4 * 2048 * 4096 * 2
-    expert_bytes: float = 5 * 4 * 2048 * 4096 * 2
-    copies: int = 0
-    #: Bytes of a number of an activation.
-    activation_width: int = 2
+    forward_s: float = _option(0.027, "forward-seconds", "seconds to compute a micro-batch forward")
+    backward_s: float = _option(0.055, "backward-seconds", "the same backward")
+    micro_batches: int = _option(8, "micro-batches", "micro-batches in a step")
+    gradient_bytes: float = _option(4e9, "gradient-bytes", "bytes of gradients of one rank")
+    activation_bytes: float = _option(
+        2048 * 4096 * 2, "activation-bytes", "bytes that a rank sends to the next stage for a micro-batch")
+    tensor_bytes: float = _option(
+        5 * 4 * 2048 * 4096 * 2, "tensor-bytes",
+        "bytes all-reduced by a tensor group for one micro-batch on one stage")
+    context_bytes: float = _option(
+        5 * 4 * 2048 * 4096 * 2, "context-bytes",
+        "bytes passed around a context ring for one micro-batch on one stage")
+    expert_bytes: float = _option(
+        5 * 4 * 2048 * 4096 * 2, "expert-bytes",
+        "bytes sent by one rank in all-to-alls for one micro-batch on one stage")
+    copies: int = _option(
+        0, "copies", "tensor ranks that have the same activation to send (1 with sequence parallelism)")
+    activation_width: int = _option(2, "activation-width", "bytes of a number of an activation")
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -72,6 +79,6 @@ class StageLoad:
             return inf
         return floor((self.limit_bytes - self.fixed_bytes) / self.kept_bytes)
 
-    def bytes_of(self, under_way: float) -> float:
+    def bytes_of(self, in_flight: float) -> float:
         """Held with so many micro-batches in flight."""
-        return self.fixed_bytes + under_way * self.kept_bytes
+        return self.fixed_bytes + in_flight * self.kept_bytes

@@ -1,15 +1,13 @@
-"""Where experts can live, and how far it is: the expert-parallel ranks of a plan, those on one node taken
-together.
+"""Where experts can live, and how far it is: expert-parallel ranks, those on one node taken together.
 
-An expert has one place in the expert-parallel group, the same in all groups of the job (its weights are
-reduced over them), so a distance is the mean over the groups:
+An expert has one place, the same in all expert-parallel groups, so a distance is the mean over them:
 
     0                                        ranks on one node
     INSIDE                                   nodes of one cluster
     rate of the fastest way / rate of it     clusters: 1 where the network between them is flat
 
-A token that crosses clusters counts more than any that stays, so the least sum is the least crossing, over
-the slow links least of all; among those the one with the fewest tokens between nodes.
+A token that crosses clusters counts more than any that stays: the least sum crosses least, over slow links
+least of all, and then moves least between nodes.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ INSIDE = 1e-4
 
 @dataclass(frozen=True)
 class Places:
-    """of: expert-parallel ranks of each place, () never; far[i][j]: of a token from rank i to rank j;
-    crossing, moving: likewise, the part of the groups in which that crosses clusters, or nodes."""
+    """of: expert-parallel ranks of each place; far[i][j]: of a token from rank i to rank j; crossing, moving:
+    parts of the groups in which that crosses clusters, nodes."""
 
     of: tuple[tuple[int, ...], ...]
     far: tuple[tuple[float, ...], ...]

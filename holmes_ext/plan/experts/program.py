@@ -37,8 +37,8 @@ IDENTITY, EPLB, PLACED = "identity", "EPLB", "placed"
 
 @dataclass(frozen=True)
 class Placed:
-    """order: the expert of each slot, ranks one after the other. cost: of the program's aim; crossing,
-    moving: parts of all tokens that cross clusters, nodes; fullest: load of the fullest rank by the mean."""
+    """order: the expert of each slot, rank by rank; cost: of the program's aim; crossing, moving: parts of
+    all tokens that cross clusters, nodes; fullest: rank's load by the mean."""
 
     name: str
     order: tuple[int, ...]
@@ -68,8 +68,7 @@ class Answer:
 def solve(counts: Counts, places: Places, balance: float = 1.1, seconds: float = 10.0,
           per_rank: int = 0) -> Answer:
     """balance: times the mean load that a place may have; seconds: for HiGHS; per_rank: experts that a rank
-    can hold (0: as many as there are for each). HolmesError where the experts do not fit, or scipy is
-    missing."""
+    holds at most (0: as many as there are for each). HolmesError: no fit, or no scipy."""
     ranks, experts = places.ranks, counts.experts
     if per_rank and experts > per_rank * ranks:
         raise HolmesError(f"{experts} experts do not fit on {ranks} ranks of {per_rank} each")
@@ -124,7 +123,7 @@ class _Problem:
         self.first = [ranks[0] for ranks in places.of]
         self.place_of_rank = {rank: place for place, ranks in enumerate(places.of) for rank in ranks}
         self.eplb = self.packed(range(counts.experts), range(places.ranks))
-        self.far = self.far_between(self.first)
+        self.far = self.ways[self.first][:, self.first]
         regions = list(dict.fromkeys(tuple(np.flatnonzero(row <= INSIDE)) for row in self.far))
         apart = sum(map(len, regions)) == len(self.far) and 1 < len(regions) < len(self.far)
         self.regions = [list(region) for region in regions] if apart else []
@@ -133,9 +132,6 @@ class _Problem:
         self.limit = self.limits(alone)
         self.limits_of_regions = self.limits(self.regions) if self.regions else self.limit
         self.limited = list(zip(self.regions or alone, self.limits_of_regions))
-
-    def far_between(self, ranks: Sequence[int]) -> Any:
-        return self.ways[list(ranks)][:, list(ranks)]
 
     def limits(self, regions: list[list[int]]) -> Any:
         """Loads that each region may have: what EPLB needs for the fullest, or `balance` times its share."""
@@ -147,8 +143,7 @@ class _Problem:
     # Orders and what they cost
 
     def packed(self, experts: Sequence[int], ranks: Sequence[int]) -> dict[int, list[int]]:
-        """Rank -> its experts: the fullest first, to the emptiest rank with room (EPLB's balanced
-        packing)."""
+        """Rank -> its experts: the fullest first, to the emptiest rank with room (EPLB)."""
         held: dict[int, list[int]] = {rank: [] for rank in ranks}
         loads = dict.fromkeys(ranks, 0.0)
         for expert in sorted(experts, key=lambda e: (-self.load[e], e)):
@@ -211,9 +206,8 @@ class _Problem:
                    for region, limit in self.limited)
 
     def linear(self, seconds: float) -> tuple[Any, float]:
-        """([experts] places or None, bound). Where there are regions (places that are INSIDE of each other:
-        clusters), first over these, an expert for what its best place there costs; what bounds that bounds
-        the whole."""
+        """([experts] places or None, bound). First over regions (places INSIDE of each other), an expert for
+        what its best place there costs: what bounds that bounds the whole."""
         np, cost = self.np, self.table.T @ self.ways[:, self.first]  # [experts, places]
         if not self.regions:
             return self.program(cost, self.room, self.limits_of_regions, seconds)
@@ -229,8 +223,7 @@ class _Problem:
         return found, bound
 
     def inside(self, cost: Any, mine: Any, region: list[int], seconds: float) -> Any:
-        """Places, counted in the region, of its experts: no place gets more than the fullest when they are
-        packed."""
+        """Places in the region, counted there: none gets more than the fullest of packed experts."""
         held = self.packed(list(mine), [rank for place in region for rank in self.places.of[place]])
         packed = self.np.searchsorted(region, self.place_of(held)[mine])  # regions are ascending
         room, load = self.room[region], self.load[mine]

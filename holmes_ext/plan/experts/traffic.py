@@ -1,5 +1,4 @@
-"""Which experts tokens go to, as a router's log counts them; and the file that says where each expert is
-placed.
+"""Which experts tokens go to, as a router's log counts them; and the file with each expert's place.
 
     {"version": 1, "rows": "rank", "counts": [[812, 5, ...], ...]}     tokens of rank r that go to expert e
     {"version": 1, "rows": "expert", "counts": [[0, 31, ...], ...]}    tokens that go to expert
@@ -52,8 +51,7 @@ class Counts:
         return len(self.table[0])
 
     def folded(self, ranks: int) -> tuple[tuple[float, ...], ...]:
-        """[ranks, experts]: rows of more ranks (of all expert-parallel groups, one group after the other)
-        added up by their place in the group."""
+        """[ranks, experts]: rows of all expert-parallel groups added up by their place in the group."""
         if len(self.table) % ranks:
             raise HolmesError(
                 f"its {len(self.table)} rows are not of {ranks} expert-parallel ranks, or a multiple")
@@ -101,8 +99,7 @@ def _numbers(table: list[Any]) -> tuple[tuple[float, ...], ...]:
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """Of `ranks` expert-parallel ranks. layers: number (EVERY: all) -> the expert in each slot; slots [i n,
-    (i + 1) n) are those of rank i, n of each."""
+    """layers: number (EVERY: all) -> the expert in each slot; slots [i n, (i + 1) n) are those of rank i."""
 
     ranks: int
     layers: dict[int, tuple[int, ...]] = field(default_factory=dict)

@@ -1,2 +1,1 @@
-"""Schedules whose backward pass is split: lists of passes for each stage, found, judged by a bound, and
-followed."""
+"""Schedules whose backward pass is split: lists of passes for each stage, found, bounded, followed."""

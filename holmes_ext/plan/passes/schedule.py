@@ -1,5 +1,4 @@
-"""The passes of every pipeline stage, in order: what the plan decides, the simulation prices and an engine
-runs.
+"""The passes of every pipeline stage, in order: planned, priced by the simulation, run by an engine.
 
     F    forward              one letter and micro-batch for each pass: "F0 F1 I0 F2 W0 ..."
     B    backward, whole
@@ -33,8 +32,7 @@ def before(order: Sequence[OnePass], counted: str, each: str) -> tuple[int, ...]
 @dataclass(frozen=True)
 class Times:
     """Seconds of a micro-batch by stage; transfer: of each edge, one way. most: micro-batches whose
-    activations each stage's memory holds, from its F to its B or W.
-    """
+    activations a stage's memory holds, from F to B or W."""
 
     forward: tuple[float, ...]
     inputs: tuple[float, ...]
@@ -100,8 +98,7 @@ class PassOrder:
             pass
 
     def in_order(self) -> Iterator[tuple[int, OnePass]]:
-        """(stage, pass) such that all that a pass needs comes before it. HolmesError where stages wait for
-        each other for ever."""
+        """(stage, pass), each after all that it needs. HolmesError where stages wait for ever."""
         place, last = [0] * len(self.stages), len(self.stages) - 1
         done: set[tuple[int, str, int]] = set()
         while any(place[stage] < len(order) for stage, order in enumerate(self.stages)):
@@ -123,7 +120,7 @@ class PassOrder:
                     f"passes of stage {stage}: {letter}{number} waits for ever for its neighbour")
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def in_flight(self) -> tuple[int, ...]:
         """Micro-batches whose activations each stage holds at most: from their F to their B or W."""
         return tuple(max(accumulate(_HELD[letter] for letter, _ in order)) for order in self.stages)
 

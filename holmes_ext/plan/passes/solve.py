@@ -32,8 +32,7 @@ BETTER = 1e-9
 
 @dataclass(frozen=True)
 class Rule:
-    """Of a stage. late: weights' gradients that may be undone; patience: part of such a pass that it rather
-    waits."""
+    """late: weights' gradients that may be undone; patience: part of such a pass that it rather waits."""
 
     ahead: int
     late: int
@@ -44,10 +43,9 @@ class Rule:
 def quickest(
     loads: tuple[StageLoad, ...], transfer: tuple[float, ...], sent: tuple[float, ...], micro_batches: int
 ) -> PassOrder | None:
-    """Of stages that have such loads; None where 1F1B with as many micro-batches in flight as hide the edges
-    takes no longer, or nobody told what of a backward could wait. transfer: seconds of an activation over
-    each edge; sent: those in which it carries nothing else. Where nobody told the memory, no stage holds more
-    than 1F1B's fullest one."""
+    """None where 1F1B with hidden edges takes no longer, or nobody told what of a backward could wait.
+    transfer: seconds of an activation over each edge; sent: those in which it carries nothing else. Memory
+    that nobody told holds as many as 1F1B's fullest stage."""
     forward, backward = (tuple(getattr(load, name) for load in loads) for name in ("forward_s", "backward_s"))
     weights, most = tuple(load.weights_s for load in loads), tuple(load.most for load in loads)
     if len(loads) < 2 or not all(weights):

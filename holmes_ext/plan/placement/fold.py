@@ -4,9 +4,8 @@
     node       those of a class hold the same kinds of ranks: one NIC stands for all of theirs
     family     groups of one stage that are alike
 
-Of a run of like nodes only one `unit` of ranks is looked at: the shortest piece that holds whole nodes and
-whole tensor, context and expert groups. All others are like it. And where a node holds `times` neighbours of
-a tensor group, one of them stands for all.
+Of a run of like nodes one `unit` of ranks is looked at: the shortest piece that holds whole nodes and whole
+groups. Where a node holds `times` neighbours of a tensor group, one stands for all.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ def numbered(looks: Mapping[Key, Hashable]) -> dict[Key, int]:
 
 
 class Fold:
-    """kinds: of pipelines, the slot on each stage of one that stands for them; count: pipelines of each
-    kind."""
+    """kinds: of pipelines, the slots of one that stands for them; count: pipelines of each kind."""
 
     def __init__(self, placement: Placement):
         self.of, self.times = placement, _times(placement)
@@ -119,7 +117,7 @@ class Fold:
         return self._edge(pipeline, stage, other, {pipeline})
 
     def edges(self, stage: int, other: int, fabric: Callable[[Sequence[int]], Hashable]) -> list[StageEdge]:
-        """Of each kind of pipeline, with all that leaves and reaches a node then. fabric: of two kinds of
+        """Of each kind of pipeline, with all that leaves and reaches a node; fabric: of two kinds of
         nodes."""
         every = range(len(self.kinds))
         on = {kind: fabric((self.kind_on(kind, stage), self.kind_on(kind, other))) for kind in every}
@@ -186,7 +184,8 @@ class Fold:
             found: dict[GroupPart, int] = {}
             for (slot, ranks, own), nodes in parts.items():
                 node = self.node_of[slot]
-                crowd = groups_of * len(on[slot]) * self._stages_on(slot)
+                stages_there = {stage for _, stage in self._on[slot]}
+                crowd = groups_of * len(on[slot]) * len(stages_there)
                 crowd = self.data_groups[node] if whole else crowd
                 part = GroupPart(node, self._kind_of_slot[slot], 0, ranks_of * ranks, groups_of * own, crowd)
                 found[part] = found.get(part, 0) + nodes
@@ -201,9 +200,6 @@ class Fold:
             ranks = sum(part.nodes * part.here for part in made)
             pipelines = tuple(sorted({self.kind_of[at] for at in members}))
             yield GroupFamily(stage, ranks, groups_of * count, made, pipelines, ring)
-
-    def _stages_on(self, slot: int) -> int:
-        return len({stage for _, stage in self._on[slot]})
 
     def _groups(self, kind: str) -> dict[Hashable, list[int]]:
         """Positions of every group's members, in their order, by what they have in common."""

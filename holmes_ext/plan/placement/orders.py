@@ -4,9 +4,8 @@
                               (AB)      AB AB AB AB    whole pipelines in every cluster, gradients cross
     clusters A B C D          (AB)(CD)  AB AB CD CD    both
 
-Groups of equal numbers of kinds of nodes are looked at, in every order. Kinds that are alike (nodes, GPUs,
-fabric's kind, rate and latency, and the ways between clusters) are interchangeable, so only distinct orders
-are listed.
+Groups of equal numbers of kinds of nodes, in every order; kinds that are alike (nodes, GPUs, fabric, ways
+between clusters) are interchangeable, so only distinct orders are listed.
 """
 
 from __future__ import annotations
@@ -88,21 +87,20 @@ class Orders:
         return [Placement(sizes, self.network.processes, slots)]
 
     def _chained(self, together: int) -> Iterator[Groups]:
-        """Where the network between clusters is not flat: their chain over the best links in groups of
-        neighbours, both ways, and those that differ from it by a pair of neighbouring groups."""
+        """On a WAN: the chain over the best links in groups of neighbours, both ways, and with one pair of
+        groups exchanged."""
         if not self.network.wan or len(self.every) < 3:
             return
-        line = self.network.remember("chain", lambda: best_order(self.every, self.link_cost))
+
+        def cost(pair: tuple[int, int]) -> tuple[float, float]:
+            one, two = map(self.network.cluster, pair)
+            return self.network.wan.cost((one, two))
+
+        line = self.network.remember("chain", lambda: best_order(self.every, cost))
         groups = tuple(line[at : at + together] for at in range(0, len(line), together))
         yield from (groups, groups[::-1])
         for place in range(len(groups) - 1):
             yield (*groups[:place], groups[place + 1], groups[place], *groups[place + 2 :])
-
-    def link_cost(self, pair: tuple[int, int]) -> tuple[float, float]:
-        """Of the way between two kinds: seconds of a bit over its slowest hop, and latency."""
-        hops = self.network.wan.hops(*map(self.network.cluster, pair))
-        slowest = max((1 / hop.rate_bps for hop in hops), default=0.0)
-        return slowest, sum(hop.latency_s for hop in hops)
 
     def _distinct(self, together: int) -> Iterator[Groups]:
         """Distinct sequences of groups of so many kinds."""
@@ -136,8 +134,7 @@ class Orders:
         return extend(())
 
     def _shared(self, sizes: Sizes, groups: Groups) -> list[Placement]:
-        """Stages of which every kind of a group holds the same part; none where that does not come out
-        even."""
+        """Every kind of a group holds the same part of its stages; none where that is uneven."""
         processes, slots, whole = self.network.processes, [], True
         size, replica = self.network.world // sizes.pipeline, sizes.tensor * sizes.context
         for group in groups:

@@ -25,7 +25,6 @@ from typing import TypeVar
 from holmes_ext.plan.cost.across import best_order
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.placement.pack import pack
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.rules import FLAT, TWO_LEVEL
@@ -48,8 +47,7 @@ MIXTURES = 24
 
 
 def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
-    """The order of a network's nodes for a job of complete sizes. budget: orders tried (default: what about
-    half a second allows)."""
+    """The order of the nodes for complete sizes. budget: orders tried (default: about half a second's)."""
     search = _Search(prices, sizes)
     search.run(budget)
     left: dict[int, list[str]] = {}
@@ -60,11 +58,8 @@ def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
 
 
 def fastest_first(network: Network) -> tuple[str, ...]:
-    """For sizes that nobody knows yet: each cluster's nodes together, the fastest fabric first.
-
-    That is free of straddling for every pipeline size whose stages divide the clusters, and puts the slowest
-    reduction last.
-    """
+    """For sizes that nobody knows yet: each cluster's nodes together, the fastest fabric first. Nothing
+    straddles where stages divide the clusters, and the slowest reduction comes last."""
     classes: dict[int, list[str]] = {}
     for name, number in classes_of(network).items():
         classes.setdefault(number, []).append(name)
@@ -90,19 +85,12 @@ def classes_of(network: Network) -> dict[str, int]:
 
 def _chain(network: Network, clusters: Sequence[str]) -> list[str]:
     """Those with good links next to each other, begun at the end that stood nearer to the front."""
-
-    def cost(pair: tuple[str, str]) -> tuple[float, float]:
-        hops = network.wan.hops(*pair)
-        slowest = max((1 / hop.rate_bps for hop in hops), default=0.0)
-        return slowest, sum(hop.latency_s for hop in hops)
-
-    order = list(best_order(clusters, cost))
+    order = list(best_order(clusters, network.wan.cost))
     return order if clusters.index(order[0]) < clusters.index(order[-1]) else order[::-1]
 
 
 class _Search:
-    """best: the order found, as classes by component. The first, the launcher's, stays unless another is
-    better by more than rounding."""
+    """best: the order found, as classes by component; at first the launcher's."""
 
     def __init__(self, prices: Prices, sizes: Sizes):
         self.prices, self.sizes, self.network = prices, sizes, prices.network
@@ -128,12 +116,11 @@ class _Search:
         return Placement.of_parts(sizes, self.network.processes, parts)
 
     def score_of(self, parts: Sequence[Part]) -> tuple[bool, float, float]:
-        """Whether it straddles; seconds of the step, and of one in which all sums go round rings: small ones
-        do."""
+        """Whether it straddles; seconds of the step, and of one with rings only (small sums)."""
         placement = self.placement(parts)
-        step_s = flat_s = _step_s(self.prices, placement)
+        step_s = flat_s = self.prices.step_s(placement)
         if any(one.name == TWO_LEVEL for one in self.prices.reductions(placement)):
-            flat_s = _step_s(self.flat, placement)
+            flat_s = self.flat.step_s(placement)
         return self.prices.straddles(placement), step_s, flat_s
 
     def offer(self, parts: Sequence[Part], gain: float = ROUNDING) -> bool:
@@ -238,14 +225,8 @@ class _Search:
             yield chain[::-1]
 
 
-def _step_s(prices: Prices, placement: Placement) -> float:
-    costs = prices.costs(placement)
-    return estimate(costs, (1,) * costs.stages).step_s
-
-
 def _with_leftovers(counts: Mapping[int, int], size: int) -> Iterator[list[Part]]:
-    """Whole components of one class, and what is left of the classes in mixed ones: for every order of
-    them."""
+    """Whole components of one class, then what is left in mixed ones, in every order of the classes."""
     pure = [(number,) * size for number, count in counts.items() for _ in range(count // size)]
     rest = {number: count % size for number, count in counts.items() if count % size}
     for classes in permutations(rest):

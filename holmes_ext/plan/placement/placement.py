@@ -110,10 +110,10 @@ class Placement:
 
     @cached_property
     def tied(self) -> int:
-        """Stages that are tied together: they share nodes.
+        """Stages that share nodes.
 
-        A stage begins on a node of its own after every `count` stages. Where those divide the pipeline they
-        are a component: groups of ranks stay inside, only pipeline edges leave it. All components are alike.
+        A stage begins on a node of its own after every `count` stages. If that divides the pipeline, they are
+        a component: only pipeline edges leave it. All components are alike.
         """
         count = self.processes // gcd(self.stride, self.processes)
         return count if self.sizes.pipeline % count == 0 else self.sizes.pipeline

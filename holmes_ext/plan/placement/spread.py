@@ -4,10 +4,9 @@
     of 4 nodes                (A B)(C D)    AB | AB | CD | CD       gradients cross, activations at one border
                               exchanged     AAAB | ABBB | CCDD ...  whatever takes least
 
-Nodes of a cluster are interchangeable, so a stage is a multiset of clusters. First groups of clusters whose
-nodes are mixed evenly over the group's stages: clusters change places, groups join and part. From the best of
-them on single nodes change places, and stages. Both by simulated annealing (Kirkpatrick et al. 1983) with a
-fixed seed: equal input gives equal output. What takes least is for the caller to say.
+Nodes of a cluster are interchangeable: a stage is a multiset of clusters. First groups of clusters, mixed
+evenly over their stages, are changed, then single nodes of the best: simulated annealing (Kirkpatrick et al.
+1983) with a fixed seed.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ def spread(
     units: Sequence[int], stages: int, seconds_of: Callable[[Stages], float], tries: int,
     chain: Sequence[int] = ()
 ) -> tuple[Stages, float]:
-    """The best stages found and what they take. units: of each cluster; their sum is a multiple of `stages`.
-    seconds_of: what stages take, inf where they cannot be. tries: stages looked at. chain: clusters in an
-    order that may be good."""
+    """The best stages found, and what they take. units: of each cluster; seconds_of: inf where it cannot be;
+    tries: stages looked at; chain: clusters in an order that may be good."""
     line, size, rng = tuple(chain or range(len(units))), sum(units) // stages, random.Random(0)
     known: dict[Stages, float] = {}
 
@@ -68,8 +66,7 @@ def _improved(
     state: State, seconds_of: Callable[[State], float], changed: Callable[[State, random.Random], State],
     rng: random.Random, tries: int,
 ) -> tuple[State, float]:
-    """The best state seen in so many random changes; a worse one is gone on from the more seldom the later it
-    is."""
+    """The best state seen in so many random changes, of which worse ones are kept ever more seldom."""
     now = seconds_of(state)
     best, least = state, now
     for at in range(tries):

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from holmes_ext.cluster.site import ETHERNET, Fabric
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.plan import Straddle
 from holmes_ext.plan.sizes import INSIDE, groups
@@ -22,8 +21,7 @@ class _Inside(Network):
 
 
 def straddling(prices: Prices, placement: Placement) -> tuple[Straddle, ...]:
-    """By kind of group. A kind's cost: the step against one in which its groups were inside. example: a node
-    of each kind of one group."""
+    """By kind of group; its cost: the step against one in which its groups were inside."""
     if not prices.straddles(placement):
         return ()
     network, found = prices.network, []
@@ -36,7 +34,7 @@ def straddling(prices: Prices, placement: Placement) -> tuple[Straddle, ...]:
             if network.straddles(frozenset(first)):
                 across.append(first)
         if across:
-            longer_s = max(0.0, _step_s(prices, placement) - _step_s(_inside(prices, kind), placement))
+            longer_s = max(0.0, prices.step_s(placement) - _inside(prices, kind).step_s(placement))
             example = set(across[0].values())
             ordered = tuple(name for name in names if name in example)
             found.append(Straddle(kind, len(across), ordered, ETHERNET, longer_s))
@@ -49,8 +47,3 @@ def _inside(prices: Prices, kind: str) -> Prices:
     made = Prices(network, prices.job, prices.rules)
     made.groups = {**made.groups, kind: _Inside(network.site, network.links, network.only)}
     return made
-
-
-def _step_s(prices: Prices, placement: Placement) -> float:
-    costs = prices.costs(placement)
-    return estimate(costs, (1,) * costs.stages).step_s

@@ -1,8 +1,7 @@
-"""Candidates and what a job follows: a candidate of a search as a Plan, and a layout that the user has as a
-candidate.
+"""A candidate of a search as a Plan, and a layout that the user has as a candidate.
 
-That layout's nodes stand as the job itself would order them (plan/placement/place.py), its layers as the
-framework splits them, unless the user says otherwise: so it is what `--holmes` alone gives.
+That layout's nodes stand as the job would order them (plan/placement/place.py), its layers as the framework
+splits them, unless the user says otherwise: what `--holmes` alone gives.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from holmes_ext.plan.sizes import Sizes
 
 
 def plan_of(result: SearchResult, candidate: Candidate, options: Options = Options()) -> Plan:
-    """The plan of `candidate`: its node order and sizes, its layers unless every stage has the same
-    number."""
+    """Its node order and sizes, and its layers unless every stage has the same number."""
     network, shape, sizes = result.network, candidate.shape, candidate.placement.sizes
     model = shape.model(result.model)
     even = len(set(candidate.split)) == 1
@@ -69,8 +67,7 @@ def _times(result: SearchResult, candidate: Candidate) -> dict[str, float]:
 
 
 def shape_of(model: Model, sizes: Sizes, zero: int | None = None, virtual: int = 1) -> Shape:
-    """Of a job of complete `sizes`; zero: None for what the model's sharded_bytes say. HolmesError when the
-    batch or the chunks do not divide (experts may be a mean of several layers')."""
+    """Of complete `sizes`; zero: None for what the model says. HolmesError: batch or chunks do not divide."""
     steps, experts = model.micro_batches_of(sizes.data), model.experts or 1
     if sizes.expert > experts:
         raise HolmesError(f"{model.source}: expert size {sizes.expert} is more than the {experts} experts")
@@ -89,11 +86,8 @@ def given(
     result: SearchResult, sizes: Sizes, shape: Shape, split: Sequence[int] = (), nodes: Sequence[str] = (),
     flat: bool = False,
 ) -> Candidate:
-    """The candidate of `shape` and complete `sizes`.
-
-    split: layers of the stages, even ones by default; nodes: their order, by default that of the job; flat:
-    see Candidate. HolmesError where the split is none of the model's layers.
-    """
+    """Of `shape` and complete `sizes`. split: layers of the stages (default: even); nodes: their order
+    (default: the job's); flat: see Candidate. HolmesError: the split is none of the model's layers."""
     layers = result.model.layers
     if split and (len(split) != shape.pipeline or sum(split) != layers or min(split) < 1):
         said = ",".join(map(str, split))

@@ -28,8 +28,8 @@ SHAPES, MOST_CLUSTERS = 3, 4
 def with_site(
     result: SearchResult, candidate: Candidate, site: Site, links: Links | None = None
 ) -> tuple[float, float]:
-    """Seconds of a candidate's step and of stock's with its sizes, on a site with another network; simulated
-    if the candidate is, else in closed form."""
+    """Seconds of a step, and of stock's with its sizes, on a site with another network; simulated if the
+    candidate is."""
     links = replace(links or result.network.links, pairs=())  # the site has them
     changed = result.on(Network(site, links))
     if candidate.simulated_s:
@@ -40,8 +40,8 @@ def with_site(
 
 
 def with_ethernet(result: SearchResult, candidate: Candidate, factor: float) -> tuple[float, float]:
-    """with_site, if the network between clusters had `factor` times its rates: uplinks and links; where it is
-    flat, Ethernet on every node."""
+    """with_site, with `factor` times the rates between clusters (where it is flat: of Ethernet on every
+    node)."""
     site, links = result.network.measured, result.network.links
     if site.wan:
         return with_site(result, candidate, replace(site, wan=site.wan.scaled(factor)))
@@ -50,8 +50,7 @@ def with_ethernet(result: SearchResult, candidate: Candidate, factor: float) -> 
 
 
 def ethernet_s(result: SearchResult, candidate: Candidate) -> float:
-    """What of a candidate's step Ethernet's rate decides: by how much longer it takes with LESS of that rate;
-    simulated if the candidate is."""
+    """What of a step Ethernet's rate decides: by how much longer it takes with LESS of it."""
     network = result.network
     site, links = with_fabric(network.site, ETHERNET, LESS), network.links.scaled(ETHERNET, LESS)
     if candidate.simulated_s:
@@ -85,11 +84,8 @@ def with_latency(site: Site, seconds: float) -> Site:
 
 
 def what_if(result: SearchResult) -> list[tuple[str, float]]:
-    """(one change of the site, the step that the best of the first shapes would then take), in no order.
-
-    The plans found are looked at again on the changed site, and their shapes' other placements: where that is
-    better hardware, none of them takes longer.
-    """
+    """(one change of the site, the step that the best of the first shapes then takes). The plans found are
+    tried there too, so better hardware never takes longer."""
     found = []
     for what, changed in _changes(result):
         try:

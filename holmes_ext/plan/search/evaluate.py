@@ -1,11 +1,11 @@
-"""The kinds of work of a search, wherever they are done: a shape taken apart into its placements, a placement
-bounded closer, a placement simulated."""
+"""The work of a search: a shape taken apart, a placement bounded closer, a placement simulated."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from math import floor, inf
 
 from holmes_ext.plan.cost.pipeline import uniform
@@ -32,8 +32,8 @@ TRIES = 1400
 
 @dataclass(frozen=True)
 class PlacedShape:
-    """To be simulated: no step of it takes less than its bound. closer: whether that is of the chain of its
-    stages; split: the one that it leaves, and its seconds walked pass by pass."""
+    """To be simulated: no step of it is below its bound. closer: whether that is of the chain of its stages;
+    split: the one that it leaves, walked pass by pass in walked_s."""
 
     shape: Shape
     placement: Placement
@@ -108,8 +108,7 @@ class Evaluator:
         return [(closer, replace(item, closer=True, split=split, walked_s=walked_s))], [], inf
 
     def simulate(self, item: PlacedShape, bound: float, best: float) -> Found:
-        """Where a placement has one split only (no pipeline, or chunks) its simulation settles it; else its
-        bound is left."""
+        """Of one split only (no pipeline, or chunks) its simulation settles it; else its bound is left."""
         result, shape, placement = self.result, item.shape, item.placement
         stages = self.stages(shape, placement)
         known: dict[Split, Candidate] = {}
@@ -130,7 +129,8 @@ class Evaluator:
         starts = filter(None, (self.level(stages), self.split(stages), item.split))
         first = min(starts, key=seconds_of)
         if seconds_of(first) < best * NEAR:
-            improved(first, seconds_of, lambda split: _few(stages, split), min(MOVES, MOVED_WORK // work))
+            improved(first, seconds_of, lambda split: islice(full_to_empty(_work(stages, split)), MOVES // 3),
+                     min(MOVES, MOVED_WORK // work))
         return [], [*known.values()], bound
 
     def level(self, stages: Stages) -> Split:
@@ -141,8 +141,7 @@ class Evaluator:
         return levelled_blocks(stages)
 
     def split(self, stages: Stages) -> Split:
-        """A good one by the closed form: moved on from the level one, or from that whose stages compute and
-        reduce equally long; () where none fits."""
+        """A good one by the closed form, from the level ones; () where none fits."""
         start = self.level(stages)
         if not start or stages.run.virtual > 1 or stages.count == 1:
             return start
@@ -156,8 +155,8 @@ class Evaluator:
 
 
 def levelled_blocks(stages: Stages, more: Sequence[float] = ()) -> Split:
-    """Of blocks that are alike: each goes to the stage that is the fastest with it. more: seconds of a block
-    on each stage besides those of a micro-batch."""
+    """Of blocks that are alike: each to the stage that is fastest with it. more: seconds of a block
+    besides."""
     most, layers = stages.most, stages.layers
     each = [seconds + beside for seconds, beside in zip(stages.each, more)] if more else stages.each
     if min(most) < 1 or sum(most) < layers:
@@ -187,10 +186,6 @@ def levelled_blocks(stages: Stages, more: Sequence[float] = ()) -> Split:
 
 def _work(stages: Stages, split: Split) -> list[float]:
     return [layers * each for layers, each in zip(split, stages.each)]
-
-
-def _few(stages: Stages, split: Split) -> Sequence[tuple[int, int]]:
-    return list(full_to_empty(_work(stages, split)))[: MOVES // 3]
 
 
 def allowed(limits: Limits, placement: Placement) -> bool:

@@ -1,5 +1,4 @@
-"""Why a plan is as it is: stages of few layers, what it wins against others, what one change of the site
-would give.
+"""Why a plan is as it is: stages of few layers, what it wins, what one change of the site would give.
 
 All in seconds of the step: simulated ones wherever the plan was simulated.
 """
@@ -26,8 +25,7 @@ NOTHING = 0.001
 
 
 def thin_stages(result: SearchResult, candidate: Candidate) -> list[str]:
-    """A line for the stages of one layer (or of a third of the mean): why, and what even layers would
-    take."""
+    """Of stages with one layer, or a third of the mean: why, and what even layers would take."""
     split = candidate.split
     mean = sum(split) / len(split)
     thin = [stage for stage, layers in enumerate(split) if layers <= max(1, THIN * mean) and mean >= 2]
@@ -90,10 +88,8 @@ def _why_thin(costs: StageCosts, result: SearchResult, candidate: Candidate, sta
 
 def explain(result: SearchResult, changes: int = CHANGES) -> list[str]:
     """At most ten lines: what the best plan wins against the runner-up, the user's layout and stock, by
-    cause; then what one change of the site would give, the greatest gain first.
-
-    A change that gives less than a better plan could is not told from none.
-    """
+    cause; then what one change of the site gives, the greatest gain first (those below the certificate's gap
+    as "the same")."""
     best, own, layout = result.best, causes(result, result.best), result.user_layout
     lines = []
     others = (one for one in result.candidates if one.shape != best.shape and one.simulated_s)

@@ -36,8 +36,7 @@ Split = tuple[int, ...]
 
 
 def partition(method: str, costs: StageCosts, alpha: float = 1.0) -> Split:
-    """Blocks of each stage by `method` of METHODS. HolmesError: unknown method, bad alpha, nothing fits the
-    memory (balanced)."""
+    """Blocks of each stage. HolmesError: unknown method, bad alpha, nothing fits (balanced)."""
     if method == "uniform":
         return uniform(costs.blocks, costs.stages)
     if method == "speed":
@@ -80,8 +79,7 @@ def _every(blocks: int, stages: int) -> Iterator[Split]:
 
 
 def by_moves(costs: StageCosts, alpha: float = 1.0) -> list[Split]:
-    """The other methods' splits and the levelled one, and what moving blocks makes of them by the closed
-    form."""
+    """The other methods' splits and the levelled one, and what moving blocks makes of them."""
     level = levelled(costs)
     starts = [uniform(costs.blocks, costs.stages), by_speed(costs.blocks, speeds(costs), alpha)]
     starts += [level] if level else []
@@ -143,8 +141,7 @@ def levelled(costs: StageCosts) -> Split:
 
 
 def speeds(costs: StageCosts) -> tuple[float, ...]:
-    """Steps a second of the uniform partition if every stage had stage i's GPUs and networks: the paper
-    measures S in such jobs."""
+    """Steps a second of the uniform partition if every stage were like stage i: the paper's S."""
     stages = list(zip(costs.forward_s, costs.backward_s, costs.reduction_s, costs.latency_s))
     free, known = ((0.0,) * len(costs.repeats),) * costs.stages, {}
     for own in dict.fromkeys(stages):
@@ -182,9 +179,8 @@ def improved(
     split: Split, seconds_of: Callable[[Split], float],
     pairs_of: Callable[[Split], Iterable[tuple[int, int]]], tries: int,
 ) -> Split:
-    """`split` after single blocks were moved from one stage to another wherever that takes something off, for
-    so many tries. seconds_of: of a step under a split, inf where it does not fit. pairs_of: (giver, taker) to
-    try, the most promising first."""
+    """`split` after single blocks were moved wherever that takes something off, for so many tries.
+    seconds_of: inf where a split does not fit; pairs_of: (giver, taker), the most promising first."""
     least, best, better = seconds_of(split), split, True
     while better and tries > 0:
         better = False
@@ -212,8 +208,8 @@ def _over_borders(split: Split) -> Iterator[tuple[int, int]]:
 
 
 def full_to_empty(work: Sequence[float]) -> Iterator[tuple[int, int]]:
-    """Pairs of stages: those with the most work give, those with the least take; and the ends, whose
-    reductions may be exposed. work: seconds of each stage."""
+    """Pairs of stages: the fullest give, the emptiest take, and the ends (whose reductions may be
+    exposed)."""
     last = len(work) - 1
     stages = sorted(range(len(work)), key=work.__getitem__)
     givers = dict.fromkeys((*stages[: -4 : -1], 0, last))

@@ -1,17 +1,15 @@
-"""The best plan for a model on a site: branch and bound by simulated time, over shapes, placements and
-partitions.
+"""The best plan for a model on a site: branch and bound by simulated time.
 
     shape            sizes, micro-batch, recomputation, ZeRO     bound: bound/shape.py
      `- placement        which nodes hold which stage            bound: bound/least.py, of stages
          `- placement        the same, bounded closer, with a split of the layers that the bound leaves
              `- partition        simulated
 
-First a look around by the closed form, so that there are good plans to compare with; the fastest are
-simulated. Then what has the least bound is looked at next, and before all else what is akin to the best: its
-sizes and micro-batch with any recomputation and ZeRO. When the least bound left is no better than the best
-step found, that step is the best: nothing that was not looked at can beat it. With a time limit, on a network
-between clusters that is not flat, or where only some orders of clusters were tried, the certificate says
-within which fraction the best lies. Where it takes more than ALONE_S, two processes share the work.
+First a look around by the closed form, of which the fastest are simulated. Then what has the least bound is
+looked at next, before all else the best one's sizes and micro-batch with other recomputation and ZeRO. When
+the least bound left is no better than the best step, nothing can beat it. With a time limit, a WAN, or only
+some orders of clusters the certificate says within which fraction the best lies. After ALONE_S two processes
+share the work.
 """
 
 from __future__ import annotations
@@ -52,11 +50,10 @@ def search(
     only: Sequence[Shape] = (), prove: bool = True, simulate: bool = True,
 ) -> SearchResult:
     """`result`, asked for and empty, with what is found in so many seconds. rows: shapes that a table shows;
-    only: shapes to look at, instead of all; prove: whether to go on after the first look; simulate: whether
-    that has more than closed forms.
+    only: shapes to look at; prove: go on after the first look; simulate: not closed forms alone.
 
     HolmesError: no sizes are possible, or nothing fits the memory. A KeyboardInterrupt ends it with the best
-    so far and `interrupted` set; before anything was found it is raised on.
+    so far (`interrupted`), or is raised on where there is none.
     """
     begin = time.monotonic()
     sketch = Sketch(result, rows, only)

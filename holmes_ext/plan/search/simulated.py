@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from holmes_ext.plan.cost.memory import Memory, stage_memory, under_way
+from holmes_ext.plan.cost.memory import Memory, in_flight, stage_memory
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.cost.workload import StageLoad
 from holmes_ext.plan.passes.solve import quickest
@@ -44,8 +44,7 @@ def execution_of(
 def job_of(
     result: SearchResult, candidate: Candidate, hide_edges: bool = True, in_flight: Sequence[int] = ()
 ) -> JobStep:
-    """One step of `candidate`; hide_edges: as it is, or with the framework's own schedule; in_flight: instead
-    of as many micro-batches as the plan would have."""
+    """hide_edges: False for the framework's own schedule; in_flight: instead of the plan's."""
     shape = candidate.shape
     costs, model = result.costs(candidate, sharded=False), shape.model(result.model)
     held = tuple(in_flight)
@@ -63,16 +62,13 @@ def simulated(result: SearchResult, candidate: Candidate, hide_edges: bool = Tru
 
 
 def passes(shape: Shape, layers: int) -> int:
-    """That a simulation walks through: under ZeRO 2 and 3 each layer's weights and gradients travel by
-    themselves.
-    """
+    """Of a simulation; under ZeRO 2 and 3 each layer's weights and gradients travel by themselves."""
     each = layers if shape.zero > 1 else 1
     return 2 * shape.micro_batches * shape.pipeline * shape.virtual * each
 
 
 def timed(result: SearchResult, candidate: Candidate) -> Candidate:
-    """`candidate` with its micro-batches in flight and the memory that they take; simulated unless that is
-    too much work."""
+    """With its micro-batches in flight and their memory; simulated unless that is too much work."""
     seconds = candidate.simulated_s
     if passes(candidate.shape, result.model.layers) <= WORK:
         seconds = folded_s(job_of(result, candidate))
@@ -102,7 +98,7 @@ def memory_of(result: SearchResult, candidate: Candidate, stage: int) -> Memory:
     held = [job.block] * layers
     held += [job.layers[0]] if stage == 0 else []
     held += [job.layers[-1]] if stage == shape.pipeline - 1 else []
-    keep = under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
+    keep = in_flight(stage, shape.pipeline, shape.virtual, shape.micro_batches)
     keep = candidate.in_flight[stage] if candidate.in_flight else keep
     shards = sizes.data * sizes.context // shape.replicas
     experts = max(1, shards // sizes.expert)
@@ -110,8 +106,8 @@ def memory_of(result: SearchResult, candidate: Candidate, stage: int) -> Memory:
 
 
 def with_passes(result: SearchResult) -> SearchResult:
-    """`result`, simulated, for a job that lets a plan list its passes: first the candidate that they make
-    faster than the best one, if there is one. The certificate still speaks of 1F1B's orders."""
+    """Listed passes first, where these make a candidate faster than the best. (The certificate is of
+    1F1B.)"""
     piped = [one for one in result.candidates if one.simulated_s and not one.breadth_first]
     ahead = list(filter(None, (in_passes(result, one) for one in piped[:PIPED])))
     best = min(ahead, key=lambda one: one.simulated_s, default=None)
@@ -130,15 +126,14 @@ def in_passes(result: SearchResult, one: Candidate) -> Candidate | None:
     found = quickest(loads, edges, costs.hidden or edges, shape.micro_batches)
     if found is None:
         return None
-    memory = tuple(map(StageLoad.bytes_of, loads, found.held))
+    memory = tuple(map(StageLoad.bytes_of, loads, found.in_flight))
     listed = replace(one, passes=found.texts, in_flight=(), memory_bytes=memory)
     listed = replace(listed, simulated_s=folded_s(job_of(result, listed)))
     return listed if listed.simulated_s < one.step_s else None
 
 
 def with_breadth_first(result: SearchResult) -> SearchResult:
-    """`result`, simulated, for a stack that has breadth-first order (arXiv 2211.05953): first the candidate
-    that it makes faster than the best one, if there is one. The certificate still speaks of 1F1B's orders."""
+    """The same in breadth-first order (arXiv 2211.05953), for a stack that has it."""
     piped = [one for one in result.candidates if one.simulated_s and one.shape.pipeline > 1]
     found = filter(None, (_in_breadth_first(result, one) for one in piped))
     ahead = [replace(one, simulated_s=simulated(result, one).step_s) for one in found]
@@ -153,7 +148,7 @@ def _in_breadth_first(result: SearchResult, one: Candidate) -> Candidate | None:
     shape, sizes = one.shape, []
     for stage, used in enumerate(one.memory_bytes):
         terms = memory_of(result, one, stage)
-        now = under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
+        now = in_flight(stage, shape.pipeline, shape.virtual, shape.micro_batches)
         now = one.in_flight[stage] if one.in_flight else now
         sizes.append(used + terms.activations * (shape.micro_batches / now - 1))
     found = replace(one, breadth_first=True, in_flight=(), memory_bytes=tuple(sizes))

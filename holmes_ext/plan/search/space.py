@@ -1,5 +1,4 @@
-"""Every shape that a job can have on a site: the sizes, micro-batch, recomputation and ZeRO stage, without
-the order of nodes.
+"""Every shape that a job can have on a site: sizes, micro-batch, recomputation and ZeRO stage.
 
 What does not divide is left out: ranks by tensor x context x pipeline, the global batch by micro-batch x
 data, heads by tensor, the sequence by 2 x context, layers by pipeline x virtual (virtual > 1), micro-batches
@@ -43,8 +42,7 @@ MIN_TOKENS = 1024
 @dataclass(frozen=True)
 class Limits:
     """Values allowed, by name of NAMES; memory_bytes of a GPU (0: what the GPUs have). two_level: ZeRO stages
-    under which a framework reduces in two levels, all stages over as many clusters or none; None: as each
-    stage likes."""
+    under which a framework reduces in two levels, all stages or none; None: as each likes."""
 
     allowed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     memory_bytes: float = 0.0

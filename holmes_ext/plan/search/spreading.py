@@ -1,6 +1,4 @@
-"""Nodes spread over stages where the network between clusters is not flat (plan/placement/spread.py), by what
-crosses.
-"""
+"""Nodes spread over stages by what crosses, where there is a WAN (plan/placement/spread.py)."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ ORDERS = 120
 
 
 def with_spread(result: SearchResult) -> SearchResult:
-    """`result` with the fastest shapes' nodes spread over stages, simulated where the closed form has them
-    ahead. The certificate speaks of whole clusters."""
+    """With the fastest shapes' nodes spread over stages, simulated where they promise more. The certificate
+    speaks of whole clusters."""
     if not result.network.wan or len(result.network.kinds) < 2 or result.certificate is None:
         return result
     fastest: dict[tuple[int, int], Candidate] = {}
@@ -47,8 +45,7 @@ def with_spread(result: SearchResult) -> SearchResult:
 
 
 def _spread(result: SearchResult, one: Candidate) -> Candidate | None:
-    """The shape and the split of `one` with its nodes spread; None where a stage does not hold whole nodes,
-    or nothing was found that crosses faster."""
+    """`one` with its nodes spread; None where stages do not hold whole nodes, or nothing crosses faster."""
     network, shape, job = result.network, one.shape, result.prices(one.shape).job
     processes, size = network.processes, network.world // shape.pipeline
     if size % processes or one.placement.tied > 1 or processes % (shape.tensor * shape.context):
@@ -68,11 +65,8 @@ def _spread(result: SearchResult, one: Candidate) -> Candidate | None:
 
 
 class Crossing:
-    """What of a step passes the links between clusters, by the fullest of them.
-
-    sent: bytes of a node's activations (gradients come back the other way); reduced: of a stage's gradients,
-    summed directly between its clusters.
-    """
+    """What of a step passes the fullest link between clusters. sent: bytes of a node's activations, each way;
+    reduced: of a stage's gradients, summed directly."""
 
     def __init__(self, network: Network, sent: float, reduced: float):
         self.sent, self.reduced, self.rates = 8 * sent, 8 * reduced, {}
@@ -99,8 +93,7 @@ class Crossing:
 
 
 def laid(stages: Stages, sizes: Sizes, processes: int) -> Placement:
-    """Stages of nodes, each with its kinds in the order in which most of them face one of their own kind in
-    the stage before."""
+    """Each stage's kinds in the order in which most nodes face their own kind in the stage before."""
     parts: list[list[int]] = []
     for stage in stages:
         counts, before = Counter(stage), parts[-1] if parts else []

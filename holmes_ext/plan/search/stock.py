@@ -24,8 +24,8 @@ CAUSES = {
 
 
 def causes(result: SearchResult, candidate: Candidate) -> dict[str, float]:
-    """Seconds of CAUSES, the mean over all ranks; they add up to the candidate's step: to the simulated one
-    where there is one."""
+    """Seconds of CAUSES, the mean over all ranks; their sum is the step, the simulated one if there is
+    one."""
     placement, found = candidate.placement, dict.fromkeys(CAUSES, 0.0)
     contents = placement.stages
     if candidate.simulated_s:
@@ -51,8 +51,7 @@ def _collectives_s(result: SearchResult, candidate: Candidate) -> float:
 
 
 def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:
-    """Stock with the sizes of `candidate`, simulated if that is; of the user's layout with its layers and
-    order."""
+    """Stock with the candidate's sizes (and the user's layers and order), simulated if that is."""
     split = candidate.split if candidate.placement.names else ()
     stock, one = result.stock(candidate.shape, split, candidate.placement.sizes.order)
     if candidate.simulated_s:
@@ -61,10 +60,8 @@ def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult
 
 
 def best_stock(result: SearchResult) -> Candidate | None:
-    """Stock with the sizes that suit it best of all that were worked out and fit.
-
-    If the best candidate is simulated, the least of those few that are the first in closed form.
-    """
+    """Stock with the sizes that suit it best of those that were worked out and fit; simulated ones, if the
+    best is, of the few that are first in closed form."""
     own = result.user_layout
     asked = [*result.candidates, *([own] if own else [])]
     every = [result.stock(shape)[1] for shape in dict.fromkeys(one.shape for one in asked)]

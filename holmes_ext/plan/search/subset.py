@@ -40,7 +40,7 @@ EQUAL = 1e-9
 
 @dataclass(frozen=True)
 class Priced:
-    """The step of the best plan found on a subset, that no plan on it beats bound_s, and what the price came
+    """Of a subset: the step of the best plan found, what no plan on it beats, and what the price came
     from."""
 
     step_s: float
@@ -50,8 +50,7 @@ class Priced:
 
 @dataclass(frozen=True)
 class Subsets:
-    """found: all that were looked at and fit, the fastest first. bound_s: no subset's step is below it.
-    complete: every subset was looked at."""
+    """found: those that fit, the fastest first; bound_s: no subset is below; complete: all were looked at."""
 
     found: tuple[tuple[Counts, Priced], ...]
     bound_s: float
@@ -156,8 +155,8 @@ class _Search:
         heapq.heappush(self.heap, (floor_s, next(self.number), family))
 
     def bound(self, family: Family) -> float:
-        """The greatest floor of families that hold this one: those that fix one cluster, which many have in
-        common; and its own, where that may be what leaves it out."""
+        """The greatest floor of families that hold this one: those that fix one cluster; and its own, if that
+        may leave it out."""
         fixed = [index for index, nodes in enumerate(family) if nodes is not None]
         least_s = 0.0
         for index in fixed if len(family) > 2 else ():  # of two clusters it would be one subset
@@ -170,8 +169,7 @@ class _Search:
         return max(least_s, self.floor(family)) if None in family and len(fixed) > 1 else least_s
 
     def parts(self, family: Family) -> Iterator[Family]:
-        """With every number of nodes of the first open cluster; of clusters that are alike the first has
-        most."""
+        """With every number of nodes of the first open cluster; of alike clusters the first has most."""
         first, *others = [index for index in self.order if family[index] is None]
         left = self.count - sum(nodes or 0 for nodes in family)
         least = max(0, left - sum(self.idle[index] for index in others))
@@ -210,8 +208,7 @@ class _Search:
         return tuple(kept)
 
     def improve(self, unit: int, end: float) -> None:
-        """Move nodes from one cluster of the best subset to another, many at first, as long as that makes it
-        better."""
+        """Move nodes of the best subset from one cluster to another, many at first, while that helps."""
         while not self.over(end) and self.found:
             best_s, best, _ = self.found[0]
             for one, two in permutations(range(len(best)), 2):
@@ -249,8 +246,7 @@ def _likely(idle: Counts, count: int, unit: int) -> Iterator[Counts]:
 
 
 def _filled(idle: Counts, count: int, order: Sequence[int], whole: int) -> Iterator[Counts]:
-    """One cluster after the other, in multiples of `whole` nodes; what is left over goes where there is
-    room."""
+    """One cluster after the other, in multiples of `whole` nodes; the rest where there is room."""
     counts, left = [0] * len(idle), count
     for index in order:
         counts[index] = min(idle[index], left) // whole * whole

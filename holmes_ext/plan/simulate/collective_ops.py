@@ -19,16 +19,14 @@ class CollectiveOps(Collectives):
         return [("post", name) for name in self.starts.get(tag, [tag])]
 
     def before(self, kind: int, stage: int) -> list[Op]:
-        """At the step's start: the last step's weights begin to be gathered, in the order of the forward
-        pass."""
+        """At the step's start: the last step's weights are gathered, in the order of the forward pass."""
         tags = reversed(self._tags(kind, stage, "gather")) if self.late_gather else ()
         return [op for tag in tags for op in self._post(tag)]
 
     def along(
         self, kind: int, stage: int, chunk: int, letter: str, micro_batch: int, final: bool
     ) -> tuple[Operations, Operations]:
-        """For one pass, by layer: operations before it (gathered weights are awaited), operations after it
-        (buckets leave)."""
+        """Of one pass, by layer: what comes before it (awaited gathers) and after it (buckets that leave)."""
         needs: Operations = {}
         launches: Operations = {}
         if self.run.zero > 1 and (kind, stage) in self.groups:

@@ -51,8 +51,8 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Leaving:
-    """Buckets that leave at one moment: bytes of each; places of their gradients; after: the layer whose
-    backward they wait for, None for what is sent after the backward pass."""
+    """Buckets that leave at one moment: bytes of each, places of their gradients. after: the layer whose
+    backward they wait for; None: the whole pass."""
 
     sizes: tuple[float, ...]
     places: tuple[Place, ...]
@@ -62,8 +62,8 @@ class Leaving:
 def leaving(
     gradients: Sequence[Gradient], limit_bytes: float, exceed: bool, first_bytes: float = 0
 ) -> list[Leaving]:
-    """`gradients`, in the order in which they become final, in buckets of limit_bytes (the first:
-    first_bytes). Those that are full at one layer's end leave one after the other: one transfer."""
+    """`gradients` (in the order in which they become final) in buckets of limit_bytes, the first of
+    first_bytes. Those that are full at one layer's end are one transfer."""
     found: dict[Place | None, list[list[Gradient]]] = {}
     for late in (False, True):
         own = [gradient for gradient in gradients if gradient.late == late]
@@ -110,16 +110,11 @@ class Collectives:
                     self._add_family(family)
         if self.tied_bytes:
             self._add_tied()
-        if self.stages > 1 and run.engine.norm:
-            for kind in range(len(fold.kinds)):
+        for kind in range(len(fold.kinds)) if self.stages > 1 else ():
+            if run.engine.norm:
                 self.transfers["norm", kind] = self._norm(kind)
-        if self.stages > 1 and run.engine.reports_loss:
-            for kind, stage in self._earlier():
+            for stage in range(self.stages - 1) if run.engine.reports_loss else ():
                 self.transfers["loss", kind, stage] = self._number(kind, self.stages - 1, stage)
-
-    def _earlier(self) -> list[tuple[int, int]]:
-        kinds = range(len(self.fold.kinds))
-        return [(kind, stage) for kind in kinds for stage in range(self.stages - 1)]
 
     # ------------------------------------------------------------------- what they carry
 
@@ -255,8 +250,8 @@ class Collectives:
         return replace(self.maker.message(load, 4.0), bits=0.0, uses=(), channel=None)
 
     def _norm(self, kind: int) -> Transfer:
-        """All-reduce of one number among all stages of a kind of pipeline: round a ring twice; the first
-        message of all waits until its receiver is known to be there."""
+        """All-reduce of one number among a pipeline's stages, twice round a ring; the first message waits for
+        its receiver."""
         count = self.stages
         hops = [self._number(kind, stage, (stage + 1) % count) for stage in range(count)]
         each = [hop.fixed_s + hop.latency_s for hop in hops]

@@ -1,5 +1,4 @@
-"""Actors that compute and wait, and flows that share NICs: the event-driven core of plan/simulate/step.py.
-Seconds and bits.
+"""Actors that compute and wait, flows that share NICs: the event-driven core of step.py. Seconds, bits.
 
     actor     ("compute", kind, seconds, micro_batch, chunk)
               ("post", tag)
@@ -11,10 +10,9 @@ Seconds and bits.
               is free; then a fixed time, then a flow; then all has left, and arrives latency_s later; then it
               posts `then` once. Who receives is known to wait latency_s after its post
 
-Flows share the NICs that they use max-min fairly (progressive filling; Bertsekas and Gallager 1992, sec.
-6.5.2), each way by itself. A flow counts `weight` times on a NIC: it stands for as many like it. What an
-actor waits for is idle time until the transfer is ready (all have posted it, or the first of those that it
-follows) and communication from then on.
+Flows share NICs max-min fairly (progressive filling; Bertsekas and Gallager 1992, sec. 6.5.2), each way by
+itself; one of `weight` stands for as many. Waiting is idle time until the transfer is ready (posted by all,
+or what it follows is), and communication from then on.
 """
 
 from __future__ import annotations
@@ -81,8 +79,7 @@ class Transfer:
 
 
 class Transfers(dict[Hashable, Transfer]):
-    """Of one simulation, made when they are first named. templates: by tag, or by the first of a tag (what,
-    micro-batch)."""
+    """Of one simulation, made when first named. templates: by tag, or by its first item (what, number)."""
 
     def __init__(self, templates: Mapping[Hashable, Transfer]):
         super().__init__()
@@ -95,8 +92,7 @@ class Transfers(dict[Hashable, Transfer]):
 
 
 class Simulation:
-    """capacities: bits/s of every NIC, one way. run() returns every actor's spans, without gaps from 0 to its
-    end."""
+    """capacities: bits/s of every NIC, one way. run(): every actor's spans, without gaps from 0."""
 
     def __init__(
         self, programs: Sequence[Sequence[Op]], transfers: dict[Hashable, Transfer],
@@ -287,8 +283,7 @@ class Simulation:
 def _fair(
     flows: dict[Hashable, Transfer], nics: set[Hashable], capacities: dict[Hashable, float]
 ) -> dict[Hashable, float]:
-    """Max-min fair rates: all grow together until a NIC is full or a flow reaches its limit; those stay, the
-    others grow on."""
+    """Max-min fair: all grow until a NIC is full or a flow at its limit; those stay, the others grow on."""
     if len(flows) == 1:
         ((tag, flow),) = flows.items()
         shares = (capacities[nic] / weight for nic, weight in flow.uses if weight > 1e-9)

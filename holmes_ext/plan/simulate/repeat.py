@@ -3,12 +3,11 @@
     few micro-batches   F F F F B F B F B F B F B B B B       the same operations up to the last forward pass;
     k more of them      F F F F B F B F B F B F B F B B B B   what then is under way decides all that follows
 
-Where at the last forward pass all that is under way stands as it did k micro-batches before, D seconds
-earlier, a step of few + n k micro-batches takes n D longer than one of few (max-plus systems become periodic:
-Baccelli et al. 1992, chapter 3). It stands so if every pass of the last two lifetimes of a micro-batch ended
-D later than the one k before. Kinds of pipelines that share no link may each have a D of their own: each
-begins n D later then, which is when it would be as far as that, and they meet where their gradients are
-reduced. tests/plan/simulate/test_fold.py compares with whole simulations.
+Where at the last forward pass all that is under way stands as k micro-batches before, D seconds earlier, a
+step of few + n k micro-batches takes n D longer (max-plus systems become periodic: Baccelli et al. 1992,
+chapter 3). It does if every pass of the last two lifetimes of a micro-batch ended D later than the one k
+before. Kinds of pipelines that share no link may each have a D: they begin n D later then, and meet where
+their gradients are reduced. tests/plan/simulate/test_fold.py compares.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ def folded_s(job: JobStep) -> float:
     unit = stages if job.run.virtual > 1 else 1
     if job.run.passes:  # a list, of so many micro-batches
         return job.step().step_s
-    under_way = max((*job.run.in_flight, stages))
-    few = (6 if unit > 1 else 3) * under_way + 4
+    in_flight = max((*job.run.in_flight, stages))
+    few = (6 if unit > 1 else 3) * in_flight + 4
     while few < MOST * total:
         count = total - (total - few) // unit * unit
         spans = job.simulation(count).run()

@@ -1,5 +1,5 @@
-"""Rounds of joined jobs (runtime/outer), event by event, while their steps run: what a round takes, what
-training waits for it, and what steps take longer because both share the nodes' Ethernet.
+"""Rounds of joined jobs (runtime/outer), event by event: what one takes, what training waits for it, and what
+steps take longer on a shared Ethernet.
 
     a job       steps | its pseudo-gradient leaves | `delay` steps | waits for the round's end
     a round     once all jobs are ready: the coordinator's verdict,
@@ -36,9 +36,8 @@ class Runner:
 
 @dataclass(frozen=True)
 class RoundSeconds:
-    """Seconds. round_s: from the last job's pseudo-gradient to the sum in all jobs; waited_s: for it, by the
-    job that waits least; longer_s: that its steps took longer than alone, from one round's end to the next
-    one's."""
+    """round_s: from the last pseudo-gradient to the sum in all jobs; waited_s: by the job that waits least;
+    longer_s: that its steps took longer than alone, between two rounds' ends."""
 
     round_s: float
     waited_s: float

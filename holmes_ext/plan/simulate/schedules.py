@@ -22,9 +22,8 @@ def schedule(
     sends: str, stage: int, stages: int, micro_batches: int, virtual: int = 1, in_flight: int = 0,
     breadth_first: bool = False, planned: Sequence[OnePass] = (),
 ) -> Iterator[Op]:
-    """sends: of plan/engine.py's SENDS; receives are posted beforehand where chunks are interleaved, in
-    breadth-first order, and where a number of micro-batches in flight is given, or the passes themselves
-    are."""
+    """sends: of plan/engine.py's SENDS. Receives are posted beforehand where chunks are interleaved,
+    breadth-first, or `in_flight` or `planned` passes are given."""
     ends = _Ends(stage, stages, stages * virtual - 1)
     if planned:
         return _posted([(letter, micro_batch, 0) for letter, micro_batch in planned], ends)
@@ -66,8 +65,8 @@ def _posted(order: Sequence[Pass], ends: _Ends) -> Iterator[Op]:
 
 
 def _paired(order: Sequence[Pass], ends: _Ends, ahead: int) -> Iterator[Op]:
-    """megatron-core's forward_backward_pipelining_without_interleaving: in the steady state what a pass made
-    is exchanged with what the next one needs."""
+    """megatron-core's 1F1B: in the steady state what a pass made is exchanged with what the next one
+    needs."""
     steady = range(ahead, len(order) - ahead)
     for index, one in enumerate(order):
         if not (index in steady and index - 1 in steady):

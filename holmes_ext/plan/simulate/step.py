@@ -2,10 +2,9 @@
 
     network, placement, model, Execution  -- JobStep -->  Step
 
-Deterministic. A simulation takes 1 to 100 ms for each thousand passes (stages x micro-batches x kinds of
-pipelines). What a rank computes is price()'s (tensor and context collectives are inside it); in which order
-it sends and waits is schedules.py's, what travels transfers.py's, when it does collectives.py's, and who
-shares what events.py's.
+Deterministic; 1 to 100 ms for each thousand passes (stages x micro-batches x kinds of pipelines). Seconds are
+price()'s, the order schedules.py's, what travels transfers.py's, when collectives.py's, who shares what
+events.py's.
 """
 
 from __future__ import annotations
@@ -56,9 +55,8 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Step:
-    """step_s: to the end of the last rank. ranks: one Timeline for all that are alike. carried: bytes through
-    one NIC of each kind (class of node, fabric, "out" or "in"), and through a hop between clusters, by its
-    key."""
+    """step_s: to the end of the last rank; ranks: one Timeline for all that are alike; carried: bytes through
+    a NIC of each kind (class of node, fabric, direction) and each hop, by its key."""
 
     step_s: float
     ranks: tuple[Timeline, ...]
@@ -89,9 +87,8 @@ def simulate(
     site: Site, order: Sequence[str], sizes: Sizes, model: Model, execution: Execution = Execution(),
     links: Links = Links(), only: Fabric | None = None, costs: StageCosts | None = None,
 ) -> Step:
-    """Rank r runs on order[r // processes]. only: the fabric of all traffic, as without holmes. costs:
-    seconds by stage and layer if they are known better than price() knows them. HolmesError: what does not
-    fit together."""
+    """Rank r runs on order[r // processes]. only: the fabric of all traffic (stock); costs: instead of
+    price()'s. HolmesError: what does not fit together."""
     network = Network(site, links, only)
     placement = network.placement(order, sizes.complete(site.world_size))
     costs = costs or price(network, placement, RankModel.of(model, placement.sizes))
@@ -230,12 +227,8 @@ class JobStep:
     def _software(
         self, ops: Iterator[Op], transfers: dict[Hashable, Transfer], kind: int, stage: int
     ) -> Iterator[Op]:
-        """Software's seconds as flows through the cores that all share, at most one core a rank; as computing
-        where every rank has its own.
-
-        Bits that count as a second are as many as a core can send: then a rank that computes and one that
-        sends get the same share of the cores.
-        """
+        """Software's seconds as flows through shared cores, at most one a rank (a second is as many bits as a
+        core can send, so both get the same share); as computing where every rank has its own."""
         ranks, core_bps = self.fold.count[kind], self.network.links.core_bps
         for number, op in enumerate(ops):
             if op[0] != "software":
@@ -267,8 +260,8 @@ def _blocks(blocks: Sequence[int], layers: int, parts: int) -> Sequence[int]:
 def _pieces(
     sums: Sequence[float], low: int, high: int, forward: bool, needs: Operations, launches: Operations
 ) -> Iterator[tuple[float, list[Op]]]:
-    """A pass over layers [low, high), cut where a layer needs weights that are gathered or has gradients that
-    are sent: (seconds, what is done then)."""
+    """(seconds, operations then) of a pass over layers [low, high), cut where weights are needed or gradients
+    leave."""
     at = sums[low if forward else high]
     for layer in sorted({*needs, *launches}, reverse=not forward):
         for ops, border in ((needs.get(layer), layer + (not forward)),

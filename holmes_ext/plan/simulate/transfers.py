@@ -1,5 +1,4 @@
-"""Loads (plan/cost/network.py) as transfers of the simulation: their fixed seconds by the measured curves,
-their bits, and what they share."""
+"""Loads (plan/cost/network.py) as transfers of the simulation."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from holmes_ext.plan.simulate.events import Transfer
 
 
 class TransferMaker:
-    """message_s: seconds that software adds to each message. capacities: bits/s of all that was used so
-    far."""
+    """message_s: of software, for each message; capacities: bits/s of all that was used so far."""
 
     def __init__(self, network: Network, message_s: float):
         self.network, self.message_s = network, message_s

@@ -64,10 +64,6 @@ def timeout_of(group: Any) -> timedelta | None:
 
 
 def carrier_of(backend: str) -> str:
-    """What of a node's ports the backend can use, "verbs" or "sockets"; "" where it finds its networks by
-    itself.
-
-    UCC does by UCX_NET_DEVICES, MPI by its own parameters, for all groups of a process alike. torch's "fake"
-    backend, which sends nothing, stands for NCCL.
-    """
+    """What of a node's ports the backend can use, "verbs" or "sockets"; "" where it finds its networks itself
+    (UCC, MPI: for all groups of a process alike). torch's "fake" stands for NCCL."""
     return {"nccl": VERBS, "fake": VERBS, "gloo": SOCKETS}.get(backend, "")

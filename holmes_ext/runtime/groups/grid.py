@@ -1,5 +1,4 @@
-"""The grid of ranks that a framework makes, against the one that was planned: known only when the framework
-starts.
+"""The grid of ranks that a framework makes when it starts, against the one that was planned.
 
     other sizes than the user planned for    ends the job, on all ranks, with one line
     groups that straddle clusters            told once, with the way to fewer of them if there is one
@@ -31,8 +30,7 @@ def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
 
 
 def refuse_other_sizes(current: Session, sizes: Sizes) -> None:
-    """HolmesError when the plan was made for others that the user gave on purpose (--holmes-plan,
-    --holmes-sizes)."""
+    """HolmesError when the plan (--holmes-plan, --holmes-sizes) was made for others."""
     plan = current.plan
     if plan.sizes is not None and plan.sizes != sizes and {"plan", "sizes"} & current.options.given:
         where = f"{plan.source}: key 'sizes'" if "plan" in current.options.given else "--holmes-sizes"
@@ -41,8 +39,7 @@ def refuse_other_sizes(current: Session, sizes: Sizes) -> None:
 
 
 def advice(current: Session, sizes: Sizes, instances: int = 1) -> str:
-    """A line on groups that straddle in the plan's order, unless the start line has told them; "" where none
-    does."""
+    """On groups that straddle in the plan's order, unless the start line told them; "": none does."""
     here = straddling(current.plan, sizes, instances)
     if not here or (current.plan.sizes == sizes and instances == 1):
         return ""

@@ -1,5 +1,4 @@
-"""What a process group is for, from its ranks and the job's sizes; and how many bytes an operation on it
-sends.
+"""What a process group is for, by its ranks and the job's sizes; how many bytes an operation sends.
 
     ranks of one data-parallel group -> "data"     (first stage, last stage) of a
                                                    longer pipeline -> "embedding"
@@ -21,10 +20,9 @@ _WORDS = (
     ("embedding", "embedding"), ("two-level", "data"), ("pipeline pair", "pipeline"),
     ("pipeline twin", "pipeline"), ("pipeline activations", "pipeline"), ("pipeline gradients", "pipeline"),
     ("expert_data", "data"), ("expert", "expert"), ("distributed_optimizer_instance", "data"),
-    ("tensor_and", "other"),
-    ("data_parallel", "data"), ("context_parallel", "context"), ("hybrid_dp_cp", "context"),
-    ("hierarchical", "context"), ("tensor_model_parallel", "tensor"), ("pipeline_model_parallel", "pipeline"),
-    ("default_pg", "world"),
+    ("tensor_and", "other"), ("data_parallel", "data"), ("context_parallel", "context"),
+    ("hybrid_dp_cp", "context"), ("hierarchical", "context"), ("tensor_model_parallel", "tensor"),
+    ("pipeline_model_parallel", "pipeline"), ("default_pg", "world"),
 )  # fmt: skip
 #: Parts of a mesh dimension's name (PyTorch's tutorials, torchtitan) and its kind; the first that is among
 #: them counts: a group of "dp_shard_cp" shards weights.
@@ -85,8 +83,7 @@ _RING = {
 
 
 def sent_bytes(operation: str, payload: int, ranks: int, backend: str) -> float:
-    """Bytes that one rank sends in `operation` of `payload` bytes among `ranks` ranks; gloo's reduce-scatter
-    is an all-reduce."""
+    """Bytes that one rank sends in `operation` among `ranks`; gloo's reduce-scatter is an all-reduce."""
     factor = _RING[operation](ranks) if operation in _RING and (ranks > 1 or operation == "send") else 0
     if operation == "reduce_scatter" and backend == "gloo":
         factor *= 2

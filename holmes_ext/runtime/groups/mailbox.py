@@ -1,14 +1,13 @@
-"""Messages between pipeline stages that nobody waits for longer than it must: sends go, receives are there
-beforehand.
+"""Messages between pipeline stages: sends go, receives are there beforehand, nobody waits longer than it
+must.
 
     send   isend; its tensor is kept until it is known to have arrived
     recv   posted some passes in advance, so that a message travels while the stage computes: gloo
            sends nothing before the other end has posted its receive, and NCCL's sender waits for
            it. How early says receive_order.py
 
-Each direction of a pair has a group of its own. All launches of a step have one order in which each could
-wait for the one before it (receive_order.py), so it takes no luck with streams, hardware queues or the host's
-waits for its device.
+Each direction of a pair has a group. All launches of a step have one order in which each could wait for the
+one before it (receive_order.py): no luck with streams, hardware queues or host waits is needed.
 
 With NCCL isend and irecv run on their group's own stream. A send that is not waited for holds up no stream;
 its tensor must outlive it, hence `keep`. A receive is waited for (the current stream waits) before its buffer
@@ -48,9 +47,9 @@ class _Sent:
 
 def of_pairs(pairs: Iterable[tuple[int, int]], rank: int, stages: Mapping[int, int],
              pipeline: Any) -> Mailbox:
-    """The mailbox of `rank`, with a group for activations and one for gradients of each of `pairs` (of
-    neighbouring stages, the earlier first) that it is in. All ranks make them in the same order. stages: of
-    the ranks of its pipeline; pipeline: a group whose settings theirs have."""
+    """The mailbox of `rank`, with a group for activations and one for gradients of each of `pairs` (the
+    earlier stage first) that it is in; all ranks make them in one order. stages: of its pipeline's ranks;
+    pipeline: a group whose settings theirs have."""
     groups = {}
     for pair in sorted(pairs):
         if rank in pair:
@@ -61,9 +60,8 @@ def of_pairs(pairs: Iterable[tuple[int, int]], rank: int, stages: Mapping[int, i
 
 
 class Mailbox:
-    """One rank's. groups: (neighbour, "send" or "recv") -> process group, one for each direction of a pair.
-    ends: neighbour -> (own stage, its stage). wire_to: how tensors travel to and from a neighbour; a
-    message's form is that of what travels."""
+    """groups: (neighbour, "send" or "recv") -> process group; ends: neighbour -> (own stage, its stage);
+    wire_to: how tensors travel there. A message's form is that of what travels."""
 
     def __init__(self, groups: dict[tuple[int, str], Any], ends: Mapping[int, tuple[int, int]]):
         self._groups, self._ends = groups, ends
@@ -88,8 +86,7 @@ class Mailbox:
         self._expected[peer] = forms
 
     def listen(self) -> None:
-        """A step of the engine's own schedule begins: its messages wait, as it wants them, and are
-        remembered."""
+        """A step of the engine's own schedule begins: its messages wait, and are remembered."""
         self.listening = True
         self._checked.clear()
         self._seen = {peer: [] for peer in self.neighbours}
@@ -100,8 +97,8 @@ class Mailbox:
             self._seen[peer] = []
 
     def learn(self, micro_batches: int) -> None:
-        """That step is over; what came of each of its micro-batches is expected from now on. HolmesError
-        where they were not alike."""
+        """That step is over: what came of each micro-batch is expected from now on. HolmesError: they
+        differ."""
         for peer, forms in self._seen.items():
             of_each = forms[: len(forms) // micro_batches]
             if forms != of_each * micro_batches:
@@ -125,7 +122,7 @@ class Mailbox:
         """A step of micro_batches begins, and `knows` holds. like: a tensor on the device."""
         self.open, self._like, self._micro_batches = True, like, micro_batches
         if (current := session.active()) is not None:
-            current.in_flight = flight.held
+            current.in_flight = flight.in_flight
         for count in (self._count, self._came, self._checked):
             count.clear()
         self._early = {peer: flight.early(*self._ends[peer], micro_batches) for peer in self.neighbours}
@@ -145,8 +142,8 @@ class Mailbox:
         return {peer: self._groups[peer, sent] for peer, sent in direction.items()}
 
     def _check(self, tensor: Any, peer: int) -> None:
-        """HolmesError where the tensor that is to be sent is not as it was announced: the receiver has a
-        buffer of that shape, and gloo would leave half a message in it, or end the process."""
+        """HolmesError where a tensor is not as announced: gloo would leave half a message in the receiver's
+        buffer, or end the process."""
         if not (forms := self._announced.get(peer)):
             return
         micro_batch, place = divmod(self._checked[peer], len(forms))
@@ -204,8 +201,7 @@ class Mailbox:
         finish()
 
     def arrived(self, kind: str, index: float) -> None:
-        """What the units of `kind` up to micro-batch `index` sent has been received; waiting for it takes no
-        time."""
+        """What `kind` sent up to micro-batch `index` has been received: waiting takes no time."""
         sent = self._sent[kind]
         while sent and sent[0].unit[1] <= index:
             sent.popleft().work.wait()

@@ -27,12 +27,8 @@ _count: Counter[tuple[Any, ...]] = Counter()
 
 
 def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
-    """A new group of `ranks`, this one among them; options: new_group's, of which `timeout` is the job's by
-    default.
-
-    All members must make their groups of the same ranks and purpose in the same order. purpose: also the
-    group's description.
-    """
+    """A new group of `ranks`, this one among them. All make those of the same ranks and purpose in the same
+    order. purpose: also the group's description; options: new_group's."""
     import torch.distributed as dist
 
     ranks = sorted(ranks)
@@ -47,8 +43,7 @@ def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
 
 @contextmanager
 def _by_members_alone(name: str) -> Iterator[None]:
-    """What torch would do with all ranks at hand is set aside: its name for the group, and the device to
-    split for."""
+    """torch's name for the group and the device to split for are set aside."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 

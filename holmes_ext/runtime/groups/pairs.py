@@ -1,5 +1,4 @@
-"""A process group for each pair of neighbours in a pipeline, where one of them has a faster network than all
-share:
+"""A process group for each pair of a pipeline's neighbours, where one has a faster network than all share:
 
     stage 0 === stage 1 --- stage 2 === stage 3      === inside a cluster: the pair's own group, on its fabric
        cluster a        |       cluster b            --- across: the pair's own group, on Ethernet
@@ -26,11 +25,9 @@ PAIR_CTAS = 4
 
 
 def pair_groups(current: session.Session, group: Any) -> dict[int, Any]:
-    """The other's rank -> the pair's group, of this rank in the pipeline `group`; {} where the group itself
-    will do.
+    """The other's rank -> the pair's group, of this rank in the pipeline `group`; {} where that will do.
 
-    All ranks of `group` must call it. A pair is made by its two ranks alone, in the same order everywhere, so
-    that no circle of ranks waits.
+    All ranks of `group` call it; a pair is made by its two ranks alone, in one order everywhere.
     """
     ranks, carrier = tuple(group_ranks(group)), carrier_of(backend_of(group))
     made: dict[int, Any] = {}
@@ -41,8 +38,7 @@ def pair_groups(current: session.Session, group: Any) -> dict[int, Any]:
 
 
 def pair_group(pair: Iterable[int], purpose: str, pipeline: Any) -> Any:
-    """A group of these two ranks, made by them alone, with the backend, timeout and NCCL settings (priority,
-    CTAs, CGA) of `pipeline`."""
+    """Of these two ranks, made by them alone, with backend, timeout and NCCL settings of `pipeline`."""
     ranks, backend = sorted(pair), backend_of(pipeline)
     options = {"backend": backend, "timeout": timeout_of(pipeline)}
     if backend == "nccl":

@@ -45,10 +45,8 @@ from holmes_ext.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Early:
-    """How early receives from a neighbour are posted. passes: so many micro-batches before the one whose pass
-    needs the message. after_sends: the first one after so many activations were sent there; None: of
-    activations, from the stage before.
-    """
+    """How early receives are posted. passes: micro-batches before the one whose pass needs the message;
+    after_sends: the first one after so many activations went there (None: of activations)."""
 
     passes: int
     after_sends: int | None = None
@@ -58,16 +56,14 @@ class Early:
         return index + 1 + self.passes
 
     def after(self, kind: str, index: int) -> int:
-        """How many there are once the pass of `kind` ("F", "B") of micro-batch `index` has sent what it
-        sends."""
+        """Receives that are there once the pass ("F", "B") of micro-batch `index` has sent what it sends."""
         return index + 2 - self.after_sends if kind == "F" and self.after_sends is not None else 0
 
 
 @dataclass(frozen=True)
 class ListedEarly:
-    """The same of listed passes. leads: of each micro-batch, so many activations go before its gradient.
-    sent: of each activation, gradients that go before it at its receiver; () at the end that sends
-    activations."""
+    """Of listed passes. leads: by micro-batch, activations that go before its gradient; sent: by activation,
+    gradients before it at its receiver, () at its sender."""
 
     leads: tuple[int, ...]
     sent: tuple[int, ...] = ()
@@ -87,16 +83,15 @@ class ListedEarly:
 
 @dataclass(frozen=True)
 class ReceiveOrder:
-    """held: micro-batches in flight, by stage; busy_s: seconds that each computes for one, () where
-    unknown."""
+    """in_flight: micro-batches in flight, by stage; busy_s: seconds that each computes for one, or ()."""
 
-    held: tuple[int, ...]
+    in_flight: tuple[int, ...]
     busy_s: tuple[float, ...] = ()
 
     def early(self, own: int, other: int, micro_batches: int) -> Early:
         """On stage `own`, for messages of its neighbour `other`; micro_batches: of a step."""
         first = min(own, other)
-        ahead, behind = (min(held, micro_batches) for held in self.held[first : first + 2])
+        ahead, behind = (min(held, micro_batches) for held in self.in_flight[first : first + 2])
         longer = (self.busy_s[first + 1] - self.busy_s[first]) / max(self.busy_s) if self.busy_s else 0.0
         room = ahead - behind
         lead = behind + min(max(floor((room + longer) / 2 + 0.5), 0), room)
@@ -104,17 +99,16 @@ class ReceiveOrder:
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
         """The passes of a stage."""
-        held = self.held[stage]
-        return [(kind, number) for kind, number, _ in passes(stage, len(self.held), micro_batches, held=held)]
+        each = passes(stage, len(self.in_flight), micro_batches, in_flight=self.in_flight[stage])
+        return [(kind, number) for kind, number, _ in each]
 
 
 @dataclass(frozen=True)
 class ListedOrder:
-    """Of a schedule whose passes are listed. held: as the plan has it beside them, none
-    (Traffic.in_flight)."""
+    """Of a schedule whose passes are listed."""
 
     schedule: PassOrder
-    held: tuple[int, ...] = ()
+    in_flight: tuple[int, ...] = ()
 
     def early(self, own: int, other: int, micro_batches: int) -> ListedEarly:
         """As ReceiveOrder's."""

@@ -32,8 +32,7 @@ _OF_ONE_NETWORK = frozenset({"net_name", "split_share"})
 
 @dataclass(frozen=True)
 class Transport:
-    """fabric: its name, or "local" inside a node; interface: of sockets; net_name: NCCL's, "" to let it
-    choose."""
+    """fabric: its name, or "local"; interface: of sockets; net_name: NCCL's, "" to let it choose."""
 
     fabric: str
     kind: str
@@ -52,8 +51,7 @@ def as_made(
     planned: Transport, here: Node, backend: str, fabrics: Mapping[str, Fabric], options: Any = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Transport:
-    """`planned`, or what the user has put in its place: GLOO_SOCKET_IFNAME, or net_name in NCCL's
-    `options`."""
+    """`planned`, or what the user's GLOO_SOCKET_IFNAME, or net_name in NCCL's `options`, makes of it."""
     if planned.fabric == LOCAL:
         return planned
     if backend == "gloo" and (given := environ.get(GLOO_VARIABLE, planned.interface)) != planned.interface:
@@ -83,13 +81,9 @@ def gloo_interface(transport: Transport, environ: MutableMapping[str, str] = os.
 def nccl_options(
     transport: Transport, given: Any, options_class: type, timeout: Any = None, parent: Any = None
 ) -> Any:
-    """Options for one NCCL group: a fresh object with `given`'s settings (None: those of `parent`, whose
-    communicator is split, or the defaults), the net_name, and the timeout (timedelta; torch warns where it
-    differs from its own).
-
-    A net_name that the user put into `given` stays; the parent's own does not. Never shared between groups:
-    torch frees the name once for each communicator that carries it.
-    """
+    """For one NCCL group: a fresh object with the settings of `given` (None: of `parent`, which is split, or
+    the defaults), the net_name (one in `given` stays), and the timeout. Never shared: torch frees the name
+    once for each communicator."""
     if given is not None and getattr(given.config, "net_name", None):
         return given
     fresh, settings = options_class(), parent if given is None else given
@@ -104,8 +98,7 @@ def nccl_options(
 
 
 def settings_of(group: Any) -> Any:
-    """Fresh options with the settings that the NCCL group `group` has, for a group of its own network and
-    members."""
+    """Fresh, with the NCCL group's settings, for a group of its own network and members."""
     from torch.distributed import ProcessGroupNCCL
 
     fresh, own = ProcessGroupNCCL.Options(), options_of(group)
@@ -115,8 +108,7 @@ def settings_of(group: Any) -> Any:
 
 
 def refuse_forced(transport: Transport, forced_nets: Mapping[str, str]) -> None:
-    """HolmesError where a file of NCCL's gives all communicators another network: NCCL_NET comes back from
-    there as often as it is unset."""
+    """HolmesError where a file of NCCL's forces another network: it sets NCCL_NET again and again."""
     for net, file in forced_nets.items():
         if transport.net_name and net.lower() != transport.net_name.lower():
             raise HolmesError(
@@ -137,12 +129,8 @@ def _copy_settings(source: Any, target: Any, skip: frozenset[str] | set[str] = f
 
 
 def node_environment(here: Node, environ: MutableMapping[str, str]) -> list[str]:
-    """Set, once for this node, which HCAs, GID index and socket interface NCCL is to use; returns lines for
-    the user.
-
-    A user's own setting wins, with a line that says so; NCCL_NET, which would override every group's choice,
-    is unset.
-    """
+    """Set, once for this node, NCCL's HCAs, GID index and socket interface; returns lines for the user, whose
+    own settings win. NCCL_NET, which would override every group's choice, is unset."""
     lines, in_files = [], file_settings(environ)
     for name, value in variables_of(here).items():
         if environ.get(name):

@@ -1,5 +1,4 @@
-"""What of an activation, or of its gradient, travels over an edge between clusters: this tensor rank's part
-of it, in fewer bits where the user says so.
+"""What of an activation, or its gradient, travels between clusters: this tensor rank's part, in fewer bits.
 
 Without sequence parallelism every tensor rank of a stage has the same tensor to send. Its rows (all
 dimensions but the last) are cut among them, and the tensor ranks that receive gather the whole, inside their
@@ -46,8 +45,8 @@ Finish = Callable[[], None]
 
 @dataclass(frozen=True)
 class Wire:
-    """How tensors travel to and from one neighbour. parts: tensor ranks that share one out, this one being
-    the `place`-th of `group`. narrow: "off", "bf16" or "int8"; edge: what an error calls it."""
+    """To and from one neighbour. parts: tensor ranks that share a tensor out, this one being the `place`-th
+    of `group`; narrow: "off", "bf16" or "int8"; edge: for errors."""
 
     parts: int = 1
     place: int = 0
@@ -56,9 +55,8 @@ class Wire:
     edge: str = "the edge"
 
     def outgoing(self, tensor: Any) -> Any:
-        """What is to be sent of `tensor`, contiguous; to be kept until it is sent. HolmesError: it cannot be
-        narrowed.
-        """
+        """What is to be sent of `tensor`, contiguous, and kept until then. HolmesError: it cannot be
+        narrowed."""
         narrow = self._narrow(tensor)
         if self.parts == 1 and narrow == "off":
             return tensor.detach()
@@ -96,8 +94,7 @@ class Wire:
         return sent, finish
 
     def _narrow(self, tensor: Any) -> str:
-        """How it is narrowed: not where it is as narrow already, nor a single number (DeepSpeed's first
-        message)."""
+        """Not where it is as narrow already, nor of a single number (DeepSpeed's first message)."""
         import torch
 
         if tensor.dim() == 0:

@@ -20,8 +20,7 @@ Clock = Callable[[], float]
 
 def answer(store: Any, prefix: str, nodes: Sequence[int], timeout_s: float,
            clock: Clock = time.monotonic) -> None:
-    """Rank 0: answer every node's questions, one node after the other; a node that does not ask in time is
-    passed over."""
+    """Rank 0: answer every node's questions, one after the other; who does not ask in time is left out."""
     for node in nodes:
         try:
             for number in range(QUESTIONS):
@@ -33,8 +32,7 @@ def answer(store: Any, prefix: str, nodes: Sequence[int], timeout_s: float,
 
 def ask(store: Any, prefix: str, node: int, timeout_s: float,
         clock: Clock = time.monotonic) -> tuple[float, float]:
-    """(offset, error) in seconds: this node's clock + offset is rank 0's. RuntimeError when nobody answers in
-    time."""
+    """(offset, error) in seconds: this clock + offset is rank 0's. RuntimeError: nobody answers in time."""
     best = (float("inf"), 0.0)
     for number in range(QUESTIONS):
         asked = clock()

@@ -1,5 +1,4 @@
-"""Measures the network between every two clusters of the running job, over plain TCP on the nodes' Ethernet
-NICs.
+"""Measures the network between every two clusters of the running job, by TCP on Ethernet NICs.
 
     round 1:  a-b  c-d      round 2:  a-c  b-d      round 3:  a-d  b-c      pairs of a round share no uplink
 
@@ -75,8 +74,7 @@ def stated_bps(site: Site, one: str, two: str, nodes: int) -> float:
 
 
 def measure(session: Session, tell: Callable[[str], None] = lambda text: None) -> tuple[MeasuredPair, ...]:
-    """Every pair of clusters, the same on all ranks (which all must call it); () with one cluster. OSError
-    when a node does not answer."""
+    """Every pair of clusters, alike on all ranks (all call it); () with one. OSError: no answer."""
     import torch.distributed as dist
 
     site, plan = session.site, session.plan
@@ -114,8 +112,8 @@ def measure(session: Session, tell: Callable[[str], None] = lambda text: None) -
 
 def _pair(rank: int, sides: tuple[_Cluster, _Cluster] | None, server: socket.socket, addresses: Sequence[Any],
           barrier: Callable[[], object]) -> tuple[float, float, _Rates]:
-    """(seconds of a round trip, bits/s of one stream, bits/s of all this sender's streams in each part of the
-    time); zeros where not measured. All ranks pass the same barriers, also those without a part."""
+    """(seconds of a round trip, bits/s of one stream, of all this sender's in each part of the time), 0 where
+    not measured. All ranks pass the same barriers."""
     ends = list(zip(*sides))[:MOST_NODES] if sides else []
     receiver = next((there for here, there in ends if here == rank), None)
     receives = rank in [there for _, there in ends]
@@ -161,8 +159,7 @@ def _ping(address: tuple[str, int]) -> float:
 
 
 def _flood(address: tuple[str, int], streams: int, trip: float) -> _Rates:
-    """Bits/s that arrived of all the streams together, in each part of the time; trip: seconds of a round
-    trip."""
+    """Bits/s of all the streams that arrived, in each part of the time; trip: seconds there and back."""
     rates: list[_Rates] = []
     lead, window = max(LEAD_S, LEAD_TRIPS * trip), max(WINDOW_S, WINDOW_TRIPS * trip)
 

@@ -23,8 +23,7 @@ class Mark:
 
 
 class DeviceClock:
-    """Marks on the current CUDA stream, and their times on `clock` (seconds). Called from any thread of one
-    device."""
+    """Marks on the current CUDA stream, in seconds of `clock`; from any thread of one device."""
 
     def __init__(self, clock: Callable[[], float]):
         self.clock = clock
@@ -87,8 +86,7 @@ class DeviceClock:
         return bounded
 
     def stood_still(self, first: Mark, last: Mark) -> float:
-        """Seconds between two marks that are over(), if it was the compute stream: another one's waits cost
-        nothing."""
+        """Between two marks that are over(), on the compute stream; other streams' waits cost nothing."""
         computes = self._compute is None or first.stream == self._compute
         return float(first.event.elapsed_time(last.event)) / 1e3 if computes else 0.0
 

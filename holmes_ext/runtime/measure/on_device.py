@@ -33,9 +33,7 @@ class OnDevice:
         self.allocated = clock.allocated
 
     def timed(self, spans: list[tuple[str, Any, Any]]) -> tuple[list[tuple[str, float, float]], list[Any]]:
-        """(those whose end the GPU has come by, in seconds; the others, for later). Spans in seconds are as
-        they are.
-        """
+        """(those that the GPU has come by, in seconds; the others). Spans in seconds are as they are."""
         done, left = [], []
         for kind, begun, ended in spans:
             if not isinstance(begun, Mark) or not isinstance(ended, Mark):
@@ -80,8 +78,8 @@ class OnDevice:
         return op.began is None or self._clock.over(op.began)
 
     def poll(self, group: GroupTraffic) -> None:
-        """End what is over by now. One that the program dropped without waiting for it is over when a later
-        one is: a communicator works in the order of the launches."""
+        """End what is over by now: a communicator works in order, so one that was dropped ends with a later
+        one."""
         with self._polling:
             while count := self._first_known(group):
                 last = group.on_device[count - 1]

@@ -1,5 +1,4 @@
-"""One operation of torch.distributed as telemetry and the watchdog see it, and the process group that it is
-on."""
+"""One operation of torch.distributed, and its process group, as telemetry and the watchdog see them."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from holmes_ext.runtime.measure.device_clock import Mark
 
 
 class GroupTraffic:
-    """A process group as this rank sees it: members, transport, and how many operations it has started on
-    it."""
+    """A process group as this rank sees it: members, transport, operations started."""
 
     def __init__(self, process_group: Any):
         import torch.distributed as dist
@@ -36,8 +34,7 @@ class GroupTraffic:
         self.last_end = 0.0  # of those: one communicator works in that order
 
     def kind(self, sizes: Sizes | None, peer: int | None, rank: int) -> str:
-        """What it is for; a message between two ranks may belong to the pipeline whatever group carries
-        it."""
+        """What it is for; a message between two ranks may belong to the pipeline over any group."""
         if peer is not None and len(self.ranks) > 2 and kinds.described(self.description) in ("", "world"):
             return kinds.kind_of_ranks((rank, peer), sizes, self.world_size) if sizes else "other"
         return kinds.kind_of(self.ranks, self.description, sizes, self.world_size)
@@ -45,9 +42,8 @@ class GroupTraffic:
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """One operation. payload, sent: bytes (kinds.sent_bytes); peer: of a send or receive; number: which of
-    the group's collectives, or of its messages to or from the peer; end: 0 while it is under way; block:
-    operations that began and end with it."""
+    """payload, sent: bytes (kinds.sent_bytes); peer: of a send or receive; number: which of the group's
+    collectives, or messages with the peer; end: 0 while under way; block: began and ended with it."""
 
     group: GroupTraffic
     name: str

@@ -1,13 +1,11 @@
-"""Measures how long messages take in the running job: what `holmes probe` puts into cluster.toml, and a
-profile's reductions.
+"""How long messages take in the running job: for `holmes probe`, and a profile's reductions.
 
     send   two nodes of a fabric (on Ethernet of two clusters if there are), there and back: half of it
     ring   one rank of every node of a fabric: an all-reduce of
            B bytes among n is 2 (n - 1) steps of B / n bytes
 
-Where the network between clusters is not flat, what lies between them is measured by
-runtime/measure/crossings.py, and Ethernet in a cluster that has nothing faster; where there is none, it has
-its stated rate.
+Where there is a WAN, runtime/measure/crossings.py measures it, and Ethernet is measured in a cluster that has
+nothing faster (where there is none, it has its stated rate).
 
 One fabric at a time, the others wait. Every figure is a median. Holmes must be active: it picks the NIC of
 each group made here.
@@ -35,8 +33,7 @@ _LARGEST_REDUCTION = 64 << 20
 
 
 def pairs(session: Session, flat: bool = True) -> dict[str, tuple[int, int]]:
-    """fabric -> first ranks of the two nodes to measure between; Ethernet in one cluster where it is not
-    flat."""
+    """fabric -> first ranks of two nodes to measure between; Ethernet in one cluster unless it is flat."""
     site, plan = session.site, session.plan
     found: dict[str, tuple[tuple[str, str], bool]] = {}
     for one, two in itertools.combinations(plan.nodes, 2):
@@ -51,8 +48,8 @@ def pairs(session: Session, flat: bool = True) -> dict[str, tuple[int, int]]:
 
 
 def rings(session: Session, flat: bool = True) -> dict[str, tuple[int, ...]]:
-    """fabric -> first rank of every node that is on it as its best one; all nodes for Ethernet between
-    clusters where that is flat, else those of one cluster."""
+    """fabric -> first rank of every node whose best it is; for Ethernet all nodes if it is flat between
+    clusters, else one cluster's."""
     site, plan = session.site, session.plan
     found: dict[str, list[int]] = {}
     first_cluster: dict[str, str] = {}
@@ -68,8 +65,7 @@ def rings(session: Session, flat: bool = True) -> dict[str, tuple[int, ...]]:
 
 def measure(session: Session, largest: int, tell: Callable[[str], None] = lambda text: None,
             flat: bool = True) -> dict[str, MeasuredLink]:
-    """Every fabric's curves, the same on all ranks (which all must call it). torch.distributed is
-    initialized; largest: bytes; flat: the network between clusters is, and Ethernet is measured across it."""
+    """Every fabric's curves, alike on all ranks (all call it). largest: bytes; flat: between clusters."""
     import torch
     import torch.distributed as dist
 
@@ -154,10 +150,8 @@ def _all_reduce(tensor, ranks: tuple[int, ...], group) -> float:
 
 
 def reduction(group: Any, size_bytes: int, device: Any) -> tuple[float, float]:
-    """(seconds of a byte, seconds of latency) of an all-reduce in `group`; zeros where it has one rank.
-
-    From two sizes; where noise makes the smaller one no faster, the larger one's time is all bytes.
-    """
+    """(seconds of a byte, of latency) of an all-reduce in `group`, from two sizes (all bytes where noise
+    hides the difference); zeros for one rank."""
     import torch
     import torch.distributed as dist
 
@@ -175,7 +169,7 @@ def reduction(group: Any, size_bytes: int, device: Any) -> tuple[float, float]:
 
 def edge(stage: int, stages: int, size_bytes: int, device: Any, send: Callable, receive: Callable) -> float:
     """Seconds of an activation to the next stage, one way (0 on the last). All stages call it; send(tensor,
-    stage) and receive(tensor, stage) wait until done."""
+    stage) and receive(tensor, stage) block."""
     import torch
 
     tensor, result = torch.zeros(max(1, size_bytes // 4), device=device), 0.0

@@ -1,5 +1,4 @@
-"""--holmes-profile N: what each layer, transfer and reduction of the running job takes, for `holmes plan
---profile`.
+"""--holmes-profile N: what each layer, transfer and reduction takes, for `holmes plan --profile`.
 
     warm-up (2 steps) | N measured steps | reduction and transfers by themselves | profile.json, by rank 0
 

@@ -36,11 +36,8 @@ _KEPT = 50
 
 
 class Recorder:
-    """Operations under way and those finished since the last step. Called from any thread.
-
-    on_step(step, begin, end, tokens, operations, spans, reduction): told of every finished step; None where
-    only the watchdog looks. clock: seconds.
-    """
+    """Operations under way and those finished since the last step; called from any thread. on_step(step,
+    begin, end, tokens, operations, spans, reduction): of every step; None: for the watchdog only."""
 
     def __init__(
         self, rank: int, sizes: Sizes | None, on_step: Callable[..., None] | None = None,
@@ -100,8 +97,8 @@ class Recorder:
         return op.group.ranks if op.peer is None or op.peer < 0 else tuple(sorted((self.rank, op.peer)))
 
     def launch(self, process_group: Any, name: str, payload: int, to: int | None) -> Op | None:
-        """An operation is about to be started. to: the other's rank in the group (send, receive). None: it
-        goes into a CUDA graph, and is not seen when that runs."""
+        """It is about to be started. to: the other's rank in the group (send, receive). None: a CUDA graph
+        takes it, and it is not seen when that runs."""
         group, peer = self.group(process_group), None
         on_device = group.backend == "nccl"
         if on_device and self.device.captures():
@@ -211,8 +208,7 @@ class Recorder:
     # Steps
 
     def step_begins(self, exactly: bool = True) -> None:
-        """The program enters a step. exactly: it begins here; else where the last one ended, unless much
-        (saving, evaluating) lies between."""
+        """The program enters a step, exactly here; or where the last one ended, unless much lies between."""
         self.entered, self.armed = self.clock(), True
         # who says where it begins will say where it ends
         self._source = max(self._source, SOURCES.index("engine"))
@@ -251,8 +247,7 @@ class Recorder:
             self.device.poll(group)
 
     def under_way(self) -> list[Op]:
-        """Operations that have begun and are not over, the oldest first; over NCCL what the GPU is at, not
-        the host."""
+        """Begun and not over, the oldest first; over NCCL what the GPU is at, not the host."""
         self.poll()
         ops = (op for op in list(self.open.values()) if self.device.is_at(op))
         return sorted(ops, key=lambda op: op.start)
@@ -293,8 +288,7 @@ def learn_sizes(sizes: Sizes | None) -> None:
 
 
 def reduction_done(times: Any, on_host: bool) -> None:
-    """From GradientReducer.finish: its own figures, which know of two-level reductions' threads. on_host: its
-    times are the reduction's; else the GPU carries it out, and they are only those of launching it."""
+    """GradientReducer.finish's own figures. on_host: its times are the reduction's, not only launches'."""
     if recorder is not None:
         recorder.reduction = {"bytes": times.bytes, "early": times.early, "buckets": times.buckets}
         if on_host:

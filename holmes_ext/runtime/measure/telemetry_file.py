@@ -55,12 +55,9 @@ def traced(step: int) -> bool:
 
 
 class Writer:
-    """Writes one rank's file from a thread of its own, and TensorBoard's copy of the totals where
-    make_board() gives a SummaryWriter. What goes wrong is one line on stderr: training goes on.
-
-    path: None where only take(document) wants to know, which is given every line. head: what the first line
-    says besides the version. cluster_of(rank): its cluster's name.
-    """
+    """Writes one rank's file (and a SummaryWriter of make_board()) from its own thread; what goes wrong is a
+    line on stderr. path: None where take(document) alone gets the lines; head: of the first line;
+    cluster_of(rank): its name."""
 
     def __init__(
         self, path: Path | None, head: dict[str, Any], recorder: Recorder, cluster_of: Callable[[int], str],
@@ -155,8 +152,8 @@ class Writer:
         ]  # fmt: skip
 
     def between(self, done: list[Op]) -> list[list[Any]]:
-        """The "between" of a step's line. A collective sends to the next rank of its group: only what that
-        leaves the cluster by counts, its exposed seconds with the next other cluster."""
+        """Of a step's line. Of a collective counts what goes to the group's next rank, if that is in another
+        cluster; its exposed seconds with the next other cluster."""
         sums: dict[tuple[str, str], list[float]] = {}
         own = self.cluster_of(self.recorder.rank)
         for op in done:
@@ -186,8 +183,7 @@ def open_writer(
     current: Session, run: str, recorder: Recorder,
     take: Callable[[dict[str, Any]], None] = lambda document: None
 ) -> Writer:
-    """This rank's, in the folder `run` below --holmes-telemetry's ("": no files, take(document) alone);
-    OSError when it cannot be written."""
+    """This rank's, in the folder `run` of --holmes-telemetry ("": take(document) alone); OSError: no file."""
     site, node, sizes, scale = current.site, current.node, current.plan.sizes, lab_scale(os.environ)
     folder = Path(current.options.telemetry).absolute() / run
     head = {

@@ -34,8 +34,8 @@ class JoinAddress:
 
 @dataclass(frozen=True)
 class PortRange:
-    """first to last: to be tried in this order; 0, 0: any; None: no port at all. host, port: what others are
-    told ("", 0: what is found)."""
+    """first to last, tried in order; 0, 0: any; None: no port. host, port: what others are told ("", 0: as
+    found)."""
 
     ports: tuple[int, int] | None = (0, 0)
     host: str = ""

@@ -57,8 +57,8 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """momentum: None for auto, by the round's jobs (momentum_of). clip: CO2's alone. mix: "keep", or the
-    share of local weights (0 to 1) that a fragment keeps. delay: steps from sending to applying."""
+    """momentum: None for auto (momentum_of). clip: CO2's. mix: "keep", or the share of local weights (0 to 1)
+    that a fragment keeps. delay: steps from sending to applying."""
 
     lr: float
     momentum: float | None
@@ -95,8 +95,8 @@ class DiLoCo:
         return round(1 - math.sqrt(math.fsum((share / total) ** 2 for share in shares)), 1)
 
     def gap_of(self, momentum_square: float, gradient_square: float) -> float:
-        """By how much the sum counts less because it is old; 1: not at all. Both: sums of squares over the
-        whole fragment, all ranks of a job."""
+        """How much less the sum counts because it is old; 1: not at all. Both: sums of squares over the
+        fragment, all ranks."""
         return 1.0
 
     def step(
@@ -107,12 +107,8 @@ class DiLoCo:
         mu: float,
         gap: float = 1.0,
     ) -> None:
-        """The anchor's and the momentum's next values, in place; `gradient` is overwritten. Flat tensors of
-        one length; mu: momentum_of(); gap: gap_of().
-
-        momentum may have fewer bits than the anchor (bfloat16): then it is rounded after the step has been
-        taken with all of them.
-        """
+        """The anchor's and momentum's next values, in place; `gradient` is overwritten. Flat tensors of one
+        length; mu: momentum_of(); gap: gap_of(). A bfloat16 momentum is rounded after the step."""
         if momentum is None:
             anchor.sub_(gradient, alpha=self.lr)
             return
@@ -128,8 +124,8 @@ class DiLoCo:
         anchor.sub_(gradient.add_(momentum, alpha=mu), alpha=self.lr)
 
     def mixed(self, local: torch.Tensor, sent: torch.Tensor | None, anchor: torch.Tensor) -> torch.Tensor:
-        """A fragment's next local weights. sent: what `local` was when its pseudo-gradient was taken, for
-        mix=keep; None: nothing since then counts."""
+        """A fragment's next local weights. sent: `local` when its pseudo-gradient was taken, for mix=keep, or
+        None."""
         if self.mix == "keep":
             return anchor if sent is None else anchor + (local - sent)
         alpha = float(self.mix)

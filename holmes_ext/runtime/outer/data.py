@@ -31,8 +31,7 @@ class Share:
 
 
 def part_of(dataset: Any) -> Any:
-    """This job's part of a map-style data set; the data set itself where there is one part, or it is a
-    stream, which is the script's own."""
+    """Of a map-style data set; the whole where there is one part, or it is a stream (the script's own)."""
     k, parts = training.part()
     if parts == 1 or dataset is None:
         return dataset

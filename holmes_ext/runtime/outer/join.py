@@ -196,8 +196,7 @@ def _shares_some(everyone: list[dict[str, Any]]) -> int | None:
 
 
 def _replicas(everyone: list[dict[str, Any]], rank: int) -> tuple[list[int], dist.ProcessGroup | None]:
-    """The ranks that hold what this one holds, and their group; all ranks make all groups, in the same
-    order."""
+    """The ranks that hold the same, and their group; all ranks make all groups, in one order."""
     sets: dict[str, list[int]] = {}
     for one, its in enumerate(everyone):
         sets.setdefault(json.dumps([its["position"], its["holdings"]]), []).append(one)

@@ -34,8 +34,7 @@ _LOOK_S = 10.0
 
 @dataclass(frozen=True)
 class Record:
-    """One round as the training thread saw it: for telemetry and `holmes report`. exposed_s: waited for its
-    end."""
+    """One round as the training thread saw it (telemetry, `holmes report`). exposed_s: waited for its end."""
 
     number: int
     fragment: int
@@ -46,16 +45,15 @@ class Record:
 
 @dataclass
 class _Sent:
-    """What was submitted, and the local weights that it was taken from (host); None where what was gained
-    since then does not count."""
+    """The local weights that it was taken from (host); None: what was gained since does not count."""
 
     in_flight: InFlight
     parts: list[Part] | None = None
 
 
 class OuterLoop:
-    """after_step() after each real step of the inner optimizer. on_round: called with each round's Record;
-    written: called when weights have been changed, for what a framework derives from them."""
+    """after_step() follows each inner step. on_round: called with each Record; written: when weights were
+    changed."""
 
     def __init__(
         self,
@@ -81,8 +79,8 @@ class OuterLoop:
         self._begun = time.monotonic()
 
     def after_step(self, tokens: float = 1.0) -> None:
-        """tokens: that this rank has read for this step (or any measure that all jobs share). HolmesError
-        when the job cannot stay in the run."""
+        """tokens: that this rank read (or any measure that jobs share). HolmesError: it cannot stay in the
+        run."""
         self.steps += 1
         self.in_period += 1
         self._tokens += tokens
@@ -123,8 +121,8 @@ class OuterLoop:
 
     @torch.no_grad()
     def settle(self, fragment: int) -> None:
-        """Wait for the end of a round and apply it. Where nothing was submitted of this fragment yet, and the
-        local weights follow the anchor: that."""
+        """Wait for a round's end and apply it; or what comes of it where nothing was submitted and local
+        weights follow the anchor."""
         sent = self._submitted.pop(fragment, None)
         if sent is None:
             self._write(fragment, None)
@@ -167,8 +165,7 @@ class OuterLoop:
         return any(one.number == in_flight.number for one in pending)
 
     def _result_of(self, in_flight: InFlight) -> RoundResult:
-        """Every wait of a round has a deadline (round_runner.py), so it ends; what its thread raised is
-        raised here."""
+        """Every wait of a round ends (round_runner.py); what its thread raised is raised here."""
         while not in_flight.ended.wait(_LOOK_S):
             if not self.rounds.running:
                 raise HolmesError("--holmes-join: the thread of the rounds has ended before its round")
@@ -200,8 +197,8 @@ class OuterLoop:
     # Checkpoints, beginning and end
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers, texts, lists and dicts. What travels is waited for, not applied: it comes with
-        the rest."""
+        """Tensors, numbers, texts, lists, dicts. What travels is waited for and comes with it, not
+        applied."""
         return sealed(
             {
                 "number": self.number,
@@ -251,8 +248,7 @@ class OuterLoop:
             self._submitted[in_flight.fragment] = _Sent(in_flight, parts)
 
     def begin(self) -> str:
-        """Enter the run; collective. Returns a line for the banner; HolmesError when the coordinator or the
-        jobs there refuse."""
+        """Enter the run; collective. A line for the banner; HolmesError: coordinator or jobs refuse."""
         numbers = self.rounds.job_ranks.from_all([self.number, self.steps])
         if any(one != numbers[0] for one in numbers):
             raise HolmesError(

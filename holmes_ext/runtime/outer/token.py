@@ -28,8 +28,8 @@ _MOST_BYTES = 4096
 
 
 def token_from(environ: Mapping[str, str], port: int = 0) -> str:
-    """The token that the environment gives; else the one that `serve` keeps for this port on this host, where
-    port is not 0. HolmesError when there is none, or it is not usable."""
+    """From the environment, else what `serve` keeps for this port (not 0) on this host. HolmesError: none, or
+    unusable."""
     if "HOLMES_JOIN_TOKEN" in environ:
         return _checked(environ["HOLMES_JOIN_TOKEN"].strip(), "HOLMES_JOIN_TOKEN")
     if path := environ.get("HOLMES_JOIN_TOKEN_FILE"):
@@ -43,8 +43,7 @@ def token_from(environ: Mapping[str, str], port: int = 0) -> str:
 
 
 def served_token(environ: Mapping[str, str], port: int) -> tuple[str, Path | None]:
-    """For `holmes join serve`: the token, and the file where it is kept, None where the environment has it.
-    What is not there yet is drawn and written, so that a restart finds it."""
+    """The token, and its file (None: the environment has it). What is not there is drawn and kept."""
     if "HOLMES_JOIN_TOKEN" in environ:
         return token_from(environ), None
     path = Path(environ.get("HOLMES_JOIN_TOKEN_FILE") or kept_file(environ, port))

@@ -70,8 +70,7 @@ class FrameworkAdapter:
 
 @dataclass
 class _Job:
-    """rank 0 tells. saved: outer state of a checkpoint, and where it came from, until the job begins; shared:
-    whether the data were shared out."""
+    """rank 0 tells. saved: outer state and its source, until the job begins; shared: the data are."""
 
     address: JoinAddress
     settings: OuterSettings
@@ -165,15 +164,13 @@ def claim(owner: object, adapter: Callable[[], FrameworkAdapter]) -> bool:
 
 
 def stepped(tokens: float = 1.0) -> None:
-    """A real step of the inner optimizer is done, on all ranks. tokens: that this rank has read for it, or
-    samples."""
+    """After a real step of the inner optimizer, on all ranks. tokens: that this rank read, or samples."""
     if _job is not None and _job.loop is not None:
         _job.loop.after_step(tokens)
 
 
 def joined_state_dict() -> dict[str, Any] | None:
-    """The outer state of this rank, for a checkpoint of all ranks at the same step; None where there is
-    none."""
+    """The outer state of this rank, for a checkpoint of all at one step; None: there is none."""
     return _job.loop.state_dict() if _job is not None and _job.loop is not None else None
 
 

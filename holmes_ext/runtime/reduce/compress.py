@@ -1,5 +1,4 @@
-"""What crosses the slow network in fewer bytes: codecs for the step between clusters of a two-level
-reduction, and for activations on a pipeline's edge (runtime/groups/wire.py, whose blocks are rows).
+"""Codecs for what crosses the slow network: a two-level reduction's middle step, a pipeline's edge.
 
     bf16   2 bytes an element: rounded to bfloat16
     int8   1 byte an element and a float32 scale for each 256: rounded to 1/127 of the block's
@@ -26,12 +25,9 @@ BLOCK = 256
 
 
 class Codec:
-    """wire = encode(x, residual) and x' = decode(wire, like=x), flat tensors of one device. Itself: x as it
-    is ("off").
-
-    share: bytes on the wire for each byte of float32. feedback: whether encode() needs a residual, which it
-    updates. above: bytes of an element from which on there is something to save.
-    """
+    """wire = encode(x, residual), x' = decode(wire, like=x): flat tensors of one device. This one: x as it
+    is. share: bytes on the wire for each of float32; feedback: encode() updates a residual; above: bytes of
+    an element from which on it saves any."""
 
     share, feedback, above = 1.0, False, 8
 
@@ -64,8 +60,7 @@ class Bf16(Codec):
 
 
 class Int8(Codec):
-    """The wire: uint8, first the blocks' scales, then the elements; a multiple of 4 bytes: several may
-    follow."""
+    """The wire, uint8: the blocks' scales, then the elements, to a multiple of 4 bytes."""
 
     share, feedback, above = (1 + 4 / BLOCK) / 4, True, 0
 
@@ -131,9 +126,8 @@ Known = dict[tuple[int, int], "torch.Tensor"]
 class Residuals:
     """What int8 has left out so far, for each part of each tensor that is reduced step after step.
 
-    A tensor is known by its identity, or by that of what stands for it: the residuals live as long as it
-    does. They are as many floats as this rank sends across, and are not part of checkpoints: a resumed job
-    starts with none.
+    A tensor is known by its identity (or its stand-in's), and residuals live as long. They are as many floats
+    as this rank sends across, and in no checkpoint.
     """
 
     def __init__(self) -> None:

@@ -23,12 +23,10 @@ Parts = tuple[Sequence[torch.Tensor], Sequence[int]]
 
 
 class DirectExchange:
-    """Reduce-scatter and all-gather among ranks of one network. All jobs of a call are under way at once.
+    """Reduce-scatter and all-gather among ranks of one network; all jobs of a call are under way at once.
 
-    ranks: global, this one among them; construction is collective. codec: of what is sent; a call may be
-    given the residuals of the tensor that its parts are views of (None: rounding errors are not carried on).
-    streams: groups that share out each large part, where one connection cannot fill a long link. purpose: in
-    the groups' descriptions.
+    ranks: global, this one among them; construction is collective. codec: of what is sent; calls may be given
+    residuals. streams: groups that share out each large part over a long link. purpose: of the groups.
     """
 
     def __init__(self, ranks: Sequence[int], codec: Codec = PLAIN, streams: int = 1,
@@ -98,8 +96,7 @@ class DirectExchange:
         return codec.encode(part, residual_of(known, (tag, int(part.storage_offset())), part))
 
     def _kept(self, part: torch.Tensor, *place: int) -> torch.Tensor:
-        """What arrives for `part`: cut from the buffer that earlier calls had in the same place, as fresh
-        memory costs about as much as adding it up."""
+        """What arrives for `part`: a buffer of earlier calls, as fresh memory costs as much as adding up."""
         if (codec := self._codec_of(part)) is not PLAIN:
             return codec.buffer(part)
         key = (*place, part.dtype)
@@ -114,8 +111,7 @@ class DirectExchange:
         return [owners[(k + distance) % len(owners)] for distance in range(1, len(owners))]
 
     def post(self, works: list[Any], start: Any, part: torch.Tensor, peer: int, tag: int) -> None:
-        """isend or irecv of a part that is not empty, over the group of its direction; large ones over all
-        streams."""
+        """isend or irecv of a part, if not empty, over its direction's group; large ones over all streams."""
         count = len(self._groups) if part.nbytes >= len(self._groups) * STREAM_BYTES else 1
         for (up, down), own in zip(self._groups, part.tensor_split(count) if part.numel() else ()):
             sends = start is dist.isend

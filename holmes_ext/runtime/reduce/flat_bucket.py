@@ -1,5 +1,4 @@
-"""Flat buffers of gradients on their way: filled, reduced, stored back. Where buckets are cut:
-plan/cost/buckets.py."""
+"""Flat buffers of gradients: filled, reduced, stored back. Where buckets are cut: plan/cost/buckets.py."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ Gradient = Callable[[torch.nn.Parameter], torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Item:
-    """One gradient to be reduced: its parameter's name, number of elements, bytes of an element on the wire,
-    and a key (dtype, device) that all items of a bucket share."""
+    """One gradient: its parameter's name, elements, bytes of an element on the wire, and the key (dtype,
+    device) that all items of a bucket share."""
 
     name: str
     numel: int
@@ -63,8 +62,8 @@ def fill_buckets(items: Sequence[Item], order: Sequence[int],
 
 
 def layout_digest(items: Sequence[Item], limit_bytes: int) -> int:
-    """A 63-bit number that differs where the items, their order or the bucket size differ. Ranks of one node
-    have other devices (cuda:0, cuda:1): what counts is a device's kind, and which items share one."""
+    """A 63-bit number that differs where items, order or bucket size do. Of devices count the kind, and which
+    items share one: ranks of a node have others."""
     places: dict[torch.device, int] = {}
     content = [
         [item.name, item.numel, item.itemsize, str(dtype), device.type,
@@ -76,14 +75,12 @@ def layout_digest(items: Sequence[Item], limit_bytes: int) -> int:
 
 
 class FlatBucket:
-    """indices: of its parameters; missing: how many of their gradients are not final yet; ready:
-    side_stream.py's; work: its reduction once launched; done_at: when that ended (time.perf_counter), 0
-    before; spans: who needs which part (owned.py).
-
-    kept: the buffer stays from step to step (fresh pages cost the CPU as much as the copy). Else it lives
-    from fill() on, and gradients that are what travels (contiguous .grad of its dtype) become views of it
-    there and then: of their memory there is never more than one bucket twice, and nothing to copy back.
+    """indices: of its parameters; missing: gradients that are not final yet; ready: side_stream.py's; work:
+    its reduction; done_at: when that ended (time.perf_counter), 0 before; spans: who needs what (owned.py);
     multiple: of elements, zeros at the end.
+
+    kept: the buffer stays (fresh pages cost as much as the copy). Else it lives from fill() on, and gradients
+    that travel as they are become views of it: never more than one bucket is there twice.
     """
 
     def __init__(self, indices: tuple[int, ...], items: Sequence[Item], multiple: int = 1, kept: bool = True):

@@ -38,12 +38,11 @@ def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class ReduceToOwners:
-    """work = reduce(flat tensor, spans) starts the sums; work.wait() ends them. Then its owner has the sum of
-    a span.
+    """work = reduce(flat tensor, spans) starts the sums, work.wait() ends them; then a span's owner has its
+    sum.
 
     All ranks of `group` call it with the same spans in the same order; construction is collective. gloo's
-    chains run in a thread, over a group of their own; of other backends reduce() is used. close() ends the
-    thread.
+    chains run in a thread (close() ends it), over their own group; other backends reduce().
     """
 
     def __init__(self, group: dist.ProcessGroup, device_type: str = ""):
@@ -65,8 +64,7 @@ class ReduceToOwners:
             self._steps.close()
 
     def _chains(self, parts: list[tuple[torch.Tensor, int]]) -> None:
-        """All receives are posted at once; a rank works on one span after the other, and so does its
-        neighbour."""
+        """All receives are posted at once; ranks work on one span after the other."""
         count, me = len(self._ranks), self._ranks.index(self._rank)
         before, after = self._ranks[me - 1], self._ranks[(me + 1) % count]
         hops: list[tuple[torch.Tensor, Any, bool]] = []

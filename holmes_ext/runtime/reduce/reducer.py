@@ -161,8 +161,7 @@ class GradientReducer:
                                                                for parameter in self._parameters]
 
     def arm(self) -> None:
-        """The next backward pass (all until finish()) is the step's last: send gradients as they become
-        final."""
+        """All backward passes until finish() are the step's last: send gradients as they become final."""
         if self.armed:
             raise HolmesError(
                 "GradientReducer: arm() was called twice without finish() between; call each once a step")
@@ -178,8 +177,8 @@ class GradientReducer:
             self._build(self._order)
 
     def finish(self) -> ReductionTimes:
-        """Launch what is left (everything, without arm()), wait, and leave the averages in the gradients.
-        HolmesError names this rank, the bucket and the fabric where the reduction fails."""
+        """Launch what is left, wait, and leave the averages in the gradients. HolmesError names rank, bucket
+        and fabric where the reduction fails."""
         if not self.armed:
             self._begin_step()
         early, began = self._next, time.perf_counter()
@@ -247,11 +246,8 @@ class GradientReducer:
             self._launch()
 
     def _learn(self) -> None:
-        """From the first armed step: how often each gradient is accumulated, and in which order they become
-        final.
-
-        The first rank's order counts; what any rank did not use goes last, so that it holds up nothing.
-        """
+        """From the first armed step: how often each gradient is accumulated, and the first rank's order of
+        the final ones; what any rank did not use goes last."""
         self._expected = self._counts
         last = {index: place for place, index in enumerate(self._seen)}
         mine = [last.get(index, -1) for index in range(len(self._parameters))]
@@ -282,8 +278,7 @@ class GradientReducer:
         self._next += 1
 
     def _store(self, bucket: FlatBucket) -> None:
-        """Wait for a bucket that is under way, on the current stream, and leave its averages in the
-        gradients; once."""
+        """Wait for a bucket on the current stream and leave its averages in the gradients; once."""
         if not bucket.stored:
             with self._naming(bucket):
                 bucket.work.wait()

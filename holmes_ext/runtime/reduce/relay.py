@@ -1,5 +1,4 @@
-"""Sums across clusters by way of other clusters: round a ring, or up a tree and down again
-(plan/cost/across.py).
+"""Sums by way of other clusters: round a ring, or up a tree and down again (plan/cost/across.py).
 
     ring a b c   a: send part 0 | take 2, add, send on | take 1,
                  add: the total of 1, send on | take 0, 2: totals
@@ -30,8 +29,8 @@ _UP, _DOWN = 10, 11
 
 @dataclass(frozen=True)
 class Round:
-    """takes: (cluster, part, tag, whether it is added or replaces mine), then sends: (cluster, part, tag).
-    Numbers of clusters, in the order in which the caller lists them."""
+    """takes: (cluster, part, tag, added or replacing), then sends: (cluster, part, tag); numbers of
+    clusters."""
 
     takes: tuple[tuple[int, int, int, bool], ...]
     sends: tuple[tuple[int, int, int], ...]
@@ -40,7 +39,7 @@ class Round:
 def rounds(across: CrossClusterAlgorithm, names: Sequence[str], me: str) -> list[Round]:
     """What cluster `me` does."""
     number = {name: index for index, name in enumerate(names)}
-    if across.way == "tree":
+    if across.algorithm == "tree":
         parent = dict(zip(across.order, across.parents))[me]
         children = [number[child] for child, above in zip(across.order, across.parents) if above == me]
         down = tuple((child, 0, _DOWN) for child in children)
@@ -59,8 +58,7 @@ def rounds(across: CrossClusterAlgorithm, names: Sequence[str], me: str) -> list
 
 @dataclass
 class Passage:
-    """A chunk on its way: its receives and sends. arriving: by round, (works, what arrives, where it goes,
-    added)."""
+    """A chunk on its way. arriving: by round, (works, what arrives, where it goes, added)."""
 
     owned: list[Parts]
     arriving: list[list[tuple[Any, torch.Tensor, torch.Tensor, bool]]]
@@ -68,17 +66,16 @@ class Passage:
 
 
 class Relay:
-    """exchange: of all ranks, whose groups and tags from _UP on are used. clusters: their names, as owners
-    are listed; me: this rank's."""
+    """exchange: its groups and tags from _UP on are used; clusters: as owners are listed; me: this rank's."""
 
     def __init__(self, exchange: DirectExchange, across: CrossClusterAlgorithm, clusters: Sequence[str],
                  me: str):
         self._exchange, self.rounds = exchange, rounds(across, clusters, me)
-        self.parts = 1 if across.way == "tree" else len(clusters)
+        self.parts = 1 if across.algorithm == "tree" else len(clusters)
 
     def expect(self, owned: list[Parts]) -> Passage:
-        """Posts the receives of a chunk. owned: pieces of this rank, each in `parts` parts with an owner in
-        each cluster."""
+        """Posts the receives of a chunk. owned: this rank's pieces, in `parts` parts, an owner per
+        cluster."""
         arriving: list[list[tuple[Any, torch.Tensor, torch.Tensor, bool]]] = [[] for _ in self.rounds]
         for turn, one in enumerate(self.rounds):
             for parts, owners in owned:

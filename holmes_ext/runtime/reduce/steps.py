@@ -1,5 +1,4 @@
-"""Threads for gloo's calls, which block (and release the GIL): parts pass through steps, each of which has a
-thread of its own.
+"""Threads for gloo's blocking calls (which release the GIL): parts pass through steps with a thread each.
 
     part 1   [step 1][step 2][step 3]
     part 2           [step 1][step 2][step 3]          as micro-batches pass through a pipeline
@@ -28,12 +27,9 @@ SETTLE_S = 20.0
 
 @dataclass(frozen=True)
 class ReductionTimes:
-    """One step's reduction as this rank saw it.
-
-    bytes: in the buffers (an all-reduce moves 2 (n-1)/n of them each way); seconds: from the first launch to
-    the end of the last bucket; exposed_s: the part of it that finish() waited; early: buckets launched while
-    the backward pass ran. On GPUs, where waiting does not block the host, both are the host's times only.
-    """
+    """Of one step, as this rank saw it. bytes: in the buffers; seconds: from the first launch to the end of
+    the last bucket; exposed_s: of them finish() waited; early: buckets launched under the backward pass. On
+    GPUs both are the host's times only."""
 
     step: int
     bytes: int
@@ -74,11 +70,8 @@ class Work:
 
 
 class Steps:
-    """work = steps(parts) sends every part through the steps, functions of a part. After an error of a step
-    nothing more passes it.
-
-    `name` and a number are the threads' names. close() ends them; what is under way is finished first.
-    """
+    """work = steps(parts) sends every part through the steps, functions of a part, in threads of `name`.
+    After an error nothing more passes. close() ends them, and what is under way before."""
 
     def __init__(self, name: str, *steps: Callable[[Any], None]):
         self._inboxes: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in steps]

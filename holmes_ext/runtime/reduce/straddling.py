@@ -1,5 +1,4 @@
-"""The all-reduce that the plan has for a group: in two levels where it straddles clusters and that is
-faster."""
+"""The all-reduce that the plan has for a group: two levels where it straddles and that is faster."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ TwoLevel = TwoLevelAllReduce | TwoLevelCollectives
 def planned(
     group: dist.ProcessGroup, size: float = inf, compress: str | None = None, device_type: str = ""
 ) -> Reduction | None:
-    """How `group` reduces `size` bytes in a step; None where holmes is off. compress: in place of the plan's;
-    device_type: of the tensors."""
+    """How `group` reduces `size` bytes in a step; None: holmes is off. compress: instead of the plan's."""
     current = session.active()
     if current is None:
         return None
@@ -44,8 +42,7 @@ def planned(
 
 def two_level_for(group: dist.ProcessGroup, size: int, reduction: Reduction | None,
                   device_type: str = "") -> TwoLevel | None:
-    """For all-reduces of about `size` bytes in `group`, which reduces so; None: use torch's.
-    Collective, and the same on all its ranks."""
+    """For all-reduces of about `size` bytes in `group`; None: use torch's. Collective."""
     if reduction is None or not reduction.clusters or size < reduction.two_level_from:
         return None
     carrier = carrier_of(backend_of(group, device_type))
@@ -54,8 +51,7 @@ def two_level_for(group: dist.ProcessGroup, size: int, reduction: Reduction | No
 
 def two_level_of(ranks: Sequence[int], reduction: Reduction, carrier: str,
                  purpose: str = "two-level") -> TwoLevel | None:
-    """The same for `ranks`, whose tensors `carrier` carries; None where they are in one cluster. purpose:
-    what the groups are described by."""
+    """For `ranks` and their `carrier`; None: all are in one cluster. purpose: describes the groups."""
     parts = session.require().plan.by_cluster(ranks)
     clusters = list(parts.values())
     if len(clusters) < 2:
@@ -76,11 +72,8 @@ def two_level_of(ranks: Sequence[int], reduction: Reduction, carrier: str,
 
 
 class GroupSum:
-    """The plan's way to sum `size` bytes in a group step after step, and what carries it out; both change
-    when the plan does (follow()). Collective.
-
-    all_reduce: the caller's own, in place of any of the plan's; bucket_bytes: the user's.
-    """
+    """The plan's way to sum `size` bytes in a group, and what carries it out; both follow() the plan.
+    all_reduce: the caller's own instead; bucket_bytes: the user's. Collective."""
 
     def __init__(self, group: dist.ProcessGroup, size: int, device_type: str, compress: str | None,
                  all_reduce: Callable[[Any], Any] | None, bucket_bytes: int | None):

@@ -27,11 +27,8 @@ from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 
 
 class TiedSum:
-    """tied_sum(gradient, divisor) leaves the sum over all of `ranks`, divided, in it.
-
-    ranks: of both stages; twins: data-parallel ranks of one. least: bytes of a gradient from which on this is
-    faster than the engine's way.
-    """
+    """tied_sum(gradient, divisor) leaves the sum over all `ranks` of both stages, divided, in it. twins:
+    data-parallel ranks of one stage; least: bytes from which on this is faster."""
 
     def __init__(self, ranks: tuple[int, ...], all_reduce: TwoLevel, least: int):
         self.ranks, self.twins, self.least, self._all_reduce = ranks, len(ranks) // 2, least, all_reduce
@@ -50,8 +47,8 @@ class TiedSum:
 
 
 def tied_sum_of(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
-    """For the ranks of `group`, which share a weight; None where the plan leaves it to the engine. Collective
-    over all ranks of their stages where it does not; the same on all of them."""
+    """For `group`, whose ranks share a weight; None: the plan leaves it to the engine. Collective over both
+    stages, and alike on all."""
     current, carrier = session.active(), carrier_of(backend_of(group, device_type))
     if current is None or not carrier:
         return None

@@ -45,8 +45,7 @@ Chunk = tuple[torch.Tensor, Any]
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a chunk that one rank of every cluster owns after the step inside: `owners`,
-    in cluster order."""
+    """Elements [start, stop) of a chunk with one owner in every cluster, in cluster order."""
 
     start: int
     stop: int
@@ -54,8 +53,7 @@ class Piece:
 
 
 def pieces(numel: int, clusters: Sequence[Sequence[int]]) -> list[Piece]:
-    """A chunk of `numel` elements cut wherever the owner changes in some cluster; clusters may differ in
-    size."""
+    """A chunk of `numel` elements, cut wherever the owner changes in some cluster."""
     cuts = sorted({cut for members in clusters for cut in _cuts(numel, len(members))})
     result = []
     for start, stop in zip(cuts, cuts[1:]):

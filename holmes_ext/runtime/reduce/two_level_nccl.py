@@ -38,8 +38,7 @@ from holmes_ext.runtime.reduce.compress import Residuals, codec, residual_of
 
 
 class Done:
-    """A reduction whose end the current CUDA stream waits for (on the CPU it has ended already). after: what
-    is to be done on that stream then."""
+    """Its end, for which the current CUDA stream waits; after: what is to be done there then."""
 
     def __init__(self, event: torch.cuda.Event | None, after: Callable[[], Any] | None):
         self._event, self._after = event, after

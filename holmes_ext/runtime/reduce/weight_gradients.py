@@ -1,5 +1,4 @@
-"""Backward passes in two: what linear layers' weights need is kept, and their gradients are made when the
-plan says.
+"""Backward passes in two: linear layers' weights get their gradients when the plan says.
 
     forward    under of(micro_batch) each linear layer keeps its weight out of the graph
     backward   makes all other gradients, of inputs too, and keeps (input, gradient of the output) of each
@@ -57,8 +56,7 @@ def _classes() -> tuple[Any, Any]:
     from torch.overrides import TorchFunctionMode
 
     class Linear(torch.autograd.Function):
-        """F.linear that keeps what its weight's gradient needs in a list. owner: (the parameter,), out of the
-        graph."""
+        """F.linear that keeps what its weight's gradient needs. owner: (the parameter,), out of the graph."""
 
         @staticmethod
         def forward(ctx: Any, given: Any, weight: Any, bias: Any, owner: Any, kept: Any) -> Any:

@@ -76,8 +76,7 @@ def prepare(connection: socket.socket) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; host "": all addresses, IPv6 too where the host has it. OSError as the system
-    says."""
+    """A listening socket; host "": all addresses, IPv6 too where there is. OSError."""
     if host:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)

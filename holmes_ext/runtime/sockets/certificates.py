@@ -37,8 +37,7 @@ class TlsContexts:
 
 
 def own_contexts(key: bytes) -> TlsContexts:
-    """Certificates made for this process. key: of the run (handshake.Credentials). HolmesError without
-    `cryptography`."""
+    """Certificates made here. key: of the run (handshake.Credentials). HolmesError: no `cryptography`."""
     try:
         authority, certificate, private_key = _make(key)
     except ImportError:

@@ -75,8 +75,7 @@ class _Direction:
 
 
 class Channel:
-    """A connection with frames on it. Methods that take a deadline block until then; OSError when the
-    connection breaks (TimeoutError when the deadline passes).
+    """A connection with frames. Calls block until their deadline; OSError when it breaks (TimeoutError).
 
     send_key, receive_key: of the MACs; None over TLS, and before there is a key.
     """
@@ -124,8 +123,8 @@ class Channel:
                 yield memoryview(tag)
 
     def incoming(self, buffers: Sequence[memoryview]) -> Iterator[memoryview]:
-        """Where to put what comes, in order: each is to be full before the next one is asked for. Other
-        buffers than the sender's will do, if they hold as many bytes. BrokenFrame."""
+        """Where to put what comes, one after the other; of the sender's sizes or not, as many bytes in all.
+        BrokenFrame."""
         for chunk in _chunks(buffers):
             header, tag = bytearray(_HEADER.size), bytearray(self._received.tag_bytes)
             yield memoryview(header)

@@ -20,8 +20,7 @@ class Deadline:
 
     @classmethod
     def for_bytes(cls, patience_s: float, count: int, what: str) -> Deadline:
-        """Of an operation that carries `count` bytes: a slow link is waited for as long as it carries
-        them."""
+        """Of `count` bytes: a slow link is waited for as long as it carries them."""
         return cls(patience_s + count / FLOOR_BYTES_PER_S, what)
 
     @property

@@ -61,9 +61,8 @@ class NotHolmes(ConnectionError):
 
 
 class Credentials:
-    """What this process shows. plain: no TLS, whoever is on the way can read everything; certificate,
-    authority: files of a site's CA, in place of certificates made here. HolmesError when files cannot be
-    used."""
+    """What this process shows. plain: no TLS, anybody on the way can read; certificate, authority: files of a
+    site's CA, else made here. HolmesError: files cannot be used."""
 
     def __init__(self, token: str, plain: bool = False, certificate: str = "", authority: str = ""):
         self.key, self.plain = _key(token), plain
@@ -100,8 +99,8 @@ def call(
     deadline: Deadline,
     secret: bytes = b"",
 ) -> Channel:
-    """A channel to a listener, after the handshake. OSError when it cannot be had, Refused when the listener
-    says no, HolmesError when TLS cannot be had here."""
+    """A channel to a listener, after the handshake. OSError; Refused: it says no; HolmesError: no TLS
+    here."""
     connection = connect(host, port, deadline)
     encrypt = not credentials.plain and not stays_on_host(connection)
     return greet(connection, address_text(host, port), credentials, purpose, deadline, secret, encrypt)

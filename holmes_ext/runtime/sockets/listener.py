@@ -1,5 +1,4 @@
-"""A TCP port that strangers may reach: how many may be connected at a time, from one address and in all, and
-a loop that survives whatever accept() says.
+"""A TCP port that strangers may reach: so many at a time, from one address and in all.
 
     accept -> a thread for each connection -> handle(guest)
                   stranger                    until guest.admit(): counted by address and in all; where there
@@ -48,8 +47,8 @@ class Guest:
 
 
 class Listener:
-    """Serves from start() until close(). handle(guest) runs in a thread of its own; the socket is closed when
-    it returns, unless guest.keep() was called."""
+    """Serves from start() until close(): handle(guest) in threads; then the socket is closed, unless
+    guest.keep()."""
 
     def __init__(
         self,

@@ -1,2 +1,1 @@
-"""The start of a job: who this process is, the store, the vote of all ranks, the planned rank, the
-preflight."""
+"""The start of a job: this process, the store, the vote of all ranks, the planned rank, the preflight."""

@@ -1,5 +1,4 @@
-"""An end for what has none of its own: torch's store waits for ever for a server that is there and does not
-answer."""
+"""An end for what has none: torch's store waits for ever for a server that is silent."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from holmes_ext.errors import HolmesError
 
 
 def within(seconds: float, late: str, function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), or HolmesError `late` after that many seconds; then its thread is left where it
-    hangs."""
+    """function(*args), or HolmesError `late` after so many seconds; its thread is left where it hangs."""
     outcome: list[tuple[bool, Any]] = []
 
     def call() -> None:

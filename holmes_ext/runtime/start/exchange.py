@@ -1,5 +1,4 @@
-"""Every rank reports, the launcher's rank 0 decides, every rank learns the verdict - all through the job's
-store.
+"""Every rank reports, the launcher's rank 0 decides, every rank learns the verdict: all by the store.
 
     rank 0:   holmes/round           + 1: this start of the job; holmes/BEFORE/over,
                                      for those that wait in the last one
@@ -55,8 +54,7 @@ _LONGER_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """round: the prefix for what else this start puts into the store; packed: what rank 0 decided, for all
-    ranks."""
+    """round: prefix of what this start puts into the store; packed: what rank 0 decided, for all."""
 
     round: str
     packed: bytes
@@ -68,12 +66,9 @@ class Verdict:
 
 def exchange(store: Any, process: Process, report: dict[str, Any], decide: Decide,
              timeout_s: float) -> Verdict:
-    """The verdict on all ranks' reports.
-
-    `report` holds at least node, identity, local_rank, `agreed` (a flat dict that must be the same
-    everywhere) and, from local rank 0, `nics_of_node`; or only `error`. Raises HolmesError on rank 0 and
-    RemoteError elsewhere.
-    """
+    """The verdict on all ranks' reports, which hold at least node, identity, local_rank, `agreed` (a flat
+    dict, the same everywhere) and, from local rank 0, `nics_of_node`; or only `error`. HolmesError on rank 0,
+    RemoteError elsewhere."""
     limit = Deadline(timeout_s)
     said = json.dumps({**report, "rank": process.rank}, separators=(",", ":")).encode()
     if process.local_world_size < 2:
@@ -148,8 +143,7 @@ def _lead(store: Any, process: Process, reports: list[bytes], decide: Decide, li
 
 def _await_verdict(store: Any, process: Process, reports: list[bytes],
                    limit: Deadline) -> tuple[str, bytes] | None:
-    """Report in the round that is under way, or in the next where the one found is over: its prefix and its
-    verdict; None when none came."""
+    """Report in the round that is under way, or the next: its prefix and verdict; None when none came."""
     packed = _pack(reports)
     while (left := limit.left_plus(_LONGER_SECONDS)) > 0 and (number := awaited(store, _ROUND, left)):
         prefix = f"holmes/{int(number)}"

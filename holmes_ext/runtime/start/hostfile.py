@@ -22,8 +22,7 @@ _FLAG = "--world_info"
 
 
 def launched_hosts(pid: int | None = None) -> dict[str, int]:
-    """Host -> processes, in the launcher's order, from process `pid` (default: the parent); empty when that
-    is no deepspeed launcher."""
+    """Host -> processes, in order, of a deepspeed launcher `pid` (default: the parent); else empty."""
     place = Path("/proc", str(os.getppid() if pid is None else pid), "cmdline")
     try:
         arguments = place.read_bytes().decode(errors="replace").split("\0")
@@ -44,8 +43,7 @@ def _decode(text: str) -> dict[str, int]:
 
 
 def check_hosts(hosts: dict[str, int], spec: SiteSpec) -> None:
-    """HolmesError when the hostfile and cluster.toml cannot be the same nodes; aliases and addresses are left
-    to what the nodes report."""
+    """HolmesError when hostfile and cluster.toml cannot be the same nodes (aliases may be meant)."""
     if not hosts:
         return
     nodes = {short_name(name): name for cluster in spec.clusters for name in cluster.nodes}

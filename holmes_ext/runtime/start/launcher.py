@@ -1,5 +1,4 @@
-"""Who this process is, from the environment that its launcher set: torchrun, the deepspeed launcher, srun or
-mpirun."""
+"""Who this process is, by the environment of torchrun, the deepspeed launcher, srun or mpirun."""
 
 from __future__ import annotations
 
@@ -47,10 +46,8 @@ RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 def detect(environ: Mapping[str, str]) -> Process:
-    """The Process of `environ`; a single one when no launcher's variables are there.
-
-    HolmesError when variables are missing or are not numbers.
-    """
+    """The Process of `environ`, a single one without a launcher; HolmesError: variables are missing or no
+    numbers."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _from_torch(environ)
     in_step = "SLURM_STEP_ID" in environ  # what srun starts; a batch script has SLURM_PROCID=0 too
@@ -112,8 +109,8 @@ def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: tuple[str, 
 
 
 def _first_of_job(environ: Mapping[str, str]) -> str:
-    """The host of rank 0 of an mpirun inside a Slurm job, which takes the job's nodes in their order; else
-    "". (The step is that of its daemons.)"""
+    """Of an mpirun inside a Slurm job, which takes its nodes in order; else "". (The step is its
+    daemons'.)"""
     return next(iter(expand(environ.get(_JOB_NODES, ""), f"environment variable {_JOB_NODES}")), "")
 
 
@@ -148,8 +145,7 @@ def _first_of_hostfile(path: str) -> str:
 
 
 def exported(process: Process, rank: int, processes: int) -> dict[str, str]:
-    """Environment variables, torchrun's, that make `process` run as `rank` on a node with `processes` of
-    them."""
+    """Environment variables, torchrun's, of `process` as `rank` on a node with `processes` of them."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(process.world_size),

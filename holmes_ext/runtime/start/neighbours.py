@@ -1,5 +1,4 @@
-"""One rank of a node speaks for it: its neighbours tell it what they report, and learn from it what was
-decided.
+"""One rank of a node speaks for it: its neighbours report to it, and learn from it what was decided.
 
     local rank 0     listens on an abstract socket of the node, which
                      ends with its process and leaves nothing behind
@@ -83,8 +82,7 @@ class Neighbours:
 
 
 def speaker_hears(name: str, report: bytes, patience: float) -> socket.socket | None:
-    """On a neighbour: the connection to local rank 0 that has heard `report`; None where none does in
-    `patience` seconds."""
+    """The connection to local rank 0 that has heard `report`; None: none in `patience` seconds."""
     limit = Deadline(patience)
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -107,8 +105,7 @@ def speaker_hears(name: str, report: bytes, patience: float) -> socket.socket | 
 
 
 def told(connection: socket.socket, seconds: float) -> tuple[bytes, bytes]:
-    """What the speaker says, and the document; (b"", b"") where it ended, or said nothing in so many
-    seconds."""
+    """What the speaker says, and the document; (b"", b"") where it ended or was silent so long."""
     with connection:
         connection.settimeout(max(0.1, seconds))
         try:

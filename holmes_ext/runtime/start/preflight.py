@@ -51,8 +51,7 @@ _THREADS = 16
 
 @dataclass(frozen=True)
 class Pair:
-    """Two nodes that have to reach each other over a fabric, and the first group (renumbered ranks) that
-    needs it."""
+    """Two nodes that must reach each other over a fabric, and the first group (ranks) that needs it."""
 
     fabric: str
     one: str
@@ -79,8 +78,7 @@ def pairs(plan: Plan) -> list[Pair]:
 
 
 def tried_groups(plan: Plan) -> Iterable[tuple[str, tuple[int, ...]]]:
-    """(kind, ranks) of every group of the plan; where the job's sizes are not known, of the clusters and of
-    all ranks."""
+    """(kind, ranks) of every group of the plan; without sizes of the clusters and of all ranks."""
     if plan.sizes is None:
         yield from (("cluster", tuple(ranks)) for ranks in plan.by_cluster(range(plan.world_size)).values())
     yield from plan.groups()
@@ -92,9 +90,8 @@ def run(
 ) -> tuple[Site, Plan, list[str]]:
     """Try all pairs; the site and plan to go on with, the same on all ranks, and lines for the user.
 
-    host: this rank's node as `site` calls it. HolmesError on the launcher's rank 0 and RemoteError elsewhere
-    where Ethernet does not reach, or a fast NIC does not and --holmes-fallback is fail; within half a minute
-    whatever happens.
+    host: this rank's node as `site` calls it. HolmesError on the launcher's rank 0, RemoteError elsewhere,
+    where Ethernet does not reach, or a fast NIC does not under --holmes-fallback fail; within half a minute.
     """
     prefix, limit = f"{prefix}/preflight", Deadline(FINDINGS_S)
     todo = pairs(plan) if process.local_rank == 0 else []
@@ -153,11 +150,8 @@ class _Handler(socketserver.StreamRequestHandler):
 
 
 class Listeners:
-    """One listening socket for each fabric on which others try this node; answers everybody with this node's
-    name.
-
-    ports: fabric -> port number, or why there is none.
-    """
+    """A listening socket for each fabric on which others try this node; answers with the node's name. ports:
+    fabric -> port number, or why there is none."""
 
     def __init__(self, site: Site, host: str, todo: Iterable[Pair], token: str):
         self._servers: list[_Server] = []
@@ -204,8 +198,7 @@ def _try_mine(store: Any, prefix: str, site: Site, host: str, todo: list[Pair]) 
 
 
 def exchange_hello(source: str, target: str, port: int, me: str, other: str, token: str) -> str:
-    """Have a message from address `source` to `target` answered by node `other` of this job; "" or what went
-    wrong."""
+    """Have a message between two addresses answered by node `other` of this job; "" or what went wrong."""
     try:
         connection = socket.create_connection((target, port), timeout=CONNECT_S, source_address=(source, 0))
     except TimeoutError:
@@ -230,8 +223,7 @@ def exchange_hello(source: str, target: str, port: int, me: str, other: str, tok
 
 
 def tcp_line(plan: Plan, site: Site, host: str) -> str:
-    """Where TCP on this node carries least of a link between clusters, and the way out; "" where it carries
-    all."""
+    """Where TCP carries least of a link between clusters, and the way out; "": it carries all."""
     clusters = {name: len(nodes) for name, nodes in plan.clusters.items()}
     rate, here = site.fabric_by_name[ETHERNET].rate_bps, site.node_by_name[host].cluster
     if not plan.wan:

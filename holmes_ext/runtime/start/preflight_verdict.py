@@ -1,5 +1,4 @@
-"""What the launcher's rank 0 makes of the preflight's findings: nothing, ports to leave out, or the end of
-the job."""
+"""What the launcher's rank 0 makes of the preflight's findings: ports to leave out, or the end."""
 
 from __future__ import annotations
 
@@ -45,11 +44,8 @@ def decide(
 
 
 def lost(findings: Sequence[Finding]) -> dict[tuple[str, str], str]:
-    """{(node, fabric): why} of the ports to leave out.
-
-    A node none of whose neighbours answers on a fabric has lost it; where it is not clear which end has, both
-    have.
-    """
+    """{(node, fabric): why} of the ports to leave out: of a node that no neighbour reaches; of both ends
+    where that is not clear."""
     tried: dict[tuple[str, str], list[str]] = {}
     for fabric, one, two, problem in findings:
         for node in (one, two):

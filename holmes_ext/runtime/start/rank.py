@@ -51,9 +51,8 @@ _SILENT_SECONDS = 10.0
 
 @dataclass
 class Request:
-    """What this rank was asked for, before the others are heard. sizes, model: None where neither command
-    line nor file tells them; overlap: whether reductions are under the last backward, for predictions;
-    engine: the framework's; digests: of the files."""
+    """Before the others are heard. sizes, model: None where nothing tells them; overlap: reductions are under
+    the last backward, for predictions; digests: of the files."""
 
     options: Options
     sizes: Sizes | None = None
@@ -125,11 +124,8 @@ def start(
     environ: MutableMapping[str, str] = os.environ,
 ) -> tuple[session.Session, list[str]]:
     """Agree with all ranks, renumber this one in `environ`, and make the session active; returns it and lines
-    for the user.
-
-    agreed: what, besides flags and files, must be the same on all ranks. failure: what went wrong on this
-    rank so far; it ends the job for all. Raises HolmesError (RemoteError where rank 0 tells).
-    """
+    for the user. agreed: what else must be the same on all ranks; failure: what went wrong on this rank so
+    far, which ends the job. HolmesError (RemoteError where rank 0 tells)."""
     options, store = request.options, None
     report = _own_report(request, process, agreed, failure, environ)
 
@@ -216,8 +212,7 @@ def _left_out(spec: SiteSpec | None, site: Site) -> list[str]:
 
 
 def _down(reports: list[NodeReport], site: Site) -> list[str]:
-    """A line for every fast NIC that the plan does without because it is down, and for those slower than
-    declared."""
+    """On every fast NIC that the plan does without as it is down, and those slower than declared."""
     slow = slower_than_declared(site, reports)
     lines = [f"node {name}: {text}; the plan counts on what the file says" for name, text in slow]
     for node in site.nodes:

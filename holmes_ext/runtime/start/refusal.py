@@ -22,13 +22,8 @@ _WAIT = 10.0
 
 
 def told_once(error: HolmesError, topic: str = "") -> HolmesError:
-    """What this rank is to raise instead of `error`: a RemoteError, since one rank has told the message by
-    then.
-
-    topic: what the refusal is about, where ranks word it differently (each names a tensor of its own); one of
-    them is told. Without a store (one process, or its host is gone) the error itself: told twice rather than
-    never.
-    """
+    """A RemoteError to raise instead of `error`: one rank has told the message by then. topic: where ranks
+    word it differently. Without a store the error itself: told twice rather than never."""
     current = session.active()
     if current is None or current.store is None:
         return error

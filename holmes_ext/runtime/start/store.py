@@ -24,8 +24,7 @@ _opened: list[Any] = []
 
 
 def open_store(process: Process, timeout_s: float) -> Any:
-    """The store of `process`'s job, hosted or connected; HolmesError within `timeout_s` seconds when it
-    cannot be."""
+    """Of `process`'s job, hosted or connected; HolmesError when it cannot be had in `timeout_s` seconds."""
     hosts = process.rank == 0 and not process.agent_store
     if not hosts:
         _await_listener(process, timeout_s)
@@ -42,8 +41,7 @@ def open_store(process: Process, timeout_s: float) -> Any:
 
 
 def connect(process: Process, timeout_s: float, hosts: bool = False) -> Any:
-    """A TCPStore of its own, for a thread that waits: one that waits keeps others from it. Raises what torch
-    does."""
+    """A TCPStore for a thread that waits, which keeps others from its own. Raises what torch does."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=timeout_s)
@@ -52,9 +50,8 @@ def connect(process: Process, timeout_s: float, hosts: bool = False) -> Any:
 
 
 def awaited(store: Any, key: str, seconds: float) -> bytes:
-    """What stands under `key` as soon as it does, empty where nothing does after so many seconds; raises what
-    the store does when it is gone. One message less than a wait and a get: they are counted in thousands of
-    ranks."""
+    """What stands under `key` as soon as it does, empty after so many seconds; one message less than wait and
+    get (there are thousands of ranks). Raises what the store does when it is gone."""
     before = store.timeout
     store.set_timeout(timedelta(seconds=seconds))
     try:
@@ -74,8 +71,7 @@ def put_in(store: Any, key: str, entry: bytes, count: int, total: int) -> None:
 
 
 def gathered(store: Any, key: str, seconds: float) -> list[bytes]:
-    """All entries that put_in() added, as soon as they stand for all; those that are there after so many
-    seconds. One message for thousands of them."""
+    """All entries that put_in() added, once they are complete, or those there after so many seconds."""
     whole = awaited(store, f"{key}/all", max(0.1, seconds))
     kept = memoryview(store.get(f"{key}/entries") if whole or store.check([f"{key}/entries"]) else b"")
     found = []
@@ -87,8 +83,7 @@ def gathered(store: Any, key: str, seconds: float) -> list[bytes]:
 
 
 def _await_listener(process: Process, timeout_s: float) -> None:
-    """Plain connects until somebody listens: their errors are readable, those of TCPStore are pages of C++
-    frames."""
+    """Plain connects until somebody listens: TCPStore's errors are pages of C++ frames."""
     limit = Deadline(timeout_s)
     while True:
         try:

@@ -60,8 +60,7 @@ def done(current: Session) -> dict[str, Any]:
 
 
 def differences(current: Session) -> Iterator[tuple[str, bool]]:
-    """(text, whether the user was told why before). Texts name no rank: all that find a difference say the
-    same."""
+    """(text, whether the user was told why before). Texts name no rank: all say the same."""
     sizes, world = current.plan.sizes, current.plan.world_size
     for record in current.groups:
         planned = current.transport(record.ranks, record.backend).fabric

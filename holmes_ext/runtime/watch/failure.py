@@ -1,5 +1,4 @@
-"""Says what a failed communication means: which rank, bucket and fabric, which node the others lost, which
-NIC is to blame.
+"""What a failed communication means: which rank, bucket, fabric, lost node, and which NIC is to blame.
 
 When a rank dies its neighbours in the ring see the connection close; then they end, and theirs see that. Only
 the first sight is of use, so it is left in the job's store, and whoever comes later repeats it. The NIC is
@@ -36,8 +35,8 @@ _ADDRESS = re.compile(r"\[?([0-9]+(?:\.[0-9]+){3}|[0-9a-fA-F]*(?::[0-9a-fA-F]*){
 
 
 def describe_failure(what: str, ranks: Sequence[int], fabric: Fabric | None, error: str) -> str:
-    """One line: who sees it, `what` failed, over which fabric, what the transport says, and which node that
-    means; or what another rank refused, if that is what ended it."""
+    """One line: who sees it, `what` failed on which fabric, what the transport says, which node that means;
+    or what another rank refused, if that ended it."""
     import torch.distributed as dist
 
     where = f"fabric {fabric.name}" if fabric else f"backend {backend_of()}"
@@ -48,9 +47,8 @@ def describe_failure(what: str, ranks: Sequence[int], fabric: Fabric | None, err
 
 
 def explain(error: BaseException) -> str | None:
-    """One line on an error that a framework's own communication ended with, or a full disk; else None, but
-    the others will say what it was. It begins with INPUT where communication failed because another rank
-    refused bad input."""
+    """One line on an error of a framework's communication, or a full disk; else None, but the others will say
+    what it was. It begins with INPUT where another rank refused bad input."""
     import torch.distributed as dist
 
     current, text = session.active(), str(error)
@@ -68,8 +66,8 @@ def explain(error: BaseException) -> str | None:
 
 
 def broken(what: str, error: str) -> str:
-    """One line: who sees that `what` failed, what the transport says, which node that means; or what another
-    rank refused, behind INPUT, if that is what ended it."""
+    """One line: who sees that `what` failed, what the transport says, which node that means; or, behind
+    INPUT, what another rank refused."""
     current = session.active()
     assert current is not None
     me, lost = f"rank {current.rank} on node {current.node.name}", _lost_node(
@@ -97,8 +95,8 @@ def _both(mine: str, first: str) -> str:
 
 
 def _blamed() -> str:
-    """"; NIC roce0 (mlx5_0:1) of node b1 (fabric b, 10.0.0.1) has no link; ..." - what the kernel says of
-    this node's NICs and of its neighbours."""
+    """What the kernel says of this node's NICs and its neighbours': "; NIC roce0 (mlx5_0:1) of node b1
+    ..."."""
     current = session.active()
     if current is None or not current.groups:
         return ""
@@ -134,8 +132,7 @@ def _last_line(error: str) -> str:
 
 
 def _first(mine: str) -> str:
-    """What the first rank that saw the failure said; `mine` when this is the first one, or the store went
-    with its host."""
+    """What the first rank that saw it said; `mine` on that one, or where the store is gone."""
     import torch.distributed as dist
 
     found = [mine]

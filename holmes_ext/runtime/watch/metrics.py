@@ -1,5 +1,4 @@
-"""What Prometheus is told while a job runs: --holmes-metrics, one rank of each node (local rank 0), off by
-default.
+"""What Prometheus is told while a job runs: --holmes-metrics, by local rank 0 of each node.
 
     PORT        http://127.0.0.1:PORT/metrics, for a Prometheus, or its agent, on this node
     HOST:PORT   the same at this node's address HOST, 0.0.0.0 for all: for whoever reaches it
@@ -89,8 +88,7 @@ FAMILIES = {
 
 
 class Collector:
-    """A collector of prometheus_client's: sums over the documents taken, and what the NICs say when it is
-    asked."""
+    """prometheus_client's: sums over the documents taken, and what the NICs say when asked."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, tuple[str, ...]], float] = {}
@@ -173,8 +171,7 @@ def _of_now(current: session.Session) -> Iterator[tuple[str, tuple[str, ...], fl
 
 
 class Metrics:
-    """Tells what a Collector knows. place: for the user; write: into the file, None where a port is open;
-    shut: closes the port."""
+    """place: for the user; write: into the file, None where a port is open; shut: closes the port."""
 
     def __init__(self, collector: Collector, place: str, write: Callable[[], None] | None,
                  shut: Callable[[], None]):
@@ -205,11 +202,8 @@ class Metrics:
 
 
 def open_metrics(options: Options, process: Process) -> Metrics | None:
-    """Of this process, None where it tells nothing; before any rank waits for another, so that bad input ends
-    all.
-
-    HolmesError: prometheus_client is missing, the port is taken, the file's folder is not there.
-    """
+    """Of this process, None where it tells nothing. HolmesError: no prometheus_client, the port is taken, the
+    file's folder is not there."""
     if not options.metrics or process.local_rank:
         return None
     flag = f"--holmes-metrics {options.metrics}"

@@ -1,5 +1,4 @@
-"""A thread that looks at this node's NICs every second and ends the process when one that its groups need
-stays without link.
+"""Looks at this node's NICs every second, and ends the process when a needed one stays without link.
 
 A collective over a dead link does not fail by itself: TCP goes on trying for a quarter of an hour, and the
 process group's timeout is half an hour by default. A link that comes back in time only costs a line. The
@@ -24,8 +23,7 @@ INTERVAL_S = 1.0
 
 
 class NicWatch:
-    """patience_s 0: tell of a dead link, but never end the process. trouble(port), end(line): as tests want
-    them."""
+    """patience_s 0: tell of a dead link, never end the process. trouble(port), end(line): tests' own."""
 
     def __init__(
         self, patience_s: float, trouble: Callable[[Port], str] = nics.trouble,

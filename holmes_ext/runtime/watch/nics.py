@@ -1,5 +1,4 @@
-"""This node's NICs while the job runs: have they a link, what do their counters say, does a neighbour still
-answer?
+"""This node's NICs while the job runs: link, counters, and whether a neighbour still answers.
 
 The kernel is asked, not the framework: the flags of the net device (of this process's network namespace), the
 state of the HCA port, and whether the other end answers a connection attempt (a refusal is an answer).
@@ -75,8 +74,7 @@ def _read(path: Path) -> str | None:
 
 
 def counters(ports: list[Port]) -> dict[str, dict[str, int]]:
-    """Error counters of every port, by its name; those that this kernel or driver does not have are left
-    out."""
+    """Error counters of every port, by its name, as far as kernel and driver have them."""
     found: dict[str, dict[str, int]] = {}
     for port in ports:
         values = found.setdefault(port.name, {})
@@ -103,8 +101,7 @@ def grown(now: dict[str, dict[str, int]], port: Port) -> str:
 
 
 def bytes_carried(node: Node) -> dict[str, int]:
-    """Interface of this node -> bytes received and sent; an RDMA port's are its HCAs' (which sockets do not
-    count)."""
+    """Interface of this node -> bytes received and sent, by its HCAs if it has some (sockets miss those)."""
     carried: dict[str, int] = {}
     for line in (_read(Path("/proc/self/net/dev")) or "").splitlines()[2:]:
         name, _, rest = line.partition(":")
@@ -124,8 +121,8 @@ def say(node: Node, port: Port) -> str:
 
 
 def unreachable(current: Session) -> list[str]:
-    """Neighbours in this rank's groups that do not answer over the NIC of the group, each as half a sentence;
-    in about PROBE_S seconds."""
+    """Neighbours that do not answer over their group's NIC, half a sentence each; in about PROBE_S
+    seconds."""
     todo: dict[tuple[str, str], Port] = {}  # (node, fabric) -> its port
     for record in current.groups:
         if record.transport.fabric not in current.node.fabrics or current.rank not in record.ranks:
@@ -157,8 +154,7 @@ def unreachable(current: Session) -> list[str]:
 
 
 def answers_at(source: str, target: str, port: int = _PROBED_PORT, seconds: float = PROBE_S) -> bool:
-    """Whether the kernel at `target` answers a connection attempt from address `source`; True where one has
-    none."""
+    """Whether the kernel at `target` answers a connection from `source`; True where one has no address."""
     if not source or not target:
         return True
     try:

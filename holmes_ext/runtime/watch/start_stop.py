@@ -1,5 +1,4 @@
-"""Starts and stops what looks on while the job runs: telemetry, the watchdog, and the watch over this node's
-NICs."""
+"""Starts and stops telemetry, the watchdog, and the watch over this node's NICs."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class _Running:
 
 
 def start(current: Session, metrics: Metrics | None = None) -> list[str]:
-    """Switch on what the options ask for, and tell `metrics`; returns lines for the user. Who is alone waits
-    for nobody."""
+    """Switch on what the options ask for, and tell `metrics`; returns lines for the user."""
     several = current.process.world_size > 1
     limits = current.options.watchdog_limits if several else None
     lines: list[str] = []
@@ -73,8 +71,7 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
 
 
 def stop() -> None:
-    """Switch off; what is recorded gets written. Waits a moment for the backend's threads to tell what has
-    ended."""
+    """Switch off; what is recorded gets written, after a moment for the backend's threads."""
     atexit.unregister(stop)
     learning.stop()
     unwatch_nics()

@@ -40,8 +40,7 @@ _TOLD, LINES = 8, 20
 
 @dataclass(frozen=True)
 class Waiting:
-    """One operation under way. number: which one of the group's (of the messages to or from `peer`); age in
-    seconds."""
+    """One operation under way. number: which of the group's (or of messages with `peer`); age: seconds."""
 
     group: str
     kind: str
@@ -64,9 +63,8 @@ class Waiting:
 
 @dataclass(frozen=True)
 class State:
-    """What a rank tells of itself when its step is late. started: operations by group; messages: "send GROUP
-    PEER" -> how many; nics: interface -> bits/s that it carries now, both ways; look: grows while the rank is
-    alive."""
+    """Of a rank whose step is late. started: operations by group; messages: "send GROUP PEER" -> count; nics:
+    interface -> bits/s, both ways; look: grows while the rank is alive."""
 
     rank: int
     node: str
@@ -100,8 +98,7 @@ Ask = Callable[[int], State | None]
 
 
 def blame(rank: int, ask: Ask, node_of: Callable[[int], str], rates: Mapping[str, int]) -> str:
-    """Who holds `rank` up, in words; follows who waits for whom. rates: bits/s of each fabric. "" when `rank`
-    waits for nobody."""
+    """Who holds `rank` up, in words, following who waits for whom; "": nobody. rates: of each fabric."""
     path: list[int] = []
     seen_in: Waiting | None = None
     while True:
@@ -151,8 +148,8 @@ def _say(line: str) -> None:
 
 @dataclass(eq=False)
 class Watchdog:
-    """The thread, and what it needs: a step is late after max(factor x the median step, floor_s) seconds; one
-    of the first, before there is a median, after FIRST_FLOORS x floor_s."""
+    """A step is late after max(factor x the median step, floor_s) seconds; one of the first, before there is
+    a median, after FIRST_FLOORS x floor_s."""
 
     recorder: Recorder
     factor: float
@@ -180,8 +177,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, and returns when it has ended: one that came back from the store while the
-        interpreter ends would abort the process (status 134)."""
+        """Returns when the thread has ended: in the store while the interpreter ends it would abort (134)."""
         self._ended.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(STORE_S + 5.0)
@@ -195,8 +191,7 @@ class Watchdog:
                 self.say_alone()
 
     def look(self) -> None:
-        """One look at the clock; when the step is late, tell the others, and say who is behind if nobody
-        has."""
+        """One look at the clock; of a late step tell the others, and say who is behind if nobody has."""
         if not self._late():
             self._carried = None
             return
@@ -272,8 +267,7 @@ class Watchdog:
             [self._key(rank)]) else None
 
     def _explain(self, state: State) -> None:
-        """Say the line, unless another rank has for this step; everybody who is alive gets time to tell of
-        itself twice."""
+        """Say the line unless another rank has; who is alive gets time to tell of itself twice."""
         key, late = f"{self.prefix}/said", state.step
         last = self._store.compare_set(key, "", "none -2 0").decode()
         _, step, lines = last.split()
@@ -305,8 +299,8 @@ class Watchdog:
                      f"{state.rank})")
 
     def say_alone(self) -> None:
-        """The store does not answer: the lowest rank of what is waited for, but the store's host, says what
-        it sees."""
+        """The store is silent: the lowest rank of those that are waited for, but its host, says what it
+        sees."""
         state = self.state()
         if not self._late() or not state.waiting or self._alone_at == state.step:
             return

@@ -42,7 +42,7 @@ def walk(orders, forward, backward, transfer):
 
 
 def orders_of(held, micro_batches):
-    return [passes(stage, len(held), micro_batches, held=one) for stage, one in enumerate(held)]
+    return [passes(stage, len(held), micro_batches, in_flight=one) for stage, one in enumerate(held)]
 
 
 def test_free_edges_are_1f1b():

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from holmes_ext.plan.cost.memory import stage_memory, under_way, working_bytes
+from holmes_ext.plan.cost.memory import in_flight, stage_memory, working_bytes
 from holmes_ext.plan.cost.model import Model
 
 torch = pytest.importorskip("torch")
@@ -157,7 +157,7 @@ def test_activations_of_blocks(recompute, heads, sequence):
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_activations_grow_with_the_micro_batches_under_way(micro_batches):
     kept, _ = measured(MODEL, micro_batches)
-    keep = under_way(0, 4, 1, micro_batches)
+    keep = in_flight(0, 4, 1, micro_batches)
     assert keep == micro_batches and kept == pytest.approx(keep * expected(MODEL), rel=WITHIN)
 
 
@@ -205,6 +205,6 @@ def test_states(zero, shards):
 def test_under_way():
     """1F1B: p - s. Interleaved: the first stage keeps (1 + (p - 1) / (p v)) p micro-batches, as in arXiv
     2104.04473, section 2.2 and 2205.05198."""
-    assert [under_way(stage, 4, 1, 8) for stage in range(4)] == [4, 3, 2, 1] and under_way(0, 4, 1, 2) == 2
-    assert under_way(0, 4, 2, 100) == pytest.approx(4 * (1 + 3 / (4 * 2)))
-    assert under_way(0, 4, 2, 3) == 3
+    assert [in_flight(stage, 4, 1, 8) for stage in range(4)] == [4, 3, 2, 1] and in_flight(0, 4, 1, 2) == 2
+    assert in_flight(0, 4, 2, 100) == pytest.approx(4 * (1 + 3 / (4 * 2)))
+    assert in_flight(0, 4, 2, 3) == 3

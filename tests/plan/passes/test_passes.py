@@ -42,7 +42,7 @@ def test_what_an_engine_could_not_run_is_refused_in_one_line(texts, told):
 
 def test_a_schedule_says_what_it_holds():
     one = PassOrder.parse(["F0 F1 F2 B0 I1 W1 B2", "F0 F1 I0 F2 I1 W0 I2 W1 W2"])
-    assert one.held == (3, 3) and one.micro_batches == 3 and PassOrder.parse(one.texts) == one
+    assert one.in_flight == (3, 3) and one.micro_batches == 3 and PassOrder.parse(one.texts) == one
     assert before(one.stages[1], "BI", "F") == (0, 0, 1) and before(one.stages[1], "F", "BI") == (2, 3, 3)
 
 
@@ -67,7 +67,7 @@ def test_no_schedule_beats_the_bound_or_the_memory(seeds):
         one = PassOrder(tuple(map(tuple, orders)))
         # who listed them may have waited in vain
         assert seconds >= (ended := max(one.ends(times))) * (1 - 1e-9)
-        assert all(map(int.__le__, one.held, map(int, times.most)))
+        assert all(map(int.__le__, one.in_flight, map(int, times.most)))
         assert ended >= least_s(times) * (1 - 1e-9), seed
         tight += ended < 1.05 * least_s(times)
     assert tight > len(seeds) / 10
@@ -86,7 +86,7 @@ def test_what_is_found_at_40_ms(pass_s):
         times = Times(one, one, one, edges, 16, tuple(map(float, most)))
         found = solved(times, held)
         gain = now / max(found.ends(times))
-        assert gain >= least and all(map(int.__le__, found.held, most))
+        assert gain >= least and all(map(int.__le__, found.in_flight, most))
         assert not proven or max(found.ends(times)) == pytest.approx(least_s(times)) and gain < 1.10
 
 
@@ -135,7 +135,7 @@ def test_the_plan_lists_passes_where_it_may(engine, options, lists):
         if lists:
             one = PassOrder.parse(traffic.passes)
             assert one.splits and not traffic.in_flight and not any(own.overlap for own in traffic.reductions)
-            assert all(load.bytes_of(held) <= 40e9 for load, held in zip(plan.loads, one.held))
+            assert all(load.bytes_of(held) <= 40e9 for load, held in zip(plan.loads, one.in_flight))
     assert parse_plan(plan.to_json(), "plan.json").traffic == plan.traffic
 
 

@@ -30,7 +30,7 @@ def steps_of(rank, count):
     for step in range(count):
         box.begin(FLIGHT, MICRO_BATCHES, torch.empty(0))
         got, posted = [], []
-        for kind, index, _ in passes(rank, 2, MICRO_BATCHES, held=FLIGHT.held[rank]):
+        for kind, index, _ in passes(rank, 2, MICRO_BATCHES, in_flight=FLIGHT.in_flight[rank]):
             box.unit = kind, index
             tensor = torch.full((2, 3), float(10 * step + index))
             if (kind, rank) in (("F", 1), ("B", 0)):
@@ -42,7 +42,7 @@ def steps_of(rank, count):
             posted.append(box._count[1 - rank])
             if (kind, rank) == ("B", 0):
                 box.arrived("F", index)
-                assert len(box._sent["F"]) == min(FLIGHT.held[0] - 1, MICRO_BATCHES - 1 - index)
+                assert len(box._sent["F"]) == min(FLIGHT.in_flight[0] - 1, MICRO_BATCHES - 1 - index)
         box.end()
         assert not box._posted[1 - rank] and not any(box._sent.values())
         seen.append(got)

@@ -90,7 +90,7 @@ def one_step(box, flight, stage, micro_batches, log):
 
 
 def stages_of(flight):
-    return len(flight.schedule.stages if isinstance(flight, ListedOrder) else flight.held)
+    return len(flight.schedule.stages if isinstance(flight, ListedOrder) else flight.in_flight)
 
 
 def messages(log):

@@ -26,7 +26,7 @@ def some_across(rng, names):
 def passed_on(across, names):
     """What every cluster has at the end, as the multiset of whose values were added, by part; messages in
     flight are matched by sender, receiver and tag, first in, first out."""
-    count = 1 if across.way == "tree" else len(names)
+    count = 1 if across.algorithm == "tree" else len(names)
     held = {name: [[name] for _ in range(count)] for name in names}
     queues, place = {}, dict.fromkeys(names, 0)
     program = {name: rounds(across, names, name) for name in names}
@@ -71,14 +71,14 @@ SLOW_AC = wan(("a", "b", 400, 0.02), ("b", "c", 400, 0.02), ("a", "c", 100, 0.02
 
 
 def test_ways_leave_the_slow_link_alone():
-    trees = [way for way in ways_across(SLOW_AC, ("a", "b", "c")) if way.way == "tree"]
+    trees = [way for way in ways_across(SLOW_AC, ("a", "b", "c")) if way.algorithm == "tree"]
     assert any(set(zip(way.order, way.parents)) == {("b", ""), ("a", "b"), ("c", "b")} for way in trees)
     square = {frozenset(pair) for pair in (("a", "c"), ("c", "b"), ("b", "d"), ("d", "a"))}
     links = [(a, b, 400 if {a, b} in square else 100, 0.01) for a, b in
              (("a", "b"), ("a", "c"), ("a", "d"), ("b", "c"), ("b", "d"), ("c", "d"))]
-    (ring,) = [way for way in ways_across(wan(*links), tuple("abcd")) if way.way == "ring"]
+    (ring,) = [way for way in ways_across(wan(*links), tuple("abcd")) if way.algorithm == "ring"]
     assert {frozenset(pair) for pair in neighbours(ring.order)} == square
-    assert [way.way for way in ways_across(Wan(), ("a", "b", "c"))] == ["direct"]
+    assert [way.algorithm for way in ways_across(Wan(), ("a", "b", "c"))] == ["direct"]
 
 
 def relayed(rank, clusters, ways, numels, streams=1):

@@ -1,7 +1,7 @@
 """What every reduction of the gradients of a stage tells of itself.
 
-A reduction is made for one family of groups (plan/placement/fold.py). Its prices are what it takes where
-nothing else is on the networks; its flows are the same for the simulation, which adds what they wait for.
+It is made for one family of groups (plan/placement/fold.py): its prices where it is alone, its flows for the
+simulation.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class PricedReduction:
         return self.once.seconds(size)
 
     def flows(self, sizes: Sequence[float], tag: Tag, most: int) -> list[list[Flow]]:
-        """The sum of buckets of `sizes` bytes: chains, each begun by its first flow; the last one is named
-        `tag`. most: chains at most."""
+        """Of buckets of `sizes` bytes: at most `most` chains, begun by their first flow; the last is named
+        `tag`."""
         return [[Flow((self.load,), tuple(sizes), tag, tag[:3])]]
 
 

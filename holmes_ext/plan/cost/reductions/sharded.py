@@ -62,8 +62,8 @@ class Sharded(PricedReduction):
     def passes(
         self, forward: Row, backward: Row, sizes: Row, repeats: Sequence[int], prefetch: bool
     ) -> tuple[Row, Row]:
-        """[kind] of layers with gradients of so many bytes, which follow each other so many times: seconds of
-        a layer's forward and backward pass of a micro-batch, which compute so long, with what they send."""
+        """[kind of layer] seconds of a forward and a backward pass that compute so long, with what they send;
+        sizes: bytes of its gradients."""
         if self.zero < 2:
             return forward, backward
         weights = self.gather if self.zero == 3 else FREE
@@ -86,14 +86,13 @@ def added(*rows: Row) -> Row:
 
 
 def longest(rows: Sequence[tuple[Row, float]], repeats: Sequence[int]) -> Row:
-    """Of passes over all layers, each with seconds that nothing hides: the one that takes longest, those
-    added to its first layer."""
-    row, more_s = max(rows, key=lambda one: sumprod(one[0], repeats) + one[1])
+    """Of passes over all layers with seconds that nothing hides: the longest, those added to layer 0."""
+
+    def seconds(one: tuple[Row, float]) -> float:
+        return sum(value * count for value, count in zip(one[0], repeats)) + one[1]
+
+    row, more_s = max(rows, key=seconds)
     return row[0] + more_s / repeats[0], *row[1:]
-
-
-def sumprod(row: Row, repeats: Sequence[int]) -> float:
-    return sum(value * count for value, count in zip(row, repeats))
 
 
 def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
@@ -112,9 +111,7 @@ def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
 
 
 def owners(network: Network, family: GroupFamily) -> GroupFamily:
-    """Of the same groups those of one shard: a rank of each cluster; a node has as many as ranks of the
-    others.
-    """
+    """Groups of one shard: a rank of each cluster; a node has as many as ranks of the others."""
     first: dict[str, GroupPart] = {}
     for part in family.parts:
         first.setdefault(network.cluster(part.kind), part)

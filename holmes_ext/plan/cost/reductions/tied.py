@@ -45,8 +45,7 @@ def in_two_levels(
 
 
 def tied_sums(sizes: Sizes) -> list[tuple[int, ...]]:
-    """The ranks that hold the same part of such a weight: those of the first and of the last stage in
-    turn."""
+    """Ranks with the same part of such a weight: of the first and of the last stage in turn."""
     group_of = {rank: own for own in groups(sizes, "data") for rank in own}
     ends = {(group_of[ranks[0]], group_of[ranks[-1]]) for ranks in groups(sizes, "pipeline")}
     return [tuple(rank for pair in zip(first, last) for rank in pair) for first, last in sorted(ends)]

@@ -41,9 +41,7 @@ def chunk_bytes(ranks: int, direct: bool) -> int:
 
 
 def chunks_of(size: float, chunk_bytes: float) -> int:
-    """Chunks of a sum of `size` bytes, all alike: what is left beside whole ones would cost nearly as much as
-    one.
-    """
+    """Of a sum of `size` bytes, all alike: what is left beside whole ones costs nearly as much as one."""
     return max(1, int(size // chunk_bytes))
 
 
@@ -109,8 +107,7 @@ class TwoLevels(PricedReduction):
         return (alone + self.gather).seconds(size)
 
     def sized(self, size: float) -> TwoLevels:
-        """With chunks that suit a sum of so many bytes: small ones fill the levels soon, large ones outlast
-        the latency."""
+        """With chunks that suit so many bytes: small ones fill the levels, large ones outlast latency."""
         if not self.stalls or self.across.latency_s < HIDDEN_LATENCY_S:
             return self
         found = [self]
@@ -136,8 +133,7 @@ class TwoLevels(PricedReduction):
             yield Flow(loads, (part * size,), names[step], (tag[:3], step), then, True, way_s, blocks)
 
     def streams(self, network: Network, crossing: float) -> int:
-        """TCP streams between two ranks that fill the links on the route, as far as one was measured to carry
-        less. crossing: groups at once."""
+        """TCP streams between two ranks that fill the measured links; crossing: groups at once."""
         found, load = 1, self.there
         assert load.fabric is not None
         nic_bps = load.fabric.rate_bps / self.senders
@@ -150,8 +146,7 @@ class TwoLevels(PricedReduction):
         return min(found, MOST_STREAMS)
 
     def faster_from(self, flat: PricedReduction) -> int | None:
-        """The least bytes of a sum for which this is faster than `flat`; None: it is not, however large it
-        is."""
+        """The least bytes of a sum for which this is faster than `flat`; None: never."""
         sums = [2**power for power in range(10, 31)]
         slower = [size for size in sums if self.seconds(size) >= flat.seconds(size)]
         if sums[-1] in slower:
@@ -161,8 +156,7 @@ class TwoLevels(PricedReduction):
 
 def two_levels(
     network: Network, family: GroupFamily, size: float, direct: bool, groups: float = 0,
-    compress: str = "off",
-    inside_bps: float = 0.0, spread: bool = True, chunk_bytes: int = 0,
+    compress: str = "off", inside_bps: float = 0.0, spread: bool = True, chunk_bytes: int = 0,
 ) -> TwoLevels | None:
     """Of the groups of a family, by the fastest route for a sum of `size` bytes; None where they cannot.
 
@@ -176,8 +170,7 @@ def two_levels(
 
 def _two_levels(
     network: Network, size: float, family: GroupFamily, direct: bool, groups: float, compress: str,
-    inside_bps: float,
-    spread: bool, given_bytes: int,
+    inside_bps: float, spread: bool, given_bytes: int,
 ) -> TwoLevels | None:
     clusters: dict[str, list[GroupPart]] = {}
     for part in family.parts:
@@ -199,7 +192,8 @@ def _two_levels(
         _inside(network, family, parts, ranks[name], direct, groups, inside_bps)
         for name, parts in clusters.items() if ranks[name] > 1
     )
-    routes = ways_across(network.wan, tuple(clusters)) if direct else _nccl_route(network, tuple(clusters))
+    around = CrossClusterAlgorithm("ring" if network.wan else "direct", tuple(clusters))  # NCCL's all-reduce
+    routes = ways_across(network.wan, tuple(clusters)) if direct else (around,)
     made = []
     for route in routes[:1] if compress != "off" else routes:
         there, back = (_half(network, family, clusters, ranks, half, groups) for half in route.halves)
@@ -214,17 +208,12 @@ def _two_levels(
             chunk_bytes=given_bytes or chunk_bytes(min(ranks.values()), direct),
             route=route, ranks=ranks, half_s=route.latency_s(way_s), share=share,
             longer_s=route.latency_s(lambda pair: network.longer_s(fabric, pair)),  # noqa: B023
-            stalls=bool(network.wan) and direct and route.way == "direct",
+            stalls=bool(network.wan) and direct and route.algorithm == "direct",
             senders=max(_senders(part, groups) for part in family.parts),
         )  # fmt: skip
         made.append(one if given_bytes else one.sized(size))
     best = min(made, key=lambda one: one.seconds(size))
     return best if best.seconds(size) < WORTH * made[0].seconds(size) else made[0]
-
-
-def _nccl_route(network: Network, names: tuple[str, ...]) -> tuple[CrossClusterAlgorithm, ...]:
-    """Its all-reduce goes round the clusters in the order of ranks."""
-    return (CrossClusterAlgorithm("ring" if network.wan else "direct", names),)
 
 
 def _senders(part: GroupPart, groups: float) -> float:
@@ -233,8 +222,7 @@ def _senders(part: GroupPart, groups: float) -> float:
 
 def _inside(
     network: Network, family: GroupFamily, parts: Sequence[GroupPart], ranks: int, direct: bool,
-    groups: float,
-    inside_bps: float,
+    groups: float, inside_bps: float,
 ) -> Load:
     """One step among the ranks of a cluster."""
     if sum(part.nodes for part in parts) == 1:
@@ -252,8 +240,7 @@ def _inside(
 
 def _half(
     network: Network, family: GroupFamily, clusters: Mapping[str, Sequence[GroupPart]],
-    ranks: Mapping[str, int],
-    volumes: Mapping[Pair, float], groups: float,
+    ranks: Mapping[str, int], volumes: Mapping[Pair, float], groups: float,
 ) -> Load:
     """The way across, there or back; volumes: bytes from cluster to cluster, for each byte summed."""
     fabric = network.fabric(family.kinds)

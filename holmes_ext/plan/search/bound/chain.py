@@ -13,7 +13,7 @@ class ChainBound(StepLowerBound):
     """Of one placement; costs: of the simulation."""
 
     def chained(self, low: float, known: float) -> tuple[float, tuple[int, ...]]:
-        """As seconds, between `low` and `known`, with the stages' last backwards one after the other; and a
+        """As seconds between `low` and `known`, with the stages' last backwards one after the other; and a
         split for which no more is known. (`known`, ()) where none is below that."""
         found = self._chain(known)
         if not found:
@@ -53,8 +53,8 @@ class ChainBound(StepLowerBound):
     def _chain_stage(
         self, stage: int, most: int, ends: dict[int, float], over: int, step_s: float, rest_s: float
     ) -> dict[int, tuple[float, int, int]]:
-        """Layers of this stage and those below -> (least moment, layers here, layers below). over: that the
-        stages above can hold."""
+        """Layers here and below -> (least moment, layers here, layers below). over: that stages above can
+        hold."""
         f, b, extra_b = self.forward[stage], self.backward[stage], self.extra_backward[stage]
         last = stage == self.count - 1
         edge = 0.0 if last else self.edges[stage]

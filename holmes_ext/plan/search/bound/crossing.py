@@ -19,8 +19,7 @@ from holmes_ext.plan.search.bound.stages import Stages
 
 
 class SharedHop(NamedTuple):
-    """each_s: seconds of a block's gradients on it at least, on any of these stages; ends_s: of what the
-    first and the last stage have besides."""
+    """each_s: of a block's gradients on it at least, on any of these stages; ends_s: what both ends add."""
 
     stages: tuple[int, ...]
     each_s: float

@@ -56,8 +56,8 @@ APART = 0.01
 
 
 class _Passes(NamedTuple):
-    """All passes of a stage, from its first forward to the end of its last backward: seconds besides those
-    that a micro-batch takes below it."""
+    """All of a stage, from its first forward to its last backward's end, but what micro-batches take
+    below."""
 
     #: Its own passes, which wait once for what is below.
     alone: float
@@ -81,8 +81,8 @@ class StepLowerBound(Stages):
             self._add_lines()
 
     def _add_lines(self) -> None:
-        """Of every stage: what the others take at least (one layer each) down to it, below it and back, and
-        above it; and what one more layer takes there."""
+        """What the others take at least (one layer each) down to a stage, below it, above it; and a layer
+        more."""
         count, m = self.count, self.m
         self.there = [0.0, *accumulate(self.edges)]
         self.down = [0.0, *accumulate(map(sum, zip(self.forward, self.extra_forward)))]
@@ -137,8 +137,8 @@ class StepLowerBound(Stages):
         return above, above + (self.gone[stage] if stage < self.count - 1 else 0.0)
 
     def _passes(self, stage: int, layers: int) -> _Passes:
-        """With so many layers. A stage begins as many micro-batches before its first backward as the memory
-        holds then, and as 1F1B has at least."""
+        """Of so many layers, with as many micro-batches in flight as the memory holds then (1F1B's at
+        least)."""
         if layers in self.own[stage]:
             return self.own[stage][layers]
         m, begun = self.m, self._begun(stage, layers)
@@ -161,7 +161,7 @@ class StepLowerBound(Stages):
     def _begun(self, stage: int, layers: int) -> int:
         """Micro-batches before the first backward, at most."""
         costs, begun = self.costs, self.ahead[stage]
-        if not self.hides or costs.room_bytes[stage] == inf:
+        if not self.async_edges or costs.room_bytes[stage] == inf:
             return begun
         ends = [kind for kind, at in ((0, 0), (2, self.count - 1)) if stage == at]
         kept = layers * costs.kept_bytes[1] + sum(costs.kept_bytes[kind] for kind in ends)
@@ -192,15 +192,14 @@ class StepLowerBound(Stages):
         return low
 
     def first_left(self) -> float:
-        """Seconds after the first stage's last backward at least, whatever it holds: where an edge's
-        messages, one after the other, make a step long, its reductions and the tied embedding's come on
-        top."""
+        """Seconds after the first stage's last backward at least: where an edge's messages make a step long,
+        its reductions and the tied embedding's come on top."""
         rest_s = self.levels[0][0] if self.levels else 0.0
         return min(self._left(0, layers, rest_s) for layers in range(1, self.most[0] + 1))
 
     def _work(self, most: Sequence[int], from_stage: int = 0) -> float:
-        """Of one micro-batch at least, with at most so many layers on each stage; the stages before
-        from_stage forward only."""
+        """Of a micro-batch at least, with at most so many layers a stage; those before from_stage forward
+        only."""
         ends = sum(self.extra[from_stage:]) + sum(self.extra_forward[:from_stage])
         if self.even:
             above = min(self.layers - self.count + from_stage, sum(most[:from_stage]))
@@ -243,8 +242,8 @@ class StepLowerBound(Stages):
         return most if good else None
 
     def _takes(self, stage: int, layers: int, above: int, rest_s: float, first_s: float) -> float:
-        """Seconds of a step at least where a stage has so many layers and those above it at most `above`; the
-        others lie where they take least. first_s: of the first stage after its last backward."""
+        """Of a step at least where a stage has so many layers, those above at most `above`, the others lie
+        where they take least. first_s: of the first stage after its last backward."""
         left, below = self.layers - layers - self.count + 1, self.below[stage]
         down, up = self.down[stage], self.up[stage]
         if left:
@@ -264,8 +263,7 @@ class StepLowerBound(Stages):
         return end + max(self._left(stage, layers, rest_s), back)
 
     def _left(self, stage: int, layers: int, rest_s: float) -> float:
-        """Seconds after its last backward at least: reductions, tied ones, all stages' norm, optimizer,
-        gathers."""
+        """After its last backward at least: reductions, tied ones, all stages' norm, optimizer, gathers."""
         after = self.after[stage]
         backward = layers * self.backward[stage] + self.extra_backward[stage]
         reduce = max(0.0, layers * after.reduce[0] + after.reduce[1] - after.hidden * backward)

@@ -47,16 +47,15 @@ def fastest_first(spec: SiteSpec, model: Model, kin: Sequence[int]) -> list[int]
 
 
 def ideal(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Model]:
-    """`count` nodes of one cluster with the best of all GPUs, on one network that is better than any; and
-    `model` there. What a step takes on it is a floor for all subsets. links: measured ones."""
+    """`count` nodes of one cluster with the best GPUs, on one network better than any, and `model` there: a
+    floor for all subsets. links: measured ones."""
     names = [node.name for node in site.nodes[:count]]
     return _on_one_fabric(site, dict.fromkeys(names, "best"), links), replace(
         model, gpus={"best": _best([model.gpu_of(name) for name in site.clusters])})
 
 
 def ideal_gpus(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Model]:
-    """The `count` nodes with the fastest GPUs, each GPU a cluster of its own, all on that network: what they
-    compute alone is a floor, too."""
+    """The `count` nodes with the fastest GPUs, each GPU a cluster, on that network: a floor of computing."""
     fastest = sorted(site.nodes, key=lambda node: -model.gpu_of(node.cluster).flops)[:count]
     gpus = {f"{model.gpu_of(node.cluster).flops:g}": model.gpu_of(node.cluster).flops for node in fastest}
     clusters = {node.name: f"{model.gpu_of(node.cluster).flops:g}" for node in fastest}

@@ -28,8 +28,8 @@ FEWEST = 3
 
 
 class OrderBounds:
-    """Of complete sizes. bound_of: a placement's; every chain of single clusters has whole stages. ring_bits:
-    of all gradients, of ShapeBound."""
+    """Of complete sizes. bound_of: a placement's; ring_bits: of all gradients (ShapeBound). Chains of single
+    clusters have whole stages."""
 
     def __init__(self, orders: Orders, sizes: Sizes, bound_of: Callable[[Placement], StepLowerBound],
                  ring_bits: float):
@@ -70,8 +70,7 @@ class OrderBounds:
         self.fixed = min(self.fixed or inf, work + 2 * inside)
 
     def below(self, best: float) -> tuple[list[tuple[float, Placement]], float]:
-        """(bound, placement) of those that may take less than `best`; what those that were not looked at take
-        at least."""
+        """(bound, placement) of those that may take less than `best`; what the others take at least."""
         found, bounded, number = [], 0, count()
         heap: list[tuple[float, int, int, Groups]] = []
         for together in self.every[1:]:

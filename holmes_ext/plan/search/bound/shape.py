@@ -9,7 +9,7 @@ from itertools import permutations
 from math import inf
 
 from holmes_ext.cluster.site import ETHERNET, Fabric
-from holmes_ext.plan.cost.memory import under_way
+from holmes_ext.plan.cost.memory import in_flight
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.reductions.two_levels import SHARES
@@ -46,9 +46,9 @@ class ShapeBound:
         room = sum(count / seconds for count, seconds in zip(stages, each))
         share = max(f / seconds for f, seconds in zip(forward, each))
         share = min(1.0, share * 1.2)  # embedding and output may have a greater one
-        hides = self.prices.hide_edges
-        ahead = m if hides and edges else min(shape.pipeline, m)  # at most, whatever the edges are
-        load = self.edge_s(latency=False) if hides else edge
+        async_edges = self.prices.hide_edges
+        ahead = m if async_edges and edges else min(shape.pipeline, m)  # at most, whatever the edges are
+        load = self.edge_s(latency=False) if async_edges else edge
         once, rounds = layers * min(each) + 2 * edges * edge, (m - 1) // ahead + 1
         weight = max(0.0, m - 1 - (ahead - 1) * share)
         # after its last backward, which may hide as much of it, a stage reduces what it holds
@@ -97,22 +97,20 @@ class ShapeBound:
         return forward, forward + self.job.block.backward_flops / gpus.flops + half, limit
 
     def _has_room(self, limit: float) -> bool:
-        """Whether the stages could hold all layers if each had the largest memory, without embedding and
-        output."""
+        """Whether the stages could hold all layers with the largest memory, without embedding and output."""
         shape, job = self.shape, self.job
         if limit == inf:
             return True
         room, layers = limit - job.working_bytes, 0
         for stage in range(shape.pipeline):
-            keep = under_way(stage, shape.pipeline, shape.virtual, shape.micro_batches)
+            keep = in_flight(stage, shape.pipeline, shape.virtual, shape.micro_batches)
             layers += int(max(0.0, room) // (job.state_bytes[1] + keep * job.block.kept_bytes))
             if layers >= job.blocks:
                 return True
         return False
 
     def edge_s(self, latency: bool = True) -> float:
-        """Seconds of an activation to the next stage at least; 0 where neighbouring stages may share a
-        node."""
+        """Of an activation to the next stage at least; 0 where neighbouring stages may share a node."""
         shape, processes = self.shape, self.network.processes
         replica = shape.pipeline * shape.tensor * shape.context
         first = all(ranks % replica == 0 for ranks in self.ranks)
@@ -193,8 +191,8 @@ class ShapeBound:
 
     @property
     def ring_bits(self) -> float:
-        """Of all gradients, where they are not compressed and go round the clusters that sum them, so that
-        the worst link of a ring counts; else 0, for nothing is known."""
+        """Of all gradients, if they go uncompressed round the clusters (so a ring's worst link counts); else
+        0: nothing is known."""
         rules, experts = self.prices.rules, self.job.layers[1].expert_parameters
         if rules.direct or self.shape.zero or experts or rules.compress != "off":
             return 0.0
@@ -211,9 +209,8 @@ def rates_between(network: Network) -> dict[tuple[int, int], float]:
 
 
 def best_links(network: Network) -> tuple[list[float], list[list[float]], float]:
-    """Bits/s of the links of the clusters' spanning tree of the best ones (Prim 1957), descending; for 1, 2,
-    ... others, into each cluster from so many over its best links, descending; seconds of the least
-    latency."""
+    """Bits/s of the links of the spanning tree of the best ones (Prim 1957), descending; for 1, 2, ... others
+    into each cluster from so many, descending; the least latency."""
     every = range(len(network.kinds))
     clusters, rate = [network.cluster(kind) for kind in every], rates_between(network)
     hops = [network.wan.hops(clusters[one], clusters[two]) if rate[one, two] < inf else ()

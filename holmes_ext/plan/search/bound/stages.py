@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 
 class Message(NamedTuple):
-    """Seconds at least: of an activation to the next stage; of them those in which the sender is held up, and
-    those in which it flows; in which the sender's NIC carries it, and the fabric."""
+    """Seconds at least: of an activation to the next stage; that its sender is held up; in which it flows;
+    that the sender's NIC carries it; and the fabric."""
 
     all_s: float
     held_s: float
@@ -75,13 +75,13 @@ class Stages:
         """Messages, reductions, what follows them."""
         run, count = self.run, self.count
         #: Whether as many micro-batches are in flight as hide the edges.
-        self.hides = self.costs.hidden is not None
+        self.async_edges = self.costs.hidden is not None
         columns = _columns(self.placement)
         every = [[self._message(stage, low) for stage in range(count)] for low in columns]
         column, found = max(zip(columns, every), key=lambda item: sum(one.all_s for one in item[1]))
         self.column = column
         self.edges = [one.all_s for one in found[:-1]]
-        blocks = not self.hides and run.engine.sends != POSTED
+        blocks = not self.async_edges and run.engine.sends != POSTED
         self.gone = [one.held_s if blocks else 0.0 for one in found[:-1]]
         self.flow = [one.flow_s for one in found[:-1]]
         #: Micro-batches that a stage begins before its first backward, at most.
@@ -103,8 +103,8 @@ class Stages:
             self.tied[0] = self.tied[-1] = self._tied_s(column)
 
     def _most_ahead(self) -> list[int]:
-        """1F1B's; and as many more as hide the edges below at the least pace there is: so much in_flight
-        (plan/cost/pipeline.py) adds for each."""
+        """1F1B's, and as many more as hide the edges below at the least pace (plan/cost/pipeline.py,
+        in_flight)."""
         found = [self.count - stage for stage in range(self.count)]
         if self.costs.hidden is None:
             return found
@@ -166,9 +166,8 @@ class Stages:
         return Message(load.price.seconds(size), held_s, flow_s, nic_s, load.fabric.name)
 
     def _sent_both_ways(self, messages: Sequence[Message]) -> list[float]:
-        """Seconds in which the NIC of a stage sends an activation down and a gradient up; 0 where they do not
-        leave through the same, and where networks were measured: a NIC may carry more then than one
-        message."""
+        """In which a stage's NIC sends an activation down and a gradient up; 0 where these leave through
+        others, or networks were measured (a NIC may carry more then than one message)."""
         found = [0.0] * self.count
         if self.prices.network.links.measured or self.placement.stride % self.prices.network.processes:
             return found
@@ -240,8 +239,7 @@ class Stages:
         return twice * min(found, default=0.0)
 
     def _tied_s(self, low: int) -> float:
-        """All-reduce of the tied gradient between the first stage and the last at least; 0 where both may
-        share a node."""
+        """All-reduce of the tied gradient at least; 0 where first and last stage may share a node."""
         prices, size, last = self.prices, self.prices.job.tied_bytes, self.count - 1
         if last * self.placement.stride < prices.network.processes:
             return 0.0

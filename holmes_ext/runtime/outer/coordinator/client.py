@@ -56,8 +56,7 @@ class CoordinatorClient:
         self.salt: tuple[int, str] = (0, "")
 
     def ask(self, op: str, document: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """The answer to a question. HolmesError when it is an error, TimeoutError when the deadline passes
-        without one."""
+        """The answer; HolmesError when it is an error, TimeoutError when none comes by the deadline."""
         reason = "it did not answer"
         while not deadline.passed:
             try:

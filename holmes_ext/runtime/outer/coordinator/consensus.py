@@ -65,8 +65,8 @@ def voted_out(votes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 
 def differing(digests: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    """votes for voted_out(), from what each job got of each other one (sums, by who sent it): whoever got
-    something else than most accuses the sender."""
+    """votes for voted_out(), from what each job got of each other one: who got something else accuses the
+    sender."""
     found: dict[str, dict[str, str]] = {name: {} for name in digests}
     for sender in {name for told in digests.values() for name in told}:
         values = {name: told[sender] for name, told in digests.items() if sender in told}
@@ -81,8 +81,7 @@ def differing(digests: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, s
 
 
 def middle(documents: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Of each key the median of all documents that have it: one document cannot move it out of the others'
-    range."""
+    """Of each key the median of all documents that have it: one alone cannot move it far."""
     values: dict[str, list[float]] = defaultdict(list)
     for document in documents:
         for name, value in document.items():

@@ -14,11 +14,8 @@ HEARTBEAT_S = 2.0
 
 @dataclass
 class Member:
-    """One job. incarnation: this start of it; order: in which jobs came.
-
-    state: "waiting" (for others, at its start), "in", "late" (not waited for until it is heard again),
-    "gone".
-    """
+    """One job. incarnation: this start of it; order: in which jobs came; state: "waiting" (for others, at its
+    start), "in", "late" (not waited for until heard again), "gone"."""
 
     name: str
     incarnation: str
@@ -57,8 +54,7 @@ class Member:
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> str:
-    """What a new job has otherwise than job `name`, in words; "" when nothing. Documents of one depth more
-    are named key by key."""
+    """What a new job has otherwise than `name`, key by key (of documents one deeper too); "": nothing."""
     found = []
     for key in sorted({*ours, *theirs}):
         here, there = ours.get(key), theirs.get(key)

@@ -52,9 +52,8 @@ class Membership:
         self._secret = secrets.token_bytes(32)
 
     def hello(self, name: str, incarnation: str, told: Hello, now: float) -> Reply | None:
-        """None while another job of this name may only seem to be there: its host has lost power, or the link
-        is cut. A heartbeat of it tells that it lives, HEARTBEAT_S from now at the latest; look() finds out
-        that it is gone."""
+        """None while another job of this name may only seem to be there (no power, a cut link): a heartbeat
+        tells within HEARTBEAT_S that it lives, look() that it is gone."""
         old = self.members.get(name)
         if old is not None and old.state != "gone" and old.incarnation != incarnation:
             self._wait_for_rival(old, incarnation, now)
@@ -83,8 +82,7 @@ class Membership:
         return {"verdict": "hello", "round": self.number, "state": new.state}
 
     def _may_be_restarted(self, name: str, now: float) -> bool:
-        """Whether there is but a new job, which began alone before those came that are in the run. Later, or
-        once several agreed, nobody who says so takes the run over."""
+        """Whether there is but a new job, which began alone before those that are in the run."""
         others = [other for other in self._present() if other.name != name]
         return bool(others) and not self.together and now - self.started < self.patience_s(others)
 
@@ -93,8 +91,7 @@ class Membership:
         self.committed.clear()
 
     def enter(self, name: str, now: float) -> Reply | None:
-        """Whether the job may begin, and with whose weights. HolmesError when fewer than its `min` jobs came
-        in time."""
+        """Whether the job may begin, and with whose weights. HolmesError: fewer than its `min` jobs came."""
         member = self.member(name)
         others = self._present()
         if len(others) < member.hello.min:
@@ -190,8 +187,8 @@ class Membership:
         return {"verdict": "behind", "round": self.number, **told}
 
     def claim(self, member: Member, claims: Iterable[Claim]) -> None:
-        """What a job says that it has now. HolmesError where a version cannot exist, unless the job may have
-        it from a run that is over: then it is told once to take what is true."""
+        """What a job says that it has. HolmesError: a version that cannot exist, unless from a run that is
+        over (then it is told, once, to take what is true)."""
         member.claims = list(claims)
         for fragment, claim in enumerate(member.claims):
             known = member.current or member.corrected

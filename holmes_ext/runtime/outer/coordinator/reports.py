@@ -31,8 +31,7 @@ _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class Claim:
-    """A fragment as a job says that it has it: the round of its last outer step, and a checksum of it ("":
-    not told)."""
+    """The round of its last outer step, and a checksum ("": not told)."""
 
     version: int
     checksum: str = ""
@@ -40,9 +39,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class Hello:
-    """agreed: what all jobs must have alike. maps: by position, (start, stop, rank) of who exchanges what,
-    one after the other. addresses: by rank, HOST:PORT, "" where it cannot be called. round: the last it knows
-    of; entered: whether it is in the run already; peers: jobs that it knows."""
+    """agreed: the same in all jobs. maps: by position, (start, stop, rank) of who exchanges what. addresses:
+    by rank, HOST:PORT or "". round: the last it knows of; entered: it is in the run; peers: jobs that it
+    knows."""
 
     agreed: Mapping[str, Any]
     maps: Mapping[str, tuple[int, ...]]
@@ -62,8 +61,8 @@ class Hello:
 
 @dataclass(frozen=True)
 class ReadyReport:
-    """norm: length of the pseudo-gradient as it will be sent; None: it is not finite, or not to count, and
-    `why`. salted: checksum of the round's fragment with the salt of `salt_round`."""
+    """norm: of the pseudo-gradient as it will be sent; None: it does not count, and `why`. salted: the
+    fragment's checksum with the salt of `salt_round`."""
 
     round: int
     fragment: int
@@ -77,8 +76,8 @@ class ReadyReport:
 
 @dataclass(frozen=True)
 class Offer:
-    """Of rounds=async: a pseudo-gradient that waits for a round of its fragment. norm, why, salted,
-    salt_round: as of ReadyReport; slack_s: seconds until its sum would be applied at the earliest."""
+    """Of rounds=async: a pseudo-gradient that waits for a round. slack_s: seconds until its sum would be
+    applied; the rest: as of ReadyReport."""
 
     fragment: int
     tokens: float

@@ -97,8 +97,7 @@ class RollingCoordinator(Coordinator):
                 return
 
     def _grace_s(self, fragment: int, contributors: list[Member]) -> float:
-        """Seconds from the quorum on: as agreed, or so that the one who needs the sum first hardly waits for
-        it."""
+        """Seconds from the quorum on: as agreed, or so that who needs the sum first hardly waits."""
         agreed = contributors[0].hello.agreed.get("outer", {}).get("grace", "auto")
         if isinstance(agreed, (int, float)):
             return float(agreed)

@@ -15,8 +15,7 @@ _USUAL_ROUNDS = 16
 
 @dataclass
 class RoundState:
-    """ready, done, checked: reports by job; of the last two those of the attempt, and of the check, in
-    progress."""
+    """ready, done, checked: reports by job; of the last two those of the attempt and check in progress."""
 
     number: int
     fragment: int
@@ -79,8 +78,8 @@ def counted(
 def _believed(
     known: RoundState, tokens: dict[str, float], ranks: Mapping[str, int], limit: float
 ) -> dict[str, float]:
-    """Tokens for each rank are alike in jobs of one model; who claims `limit` times the others' is left out,
-    and none counts as more than `limit` times the median job."""
+    """Tokens a rank are alike in jobs of one model: who claims `limit` times the others' is left out, and
+    none counts as more than `limit` times the median job."""
     if not limit or len(tokens) < 3:
         return tokens
     each = {name: count / ranks[name] for name, count in tokens.items()}

@@ -142,8 +142,7 @@ class Coordinator(Settlement):
     def _truth_of_round(
         self, known: RoundState, here: list[Member], claims: dict[str, Claim]
     ) -> Claim | None:
-        """Of the current ones' claims; of all where none is current. What they told without salt counts as
-        well."""
+        """Of the current ones' claims; of all where none is current. Claims without salt count as well."""
         trusted = [m for m in here if m.current] or here
         plain = self.truth(known.fragment, trusted)
         if plain is None:

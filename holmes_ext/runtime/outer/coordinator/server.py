@@ -71,8 +71,7 @@ _CALL_BACK_S = 2.0
 
 
 class CoordinatorServer:
-    """Listens from construction on; serve() runs until close(). HolmesError when the address cannot be
-    had."""
+    """Listens from construction on; serve() runs until close(). HolmesError: no such address."""
 
     def __init__(
         self,
@@ -268,8 +267,7 @@ class CoordinatorServer:
         raise HolmesError(f"the coordinator does not know {op!r:.40}; install the same holmes_ext everywhere")
 
     def _with_ticket(self, reply: dict[str, Any], job: str, incarnation: str, of: str) -> dict[str, Any]:
-        """What shows the ranks of `of` that a caller is this job: they, this one and the coordinator know
-        it."""
+        """What shows the ranks of `of` that a caller is this job: a secret of both and the coordinator."""
         secret = self._secrets.get((of, str(reply.get("incarnation"))), "")
         return {**reply, "ticket": ticket(secret, job, incarnation)} if secret else reply
 

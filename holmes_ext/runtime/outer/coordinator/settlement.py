@@ -60,8 +60,7 @@ class Settlement(Membership):
     def _in_progress(
         self, name: str, number: int, attempt: int, now: float
     ) -> tuple[RoundState | None, Reply | None]:
-        """The round, where this job is in this attempt of it and it is not over; else what the job is
-        told."""
+        """The round, where this job is in its attempt and it is not over; else what the job is told."""
         known = self.rounds.get(number)
         if known is None:
             return None, {"verdict": "void", "round": self.number, "why": "the coordinator was restarted"}
@@ -88,8 +87,7 @@ class Settlement(Membership):
         return None
 
     def _conclude(self, known: RoundState, now: float) -> None:
-        """The check, the next attempt, or void: when all members have told, or those who have not are given
-        up."""
+        """The check, the next attempt, or void: when all members have told or are given up."""
         lost = self._given_up(known, set(known.done), now)
         if lost is None:
             return

@@ -10,9 +10,8 @@ from holmes_ext.runtime.outer.coordinator.rules import Coordinator
 
 
 def status_of(coordinator: Coordinator, relayed: Mapping[str, int], now: float) -> dict[str, Any]:
-    """round: the last one that was opened; of each job its state, what it told in its last heartbeat (step,
-    steps_per_second, bits_per_second, round), its lag (seconds after the first in its last round), rounds it
-    was counted in and missed, bytes that were relayed for it."""
+    """round: the last that was opened; of each job its state, its last heartbeat's figures, its lag (seconds
+    after the first in its last round), rounds counted and missed, bytes relayed for it."""
     jobs = [
         {
             "job": m.name,

@@ -25,8 +25,8 @@ from holmes_ext.runtime.outer.shards.weights import checksum
 
 
 class Attempt:
-    """members: shares by job, in order; pieces: of this rank (its job's owner in each is this rank); peers:
-    by job and rank."""
+    """members: shares by job, in order; pieces: of this rank (its job's owner there); peers: by job and
+    rank."""
 
     def __init__(
         self,
@@ -52,11 +52,8 @@ class Attempt:
         gradient: torch.Tensor,
         patience_s: float,
     ) -> list[torch.Tensor]:
-        """The contributors' pseudo-gradients of this rank's elements, in their order: float32, host.
-        gradient: this job's own.
-
-        links.PeersFailed when not all of them came.
-        """
+        """The contributors' pseudo-gradients of this rank's elements, in order: float32, host. gradient: this
+        job's. PeersFailed when not all came."""
         if fragment.residual is not None and self.others:
             self.residual = fragment.residual.float()
         places = [fragment.places(piece.start, piece.stop) for piece in self.pieces]

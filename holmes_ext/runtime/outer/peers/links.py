@@ -84,12 +84,9 @@ class PeerLinks:
     def swap(
         self, number: int, attempt: int, outgoing: Exchange, incoming: Exchange, patience_s: float
     ) -> None:
-        """Send and receive all at once; returns when everything is there. What cannot be had from one job
-        does not keep it from the others: PeersFailed names those that failed, at the end, and their
-        connections are closed.
-
-        patience_s: how long a peer may be silent. Both sides must know how many bytes come.
-        """
+        """Send and receive all at once, until everything is there. PeersFailed names, at the end, jobs that
+        failed; their connections are closed. patience_s: of a silent peer. Both sides know how many bytes
+        come."""
         begin = time.monotonic()
         sizes = {peer: _length(outgoing.get(peer, ())) + _length(incoming.get(peer, ()))
                  for peer in {*outgoing, *incoming}}  # fmt: skip
@@ -117,8 +114,8 @@ class PeerLinks:
     def _connect(
         self, sizes: Mapping[Peer, int], patience_s: float
     ) -> tuple[dict[Peer, list[Channel]], dict[str, str]]:
-        """Connections to all peers that could be reached, and why not to jobs that could not. sizes: bytes to
-        and from each."""
+        """Connections to all peers that were reached, and why not to others. sizes: bytes to and from
+        each."""
         deadline = Deadline(patience_s, "connecting")
         found: dict[Peer, list[Channel]] = {}
         failed: dict[str, str] = {}

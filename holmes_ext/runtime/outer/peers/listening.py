@@ -22,8 +22,8 @@ _ASK_S = 8.0
 
 
 def open_port(place: PortRange, coordinator: JoinAddress, rank: int) -> socket.socket | None:
-    """A listening socket, on the address by which this node reaches the coordinator (on all, where others are
-    told another one). HolmesError where none of the ports can be had."""
+    """A listening socket, on the address towards the coordinator (on all, if others are told another).
+    HolmesError: no port can be had."""
     if place.ports is None:
         return None
     host = "" if place.host else own_host(coordinator)
@@ -48,8 +48,7 @@ def told_address(
     credentials: Credentials,
     identity: RankIdentity,
 ) -> str:
-    """What other jobs are told to call; "" where they cannot: then this rank keeps a standing line to the
-    coordinator."""
+    """What other jobs call; "": they cannot, and this rank keeps a line to the coordinator."""
     if listening is None:
         return ""
     host, port = listening.getsockname()[:2]

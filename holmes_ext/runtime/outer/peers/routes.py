@@ -53,8 +53,8 @@ Purpose = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank of another job. incarnation: of that start of the job; address: "host:port", "" where it cannot
-    be called; ticket: what shows it that a call is this job's."""
+    """incarnation: of that start of the job; address: "host:port", or ""; ticket: shows that a call is this
+    job's."""
 
     job: str
     incarnation: str
@@ -74,9 +74,8 @@ class RankIdentity:
 
 
 class Routes:
-    """incoming(channel, purpose): what is done with a connection that another job's rank has made, in a
-    thread of its own. listening: this rank's port, None where it has none; address: what others are told to
-    call, "" where they cannot."""
+    """incoming(channel, purpose): what is done, in a thread, with a connection of another job's rank.
+    listening: this rank's port, or None; address: what others call, or ""."""
 
     def __init__(
         self,
@@ -109,8 +108,7 @@ class Routes:
             self._standing.cut()
 
     def dial(self, peer: Peer, purpose: Purpose, deadline: Deadline) -> Channel:
-        """A connection to a rank of another job. OSError when it cannot be had, also where that rank
-        refuses."""
+        """A connection to a rank of another job; OSError when it cannot be had, or is refused."""
         told = {**self._told(), **purpose, "to": peer.incarnation}
         try:
             if peer.address:

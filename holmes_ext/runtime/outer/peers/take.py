@@ -114,9 +114,8 @@ def take(
     patience_s: float,
     store: Callable[[Fragment, int, torch.Tensor, torch.Tensor | None], None],
 ) -> str:
-    """Fragments (`wanted`: with the versions that they have there) from the ranks of the donor, on all ranks
-    of this job; store(fragment, version, anchor, momentum) is done with each. "" when all is well, else why
-    not: what was not stored has not changed then."""
+    """Fragments (`wanted`: with their versions) from the donor's ranks, on all of this job's; store(fragment,
+    version, anchor, momentum) for each. "" or why not: then nothing of it was stored."""
     for number, least in wanted.items():
         fragment = state.fragments[number]
         for _ in range(_TRIES):

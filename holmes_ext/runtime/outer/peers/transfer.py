@@ -86,8 +86,7 @@ class PeerTransfer:
         return wants_write | (selectors.EVENT_READ if self._into is not None else 0)
 
     def move(self, mask: int) -> None:
-        """As much as goes without waiting. OSError when the connection is gone, or carries what it should
-        not."""
+        """As much as goes without waiting; OSError: the connection is gone, or carries what it should not."""
         try:
             if mask & selectors.EVENT_WRITE and self._out is not None:
                 self._write()

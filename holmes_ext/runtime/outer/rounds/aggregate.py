@@ -38,8 +38,7 @@ _SMALLEST = 1e-6
 
 
 def products(gradients: Sequence[torch.Tensor], chunk: int = 2**16) -> torch.Tensor:
-    """d_i . d_j of the jobs' flat tensors: float64 [J, J], to be summed over the ranks of a job; without a
-    copy of the whole in float64."""
+    """d_i . d_j of flat tensors: float64 [J, J], to be summed over ranks; without a whole copy in float64."""
     result = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
     for parts in zip(*(gradient.split(chunk) for gradient in gradients)):
         rows = torch.stack(parts).double()
@@ -48,8 +47,7 @@ def products(gradients: Sequence[torch.Tensor], chunk: int = 2**16) -> torch.Ten
 
 
 def coefficients(settings: OuterSettings, gram: torch.Tensor, shares: Sequence[float]) -> list[float]:
-    """c_j of the sum; gram: the products over all elements; shares: each job's part of the tokens (they sum
-    to 1)."""
+    """c_j of the sum; gram: products over all elements; shares: each job's part of the tokens."""
     w = torch.tensor(shares, dtype=torch.float64)
     if settings.aggregate == "geometric":
         return geometric_median(gram, w).tolist()
@@ -63,8 +61,7 @@ def coefficients(settings: OuterSettings, gram: torch.Tensor, shares: Sequence[f
 def combine(
     settings: OuterSettings, gradients: Sequence[torch.Tensor], factors: Sequence[float]
 ) -> torch.Tensor:
-    """The aggregate of this rank's elements; factors: coefficients(), in the order of `gradients`. Added up
-    in that order: the same bits in every job."""
+    """Of this rank's elements; factors: coefficients(). Added up in order: the same bits in every job."""
     count = len(gradients)
     if settings.aggregate in ("median", "trimmed") and count > 2:
         cut = (count - 1) // 2 if settings.aggregate == "median" else min(settings.trim, (count - 1) // 2)

@@ -35,8 +35,7 @@ class Claims:
         return self.told
 
     def salted(self, fragment: int, salt: str) -> str:
-        """Of a fragment whose checksum is told: another one, that nobody could know before the salt.
-        Collective."""
+        """Another checksum of a fragment, that nobody could know before the salt. Collective."""
         return hexadecimal(self._checksums([fragment], salt)[0])
 
     def forget(self, fragment: int) -> None:

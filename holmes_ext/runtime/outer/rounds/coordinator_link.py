@@ -43,8 +43,7 @@ class CoordinatorLink:
         return self._job_ranks.least([int(well)])[0] == 1
 
     def salt_of(self, number: int) -> str:
-        """With which to sum up a fragment for this round; "" where it is not known. Rank 0's, on all
-        ranks."""
+        """For summing up a fragment in this round, or ""; rank 0's, on all ranks."""
         known = self.client.salt if self.client is not None else (0, "")
         known = self._job_ranks.from_first(list(known))
         return str(known[1]) if known[0] == number else ""

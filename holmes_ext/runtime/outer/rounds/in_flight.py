@@ -72,8 +72,8 @@ class InFlight:
 
 @dataclass(frozen=True)
 class RemoteJob:
-    """What this rank knows of another job, in one of its incarnations: who exchanges what at this position,
-    and where they listen."""
+    """What this rank knows of an incarnation of another job: who exchanges what at this position, and
+    where."""
 
     ranges: list[RankRange]
     peers: dict[int, Peer]

@@ -23,8 +23,7 @@ class RemoteJobs:
         return sorted({name for name, _ in self._known})
 
     def learn(self, incarnations: Mapping[str, str]) -> tuple[dict[str, RemoteJob], frozenset[str]]:
-        """Of each of these jobs; and those of whom nothing can be learnt (they are gone again).
-        Collective."""
+        """Of each of these jobs; and those of whom nothing can be learnt any more. Collective."""
         found: dict[str, RemoteJob] = {}
         for name, incarnation in incarnations.items():
             if (name, incarnation) not in self._known:

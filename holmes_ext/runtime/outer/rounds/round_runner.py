@@ -46,8 +46,7 @@ _ENTRIES, _AGAIN_S = 5, 2.0
 
 @dataclass
 class _Came:
-    """What one attempt brought. names: whose; gram: products of the pseudo-gradients over all ranks; faults:
-    of whom it cannot be used, and why."""
+    """names: whose; gram: products over all ranks; faults: whose cannot be used, and why."""
 
     attempt: Attempt
     names: list[str]
@@ -58,8 +57,7 @@ class _Came:
 
 
 class RoundRunner:
-    """submit(in_flight), and wait until it has ended. own: who exchanges what in this job, at this rank's
-    position. start() starts the thread; close() ends it."""
+    """submit(in_flight), and wait for its end. own: who exchanges what in this job at this position."""
 
     def __init__(
         self,
@@ -102,8 +100,7 @@ class RoundRunner:
         self.links.close()
 
     def enter(self, number: int) -> RoundResult:
-        """The first word with the coordinator; collective. HolmesError when the job may not join, or no
-        weights can be had where others have newer ones."""
+        """The first word; collective. HolmesError: it may not join, or cannot have newer weights."""
         self.number, outcome = number, RoundResult("void", number)
         for tried in range(_ENTRIES):
             time.sleep(_AGAIN_S if tried else 0)

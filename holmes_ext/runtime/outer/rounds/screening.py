@@ -30,8 +30,7 @@ _REMEMBERED = 32
 
 
 class Screening:
-    """Of one job, round after round. Data that point another way are left out where the aggregate is not
-    robust against them itself."""
+    """Of one job. Data that point another way are left out where the aggregate is not robust itself."""
 
     def __init__(self, aggregate: str):
         self._by_direction = aggregate in _BY_DIRECTION
@@ -40,8 +39,7 @@ class Screening:
     def faults(
         self, fragment: int, names: Sequence[str], gram: torch.Tensor, claimed: Mapping[str, float | None]
     ) -> dict[str, str]:
-        """Of contributors, in the order of `gram` (float64 [J, J], the products of their pseudo-gradients
-        over all elements); claimed: lengths."""
+        """Of contributors, in the order of `gram` (float64 [J, J], over all elements); claimed: lengths."""
         found: dict[str, str] = {}
         squares = gram.diagonal().tolist()
         for name, square in zip(names, squares):

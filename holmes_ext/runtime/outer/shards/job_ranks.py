@@ -78,8 +78,7 @@ class JobRanks:
         raise (RemoteError if self.rank else HolmesError)(text)
 
     def together(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns, once no rank's has raised a HolmesError; else that of the first rank, on
-        all."""
+        """What `call` returns; or the HolmesError of the first rank that raised one, on all."""
         result, trouble = None, None
         try:
             result = call()
@@ -115,8 +114,8 @@ class Replicas:
         self._owned, self._replicas, self._group, self._device = list(owned), list(replicas), group, device
 
     def gather(self, fragment: Fragment, own: torch.Tensor) -> list[Part]:
-        """own: values of the ranges that this rank exchanges (float32, host). Parts that cover all that it
-        holds of the fragment."""
+        """own: values of the ranges that this rank exchanges (float32, host). Parts that cover the
+        fragment."""
         start, stop = fragment.start, fragment.stop
         if self._group is None:
             return _parts(fragment.ranges, own)

@@ -45,8 +45,7 @@ class ShardPair:
 
 
 def fragment_cuts(total: int, fragments: int) -> list[int]:
-    """Where the fragments of a row of `total` elements begin and end: equal parts, at multiples of ALIGNMENT
-    where they are large enough."""
+    """Of a row of `total` elements: equal parts, at multiples of ALIGNMENT where they are large."""
     grain = ALIGNMENT if total >= 2 * ALIGNMENT * fragments else 1
     return [total * k // fragments // grain * grain for k in range(fragments)] + [total]
 

@@ -41,8 +41,8 @@ class Pending:
 
 @dataclass
 class Fragment:
-    """Elements [start, stop) of the row; ranges: what this rank exchanges of them. version: the round of its
-    last outer step."""
+    """Elements [start, stop) of the row; ranges: that this rank exchanges; version: of its last outer
+    step."""
 
     start: int
     stop: int
@@ -126,8 +126,7 @@ class OuterState:
     def copy_of(
         self, fragment: Fragment, start: int, stop: int
     ) -> tuple[int, torch.Tensor, torch.Tensor | None]:
-        """Version, anchor and momentum of elements [start, stop), with what is pending applied: for another
-        job."""
+        """Version, anchor, momentum of [start, stop), what is pending applied: for another job."""
         with self.lock:
             place = fragment.places(start, stop)
             anchor = fragment.anchor[place].clone()

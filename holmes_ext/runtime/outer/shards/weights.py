@@ -44,8 +44,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """Elements [start, start + len(values)) of the row; values: a flat view of what training steps, on its
-    device."""
+    """Elements [start, ...) of the row; values: a flat view of what training steps, on its device."""
 
     start: int
     values: torch.Tensor
