@@ -11,7 +11,7 @@ import io
 from types import SimpleNamespace
 
 import pytest
-from carriers import gloo_only
+from carriers import ON_GPUS, gloo_only
 from clusters import TWO, site
 from ranks import run_ranks, run_scenes, seeded
 
@@ -23,6 +23,7 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.traffic import Reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
+from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 from holmes_ext.runtime.start.launcher import Process
 
 torch = pytest.importorskip("torch")
@@ -30,6 +31,8 @@ deepspeed = pytest.importorskip("deepspeed")
 on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
 groups = pytest.importorskip("deepspeed.utils.groups")
 STEPS, MICRO_BATCHES, WIDTH = 4, 2, 32
+#: What sums in two levels.
+KIND = TwoLevelCollectives if ON_GPUS else TwoLevelAllReduce
 
 
 def zero(stage, **more):
@@ -119,13 +122,13 @@ def session_with(options):
 def holmes(options):
     """The patches applied, a session with these options active, and how many elements went in two levels, in
     a list of one number."""
-    registry, original, elements = Registry(deepspeed_two_level.PATCHES), TwoLevelAllReduce.__call__, [0]
+    registry, original, elements = Registry(deepspeed_two_level.PATCHES), KIND.__call__, [0]
 
     def counted(self, flat):
         elements[0] += flat.numel()
         return original(self, flat)
 
-    TwoLevelAllReduce.__call__ = counted
+    KIND.__call__ = counted
     registry.enable(["two-level"], required=True, disabled=frozenset())
     session.set_active(session_with(options))
     try:
@@ -133,7 +136,7 @@ def holmes(options):
     finally:
         session.set_active(None)
         registry.undo()
-        TwoLevelAllReduce.__call__ = original
+        KIND.__call__ = original
         for made in deepspeed_two_level._made.values():
             made.close()
         deepspeed_two_level._made.clear()
