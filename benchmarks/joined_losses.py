@@ -34,7 +34,7 @@ from holmes_ext.runtime.outer.settings import OuterSettings, parse_outer
 sys.path.insert(0, str(examples() / "plain_torch"))
 from train import GPT, topics  # noqa: E402
 
-SEQUENCE, ROWS, CLIP = 64, 8, 1.0
+SEQUENCE, ROWS, CLIP, STEPS = 64, 8, 1.0, 1500
 #: Parameters and the peak of the inner learning rate: layers, hidden, heads, that peak.
 SCENES = {
     "0.12 M at 8e-3": (2, 64, 2, 8e-3),
@@ -66,6 +66,7 @@ WAYS = {
     "float32": "compress=off",
     "int8": "compress=int8",
     "topk": "compress=topk",
+    "2bit, every 208": "compress=2bit,every=208",
     "co2": "algorithm=co2,every=30,fragments=1,compress=off",
 }
 
@@ -110,12 +111,13 @@ class OuterLoop:
         cuts = [total * k // settings.fragments for k in range(settings.fragments + 1)]
         self.ranges = [slice(*pair) for pair in zip(cuts, cuts[1:])]
         self.anchors = [copies[0].flat[part].clone() for part in self.ranges]
-        kind = torch.bfloat16 if settings.compress == "int8" else torch.float32
+        kept_as = residual_dtype(settings)
+        kind = torch.bfloat16 if kept_as == torch.bfloat16 else torch.float32
         self.momenta = [
             torch.zeros(len(anchor), dtype=kind) if self.algorithm.keeps_momentum else None
             for anchor in self.anchors
         ]
-        self.codec, kept_as = codec_of(settings), residual_dtype(settings)
+        self.codec = codec_of(settings)
         self.residuals = [
             [torch.zeros(len(anchor), dtype=kept_as) if kept_as else None for anchor in self.anchors]
             for _ in copies
@@ -219,7 +221,7 @@ def differences(rows: list[Row]) -> list[Row]:
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--steps", type=int, default=1500)
+    arguments.add_argument("--steps", type=int, default=STEPS)
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--jobs", type=int, default=2)
     arguments.add_argument(
@@ -238,6 +240,7 @@ def main() -> int:
         return 2
     scenes = harness.chosen(args.scenes, SCENES)
     beside = f", {args.jobs} jobs" if args.jobs != 2 else ""
+    beside += f", {args.steps} steps" if args.steps != STEPS else ""
     metrics = {(scene + beside, f"{name}, {way}") for scene in scenes for name in MEASURED for way in chosen}
     before = [row for row in kept(args.json) if (row.scene, row.metric) not in metrics and not row.target]
     rows: dict[tuple[str, str], Row] = {(row.scene, row.metric): row for row in before}
