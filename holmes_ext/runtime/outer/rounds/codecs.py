@@ -2,7 +2,7 @@
 
     bf16, int8   as between the levels of a reduction (runtime/reduce/compress.py)
     2bit         of every element its sign, and which of two magnitudes it has: the two with the least squared
-                 error in its chunk of 4096 (Lloyd and Max), each the mean of the elements that are nearer to
+                 error in its chunk of 512 (Lloyd and Max), each the mean of the elements that are nearer to
                  it. What the rounding left out is added to the next pseudo-gradient of the same elements
                  (error feedback), as in MuLoCo (arXiv 2505.23725), which quantizes to 2 bits too
     topk         SparseLoCo (arXiv 2508.15706): of each chunk of 4096 elements the `topk` largest, 12 bits for
@@ -10,7 +10,7 @@
                  added to the next pseudo-gradient of the same elements, less 5 % each time
 
 The wire: of each chunk two magnitudes (bfloat16; topk: the means of the smaller and of the larger half), the
-places of topk, the codes. Of bf16's bytes 2bit has 12.6 %, topk with 88 of 4096 1.9 %.
+places of topk, the codes. Of bf16's bytes 2bit has 12.9 %, topk with 88 of 4096 1.9 %.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _ByChunks(OuterCodec):
     chunks and a shorter one at the end."""
 
     feedback, above = True, 0
-    decay = 1.0
+    chunk, decay = CHUNK, 1.0
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
         sizes = (chunks * self._bytes_of(keep) for chunks, keep in self._shape(like.numel()))
@@ -67,8 +67,8 @@ class _ByChunks(OuterCodec):
         return torch.cat(made)[: like.numel()].to(like.dtype) if made else torch.empty_like(like)
 
     def _shape(self, numel: int) -> list[tuple[int, int]]:
-        whole, rest = divmod(numel, CHUNK)
-        return [(whole, self._kept(CHUNK))] * (whole > 0) + [(1, self._kept(rest))] * (rest > 0)
+        whole, rest = divmod(numel, self.chunk)
+        return [(whole, self._kept(self.chunk))] * (whole > 0) + [(1, self._kept(rest))] * (rest > 0)
 
     def _kept(self, count: int) -> int:
         """Of a chunk of `count` elements; a multiple of 4."""
@@ -92,6 +92,8 @@ class _ByChunks(OuterCodec):
 
 
 class TwoBits(_ByChunks):
+    chunk = 512
+
     def _kept(self, count: int) -> int:
         return -(-count // _TOGETHER) * _TOGETHER
 
