@@ -2,7 +2,7 @@
 alone.
 
     python benchmarks/joined_losses.py --json FILE [--scenes NAME,...] [--steps 1500] [--seeds 3]
-        [--ways NAME;...] [--jobs 2]
+        [--ways NAME;...] [--jobs 2] [--runs FILE] [--minutes M]
 
 No network: K copies of a byte-level GPT train on real text, each with AdamW, warm-up, a cosine schedule (to a
 tenth) and clipping, and the outer steps, aggregates and codecs are holmes's own. So what an algorithm costs
@@ -24,7 +24,7 @@ from itertools import product
 
 import harness
 import torch
-from harness import Row, finish, kept, parser, tell, write
+from harness import Row, Runs, finish, kept, parser, tell, write
 from torch.nn import functional as F
 
 from holmes_ext.lab.samples import examples
@@ -69,6 +69,12 @@ WAYS = {
     "2bit, every 208": "compress=2bit,every=208",
     "co2": "algorithm=co2,every=30,fragments=1,compress=off",
 }
+#: Way, another one that is taken away from it, whose seeds say how far apart they may be.
+COMPARED = (
+    ("default", "synchronous", "synchronous", "<="),
+    ("alone", "default", "synchronous", ">="),
+    ("2bit, every 208", "default", "default", "<="),
+)
 
 
 class Copy:
@@ -206,16 +212,15 @@ def train(scene: str, way: str, seed: int, jobs: int, steps: int, training: torc
 
 
 def differences(rows: list[Row]) -> list[Row]:
-    """How far the default is above one synchronous job, and below one job alone, in each scene; both against
-    how far apart seeds of the synchronous job are (nothing of one seed)."""
+    """How far ways are apart in each scene, beside how far the seeds of one of them are (nothing of one
+    seed)."""
     made, found = [], {(row.scene, row.metric.removeprefix(f"{MEASURED[0]}, ")): row for row in rows}
-    for scene in dict.fromkeys(row.scene for row in rows):
-        one, alone, default = (found.get((scene, way)) for way in ("synchronous", "alone", "default"))
-        if one and alone and default and (apart := one.spread[1] - one.spread[0]):
-            for name, value, target in (("default - synchronous", default.value - one.value,
-                                         f"<= {apart:.3f}"),
-                                        ("alone - default", alone.value - default.value, f">= {apart:.3f}")):
-                made.append(Row.of(scene, name, value, "nats", (value, value), False, target))
+    for scene, (way, less, seeds, sign) in product(dict.fromkeys(row.scene for row in rows), COMPARED):
+        one, other, apart = (found.get((scene, name)) for name in (way, less, seeds))
+        if one and other and apart and (limit := apart.spread[1] - apart.spread[0]):
+            value = one.value - other.value
+            made.append(Row.of(scene, f"{way} - {less}", value, "nats", (value, value), False,
+                               f"{sign} {limit:.3f}"))
     return made
 
 
@@ -227,7 +232,9 @@ def main() -> int:
     arguments.add_argument(
         "--ways", default="", metavar="NAME;...", help="only these; or --holmes-outer texts of your own"
     )
+    Runs.add_arguments(arguments)
     args = arguments.parse_args()
+    runs = Runs(args.runs, args.minutes)
     torch.set_num_threads(1)
     text = torch.frombuffer(bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"),
                             dtype=torch.uint8)
@@ -247,9 +254,12 @@ def main() -> int:
     for scene, way in product(scenes, chosen):
         found = []
         for seed in range(args.seeds):
-            found.append(train(scene, way, seed, args.jobs, args.steps, training, held_out))
-            tell(f"joined_losses: {scene}, {way}, seed {seed}: "
-                 f"{', '.join(f'{value:.4f}' for value in found[-1])}")
+
+            def once(scene: str = scene, way: str = way, seed: int = seed) -> tuple[float, ...]:
+                return train(scene, way, seed, args.jobs, args.steps, training, held_out)
+
+            if values := runs.of(f"{scene}{beside}, {way}, seed {seed}", once):
+                found.append(values)
             for name, values in zip(MEASURED, zip(*found)):
                 spread, metric = (min(values), max(values)), f"{name}, {way}"
                 row = Row.of(scene + beside, metric, statistics.fmean(values), "nats", spread, False)
