@@ -8,8 +8,8 @@ VENV: `pip install torch==2.13.0 torchft==0.2.0 numpy`; VENV2 so with hivemind==
 is not given is left out. Each by the defaults of its documentation, and at its best: torchft's
 train_diloco.py (20 steps, outer lr 0.7 and momentum 0.9; USE_STREAMING: 2 fragments, delay 5), and the
 settings with which holmes does best; hivemind's quick start with rounds of holmes's length; holmes's
---holmes-outer without anything, and with topk. `alone`: one job that joins nobody. Every step sleeps as long
-as an accelerator would compute (--pace).
+--holmes-outer without anything, and in two bits. `alone`: one job that joins nobody. Every step sleeps as
+long as an accelerator would compute (--pace).
 
     bytes         what both nodes sent in a step, by their NICs
     exposed       seconds in optimizer.step() beyond its median, of each step: where all libraries wait
@@ -63,7 +63,7 @@ class Way:
 WAYS = {
     "alone": Way("none"),
     "holmes, default": Way("holmes", "min=2,timeout=20"),
-    "holmes, topk": Way("holmes", "min=2,timeout=20,compress=topk"),
+    "holmes, 2bit": Way("holmes", "min=2,timeout=20,compress=2bit"),
     "torchft, default": Way("torchft", "sync_every=20"),
     "torchft, streaming": Way("torchft", "sync_every=20,fragments=2,delay=5"),
     "torchft, holmes's settings": Way("torchft", "sync_every=32,fragments=4,delay=5,lr=1.0,momentum=0.3"),
