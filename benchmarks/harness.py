@@ -14,7 +14,8 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,34 @@ def kept(path: Path | None, names: Iterable[str] = ()) -> list[Row]:
     if path is None or not path.exists():
         return []
     return [row for row in map(Row.from_dict, json.loads(path.read_text())["rows"]) if row.scene not in names]
+
+
+class Runs:
+    """What single runs gave, in a file as they end: a benchmark that was cut short goes on where it was.
+
+    path: None keeps nothing; minutes: from now on, after which no run is begun (0: no end)."""
+
+    def __init__(self, path: Path | None, minutes: float = 0.0):
+        self._path, self._minutes, self._begin = path, minutes, time.monotonic()
+        self._of: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+
+    @classmethod
+    def add_arguments(cls, made: argparse.ArgumentParser) -> None:
+        made.add_argument("--runs", type=Path, metavar="FILE",
+                          help="keep each run there when it has ended; those that it has are not made again")
+        made.add_argument("--minutes", type=float, default=0.0, help="begin no run after so many (0: all)")
+
+    def of(self, key: str, make: Callable[[], Any]) -> Any:
+        """What make() returned (JSON), now or when the file was written; None: no time is left."""
+        if key not in self._of:
+            if self._minutes and time.monotonic() - self._begin > 60 * self._minutes:
+                tell(f"left out, {self._minutes:g} minutes are over: {key}")
+                return None
+            self._of[key] = make()
+            tell(f"{key}: {self._of[key]}")
+            if self._path is not None:
+                self._path.write_text(json.dumps(self._of, indent=1) + "\n")
+        return self._of[key]
 
 
 def write(rows: list[Row], path: Path | None) -> None:

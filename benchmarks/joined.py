@@ -1,6 +1,7 @@
 """Joined jobs over a WAN in the lab: the same jobs apart, joined, and one synchronous job over that link.
 
     python benchmarks/joined.py --json FILE [--repetitions 3] [--scenes NAME,...]
+        [--runs FILE] [--minutes M]
 
 examples/plain_torch on 2 + 2 emulated nodes, 40 ms round trip between the clusters (layers sleep as long as
 an accelerator of 2 GFLOP/s would compute). "apart": two jobs that know nothing of each other; "joined":
@@ -39,7 +40,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import Row, chosen, finish, kept, parser, tell
+from harness import Row, Runs, chosen, finish, kept, parser, write
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import Lab
@@ -114,7 +115,7 @@ def run(
     return total
 
 
-def measure(name: str, file: Path, repetitions: int) -> list[Row]:
+def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
     scene = SCENES[name]
     ways = ("apart", "joined", "synchronous") if scene.synchronous else ("apart", "joined")
     found: dict[str, list[float]] = {way: [] for way in ways}
@@ -123,18 +124,24 @@ def measure(name: str, file: Path, repetitions: int) -> list[Row]:
     with Lab(load_spec(file)) as lab, tempfile.TemporaryDirectory() as directory:
         for repetition in range(repetitions):
             for way in found:
-                with coordinator(lab) as (where, _):
-                    jobs = {
-                        "apart": {job: (nodes, alone) for job, nodes in scene.nodes.items()},
-                        "joined": {job: (nodes, join_flags(job, where, scene.outer))
-                                   for job, nodes in scene.nodes.items()},
-                        "synchronous": {"all": (together, ["--holmes", "--holmes-cluster", str(file)])},
-                    }[way]
-                    skip, steps = (scene.skip, scene.steps)
-                    if way == "synchronous" and scene.synchronous:
-                        skip, steps = scene.synchronous
-                    found[way].append(run(lab, jobs, scene, Path(directory), skip, steps))
-                tell(f"joined: {name}, {way}, repetition {repetition + 1}: {found[way][-1]:.0f} token/s")
+
+                def once(way: str = way) -> float:
+                    with coordinator(lab) as (where, _):
+                        jobs = {
+                            "apart": {job: (nodes, alone) for job, nodes in scene.nodes.items()},
+                            "joined": {job: (nodes, join_flags(job, where, scene.outer))
+                                       for job, nodes in scene.nodes.items()},
+                            "synchronous": {"all": (together, ["--holmes", "--holmes-cluster", str(file)])},
+                        }[way]
+                        skip, steps = (scene.skip, scene.steps)
+                        if way == "synchronous" and scene.synchronous:
+                            skip, steps = scene.synchronous
+                        return run(lab, jobs, scene, Path(directory), skip, steps)
+
+                rate = runs.of(f"{name}, {way}, repetition {repetition + 1}", once)
+                found[way] += [rate] if rate else []
+    if not all(found.values()):
+        return []
     rows = [Row.median(scene.name, f"tokens/s, {way}", values, "token/s", True)
             for way, values in found.items()]
     for other, target in (("apart", ">= 0.97"), ("synchronous", ">= 5")):
@@ -157,14 +164,16 @@ def eight_as_two(rows: list[Row]) -> list[Row]:
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
+    Runs.add_arguments(arguments)
     args = arguments.parse_args()
-    names = chosen(args.scenes, SCENES)
-    rows = kept(args.json, [SCENES[name].name for name in names])
+    names, runs, rows = chosen(args.scenes, SCENES), Runs(args.runs, args.minutes), kept(args.json)
     for name in names:
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "cluster.toml"
             file.write_text(SCENES[name].clusters)
-            rows += measure(name, file, args.repetitions)
+            if new := measure(name, file, args.repetitions, runs):
+                rows = [row for row in rows if row.scene != SCENES[name].name] + new
+                write(rows, args.json)
     beside = eight_as_two(rows)
     rows = [row for row in rows if row.metric not in {one.metric for one in beside}] + beside
     return finish(rows, args.json, f"joined jobs in the lab, {args.repetitions} repetitions")

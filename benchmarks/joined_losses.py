@@ -2,7 +2,7 @@
 alone.
 
     python benchmarks/joined_losses.py --json FILE [--scenes NAME,...] [--steps 1500] [--seeds 3]
-        [--ways NAME;...] [--jobs 2]
+        [--ways NAME;...] [--jobs 2] [--runs FILE] [--minutes M]
 
 No network: K copies of a byte-level GPT train on real text, each with AdamW, warm-up, a cosine schedule (to a
 tenth) and clipping, and the outer steps, aggregates and codecs are holmes's own. So what an algorithm costs
@@ -24,7 +24,7 @@ from itertools import product
 
 import harness
 import torch
-from harness import Row, finish, kept, parser, tell, write
+from harness import Row, Runs, finish, kept, parser, tell, write
 from torch.nn import functional as F
 
 from holmes_ext.lab.samples import examples
@@ -34,7 +34,7 @@ from holmes_ext.runtime.outer.settings import OuterSettings, parse_outer
 sys.path.insert(0, str(examples() / "plain_torch"))
 from train import GPT, topics  # noqa: E402
 
-SEQUENCE, ROWS, CLIP = 64, 8, 1.0
+SEQUENCE, ROWS, CLIP, STEPS = 64, 8, 1.0, 1500
 #: Parameters and the peak of the inner learning rate: layers, hidden, heads, that peak.
 SCENES = {
     "0.12 M at 8e-3": (2, 64, 2, 8e-3),
@@ -66,8 +66,15 @@ WAYS = {
     "float32": "compress=off",
     "int8": "compress=int8",
     "topk": "compress=topk",
+    "2bit, every 208": "compress=2bit,every=208",
     "co2": "algorithm=co2,every=30,fragments=1,compress=off",
 }
+#: Way, another one that is taken away from it, whose seeds say how far apart they may be.
+COMPARED = (
+    ("default", "synchronous", "synchronous", "<="),
+    ("alone", "default", "synchronous", ">="),
+    ("2bit, every 208", "default", "default", "<="),
+)
 
 
 class Copy:
@@ -110,12 +117,13 @@ class OuterLoop:
         cuts = [total * k // settings.fragments for k in range(settings.fragments + 1)]
         self.ranges = [slice(*pair) for pair in zip(cuts, cuts[1:])]
         self.anchors = [copies[0].flat[part].clone() for part in self.ranges]
-        kind = torch.bfloat16 if settings.compress == "int8" else torch.float32
+        kept_as = residual_dtype(settings)
+        kind = torch.bfloat16 if kept_as == torch.bfloat16 else torch.float32
         self.momenta = [
             torch.zeros(len(anchor), dtype=kind) if self.algorithm.keeps_momentum else None
             for anchor in self.anchors
         ]
-        self.codec, kept_as = codec_of(settings), residual_dtype(settings)
+        self.codec = codec_of(settings)
         self.residuals = [
             [torch.zeros(len(anchor), dtype=kept_as) if kept_as else None for anchor in self.anchors]
             for _ in copies
@@ -204,28 +212,29 @@ def train(scene: str, way: str, seed: int, jobs: int, steps: int, training: torc
 
 
 def differences(rows: list[Row]) -> list[Row]:
-    """How far the default is above one synchronous job, and below one job alone, in each scene; both against
-    how far apart seeds of the synchronous job are (nothing of one seed)."""
+    """How far ways are apart in each scene, beside how far the seeds of one of them are (nothing of one
+    seed)."""
     made, found = [], {(row.scene, row.metric.removeprefix(f"{MEASURED[0]}, ")): row for row in rows}
-    for scene in dict.fromkeys(row.scene for row in rows):
-        one, alone, default = (found.get((scene, way)) for way in ("synchronous", "alone", "default"))
-        if one and alone and default and (apart := one.spread[1] - one.spread[0]):
-            for name, value, target in (("default - synchronous", default.value - one.value,
-                                         f"<= {apart:.3f}"),
-                                        ("alone - default", alone.value - default.value, f">= {apart:.3f}")):
-                made.append(Row.of(scene, name, value, "nats", (value, value), False, target))
+    for scene, (way, less, seeds, sign) in product(dict.fromkeys(row.scene for row in rows), COMPARED):
+        one, other, apart = (found.get((scene, name)) for name in (way, less, seeds))
+        if one and other and apart and (limit := apart.spread[1] - apart.spread[0]):
+            value = one.value - other.value
+            made.append(Row.of(scene, f"{way} - {less}", value, "nats", (value, value), False,
+                               f"{sign} {limit:.3f}"))
     return made
 
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--steps", type=int, default=1500)
+    arguments.add_argument("--steps", type=int, default=STEPS)
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--jobs", type=int, default=2)
     arguments.add_argument(
         "--ways", default="", metavar="NAME;...", help="only these; or --holmes-outer texts of your own"
     )
+    Runs.add_arguments(arguments)
     args = arguments.parse_args()
+    runs = Runs(args.runs, args.minutes)
     torch.set_num_threads(1)
     text = torch.frombuffer(bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"),
                             dtype=torch.uint8)
@@ -238,15 +247,19 @@ def main() -> int:
         return 2
     scenes = harness.chosen(args.scenes, SCENES)
     beside = f", {args.jobs} jobs" if args.jobs != 2 else ""
+    beside += f", {args.steps} steps" if args.steps != STEPS else ""
     metrics = {(scene + beside, f"{name}, {way}") for scene in scenes for name in MEASURED for way in chosen}
     before = [row for row in kept(args.json) if (row.scene, row.metric) not in metrics and not row.target]
     rows: dict[tuple[str, str], Row] = {(row.scene, row.metric): row for row in before}
     for scene, way in product(scenes, chosen):
         found = []
         for seed in range(args.seeds):
-            found.append(train(scene, way, seed, args.jobs, args.steps, training, held_out))
-            tell(f"joined_losses: {scene}, {way}, seed {seed}: "
-                 f"{', '.join(f'{value:.4f}' for value in found[-1])}")
+
+            def once(scene: str = scene, way: str = way, seed: int = seed) -> tuple[float, ...]:
+                return train(scene, way, seed, args.jobs, args.steps, training, held_out)
+
+            if values := runs.of(f"{scene}{beside}, {way}, seed {seed}", once):
+                found.append(values)
             for name, values in zip(MEASURED, zip(*found)):
                 spread, metric = (min(values), max(values)), f"{name}, {way}"
                 row = Row.of(scene + beside, metric, statistics.fmean(values), "nats", spread, False)

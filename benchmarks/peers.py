@@ -2,14 +2,14 @@
 over the lab's WAN (40 ms, 20 Mb/s), the same GPT (0.84 M parameters), text, tokens and seeds.
 
     python benchmarks/peers.py --torchft VENV/bin/python --hivemind VENV2/bin/python --json FILE
-        [--scenes train,killed] [--steps 200] [--seeds 1,2] [--ways NAME;...]
+        [--scenes train,killed] [--steps 200] [--seeds 1,2] [--ways NAME;...] [--runs FILE] [--minutes M]
 
 VENV: `pip install torch==2.13.0 torchft==0.2.0 numpy`; VENV2 so with hivemind==1.1.12. A library whose python
 is not given is left out. Each by the defaults of its documentation, and at its best: torchft's
 train_diloco.py (20 steps, outer lr 0.7 and momentum 0.9; USE_STREAMING: 2 fragments, delay 5), and the
 settings with which holmes does best; hivemind's quick start with rounds of holmes's length; holmes's
---holmes-outer without anything, and with topk. `alone`: one job that joins nobody. Every step sleeps as long
-as an accelerator would compute (--pace).
+--holmes-outer without anything, and in two bits. `alone`: one job that joins nobody. Every step sleeps as
+long as an accelerator would compute (--pace).
 
     bytes         what both nodes sent in a step, by their NICs
     exposed       seconds in optimizer.step() beyond its median, of each step: where all libraries wait
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Row, chosen, finish, kept, parser, tell, write
+from harness import Row, Runs, chosen, finish, kept, parser, tell, write
 from peers_job import BATCH, SIZE, evaluate
 
 from holmes_ext.cluster.spec import parse_spec
@@ -63,7 +63,7 @@ class Way:
 WAYS = {
     "alone": Way("none"),
     "holmes, default": Way("holmes", "min=2,timeout=20"),
-    "holmes, topk": Way("holmes", "min=2,timeout=20,compress=topk"),
+    "holmes, 2bit": Way("holmes", "min=2,timeout=20,compress=2bit"),
     "torchft, default": Way("torchft", "sync_every=20"),
     "torchft, streaming": Way("torchft", "sync_every=20,fragments=2,delay=5"),
     "torchft, holmes's settings": Way("torchft", "sync_every=32,fragments=4,delay=5,lr=1.0,momentum=0.3"),
@@ -143,7 +143,6 @@ def wait(jobs: dict[str, Job]) -> None:
 
 def trained(run: Run) -> dict[str, float]:
     before, steps = run.sent(), run.args.steps
-    begin = time.monotonic()
     jobs = {name: run.start(name, steps) for name in NODES}
     wait(jobs)
     sent, exposed, rates = run.sent() - before, [], []
@@ -156,7 +155,6 @@ def trained(run: Run) -> dict[str, float]:
     weights = [torch.load(run.place / f"{name}.pt") for name in NODES]
     mean = {key: sum(one[key] for one in weights) / len(weights) for key in weights[0]}
     loss = evaluate(weights[0] if run.way.library == "none" else mean)
-    tell(f"peers: {run.way}: {time.monotonic() - begin:.0f} s")
     return {"bytes": sent / steps, "exposed": statistics.fmean(exposed), "rate": sum(rates), "loss": loss}
 
 
@@ -184,22 +182,25 @@ def killed(run: Run) -> dict[str, float]:
             job.wait()
 
 
-def measure(scene: str, args: Any) -> list[Row]:
+def measure(scene: str, args: Any, runs: Runs) -> list[Row]:
     pythons = {"none": sys.executable, "holmes": sys.executable, "torchft": args.torchft,
                "hivemind": args.hivemind}
-    ways = {name: WAYS[name] for name in args.ways.split(";") if pythons[WAYS[name].library]}
+    ways = {name: WAYS[name] for name in args.ways.split(";") if pythons[WAYS[name].library]
+            and not (scene == "killed" and WAYS[name].library == "none")}  # fmt: skip
     rows, found = [], {name: [] for name in ways}
     with Lab(parse_spec(CLUSTERS, "cluster.toml")) as lab:
         for seed in map(int, args.seeds.split(",")):
             for name, way in ways.items():
-                python = pythons[way.library]
-                if scene == "killed" and way.library == "none":
-                    continue
-                with tempfile.TemporaryDirectory() as directory, server_of(
-                        lab, way.library, python) as where:
-                    run = Run(lab, python, way, where, Path(directory), args, seed)
-                    found[name].append(trained(run) if scene == "train" else killed(run))
-                tell(f"peers: {scene}, {name}, seed {seed}: {found[name][-1]}")
+
+                def once(name: str = name, way: Way = way, seed: int = seed) -> dict[str, float]:
+                    python = pythons[way.library]
+                    with tempfile.TemporaryDirectory() as directory, server_of(
+                            lab, way.library, python) as where:
+                        run = Run(lab, python, way, where, Path(directory), args, seed)
+                        return trained(run) if scene == "train" else killed(run)
+
+                values = runs.of(f"{scene}, {name}, seed {seed}, {args.steps} steps", once)
+                found[name] += [values] if values else []
     metrics = {"bytes": ("sent in a step", "B"), "exposed": ("exposed in a step", "s"),
                "rate": ("tokens/s", "token/s"),
                "loss": ("evaluation loss", "nats"), "lost": ("lost by the other job", "s"),
@@ -221,16 +222,17 @@ def main() -> int:
     add("--seeds", default="1,2")
     add("--after", type=float, default=60.0, help="seconds that are looked at after the kill")
     add("--ways", default=";".join(WAYS), metavar="NAME;...", help="only these")
+    Runs.add_arguments(arguments)
     args = arguments.parse_args()
     if unknown := [name for name in args.ways.split(";") if name not in WAYS]:
         tell(f"peers.py: no way {unknown[0]!r}; there are {'; '.join(WAYS)}")
         return 2
-    names = chosen(args.scenes, SCENES)
-    rows = kept(args.json, names)
+    names, runs = chosen(args.scenes, SCENES), Runs(args.runs, args.minutes)
+    rows = {(row.scene, row.metric): row for row in kept(args.json)}
     for name in names:
-        rows += measure(name, args)
-        write(rows, args.json)
-    return finish(rows, args.json, f"joined jobs beside torchft and hivemind, seeds {args.seeds}")
+        rows |= {(row.scene, row.metric): row for row in measure(name, args, runs)}
+        write([*rows.values()], args.json)
+    return finish([*rows.values()], args.json, f"joined jobs beside torchft and hivemind, seeds {args.seeds}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from test_docs import ROOT
 sys.path.insert(0, str(ROOT / "docs"))
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import tables  # noqa: E402
-from harness import Row, finish, kept, write  # noqa: E402
+from harness import Row, Runs, finish, kept, write  # noqa: E402
 
 
 @pytest.mark.parametrize("busy, met, status, said", [
@@ -29,3 +29,18 @@ def test_rows_that_nobody_measured_so_are_written_as_before(tmp_path):
     write([row], tmp_path / "rows.json")
     assert row.met and set(row.to_dict()) == {"scene", "metric", "value", "unit", "spread", "emulated",
                                               "target", "met"}
+
+
+def test_a_benchmark_that_was_cut_short_goes_on_where_it_was(tmp_path, capsys):
+    made = []
+
+    def run(value):
+        return lambda: made.append(value) or {"loss": value}
+
+    first = Runs(tmp_path / "runs.json")
+    assert first.of("east, seed 1", run(2.5)) == {"loss": 2.5}
+    again = Runs(tmp_path / "runs.json", minutes=1e-9)
+    assert again.of("east, seed 1", run(3.5)) == {"loss": 2.5}, "not made again"
+    assert again.of("west, seed 1", run(4.5)) is None and made == [2.5]
+    assert "left out, 1e-09 minutes are over: west, seed 1" in capsys.readouterr().err
+    assert Runs(tmp_path / "runs.json").of("west, seed 1", run(4.5)) == {"loss": 4.5}

@@ -269,6 +269,8 @@ def _do(what: str, model: torch.nn.Module) -> None:
     elif what in ("nan", "far"):
         with torch.no_grad():
             model[0].bias.fill_(float("nan")) if what == "nan" else model[0].bias.add_(1e4)
+    elif what in ("reset", *LIES) and training._job.loop is None:
+        return  # it is about to begin: it has no connections, and says nothing yet
     elif what == "reset":
         training._job.loop.rounds.links.drop()
     elif what in LIES:

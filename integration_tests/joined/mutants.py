@@ -165,6 +165,8 @@ MUTANTS = [
            "if time.monotonic() - one.heard > patience_s:", NEVER, LINKS),
     Mutant("a byte now and then is enough", "outer/peers/transfer.py",
            'if one.deadline.passed else ""', 'if False else ""', LINKS + " -k byte"),
+    Mutant("a connection that is closed meanwhile ends training", "outer/peers/transfer.py",
+           "except (OSError, ValueError):", "except ZeroDivisionError:", LINKS + " -k between_two"),
     Mutant("weights that are not finite are taken", "outer/peers/take.py",
            "if not all(bool(part.isfinite().all()) for part in parts):", NEVER, TAKE),
     Mutant("older weights than asked for are taken", "outer/peers/take.py",
@@ -219,9 +221,11 @@ def passes(tests: str, place: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", metavar="WORD", default="", help="mutants whose name has it")
-    parser.add_argument("--json", metavar="FILE", help="write what became of each")
+    parser.add_argument("--json", type=Path, metavar="FILE",
+                        help="write what became of each; those that it has are not tried again")
     args = parser.parse_args()
-    mutants, found = [mutant for mutant in MUTANTS if args.only in mutant.name], dict[str, str]()
+    found: dict[str, str] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    mutants = [mutant for mutant in MUTANTS if args.only in mutant.name and mutant.name not in found]
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
         copied(place)
@@ -233,7 +237,7 @@ def main() -> int:
             found[mutant.name] = "survives" if survives(mutant, place) else "caught"
             print(f"{time.monotonic() - begin:5.0f} s  {found[mutant.name]:8}  {mutant.name}", flush=True)
             if args.json:
-                Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+                args.json.write_text(json.dumps(found, indent=1) + "\n")
     survivors = [name for name, what in found.items() if what == "survives"]
     print(f"{len(found) - len(survivors)} of {len(found)} mutants caught")
     return int(len(survivors) > MOST_SURVIVORS)

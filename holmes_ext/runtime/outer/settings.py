@@ -20,7 +20,7 @@ AGGREGATES = ("mean", "median", "trimmed", "geometric", "clipping", "flag")
 _CHOICES = {
     "algorithm": tuple(ALGORITHMS),
     "aggregate": AGGREGATES,
-    "compress": ("off", "bf16", "int8", "topk"),
+    "compress": ("off", "bf16", "int8", "2bit", "topk"),
     "weight": ("tokens", "equal"),
     "rounds": ("sync", "async"),
 }
@@ -133,7 +133,7 @@ class OuterSettings:
     @property
     def rounds_by_blocks(self) -> bool:
         """Whether copies of a weight, on several ranks of a job, would be rounded differently."""
-        return self.compress in ("int8", "topk")
+        return self.compress in ("int8", "2bit", "topk")
 
     @property
     def _is_async_able(self) -> bool:

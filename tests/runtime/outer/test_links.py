@@ -154,6 +154,39 @@ def connected(rank, other):
     return rank.links._connect({other.as_seen_by(rank): 5}, 5.0)[0]
 
 
+def test_a_peer_that_calls_again_during_an_exchange_fails_and_keeps_nobody(ranks, monkeypatch):
+    """The new connection replaces the one that the exchange waits for: the thread that takes calls closes
+    it."""
+    east, _, west = ranks
+    waits, move = threading.Event(), transfer.PeerTransfer.move
+    monkeypatch.setattr(transfer.PeerTransfer, "move", lambda one, mask: (move(one, mask), waits.set()))
+
+    def calls_again():
+        connected(east, west)
+        waits.wait(30)
+        again = Deadline(10, "calling again")
+        return east.links.routes.dial(west.as_seen_by(east), {"purpose": "exchange", "lane": 0}, again)
+
+    found, again = together(lambda: swap(west, [east], bytes(10), patience=30.0), calls_again)
+    again.close()
+    assert found.jobs == {"east"} and "silent" not in str(found)
+
+
+def test_a_connection_that_is_closed_between_two_moves_ends_no_training(ranks, monkeypatch):
+    move = transfer.PeerTransfer.move
+
+    def closed_then(one, mask):
+        before = one.events
+        move(one, mask)
+        if one.events != before:
+            one.connection.close()
+
+    monkeypatch.setattr(transfer.PeerTransfer, "move", closed_then)
+    east, _, west = ranks
+    first, second = together(lambda: swap(east, [west], b"1234"), lambda: swap(west, [east], b"5678"))
+    assert isinstance(first, PeersFailed) and isinstance(second, PeersFailed)
+
+
 def test_a_silent_peer_is_given_up_after_the_patience(ranks):
     east, _, west = ranks
     found = swap(west, [east], b"x", patience=0.5)  # east never calls

@@ -172,6 +172,8 @@ def test_a_checkpoint_holds_what_is_applied():
         train_all([again], 3)
         again.loop.end()
     assert again.contributed >= 2
+    rounds = [one.number for one in again.records if one.outcome.verdict == "commit"]
+    assert min(rounds) > max(versions), "the run goes on counting where the checkpoint was"
 
 
 @pytest.mark.parametrize("text", ["every=60s", "mix=0.5", "algorithm=co2"])

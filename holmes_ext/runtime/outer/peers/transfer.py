@@ -11,8 +11,9 @@ import selectors
 import ssl
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 from holmes_ext.runtime.outer.peers.routes import Peer
 from holmes_ext.runtime.sockets.channel import Channel
@@ -26,6 +27,7 @@ _CALL_BYTES = 2**20
 _SLOWER = 4.0
 #: Bytes of an exchange from which its rate says something.
 _ENOUGH = 2**20
+_CLOSED = "it has called again, so this connection was closed"
 
 
 class Speed:
@@ -122,8 +124,8 @@ def run(transfers: Iterable[PeerTransfer], patience_s: float) -> dict[str, str]:
         for one in transfers:
             if reason := _move(one, selectors.EVENT_READ):  # what TLS holds already wakes no selector
                 failed[one.peer.job] = reason
-            elif one.events:
-                selector.register(one.connection, one.events, one)
+            elif one.events and (reason := _watch(selector.register, one)):
+                failed[one.peer.job] = reason
         while selector.get_map():
             for key, mask in selector.select(min(1.0, patience_s / 4)):
                 one, before = key.data, key.events
@@ -131,8 +133,8 @@ def run(transfers: Iterable[PeerTransfer], patience_s: float) -> dict[str, str]:
                     failed[one.peer.job] = reason
                 if reason or not one.events:
                     selector.unregister(one.connection)
-                elif one.events != before:
-                    selector.modify(one.connection, one.events, one)
+                elif one.events != before and (reason := _watch(selector.modify, one)):
+                    failed[one.peer.job] = reason
             for one in [key.data for key in selector.get_map().values()]:
                 if reason := _late(one, patience_s):
                     failed[one.peer.job] = reason
@@ -149,9 +151,21 @@ def _move(one: PeerTransfer, mask: int) -> str:
         return f"rank {one.peer.rank} of job {one.peer.job}: {why(error)}"
 
 
+def _watch(change: Callable[..., Any], one: PeerTransfer) -> str:
+    """A selector's register() or modify(). Why it failed: the thread that takes calls has closed the
+    connection meanwhile, as the peer has called again (links.py); "" where it did not."""
+    try:
+        change(one.connection, one.events, one)
+        return ""
+    except (OSError, ValueError):
+        return f"rank {one.peer.rank} of job {one.peer.job}: {_CLOSED}"
+
+
 def _late(one: PeerTransfer, patience_s: float) -> str:
     """Why it is not waited for; "" where it is."""
     who = f"rank {one.peer.rank} of job {one.peer.job}"
+    if one.connection.fileno() < 0:
+        return f"{who}: {_CLOSED}"
     if time.monotonic() - one.heard > patience_s:
         return f"{who}: silent for {patience_s:.3g} s"
     return f"{who}: not done after {one.deadline.seconds:.3g} s" if one.deadline.passed else ""

@@ -2,10 +2,10 @@
 host.
 
     anchor      float32: as they were after their last outer step; the same bits in every job
-    momentum    float32 (bfloat16 beside int8's residual), where the outer step has one
-    residual    bfloat16: what int8 has left out so far, this job's own
+    momentum    float32 (bfloat16 beside a residual of bfloat16), where the outer step has one
+    residual    what the codec has left out so far, this job's own: bfloat16 (int8, 2bit), float32 (topk)
 
-Anchor and momentum: 2 x the rank's own elements of float32; with int8 4 + 2 + 2 bytes an element, the same.
+Bytes of an element of the rank: 4 + 4; with int8 and 2bit 4 + 2 + 2, the same; with topk 4 + 4 + 4.
 """
 
 from __future__ import annotations
