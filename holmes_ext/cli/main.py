@@ -15,6 +15,7 @@ import importlib
 import os
 import select
 import sys
+import time
 
 from holmes_ext import __version__
 from holmes_ext.errors import HolmesError, RemoteError
@@ -76,13 +77,14 @@ def main(argv: list[str] | None = None) -> int:
     Where the reader of standard output has gone (`holmes plan ... | head`) the rest is not printed: that is
     no error.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    argv, begin = sys.argv[1:] if argv is None else argv, time.monotonic()
     try:
         try:
             if not argv:
                 print(FIRST, end="")
                 return 0
             args = _parse(argv)
+            args.begin = begin  # imports of the command belong to its seconds
             return args.run(args)
         finally:
             sys.stdout.flush()
