@@ -77,8 +77,10 @@ def test_sessions_do_not_read_bashrc(tmp_path):
     config = (tmp_path / "sshd_config.a0").read_text().splitlines()
     given = next(shlex.split(line)[1:] for line in config if line.startswith("SetEnv"))
     (tmp_path / ".bashrc").write_text("echo read\n")
-    env = {"HOME": str(tmp_path), "SSH_CLIENT": "10.0.0.1 40000 22", **dict(text.split("=", 1) for text in given)}
-    assert subprocess.run(["bash", "-c", "echo ran"], env=env, capture_output=True, text=True).stdout == "ran\n"
+    env = {"HOME": str(tmp_path), "SSH_CLIENT": "10.0.0.1 40000 22"}
+    env.update(text.split("=", 1) for text in given)
+    done = subprocess.run(["bash", "-c", "echo ran"], env=env, capture_output=True, text=True)
+    assert done.stdout == "ran\n"
 
 
 def test_the_login_host():
