@@ -12,7 +12,7 @@ from holmes_ext.lab.process.ranks import Program
 
 PORT = 22
 # bash reads ~/.bashrc in a session of sshd, unless it is not the outermost shell. A session of the lab has
-# the lab's variables and not what that file makes of them (pyenv's `init` waits there for a lock, up to 60 s).
+# the lab's variables, not what that file makes of them (pyenv's `init` waits there for a lock, up to 60 s).
 _NO_BASHRC = {"SHLVL": "1"}
 
 
