@@ -14,6 +14,7 @@ import importlib
 import os
 import select
 import sys
+import time
 
 from holmes_ext import __version__
 from holmes_ext.errors import HolmesError, RemoteError
@@ -70,13 +71,14 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Run a `holmes` command line (default: this process's); its exit status, 130 after Ctrl-C. Where the
     reader of standard output has gone (`holmes plan ... | head`) the rest is not printed."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv, begin = sys.argv[1:] if argv is None else argv, time.monotonic()
     try:
         try:
             if not argv:
                 print(FIRST, end="")
                 return 0
             args = _parse(argv)
+            args.begin = begin  # imports of the command belong to its seconds
             return args.run(args)
         finally:
             sys.stdout.flush()

@@ -21,12 +21,13 @@ from integration_tests.launchers import commands, examples  # noqa: F401  more c
 from integration_tests.launchers.bench import Bench
 from integration_tests.launchers.cases import CASES, hostfile
 
-SIDE_BY_SIDE = 5
+SIDE_BY_SIDE = 6
 #: What runs without HOLMES_TEST_FULL=1.
 CHOSEN = (*(name for name, case in CASES.items() if case.__module__ != commands.__name__),
           "holmes_discover_from_slurm")
-#: These wait for longest, so they begin.
-FIRST = ("time_limit", "scontrol_requeue", "srun_node_goes_down", "mpirun_sigterm")
+#: These take longest, so they begin: by their waits, then by several jobs one after the other.
+FIRST = ("time_limit", "srun_node_goes_down", "mpirun_sigterm", "holmes_lab_run", "scontrol_requeue",
+         "example_trainer", "example_deepspeed", "example_megatron_lm", "example_mpi")
 PROGRAMS = ("srun", "slurmctld", "slurmd", "munged", "mpirun", "sshd", "pdsh")
 MISSING = [name for name in PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
 pytestmark = pytest.mark.skipif(bool(MISSING) or os.getuid() != 0,
@@ -46,7 +47,7 @@ def running(request, tmp_path_factory):
     names = [item.callspec.params["name"] for item in request.session.items
              if item.module is request.module
              and "name" in getattr(getattr(item, "callspec", None), "params", ())]
-    chosen = sorted((name for name in names if FULL or name in CHOSEN), key=lambda name: name not in FIRST)
+    chosen = [name for name in dict.fromkeys((*FIRST, *names)) if name in names and (FULL or name in CHOSEN)]
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         yield {name: pool.submit(CASES[name], tmp_path_factory.mktemp(name)) for name in chosen}
 

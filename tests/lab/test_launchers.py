@@ -2,6 +2,8 @@
 integration_tests/launchers/."""
 
 import os
+import shlex
+import subprocess
 
 import clusters
 import pytest
@@ -68,6 +70,17 @@ def test_slurm_knows_the_clusters(tmp_path):
 def test_sessions_get_variables_as_they_are(tmp_path):
     ssh.configure(tmp_path, {"a0": {"X": 'a "b" \\c'}})
     assert 'SetEnv "X=a \\"b\\" \\\\c"' in (tmp_path / "sshd_config.a0").read_text()
+
+
+def test_sessions_do_not_read_bashrc(tmp_path):
+    ssh.configure(tmp_path, {"a0": {}})
+    config = (tmp_path / "sshd_config.a0").read_text().splitlines()
+    given = next(shlex.split(line)[1:] for line in config if line.startswith("SetEnv"))
+    (tmp_path / ".bashrc").write_text("echo read\n")
+    env = {"HOME": str(tmp_path), "SSH_CLIENT": "10.0.0.1 40000 22"}
+    env.update(text.split("=", 1) for text in given)
+    done = subprocess.run(["bash", "-c", "echo ran"], env=env, capture_output=True, text=True)
+    assert done.stdout == "ran\n"
 
 
 def test_the_login_host():

@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
             raise HolmesError(f"--idle slurm: none of the nodes of {spec.source} is idle now")
     elif args.idle:
         spec = only(spec, args.idle, "--idle")
-    end = time.monotonic() + args.seconds
+    end = args.begin + args.seconds
     job = training_of(args, spec)
     if job.model is None:
         raise HolmesError(

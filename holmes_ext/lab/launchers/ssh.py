@@ -11,6 +11,9 @@ from holmes_ext.lab.launchers.programs import program
 from holmes_ext.lab.process.ranks import Program
 
 PORT = 22
+# bash reads ~/.bashrc in a session of sshd, unless it is not the outermost shell. A session of the lab has
+# the lab's variables, not what that file makes of them (pyenv's `init` waits there for a lock, up to 60 s).
+_NO_BASHRC = {"SHLVL": "1"}
 
 
 def configure(directory: Path, variables: Mapping[str, Mapping[str, str]]) -> None:
@@ -32,7 +35,8 @@ def configure(directory: Path, variables: Mapping[str, Mapping[str, str]]) -> No
             "StrictModes no", "UsePAM no", "PasswordAuthentication no", "PermitRootLogin prohibit-password",
             "PidFile none", "UseDNS no", "PrintMotd no", "PrintLastLog no", "MaxStartups 200",
             "MaxSessions 200",
-            "SetEnv " + " ".join(_quoted(f"{name}={value}") for name, value in own.items()), ""]))
+            "SetEnv " + " ".join(_quoted(f"{name}={value}")
+                                 for name, value in {**own, **_NO_BASHRC}.items()), ""]))
 
 
 def _quoted(text: str) -> str:

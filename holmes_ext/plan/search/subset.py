@@ -134,7 +134,10 @@ class _Search:
         for counts in subsets:
             if self.over(end):
                 return
-            self.one(counts)
+            if self.bound(counts) < self.best_s * (1 - EQUAL):
+                self.one(counts)
+            else:
+                self.left_out = True
 
     def divide(self) -> None:
         """Branch and bound over what is left, the least floor first."""

@@ -22,6 +22,14 @@ double now() {
   return static_cast<double>(moment.tv_sec) + static_cast<double>(moment.tv_nsec) * 1e-9;
 }
 
+BriefMutex::BriefMutex() {
+  pthread_mutexattr_t attributes;
+  pthread_mutexattr_init(&attributes);
+  pthread_mutexattr_settype(&attributes, PTHREAD_MUTEX_ADAPTIVE_NP);
+  pthread_mutex_destroy(native_handle());
+  pthread_mutex_init(native_handle(), &attributes);
+}
+
 bool Ticket::open() const { return stream && (begun ? stream->started : stream->completed) < sequence; }
 
 Scheduler& Scheduler::instance() {

@@ -84,6 +84,11 @@ struct HostWait {
   std::condition_variable done;
 };
 
+// Whoever finds it locked tries again before it sleeps: it is held for less time than a sleep takes.
+struct BriefMutex : std::mutex {
+  BriefMutex();
+};
+
 class Scheduler {
  public:
   static Scheduler& instance();  // made at first use, in the process that uses it (after a fork)
@@ -113,6 +118,8 @@ class Scheduler {
   struct Worker {
     std::condition_variable wake;
     WorkPointer work;
+    std::atomic<bool> has_work{false};
+    bool asleep = false;
   };
   struct Device {
     struct Connection {
@@ -139,10 +146,11 @@ class Scheduler {
       WorkPointer* for_caller = nullptr);  // starts all that may; one of them is left to the calling worker
   void hand_over(WorkPointer work);
   void worker_main(Worker* self);
+  void look_for_work(Worker* self, std::unique_lock<std::mutex>& lock);
   void run(Work& work);
   void start_late(std::unique_lock<std::mutex>& lock);
 
-  std::mutex mutex_;
+  BriefMutex mutex_;
   std::map<int, std::unique_ptr<Device>> devices_;
   std::vector<StreamPointer> active_;  // those with work
   std::vector<Worker*> idle_;

@@ -1,5 +1,6 @@
 // The threads that run the work of streams: as many as run at once, each used again.
 
+#include <sched.h>
 #include <signal.h>
 #include <time.h>
 
@@ -17,6 +18,9 @@ namespace {
 // that the error does not add up, and a stream of small kernels does not sleep after each. Seconds.
 constexpr double kSlack = 100e-6;
 constexpr auto kLatest = std::chrono::milliseconds(50);
+// How long a worker without work looks for more before it sleeps: a few times what it costs the host thread to
+// wake it. Seconds.
+constexpr double kLooks = 20e-6;
 
 thread_local Work* running = nullptr;
 
@@ -34,11 +38,13 @@ void Scheduler::hand_over(WorkPointer work) {
     Worker* worker = idle_.back();  // the one that ran last: its caches are warm
     idle_.pop_back();
     worker->work = std::move(work);
-    worker->wake.notify_one();
+    worker->has_work.store(true, std::memory_order_release);
+    if (worker->asleep) worker->wake.notify_one();
     return;
   }
   auto* worker = new Worker;
   worker->work = std::move(work);
+  worker->has_work = true;
   sigset_t all, before;  // signals are for the threads of the program
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -50,8 +56,9 @@ void Scheduler::worker_main(Worker* self) {
   pthread_setname_np(pthread_self(), "emulated-gpu");
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    self->wake.wait(lock, [&] { return self->work != nullptr; });
+    if (!self->work) look_for_work(self, lock);
     WorkPointer work = std::move(self->work);
+    self->has_work = false;
     while (work) {
       bool skip =
           failures_.count(work->stream->device) != 0;  // after an error a device runs nothing any more
@@ -69,6 +76,17 @@ void Scheduler::worker_main(Worker* self) {
     }
     idle_.push_back(self);
   }
+}
+
+void Scheduler::look_for_work(Worker* self, std::unique_lock<std::mutex>& lock) {
+  lock.unlock();
+  for (double end = now() + kLooks; !self->has_work.load(std::memory_order_acquire) && now() < end;) {
+    sched_yield();
+  }
+  lock.lock();
+  self->asleep = true;
+  self->wake.wait(lock, [&] { return self->work != nullptr; });
+  self->asleep = false;
 }
 
 void Scheduler::run(Work& work) {
