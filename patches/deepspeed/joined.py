@@ -72,25 +72,20 @@ def refusal(engine: Any, settings: OuterSettings) -> str | None:
     return None
 
 
+#: What DeepSpeed's grid and others' mpu call an axis, before "_world_size" or "_rank".
+_AXES = {"pipe": ("get_pipe_parallel", "get_pipeline_model_parallel"),
+         "model": ("get_slice_parallel", "get_tensor_model_parallel", "get_model_parallel")}
+
+
+def _of_axis(engine: Any, axis: str, what: str, otherwise: int) -> int:
+    grid = getattr(engine, "grid", None) or engine.mpu
+    names = [name for each in _AXES[axis] if hasattr(grid, name := f"{each}_{what}")]
+    return int(getattr(grid, names[0])()) if names else otherwise
+
+
 def _size(engine: Any, axis: str) -> int:
     """Of "pipe" or "model" parallelism."""
-    grid = getattr(engine, "grid", None) or engine.mpu
-    if grid is None:
-        return 1
-    names = {"pipe": ("get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size"),
-             "model": ("get_slice_parallel_world_size", "get_tensor_model_parallel_world_size",
-                       "get_model_parallel_world_size")}[axis]  # fmt: skip
-    return next((int(getattr(grid, name)()) for name in names if hasattr(grid, name)), 1)
-
-
-def _rank(engine: Any, axis: str) -> int:
-    grid = getattr(engine, "grid", None) or engine.mpu
-    if grid is None:
-        return 0
-    names = {"pipe": ("get_pipe_parallel_rank", "get_pipeline_model_parallel_rank"),
-             "model": ("get_slice_parallel_rank", "get_tensor_model_parallel_rank",
-                       "get_model_parallel_rank")}[axis]  # fmt: skip
-    return next((int(getattr(grid, name)()) for name in names if hasattr(grid, name)), 0)
+    return _of_axis(engine, axis, "world_size", 1)
 
 
 def _weights(engine: Any) -> training.WeightShards:
@@ -103,8 +98,8 @@ def _weights(engine: Any) -> training.WeightShards:
             places.append((flat, flat.data_ptr()))
     tensors = [(name, tuple(getattr(p, "ds_shape", p.shape)), "float32") for p, name in named.items()
                if p in seen]
-    position = f"pipeline {_rank(engine, 'pipe')}, tensor {_rank(engine, 'model')}"
-    return training.WeightShards(position, tensors, parts,
+    pipeline, tensor = (_of_axis(engine, axis, "rank", 0) for axis in _AXES)
+    return training.WeightShards(f"pipeline {pipeline}, tensor {tensor}", tensors, parts,
                                  lambda: any(flat.data_ptr() != at for flat, at in places))
 
 
