@@ -11,13 +11,12 @@ refused in one line.
 
 from __future__ import annotations
 
-import inspect
 from contextlib import nullcontext
 from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import inside, with_session
+from holmes_ext.patches.engine.wrap import inside, whole, with_session
 from holmes_ext.patches.megatron.features import P2P_CLASS, P2P_FUNCTIONS, PROFILE, loaded_version
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure.profile_file import publish
@@ -75,9 +74,7 @@ def _schedule(current, wrapped, instance, args, kwargs):
         return wrapped(*args, **kwargs)
     from megatron.core.utils import get_model_config
 
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    bound.apply_defaults()
-    asked = bound.arguments
+    asked = whole(wrapped, args, kwargs).arguments
     model = asked["model"]
     if isinstance(model, list):
         if len(model) > 1:
@@ -147,10 +144,8 @@ def _during(kind: str):
 
 PATCHES = (
     *(
-        Patch(
-            PROFILE, f"{_SCHEDULES}:forward_backward_{name}", "--holmes-profile: where a step begins",
-            _schedule, parameters=("model", "num_microbatches", "seq_length", "micro_batch_size"),
-        )
+        Patch(PROFILE, f"{_SCHEDULES}:forward_backward_{name}", "--holmes-profile: where a step begins",
+              _schedule, parameters=("model", "num_microbatches", "seq_length", "micro_batch_size"))
         for name in ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")
     ),
     *(
@@ -159,10 +154,8 @@ PATCHES = (
         for kind in ("forward", "backward")
     ),
     *(
-        Patch(
-            PROFILE, f"{_P2P}{holder}{name}", "--holmes-profile: sends and receives, with waiting",
-            _during("receive" if "recv" in name else "send"), only=only,
-        )
+        Patch(PROFILE, f"{_P2P}{holder}{name}", "--holmes-profile: sends and receives, with waiting",
+              _during("receive" if "recv" in name else "send"), only=only)
         for holder, only in (("", P2P_FUNCTIONS), ("P2PCommunicator.", P2P_CLASS))
         for name in (
             "recv_forward", "recv_backward", "send_forward", "send_backward",

@@ -102,8 +102,6 @@ def _serve(original: Any) -> Any:
 
 
 PATCHES = (
-    Patch(
-        MEGATRON_DEEPSPEED_IMPORTS, "megatron.arguments:deepspeed",
-        "what it imports and a GPT never uses is served empty when it is missing", replace=_serve,
-    ),
+    Patch(MEGATRON_DEEPSPEED_IMPORTS, "megatron.arguments:deepspeed",
+          "what it imports and a GPT never uses is served empty when it is missing", replace=_serve),
 )  # fmt: skip

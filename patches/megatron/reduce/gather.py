@@ -72,8 +72,6 @@ def _gather_after_step(wrapped, instance, args, kwargs):
 
 
 PATCHES = (
-    Patch(
-        GATHER, "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
-        "the gather is to be under way before anything can read the weights", _gather_after_step,
-    ),
+    Patch(GATHER, "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
+          "the gather is to be under way before anything can read the weights", _gather_after_step),
 )  # fmt: skip

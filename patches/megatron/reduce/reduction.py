@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.engine.wrap import whole, with_session
 from holmes_ext.patches.megatron.core import job
 from holmes_ext.patches.megatron.features import REDUCTION, has
 from holmes_ext.patches.megatron.reduce import buckets as megatron_buckets
@@ -72,8 +72,7 @@ def _reduce_as_planned(current, wrapped, instance, args, kwargs):
     group."""
     if (sizes := job.sizes or current.plan.sizes) is None:
         return wrapped(*args, **kwargs)
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    bound.apply_defaults()
+    bound = whole(wrapped, args, kwargs)
     given = bound.arguments
     ddp_config, group = given["ddp_config"], _reduction_group(given)
     ranks, backend = group_ranks(group), backend_of(group)
@@ -173,20 +172,15 @@ def _lay_out_unpadded(wrapped, instance, args, kwargs):
 
 
 PATCHES = (
-    Patch(
-        REDUCTION, "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-        "a later stage on a slow fabric must overlap too; megatron-core buckets on the first stage only",
-        _reduce_as_planned, parameters=("config", "ddp_config", "module", "disable_bucketing"),
-    ),
-    Patch(
-        REDUCTION, "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
-        "bucket_size is None on every stage but the first",
-        _bucket_as_planned, parameters=("bucket_size", "ddp_config", "data_parallel_group"),
-    ),
-    Patch(
-        REDUCTION,
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout",
-        "buckets that need no padding: checkpoints of these versions drop it", _lay_out_unpadded,
-        parameters=("params", "bucket_size", "data_parallel_world_size", "ddp_config"), only=">=0.18,<0.20",
-    ),
+    Patch(REDUCTION, "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+          "a later stage on a slow fabric must overlap too; megatron-core buckets on the first stage only",
+          _reduce_as_planned, parameters=("config", "ddp_config", "module", "disable_bucketing")),
+    Patch(REDUCTION, "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
+          "bucket_size is None on every stage but the first", _bucket_as_planned,
+          parameters=("bucket_size", "ddp_config", "data_parallel_group")),
+    Patch(REDUCTION,
+          "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout",
+          "buckets that need no padding: checkpoints of these versions drop it", _lay_out_unpadded,
+          parameters=("params", "bucket_size", "data_parallel_world_size", "ddp_config"),
+          only=">=0.18,<0.20"),
 )  # fmt: skip
