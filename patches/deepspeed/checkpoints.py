@@ -78,8 +78,7 @@ def _save_whole(current, wrapped, instance, save_dir, tag=None, client_state=Non
 
 @dataclass(frozen=True)
 class Split:
-    """parts: the first module of each stage, and the end; () where `files` of other sizes are all that is
-    known."""
+    """parts: the first module of each stage, and the end; () where only `files` of other sizes are known."""
 
     parts: tuple[int, ...]
     tensor: int
@@ -94,8 +93,7 @@ class Split:
 
 
 def saved_split(folder: Path, module: Any, tensor: int) -> Split:
-    """How the checkpoint in `folder` is split; one that stock saved is split as stock splits `module`, if
-    sizes fit."""
+    """How the checkpoint in `folder` is split; one of stock's as stock splits `module`, if sizes fit."""
     record = folder / SPLIT
     if record.exists():
         try:

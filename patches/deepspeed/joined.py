@@ -104,8 +104,7 @@ def _weights(engine: Any) -> training.WeightShards:
 
 
 def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
-    """Each parameter that this optimizer steps, with the first element and a flat view of what this rank
-    steps of it."""
+    """Each parameter that is stepped, the first element and a flat view of what this rank steps of it."""
     import deepspeed.comm as dist
 
     kind = type(optimizer).__name__
@@ -148,16 +147,14 @@ def _is_plain(optimizer: Any) -> bool:
 
 
 def _cut(group: list[Any], offsets: list[int], flat: Any, begin: int) -> Iterator[tuple[Any, int, Any]]:
-    """flat: elements [begin, begin + its length) of the flat group in which the parameters stand at
-    `offsets`."""
+    """flat: elements [begin, begin + its length) of the group in which parameters stand at `offsets`."""
     for p, offset in zip(group, offsets):
         a, b = max(offset, begin), min(offset + p.numel(), begin + flat.numel())
         yield p, max(0, a - offset), flat.narrow(0, a - begin if a < b else 0, max(0, b - a))
 
 
 def _written(engine: Any) -> None:
-    """The weights that the next forward pass uses, from those that were written. Collective over
-    data-parallel ranks."""
+    """The weights of the next forward pass, from those written. Collective over data-parallel ranks."""
     optimizer, kind = engine.optimizer, type(engine.optimizer).__name__
     if kind in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
         optimizer.update_lp_params()

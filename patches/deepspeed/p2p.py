@@ -82,8 +82,7 @@ def _over_pair_group(direction, stock, tensor, stage, async_op):
 
 
 def grid_sizes(current: session.Session, pipeline: int, tensor: int) -> Sizes:
-    """Complete sizes of DeepSpeed's grid, which has no axis for what a plan may know of besides (context,
-    experts)."""
+    """Complete sizes of DeepSpeed's grid, which has no axis for context and experts."""
     planned = current.plan.sizes
     if planned is not None and (planned.pipeline, planned.tensor) == (pipeline, tensor):
         return planned

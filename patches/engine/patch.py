@@ -111,8 +111,7 @@ class Feature:
         return " ".join([flag(self.option), " or ".join(values)]).strip() if self.option else ""
 
     def version_misfit(self, version: str | None) -> str | None:
-        """Why the feature does not support this version (None: not installed), or None when it does, or the
-        version says nothing."""
+        """Why it does not support this version (None: not installed); None: it does, or who knows."""
         name, supported = self.requirement.name, self.requirement.specifier
         if version is None:
             return f"{name} is not installed"

@@ -31,8 +31,7 @@ from holmes_ext.runtime.start.refusal import told_once
 
 
 class _Job:
-    """What initialize_model_parallel was called with last; None before, or where no plan describes such a
-    grid."""
+    """What initialize_model_parallel was called with last; None: not yet, or no plan describes it."""
 
     sizes: Sizes | None = None
 
@@ -74,8 +73,7 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
 
 @with_session
 def _initialize(current, wrapped, instance, args, kwargs):
-    """Check first, so that nothing is half-initialized; then megatron-core makes its groups, and we the
-    pairs'."""
+    """Check first, so that nothing is half-initialized; then come megatron-core's groups and the pairs'."""
     asked = whole(wrapped, args, kwargs).arguments
     # Several models in one job, an encoder with stages of its own (before 0.14), or tensors rematerialized
     # over a further axis: grids that a plan does not describe.
@@ -202,7 +200,8 @@ def ends_of(current: session.Session, layers: tuple[int, ...], pipeline: int) ->
     """
     first, *between, last = layers
     if len(layers) != pipeline or len(set(between)) > 1:
-        split, why = "+".join(map(str, layers)), "lets only the first and the last stage have layers of their own"
+        split = "+".join(map(str, layers))
+        why = "lets only the first and the last stage have layers of their own"
         way_out = "install 0.13 or newer, or plan with equal stages between them and one chunk on each stage"
         said = f"{current.plan.source}: key 'stage_layers': {split}"
         raise told_once(HolmesError(f"{said}, but this megatron-core {why}; {way_out}"))
@@ -246,8 +245,7 @@ _CUTS_UNITS = "megatron.core.recompute"
 
 
 def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
-    """HolmesError when a stage is not whole units of recomputed layers, and megatron-core does not cut
-    them."""
+    """HolmesError when a stage is not whole units of recomputed layers, which megatron-core cannot cut."""
     if config.recompute_granularity != "full" or config.recompute_method != "uniform" or cuts:
         return
     unit = config.recompute_num_layers or 1

@@ -49,8 +49,7 @@ class _Group:
 
 
 class _Step:
-    """One step of one pipeline: what was sent and received so far. dtype, device: of its messages; each: of a
-    micro-batch, as many."""
+    """One step of one pipeline: what was sent and received so far. each: of a micro-batch."""
 
     def __init__(self, box: Mailbox, flight: ReceiveOrder, stage: int, dtype: Any, device: Any):
         self.box, self.held, self.stage, self.dtype, self.device = box, flight.held, stage, dtype, device

@@ -29,15 +29,13 @@ def loaded_version() -> str | None:
 
 
 def _is_megatron_deepspeed() -> bool:
-    """By the file beside megatron/core that Megatron-LM has moved, and that reads deepspeed's arguments here;
-    nothing is imported."""
+    """By the file beside megatron/core that Megatron-LM has moved, and that reads deepspeed's flags."""
     beside = Path(sys.modules["megatron.core"].__path__[0]).parent / "arguments.py"
     return beside.is_file() and "add_config_arguments" in beside.read_text(errors="replace")
 
 
 def megatron_deepspeed_version() -> str | None:
-    """The version of the vendored megatron.core; None when the megatron that was imported is not
-    Megatron-DeepSpeed's."""
+    """Of the vendored megatron.core; None when the imported megatron is not Megatron-DeepSpeed's."""
     if not hasattr(sys.modules.get("megatron.arguments"), "deepspeed"):
         return None
     return importlib.import_module("megatron.core.package_info").__version__

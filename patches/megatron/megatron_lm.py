@@ -47,8 +47,7 @@ def _validate(current, wrapped, instance, args, *rest, **more):
 
 
 def _set_layout(current: session.Session, args) -> None:
-    """--pipeline-model-parallel-layout from the plan, unless the user or another model class splits the
-    layers."""
+    """--pipeline-model-parallel-layout from the plan, unless user or model class split the layers."""
     if getattr(args, "hybrid_layer_pattern", None) or not args.num_layers:
         return
     given = {name: value for name in _OWN_SPLITS if (value := getattr(args, name, None))}

@@ -35,8 +35,7 @@ _ORDER = (("send_next", "recv_prev", "send_prev", "recv_next"),
 
 @dataclass
 class _Pairs:
-    """Groups made for one pipeline group. by_peer: the neighbour's rank -> the pair's group; twin: see the
-    module's text."""
+    """Of one pipeline group. by_peer: neighbour's rank -> the pair's group; twin: see the module's text."""
 
     by_peer: dict[int, Any] = field(default_factory=dict)
     twin: Any = None
@@ -59,8 +58,7 @@ def mailbox_of(group: Any) -> Mailbox:
 
 
 def pairs_of(group) -> _Pairs:
-    """The pair groups of this rank in a pipeline group. Made on the first call, which all of the group's
-    ranks must reach."""
+    """This rank's in a pipeline group. Made on the first call, which all of the group's ranks must reach."""
     current = session.active()
     if group not in _made:
         _made[group] = _make(current, group) if current is not None else _Pairs()

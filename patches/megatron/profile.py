@@ -39,8 +39,7 @@ state = _State()
 
 
 def layers_of(model: Any) -> list[tuple[str | int, Any]]:
-    """(label, module) of one stage's model, in the order in which they run: embedding, layers, what follows
-    the last one."""
+    """(label, module) of one stage's model, as they run: embedding, layers, what follows the last one."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     modules = dict(model.named_modules())
@@ -55,8 +54,7 @@ def layers_of(model: Any) -> list[tuple[str | int, Any]]:
 
 
 def gradient_bytes(model: Any) -> dict[str | int, float]:
-    """Bytes that each layer's gradients take in the reduction, which is in 32 bits unless the program chose
-    otherwise."""
+    """Bytes of each layer's gradients in the reduction: in 32 bits unless the program chose otherwise."""
     wide = getattr(getattr(model, "ddp_config", None), "grad_reduce_in_fp32", True)
     found: dict[str | int, float] = {}
     counted: set[int] = set()

@@ -46,8 +46,7 @@ class _Received:
 
 
 def wires_of(config: Any) -> dict[int, Wire]:
-    """Of this rank's neighbours in its pipeline; {} where all travels as it is. The same on all ranks of a
-    stage."""
+    """Of this rank's neighbours; {} where all travels as it is. The same on all ranks of a stage."""
     current, sizes = session.active(), core.job.sizes
     if current is None or sizes is None or not registry().is_on(SLICES.name):
         return {}

@@ -75,8 +75,7 @@ class _Server(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _asked_by_megatron() -> bool:
-    """Whether the code that imports, the first outside the import system and this file, is of the package
-    megatron."""
+    """Whether what imports, the first outside the import system and this file, is megatron's code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

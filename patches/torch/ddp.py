@@ -71,8 +71,7 @@ def two_level_hook(state, bucket):
 
 @with_session
 def _construct(current, wrapped, instance, args, kwargs):
-    """DistributedDataParallel(...): buckets as large as the plan has them, and the hook, where two levels
-    reduce."""
+    """DistributedDataParallel(...): where two levels reduce, the plan's size of buckets, and the hook."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     way, two_level = _reduction(given)
     reason = _stays_stock(given)
@@ -102,8 +101,7 @@ def _note(ddp: Any, way: Any, two_levels: bool, told: bool = False) -> None:
 
 
 def _show(ddp: Any) -> None:
-    """The reducer's own all-reduce, from Python: there telemetry sees it, and a pipeline's step can end it
-    later."""
+    """The reducer's own all-reduce, from Python: telemetry sees it, a pipeline's step may end it later."""
     from holmes_ext.runtime.reduce.straddling import flat_all_reduce
 
     if hasattr(ddp, "reducer"):
@@ -116,8 +114,7 @@ def _install(ddp: Any, state: Buckets) -> None:
 
 
 def _reduction(given: dict[str, Any]) -> tuple[Any, Any]:
-    """The plan's way for the gradients of given["module"], and its two levels: None where torch's one ring is
-    it."""
+    """The plan's way for the gradients, and its two levels: None where torch's one ring is it."""
     from torch.nn.parameter import UninitializedParameter
 
     from holmes_ext.runtime.reduce.straddling import planned, two_level_for  # torch is there by now

@@ -174,8 +174,7 @@ def _tell_root_of_1(current, wrapped, instance, args, kwargs):
 
 
 def _tell_costs(current: session.Session, ranks: Sequence[int], what: ShardedWeights, kept: float) -> None:
-    """Weights sharded over `ranks` of several clusters: what that takes, and what hybrid would. kept: their
-    bytes."""
+    """Weights sharded over several clusters: what that takes, and what hybrid would. kept: their bytes."""
     carrier, clusters = carrier_of(backend_of()) or SOCKETS, current.plan.by_cluster(ranks)
     if len(clusters) < 2:
         return

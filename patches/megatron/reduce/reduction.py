@@ -37,8 +37,7 @@ from holmes_ext.runtime.groups.grid import tell
 
 @dataclass(frozen=True)
 class _Planned:
-    """Of the DistributedDataParallel being built: elements of a bucket, and whether the program left them
-    open."""
+    """Of the DistributedDataParallel being built: elements of a bucket; whether they were left open."""
 
     elements: int
     ours: bool
@@ -68,8 +67,7 @@ def tell_that_buckets_stay(current: session.Session, way: str = "") -> None:
 
 @with_session
 def _reduce_as_planned(current, wrapped, instance, args, kwargs):
-    """DistributedDataParallel.__init__ with overlap on and buckets sized for the fabric of this stage's
-    group."""
+    """DistributedDataParallel.__init__ with overlap and buckets for the fabric of this stage's group."""
     if (sizes := job.sizes or current.plan.sizes) is None:
         return wrapped(*args, **kwargs)
     bound = whole(wrapped, args, kwargs)
@@ -120,8 +118,7 @@ def _reduction_group(given: Mapping[str, Any]) -> Any:
 
 
 def _no_sync_between_micro_batches(config, ddp) -> None:
-    """What megatron-core's schedules need of an overlap that the program did not ask for: when not to
-    reduce."""
+    """What schedules need of an overlap that the program did not ask for: when not to reduce."""
     if config.virtual_pipeline_model_parallel_size:
         config.no_sync_func = [*(config.no_sync_func or []), ddp.no_sync]
     elif config.no_sync_func is None:
@@ -129,8 +126,7 @@ def _no_sync_between_micro_batches(config, ddp) -> None:
 
 
 def _distributed_layout(given: Mapping[str, Any], elements: int):
-    """From 0.18 on the distributed optimizer's buckets are laid out beforehand, in one piece on later
-    stages."""
+    """From 0.18 on its optimizer's buckets are laid out beforehand, in one piece on later stages."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
 
