@@ -14,14 +14,16 @@ experts, hpZ.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from holmes_ext.patches.deepspeed.checkpoints import tag_of
 from holmes_ext.patches.deepspeed.features import JOINED
 from holmes_ext.patches.deepspeed.versions import ask, offsets
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.runtime.outer import training
 from holmes_ext.runtime.outer.settings import OuterSettings
 
@@ -172,45 +174,35 @@ def _written(engine: Any) -> None:
 # Checkpoints: a file for each rank, beside DeepSpeed's own
 
 
-def _save(wrapped, instance, args, kwargs):
-    """DeepSpeedEngine.save_checkpoint."""
-    result = wrapped(*args, **kwargs)
+@by_name
+def _save(wrapped, instance, save_dir, tag=None, *rest, **more):
+    result = wrapped(save_dir, tag, *rest, **more)
     if (state := training.joined_state_dict()) is not None:
         import torch
 
-        directory, tag = _place(*args, **kwargs)
-        torch.save(state, _file(directory, tag or f"global_step{instance.global_steps}", instance))
+        torch.save(state, _file(save_dir, tag or f"global_step{instance.global_steps}", instance))
     return result
 
 
-def _load(wrapped, instance, args, kwargs):
-    """DeepSpeedEngine.load_checkpoint. Without outer state the job joins as a new one does."""
-    path, client_state = wrapped(*args, **kwargs)
+@by_name
+def _load(wrapped, instance, load_dir, tag=None, *rest, **more):
+    """Without outer state the job joins as a new one does."""
+    path, client_state = wrapped(load_dir, tag, *rest, **more)
     if path is None or not training.asked():
         return path, client_state
-    directory, tag = _place(*args, **kwargs)
-    if tag is None:
-        with open(os.path.join(directory, "latest"), encoding="utf-8") as latest:
-            tag = latest.read().strip()
-    file = _file(directory, tag, instance)
-    if os.path.exists(file):
+    file = _file(load_dir, tag_of(load_dir, tag), instance)
+    if file.exists():
         import torch
 
-        training.load_joined_state_dict(torch.load(file, map_location="cpu", weights_only=True), file)
+        training.load_joined_state_dict(torch.load(file, map_location="cpu", weights_only=True), str(file))
     elif instance.global_rank == 0:
         told = "holds no outer state: the job joins like a new one"
-        print(f"holmes: {os.path.join(directory, tag)} {told}", file=sys.stderr, flush=True)
+        print(f"holmes: {file.parent} {told}", file=sys.stderr, flush=True)
     return path, client_state
 
 
-def _place(*args: Any, **more: Any) -> tuple[str, str | None]:
-    """Folder and tag of save_checkpoint(save_dir, tag, ...) and load_checkpoint(load_dir, tag, ...)."""
-    names = (*args, *(None,) * (2 - len(args)))
-    return str(names[0] or more.get("save_dir") or more.get("load_dir")), names[1] or more.get("tag")
-
-
-def _file(directory: str, tag: str, engine: Any) -> str:
-    return os.path.join(directory, str(tag), f"holmes_outer_rank_{engine.global_rank}.pt")
+def _file(directory: str, tag: str | None, engine: Any) -> Path:
+    return Path(directory, str(tag), f"holmes_outer_rank_{engine.global_rank}.pt")
 
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -218,8 +210,6 @@ PATCHES = (
     Patch(JOINED, f"{_ENGINE}._configure_optimizer", "its optimizers step while they are made", _reserve),
     Patch(JOINED, f"{_ENGINE}._take_model_step", "a real step is where rounds begin and end",
           _take_model_step),
-    Patch(JOINED, f"{_ENGINE}.save_checkpoint", "outer state belongs to the checkpoint", _save,
-          parameters=("tag",)),
-    Patch(JOINED, f"{_ENGINE}.load_checkpoint", "outer state belongs to the checkpoint", _load,
-          parameters=("tag",)),
+    Patch(JOINED, f"{_ENGINE}.save_checkpoint", "outer state belongs to the checkpoint", _save),
+    Patch(JOINED, f"{_ENGINE}.load_checkpoint", "outer state belongs to the checkpoint", _load),
 )  # fmt: skip

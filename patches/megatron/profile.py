@@ -141,23 +141,16 @@ def _during(kind: str):
 
 
 PATCHES = (
-    *(
-        Patch(PROFILE, f"{_SCHEDULES}:forward_backward_{name}", "--holmes-profile: where a step begins",
-              _schedule, parameters=("model", "num_microbatches", "seq_length", "micro_batch_size"))
-        for name in ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")
-    ),
-    *(
-        Patch(PROFILE, f"{_SCHEDULES}:{kind}_step", f"--holmes-profile: one micro-batch {kind}",
-              _during(kind))
-        for kind in ("forward", "backward")
-    ),
-    *(
-        Patch(PROFILE, f"{_P2P}{holder}{name}", "--holmes-profile: sends and receives, with waiting",
-              _during("receive" if "recv" in name else "send"), only=only)
-        for holder, only in (("", P2P_FUNCTIONS), ("P2PCommunicator.", P2P_CLASS))
-        for name in (
-            "recv_forward", "recv_backward", "send_forward", "send_backward",
-            "send_forward_recv_backward", "send_backward_recv_forward",
-        )
-    ),
+    *(Patch(PROFILE, f"{_SCHEDULES}:forward_backward_{name}", "--holmes-profile: where a step begins",
+            _schedule, parameters=("model", "num_microbatches", "seq_length", "micro_batch_size"))
+      for name in ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")),
+    *(Patch(PROFILE, f"{_SCHEDULES}:{kind}_step", f"--holmes-profile: one micro-batch {kind}", _during(kind))
+      for kind in ("forward", "backward")),
+    *(Patch(PROFILE, f"{_P2P}{holder}{name}", "--holmes-profile: sends and receives, with waiting",
+            _during("receive" if "recv" in name else "send"), only=only)
+      for holder, only in (("", P2P_FUNCTIONS), ("P2PCommunicator.", P2P_CLASS))
+      for name in (
+          "recv_forward", "recv_backward", "send_forward", "send_backward",
+          "send_forward_recv_backward", "send_backward_recv_forward",
+      )),
 )  # fmt: skip

@@ -106,9 +106,7 @@ PATCHES = (
     Patch(SLICES, f"{_P2P}:P2PCommunicator._communicate",
           "which of a stage's neighbours is in another cluster", _communicate,
           parameters=("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape")),
-    *(
-        Patch(SLICES, f"{_P2P}:{function}", "every tensor rank would send the same tensor to another cluster",
-              _exchange, parameters=PARAMETERS)
-        for function in ("_p2p_ops", "_batched_p2p_ops")
-    ),
+    *(Patch(SLICES, f"{_P2P}:{function}", "every tensor rank would send the same tensor to another cluster",
+            _exchange, parameters=PARAMETERS)
+      for function in ("_p2p_ops", "_batched_p2p_ops")),
 )  # fmt: skip

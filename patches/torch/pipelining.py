@@ -155,14 +155,10 @@ def _scale(wrapped, instance, args, kwargs):
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 
 PATCHES = (
-    *(
-        Patch(
-            PIPELINING, f"{_SCHEDULES}:{schedule}.step",
+    *(Patch(PIPELINING, f"{_SCHEDULES}:{schedule}.step",
             "a pipeline's ranks first meet here; a stage's reduction is awaited before the pipeline goes on",
-            _step,
-        )
-        for schedule in ("PipelineScheduleSingle", "PipelineScheduleMulti")
-    ),
+            _step)
+      for schedule in ("PipelineScheduleSingle", "PipelineScheduleMulti")),
     Patch(PIPELINING, f"{_SCHEDULES}:_batch_p2p",
           "all goes over the pipeline's group, which is on Ethernet as soon as it crosses clusters",
           _over_pairs),
