@@ -2,15 +2,15 @@
 same lab.
 
     python benchmarks/planners.py --json FILE [--scenes NAME,...] [--planners NAME,...] [--limit S]
-                                  [--sailor DIR --dtfm DIR --python PYTHON] [--lab] [--again]
+                                  [--sailor DIR --dtfm DIR --python PYTHON] [--lab [--minutes M]] [--again]
 
 24 scenes (referee/scenes.toml). Each planner gets a scene in its own format and at most --limit seconds of
 CPU; its first plan that fits the memory is written as sizes, order of nodes and layers, and simulated; --lab
 runs that of the 12 small scenes, too. "typed" is what a careful person types; random plans are a floor.
 Planners of Sailor's repository need --sailor, a clone, DT-FM's own search --dtfm, and both --python, an
-interpreter that has what they import. What FILE has is kept and not run again (--again: it is), so that a run
-can be made in parts. A planner that finds nothing in time on CUT of the lab's scenes, or of the larger ones,
-is not asked about the others.
+interpreter that has what they import. What FILE has is kept and not run again (--again: these planners, on
+these scenes, are), so that a run can be made in parts; --minutes: no run in the lab begins later. A planner
+that finds nothing in time on CUT of the lab's scenes, or of the larger ones, is not asked about the others.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ LATE, CUT = "no plan within", 3
 #: Planners that search as long as they are given time: what they found in less is asked again.
 ANYTIME = "Metis", dtfm.NAME
 ERROR = "its own prediction against the simulated step"
+LAB_ERROR = "the simulated step of its plans against the lab's"
 
 
 class Table:
     """Rows of the file and those that are new; notes: what a plan was changed to, or why there is none."""
 
-    def __init__(self, path: Path | None, again: bool):
-        self.path, self.rows = path, [] if again else kept(path)
+    def __init__(self, path: Path | None):
+        self.path, self.rows = path, kept(path)
         self.notes_path = path.with_name(f"{path.stem}_plans.json") if path else None
         known = self.notes_path is not None and self.notes_path.exists()
-        self.notes: dict[str, dict] = json.loads(self.notes_path.read_text()) if known and not again else {}
+        self.notes: dict[str, dict] = json.loads(self.notes_path.read_text()) if known else {}
 
     def has(self, scene: str, planner: str, limit: float) -> bool:
         """Whether it was asked; one without a plan, or one that uses all of its time, with no less time."""
@@ -61,6 +62,11 @@ class Table:
         if note is None or NONE not in note and planner not in ANYTIME:
             return note is not None
         return note["limit"] >= limit
+
+    def forget(self, scene: str, planner: str) -> None:
+        self.notes.get(scene, {}).pop(planner, None)
+        self.rows = [row for row in self.rows
+                     if row.scene != scene or not row.metric.startswith(f"{planner}: ")]
 
     def late(self, scenes: Iterable[str], planner: str, limit: float) -> int:
         """How many of the scenes it found nothing for in so much time."""
@@ -168,8 +174,8 @@ def in_turns(table: Table, scenes: list[Scene]) -> Iterator[tuple[Scene, list[st
             yield scene, [[OURS], best[:1], [TYPED], [*best[1:], RANDOM]][turn]
 
 
-def run_in_lab(table: Table, scene: Scene, named: list[str]) -> None:
-    """The plans of these planners; those that found the same one share its run."""
+def run_in_lab(table: Table, scene: Scene, named: list[str], end: float = inf) -> None:
+    """The plans of these planners, none begun after `end`; those that found the same one share its run."""
     own = {name: note for name, note in table.notes.get(scene.name, {}).items() if NONE not in note}
     grids, done = {name: judge.grid_of(note) for name, note in own.items()}, {}
     for name, grid in grids.items():
@@ -178,6 +184,8 @@ def run_in_lab(table: Table, scene: Scene, named: list[str]) -> None:
             done[grid] = lab.Run([row.spread[0], row.value, row.spread[1]], losses)
     for name in named:
         if name not in own or "lab" in own[name] or table.row(scene.name, name, MEASURED) is not None:
+            continue
+        if grids[name] not in done and time.monotonic() > end:
             continue
         try:
             run = done.get(grids[name]) or lab.run(scene, grids[name])
@@ -218,10 +226,12 @@ def over_scenes(table: Table, scenes: list[str]) -> list[Row]:
             values = [table.value(scene, planner, metric) for scene in planned]
             if known := [value for value in values if value is not None]:
                 found.append(Row.median("all", f"{planner}: {metric}", known, unit, False))
-        pairs = [(table.value(scene, planner, PREDICTED), table.value(scene, planner, STEP))
-                 for scene in planned]
-        if errors := [said / step - 1 for said, step in pairs if said and step]:
-            found.append(Row.median("all", f"{planner}: {ERROR}", errors, "fraction", False))
+        for told, true, what in ((PREDICTED, STEP, ERROR), (STEP, MEASURED, LAB_ERROR)):
+            pairs = [(table.value(scene, planner, told), table.value(scene, planner, true))
+                     for scene in planned]
+            if errors := [said / step - 1 for said, step in pairs if said and step]:
+                row = Row.median("all", f"{planner}: {what}", errors, "fraction", true == MEASURED)
+                found.append(row)
     return found + targets(table, scenes)
 
 
@@ -230,21 +240,29 @@ def targets(table: Table, scenes: list[str]) -> list[Row]:
     field, found = {*sailor.PLANNERS, dtfm.NAME}, []
     if not all(field & {*table.notes.get(scene, {})} for scene in load_scenes()):
         return found
-    for metric, limits, each in ((REGRET, ("<= 0", "<= 0.03"), False),
-                                 (MEASURED, ("<= 0.03", "<= 0.1"), True)):
-        values = []
-        for scene in scenes:
-            value, said = table.value(scene, OURS, metric), table.value(scene, OURS, PREDICTED)
-            if value is not None and said is not None:
-                values.append(abs(said / value - 1) if each else value)
-        if values:
-            what = "error of its prediction against the lab" if each else REGRET
-            spread = min(values), max(values)
-            median = statistics.median(values)
-            found.append(Row.of("all", f"{OURS}: {what}, median", median, "fraction", spread, each,
-                                limits[0]))
-            found.append(Row.of("all", f"{OURS}: {what}, worst", max(values), "fraction", spread, each,
-                                limits[1]))
+    ours, others, regret, ratios = [], [], [], []
+    for scene in scenes:
+        steps = {name: table.value(scene, name, STEP) for name in table.notes[scene]}
+        for name in steps:
+            if (measured := table.value(scene, name, MEASURED)) is not None:
+                (ours if name == OURS else others).append(abs(steps[name] / measured - 1))
+        if (value := table.value(scene, OURS, REGRET)) is not None:
+            regret.append(value)
+        second = min((name for name in field if steps.get(name)), key=lambda name: steps[name], default=None)
+        if second and (seconds := table.value(scene, second, SEARCH)):
+            ratios.append(table.value(scene, OURS, SEARCH) / seconds)
+    for values, what, limits, emulated in (
+        (regret, f"{OURS}: {REGRET}", ("<= 0", "<= 0.03"), False),
+        (ours, f"{OURS}: error of its prediction against the lab", ("<= 0.03", "<= 0.1"), True),
+        (others, "plans of others: error of our prediction against the lab", ("<= 0.03", "<= 0.1"), True),
+    ):
+        for told, value, limit in (("median", statistics.median, limits[0]), ("worst", max, limits[1])):
+            if values:
+                own = value(values), "fraction", (min(values), max(values)), emulated, limit
+                found.append(Row.of("all", f"{what}, {told}", *own))
+    if ratios:
+        what = f"{OURS}: seconds of search, times those of the best of the field"
+        found.append(Row.median("all", what, ratios, "x", False, "<= 0.2"))
     return found
 
 
@@ -257,11 +275,12 @@ def main() -> int:
     add("--dtfm", type=Path, metavar="DIR", help=f"clone of DT-FM's repository; {dtfm.HOW}")
     add("--python", default=sys.executable, help="that has what Sailor's planners import")
     add("--lab", action="store_true", help="run the plans of the small scenes in the lab")
-    add("--again", action="store_true", help="forget what FILE has")
+    add("--minutes", type=float, default=inf, metavar="M", help="after which no run in the lab begins")
+    add("--again", action="store_true", help="ask these planners on these scenes again")
     add("--picture", type=Path, metavar="PNG", help="draw planners by regret over scenes")
-    args, scenes = arguments.parse_args(), load_scenes()
+    args, scenes, begin = arguments.parse_args(), load_scenes(), time.monotonic()
     names, planners = chosen(args.scenes, scenes), chosen(args.planners, PLANNERS)
-    table = Table(args.json, args.again)
+    table = Table(args.json)
     for where, theirs, how in ((args.sailor, sailor.PLANNERS, sailor.HOW),
                                (args.dtfm, (dtfm.NAME,), dtfm.HOW)):
         if not where:
@@ -269,11 +288,13 @@ def main() -> int:
             planners = [name for name in planners if name not in theirs]
     for name in names:
         for planner in planners:
+            if args.again:
+                table.forget(name, planner)
             if not table.has(name, planner, args.limit):
                 ask(table, scenes[name], planner, args)
     lab_scenes = [scenes[name] for name in names if args.lab and scenes[name].run == LAB]
     for scene, named in in_turns(table, lab_scenes):
-        run_in_lab(table, scene, named)
+        run_in_lab(table, scene, named, begin + 60 * args.minutes)
     every = [name for name in scenes if name in table.notes]
     regrets(table, every)
     table.rows = [row for row in table.rows if row.scene != "all"] + over_scenes(table, every)

@@ -1,5 +1,5 @@
 """Schedules for latency: 1F1B with as many micro-batches in flight as hide the edges, against the passes that
-`--holmes-passes auto` lists, at the same memory. Reckoned, not run.
+`--holmes-passes auto` lists, at the same memory: reckoned; and one cell run in the lab (schedules_lab.py).
 
     python benchmarks/schedules.py --json FILE [--scenes "40 ms; 16 micro-batches",...]
 
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import sys
 
-from harness import Row, chosen, finish, parser, tell
+import schedules_lab
+from harness import Row, chosen, finish, kept, parser, tell
 
 from holmes_ext.plan.cost.pipeline import quickest_in_flight, walked_ends
 from holmes_ext.plan.passes.least import least_s
@@ -48,10 +49,14 @@ def measure(name: str) -> list[Row]:
 
 
 def main() -> int:
-    given, rows = parser(__doc__.splitlines()[0]).parse_args(), []
-    for name in chosen(given.scenes, SCENES):
-        rows += measure(name)
+    given = parser(__doc__.splitlines()[0]).parse_args()
+    every = [*SCENES, schedules_lab.NAME]
+    names = chosen(given.scenes, every)
+    rows = kept(given.json, names)
+    for name in names:
+        rows += measure(name) if name in SCENES else schedules_lab.rows()
         tell(f"{name}: done")
+    rows.sort(key=lambda row: every.index(row.scene))
     return finish(rows, given.json, "schedules at the same memory")
 
 

@@ -4,6 +4,7 @@ import json
 import sys
 from argparse import Namespace
 from collections import Counter
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -212,10 +213,10 @@ def test_what_a_careful_person_types_fits_the_memory(planners, scenes):
 
 def test_what_the_file_has_is_not_run_again(planners, scenes, tmp_path, monkeypatch):
     args, path = Namespace(limit=20.0, sailor=tmp_path, python=""), tmp_path / "planners.json"
-    table = planners.Table(path, again=False)
+    table = planners.Table(path)
     planners.ask(table, scenes["2+2"], "typed", args)
     planners.ask(table, scenes["2+2"], "SAILOR", args)
-    again = planners.Table(path, again=False)
+    again = planners.Table(path)
     assert all(again.has("2+2", name, 20.0) for name in ("typed", "SAILOR"))
     assert again.has("2+2", "typed", 30.0) and not again.has("2+2", "SAILOR", 30.0), ("no plan, and now more "
                                                                                       "time")
@@ -224,7 +225,9 @@ def test_what_the_file_has_is_not_run_again(planners, scenes, tmp_path, monkeypa
     planners.regrets(again, ["2+2"])
     assert again.value("2+2", "typed", planners.REGRET) == 0.0
     assert again.value("2+2", "SAILOR", planners.STEP) is None
-    assert not planners.Table(path, again=True).has("2+2", "typed", 20.0)
+    again.forget("2+2", "typed")
+    assert not again.has("2+2", "typed", 20.0) and again.has("2+2", "SAILOR", 20.0)
+    assert again.value("2+2", "typed", planners.STEP) is None
 
 
 def test_a_run_in_the_lab_is_shared_kept_and_begins_with_ours(planners, scenes, monkeypatch, tmp_path):
@@ -240,16 +243,17 @@ def test_a_run_in_the_lab_is_shared_kept_and_begins_with_ours(planners, scenes, 
         return planners.lab.Run([2.0, 3.0, 5.0], 1e-7)
 
     monkeypatch.setattr(planners.lab, "run", run)
-    table = planners.Table(file, False)
+    table = planners.Table(file)
     for name in ("2+2", "2+2 20 ms"):
         table.notes[name] = {"AMP": note | {"split": [5, 1]}, "typed": dict(note), "holmes plan": dict(note)}
         for planner, step in (("AMP", 3.0), ("typed", 2.5), ("holmes plan", 2.5)):
             table.add(name, planner, planners.STEP, [step], "s")
+    table.save()
     every = [scenes["2+2"], scenes["2+2 20 ms"]]
-    for _ in range(2):
+    for end in (0.0, inf, inf):  # nothing begins after the first one
         for scene, named in planners.in_turns(table, every):
-            planners.run_in_lab(table, scene, named)
-        table = planners.Table(file, False)
+            planners.run_in_lab(table, scene, named, end)
+        table = planners.Table(file)
     assert ran == [("2+2", (3, 3)), ("2+2 20 ms", (3, 3)), ("2+2", (5, 1)), ("2+2 20 ms", (5, 1))]
     assert table.value("2+2", "typed", planners.MEASURED) == 3.0
     assert "no room" in table.notes["2+2"]["AMP"]["lab"]
@@ -260,7 +264,7 @@ def test_a_planner_that_is_late_is_cut_and_asked_with_more_time(planners, scenes
         raise HolmesError(f"no plan within {args.limit:g} CPU s")
 
     monkeypatch.setattr(planners, "plans_of", late)
-    table, names = planners.Table(tmp_path / "rows.json", False), ["2+2", "2+4", "3+5", "2+2+4"]
+    table, names = planners.Table(tmp_path / "rows.json"), ["2+2", "2+4", "3+5", "2+2+4"]
     for limit in (10.0, 60.0):
         for name in names:
             assert not table.has(name, "Metis", limit)

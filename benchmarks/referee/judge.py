@@ -24,11 +24,11 @@ from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.placement.orders import launched
 from holmes_ext.plan.rules import REDUCTIONS, rules_of
+from holmes_ext.plan.search.fewer import best_use
 from holmes_ext.plan.search.result import Candidate, SearchResult
-from holmes_ext.plan.search.search import proven, search
+from holmes_ext.plan.search.search import search
 from holmes_ext.plan.search.simulated import timed
 from holmes_ext.plan.search.space import MICRO_BATCHES, Limits, Shape, divisors
-from holmes_ext.plan.search.spreading import with_spread
 from holmes_ext.plan.sizes import Sizes
 from referee.plans import Grid
 from referee.scenes import LAB, Scene
@@ -93,7 +93,7 @@ def grid_of(note: Mapping[str, Any]) -> Grid:
 def holmes_plan(scene: Scene, seconds: float) -> tuple[Grid, float, float]:
     """(what `holmes plan` finds, CPU seconds of its search, gap of its certificate)."""
     begin, until = sum(os.times()[:4]), time.monotonic() + seconds
-    found = proven(with_spread(search(asked(scene), seconds, prove=False)), until)
+    found = best_use(search(asked(scene), seconds, prove=False), scene.spec, until)
     spent, best = sum(os.times()[:4]) - begin, found.best
     nodes, shape = found.network.nodes(best.placement), best.shape
     grid = Grid(best.placement.sizes, nodes, best.split, shape.micro_batch, best.step_s)

@@ -65,6 +65,41 @@ def test_json_keeps_every_candidate_and_the_plan_loads(capsys, tmp_path):
     assert check_plan(plan, site_from_spec(load_spec(CLUSTER))) is plan
 
 
+FAR = """version = 2
+ethernet = {rate = "25Gb/s"}
+cluster = [{name = "a", kind = "ethernet", nodes = ["a[0-3]"], gpu_flops = 1e12},
+           {name = "b", kind = "ethernet", nodes = ["b[0-3]"], gpu_flops = 1e12}]
+between = [{clusters = ["a", "b"], rate = "1Mb/s", latency = "90ms"}]
+"""
+
+
+def test_a_cluster_that_is_better_left_out(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "250")
+    cluster, output = tmp_path / "far.toml", tmp_path / "plan.json"
+    cluster.write_text(FAR)
+    asked = ["plan", "--cluster", str(cluster), "--for", "megatron-lm", "--seconds", "10"]
+    free = [*asked, "--model", MODEL, "--global-batch", "16"]
+    status, said = holmes(capsys, *free, "--output", str(output))
+    assert status == 0 and "leave out b (4 nodes): a job on a[0-3] takes" in said.out
+    assert {row.split()[0] for row in said.out.splitlines() if row.strip()} >= {"all", "1"}
+    assert set(load_plan(output).nodes) == {f"a{number}" for number in range(4)}
+    _, said = holmes(capsys, *free, "--json")
+    found = json.loads(said.out)
+    told, best = found["leave_out"], found["candidates"][0]
+    assert told["nodes"] == {"b": [f"b{number}" for number in range(4)]} and told["nodelist"] == "a[0-3]"
+    assert told["step_seconds"] == best["step_seconds"] < told["step_seconds_of_all"]
+    assert found["gpus"] == 4 and "--global-batch-size" in told["launch"]["megatron-lm"]["flags"]
+    # a command line has sizes for all nodes: its report is of these, and has a line and flags for the fewer
+    _, said = holmes(capsys, *asked, "--json", "--", *GPT)
+    found = json.loads(said.out)
+    assert found["gpus"] == 8 and found["yours"] and found["leave_out"]["nodelist"] == "a[0-3]"
+    assert any(line.strip().startswith("megatron-lm: ") for line in found["told"])
+    # nodes that are listed are those of a job
+    _, said = holmes(capsys, *free, "--nodelist", "a[0-3],b[0-3]", "--json")
+    found = json.loads(said.out)
+    assert found["gpus"] == 8 and "leave_out" not in found
+
+
 def test_a_megatron_command_line(capsys):
     status, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--limit", "tensor=1", "--", *GPT)
     assert status == 0 and "best plan" in said.out

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import holmes_ext.lab.emulate.accelerator as accelerator
 from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
 
 BATCH, SEQUENCE, HIDDEN, LAYERS, WORDS = 2, 8, 16, 3, 11
 TOKENS = BATCH * SEQUENCE
@@ -138,6 +139,32 @@ def test_time_that_the_real_compute_takes_is_not_added(paced):
     layer.inner[1].register_forward_hook(lambda *_: clock.sleep(0.001))
     layer(torch.randn(BATCH, SEQUENCE, HIDDEN))
     assert clock.now == pytest.approx(block_seconds())
+
+
+def test_weights_whose_gradients_wait_take_their_part_when_their_turn_comes(paced):
+    pacer, clock = paced(config())
+    undo, late, layer = pacer.put_off(WeightGradients), WeightGradients(), Block()
+    weights_s = 2 * HIDDEN * HIDDEN * TOKENS / 1e6
+    try:
+        given = [torch.randn(BATCH, SEQUENCE, HIDDEN, requires_grad=True) for _ in range(2)]
+        for micro_batch, one in enumerate(given):
+            with late.of(micro_batch):
+                result = layer(one)
+            result.sum().backward()
+        assert clock.now == pytest.approx(2 * (3 * block_seconds() - weights_s))
+        late.make(1)
+        assert clock.now == pytest.approx(2 * 3 * block_seconds() - weights_s)
+        late.make(0)
+        assert clock.now == pytest.approx(2 * 3 * block_seconds())
+        layer(given[0]).sum().backward()  # all at once
+        assert clock.now == pytest.approx(3 * 3 * block_seconds())
+    finally:
+        undo()
+    expected = Block()
+    expected.load_state_dict(layer.state_dict())
+    for one in (*given, given[0]):
+        expected(one.detach().requires_grad_()).sum().backward()
+    torch.testing.assert_close(layer.inner[0].weight.grad, expected.inner[0].weight.grad)
 
 
 def test_nested_layers_and_tuples(paced):

@@ -30,7 +30,7 @@ def document(
     drawn = {name: picture(svg(paint(result)), name) for name, paint in pictures.PAINTED.items()}
     whys = svg(pictures.seconds(shown.named_reasons(result)))
     rows_shown = 0 if alone else args.rows
-    found = [shown.row_cells(*row, result) for row in shown.ranked(result, rows_shown)]
+    found = [shown.row_cells(*row) for row in shown.ranked(result, rows_shown)]
     return page(
         "holmes plan", heading(shown.title(result), 1),
         paragraphs([*certificate, *shown.why_lines(result), *job.lines]),

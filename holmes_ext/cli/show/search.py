@@ -7,17 +7,19 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holmes_ext.cli.show import joined_plan, plan_page, search_table
 from holmes_ext.cli.show.matrix import show_wan
-from holmes_ext.cli.show.training import Training, sizes_given
+from holmes_ext.cli.show.training import LEAVE_OUT, Training, sizes_given
 from holmes_ext.cluster.site import Site, site_from_spec
+from holmes_ext.cluster.sources.hostlist import folded
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
@@ -30,6 +32,7 @@ from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.rules import REDUCTIONS, rules_of
 from holmes_ext.plan.search.as_plan import given, plan_of, shape_of
+from holmes_ext.plan.search.fewer import best_use
 from holmes_ext.plan.search.result import Candidate, SearchResult
 from holmes_ext.plan.search.search import proven, search
 from holmes_ext.plan.search.simulated import in_passes, timed, with_breadth_first, with_passes
@@ -98,20 +101,30 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         asked = asked_for(Network(site, links), job, batch, limits)
         found = search(asked, args.seconds, bar.told, args.rows, prove=False)
         found, job = beside(found, job)
+        more: dict[str, Any] = {}
         if not found.interrupted:
-            found = proven(with_spread(found), end, bar.told)
+            if args.nodelist:  # these nodes, and all of them
+                found = proven(with_spread(found), end, bar.told)
+            else:
+                found = best_use(found, spec, end, bar.told)
+            if found.on_all is not None:
+                lines, more["leave_out"] = leave_out(found, found.on_all, args, job)
+                job = replace(job, lines=(*lines, *job.lines))
+                found = found if job.sizes is None else found.on_all
             if job.engine.breadth_first:
                 found = with_breadth_first(found)
             if asked.rules.splits:
                 found = with_passes(found)
-    joined = joined_plan.beside(found,
-                                FIRST * args.seconds) if args.joined and not found.interrupted else None
+    joined = None
+    if args.joined and not found.interrupted:
+        joined = joined_plan.beside(found.on_all or found, FIRST * args.seconds)
+        more["joined"] = joined.document()
     plan = plan_of(found, found.best, job.options)
     if args.output:
         plan.save(args.output)
     starts = search_table.launches_of(found, args, job)
     if args.json:
-        print(search_table.document(found, plan, job, starts, joined))
+        print(search_table.document(found, plan, job, starts, more))
     else:
         search_table.show(found, args, job, starts)
         show_wan(links.site(site), spec.notes)
@@ -121,6 +134,32 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     if args.output and not args.json:
         print(f"written: {args.output}")
     return 130 if found.interrupted else 0
+
+
+def leave_out(
+    fewer: SearchResult, on_all: SearchResult, args: argparse.Namespace, job: Training
+) -> tuple[list[str], dict[str, Any]]:
+    """What to say where a job of fewer nodes is faster: lines, and for --json. A command line's sizes are of
+    all nodes, so flags for the fewer are among its lines."""
+    left: dict[str, list[str]] = {}
+    nodes = [node.name for node in fewer.network.site.nodes]
+    for node in on_all.network.site.nodes:
+        if node.name not in nodes:
+            left.setdefault(node.cluster, []).append(node.name)
+    clusters = fewer.network.site.clusters
+    named = ", ".join(f"{len(own)} nodes of {name} ({folded(own)})" if name in clusters else
+                      f"{name} ({len(own)} nodes)" for name, own in left.items())
+    ratio = on_all.best.step_s / fewer.best.step_s
+    lines = [f"{LEAVE_OUT}{named}: a job on {folded(nodes)} takes {fewer.best.step_s:.4g} s a step, on all "
+             f"nodes {on_all.best.step_s:.4g} s, {ratio:.2f} times as long"]
+    starts = search_table.launches_of(fewer, args, job, "")
+    if job.sizes is not None:
+        lines += [f"  {name}: {' '.join(flags)}" for name, flags in search_table.launch_lines(starts).items()]
+    return lines, {
+        "nodes": left, "nodelist": folded(nodes), "step_seconds": fewer.best.step_s,
+        "step_seconds_of_all": on_all.best.step_s, "best": search_table.row(fewer.best, fewer),
+        "launch": {name: asdict(launch) for name, launch in starts.items()},
+    }
 
 
 def asked_for(network: Network, job: Training, batch: int, limits: Limits = Limits()) -> SearchResult:

@@ -15,7 +15,6 @@ from dataclasses import asdict
 from math import inf
 from typing import Any
 
-from holmes_ext.cli.show.joined_plan import Beside
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cli.show.training import Training, sizes_given
 from holmes_ext.patches.launch_flags import Launch, added, launches
@@ -37,8 +36,7 @@ COLUMNS = (
 )  # fmt: skip
 LEGEND = (
     "T tensor, P pipeline, C context, E expert, V chunks a stage, D data; batch: sequences x micro-batches; "
-    "of each shape the best arrangement; step: simulated, ~ in closed form only"
-)
+    "of each shape the best arrangement; step: simulated, ~ in closed form only")
 DOES_NOT_FIT, CANNOT = "your layout does not fit", "cannot do this plan"
 
 
@@ -50,10 +48,11 @@ def distinct(result: SearchResult) -> list[Candidate]:
     return list(found.values())
 
 
-def ranked(result: SearchResult, count: int) -> list[tuple[str, Candidate]]:
-    """The rows of the table: the user's layout, then the best `count` by number."""
-    first = [("yours", result.user_layout)] if result.user_layout else []
-    return first + [(str(index), one) for index, one in enumerate(distinct(result)[:count], 1)]
+def ranked(result: SearchResult, count: int) -> list[tuple[str, Candidate, SearchResult]]:
+    """The rows of the table: the user's layout or the best of all nodes, then the best `count` by number."""
+    first = [("yours", result.user_layout, result)] if result.user_layout else []
+    first += [("all", result.on_all.best, result.on_all)] if result.on_all else []
+    return first + [(str(index), one, result) for index, one in enumerate(distinct(result)[:count], 1)]
 
 
 def sizes_text(shape: Shape) -> str:
@@ -104,7 +103,7 @@ def show(result: SearchResult, args: argparse.Namespace, job: Training, starts: 
 def show_given(result: SearchResult, args: argparse.Namespace, starts: Mapping[str, Launch]) -> None:
     """The user's layout alone, of a search's result that has only it: its row, seconds, memory and flags."""
     screen, yours = Screen(), result.best
-    _table(screen, result, [("yours", yours)])
+    _table(screen, result, [("yours", yours, result)])
     for line in (*edge_lines(result, yours), *thin_stages(result, yours)):
         screen.line(line)
     _show_why(screen, result)
@@ -135,11 +134,11 @@ def launch_lines(starts: Mapping[str, Launch]) -> dict[str, list[str]]:
     return found
 
 
-def _table(screen: Screen, result: SearchResult, rows: Sequence[tuple[str, Candidate]]) -> None:
-    cells = [row_cells(name, one, result) for name, one in rows]
-    styles = ["" if one.fits else "red" for _, one in rows]
-    screen.table(COLUMNS, cells, title(result), styles)
-    screen.line(LEGEND + ("; yours: with holmes, as it is" if result.user_layout else ""), "dim")
+def _table(screen: Screen, result: SearchResult, rows: Sequence[tuple[str, Candidate, SearchResult]]) -> None:
+    styles = ["" if one.fits else "red" for _, one, _ in rows]
+    screen.table(COLUMNS, [row_cells(*row) for row in rows], title(result), styles)
+    more = "; yours: with holmes, as it is" if result.user_layout else ""
+    screen.line(LEGEND + more + ("; all: the best of all nodes" if result.on_all else ""), "dim")
 
 
 def title(result: SearchResult) -> str:
@@ -181,7 +180,7 @@ def named_reasons(result: SearchResult) -> dict[str, dict[str, float]]:
     yours, alone = result.user_layout, result.user_layout is result.best
     names = {"holmes": "your layout" if alone else "this plan", "yours": "your layout",
              "stock": "your layout, stock" if yours else "stock, same sizes"}
-    return {names[who]: causes for who, causes in reasons(result).items()}
+    return {names[who]: seconds for who, seconds in reasons(result).items()}
 
 
 def why_table(result: SearchResult) -> tuple[str, list[str], list[tuple[str, ...]]]:
@@ -256,20 +255,21 @@ def edge_lines(result: SearchResult, one: Candidate) -> list[str]:
     return [f"pipeline edges: sends that do not block, {held} micro-batches in flight{memory}: {gain}"]
 
 
-def launches_of(result: SearchResult, args: argparse.Namespace, job: Training) -> dict[str, Launch]:
-    """How to start the best plan, by framework: all, or the one that is asked for."""
-    framework = args.framework or job.framework
+def launches_of(
+    result: SearchResult, args: argparse.Namespace, job: Training, plan: str | None = None
+) -> dict[str, Launch]:
+    """How to start the best plan, by framework: all, or the one asked for. plan: its file, or --output's."""
+    framework, plan = args.framework or job.framework, (args.output or "") if plan is None else plan
     how = result.best, result.model, result.global_batch, result.rules.overlap
-    found = launches(*how, args.cluster, args.output or "")
+    found = launches(*how, args.cluster, plan)
     return {name: launch for name, launch in found.items() if not framework or name == framework}
 
 
 def document(
-    result: SearchResult, plan: Plan, job: Training, starts: Mapping[str, Launch],
-    joined: Beside | None = None
+    result: SearchResult, plan: Plan, job: Training, starts: Mapping[str, Launch], more: Mapping[str, Any]
 ) -> str:
-    """Everything that was found, as JSON; a memory limit of null means none. step_seconds is the simulated
-    step where there is one, closed_form_seconds the other; the certificate is of simulated steps."""
+    """Everything that was found, and more, as JSON; a memory limit of null means none. step_seconds is the
+    simulated step where there is one, closed_form_seconds the other; the certificate is of simulated ones."""
     found = {
         "gpus": result.network.world,
         "clusters": list(result.network.site.clusters),
@@ -277,21 +277,17 @@ def document(
         "certificate": _certificate(result.certificate) if result.certificate else None,
         "interrupted": result.interrupted,
         "seconds": result.seconds,
-        "counts": {
-            "shapes": result.shapes,
-            "plans": len(result.candidates),
-            "pruned": result.pruned,
-            "too_large": result.misfits,
-        },
+        "counts": {"shapes": result.shapes, "plans": len(result.candidates), "pruned": result.pruned,
+                   "too_large": result.misfits},
         "told": list(job.lines),
-        "yours": _row(result.user_layout, result) if result.user_layout else None,
-        "candidates": [_row(one, result) for one in result.candidates],
+        "yours": row(result.user_layout, result) if result.user_layout else None,
+        "candidates": [row(one, result) for one in result.candidates],
         "where": reasons(result),
         "memory_bytes": memory_terms(result, result.best),
         "framework_schedule_seconds": step_without(result, result.best),
         "launch": {name: asdict(launch) for name, launch in starts.items()},
         "plan": json.loads(plan.to_json()),
-        **({"joined": joined.document()} if joined else {}),
+        **more,
     }
     return json.dumps(found)
 
@@ -300,7 +296,8 @@ def _certificate(one: Certificate) -> dict[str, Any]:
     return {"proven": one.proven, "gap": one.gap, "step_seconds": one.step_s, "bound_seconds": one.bound_s}
 
 
-def _row(one: Candidate, result: SearchResult) -> dict[str, Any]:
+def row(one: Candidate, result: SearchResult) -> dict[str, Any]:
+    """Of a plan, for --json."""
     return {
         **asdict(one.shape),
         "clusters": result.describe(one),

@@ -27,6 +27,8 @@ from holmes_ext.plan.sizes import Sizes, parse_sizes
 from holmes_ext.words import did_you_mean
 
 SIZES = ("pipeline", "tensor", "context", "expert", "order")
+#: How a line begins that says which nodes a job is faster without.
+LEAVE_OUT = "leave out "
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ class Training:
 
     def show(self, screen: Screen) -> None:
         for line in self.lines:
-            screen.line(line, "yellow" if line.startswith("not ") else "dim")
+            of_note = line.startswith(LEAVE_OUT)
+            screen.line(line, "bold" if of_note else "yellow" if line.startswith("not ") else "dim")
 
 
 def sizes_given(args: argparse.Namespace) -> bool:

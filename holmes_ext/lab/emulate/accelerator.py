@@ -12,6 +12,7 @@ cluster), with
 
     forward    2 x parameters x tokens  +  4 x tokens x sequence x hidden  (attention; only for `classes`)
     backward   twice that      (Kaplan et al. 2020, section 2.1; recomputation costs a forward more)
+               where a plan lists passes, 2 x linear layers' parameters x tokens wait for their turn
 
 where the layer's first tensor argument is [batch, sequence, hidden] ([sequence, batch, hidden] with layout
 "sbh", integer tokens [batch, sequence]). torch is hooked when a program imports it: the program knows
@@ -27,7 +28,9 @@ import math
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,8 @@ from holmes_ext.errors import HolmesError
 
 VARIABLE = "HOLMES_LAB_ACCELERATOR"
 MARKER = "HOLMES_LAB_EMULATED"
+#: Its WeightGradients makes a micro-batch's when the plan says.
+WEIGHTS = "holmes_ext.runtime.reduce.weight_gradients"
 #: On PYTHONPATH where something is emulated inside the ranks.
 SITE = str(Path(__file__).parent / "site")
 
@@ -103,6 +108,7 @@ def install_when_imported(text: str) -> None:
     """Called by lab/emulate/site/sitecustomize.py: pace layers once the program imports torch."""
     pacer = Pacer(load(text))
     wrapt.register_post_import_hook(lambda module: _start(pacer, module.Module), "torch.nn.modules.module")
+    wrapt.register_post_import_hook(lambda module: pacer.put_off(module.WeightGradients), WEIGHTS)
 
 
 def _start(pacer: Pacer, module_class: type) -> None:
@@ -121,6 +127,9 @@ class Pacer:
         self.unfinished: _Backward | None = None
         self._inside = False
         self._kinds: dict[type, str] = {}
+        #: (object, micro-batch) whose weights' gradients wait: seconds; the one that runs forward now.
+        self._late: dict[tuple[int, int], float] = defaultdict(float)
+        self._of: tuple[int, int] | None = None
 
     def install(self, module_class: Any) -> Callable[[], None]:
         """Pace every module of `module_class` (torch.nn.Module); returns what undoes it."""
@@ -137,6 +146,33 @@ class Pacer:
         module_class.__call__ = __call__
 
         return lambda: setattr(module_class, "__call__", original)
+
+    def put_off(self, weight_gradients: Any) -> Callable[[], None]:
+        """Pace what runtime/reduce/weight_gradients.py makes after a backward; returns what undoes it."""
+        of, make = weight_gradients.of, weight_gradients.make
+
+        @contextmanager
+        def paced_of(instance: Any, micro_batch: int) -> Iterator[None]:
+            before, self._of = self._of, (id(instance), micro_batch)
+            try:
+                with of(instance, micro_batch):
+                    yield
+            finally:
+                self._of = before
+
+        def paced_make(instance: Any, micro_batch: int) -> None:
+            start = self.clock()
+            make(instance, micro_batch)
+            if seconds := self._late.pop((id(instance), micro_batch), 0.0):
+                self.sleep_until(start + seconds)
+                _tell_listeners("backward", start, self.clock())
+
+        weight_gradients.of, weight_gradients.make = paced_of, paced_make
+
+        def undo() -> None:
+            weight_gradients.of, weight_gradients.make = of, make
+
+        return undo
 
     def seconds(self, parameters: int, shape: tuple[int, ...], kind: str) -> float:
         """Of a forward pass of a layer of that many parameters on an input of that shape; kind "classes" or
@@ -171,7 +207,12 @@ class Pacer:
         target = self.seconds(parameters, tuple(inputs[0].shape), kind)
         self.calls += 1
         followed = next((tensor for tensor in inputs if tensor.requires_grad), None)
-        backward = _Backward(self, 2 * target, whole_at_start=followed is None)
+        later = 0.0
+        if self._of is not None and followed is not None and sys.modules["torch"].is_grad_enabled():
+            linear = (part for part in module.modules() if isinstance(part, sys.modules["torch"].nn.Linear))
+            later = self.seconds(sum(part.weight.numel() for part in linear), tuple(inputs[0].shape), "plain")
+            self._late[self._of] += later
+        backward = _Backward(self, 2 * target - later, whole_at_start=followed is None)
         if followed is not None and sys.modules["torch"].is_grad_enabled():
             followed.register_hook(backward.finish)  # before the layer may change its input in place
         start, self._inside = self.clock(), True

@@ -126,6 +126,8 @@ class SearchResult:
     overlap: str = ""
     #: ZeRO 1's weights travel under the next forward.
     gather_overlap: bool = False
+    #: The same on all nodes, where this is on some of them, with which the job is faster.
+    on_all: SearchResult | None = None
 
     @property
     def best(self) -> Candidate:
@@ -142,11 +144,15 @@ class SearchResult:
     def tokens_per_s(self, candidate: Candidate) -> float:
         return self.global_batch * self.model.sequence / candidate.step_s
 
-    def flops_per_gpu(self, candidate: Candidate) -> float:
-        """FLOP/s that the model needs: nothing counts that is computed again."""
+    @property
+    def batch_flops(self) -> float:
+        """FLOPs of a step that the model needs: nothing counts that is computed again."""
         layers = replace(self.model, micro_batch=1, recompute="none").costs()
-        forward = sum(layer.forward_flops for layer in layers) * self.global_batch
-        return 3 * forward / candidate.step_s / self.network.world
+        return 3 * sum(layer.forward_flops for layer in layers) * self.global_batch
+
+    def flops_per_gpu(self, candidate: Candidate) -> float:
+        """FLOP/s that the model needs."""
+        return self.batch_flops / candidate.step_s / self.network.world
 
     def prices(self, shape: Shape, flat: bool = False) -> Prices:
         if "_prices" not in self.__dict__:
@@ -214,4 +220,4 @@ class SearchResult:
         """The same on another network, nothing found."""
         model = model or self.model
         return replace(self, network=network, model=model, candidates=[], ideals={}, certificate=None,
-                       user_layout=None)
+                       user_layout=None, on_all=None, shapes=0, pruned=0, misfits=0)

@@ -14,11 +14,11 @@ from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.placement.orders import launched
 from holmes_ext.plan.search.bound.shape import ShapeBound
 from holmes_ext.plan.search.bound.stages import Stages
-from holmes_ext.plan.search.evaluate import Evaluator
+from holmes_ext.plan.search.evaluate import Evaluator, what_crosses
 from holmes_ext.plan.search.partition import Split
 from holmes_ext.plan.search.result import EQUAL, Candidate, Certificate, SearchResult
 from holmes_ext.plan.search.simulated import memory_of, passes, timed
-from holmes_ext.plan.search.space import Limits, Shape, shapes
+from holmes_ext.plan.search.space import CLUSTERS, Limits, Shape, shapes
 from holmes_ext.units import format_bytes
 
 #: Candidates simulated at least (those that a table shows) and at most, each of another shape, and the passes
@@ -119,7 +119,8 @@ class Sketch:
         return iter(dict.fromkeys((*first.values(), *every)))
 
     def _sketch(self, shape: Shape) -> None:
-        """The best placement of a shape by the closed form."""
+        """The best placement of a shape by the closed form; where the network between clusters is not flat,
+        the best with pipelines, data-parallel groups or both across, too: of these that form knows less."""
         result = self.result
         found: list[tuple[float, int, Split, Stages]] = []
         for placement in self.evaluator.placements(shape)[0]:
@@ -131,13 +132,17 @@ class Sketch:
                 self._misfit(shape)
         if not found:
             return
-        result.pruned += len(found) - 1
-        seconds, _, split, stages = min(found)
-        if seconds < NEAR * self.best:
-            split = self.evaluator.split(stages)
-        best = result.candidate(shape, stages.placement, split)
-        result.candidates.append(best)
-        self.best = min(self.best, best.formula_s)
+        firsts = [min(found)]
+        if result.network.wan:
+            of_kind = [min((one for one in found if what_crosses(one[3].placement) == kind), default=None)
+                       for kind in CLUSTERS]
+            firsts += [one for one in of_kind if one and one is not firsts[0] and one[0] < NEAR * self.best]
+        result.pruned += len(found) - len(firsts)
+        for seconds, _, split, stages in firsts:
+            if seconds < NEAR * self.best:
+                split = self.evaluator.split(stages)
+            result.candidates.append(result.candidate(shape, stages.placement, split))
+            self.best = min(self.best, result.candidates[-1].formula_s)
 
     def _misfit(self, shape: Shape) -> None:
         """Remember the shape that comes nearest to fitting."""
