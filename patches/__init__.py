@@ -50,7 +50,6 @@ def registry() -> Registry:
 
 
 def installed_versions() -> dict[str, str]:
-    """Version of every patched framework that is installed, by name in order: must be the same on all
-    ranks."""
+    """Version of each patched framework that is installed, by name in order: the same on all ranks."""
     versions = {patch.feature.requirement.name: patch.feature.installed() for patch in all_patches()}
     return {name: version for name, version in sorted(versions.items()) if version}

@@ -44,8 +44,7 @@ class Launch:
 def launches(
     candidate: Candidate, model: Model, global_batch: int, overlap: bool, cluster: str, plan: str
 ) -> dict[str, Launch]:
-    """How to start `candidate`, by framework; cluster and plan: the files' names, plan "" where none is
-    written."""
+    """How to start `candidate`, by framework; cluster, plan: files' names, plan "" where none is written."""
     shape, holmes = candidate.shape, added(candidate, cluster, plan)
     own_layers = added(candidate, cluster, plan, layers=False)
     overlapped = ["--holmes-overlap", "on" if overlap else "off"]

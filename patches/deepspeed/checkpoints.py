@@ -4,8 +4,7 @@ read.
     save    beside the tag's files, holmes_split.json: which module starts each stage; `latest` only when
             every rank has written its files (DeepSpeed's rank 0 writes it as soon as its own are: a rank that
             dies meanwhile leaves a `latest` that cannot be loaded)
-    load    compare; a checkpoint without that file was saved by
-            stock, so its split is what stock makes of the model
+    load    compare; without that file stock has saved it, and its split is what stock makes of the model
 """
 
 from __future__ import annotations
@@ -23,19 +22,18 @@ from holmes_ext.patches.deepspeed.features import CHECKPOINTS
 from holmes_ext.patches.deepspeed.partition import borders_of, class_name, most_frequent
 from holmes_ext.patches.deepspeed.versions import ask
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.engine.wrap import by_name, whole, with_session
 
 SPLIT = "holmes_split.json"
-_SAVE = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
 #: PipelineModule -> the partition_method that it was made with.
 _methods: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def _remember_method(wrapped, instance, args, kwargs):
+@by_name
+def _remember_method(wrapped, instance, method="uniform"):
     """_partition_layers, which is the only place that is told the method and does not keep it."""
-    method = args[0] if args else kwargs.get("method", "uniform")
     _methods[instance] = method.lower() if isinstance(method, str) else method
-    return wrapped(*args, **kwargs)
+    return wrapped(method)
 
 
 def stock_parts(module: Any) -> list[int]:
@@ -56,22 +54,22 @@ def stock_parts(module: Any) -> list[int]:
 
 
 @with_session
-def _save_whole(current, wrapped, instance, args, kwargs):
-    """save_checkpoint(save_dir, tag=None, client_state={}, save_latest=True, ...), with a barrier at both
-    ends."""
-    given = {**dict(zip(_SAVE, args)), **kwargs}
-    given["tag"] = str(given.get("tag") or f"global_step{instance.global_steps}")
-    folder = Path(given["save_dir"], given["tag"])
+@by_name
+def _save_whole(current, wrapped, instance, save_dir, tag=None, client_state=None, save_latest=True, *rest,
+                **more):
+    """save_checkpoint, with a barrier at both ends."""
+    tag = str(tag or f"global_step{instance.global_steps}")
+    folder, given = Path(save_dir, tag), (save_dir, tag, client_state or {})
     if instance.global_rank == 0 and hasattr(instance.module, "parts"):
         parts = [int(part) for part in instance.module.parts]  # numpy integers
         document = {"version": 1, "tensor": instance.grid.model_parallel_size, "parts": parts}
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / SPLIT, json.dumps(document) + "\n")
-    if not given.get("save_latest", True) or ask("decoupled_checkpoint", instance):
-        return wrapped(**given)
+    if not save_latest or ask("decoupled_checkpoint", instance):
+        return wrapped(*given, save_latest, *rest, **more)
     import deepspeed.comm as dist
 
-    result = wrapped(**{**given, "save_latest": False})
+    result = wrapped(*given, False, *rest, **more)
     if instance.global_rank == 0:
         write_whole(folder.with_name("latest"), folder.name)
     dist.barrier()
@@ -80,8 +78,7 @@ def _save_whole(current, wrapped, instance, args, kwargs):
 
 @dataclass(frozen=True)
 class Split:
-    """parts: the first module of each stage, and the end; () where `files` of other sizes are all that is
-    known."""
+    """parts: the first module of each stage, and the end; () where only `files` of other sizes are known."""
 
     parts: tuple[int, ...]
     tensor: int
@@ -96,22 +93,21 @@ class Split:
 
 
 def saved_split(folder: Path, module: Any, tensor: int) -> Split:
-    """How the checkpoint in `folder` is split; one that stock saved is split as stock splits `module`, if
-    sizes fit."""
+    """How the checkpoint in `folder` is split; one of stock's as stock splits `module`, if sizes fit."""
     record = folder / SPLIT
     if record.exists():
         try:
             document = json.loads(record.read_text())
             return Split(tuple(document["parts"]), document["tensor"])
         except (ValueError, KeyError, TypeError):
-            raise HolmesError(
-                f"{record}: damaged; remove it if the checkpoint's split is stock DeepSpeed's") from None
+            way_out = "remove it if the checkpoint's split is stock DeepSpeed's"
+            raise HolmesError(f"{record}: damaged; {way_out}") from None
     files = len(list(folder.glob("mp_rank_*_model_states.pt")))  # one for each stage and tensor rank
     same_sizes = files == module.num_stages * tensor
     return Split(tuple(stock_parts(module)), tensor) if same_sizes else Split((), 0, files)
 
 
-def way_out(folder: Path, saved: Split, here: Split, module: Any) -> str:
+def ways_out(folder: Path, saved: Split, here: Split, module: Any) -> str:
     """What the user can do: the same split again, where the sizes allow it; the universal checkpoint, where
     there is something to convert."""
     ways = []
@@ -136,23 +132,23 @@ def layers_of(module: Any, parts: Sequence[int]) -> list[int]:
     names = [class_name(spec) for spec in module._layer_specs]
     blocks = most_frequent(names)
     layers = [names[start:end].count(blocks) for start, end in zip(parts, parts[1:])]
-    return layers if blocks is not None and all(layers) and borders_of(names, layers, "") == list(
-        parts) else []
+    fits = blocks is not None and all(layers) and borders_of(names, layers, "") == list(parts)
+    return layers if fits else []
+
+
+def tag_of(load_dir: str | Path, tag: str | None) -> str | None:
+    """The tag that load_checkpoint takes where none is given."""
+    latest = Path(load_dir, "latest")
+    return latest.read_text().strip() if tag is None and latest.exists() else tag
 
 
 @with_session
 def _refuse_other_split(current, wrapped, instance, args, kwargs):
-    """load_checkpoint(load_dir, tag=None, ...) of a pipeline engine, unless it takes the universal checkpoint
-    or the weights alone."""
-    module, only = instance.module, kwargs.get("load_module_only", False)
-    if only or not hasattr(module, "parts") or instance.load_universal_checkpoint():
-        return wrapped(*args, **kwargs)
-    load_dir = Path(args[0] if args else kwargs["load_dir"])
-    tag = args[1] if len(args) > 1 else kwargs.get("tag")
-    if tag is None and (load_dir / "latest").exists():
-        tag = (load_dir / "latest").read_text().strip()
-    folder = load_dir / str(tag)
-    if folder.is_dir():
+    """load_checkpoint of a pipeline engine, unless it takes the universal checkpoint or the weights alone."""
+    module, asked = instance.module, whole(wrapped, args, kwargs).arguments
+    folder = Path(asked["load_dir"], str(tag_of(asked["load_dir"], asked["tag"])))
+    alike = asked["load_module_only"] or not hasattr(module, "parts") or instance.load_universal_checkpoint()
+    if not alike and folder.is_dir():
         here = Split(tuple(map(int, module.parts)), instance.grid.model_parallel_size)
         saved = saved_split(folder, module, here.tensor)
         if saved != here and current.rank != 0:
@@ -160,26 +156,19 @@ def _refuse_other_split(current, wrapped, instance, args, kwargs):
         if saved != here:
             raise HolmesError(
                 f"{folder} was saved with {saved}, this job has {here}, and DeepSpeed's native checkpoints "
-                f"do not load under another split; {way_out(folder, saved, here, module)}"
+                f"do not load under another split; {ways_out(folder, saved, here, module)}"
             )
     return wrapped(*args, **kwargs)
 
 
 PATCHES = (
-    Patch(
-        CHECKPOINTS, "deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
-        "stock's own split of a model must be known to tell whether a checkpoint of stock fits",
-        _remember_method, parameters=("method",),
-    ),
-    Patch(
-        CHECKPOINTS, "deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",
-        "native checkpoints do not say how they are split; rank 0 names one in `latest` while others still "
-        "write it",
-        _save_whole, parameters=_SAVE,
-    ),
-    Patch(
-        CHECKPOINTS, "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
-        "a native checkpoint of another split fails halfway, in errors that do not name the cause",
-        _refuse_other_split, parameters=("load_dir", "tag", "load_module_only"),
-    ),
+    Patch(CHECKPOINTS, "deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
+          "stock's own split of a model must be known to tell whether a checkpoint of stock fits",
+          _remember_method),
+    Patch(CHECKPOINTS, "deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",
+          "native checkpoints do not say how they are split; rank 0 names one in `latest` while others still "
+          "write it", _save_whole),
+    Patch(CHECKPOINTS, "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
+          "a native checkpoint of another split fails halfway, in errors that do not name the cause",
+          _refuse_other_split, parameters=("load_dir", "tag", "load_module_only")),
 )  # fmt: skip

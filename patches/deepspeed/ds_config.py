@@ -26,8 +26,7 @@ class DsConfig:
 
 
 def from_arguments(argv: list[str]) -> DsConfig | None:
-    """The file that `argv` names, or None. What cannot be read or is no JSON object is DeepSpeed's to
-    refuse."""
+    """The file that `argv` names, or None. What cannot be read or is no JSON is DeepSpeed's to refuse."""
     for item, following in zip(argv, [*argv[1:], ""]):
         name, equals, value = item.partition("=")
         if name not in FLAGS:

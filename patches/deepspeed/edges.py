@@ -24,8 +24,6 @@ messages between them (receive_order.py).
 
 from __future__ import annotations
 
-import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache
@@ -33,22 +31,21 @@ from itertools import accumulate
 from typing import Any
 
 from holmes_ext.patches.deepspeed.features import EDGES
-from holmes_ext.patches.deepspeed.p2p import grid_sizes
+from holmes_ext.patches.deepspeed.p2p import engine_sizes, messages, over
 from holmes_ext.patches.deepspeed.versions import ask
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.plan.passes.schedule import before
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.receive_order import Flight, ListedOrder, flight_of
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
 
 #: The mailbox of this process's pipeline; None where its edges are the engine's own.
 _mailbox: Mailbox | None = None
-#: Engines whose schedule stays their own, which was said.
-_told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def opened() -> Mailbox | None:
@@ -57,8 +54,7 @@ def opened() -> Mailbox | None:
 
 
 def unsupported(engine: Any, flight: Flight | None = None) -> str | None:
-    """Why this engine's schedule cannot be ours, or None. The same on all ranks: it reads the configuration
-    only."""
+    """Why this engine's schedule cannot be ours, or None; of its configuration, so the same on all ranks."""
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     if type(engine) is not PipelineEngine:
@@ -76,15 +72,13 @@ def unsupported(engine: Any, flight: Flight | None = None) -> str | None:
 
 
 @with_session
-def _make_groups(current, wrapped, instance, args, kwargs):
-    """After DeepSpeed's own set-up: for every pair of neighbours one group for activations, one for
-    gradients."""
+@by_name
+def _make_groups(current, wrapped, instance, grid):
+    """After DeepSpeed's own: every pair of neighbours gets a group for activations, one for gradients."""
     global _mailbox
     import torch.distributed as dist
 
-    result = wrapped(*args, **kwargs)
-    _mailbox = None
-    grid = args[0] if args else kwargs["grid"]
+    result, _mailbox = wrapped(grid), None
     if not carrier_of(backend_of()):
         return result
     pairs = {(min(pair), max(pair)) for pair in grid.p2p_groups if len(set(pair)) > 1}
@@ -93,55 +87,38 @@ def _make_groups(current, wrapped, instance, args, kwargs):
     return result
 
 
-def _through_mailbox(direction: str):
-    """p2p.send and p2p.recv inside a training step; outside (evaluation) they block, over the same groups."""
+def _through_mailbox(direction, stock, tensor, stage, async_op):
+    """Inside a training step; outside (evaluation) they block, over the same groups."""
+    if _mailbox is None:
+        return stock(tensor, stage, async_op)
+    from deepspeed.runtime.pipe import p2p
 
-    def wrapper(wrapped, instance, args, kwargs):
-        if _mailbox is None:
-            return wrapped(*args, **kwargs)
-        from deepspeed import comm
-        from deepspeed.runtime.pipe import p2p
-
-        def call(tensor, stage, async_op=False):
-            peer = p2p._grid.stage_to_global(stage_id=stage)
-            if opened() is not None:
-                return getattr(_mailbox, direction)(tensor, peer)
-            p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)
-            return getattr(comm, direction)(tensor, peer, group=_mailbox.group(peer, direction))
-
-        return call(*args,
-                    **{"stage" if key.endswith("_stage") else key: value for key, value in kwargs.items()})
-
-    return wrapper
+    peer = p2p._grid.stage_to_global(stage_id=stage)
+    if opened() is not None:
+        return getattr(_mailbox, direction)(tensor, peer)
+    return over(_mailbox.group(peer, direction), direction, tensor, stage)
 
 
-def _announce(wrapped, instance, args, kwargs):
-    """_send_tensor_meta(buffer, recv_stage): the next stage makes its buffers for these tensors, once for all
-    steps."""
-
-    def call(buffer, recv_stage):
-        if _mailbox is None:
-            return wrapped(buffer, recv_stage)
-        peer = instance.grid.stage_to_global(stage_id=recv_stage)
-        _mailbox.announce((), peer)
-        result = wrapped(buffer, recv_stage)
-        tensors = buffer if isinstance(buffer, (tuple, list)) else (buffer,)
-        _mailbox.announce([(tuple(tensor.shape), tensor.dtype) for tensor in tensors], peer)
-        return result
-
-    return call(*args, **kwargs)
+@by_name
+def _announce(wrapped, instance, buffer, recv_stage):
+    """_send_tensor_meta: the next stage makes its buffers for these tensors, once for all steps."""
+    if _mailbox is None:
+        return wrapped(buffer, recv_stage)
+    peer = instance.grid.stage_to_global(stage_id=recv_stage)
+    _mailbox.announce((), peer)
+    result = wrapped(buffer, recv_stage)
+    tensors = buffer if isinstance(buffer, (tuple, list)) else (buffer,)
+    _mailbox.announce([(tuple(tensor.shape), tensor.dtype) for tensor in tensors], peer)
+    return result
 
 
-def _announced(wrapped, instance, args, kwargs):
-    """_recv_tensor_meta(send_stage): its messages are about those of each micro-batch."""
-
-    def call(send_stage):
-        result = wrapped(send_stage)
-        if _mailbox is not None:
-            _mailbox.leave_out(instance.grid.stage_to_global(stage_id=send_stage))
-        return result
-
-    return call(*args, **kwargs)
+@by_name
+def _announced(wrapped, instance, send_stage):
+    """_recv_tensor_meta: its messages are about those of each micro-batch."""
+    result = wrapped(send_stage)
+    if _mailbox is not None:
+        _mailbox.leave_out(instance.grid.stage_to_global(stage_id=send_stage))
+    return result
 
 
 @cache
@@ -202,8 +179,8 @@ def _schedule_class() -> type:
                 yield [schedule.RecvGrad(buffer)]
                 came = engine.grad_layer
                 if self.splits:  # the next gradient comes into the same buffer, and this one is needed then
-                    engine.grad_layer = [one.clone()
-                                         for one in came] if isinstance(came, list) else came.clone()
+                    several = isinstance(came, list)
+                    engine.grad_layer = [one.clone() for one in came] if several else came.clone()
             sent = [schedule.SendGrad(buffer)] if self.stage_id else []
             yield [schedule.BackwardPass(buffer), *sent]
             engine.grad_layer = came
@@ -230,28 +207,24 @@ def _planned_for(engine: Any) -> Flight | None:
     current = session.active()
     if current is None or _mailbox is None or engine.num_stages == 1:
         return None
-    sizes = grid_sizes(current, engine.num_stages, engine.grid.get_slice_parallel_world_size())
-    found = flight_of(current.plan_for(sizes), carrier_of(backend_of()))
-    reason = unsupported(engine, found) if found else None
-    if found and reason and engine not in _told:
-        _told.add(engine)
-        if engine.global_rank == 0:
-            print(f"holmes: DeepSpeed's own pipeline schedule is used: {reason}", file=sys.stderr)
+    found = flight_of(current.plan_for(engine_sizes(current, engine)), carrier_of(backend_of()))
+    if reason := unsupported(engine, found) if found else None:
+        text = f"DeepSpeed's own pipeline schedule is used: {reason}"
+        tell(current, text, once=text)
     return None if reason else found
 
 
-def _exec_schedule(wrapped, instance, args, kwargs):
-    """_exec_schedule(pipe_schedule): of training, in our order; messages through the mailbox, all gone at its
-    end."""
+@by_name
+def _exec_schedule(wrapped, instance, pipe_schedule):
+    """Of training, in our order; messages through the mailbox, all gone at its end."""
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-    trains = type(args[0] if args else kwargs["pipe_schedule"]) is TrainSchedule
-    planned = _planned_for(instance) if trains else None
+    planned = _planned_for(instance) if type(pipe_schedule) is TrainSchedule else None
     if _mailbox is None or planned is None:
-        return wrapped(*args, **kwargs)
+        return wrapped(pipe_schedule)
     if not _mailbox.knows:
         _mailbox.listen()
-        result = wrapped(*args, **kwargs)
+        result = wrapped(pipe_schedule)
         _mailbox.learn(instance.micro_batches)
         return result
     import torch
@@ -271,44 +244,21 @@ def _forget(wrapped, instance, args, kwargs):
     return wrapped(*args, **kwargs)
 
 
-_P2P = "deepspeed.runtime.pipe.p2p"
 _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 
 PATCHES = (
-    Patch(
-        EDGES, f"{_P2P}:init_process_groups",
-        "groups are made where the engine sets up its p2p, on all ranks at once",
-        _make_groups, parameters=("grid",),
-    ),
-    Patch(
-        EDGES, f"{_P2P}:send", "p2p.send waits until the other end has the message",
-        _through_mailbox("send"), parameters=("tensor", "dest_stage", "async_op"),
-    ),
-    Patch(
-        EDGES, f"{_P2P}:recv",
-        "p2p.recv is posted when the message is needed, too late for it to travel before",
-        _through_mailbox("recv"), parameters=("tensor", "src_stage", "async_op"),
-    ),
-    Patch(
-        EDGES, f"{_ENGINE}._exec_schedule",
-        "the schedule keeps as few micro-batches in flight as free edges need",
-        _exec_schedule, parameters=("pipe_schedule",),
-    ),
-    Patch(
-        EDGES, f"{_ENGINE}._send_tensor_meta",
-        "what is announced is what has to come, or nobody says what is wrong",
-        _announce, parameters=("buffer", "recv_stage"),
-    ),
-    Patch(
-        EDGES, f"{_ENGINE}._recv_tensor_meta", "what comes before the first activation comes once",
-        _announced, parameters=("send_stage",),
-    ),
-    Patch(
-        EDGES, f"{_ENGINE}.reset_activation_shape", "shapes of messages change (curriculum learning)",
-        _forget,
-    ),
-    Patch(
-        EDGES, f"{_ENGINE}.set_train_batch_size", "the number of messages changes", _forget,
-        parameters=("train_batch_size",),
-    ),
+    Patch(EDGES, "deepspeed.runtime.pipe.p2p:init_process_groups",
+          "groups are made where the engine sets up its p2p, on all ranks at once", _make_groups),
+    *messages(EDGES, _through_mailbox, "p2p.send waits until the other end has the message",
+              "p2p.recv is posted when the message is needed, too late for it to travel before"),
+    Patch(EDGES, f"{_ENGINE}._exec_schedule",
+          "the schedule keeps as few micro-batches in flight as free edges need", _exec_schedule),
+    Patch(EDGES, f"{_ENGINE}._send_tensor_meta",
+          "what is announced is what has to come, or nobody says what is wrong", _announce),
+    Patch(EDGES, f"{_ENGINE}._recv_tensor_meta", "what comes before the first activation comes once",
+          _announced),
+    Patch(EDGES, f"{_ENGINE}.reset_activation_shape", "shapes of messages change (curriculum learning)",
+          _forget),
+    Patch(EDGES, f"{_ENGINE}.set_train_batch_size", "the number of messages changes", _forget,
+          parameters=("train_batch_size",)),
 )  # fmt: skip

@@ -16,14 +16,12 @@ ADAPT = _of("deepspeed-adapt", option="adapt", idle=("off",), what="the plan lea
 GRID_CHECK = _of("deepspeed-grid-check", what="checks that the script's pipeline is the plan's")
 PARTITION = _of("deepspeed-partition", what="layers of each stage as planned")
 CHECKPOINTS = _of("deepspeed-checkpoints", what="refuses checkpoints of another split; writes latest last")
-OVERLAP = _of("overlap", option="overlap", idle=("off",), what="gradients travel during the last backward "
-                                                               "pass")
+OVERLAP = _of("overlap", option="overlap", idle=("off",), what="gradients travel during the last backward")
 TWO_LEVEL = _of("two-level", what="gradients of groups over several clusters in two levels")
-NARROW = _of("deepspeed-narrow", option="edges", idle=("off",), what="activations between clusters in fewer "
-                                                                     "bits")
+NARROW = _of("deepspeed-narrow", option="edges", idle=("off",), what="activations between clusters narrower")
 TIED = _of("deepspeed-tied", what="tied weights' gradients cross clusters once, in parts")
-PROFILE = _of("deepspeed-profile", option="profile", idle=("",), what="measures layers for holmes plan "
-                                                                      "--profile")
+PROFILE = _of("deepspeed-profile", option="profile", idle=("",),
+              what="measures layers for holmes plan --profile")
 JOINED = _of("joined-deepspeed", option="join", idle=("",), binding=True,
     what="jobs that join: the engine takes new weights")
 TELEMETRY = _of("telemetry-deepspeed", what="where a step begins and ends")

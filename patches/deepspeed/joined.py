@@ -14,14 +14,16 @@ experts, hpZ.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from holmes_ext.patches.deepspeed.checkpoints import tag_of
 from holmes_ext.patches.deepspeed.features import JOINED
 from holmes_ext.patches.deepspeed.versions import ask, offsets
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.runtime.outer import training
 from holmes_ext.runtime.outer.settings import OuterSettings
 
@@ -72,25 +74,20 @@ def refusal(engine: Any, settings: OuterSettings) -> str | None:
     return None
 
 
+#: What DeepSpeed's grid and others' mpu call an axis, before "_world_size" or "_rank".
+_AXES = {"pipe": ("get_pipe_parallel", "get_pipeline_model_parallel"),
+         "model": ("get_slice_parallel", "get_tensor_model_parallel", "get_model_parallel")}
+
+
+def _of_axis(engine: Any, axis: str, what: str, otherwise: int) -> int:
+    grid = getattr(engine, "grid", None) or engine.mpu
+    names = [name for each in _AXES[axis] if hasattr(grid, name := f"{each}_{what}")]
+    return int(getattr(grid, names[0])()) if names else otherwise
+
+
 def _size(engine: Any, axis: str) -> int:
     """Of "pipe" or "model" parallelism."""
-    grid = getattr(engine, "grid", None) or engine.mpu
-    if grid is None:
-        return 1
-    names = {"pipe": ("get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size"),
-             "model": ("get_slice_parallel_world_size", "get_tensor_model_parallel_world_size",
-                       "get_model_parallel_world_size")}[axis]  # fmt: skip
-    return next((int(getattr(grid, name)()) for name in names if hasattr(grid, name)), 1)
-
-
-def _rank(engine: Any, axis: str) -> int:
-    grid = getattr(engine, "grid", None) or engine.mpu
-    if grid is None:
-        return 0
-    names = {"pipe": ("get_pipe_parallel_rank", "get_pipeline_model_parallel_rank"),
-             "model": ("get_slice_parallel_rank", "get_tensor_model_parallel_rank",
-                       "get_model_parallel_rank")}[axis]  # fmt: skip
-    return next((int(getattr(grid, name)()) for name in names if hasattr(grid, name)), 0)
+    return _of_axis(engine, axis, "world_size", 1)
 
 
 def _weights(engine: Any) -> training.WeightShards:
@@ -103,14 +100,13 @@ def _weights(engine: Any) -> training.WeightShards:
             places.append((flat, flat.data_ptr()))
     tensors = [(name, tuple(getattr(p, "ds_shape", p.shape)), "float32") for p, name in named.items()
                if p in seen]
-    position = f"pipeline {_rank(engine, 'pipe')}, tensor {_rank(engine, 'model')}"
-    return training.WeightShards(position, tensors, parts,
+    pipeline, tensor = (_of_axis(engine, axis, "rank", 0) for axis in _AXES)
+    return training.WeightShards(f"pipeline {pipeline}, tensor {tensor}", tensors, parts,
                                  lambda: any(flat.data_ptr() != at for flat, at in places))
 
 
 def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
-    """Each parameter that this optimizer steps, with the first element and a flat view of what this rank
-    steps of it."""
+    """Each parameter that is stepped, the first element and a flat view of what this rank steps of it."""
     import deepspeed.comm as dist
 
     kind = type(optimizer).__name__
@@ -153,16 +149,14 @@ def _is_plain(optimizer: Any) -> bool:
 
 
 def _cut(group: list[Any], offsets: list[int], flat: Any, begin: int) -> Iterator[tuple[Any, int, Any]]:
-    """flat: elements [begin, begin + its length) of the flat group in which the parameters stand at
-    `offsets`."""
+    """flat: elements [begin, begin + its length) of the group in which parameters stand at `offsets`."""
     for p, offset in zip(group, offsets):
         a, b = max(offset, begin), min(offset + p.numel(), begin + flat.numel())
         yield p, max(0, a - offset), flat.narrow(0, a - begin if a < b else 0, max(0, b - a))
 
 
 def _written(engine: Any) -> None:
-    """The weights that the next forward pass uses, from those that were written. Collective over
-    data-parallel ranks."""
+    """The weights of the next forward pass, from those written. Collective over data-parallel ranks."""
     optimizer, kind = engine.optimizer, type(engine.optimizer).__name__
     if kind in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
         optimizer.update_lp_params()
@@ -180,45 +174,35 @@ def _written(engine: Any) -> None:
 # Checkpoints: a file for each rank, beside DeepSpeed's own
 
 
-def _save(wrapped, instance, args, kwargs):
-    """DeepSpeedEngine.save_checkpoint."""
-    result = wrapped(*args, **kwargs)
+@by_name
+def _save(wrapped, instance, save_dir, tag=None, *rest, **more):
+    result = wrapped(save_dir, tag, *rest, **more)
     if (state := training.joined_state_dict()) is not None:
         import torch
 
-        directory, tag = _place(*args, **kwargs)
-        torch.save(state, _file(directory, tag or f"global_step{instance.global_steps}", instance))
+        torch.save(state, _file(save_dir, tag or f"global_step{instance.global_steps}", instance))
     return result
 
 
-def _load(wrapped, instance, args, kwargs):
-    """DeepSpeedEngine.load_checkpoint. Without outer state the job joins as a new one does."""
-    path, client_state = wrapped(*args, **kwargs)
+@by_name
+def _load(wrapped, instance, load_dir, tag=None, *rest, **more):
+    """Without outer state the job joins as a new one does."""
+    path, client_state = wrapped(load_dir, tag, *rest, **more)
     if path is None or not training.asked():
         return path, client_state
-    directory, tag = _place(*args, **kwargs)
-    if tag is None:
-        with open(os.path.join(directory, "latest"), encoding="utf-8") as latest:
-            tag = latest.read().strip()
-    file = _file(directory, tag, instance)
-    if os.path.exists(file):
+    file = _file(load_dir, tag_of(load_dir, tag), instance)
+    if file.exists():
         import torch
 
-        training.load_joined_state_dict(torch.load(file, map_location="cpu", weights_only=True), file)
+        training.load_joined_state_dict(torch.load(file, map_location="cpu", weights_only=True), str(file))
     elif instance.global_rank == 0:
         told = "holds no outer state: the job joins like a new one"
-        print(f"holmes: {os.path.join(directory, tag)} {told}", file=sys.stderr, flush=True)
+        print(f"holmes: {file.parent} {told}", file=sys.stderr, flush=True)
     return path, client_state
 
 
-def _place(*args: Any, **more: Any) -> tuple[str, str | None]:
-    """Folder and tag of save_checkpoint(save_dir, tag, ...) and load_checkpoint(load_dir, tag, ...)."""
-    names = (*args, *(None,) * (2 - len(args)))
-    return str(names[0] or more.get("save_dir") or more.get("load_dir")), names[1] or more.get("tag")
-
-
-def _file(directory: str, tag: str, engine: Any) -> str:
-    return os.path.join(directory, str(tag), f"holmes_outer_rank_{engine.global_rank}.pt")
+def _file(directory: str, tag: str | None, engine: Any) -> Path:
+    return Path(directory, str(tag), f"holmes_outer_rank_{engine.global_rank}.pt")
 
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -226,8 +210,6 @@ PATCHES = (
     Patch(JOINED, f"{_ENGINE}._configure_optimizer", "its optimizers step while they are made", _reserve),
     Patch(JOINED, f"{_ENGINE}._take_model_step", "a real step is where rounds begin and end",
           _take_model_step),
-    Patch(JOINED, f"{_ENGINE}.save_checkpoint", "outer state belongs to the checkpoint", _save,
-          parameters=("tag",)),
-    Patch(JOINED, f"{_ENGINE}.load_checkpoint", "outer state belongs to the checkpoint", _load,
-          parameters=("tag",)),
+    Patch(JOINED, f"{_ENGINE}.save_checkpoint", "outer state belongs to the checkpoint", _save),
+    Patch(JOINED, f"{_ENGINE}.load_checkpoint", "outer state belongs to the checkpoint", _load),
 )  # fmt: skip

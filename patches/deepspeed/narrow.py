@@ -11,7 +11,7 @@ from typing import Any
 
 from holmes_ext.patches.deepspeed import edges
 from holmes_ext.patches.deepspeed.features import NARROW
-from holmes_ext.patches.deepspeed.p2p import grid_sizes
+from holmes_ext.patches.deepspeed.p2p import grid_sizes, messages
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
@@ -64,41 +64,23 @@ def _in_mailbox() -> bool:
     return box is not None
 
 
-def _send(wrapped, instance, args, kwargs):
-    def call(tensor, dest_stage, async_op=False):
-        return wrapped(tensor if _in_mailbox() else _wire_to(dest_stage).outgoing(tensor), dest_stage,
-                       async_op)
-
-    return call(*args, **kwargs)
-
-
-def _recv(wrapped, instance, args, kwargs):
-    def call(tensor, src_stage, async_op=False):
-        if _in_mailbox():
-            return wrapped(tensor, src_stage, async_op)
-        part, finish = _wire_to(src_stage).incoming(tensor)
-        done = wrapped(part, src_stage, async_op)
-        finish()
-        return done
-
-    return call(*args, **kwargs)
+def _narrowed(direction, stock, tensor, stage, async_op):
+    if _in_mailbox():
+        return stock(tensor, stage, async_op)
+    wire = _wire_to(stage)
+    if direction == "send":
+        return stock(wire.outgoing(tensor), stage, async_op)
+    part, finish = wire.incoming(tensor)
+    done = stock(part, stage, async_op)
+    finish()
+    return done
 
 
 _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 
 PATCHES = (
-    Patch(
-        NARROW, "deepspeed.runtime.pipe.p2p:send",
-        "activations and gradients cross as wide as they are computed",
-        _send, parameters=("tensor", "dest_stage", "async_op"),
-    ),
-    Patch(
-        NARROW, "deepspeed.runtime.pipe.p2p:recv", "what was narrowed is widened", _recv,
-        parameters=("tensor", "src_stage", "async_op"),
-    ),
-    *(
-        Patch(NARROW, f"{_ENGINE}.{name}", "shapes, which are no activations, pass as they are",
-              _about_shapes)
-        for name in ("_send_tensor_meta", "_recv_tensor_meta")
-    ),
+    *messages(NARROW, _narrowed, "activations and gradients cross as wide as they are computed",
+              "what was narrowed is widened"),
+    *(Patch(NARROW, f"{_ENGINE}.{name}", "shapes, which are no activations, pass as they are", _about_shapes)
+      for name in ("_send_tensor_meta", "_recv_tensor_meta")),
 )  # fmt: skip

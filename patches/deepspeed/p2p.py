@@ -9,10 +9,13 @@ Ethernet. A pair of neighbouring stages whose two nodes share something faster g
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from holmes_ext.patches import registry
 from holmes_ext.patches.deepspeed.features import EDGES, GRID_CHECK, P2P
-from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.engine.patch import Feature, Patch
+from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.plan.decide import own_pair
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -25,14 +28,15 @@ _pairs: dict[int, object] = {}
 
 
 @with_session
-def _make_pair_groups(current, wrapped, instance, args, kwargs):
+@by_name
+def _make_pair_groups(current, wrapped, instance, grid):
     """After DeepSpeed's own set-up: the pairs of neighbours that the plan gives a group of their own; none
     where edges.py has groups for them."""
     import torch.distributed as dist
 
-    result, carrier = wrapped(*args, **kwargs), carrier_of(backend_of())
+    result, carrier = wrapped(grid), carrier_of(backend_of())
     _pairs.clear()
-    grid, world = args[0] if args else kwargs["grid"], range(current.plan.world_size)
+    world = range(current.plan.world_size)
     # edges.py makes groups of all pairs, for every message
     without = not carrier or registry().is_on(EDGES.name)
     for pair in sorted({tuple(sorted(pair)) for pair in grid.p2p_groups}) if not without else ():
@@ -41,36 +45,52 @@ def _make_pair_groups(current, wrapped, instance, args, kwargs):
     return result
 
 
-def _over_pair_group(direction: str):
-    """p2p.send and p2p.recv over the pair's group where it has one."""
+def messages(feature: Feature, carry: Callable[..., Any], sending: str, receiving: str) -> list[Patch]:
+    """Patches of p2p.send and p2p.recv, with their reasons: carry("send" or "recv", stock, tensor, the other
+    stage, async_op)."""
 
-    def wrapper(wrapped, instance, args, kwargs):
-        if not _pairs or session.active() is None:
-            return wrapped(*args, **kwargs)
-        from deepspeed import comm
+    @by_name
+    def send(wrapped, instance, tensor, dest_stage, async_op=False):
+        return carry("send", wrapped, tensor, dest_stage, async_op)
+
+    @by_name
+    def recv(wrapped, instance, tensor, src_stage, async_op=False):
+        return carry("recv", wrapped, tensor, src_stage, async_op)
+
+    return [Patch(feature, f"deepspeed.runtime.pipe.p2p:{wrap.__name__}", reason, wrap)
+            for wrap, reason in ((send, sending), (recv, receiving))]
+
+
+def over(group: Any, direction: str, tensor: Any, stage: int) -> Any:
+    """p2p.send or p2p.recv over another group than the world's."""
+    from deepspeed import comm
+    from deepspeed.runtime.pipe import p2p
+
+    p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)
+    return getattr(comm, direction)(tensor, p2p._grid.stage_to_global(stage_id=stage), group=group)
+
+
+def _over_pair_group(direction, stock, tensor, stage, async_op):
+    """Over the pair's group where it has one."""
+    if _pairs and session.active() is not None and not async_op:
         from deepspeed.runtime.pipe import p2p
 
-        def call(tensor, stage, async_op=False):
-            other = p2p._grid.stage_to_global(stage_id=stage)
-            group = _pairs.get(other)
-            if group is None or async_op:
-                return wrapped(tensor, stage, async_op)
-            p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)
-            return getattr(comm, direction)(tensor, other, group=group)
-
-        return call(*args,
-                    **{"stage" if key.endswith("_stage") else key: value for key, value in kwargs.items()})
-
-    return wrapper
+        group = _pairs.get(p2p._grid.stage_to_global(stage_id=stage))
+        if group is not None:
+            return over(group, direction, tensor, stage)
+    return stock(tensor, stage, async_op)
 
 
 def grid_sizes(current: session.Session, pipeline: int, tensor: int) -> Sizes:
-    """Complete sizes of DeepSpeed's grid, which has no axis for what a plan may know of besides (context,
-    experts)."""
+    """Complete sizes of DeepSpeed's grid, which has no axis for context and experts."""
     planned = current.plan.sizes
     if planned is not None and (planned.pipeline, planned.tensor) == (pipeline, tensor):
         return planned
     return Sizes(pipeline=pipeline, tensor=tensor).complete(current.plan.world_size)
+
+
+def engine_sizes(current: session.Session, engine: Any) -> Sizes:
+    return grid_sizes(current, engine.num_stages, engine.grid.get_slice_parallel_world_size())
 
 
 @with_session
@@ -82,23 +102,12 @@ def _check_grid(current, wrapped, instance, args, kwargs):
 
 
 PATCHES = (
-    Patch(
-        P2P, "deepspeed.runtime.pipe.p2p:init_process_groups",
-        "the pair groups are made where the engine sets up its p2p, on all ranks at once",
-        _make_pair_groups, parameters=("grid",),
-    ),
-    Patch(
-        P2P, "deepspeed.runtime.pipe.p2p:send",
-        "p2p sends over the world group, which is on Ethernet as soon as the job crosses clusters",
-        _over_pair_group("send"), parameters=("tensor", "dest_stage", "async_op"),
-    ),
-    Patch(
-        P2P, "deepspeed.runtime.pipe.p2p:recv", "the other end of p2p.send",
-        _over_pair_group("recv"), parameters=("tensor", "src_stage", "async_op"),
-    ),
-    Patch(
-        GRID_CHECK, "deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
-        "only here the pipeline size of a script with flags of its own becomes known",
-        _check_grid, parameters=("topology",),
-    ),
+    Patch(P2P, "deepspeed.runtime.pipe.p2p:init_process_groups",
+          "pair groups are made where the engine sets up its p2p, on all ranks at once", _make_pair_groups),
+    *messages(P2P, _over_pair_group,
+              "p2p sends over the world group, which is on Ethernet as soon as the job crosses clusters",
+              "the other end of p2p.send"),
+    Patch(GRID_CHECK, "deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
+          "only here the pipeline size of a script with flags of its own becomes known", _check_grid,
+          parameters=("topology",)),
 )  # fmt: skip

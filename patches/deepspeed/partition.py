@@ -24,6 +24,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.features import PARTITION
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.runtime import session
 
 _LIST = re.compile(r"\s*\d+(\s*,\s*\d+)+\s*")
@@ -42,23 +43,19 @@ def class_name(spec: Any) -> str | None:
 
 
 def most_frequent(names: Sequence[str | None], total: int = 0) -> str | None:
-    """The class that repeats most, one that does so `total` times before its equals; None when there is
-    none."""
+    """The class that repeats most, one that does so `total` times before its equals; None: there is none."""
     counts = Counter(name for name in names if name is not None)
     return max(counts, key=lambda name: (counts[name], counts[name] == total), default=None)
 
 
 def borders_of(names: Sequence[str | None], stage_layers: Sequence[int], source: str) -> list[int]:
-    """Borders in specs of these classes (None: no block); HolmesError when the blocks are not the plan's
-    layers."""
+    """In specs of these classes (None: no block); HolmesError when the blocks are not the plan's layers."""
     total = sum(stage_layers)
     most = most_frequent(names, total)
     if most is None or names.count(most) != total:
         found = f"{names.count(most)} layers of class {most}" if most else "no layer class that repeats"
-        split = "+".join(map(str, stage_layers))
-        key = f"{source}: key 'stage_layers'"
-        raise HolmesError(
-            f"{key}: {split} = {total} layers, but the model has {found}; make the plan for this model")
+        said = f"{source}: key 'stage_layers': {'+'.join(map(str, stage_layers))} = {total} layers"
+        raise HolmesError(f"{said}, but the model has {found}; make the plan for this model")
     blocks = [index for index, name in enumerate(names) if name == most]
     return [0, *(blocks[first] for first in itertools.accumulate(stage_layers[:-1])), len(names)]
 
@@ -70,17 +67,16 @@ def check_borders(borders: Sequence[Any], specs: int, stages: int) -> list[int]:
         problem = "the borders must be whole numbers"
     elif len(borders) != stages + 1:
         problem = f"{len(borders)} borders for {stages} stages; give {stages + 1}, from 0 to {specs}"
-    elif borders[0] != 0 or borders[-1] != specs or any(low >= high
-                                                        for low, high in zip(borders, borders[1:])):
+    elif [*borders] != sorted({0, specs, *borders}):
         problem = f"the borders must rise from 0 to {specs}, the number of layers"
     if problem:
         raise HolmesError(f"partition_method {list(borders)}: {problem}")
     return list(borders)
 
 
-def _partition_layers(wrapped, instance, args, kwargs):
+@by_name
+def _partition_layers(wrapped, instance, method="uniform"):
     """DeepSpeed's own partition first (it checks and prints), then ours in its place."""
-    method = args[0] if args else kwargs.get("method", "uniform")
     stages, specs = instance.num_stages, instance._layer_specs
     if isinstance(method, str) and _LIST.fullmatch(method):
         method = [int(border) for border in method.split(",")]
@@ -88,7 +84,7 @@ def _partition_layers(wrapped, instance, args, kwargs):
         borders = check_borders(method, len(specs), stages)
         result, what = wrapped("uniform"), "the script's borders"
     else:
-        result, borders = wrapped(*args, **kwargs), None
+        result, borders = wrapped(method), None
         current = session.active()
         if current is not None and current.plan.stage_layers:
             plan = current.plan
@@ -108,9 +104,7 @@ def _partition_layers(wrapped, instance, args, kwargs):
 
 
 PATCHES = (
-    Patch(
-        PARTITION, "deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
-        "PipelineModule takes no list of borders, and its methods know nothing of clusters",
-        _partition_layers, parameters=("method",),
-    ),
+    Patch(PARTITION, "deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
+          "PipelineModule takes no list of borders, and its methods know nothing of clusters",
+          _partition_layers),
 )  # fmt: skip

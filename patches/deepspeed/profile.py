@@ -44,16 +44,24 @@ def labels_of(module: Any) -> list[str | int]:
     return found
 
 
-def _own_layers(module: Any) -> list[tuple[str | int, Any]]:
+def own_layers(module: Any) -> list[tuple[str | int, Any]]:
     """(label, layer) of this stage."""
     return list(zip(labels_of(module)[module._local_start : module._local_stop], module.forward_funcs))
+
+
+def gradient_bytes(layers: list[tuple[str | int, Any]]) -> dict[str | int, float]:
+    found: dict[str | int, float] = {}
+    for label, layer in layers:
+        parameters = layer.parameters() if hasattr(layer, "parameters") else ()
+        found[label] = found.get(label, 0.0) + sum(p.nbytes for p in parameters if p.requires_grad)
+    return found
 
 
 def _install(engine: Any, steps: int) -> Profiler:
     from torch.nn import Module
 
     made = profiler(steps)
-    made.watch([(label, layer) for label, layer in _own_layers(engine.module) if isinstance(layer, Module)])
+    made.watch([(label, layer) for label, layer in own_layers(engine.module) if isinstance(layer, Module)])
 
     def timed(kind: str, function: Any) -> Any:
         def call(self, *args, **kwargs):
@@ -92,23 +100,19 @@ def _publish(current: session.Session, engine: Any, mine: Profiler) -> None:
     import deepspeed
     from deepspeed.runtime.pipe import p2p
 
-    gradients: dict[str | int, float] = {}
-    for label, layer in _own_layers(engine.module):
-        trained = [p for p in layer.parameters() if p.requires_grad] if hasattr(layer, "parameters") else []
-        gradients[label] = gradients.get(label, 0.0) + sum(p.numel() * p.element_size() for p in trained)
     own = {
         "framework": f"deepspeed {deepspeed.__version__}", "stage": engine.stage_id,
         "tensor": engine.grid.model_parallel_size, "micro_batches": engine.micro_batches,
         "activation_bytes": _activation_bytes(engine),
     }  # fmt: skip
-    group = engine.grid.get_data_parallel_group()
-    publish(current, mine, own, stages=engine.num_stages, gradient_bytes=gradients, group=group,
-            device=engine.device, send=p2p.send, receive=p2p.recv)  # fmt: skip
+    publish(current, mine, own, stages=engine.num_stages,
+            gradient_bytes=gradient_bytes(own_layers(engine.module)),
+            group=engine.grid.get_data_parallel_group(), device=engine.device, send=p2p.send,
+            receive=p2p.recv)  # fmt: skip
 
 
 def _activation_bytes(engine: Any) -> int:
-    """Of what comes from the stage before, or on the first stage back from the next one: a gradient is as
-    large."""
+    """Of what comes from the stage before, or back to the first one: a gradient is as large."""
     if engine.num_stages == 1:
         return 0
     buffer = engine.grad_layer if engine.is_first_stage() else engine.pipe_recv_buf
@@ -117,8 +121,6 @@ def _activation_bytes(engine: Any) -> int:
 
 
 PATCHES = (
-    Patch(
-        PROFILE, "deepspeed.runtime.pipe.engine:PipelineEngine.train_batch",
-        "--holmes-profile: where a step begins and ends; the rest is measured inside it", _train_batch,
-    ),
-)  # fmt: skip
+    Patch(PROFILE, "deepspeed.runtime.pipe.engine:PipelineEngine.train_batch",
+          "--holmes-profile: where a step begins and ends; the rest is measured inside it", _train_batch),
+)

@@ -14,7 +14,6 @@ differs. What is reduced is the gradient where the optimizer reads it: deepspeed
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,19 +21,20 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.features import OVERLAP
 from holmes_ext.patches.deepspeed.gradients import gradients_of
-from holmes_ext.patches.deepspeed.p2p import grid_sizes
+from holmes_ext.patches.deepspeed.p2p import engine_sizes
 from holmes_ext.patches.deepspeed.versions import ask
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of
+from holmes_ext.runtime.groups.grid import tell
 
 #: engine -> its _Overlap, or None where its configuration is not supported.
 _overlaps: weakref.WeakKeyDictionary[Any, _Overlap | None] = weakref.WeakKeyDictionary()
 
 
 def unsupported(engine: Any) -> str | None:
-    """Why this engine's reduction cannot be overlapped, or None. The same on all ranks: it reads the
-    configuration only."""
+    """Why this engine's reduction cannot be overlapped, or None; the same on all ranks."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -46,8 +46,8 @@ def unsupported(engine: Any) -> str | None:
     plain = engine.optimizer is engine.basic_optimizer
     zero = engine.optimizer if kind is DeepSpeedZeroOptimizer else None
     reasons = {
-        f"the engine is a {type(engine).__name__}, whose schedule is its own": type(
-            engine) is not PipelineEngine,
+        f"the engine is a {type(engine).__name__}, whose schedule is its own":
+            type(engine) is not PipelineEngine,
         "the optimizer reduces gradients itself": not engine.pipeline_enable_backward_allreduce,
         f"the optimizer is a {kind.__name__}": not plain and kind not in known,
         f"ZeRO stage {int(engine.zero_optimization_stage())}": engine.zero_optimization_stage() > 1,
@@ -77,8 +77,7 @@ class _Overlap:
         self.backwards_left = 0
 
     def begin(self, schedule: Any) -> None:
-        """A new schedule starts: count its backward passes down; zero stands for a schedule that is not
-        ours."""
+        """A new schedule starts: count its backward passes down; zero: the schedule is not ours."""
         self.backwards_left = self.engine.micro_batches if isinstance(schedule, self.schedule_type) else 0
 
     def backward(self, run: Callable[[], Any]) -> Any:
@@ -91,8 +90,7 @@ class _Overlap:
             return run()
 
     def reduce(self) -> None:
-        """ReduceGrads: launch the tied gradients (now summed over the stages), wait for all, let the
-        optimizer take over."""
+        """ReduceGrads: launch the tied gradients (summed over the stages by now), wait for all."""
         self.reducer.finish()
         self.source.after()
 
@@ -104,22 +102,19 @@ class _Overlap:
         """The reducer, anew when the set of trained parameters changed (frozen layers)."""
         named = self.engine.module.named_parameters()
         trained = [(name, p) for name, p in named if p.requires_grad and p.numel() and self.source.reduces(p)]
-        if self.reducer is not None and self.reducer.covers(p for _, p in trained):
-            return
         if self.reducer is not None:
+            if self.reducer.covers(p for _, p in trained):
+                return
             self.reducer.close()
         self.reducer = _make_reducer(self.engine, trained, self.source)
 
 
 def _make_reducer(engine: Any, trained: list[tuple[str, Any]], source: Any) -> Any:
-    """A GradientReducer that does the engine's arithmetic (DeepSpeedEngine.allreduce_bucket, ZeRO's
-    average_tensor)."""
+    """One that does the engine's arithmetic (DeepSpeedEngine.allreduce_bucket, ZeRO's average_tensor)."""
     from holmes_ext.runtime.reduce.reducer import GradientReducer  # torch is there by now
 
     return GradientReducer(
-        trained,
-        engine.mpu.get_data_parallel_group(),
-        average=engine.gradient_average,
+        trained, engine.mpu.get_data_parallel_group(), average=engine.gradient_average,
         predivide=source.predivide(engine.dp_world_size),
         communication_dtype=source.communication_dtype,
         deferred=[weight for weight, _ in engine.module.get_tied_weights_and_groups()],
@@ -129,30 +124,26 @@ def _make_reducer(engine: Any, trained: list[tuple[str, Any]], source: Any) -> A
 
 
 def overlap_of(engine: Any) -> _Overlap | None:
-    """The engine's _Overlap; None where the plan does without, or it cannot be overlapped (said once, by rank
-    0)."""
+    """The engine's _Overlap; None where the plan does without, or it cannot be overlapped, which is told."""
     if engine not in _overlaps:
         current, wanted = session.active(), _wanted(engine)
         reason = (unsupported(engine) or _refused(engine, current)) if any(wanted) else None
         if reason and current is not None and "overlap" in current.options.required_features:
             what = "DeepSpeed's gradient reduction cannot be overlapped"
             raise HolmesError(f"--holmes-require overlap: {what}: {reason}")
-        if reason and engine.global_rank == 0:
-            text = f"the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}"
-            print(f"holmes: {text}", file=sys.stderr)
+        if reason and current is not None:
+            tell(current, f"the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}")
         ours = wanted[engine.stage_id] and not reason
         _overlaps[engine] = _Overlap(weakref.proxy(engine)) if ours else None
     return _overlaps[engine]
 
 
 def _wanted(engine: Any) -> tuple[bool, ...]:
-    """For each stage whether its reduction is to be overlapped, as the plan says; without holmes (its patches
-    alone) every one."""
+    """For each stage whether its reduction is to be overlapped, as the plan says; without one every one."""
     current = session.active()
     if current is None or not engine.is_data_parallel:
         return (bool(engine.is_data_parallel),) * engine.num_stages
-    sizes = grid_sizes(current, engine.num_stages, engine.grid.get_slice_parallel_world_size())
-    return tuple(way.overlap for way in current.stages(sizes, backend_of()))
+    return tuple(way.overlap for way in current.stages(engine_sizes(current, engine), backend_of()))
 
 
 def _refused(engine: Any, current: session.Session | None) -> str | None:
@@ -160,15 +151,16 @@ def _refused(engine: Any, current: session.Session | None) -> str | None:
     patches/deepspeed/ds_config.py has said so before."""
     zero = engine._config._param_dict.get("zero_optimization", {})
     automatic = current is not None and current.options.overlap == "auto"
-    return "zero_optimization.overlap_comm is false" if automatic and zero.get(
-        "overlap_comm") is False else None
+    refused = automatic and zero.get("overlap_comm") is False
+    return "zero_optimization.overlap_comm is false" if refused else None
 
 
-def _begin(wrapped, instance, args, kwargs):
+@by_name
+def _begin(wrapped, instance, pipe_schedule):
     """_exec_schedule: a batch begins."""
     if instance.optimizer is not None and (overlap := overlap_of(instance)):
-        overlap.begin(args[0] if args else kwargs["pipe_schedule"])
-    return wrapped(*args, **kwargs)
+        overlap.begin(pipe_schedule)
+    return wrapped(pipe_schedule)
 
 
 def _backward(wrapped, instance, args, kwargs):
@@ -188,18 +180,12 @@ def _reduce(wrapped, instance, args, kwargs):
 _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 
 PATCHES = (
-    Patch(
-        OVERLAP, f"{_ENGINE}._exec_schedule", "where a batch begins, to know which backward pass is its last",
-        _begin, parameters=("pipe_schedule",),
-    ),
-    Patch(
-        OVERLAP, f"{_ENGINE}._exec_backward_pass",
-        "the engine reduces nothing before its last backward pass has ended",
-        _backward, parameters=("buffer_id",), rebind=(f"{_ENGINE}._INSTRUCTION_MAP[BackwardPass]",),
-    ),
-    Patch(
-        OVERLAP, f"{_ENGINE}._exec_reduce_grads",
-        "what is left of the reduction, in place of the whole of it",
-        _reduce, rebind=(f"{_ENGINE}._INSTRUCTION_MAP[ReduceGrads]",),
-    ),
+    Patch(OVERLAP, f"{_ENGINE}._exec_schedule",
+          "where a batch begins, to know which backward pass is its last", _begin),
+    Patch(OVERLAP, f"{_ENGINE}._exec_backward_pass",
+          "the engine reduces nothing before its last backward pass has ended", _backward,
+          parameters=("buffer_id",), rebind=(f"{_ENGINE}._INSTRUCTION_MAP[BackwardPass]",)),
+    Patch(OVERLAP, f"{_ENGINE}._exec_reduce_grads",
+          "what is left of the reduction, in place of the whole of it", _reduce,
+          rebind=(f"{_ENGINE}._INSTRUCTION_MAP[ReduceGrads]",)),
 )  # fmt: skip

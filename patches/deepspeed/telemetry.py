@@ -13,10 +13,10 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches import registry
 from holmes_ext.patches.deepspeed.edges import unsupported
 from holmes_ext.patches.deepspeed.features import ADAPT, EDGES, TELEMETRY
-from holmes_ext.patches.deepspeed.p2p import grid_sizes
-from holmes_ext.patches.deepspeed.profile import labels_of
+from holmes_ext.patches.deepspeed.p2p import engine_sizes
+from holmes_ext.patches.deepspeed.profile import gradient_bytes, own_layers
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import inside, with_session
+from holmes_ext.patches.engine.wrap import by_name, inside, with_session
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.adapt.learning import begin_step
 from holmes_ext.runtime.adapt.window import Stage
@@ -36,8 +36,7 @@ def _train_batch(wrapped, instance, args, kwargs):
 
 
 def _tokens(engine: Any) -> int:
-    """Tokens of a batch on all ranks, where the first stage's input is whole numbers [batch, sequence]; else
-    0."""
+    """Of a batch on all ranks, where the first stage's input is whole numbers [batch, sequence]; else 0."""
     try:
         first = engine.pipe_buffers["inputs"][0]
         tensor = first[0] if isinstance(first, (tuple, list)) else first
@@ -69,31 +68,27 @@ def _stage(engine: Any) -> Stage:
 
     module, grid = engine.module, engine.grid
     try:
-        labels = labels_of(module)[module._local_start : module._local_stop]
+        layers = own_layers(module)
     except HolmesError:  # no class of layers repeats: a stage is one block
-        labels = [engine.stage_id] * len(module.forward_funcs)
-    gradients: dict[str | int, float] = {}
-    for label, layer in zip(labels, module.forward_funcs):
-        trained = [p for p in layer.parameters() if p.requires_grad] if hasattr(layer, "parameters") else []
-        gradients[label] = gradients.get(label, 0.0) + sum(p.numel() * p.element_size() for p in trained)
+        layers = [(engine.stage_id, layer) for layer in module.forward_funcs]
     stages = {grid.stage_to_global(stage_id=stage): stage for stage in range(engine.num_stages)}
     return Stage(f"deepspeed {deepspeed.__version__}", engine.stage_id, grid.model_parallel_size,
-                 engine.micro_batches, gradients, stages)
+                 engine.micro_batches, gradient_bytes(layers), stages)
 
 
 @with_session
-def _exec_schedule(current, wrapped, instance, args, kwargs):
-    """_exec_schedule(pipe_schedule), of training."""
+@by_name
+def _exec_schedule(current, wrapped, instance, pipe_schedule):
+    """Of training."""
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
     carrier = carrier_of(backend_of()) if registry().is_on(EDGES.name) else ""
-    if carrier and type(args[0] if args else kwargs["pipe_schedule"]) is TrainSchedule and not unsupported(
-            instance):
-        sizes = grid_sizes(current, instance.num_stages, instance.grid.get_slice_parallel_world_size())
+    if carrier and type(pipe_schedule) is TrainSchedule and not unsupported(instance):
+        sizes = engine_sizes(current, instance)
         # else it has no number in flight to change
         if not current.plan_for(sizes).traffic_of(carrier).passes:
             begin_step(current, sizes, instance.micro_batches, carrier, lambda: _stage(instance))
-    return wrapped(*args, **kwargs)
+    return wrapped(pipe_schedule)
 
 
 _PIPE = "deepspeed.runtime.pipe.engine:PipelineEngine"
@@ -102,21 +97,11 @@ PATCHES = (
     Patch(TELEMETRY, f"{_PIPE}.train_batch", "a step of the pipeline engine", _train_batch),
     Patch(TELEMETRY, "deepspeed.runtime.engine:DeepSpeedEngine.step", "a step of the plain engine",
           _engine_step),
-    *(
-        Patch(
-            TELEMETRY, f"{_PIPE}._exec_{kind}_pass", "spans of the trace",
+    *(Patch(TELEMETRY, f"{_PIPE}._exec_{kind}_pass", "spans of the trace",
             inside(partial(telemetry.span, kind)),
-            rebind=(f"{_PIPE}._INSTRUCTION_MAP[{kind.capitalize()}Pass]",),
-        )
-        for kind in ("forward", "backward")
-    ),
-    Patch(
-        TELEMETRY, "deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
-        "the pipeline's size tells what each group is for", _learn_grid, parameters=("topology",),
-    ),
-    Patch(
-        ADAPT, "deepspeed.runtime.pipe.engine:PipelineEngine._exec_schedule",
-        "where a step of training begins",
-        _exec_schedule, parameters=("pipe_schedule",),
-    ),
+            rebind=(f"{_PIPE}._INSTRUCTION_MAP[{kind.capitalize()}Pass]",))
+      for kind in ("forward", "backward")),
+    Patch(TELEMETRY, "deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
+          "the pipeline's size tells what each group is for", _learn_grid, parameters=("topology",)),
+    Patch(ADAPT, f"{_PIPE}._exec_schedule", "where a step of training begins", _exec_schedule),
 )  # fmt: skip

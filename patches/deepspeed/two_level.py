@@ -31,7 +31,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.features import TIED, TWO_LEVEL
-from holmes_ext.patches.deepspeed.p2p import grid_sizes
+from holmes_ext.patches.deepspeed.p2p import engine_sizes
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.plan.sharding import ShardedWeights, sharded_seconds, straddling_rows
@@ -65,20 +65,15 @@ def _average(wrapped, instance, args, kwargs):
 
 
 def _all_reduce(wrapped, instance, args, kwargs):
-    """deepspeed.comm.all_reduce(tensor, op, group, async_op): in two levels for gradients of a group where
-    that is faster.
-
-    (Its timing decorator hides the parameters' names, which is why the patch cannot list them.)
-    """
+    """deepspeed.comm.all_reduce: in two levels for gradients of a group where that is faster."""
     if not _averaging or session.active() is None:
         return wrapped(*args, **kwargs)
     import torch.distributed as dist
 
-    given = dict(zip(("tensor", "op", "group", "async_op"), args)) | kwargs
+    given = _given(args, kwargs)
     plain = given.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM and not given.get("async_op")
     tensor, group = given["tensor"], given.get("group") or dist.group.WORLD
-    reduce = _two_level(group,
-                        tensor.numel() * tensor.element_size()) if plain and tensor.is_contiguous() else None
+    reduce = _two_level(group, tensor.nbytes) if plain and tensor.is_contiguous() else None
     if reduce is None:
         return wrapped(*args, **kwargs)
     try:
@@ -89,9 +84,13 @@ def _all_reduce(wrapped, instance, args, kwargs):
         raise HolmesError(describe_failure(what, ranks, fabric, str(error))) from error
 
 
+def _given(args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of deepspeed.comm.all_reduce, whose decorator hides their names (from Patch, too)."""
+    return dict(zip(("tensor", "op", "group", "async_op"), args)) | kwargs
+
+
 def _two_level(group: Any, size: int) -> Any:
-    """The group's two-level all-reduce; None where the plan has torch's for so many bytes. The same on all
-    ranks."""
+    """The group's, on all ranks alike; None where the plan has torch's all-reduce for so many bytes."""
     from holmes_ext.runtime.reduce.straddling import planned, two_level_for  # torch is there by now
 
     if group not in _ways:
@@ -107,8 +106,7 @@ def _two_level(group: Any, size: int) -> Any:
             raise HolmesError(
                 "--holmes-compress int8 carries rounding errors on to the next step, which DeepSpeed's "
                 "buckets, new at every step, do not allow: use bf16, or the pipeline engine with "
-                "--holmes-overlap on"
-            )
+                "--holmes-overlap on")
         _made[group] = two_level_for(group, size, way)
     return _made[group]
 
@@ -129,25 +127,19 @@ def _stage_3(current: session.Session, engine: Any) -> str:
     clusters, carrier = plan.by_cluster(ranks), carrier_of(backend) or SOCKETS
     if len(clusters) < 2:
         return ""
-    weights = float(sum(getattr(p, "ds_numel", p.numel()) * p.element_size()
-                        for p in engine.module.parameters()))
+    weights = float(sum(getattr(p, "ds_numel", p.numel()) * p.itemsize for p in engine.module.parameters()))
     units = sum(bool(module._parameters) for module in engine.module.modules())
     once, least = ShardedWeights(units, weights, weights, again=0), min(map(len, clusters.values()))
     seconds = sharded_seconds(plan, ranks, once if size > 1 else replace(once, again=1), carrier)
-    text = (
-        f"ZeRO 3 gathers {format_bytes(weights)} of weights across clusters {', '.join(clusters)} in every "
-        f"micro-batch, {seconds:.3g} s of it (predicted)"
-    )
-    crossing = straddling_rows(plan,
-                               [range(first, first + size) for first in range(0, plan.world_size, size)])
+    text = (f"ZeRO 3 gathers {format_bytes(weights)} of weights across clusters {', '.join(clusters)} in "
+            f"every micro-batch, {seconds:.3g} s of it (predicted)")
+    crossing = straddling_rows(plan, [range(one, one + size) for one in range(0, plan.world_size, size)])
     if size > 1 and crossing:
         return f"{text}; zero_hpz_partition_size {size} crosses in the backward pass too: {crossing}"
     if size > 1 or least < 2:
         return text
-    return (
-        f"{text}; with zero_hpz_partition_size {least} the backward pass gathers inside clusters:"
-        f" {sharded_seconds(plan, ranks, once, carrier):.3g} s; ZeRO 1 and 2 send less still"
-    )
+    return (f"{text}; with zero_hpz_partition_size {least} the backward pass gathers inside clusters:"
+            f" {sharded_seconds(plan, ranks, once, carrier):.3g} s; ZeRO 1 and 2 send less still")
 
 
 def _reduce_tied(wrapped, instance, args, kwargs):
@@ -161,17 +153,15 @@ def _reduce_tied(wrapped, instance, args, kwargs):
 
 
 def _all_reduce_tied(wrapped, instance, args, kwargs):
-    """deepspeed.comm.all_reduce(tensor, op, group, async_op), whose parameters a decorator hides."""
-    current = session.active()
+    """deepspeed.comm.all_reduce, in _reduce_tied."""
+    current, given = session.active(), _given(args, kwargs)
     if _engine is None or current is None:
         return wrapped(*args, **kwargs)
-    given = dict(zip(("tensor", "op", "group", "async_op"), args)) | kwargs
     tensor, group = given["tensor"], given.get("group")
     if group not in tied_sums:
         from holmes_ext.runtime.reduce.tied import tied_sum_of  # torch is there by now
 
-        sizes = grid_sizes(current, _engine.num_stages, _engine.grid.get_slice_parallel_world_size())
-        tied_sums[group] = tied_sum_of(group, sizes, tensor.device.type)
+        tied_sums[group] = tied_sum_of(group, engine_sizes(current, _engine), tensor.device.type)
     tied_sum = tied_sums[group]
     if tied_sum is None or not tied_sum.takes(tensor):
         return wrapped(*args, **kwargs)
@@ -182,29 +172,16 @@ _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 
 PATCHES = (
-    Patch(
-        TWO_LEVEL, "deepspeed.comm.comm:all_reduce",
-        "the sum of a bucket of gradients, for a group that straddles clusters", _all_reduce,
-    ),
-    *(
-        Patch(TWO_LEVEL, target, "tells the all-reduces of gradients from others", _average)
-        for target in (
-            f"{_ENGINE}.allreduce_bucket", f"{_ZERO}.allreduce_bucket",
-            f"{_ZERO}.gradient_reduction_w_predivide",
-        )
-    ),
-    Patch(
-        TWO_LEVEL, f"{_ENGINE}._configure_zero_optimizer",
-        "says that ZeRO 3 over several clusters is not helped",
-        _tell_stage_3,
-    ),
-    Patch(
-        TIED, "deepspeed.runtime.pipe.engine:PipelineEngine._exec_reduce_tied_grads",
-        "tells the all-reduces of tied gradients from others", _reduce_tied,
-        rebind=("deepspeed.runtime.pipe.engine:PipelineEngine._INSTRUCTION_MAP[ReduceTiedGrads]",),
-    ),
-    Patch(
-        TIED, "deepspeed.comm.comm:all_reduce",
-        "every data-parallel rank would send the whole gradient to another cluster", _all_reduce_tied,
-    ),
+    Patch(TWO_LEVEL, "deepspeed.comm.comm:all_reduce",
+          "the sum of a bucket of gradients, for a group that straddles clusters", _all_reduce),
+    *(Patch(TWO_LEVEL, target, "tells the all-reduces of gradients from others", _average)
+      for target in (f"{_ENGINE}.allreduce_bucket", f"{_ZERO}.allreduce_bucket",
+                     f"{_ZERO}.gradient_reduction_w_predivide")),
+    Patch(TWO_LEVEL, f"{_ENGINE}._configure_zero_optimizer",
+          "says that ZeRO 3 over several clusters is not helped", _tell_stage_3),
+    Patch(TIED, "deepspeed.runtime.pipe.engine:PipelineEngine._exec_reduce_tied_grads",
+          "tells the all-reduces of tied gradients from others", _reduce_tied,
+          rebind=("deepspeed.runtime.pipe.engine:PipelineEngine._INSTRUCTION_MAP[ReduceTiedGrads]",)),
+    Patch(TIED, "deepspeed.comm.comm:all_reduce",
+          "every data-parallel rank would send the whole gradient to another cluster", _all_reduce_tied),
 )  # fmt: skip

@@ -57,8 +57,7 @@ class Wrapper(wrapt.FunctionWrapper):
 
 
 class Location:
-    """The target of one or more patches, in a module that is imported. Not thread-safe: the registry
-    locks."""
+    """The target of one or more patches, in a module that is imported. Not thread-safe."""
 
     def __init__(self, patch: Patch):
         """Find the target; Misfit when it is not there. Changes nothing."""
@@ -72,8 +71,7 @@ class Location:
         self.entries: list[tuple[dict, object]] = []  # (table, key)
 
     def check(self, patch: Patch) -> None:
-        """Raise Misfit when the target lacks the patch's parameters, or a rebind place does not hold the
-        target."""
+        """Misfit when the target lacks the patch's parameters, or a rebind place does not hold it."""
         if patch.parameters:
             try:
                 names = inspect.signature(getattr(self.parent, self.name)).parameters
@@ -126,8 +124,7 @@ class Location:
             self.entries = []
 
     def _as_entry(self, value):
-        """What a dict holds instead of a method: a function of (self, ...), since a wrapper binds only as
-        attribute."""
+        """What a dict holds for a method: a function of (self, ...): wrappers bind only as attributes."""
         of_class = type(self.original) is FunctionType and not isinstance(self.parent, ModuleType)
         if not isinstance(value, Wrapper) or not of_class:
             return value
@@ -139,8 +136,7 @@ class Location:
         return call
 
     def _entries_of(self, patch):
-        """The dict entries that patch.rebind names, in modules that are imported; the others will copy the
-        patched object."""
+        """The dict entries that patch.rebind names, in imported modules; others copy the patched object."""
         entries = []
         for module, qualname, name in patch.rebind_places():
             if module in sys.modules:

@@ -111,8 +111,7 @@ class Feature:
         return " ".join([flag(self.option), " or ".join(values)]).strip() if self.option else ""
 
     def version_misfit(self, version: str | None) -> str | None:
-        """Why the feature does not support this version (None: not installed), or None when it does, or the
-        version says nothing."""
+        """Why it does not support this version (None: not installed); None: it does, or who knows."""
         name, supported = self.requirement.name, self.requirement.specifier
         if version is None:
             return f"{name} is not installed"
@@ -141,7 +140,7 @@ class Patch:
                 wrapped is bound already; instance is None for plain functions and static methods).
     replace     replace(original) -> the object to put in its place; original as stored (a staticmethod
                 object stays one). Give exactly one of wrap and replace.
-    parameters  names of the target's parameters that wrap or replace relies on.
+    parameters  names of the target's parameters that wrap or replace relies on; those of wrap.by_name.
     rebind      entries of dicts that hold the target too: "module:qualname[KEY]", where KEY is a string key
                 or the __name__ of a key that is a class. Copies made by `from x import f` within the target's
                 top-level package need not be named.
@@ -161,6 +160,8 @@ class Patch:
     only: str = ""
 
     def __post_init__(self):
+        if not self.parameters:
+            object.__setattr__(self, "parameters", getattr(self.wrap, "parameters", ()))
         SpecifierSet(self.only)  # InvalidSpecifier is a ValueError
         if not _TARGET.fullmatch(self.target):
             raise ValueError(f"target must be 'module:qualname', not {self.target!r}")

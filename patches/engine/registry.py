@@ -167,8 +167,7 @@ class Registry:
             one.required |= one.feature.binding and one.off is None
 
     def undo(self) -> None:
-        """Take every patch off: each attribute and copy holds its original object again, inherited ones are
-        gone."""
+        """Take every patch off: each attribute and copy is its original again, inherited ones are gone."""
         with self._lock:
             for progress in self._features.values():
                 self._remove(progress)
@@ -221,8 +220,7 @@ class Registry:
                     for name, one in self._features.items() for patch in one.patches}
 
     def _watch(self, name):
-        """Have _imported called once the module is imported, or now. Not under the lock: wrapt may call at
-        once."""
+        """Have _imported called once the module is there. Not under the lock: wrapt may call at once."""
         with self._lock:
             watched = name in self._watched
             self._watched.add(name)
@@ -240,8 +238,7 @@ class Registry:
                     self._advance(progress, name)
 
     def _advance(self, progress, imported):
-        """Check all that can be known of the feature now, then apply the patches whose modules are
-        imported."""
+        """Check what can be known of the feature now; apply the patches whose modules are imported."""
         try:
             if progress.feature.version_of:
                 self._check_loaded_version(progress)

@@ -14,8 +14,7 @@ from holmes_ext.patches.engine.patch import Patch
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Where the module would be imported from, or None. Unlike importlib.util.find_spec, imports no parent
-    package."""
+    """Where a module would come from, or None. Unlike importlib.util.find_spec, imports no parent."""
     path, spec = None, None
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
@@ -95,8 +94,7 @@ def _binds(statement, name):
 
 
 def _may_have_more(node, body):
-    """Whether names can come from elsewhere: base classes, star imports, a module's __getattr__,
-    globals()."""
+    """Whether names can come from base classes, star imports, a module's __getattr__, globals()."""
     if isinstance(node, ast.ClassDef):
         return bool(node.bases or node.keywords or node.decorator_list)
     if any(isinstance(child, ast.ImportFrom) and child.names[0].name == "*" for child in body):

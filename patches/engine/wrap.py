@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
@@ -20,13 +21,36 @@ def inside(context: Callable[[], AbstractContextManager]) -> Callable[..., Any]:
     return wrapper
 
 
+def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper (Patch.wrap) of one that has the target's first parameters as its own, after (wrapped,
+    instance), in their order; *rest and **more take the others. Patch.parameters are their names."""
+
+    @wraps(wrapper)
+    def outer(*given):
+        *before, args, kwargs = given
+        return wrapper(*before, *args, **kwargs)
+
+    own, named = ("current", "wrapped", "instance"), inspect.signature(wrapper).parameters.items()
+    rest = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    outer.parameters = tuple(  # type: ignore[attr-defined]
+        name for name, parameter in named if name not in own and parameter.kind not in rest)
+    return outer
+
+
 def with_session(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     """A wrapper (Patch.wrap) of one that gets the session first; the target as it is where holmes is off."""
 
     @wraps(wrapper)
     def outer(wrapped, instance, args, kwargs):
-        current = session.active()
-        return wrapped(*args,
-                       **kwargs) if current is None else wrapper(current, wrapped, instance, args, kwargs)
+        if (current := session.active()) is None:
+            return wrapped(*args, **kwargs)
+        return wrapper(current, wrapped, instance, args, kwargs)
 
     return outer
+
+
+def whole(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundArguments:
+    """The arguments of a call, with the target's defaults."""
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound

@@ -19,10 +19,7 @@ def _planned_node(current, wrapped, instance, args, kwargs):
 
 
 PATCHES = (
-    Patch(
-        RANKS, "lightning.fabric.plugins.environments.lightning:LightningEnvironment.node_rank",
-        "NODE_RANK is the machine's, and stays; the rank that Lightning makes of it must be the renumbered "
-        "one",
-        _planned_node,
-    ),
+    Patch(RANKS, "lightning.fabric.plugins.environments.lightning:LightningEnvironment.node_rank",
+          "NODE_RANK is the machine's, and stays; the rank that Lightning makes of it must be the renumbered "
+          "one", _planned_node),
 )  # fmt: skip

@@ -13,14 +13,13 @@ transport.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.engine.wrap import whole, with_session
 from holmes_ext.patches.megatron import p2p as megatron_p2p
 from holmes_ext.patches.megatron.features import GROUPS, LAYERS, has
 from holmes_ext.plan.plan import Plan
@@ -32,8 +31,7 @@ from holmes_ext.runtime.start.refusal import told_once
 
 
 class _Job:
-    """What initialize_model_parallel was called with last; None before, or where no plan describes such a
-    grid."""
+    """What initialize_model_parallel was called with last; None: not yet, or no plan describes it."""
 
     sizes: Sizes | None = None
 
@@ -66,8 +64,8 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
     product = f"expert_model_parallel_size {sizes.expert} x expert_tensor_parallel_size {tensor}"
     if stage % (tensor * sizes.expert):
         raise HolmesError(f"{product} does not divide the {stage} ranks of a stage")
-    if not sizes.order.endswith("pp") and sizes.pipeline > 1 and stage // (
-            tensor * sizes.expert) != sizes.data:
+    other_data = stage // (tensor * sizes.expert) != sizes.data
+    if not sizes.order.endswith("pp") and sizes.pipeline > 1 and other_data:
         wanted = f"must be tensor {sizes.tensor} x context {sizes.context}, or let pp stand last"
         raise HolmesError(f"order {sizes.order!r} does not end in pp: {product} {wanted}")
     return sizes
@@ -75,19 +73,15 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
 
 @with_session
 def _initialize(current, wrapped, instance, args, kwargs):
-    """Check first, so that nothing is half-initialized; then megatron-core makes its groups, and we the
-    pairs'."""
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    bound.apply_defaults()
-    asked = bound.arguments
+    """Check first, so that nothing is half-initialized; then come megatron-core's groups and the pairs'."""
+    asked = whole(wrapped, args, kwargs).arguments
     # Several models in one job, an encoder with stages of its own (before 0.14), or tensors rematerialized
     # over a further axis: grids that a plan does not describe.
-    whole = not asked.get("rank_offset") and asked.get("local_world_size") is None
-    whole = whole and asked.get("gtp_remat_size", 1) == asked.get("expert_gtp_remat_size", 1) == 1
-    whole = whole and not any(asked.get(f"encoder_{name}_model_parallel_size")
-                              for name in ("tensor", "pipeline"))
+    alone = not asked.get("rank_offset") and asked.get("local_world_size") is None
+    flat = asked.get("gtp_remat_size", 1) == asked.get("expert_gtp_remat_size", 1) == 1
+    encoder = any(asked.get(f"encoder_{name}_model_parallel_size") for name in ("tensor", "pipeline"))
     job.sizes = None
-    if whole:
+    if alone and flat and not encoder:
         try:
             sizes = sizes_of(asked, current.plan.world_size)
         except HolmesError as error:
@@ -117,9 +111,8 @@ def drop_in(enable: Callable[..., None]):
     @functools.wraps(parallel_state.initialize_model_parallel)
     def initialize_model_parallel(*args, **kwargs):
         if session.active() is None:
-            bound = inspect.signature(parallel_state.initialize_model_parallel).bind(*args, **kwargs)
-            bound.apply_defaults()
-            _take_over(bound.arguments, enable)
+            asked = whole(parallel_state.initialize_model_parallel, args, kwargs).arguments
+            _take_over(asked, enable)
         return parallel_state.initialize_model_parallel(*args, **kwargs)
 
     return initialize_model_parallel
@@ -207,12 +200,11 @@ def ends_of(current: session.Session, layers: tuple[int, ...], pipeline: int) ->
     """
     first, *between, last = layers
     if len(layers) != pipeline or len(set(between)) > 1:
-        split, why = "+".join(map(str, layers)), ("lets only the first and the last stage have layers of "
-                                                  "their own")
+        split = "+".join(map(str, layers))
+        why = "lets only the first and the last stage have layers of their own"
         way_out = "install 0.13 or newer, or plan with equal stages between them and one chunk on each stage"
-        problem = (f"{current.plan.source}: key 'stage_layers': {split}, but this megatron-core {why}; "
-                   f"{way_out}")
-        raise told_once(HolmesError(problem))
+        said = f"{current.plan.source}: key 'stage_layers': {split}"
+        raise told_once(HolmesError(f"{said}, but this megatron-core {why}; {way_out}"))
     ends = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
     if not between:  # it divides what is left among the stages that are left, and must have one
         del ends["num_layers_in_last_pipeline_stage"]
@@ -253,8 +245,7 @@ _CUTS_UNITS = "megatron.core.recompute"
 
 
 def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
-    """HolmesError when a stage is not whole units of recomputed layers, and megatron-core does not cut
-    them."""
+    """HolmesError when a stage is not whole units of recomputed layers, which megatron-core cannot cut."""
     if config.recompute_granularity != "full" or config.recompute_method != "uniform" or cuts:
         return
     unit = config.recompute_num_layers or 1
@@ -271,10 +262,10 @@ def _layers_as_planned(current, wrapped, instance, args, kwargs):
     """TransformerConfig.__post_init__, before which every field is as the program gave it."""
     if not getattr(instance, "is_hybrid_model", False):
         own = getattr(instance, "pipeline_model_parallel_layout", None)
-        own = str(own) if own is not None else ", ".join(name
-                                                         for name in _OWN_SPLITS if getattr(instance, name))
-        pipeline, virtual = (instance.pipeline_model_parallel_size,
-                             instance.virtual_pipeline_model_parallel_size or 1)
+        splits = ", ".join(name for name in _OWN_SPLITS if getattr(instance, name))
+        own = str(own) if own is not None else splits
+        pipeline = instance.pipeline_model_parallel_size
+        virtual = instance.virtual_pipeline_model_parallel_size or 1
         mtp_layers, planned = getattr(instance, "mtp_num_layers", None) or 0, current.plan.stage_layers
         layout = planned_layout(current, pipeline, virtual, instance.num_layers, mtp_layers, own)
         if layout is not None and has("layout"):
@@ -297,9 +288,7 @@ PATCHES = (
             "num_distributed_optimizer_instances", "order",
         ),
     ),
-    Patch(
-        LAYERS, "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-        "the plan's layers for each stage go in as the public pipeline_model_parallel_layout",
-        _layers_as_planned,
-    ),
+    Patch(LAYERS, "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+          "the plan's layers for each stage go in as the public pipeline_model_parallel_layout",
+          _layers_as_planned),
 )  # fmt: skip

@@ -16,8 +16,6 @@ arrived.
 
 from __future__ import annotations
 
-import sys
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,12 +27,10 @@ from holmes_ext.patches.megatron.p2p import mailbox_of
 from holmes_ext.patches.megatron.slices import wires_of
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.groups.mailbox import Mailbox, form_of
 from holmes_ext.runtime.groups.receive_order import ListedOrder, ReceiveOrder, flight_of
 from holmes_ext.runtime.groups.wire import PLAIN
-
-#: Pipeline groups whose sends stay megatron-core's, which was said.
-_told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _Group:
@@ -53,8 +49,7 @@ class _Group:
 
 
 class _Step:
-    """One step of one pipeline: what was sent and received so far. dtype, device: of its messages; each: of a
-    micro-batch, as many."""
+    """One step of one pipeline: what was sent and received so far. each: of a micro-batch."""
 
     def __init__(self, box: Mailbox, flight: ReceiveOrder, stage: int, dtype: Any, device: Any):
         self.box, self.held, self.stage, self.dtype, self.device = box, flight.in_flight, stage, dtype, device
@@ -120,12 +115,12 @@ def _schedule(wrapped, instance, args, kwargs):
     flight = flight_of(current.plan_for(sizes), carrier_of(backend_of(group)))
     if isinstance(flight, ListedOrder):
         raise HolmesError(
-            "the plan lists passes (--holmes-passes auto), which megatron-core cannot run; make it --for"
-                          " deepspeed or torch, or without that option")
+            "the plan lists passes (--holmes-passes auto), which megatron-core cannot run; make it --for "
+            "deepspeed or torch, or without that option")
     reason = unsupported(config, kwargs)
-    if reason and flight and group not in _told and current.rank == 0:
-        print(f"holmes: megatron-core's own pipeline sends are used: {reason}", file=sys.stderr)
-        _told.add(group)
+    if reason and flight:
+        text = f"megatron-core's own pipeline sends are used: {reason}"
+        tell(current, text, once=text)
     if reason or not flight or isinstance(group, list):
         return wrapped(*args, **kwargs)
     import torch
@@ -174,20 +169,16 @@ def _communicate(wrapped, instance, args, kwargs):
 _P2P = "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator"
 
 PATCHES = (
-    Patch(
-        EDGES, "megatron.core.pipeline_parallel.schedules:get_tensor_shapes",
-        "what is announced is what has to come, or nobody says what is wrong", _announce,
-    ),
+    Patch(EDGES, "megatron.core.pipeline_parallel.schedules:get_tensor_shapes",
+          "what is announced is what has to come, or nobody says what is wrong", _announce),
     Patch(
         EDGES, "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
         "where a step begins and ends; its sends block, and it keeps as few micro-batches in flight as free "
         "edges need",
         _schedule, parameters=("model", "num_microbatches", "forward_only", "p2p_communicator"),
     ),
-    Patch(
-        EDGES, f"{_P2P}.__init__", "the schedule takes the number of its warm-up passes from this group",
-        _count_in_flight, parameters=("pp_group", "config"),
-    ),
+    Patch(EDGES, f"{_P2P}.__init__", "the schedule takes the number of its warm-up passes from this group",
+          _count_in_flight, parameters=("pp_group", "config")),
     Patch(
         EDGES, f"{_P2P}._communicate",
         "all that the schedule sends and receives passes here, and is waited for",

@@ -29,15 +29,13 @@ def loaded_version() -> str | None:
 
 
 def _is_megatron_deepspeed() -> bool:
-    """By the file beside megatron/core that Megatron-LM has moved, and that reads deepspeed's arguments here;
-    nothing is imported."""
+    """By the file beside megatron/core that Megatron-LM has moved, and that reads deepspeed's flags."""
     beside = Path(sys.modules["megatron.core"].__path__[0]).parent / "arguments.py"
     return beside.is_file() and "add_config_arguments" in beside.read_text(errors="replace")
 
 
 def megatron_deepspeed_version() -> str | None:
-    """The version of the vendored megatron.core; None when the megatron that was imported is not
-    Megatron-DeepSpeed's."""
+    """Of the vendored megatron.core; None when the imported megatron is not Megatron-DeepSpeed's."""
     if not hasattr(sys.modules.get("megatron.arguments"), "deepspeed"):
         return None
     return importlib.import_module("megatron.core.package_info").__version__
@@ -67,15 +65,13 @@ EDGES = _later("megatron-edges", option="inflight", idle=("off",), what="sends b
 ADAPT = _later("megatron-adapt", option="adapt", idle=("off",), what="the plan learns while the job runs")
 EXPERTS = _later("megatron-experts", option="experts", idle=("",), binding=True,
     what="experts live where holmes plan --experts placed them")
-PROFILE = _core("megatron-profile", option="profile", idle=("",), what="measures layers for holmes plan "
-                                                                       "--profile")
+PROFILE = _core("megatron-profile", option="profile", idle=("",),
+                what="measures layers for holmes plan --profile")
 JOINED = _later("joined-megatron", versions="megatron-core>=0.16,<0.21", tried=_TRIED[4:], option="join",
-                idle=("",),
-    binding=True, what="jobs that join: the optimizer takes new weights")
+                idle=("",), binding=True, what="jobs that join: the optimizer takes new weights")
 _PARTS = "joined jobs read different parts of one data set"
 JOINED_LM_DATA = _lm("joined-megatron-lm", versions="megatron-lm>=0.16,<0.21", option="join", idle=("",),
-                     binding=True,
-    what=_PARTS)
+                     binding=True, what=_PARTS)
 TELEMETRY = _core("telemetry-megatron", what="where a step begins and ends")
 LM = _lm("megatron-lm", what="--holmes flags in pretrain_gpt.py's --help")
 LM_CHECKPOINTS = _lm("megatron-lm-checkpoints", what="the plan is kept in checkpoints")

@@ -12,32 +12,28 @@ same, for the same index.
 from __future__ import annotations
 
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.patches.megatron.features import JOINED_LM_DATA, JOINED_MDS_DATA
 from holmes_ext.runtime.outer import training
 from holmes_ext.runtime.outer.data import part_of
 
 
-def _enlarge(wrapped, instance, args, kwargs):
-    """build_train_valid_test_datasets(provider, ...); the provider is called with the numbers of samples."""
+@by_name
+def _enlarge(wrapped, instance, build_train_valid_test_datasets_provider, *rest, **more):
+    """build_train_valid_test_datasets: the provider is called with the numbers of samples."""
     _, parts = training.part()
 
-    def call(build_train_valid_test_datasets_provider, *rest, **more):
-        def provider(numbers, *others, **named):
-            enlarged = [None if number is None else number * parts for number in numbers]
-            return build_train_valid_test_datasets_provider(type(numbers)(enlarged), *others, **named)
+    def provider(numbers, *others, **named):
+        enlarged = [None if number is None else number * parts for number in numbers]
+        return build_train_valid_test_datasets_provider(type(numbers)(enlarged), *others, **named)
 
-        return wrapped(build_train_valid_test_datasets_provider if parts == 1 else provider, *rest, **more)
-
-    return call(*args, **kwargs)
+    return wrapped(build_train_valid_test_datasets_provider if parts == 1 else provider, *rest, **more)
 
 
-def _share_out(wrapped, instance, args, kwargs):
-    """build_pretraining_data_loader(dataset, consumed_samples)."""
-
-    def call(dataset, *rest, **more):
-        return wrapped(part_of(dataset), *rest, **more)
-
-    return call(*args, **kwargs)
+@by_name
+def _share_out(wrapped, instance, dataset, *rest, **more):
+    """build_pretraining_data_loader."""
+    return wrapped(part_of(dataset), *rest, **more)
 
 
 _DATASETS, _LOADER = "build_train_valid_test_datasets", "build_pretraining_data_loader"
@@ -48,9 +44,7 @@ PATCHES = tuple(
         (JOINED_MDS_DATA, "megatron.training", "megatron.data.data_samplers"),
     )
     for patch in (
-        Patch(feature, f"{module}:{_DATASETS}", "the jobs' parts together are the data set", _enlarge,
-              parameters=("build_train_valid_test_datasets_provider",)),
-        Patch(feature, f"{data}:{_LOADER}", "joined jobs read different parts of one data set", _share_out,
-              parameters=("dataset",)),
+        Patch(feature, f"{module}:{_DATASETS}", "the jobs' parts together are the data set", _enlarge),
+        Patch(feature, f"{data}:{_LOADER}", "joined jobs read different parts of one data set", _share_out),
     )
 )  # fmt: skip

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 from holmes_ext.options import NAMES, PREFIX, flag
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.megatron.features import MEGATRON_DEEPSPEED_FLAGS
 from holmes_ext.patches.megatron.flags import add_flags
 from holmes_ext.words import nearest
 
 
 @with_session
-def _teach_flags(current, wrapped, instance, args, kwargs):
+@by_name
+def _teach_flags(current, wrapped, instance, extra_args_provider=None, *rest, **more):
     """parse_args with a holmes group added through its own extra_args_provider."""
 
-    def call(extra_args_provider=None, *rest, **more):
-        def provider(parser):
-            own = parser if extra_args_provider is None else extra_args_provider(parser)
-            return tell_near_misses(add_flags(own, current))
+    def provider(parser):
+        own = parser if extra_args_provider is None else extra_args_provider(parser)
+        return tell_near_misses(add_flags(own, current))
 
-        return wrapped(provider, *rest, **more)
-
-    return call(*args, **kwargs)
+    return wrapped(provider, *rest, **more)
 
 
 def tell_near_misses(parser):
@@ -42,9 +40,7 @@ def tell_near_misses(parser):
 
 
 PATCHES = (
-    Patch(
-        MEGATRON_DEEPSPEED_FLAGS, "megatron.arguments:parse_args",
-        "--help names holmes's flags, a misspelt one its near miss; args are what checkpoints record",
-        _teach_flags, parameters=("extra_args_provider",),
-    ),
+    Patch(MEGATRON_DEEPSPEED_FLAGS, "megatron.arguments:parse_args",
+          "--help names holmes's flags, a misspelt one its near miss; args are what checkpoints record",
+          _teach_flags),
 )  # fmt: skip

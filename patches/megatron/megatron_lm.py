@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.megatron import core as megatron_core
 from holmes_ext.patches.megatron.features import LM, LM_CHECKPOINTS
 from holmes_ext.patches.megatron.flags import add_flags
@@ -39,16 +39,15 @@ _OWN_SPLITS = (
 
 
 @with_session
-def _validate(current, wrapped, instance, args, kwargs):
-    arguments = args[0] if args else kwargs["args"]
-    _set_layout(current, arguments)
-    _set_overlap(current, arguments)
-    return wrapped(*args, **kwargs)
+@by_name
+def _validate(current, wrapped, instance, args, *rest, **more):
+    _set_layout(current, args)
+    _set_overlap(current, args)
+    return wrapped(args, *rest, **more)
 
 
 def _set_layout(current: session.Session, args) -> None:
-    """--pipeline-model-parallel-layout from the plan, unless the user or another model class splits the
-    layers."""
+    """--pipeline-model-parallel-layout from the plan, unless user or model class split the layers."""
     if getattr(args, "hybrid_layer_pattern", None) or not args.num_layers:
         return
     given = {name: value for name in _OWN_SPLITS if (value := getattr(args, name, None))}
@@ -87,17 +86,16 @@ def _set_overlap(current: session.Session, args) -> None:
 
 
 @with_session
-def _compare_plans(current, wrapped, instance, args, kwargs):
-    """After megatron's own check of the model's shape, whose assertions become one line: is it of another
-    plan?"""
+@by_name
+def _compare_plans(current, wrapped, instance, checkpoint_args):
+    """After megatron's own check of the model, whose assertions become one line: is it of another plan?"""
     try:
-        result = wrapped(*args, **kwargs)
+        result = wrapped(checkpoint_args)
     except AssertionError as error:
         raise told_once(HolmesError(f"--load: the checkpoint is another model's: {error}")) from None
-    saved = args[0] if args else kwargs["checkpoint_args"]
-    digest = getattr(saved, "holmes_plan_digest", None)
+    digest = getattr(checkpoint_args, "holmes_plan_digest", None)
     if digest not in (None, current.plan.digest):
-        splits = getattr(saved, "holmes_stage_layers", ()), current.plan.stage_layers
+        splits = getattr(checkpoint_args, "holmes_stage_layers", ()), current.plan.stage_layers
         there, here = ("+".join(map(str, split)) or "megatron's own" for split in splits)
         plans = f"{digest[:8]}, layers for each stage: {there}; here {current.plan.digest[:8]}, {here}"
         tell(current,
@@ -126,24 +124,16 @@ def _load(current, wrapped, instance, args, kwargs):
 
 
 PATCHES = (
-    Patch(
-        LM, "megatron.training.arguments:add_megatron_arguments",
-        "main's pretrain takes no extra_args_provider, and args are what checkpoints record",
-        _add_flags, parameters=("parser",),
-    ),
-    Patch(
-        LM, "megatron.training.arguments:validate_args",
-        "layers and overlap are set as arguments, before megatron derives others from them",
-        _validate, parameters=("args",),
-    ),
-    Patch(
-        LM_CHECKPOINTS, "megatron.training.checkpointing:check_checkpoint_args",
-        "here the arguments that a checkpoint was saved with are known",
-        _compare_plans, parameters=("checkpoint_args",),
-    ),
-    Patch(
-        LM_CHECKPOINTS, "megatron.training.checkpointing:load_checkpoint",
-        "another model's tensors end in one line, not in a traceback of every rank",
-        _load, parameters=("load_arg",),
-    ),
+    Patch(LM, "megatron.training.arguments:add_megatron_arguments",
+          "main's pretrain takes no extra_args_provider, and args are what checkpoints record", _add_flags,
+          parameters=("parser",)),
+    Patch(LM, "megatron.training.arguments:validate_args",
+          "layers and overlap are set as arguments, before megatron derives others from them", _validate,
+          parameters=("args",)),
+    Patch(LM_CHECKPOINTS, "megatron.training.checkpointing:check_checkpoint_args",
+          "here the arguments that a checkpoint was saved with are known", _compare_plans,
+          parameters=("checkpoint_args",)),
+    Patch(LM_CHECKPOINTS, "megatron.training.checkpointing:load_checkpoint",
+          "another model's tensors end in one line, not in a traceback of every rank", _load,
+          parameters=("load_arg",)),
 )  # fmt: skip

@@ -18,6 +18,7 @@ from typing import Any
 
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.patches.megatron.features import EDGES, P2P
 from holmes_ext.plan.decide import own_pair
 from holmes_ext.runtime import session
@@ -34,8 +35,7 @@ _ORDER = (("send_next", "recv_prev", "send_prev", "recv_next"),
 
 @dataclass
 class _Pairs:
-    """Groups made for one pipeline group. by_peer: the neighbour's rank -> the pair's group; twin: see the
-    module's text."""
+    """Of one pipeline group. by_peer: neighbour's rank -> the pair's group; twin: see the module's text."""
 
     by_peer: dict[int, Any] = field(default_factory=dict)
     twin: Any = None
@@ -58,8 +58,7 @@ def mailbox_of(group: Any) -> Mailbox:
 
 
 def pairs_of(group) -> _Pairs:
-    """The pair groups of this rank in a pipeline group. Made on the first call, which all of the group's
-    ranks must reach."""
+    """This rank's in a pipeline group. Made on the first call, which all of the group's ranks must reach."""
     current = session.active()
     if group not in _made:
         _made[group] = _make(current, group) if current is not None else _Pairs()
@@ -86,48 +85,39 @@ def _interleaved() -> bool:
     return (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1) > 1
 
 
-def _batched(wrapped, instance, args, kwargs):
+@by_name
+def _batched(wrapped, instance, *, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
     """One batch for each neighbour that has a group of its own: a batch has one communicator."""
-
-    def call(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
-        by_peer = pairs_of(group).by_peer
-        ends = {"prev_pipeline_rank": prev_pipeline_rank, "next_pipeline_rank": next_pipeline_rank}
-        if not by_peer:
-            return wrapped(group=group, **ends, **tensors)
-        requests = []
-        sides = [("next", next_pipeline_rank), ("prev", prev_pipeline_rank)]
-        # Even ranks start with their next, odd ones with their previous: each pair is at it at once, also in
-        # a ring.
-        for side, peer in reversed(sides) if group.rank() % 2 else sides:
-            half = {name: tensor if name.endswith(side) else None for name, tensor in tensors.items()}
-            requests += wrapped(group=by_peer.get(peer, group), **ends, **half)
-        return requests
-
-    return call(*args, **kwargs)
+    by_peer = pairs_of(group).by_peer
+    ends = {"prev_pipeline_rank": prev_pipeline_rank, "next_pipeline_rank": next_pipeline_rank}
+    if not by_peer:
+        return wrapped(group=group, **ends, **tensors)
+    requests, sides = [], [("next", next_pipeline_rank), ("prev", prev_pipeline_rank)]
+    # even ranks start with their next, odd ones with their previous: each pair at once, also in a ring
+    for side, peer in reversed(sides) if group.rank() % 2 else sides:
+        half = {name: tensor if name.endswith(side) else None for name, tensor in tensors.items()}
+        requests += wrapped(group=by_peer.get(peer, group), **ends, **half)
+    return requests
 
 
-def _unbatched(wrapped, instance, args, kwargs):
+@by_name
+def _unbatched(wrapped, instance, *, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
     """The framework's operations in its order, each over the pair's group."""
+    pairs, ends = pairs_of(group), {"next": next_pipeline_rank, "prev": prev_pipeline_rank}
+    if not pairs.by_peer and pairs.twin is None:
+        return wrapped(group=group, prev_pipeline_rank=prev_pipeline_rank,
+                       next_pipeline_rank=next_pipeline_rank, **tensors)
+    import torch.distributed as dist
 
-    def call(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
-        pairs, ends = pairs_of(group), {"next": next_pipeline_rank, "prev": prev_pipeline_rank}
-        if not pairs.by_peer and pairs.twin is None:
-            return wrapped(group=group, **{f"{side}_pipeline_rank": rank for side, rank in ends.items()},
-                           **tensors)
-        import torch.distributed as dist
-
-        odd, requests = group.rank() % 2, {}
-        for name in _ORDER[odd]:
-            direction, side = name.split("_")
-            if (tensor := tensors[f"tensor_{name}"]) is None:
-                continue
-            from_odd = odd == (direction == "send")  # with two stages each direction has its group
-            over = pairs.by_peer.get(ends[side], pairs.twin if pairs.twin is not None and from_odd else group)
-            requests[name] = {"send": dist.isend,
-                              "recv": dist.irecv}[direction](tensor, ends[side], group=over)
-        return requests
-
-    return call(*args, **kwargs)
+    odd, requests, start = group.rank() % 2, {}, {"send": dist.isend, "recv": dist.irecv}
+    for name in _ORDER[odd]:
+        direction, side = name.split("_")
+        if (tensor := tensors[f"tensor_{name}"]) is None:
+            continue
+        from_odd = odd == (direction == "send")  # with two stages each direction has its group
+        over = pairs.by_peer.get(ends[side], pairs.twin if pairs.twin is not None and from_odd else group)
+        requests[name] = start[direction](tensor, ends[side], group=over)
+    return requests
 
 
 PARAMETERS = (
@@ -136,14 +126,10 @@ PARAMETERS = (
 )  # fmt: skip
 
 PATCHES = (
-    Patch(
-        P2P, "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops",
-        "the pipeline group is on Ethernet as soon as it crosses clusters, for pairs inside a cluster too",
-        _batched, parameters=PARAMETERS,
-    ),
-    Patch(
-        P2P, "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
-        "the same for unbatched p2p; with two stages it sends one direction over the world group",
-        _unbatched, parameters=PARAMETERS,
-    ),
+    Patch(P2P, "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops",
+          "the pipeline group is on Ethernet as soon as it crosses clusters, for pairs inside a cluster too",
+          _batched, parameters=PARAMETERS),
+    Patch(P2P, "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
+          "the same for unbatched p2p; with two stages it sends one direction over the world group",
+          _unbatched, parameters=PARAMETERS),
 )  # fmt: skip

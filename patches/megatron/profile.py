@@ -11,13 +11,12 @@ refused in one line.
 
 from __future__ import annotations
 
-import inspect
 from contextlib import nullcontext
 from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import inside, with_session
+from holmes_ext.patches.engine.wrap import inside, whole, with_session
 from holmes_ext.patches.megatron.features import P2P_CLASS, P2P_FUNCTIONS, PROFILE, loaded_version
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure.profile_file import publish
@@ -40,8 +39,7 @@ state = _State()
 
 
 def layers_of(model: Any) -> list[tuple[str | int, Any]]:
-    """(label, module) of one stage's model, in the order in which they run: embedding, layers, what follows
-    the last one."""
+    """(label, module) of one stage's model, as they run: embedding, layers, what follows the last one."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     modules = dict(model.named_modules())
@@ -56,8 +54,7 @@ def layers_of(model: Any) -> list[tuple[str | int, Any]]:
 
 
 def gradient_bytes(model: Any) -> dict[str | int, float]:
-    """Bytes that each layer's gradients take in the reduction, which is in 32 bits unless the program chose
-    otherwise."""
+    """Bytes of each layer's gradients in the reduction: in 32 bits unless the program chose otherwise."""
     wide = getattr(getattr(model, "ddp_config", None), "grad_reduce_in_fp32", True)
     found: dict[str | int, float] = {}
     counted: set[int] = set()
@@ -75,9 +72,7 @@ def _schedule(current, wrapped, instance, args, kwargs):
         return wrapped(*args, **kwargs)
     from megatron.core.utils import get_model_config
 
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    bound.apply_defaults()
-    asked = bound.arguments
+    asked = whole(wrapped, args, kwargs).arguments
     model = asked["model"]
     if isinstance(model, list):
         if len(model) > 1:
@@ -146,27 +141,16 @@ def _during(kind: str):
 
 
 PATCHES = (
-    *(
-        Patch(
-            PROFILE, f"{_SCHEDULES}:forward_backward_{name}", "--holmes-profile: where a step begins",
-            _schedule, parameters=("model", "num_microbatches", "seq_length", "micro_batch_size"),
-        )
-        for name in ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")
-    ),
-    *(
-        Patch(PROFILE, f"{_SCHEDULES}:{kind}_step", f"--holmes-profile: one micro-batch {kind}",
-              _during(kind))
-        for kind in ("forward", "backward")
-    ),
-    *(
-        Patch(
-            PROFILE, f"{_P2P}{holder}{name}", "--holmes-profile: sends and receives, with waiting",
-            _during("receive" if "recv" in name else "send"), only=only,
-        )
-        for holder, only in (("", P2P_FUNCTIONS), ("P2PCommunicator.", P2P_CLASS))
-        for name in (
-            "recv_forward", "recv_backward", "send_forward", "send_backward",
-            "send_forward_recv_backward", "send_backward_recv_forward",
-        )
-    ),
+    *(Patch(PROFILE, f"{_SCHEDULES}:forward_backward_{name}", "--holmes-profile: where a step begins",
+            _schedule, parameters=("model", "num_microbatches", "seq_length", "micro_batch_size"))
+      for name in ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")),
+    *(Patch(PROFILE, f"{_SCHEDULES}:{kind}_step", f"--holmes-profile: one micro-batch {kind}", _during(kind))
+      for kind in ("forward", "backward")),
+    *(Patch(PROFILE, f"{_P2P}{holder}{name}", "--holmes-profile: sends and receives, with waiting",
+            _during("receive" if "recv" in name else "send"), only=only)
+      for holder, only in (("", P2P_FUNCTIONS), ("P2PCommunicator.", P2P_CLASS))
+      for name in (
+          "recv_forward", "recv_backward", "send_forward", "send_backward",
+          "send_forward_recv_backward", "send_backward_recv_forward",
+      )),
 )  # fmt: skip

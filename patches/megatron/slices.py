@@ -46,8 +46,7 @@ class _Received:
 
 
 def wires_of(config: Any) -> dict[int, Wire]:
-    """Of this rank's neighbours in its pipeline; {} where all travels as it is. The same on all ranks of a
-    stage."""
+    """Of this rank's neighbours; {} where all travels as it is. The same on all ranks of a stage."""
     current, sizes = session.active(), core.job.sizes
     if current is None or sizes is None or not registry().is_on(SLICES.name):
         return {}
@@ -104,16 +103,10 @@ def _exchange(wrapped, instance, args, kwargs):
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 
 PATCHES = (
-    Patch(
-        SLICES, f"{_P2P}:P2PCommunicator._communicate", "which of a stage's neighbours is in another cluster",
-        _communicate,
-        parameters=("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape"),
-    ),
-    *(
-        Patch(
-            SLICES, f"{_P2P}:{function}", "every tensor rank would send the same tensor to another cluster",
-            _exchange, parameters=PARAMETERS,
-        )
-        for function in ("_p2p_ops", "_batched_p2p_ops")
-    ),
+    Patch(SLICES, f"{_P2P}:P2PCommunicator._communicate",
+          "which of a stage's neighbours is in another cluster", _communicate,
+          parameters=("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape")),
+    *(Patch(SLICES, f"{_P2P}:{function}", "every tensor rank would send the same tensor to another cluster",
+            _exchange, parameters=PARAMETERS)
+      for function in ("_p2p_ops", "_batched_p2p_ops")),
 )  # fmt: skip

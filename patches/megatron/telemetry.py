@@ -85,19 +85,15 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules:"
 _OPTIMIZERS = ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
 
 PATCHES = (
-    Patch(
-        TELEMETRY, "megatron.core.parallel_state:initialize_model_parallel",
-        "the job's sizes tell what each group is for", _learn_sizes,
-    ),
+    Patch(TELEMETRY, "megatron.core.parallel_state:initialize_model_parallel",
+          "the job's sizes tell what each group is for", _learn_sizes),
     Patch(TELEMETRY, f"{_SCHEDULES}forward_step", "spans of the trace; the first one begins a step",
           inside(_forward)),
     Patch(TELEMETRY, f"{_SCHEDULES}backward_step", "spans of the trace",
           inside(partial(telemetry.span, "backward"))),
     *(Patch(TELEMETRY, f"megatron.core.optimizer.optimizer:{name}.step", "the end of a step", _optimizer_step)
       for name in _OPTIMIZERS),
-    Patch(
-        ADAPT, f"{_SCHEDULES}forward_backward_pipelining_without_interleaving",
-        "where a step of training begins",
-        _schedule, parameters=("model", "num_microbatches", "forward_only"),
-    ),
+    Patch(ADAPT, f"{_SCHEDULES}forward_backward_pipelining_without_interleaving",
+          "where a step of training begins", _schedule,
+          parameters=("model", "num_microbatches", "forward_only")),
 )  # fmt: skip

@@ -75,8 +75,7 @@ class _Server(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _asked_by_megatron() -> bool:
-    """Whether the code that imports, the first outside the import system and this file, is of the package
-    megatron."""
+    """Whether what imports, the first outside the import system and this file, is megatron's code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -102,8 +101,6 @@ def _serve(original: Any) -> Any:
 
 
 PATCHES = (
-    Patch(
-        MEGATRON_DEEPSPEED_IMPORTS, "megatron.arguments:deepspeed",
-        "what it imports and a GPT never uses is served empty when it is missing", replace=_serve,
-    ),
+    Patch(MEGATRON_DEEPSPEED_IMPORTS, "megatron.arguments:deepspeed",
+          "what it imports and a GPT never uses is served empty when it is missing", replace=_serve),
 )  # fmt: skip

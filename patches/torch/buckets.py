@@ -100,8 +100,7 @@ class Buckets:
         return kept.copy_(flat)
 
     def _divisor(self, ddp: Any) -> int:
-        """The ranks of the group; under join(divide_by_initial_world_size=False) those that still have
-        inputs."""
+        """The group's ranks; under join(divide_by_initial_world_size=False) those that have inputs."""
         if self.joining is None or ddp._divide_by_initial_world_size:
             return self._group.size()
         self.joining.wait()

@@ -27,7 +27,7 @@ import weakref
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.buckets import Buckets
 from holmes_ext.patches.torch.features import DDP
 from holmes_ext.runtime import session
@@ -71,8 +71,7 @@ def two_level_hook(state, bucket):
 
 @with_session
 def _construct(current, wrapped, instance, args, kwargs):
-    """DistributedDataParallel(...): buckets as large as the plan has them, and the hook, where two levels
-    reduce."""
+    """DistributedDataParallel(...): where two levels reduce, the plan's size of buckets, and the hook."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     way, two_level = _reduction(given)
     reason = _stays_stock(given)
@@ -102,8 +101,7 @@ def _note(ddp: Any, way: Any, two_levels: bool, told: bool = False) -> None:
 
 
 def _show(ddp: Any) -> None:
-    """The reducer's own all-reduce, from Python: there telemetry sees it, and a pipeline's step can end it
-    later."""
+    """The reducer's own all-reduce, from Python: telemetry sees it, a pipeline's step may end it later."""
     from holmes_ext.runtime.reduce.straddling import flat_all_reduce
 
     if hasattr(ddp, "reducer"):
@@ -116,8 +114,7 @@ def _install(ddp: Any, state: Buckets) -> None:
 
 
 def _reduction(given: dict[str, Any]) -> tuple[Any, Any]:
-    """The plan's way for the gradients of given["module"], and its two levels: None where torch's one ring is
-    it."""
+    """The plan's way for the gradients, and its two levels: None where torch's one ring is it."""
     from torch.nn.parameter import UninitializedParameter
 
     from holmes_ext.runtime.reduce.straddling import planned, two_level_for  # torch is there by now
@@ -141,35 +138,35 @@ def _stays_stock(given: dict[str, Any]) -> str:
     """The option that a hook does not go with; "" for none."""
     import torch._dynamo
 
-    group, device = _group(given), next((p.device.type for p in given["module"].parameters()
-                                         if p.requires_grad), "cpu")
+    group = _group(given)
+    device = next((p.device.type for p in given["module"].parameters() if p.requires_grad), "cpu")
     own = next((name for name in ("mixed_precision", "delay_all_reduce_named_params") if given.get(name)), "")
     if str(torch._dynamo.config.optimize_ddp).startswith("python_reducer"):
         own = own or "torch._dynamo.config.optimize_ddp = 'python_reducer'"
-    return own or (f"gloo with tensors on {device}" if device != "cpu" and backend_of(group, device) == "gloo"
-                   else "")
+    on_gpu = device != "cpu" and backend_of(group, device) == "gloo"
+    return own or (f"gloo with tensors on {device}" if on_gpu else "")
 
 
-def _register(wrapped, instance, args, kwargs):
-    """register_comm_hook(state, hook) of the program, where ours is in place."""
-    state = _installed.get(instance)
-    if state is None or state.registered:  # torch says that one hook is the limit
-        return wrapped(*args, **kwargs)
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    instance._check_comm_hook(given["hook"])
-    _give_way(instance, state, given["state"], given["hook"])
+@by_name
+def _register(wrapped, instance, state, hook):
+    """register_comm_hook of the program, where ours is in place."""
+    ours = _installed.get(instance)
+    if ours is None or ours.registered:  # torch says that one hook is the limit
+        return wrapped(state, hook)
+    instance._check_comm_hook(hook)
+    _give_way(instance, ours, state, hook)
 
 
-def _register_builtin(wrapped, instance, args, kwargs):
-    """_register_builtin_comm_hook(type): the same hooks, written in C++."""
-    state = _installed.get(instance)
-    if state is None or state.registered:
-        return wrapped(*args, **kwargs)
+@by_name
+def _register_builtin(wrapped, instance, comm_hook_type):
+    """The same hooks, written in C++."""
+    ours = _installed.get(instance)
+    if ours is None or ours.registered:
+        return wrapped(comm_hook_type)
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    (kind,) = inspect.signature(wrapped).bind(*args, **kwargs).arguments.values()
     hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
-    _give_way(instance, state, instance.process_group, hooks[kind.name])
+    _give_way(instance, ours, instance.process_group, hooks[comm_hook_type.name])
 
 
 def _give_way(ddp: Any, state: Buckets, user_state: Any, hook: Any) -> None:
@@ -202,34 +199,23 @@ def _wire_of(hook: Any) -> tuple[bool, Any]:
     return hook is default_hooks.allreduce_hook, None
 
 
-def _count_joining(wrapped, instance, args, kwargs):
-    """Join.notify_join_context(joinable): the work that counts the ranks which still have inputs, None
-    outside join().
-    """
-    work = wrapped(*args, **kwargs)
-    (joinable,) = inspect.signature(wrapped).bind(*args, **kwargs).arguments.values()
+@by_name
+def _count_joining(wrapped, instance, joinable):
+    """Join.notify_join_context: the work that counts the ranks which have inputs, None outside join()."""
+    work = wrapped(joinable)
     if state := _installed.get(joinable):
         state.joining = work
     return work
 
 
 PATCHES = (
-    Patch(
-        DDP, f"{_DDP}.__init__",
-        "the comm hook must be there before the first forward pass; scripts do not know it",
-        _construct, parameters=("module", "process_group", "bucket_cap_mb"),
-    ),
-    Patch(
-        DDP, f"{_DDP}.register_comm_hook", "a reducer takes one hook: the program's own goes before ours",
-        _register, parameters=("state", "hook"),
-    ),
-    Patch(
-        DDP, f"{_DDP}._register_builtin_comm_hook", "the same for hooks written in C++", _register_builtin,
-        parameters=("comm_hook_type",),
-    ),
-    Patch(
-        DDP, "torch.distributed.algorithms.join:Join.notify_join_context",
-        "join(divide_by_initial_world_size=False) divides by a count that only this work holds",
-        _count_joining, parameters=("joinable",),
-    ),
+    Patch(DDP, f"{_DDP}.__init__",
+          "the comm hook must be there before the first forward pass; scripts do not know it", _construct,
+          parameters=("module", "process_group", "bucket_cap_mb")),
+    Patch(DDP, f"{_DDP}.register_comm_hook", "a reducer takes one hook: the program's own goes before ours",
+          _register),
+    Patch(DDP, f"{_DDP}._register_builtin_comm_hook", "the same for hooks written in C++", _register_builtin),
+    Patch(DDP, "torch.distributed.algorithms.join:Join.notify_join_context",
+          "join(divide_by_initial_world_size=False) divides by a count that only this work holds",
+          _count_joining),
 )  # fmt: skip

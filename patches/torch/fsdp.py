@@ -21,7 +21,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import ByVersion, Patch
-from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import FSDP
 from holmes_ext.plan.sharding import ShardedWeights, equal_groups, sharded_seconds, straddling_rows
 from holmes_ext.plan.traffic import SOCKETS
@@ -59,7 +59,9 @@ def _fully_shard(current, wrapped, instance, args, kwargs):
 
 
 @with_session
-def _fully_sharded(current, wrapped, instance, args, kwargs):
+@by_name
+def _fully_sharded(current, wrapped, instance, module, process_group=None, sharding_strategy=None, *rest,
+                   device_mesh=None, **more):
     """FullyShardedDataParallel(module, ...), which calls itself for the modules inside."""
     from torch.distributed.fsdp import ShardingStrategy
 
@@ -67,21 +69,17 @@ def _fully_sharded(current, wrapped, instance, args, kwargs):
         None: ShardingStrategy.HYBRID_SHARD, ShardingStrategy.FULL_SHARD: ShardingStrategy.HYBRID_SHARD,
         ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy._HYBRID_SHARD_ZERO2,
     }  # fmt: skip
-
-    def call(module, process_group=None, sharding_strategy=None, *rest, **more):
-        mesh = more.get("device_mesh")
-        plain = not isinstance(process_group, tuple) and (mesh is None or mesh.ndim == 1)
-        device_type = next((p.device.type for p in module.parameters()), "cpu")
-        can = plain and sharding_strategy in strategies
-        if can and (made := _hybrid(current, mesh, process_group, device_type)) is not None:
-            sharding_strategy = strategies[sharding_strategy]
-            if mesh is not None:
-                more["device_mesh"] = made
-            else:
-                process_group = (made.get_group(1), made.get_group(0))
-        return wrapped(module, process_group, sharding_strategy, *rest, **more)
-
-    return call(*args, **kwargs)
+    plain = not isinstance(process_group, tuple) and (device_mesh is None or device_mesh.ndim == 1)
+    device_type = next((p.device.type for p in module.parameters()), "cpu")
+    can = plain and sharding_strategy in strategies
+    if can and (made := _hybrid(current, device_mesh, process_group, device_type)) is not None:
+        sharding_strategy = strategies[sharding_strategy]
+        if device_mesh is not None:
+            device_mesh = made
+        else:
+            process_group = (made.get_group(1), made.get_group(0))
+    more |= {} if device_mesh is None else {"device_mesh": device_mesh}
+    return wrapped(module, process_group, sharding_strategy, *rest, **more)
 
 
 def _hybrid(current: session.Session, mesh: Any, group: Any = None, device_type: str = "") -> Any:
@@ -137,8 +135,8 @@ def _tell_root(current, wrapped, instance, args, kwargs):
     weights = again = gradients = kept = 0.0
     for group in groups:
         for parameter in group.fsdp_params:
-            policy, count, itemsize = parameter.mp_policy, prod(
-                parameter._orig_size), parameter.sharded_param.itemsize
+            policy, count = parameter.mp_policy, prod(parameter._orig_size)
+            itemsize = parameter.sharded_param.itemsize
             travels = count * (policy.param_dtype.itemsize if policy.param_dtype else itemsize)
             weights += travels
             again += travels if group.post_forward_mesh_info is not None else 0
@@ -176,16 +174,13 @@ def _tell_root_of_1(current, wrapped, instance, args, kwargs):
 
 
 def _tell_costs(current: session.Session, ranks: Sequence[int], what: ShardedWeights, kept: float) -> None:
-    """Weights sharded over `ranks` of several clusters: what that takes, and what hybrid would. kept: their
-    bytes."""
+    """Weights sharded over several clusters: what that takes, and what hybrid would. kept: their bytes."""
     carrier, clusters = carrier_of(backend_of()) or SOCKETS, current.plan.by_cluster(ranks)
     if len(clusters) < 2:
         return
     taken = sharded_seconds(current.plan, ranks, what, carrier)
-    text = (
-        f"FSDP gathers {format_bytes(what.weight_bytes)} of weights across clusters {', '.join(clusters)} in "
-        f"every step, {taken:.3g} s of it (predicted)"
-    )
+    text = (f"FSDP gathers {format_bytes(what.weight_bytes)} of weights across clusters "
+            f"{', '.join(clusters)} in every step, {taken:.3g} s of it (predicted)")
     if len(ranks) == current.plan.world_size and len(set(map(len, clusters.values()))) == 1:
         members = list(clusters.values())
         hybrid = sharded_seconds(current.plan, ranks, what, carrier, hybrid=True)
@@ -202,21 +197,16 @@ def _tell_crossing(current: session.Session, mesh: Any, what: ShardedWeights) ->
     name, clusters = (mesh.mesh_dim_names or ("", "1"))[1], plan.by_cluster(range(plan.world_size))
     most = gcd(*map(len, clusters.values()))
     held = ", ".join(f"{one} {len(own)}" for one, own in clusters.items())
-    tell(
-        current,
-        f"FSDP's mesh: dimension {name} (size {len(rows[0])}) crosses clusters: {crossing}, so every layer's "
-        f"weights cross, {taken:.3g} s of a step (predicted); "
-        + (f"size {most}, or a part of it, would not" if most > 1 else f"any size does (ranks of clusters: "
-                                                                       f"{held})"),
-    )
+    any_does = f"any size does (ranks of clusters: {held})"
+    fits = f"size {most}, or a part of it, would not" if most > 1 else any_does
+    tell(current, f"FSDP's mesh: dimension {name} (size {len(rows[0])}) crosses clusters: {crossing}, so "
+                  f"every layer's weights cross, {taken:.3g} s of a step (predicted); {fits}")
 
 
 def _tell_hybrid(current: session.Session, what: ShardedWeights, kept: float) -> None:
     ranks = range(current.plan.world_size)
     members, carrier = equal_groups(current.plan, ranks), carrier_of(backend_of()) or SOCKETS
-    hybrid, flat = (
-        sharded_seconds(current.plan, ranks, what, carrier, hybrid=inside) for inside in (True, False)
-    )
+    hybrid, flat = (sharded_seconds(current.plan, ranks, what, carrier, hybrid=one) for one in (True, False))
     tell(
         current,
         f"FSDP hybrid: sharded inside each of {len(members)} clusters, {hybrid:.3g} s of a step in place of "
@@ -233,22 +223,12 @@ _FSDP2 = "torch.distributed.fsdp._fully_shard"
 _FSDP1 = "torch.distributed.fsdp"
 
 PATCHES = (
-    Patch(
-        FSDP, f"{_FSDP2}._fully_shard:fully_shard", "scripts know no clusters: here their mesh is given",
-        _fully_shard, parameters=("mesh",),
-    ),
-    Patch(
-        FSDP, f"{_FSDP2}._fsdp_state:FSDPState._lazy_init",
-        "the first time that all units of a model are known",
-        _tell_root,
-    ),
-    Patch(
-        FSDP, f"{_FSDP1}.fully_sharded_data_parallel:FullyShardedDataParallel.__init__",
-        "the same for FSDP1: groups and strategy are given here", _fully_sharded,
-        parameters=("module", "process_group", "sharding_strategy", "device_mesh"),
-    ),
-    Patch(
-        FSDP, f"{_FSDP1}._runtime_utils:_lazy_init", "the first time that all units of a model are known",
-        _tell_root_of_1, parameters=("state", "root_module"),
-    ),
+    Patch(FSDP, f"{_FSDP2}._fully_shard:fully_shard", "scripts know no clusters: here their mesh is given",
+          _fully_shard, parameters=("mesh",)),
+    Patch(FSDP, f"{_FSDP2}._fsdp_state:FSDPState._lazy_init",
+          "the first time that all units of a model are known", _tell_root),
+    Patch(FSDP, f"{_FSDP1}.fully_sharded_data_parallel:FullyShardedDataParallel.__init__",
+          "the same for FSDP1: groups and strategy are given here", _fully_sharded),
+    Patch(FSDP, f"{_FSDP1}._runtime_utils:_lazy_init", "the first time that all units of a model are known",
+          _tell_root_of_1, parameters=("state", "root_module")),
 )  # fmt: skip

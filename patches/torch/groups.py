@@ -15,7 +15,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import NICS, RANKS
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends
@@ -26,74 +26,61 @@ from holmes_ext.words import some_of
 
 
 @with_session
-def _host_store_where_launched(current, wrapped, instance, args, kwargs):
+@by_name
+def _host_store_where_launched(current, wrapped, instance, hostname, port, rank, *rest, **more):
     """Host on the launcher's rank 0, whose address MASTER_ADDR is, whatever rank the process has now."""
+    hosting_rank = 0 if current.process.rank == 0 else max(1, current.process.rank)
+    store = wrapped(hostname, port, hosting_rank, *rest, **more)
+    if not current.process.agent_store:
+        return store
+    # torchrun's agents keep it when they restart the job: away from the addresses that dead ranks left there
+    from torch.distributed import PrefixStore
 
-    def call(hostname, port, rank, *rest, **more):
-        hosting_rank = 0 if current.process.rank == 0 else max(1, current.process.rank)
-        store = wrapped(hostname, port, hosting_rank, *rest, **more)
-        if not current.process.agent_store:
-            return store
-        # torchrun's agents keep it when they restart the job: away from the addresses that dead ranks left
-        # there.
-        from torch.distributed import PrefixStore
-
-        return PrefixStore(current.round, store)
-
-    return call(*args, **kwargs)
-
-
-#: Parameters of _new_process_group_helper as call() below has them; pg_options: before torch 2.6.
-_SHORT = {"group_size": "size", "group_rank": "rank", "pg_options": "backend_options"}
+    return PrefixStore(current.round, store)
 
 
 @with_session
-def _give_group_its_nic(current, wrapped, instance, args, kwargs):
-    """GLOO_SOCKET_IFNAME for gloo and fresh options with net_name for NCCL, while the group is made."""
-
-    def call(size, rank, global_ranks_in_group, backend, store, group_name, backend_options=None, *rest,
-             **more):
-        if not global_ranks_in_group:
-            agree_on_patches(store, current, waits=str(backend) != "fake")
-        ranks = tuple(global_ranks_in_group) or tuple(range(current.plan.world_size))
-        group = size, rank, global_ranks_in_group, backend, store, group_name
-        if current.rank not in ranks:
-            return wrapped(*group, backend_options, *rest, **more)
-        if "nccl" in backends(str(backend)).values():
-            timeout = rest[0] if rest else more.get("timeout")
-            backend_options = _options(current, ranks, backend_options, timeout)
-        with gloo_interface(current.transport(ranks, "gloo")):
-            made = wrapped(*group, backend_options, *rest, **more)
-        name = str(more.get("group_desc") or group_name)
-        _record(current, name, ranks, backend_named(str(backend)), backend_options)
-        return made
-
-    kwargs = {_SHORT.get(name, name): value for name, value in kwargs.items()}
-    return call(*args, **kwargs)
+@by_name
+def _give_group_its_nic(current, wrapped, instance, group_size, group_rank, global_ranks_in_group, backend,
+                        store, group_name, *rest, **more):
+    """GLOO_SOCKET_IFNAME for gloo and fresh options with net_name for NCCL, while the group is made. rest:
+    backend_options (pg_options before torch 2.6), timeout."""
+    if not global_ranks_in_group:
+        agree_on_patches(store, current, waits=str(backend) != "fake")
+    ranks = tuple(global_ranks_in_group) or tuple(range(current.plan.world_size))
+    group = group_size, group_rank, global_ranks_in_group, backend, store, group_name
+    if current.rank not in ranks:
+        return wrapped(*group, *rest, **more)
+    given = [more.pop(name) for name in ("backend_options", "pg_options") if name in more]
+    options, *rest = (*rest, *given) or (None,)
+    if "nccl" in backends(str(backend)).values():
+        options = _options(current, ranks, options, rest[0] if rest else more.get("timeout"))
+    with gloo_interface(current.transport(ranks, "gloo")):
+        made = wrapped(*group, options, *rest, **more)
+    _record(current, str(more.get("group_desc") or group_name), ranks, backend_named(str(backend)), options)
+    return made
 
 
 @with_session
-def _give_split_group_its_nic(current, wrapped, instance, args, kwargs):
-    """The same for split_group, whose default is to copy the parent's options: all but its network still
-    are."""
+@by_name
+def _give_split_group_its_nic(current, wrapped, instance, parent_pg=None, split_ranks=None, timeout=None,
+                              pg_options=None, **more):
+    """The same for split_group, whose default is the parent's options: all but its network still are."""
     import torch
     import torch.distributed as dist
 
-    def call(parent_pg=None, split_ranks=None, timeout=None, pg_options=None, **more):
-        parent: Any = parent_pg or dist.group.WORLD
-        mine = next((part for part in split_ranks or () if dist.get_rank(parent) in part), None)
-        if mine is None:
-            return wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
-        ranks, backend = tuple(dist.get_global_rank(parent, rank) for rank in mine), backend_of(parent)
-        if backend == "nccl":
-            own = parent._get_backend(torch.device("cuda")).options
-            pg_options = _options(current, ranks, pg_options, timeout, own)
-        with gloo_interface(current.transport(ranks, "gloo")):
-            made = wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
-        _record(current, more.get("group_desc") or "split", ranks, backend, pg_options)
-        return made
-
-    return call(*args, **kwargs)
+    parent: Any = parent_pg or dist.group.WORLD
+    mine = next((part for part in split_ranks or () if dist.get_rank(parent) in part), None)
+    if mine is None:
+        return wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
+    ranks, backend = tuple(dist.get_global_rank(parent, rank) for rank in mine), backend_of(parent)
+    if backend == "nccl":
+        own = parent._get_backend(torch.device("cuda")).options
+        pg_options = _options(current, ranks, pg_options, timeout, own)
+    with gloo_interface(current.transport(ranks, "gloo")):
+        made = wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
+    _record(current, more.get("group_desc") or "split", ranks, backend, pg_options)
+    return made
 
 
 #: Default groups made so far: a program may end torch.distributed and start it again.
@@ -168,19 +155,12 @@ def _record(current: session.Session, name: str, ranks: tuple[int, ...], backend
 
 
 PATCHES = (
-    Patch(
-        RANKS, "torch.distributed.rendezvous:_create_c10d_store",
-        "rank 0 may have moved away from MASTER_ADDR, where the store is hosted",
-        _host_store_where_launched, parameters=("hostname", "port", "rank"),
-    ),
-    Patch(
-        NICS, "torch.distributed.distributed_c10d:_new_process_group_helper",
-        "torch has no hook for the transport of a group; every group is made here", _give_group_its_nic,
-        parameters=("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"),
-    ),
-    Patch(
-        NICS, "torch.distributed.distributed_c10d:split_group",
-        "split_group copies the parent's options, so a split would keep the parent's network",
-        _give_split_group_its_nic, parameters=("parent_pg", "split_ranks", "pg_options"), only=">=2.5",
-    ),
+    Patch(RANKS, "torch.distributed.rendezvous:_create_c10d_store",
+          "rank 0 may have moved away from MASTER_ADDR, where the store is hosted",
+          _host_store_where_launched),
+    Patch(NICS, "torch.distributed.distributed_c10d:_new_process_group_helper",
+          "torch has no hook for the transport of a group; every group is made here", _give_group_its_nic),
+    Patch(NICS, "torch.distributed.distributed_c10d:split_group",
+          "split_group copies the parent's options, so a split would keep the parent's network",
+          _give_split_group_its_nic, only=">=2.5"),
 )  # fmt: skip

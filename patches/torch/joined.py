@@ -15,6 +15,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.patches.torch.features import JOINED
 from holmes_ext.runtime.outer import training
 
@@ -105,27 +106,21 @@ def _offset(name: str, p: Any) -> int:
     return int(offset[0]) * (p.numel() // p.shape[0]) if p.dim() and p._local_tensor.numel() else 0
 
 
-def _share_out(wrapped, instance, args, kwargs):
-    """DistributedSampler: index i of the shuffled data set is job i mod K's, whatever number of ranks the
-    jobs have."""
+@by_name
+def _share_out(wrapped, instance, dataset, num_replicas=None, rank=None, *rest, **more):
+    """DistributedSampler: index i of the shuffled data set is job i mod K's, however many ranks jobs have."""
     job, jobs = training.part()
     if jobs == 1:
-        return wrapped(*args, **kwargs)
+        return wrapped(dataset, num_replicas, rank, *rest, **more)
+    import torch.distributed as dist
+
     training.share()
-
-    def call(dataset, num_replicas=None, rank=None, *rest, **more):
-        import torch.distributed as dist
-
-        ranks = dist.get_world_size() if num_replicas is None else num_replicas
-        mine = dist.get_rank() if rank is None else rank
-        return wrapped(dataset, jobs * ranks, job + jobs * mine, *rest, **more)
-
-    return call(*args, **kwargs)
+    ranks = dist.get_world_size() if num_replicas is None else num_replicas
+    mine = dist.get_rank() if rank is None else rank
+    return wrapped(dataset, jobs * ranks, job + jobs * mine, *rest, **more)
 
 
 PATCHES = (
-    Patch(
-        JOINED, "torch.utils.data.distributed:DistributedSampler.__init__",
-        "joined jobs read different parts of one data set", _share_out, parameters=("num_replicas", "rank"),
-    ),
+    Patch(JOINED, "torch.utils.data.distributed:DistributedSampler.__init__",
+          "joined jobs read different parts of one data set", _share_out),
 )  # fmt: skip

@@ -12,7 +12,7 @@ import weakref
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import PASSES
 from holmes_ext.patches.torch.pipelining import sizes_of
 from holmes_ext.plan.passes.schedule import PassOrder
@@ -59,10 +59,9 @@ def _made(current: session.Session, schedule: Any) -> Any:
     if sizes is None or not carrier or not (texts := current.plan_for(sizes).traffic_of(carrier).passes):
         return None
     planned = PassOrder.parse(texts)
+    own = "its stages reduce under their last backward (DistributedDataParallel, fully_shard)"
     if reason := next((text for text, holds in {
-        "its stages reduce under their last backward (DistributedDataParallel, fully_shard); give plain "
-        "modules":
-            isinstance(stage.submod, (DistributedDataParallel, FSDPModule)),
+        f"{own}; give plain modules": isinstance(stage.submod, (DistributedDataParallel, FSDPModule)),
         f"a step has {schedule._n_microbatches} micro-batches, the plan's passes are of "
         f"{planned.micro_batches}":
             schedule._n_microbatches != planned.micro_batches,
@@ -91,48 +90,41 @@ def _made(current: session.Session, schedule: Any) -> Any:
     return runtime
 
 
-def _forward(wrapped, instance, args, kwargs):
-    """forward_one_chunk(fwd_chunk_id, ...)"""
+@by_name
+def _forward(wrapped, instance, fwd_chunk_id, *rest, **more):
     if instance not in _stages or not instance.has_backward:
-        return wrapped(*args, **kwargs)
-    with _stages[instance].of(args[0] if args else kwargs["fwd_chunk_id"]):
-        return wrapped(*args, **kwargs)
+        return wrapped(fwd_chunk_id, *rest, **more)
+    with _stages[instance].of(fwd_chunk_id):
+        return wrapped(fwd_chunk_id, *rest, **more)
 
 
-def _backward(wrapped, instance, args, kwargs):
-    """backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward): in one for autograd, without what
-    waits."""
+@by_name
+def _backward(wrapped, instance, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
+    """In one for autograd, without what waits."""
     if instance not in _stages:
-        return wrapped(*args, **kwargs)
-
-    def call(bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
-        result = wrapped(bwd_chunk_id, loss=loss, full_backward=True, last_backward=False)
-        if full_backward:
-            _stages[instance].make(bwd_chunk_id)
-        return result
-
-    return call(*args, **kwargs)
+        return wrapped(bwd_chunk_id, loss, full_backward, last_backward)
+    result = wrapped(bwd_chunk_id, loss, full_backward=True, last_backward=False)
+    if full_backward:
+        _stages[instance].make(bwd_chunk_id)
+    return result
 
 
-def _weights(wrapped, instance, args, kwargs):
-    """backward_weight_one_chunk(bwd_chunk_id, last_backward)"""
+@by_name
+def _weights(wrapped, instance, bwd_chunk_id, *rest, **more):
     if instance not in _stages:
-        return wrapped(*args, **kwargs)
-    return _stages[instance].make(args[0] if args else kwargs["bwd_chunk_id"])
+        return wrapped(bwd_chunk_id, *rest, **more)
+    return _stages[instance].make(bwd_chunk_id)
 
 
 _STAGE = "torch.distributed.pipelining.stage:_PipelineStageBase"
 
 PATCHES = (
     Patch(PASSES, "torch.distributed.pipelining.schedules:PipelineScheduleSingle.step",
-        "a schedule of one stage a rank has no other passes than its own", _step),
+          "a schedule of one stage a rank has no other passes than its own", _step),
     Patch(PASSES, f"{_STAGE}.forward_one_chunk", "linear layers keep what their weights' gradients need",
-          _forward,
-        parameters=("fwd_chunk_id",)),
+          _forward),
     Patch(PASSES, f"{_STAGE}.backward_one_chunk",
-          "torch's own keeps the whole graph for the weights' gradients",
-        _backward, parameters=("bwd_chunk_id", "loss", "full_backward", "last_backward")),
+          "torch's own keeps the whole graph for the weights' gradients", _backward),
     Patch(PASSES, f"{_STAGE}.backward_weight_one_chunk", "the weights' gradients of what linear layers kept",
-          _weights,
-        parameters=("bwd_chunk_id",)),
+          _weights),
 )  # fmt: skip

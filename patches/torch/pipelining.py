@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch import ddp
 from holmes_ext.patches.torch.features import PIPELINING
 from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, Sizes
@@ -105,22 +105,19 @@ class _Works(list[Any]):
             work.wait()
 
 
-def _over_pairs(wrapped, instance, args, kwargs):
-    """_batch_p2p(p2p_ops, desc): those of each pair over its group; a batch has one group."""
+@by_name
+def _over_pairs(wrapped, instance, p2p_ops, *rest, **more):
+    """_batch_p2p: the operations of each pair over its group; a batch has one group."""
+    if not p2p_ops or not (own := _pairs.get(p2p_ops[0].group)):
+        return wrapped(p2p_ops, *rest, **more)
+    import torch.distributed as dist
 
-    def call(p2p_ops, *rest, **more):
-        if not p2p_ops or not (own := _pairs.get(p2p_ops[0].group)):
-            return wrapped(p2p_ops, *rest, **more)
-        import torch.distributed as dist
-
-        of_group = defaultdict(list)
-        for op in p2p_ops:
-            over = own.get(op.peer, op.group)  # a skip connection's ends are no neighbours
-            of_group[over].append(dist.P2POp(op.op, op.tensor, op.peer, over, op.tag))
-        started = [wrapped(ops, *rest, **more) for ops in of_group.values()]
-        return _Works(work for one in started for work in (one if isinstance(one, list) else [one]))
-
-    return call(*args, **kwargs)
+    of_group = defaultdict(list)
+    for op in p2p_ops:
+        over = own.get(op.peer, op.group)  # a skip connection's ends are no neighbours
+        of_group[over].append(dist.P2POp(op.op, op.tensor, op.peer, over, op.tag))
+    started = [wrapped(ops, *rest, **more) for ops in of_group.values()]
+    return _Works(work for one in started for work in (one if isinstance(one, list) else [one]))
 
 
 @with_session
@@ -158,22 +155,14 @@ def _scale(wrapped, instance, args, kwargs):
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 
 PATCHES = (
-    *(
-        Patch(
-            PIPELINING, f"{_SCHEDULES}:{schedule}.step",
+    *(Patch(PIPELINING, f"{_SCHEDULES}:{schedule}.step",
             "a pipeline's ranks first meet here; a stage's reduction is awaited before the pipeline goes on",
-            _step,
-        )
-        for schedule in ("PipelineScheduleSingle", "PipelineScheduleMulti")
-    ),
-    Patch(
-        PIPELINING, f"{_SCHEDULES}:_batch_p2p",
-        "all goes over the pipeline's group, which is on Ethernet as soon as it crosses clusters",
-        _over_pairs, parameters=("p2p_ops",),
-    ),
-    Patch(
-        PIPELINING, "torch.distributed.pipelining.stage:_PipelineStageBase.scale_grads",
-        "gradients are scaled as soon as a stage's last backward is over", _scale,
-        parameters=("grad_scale_factor",), only=">=2.7",
-    ),
+            _step)
+      for schedule in ("PipelineScheduleSingle", "PipelineScheduleMulti")),
+    Patch(PIPELINING, f"{_SCHEDULES}:_batch_p2p",
+          "all goes over the pipeline's group, which is on Ethernet as soon as it crosses clusters",
+          _over_pairs),
+    Patch(PIPELINING, "torch.distributed.pipelining.stage:_PipelineStageBase.scale_grads",
+          "gradients are scaled as soon as a stage's last backward is over", _scale,
+          parameters=("grad_scale_factor",), only=">=2.7"),
 )  # fmt: skip

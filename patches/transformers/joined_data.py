@@ -22,8 +22,6 @@ def _share_out(wrapped, instance, args, kwargs):
 
 
 PATCHES = (
-    Patch(
-        JOINED, "transformers.trainer:Trainer.get_train_dataloader",
-        "joined jobs read different parts of one data set", _share_out,
-    ),
+    Patch(JOINED, "transformers.trainer:Trainer.get_train_dataloader",
+          "joined jobs read different parts of one data set", _share_out),
 )  # fmt: skip

@@ -9,8 +9,7 @@ from holmes_ext.plan.sizes import Sizes
 
 
 def sizes_from_arguments(argv: list[str]) -> Sizes | None:
-    """Sizes that `argv` names in Megatron's flags or in its ds_config; None when it names none (see
-    sizes_from)."""
+    """Sizes that `argv` names in Megatron's flags; None when it names none (see sizes_from)."""
     return sizes_from(argv)
 
 
@@ -28,6 +27,5 @@ def model_from_arguments(argv: list[str], needed: bool = True) -> Model | None:
 
 
 def overlaps(option: str, argv: list[str]) -> bool:
-    """Whether gradients are reduced under the last backward under --holmes-overlap `option`; auto: where
-    stages are."""
+    """Whether --holmes-overlap `option` reduces under the last backward; auto: where stages are."""
     return "--no-pipeline-parallel" not in argv if option == "auto" else option == "on"

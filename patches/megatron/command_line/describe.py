@@ -61,8 +61,7 @@ class CommandLine:
 
 
 def describe(argv: Sequence[str]) -> CommandLine:
-    """What `argv` (a script's arguments) says of its job. Nothing is raised: what is wrong stands in
-    `trouble`."""
+    """What `argv` (a script's) says of its job. Nothing is raised: what is wrong is in `trouble`."""
     said = read(argv)
     given, assumed = dict(said.values), list(said.overruled)
     deepspeed = "ds_config" in given or any(flag in said.flags for flag in MEGATRON_DEEPSPEED)
@@ -265,8 +264,7 @@ def _stages(given: dict[str, Any], layers: int, pipeline: int,
 
 
 def _layout(text: str) -> list[str]:
-    """Stages of a layout such as Et*3|(tt|)*2,m|L, each with its letters
-    (pipeline_parallel_layer_layout.py)."""
+    """Of a layout such as Et*3|(tt|)*2,m|L, each stage's letters (pipeline_parallel_layer_layout.py)."""
     text = text.replace(",", "").replace(" ", "")
     for pattern in (r"\(([^()]*)\)\*(\d{1,4})", r"([A-Za-z|])\*(\d{1,4})"):
         while len(text) < 100_000 and (found := re.search(pattern, text)):

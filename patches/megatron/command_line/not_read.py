@@ -11,115 +11,87 @@ Whatever is in neither, nor read (flags.py), is named as unknown.
 
 from __future__ import annotations
 
-_ATTENTION = "attention is counted as plain multi-head (or grouped) attention"
-_BLOCKS = "every layer is counted as the transformer block that the other flags describe"
-_HIDES = "what it hides is counted in full: the step may take less"
-_EXPERTS = "experts are counted as evenly used, their traffic as all-to-alls in 16 bits"
-_FP8 = ("computing and activations are counted as in 16 bits; gpu_flops of cluster.toml can say what is "
-        "reached")
-_FILE = "the file is not read; give the model with --model FILE"
-_STAGES = "the stages' layers are counted as even"
-_OFFLOAD = "what it moves to the host is counted as staying on the GPU"
-_RECOMPUTE = "every layer is counted as recomputed by itself"
-_TEACHER = "the teacher's forward pass is not counted"
-_LENGTH = "every step is counted with the full batch and sequence"
-_SHARDS = "counted as sharded over all data-parallel ranks, in full width"
-_HOST = "its transfers to the host are not counted"
-_SPLIT = "weights are counted as split by the tensor size"
-_RING = "the context group is counted as a ring"
-_BUCKETS = "buckets are counted as holmes cuts them"
-
-NOT_READ: dict[str, str] = {
-    # files with settings of their own
-    "--yaml-cfg": _FILE, "--use-checkpoint-args": "the checkpoint's arguments are not read; give the flags "
-                                                  "themselves",
-    "--heterogeneous-layers-config-path": _FILE, "--heterogeneous-layers-config-encoded-json": _BLOCKS,
-    "--te-precision-config-file": _FP8, "--nccl-communicator-config-path": "holmes chooses each group's "
-                                                                           "network",
-    "--deepscale_config": "DeepSpeed's old name for --deepspeed_config is not read",
-    # other blocks
-    "--multi-latent-attention": _ATTENTION, "--q-lora-rank": _ATTENTION, "--kv-lora-rank": _ATTENTION,
-    "--experimental-attention-variant": _ATTENTION, "--linear-attention-freq": _ATTENTION,
-    "--window-size": _ATTENTION, "--attention-output-gate": _ATTENTION, "--is-hybrid-model": _BLOCKS,
-    "--hybrid-layer-pattern": _BLOCKS, "--hybrid-override-pattern": _BLOCKS, "--spec": _BLOCKS,
-    "--mtp-num-layers": "layers that predict further tokens are not counted",
-    "--enable-mhc-connections": _BLOCKS,
-    "--encoder-num-layers": _BLOCKS, "--decoder-num-layers": _BLOCKS, "--retro-add-retriever": _BLOCKS,
-    "--freeze-all-layers": "frozen layers are counted as trained", "--moe-latent-size": _EXPERTS,
-    "--mtp-standalone": _STAGES, "--pipeline-model-parallel-split-rank": _STAGES,
-    "--standalone-embedding-stage": _STAGES, "--kd": _TEACHER, "--mos": _TEACHER,
-    "--load-teacher": _TEACHER, "--num-layers-teacher": _TEACHER, "--export-kd-teacher-load": _TEACHER,
-    # lengths and batches that change while training
-    "--rampup-batch-size": _LENGTH, "--step-batch-size-schedule": _LENGTH, "--random-ltd": _LENGTH,
-    "--data-efficiency-curriculum-learning": _LENGTH, "--curriculum-learning": _LENGTH,
-    "--decrease-batch-size-if-needed": _LENGTH, "--max-seqlen-per-dp-cp-rank": _LENGTH,
-    # experts
-    "--expert-tensor-parallel-size": _SPLIT,
-    "--enable-expert-tensor-parallelism": _SPLIT,
-    "--moe-expert-capacity-factor": _EXPERTS, "--moe-train-capacity-factor": _EXPERTS,
-    "--moe-pad-expert-input-to-capacity": _EXPERTS, "--moe-token-dispatcher-type": _EXPERTS,
-    "--moe-enable-deepep": _EXPERTS, "--moe-flex-dispatcher-backend": _EXPERTS,
-    "--disable-moe-token-dropping": _EXPERTS, "--moe-dispatch-fwd-dtype": _EXPERTS,
-    "--moe-combine-bwd-dtype": _EXPERTS, "--moe-extended-tp": _EXPERTS,
-    "--moe-layer-recompute": _RECOMPUTE, "--moe-paged-stash": _OFFLOAD,
-    "--moe-shared-expert-overlap": _HIDES, "--overlap-moe-expert-parallel-comm": _HIDES,
-    "--overlap-dispatch-backward-with-experts-wgrad": _HIDES, "--use-tutel": _EXPERTS,
-    # tensor and context groups
-    "--tp-comm-overlap": _HIDES, "--delay-wgrad-compute": _HIDES, "--defer-embedding-wgrad-compute": _HIDES,
-    "--cp-comm-type": _RING, "--force-ds-sequence-parallel": _RING,
-    "--hierarchical-context-parallel-sizes": _RING,
-    "--hybrid-context-parallel": _RING,
-    "--ds-sequence-parallel-fpdt": "its chunks, and what it moves to the host, are not counted",
-    "--tensor-parallel-num-weight-shards": _SPLIT,
-    "--expert-tensor-parallel-num-weight-shards": _SPLIT,
-    "--model-parallel-size": "an old name of --tensor-model-parallel-size",
-    # schedules
-    "--microbatch-group-size-per-virtual-pipeline-stage": "chunks are counted in groups of the pipeline size",
-    "--overlap-p2p-communication-warmup-flush": _HIDES, "--enable-zbh1-pipeline": "the schedule is counted "
-                                                                                  "as 1F1B",
-    "--enable-zbh1-exact-semantics": "the schedule is counted as 1F1B",
-    # recomputation and offloading
-    "--recompute-num-layers": _RECOMPUTE, "--recompute-modules": "only attention is counted as recomputed",
-    "--checkpoint-num-layers": _RECOMPUTE, "--distribute-saved-activations": _OFFLOAD,
-    "--distribute-checkpointed-activations": _OFFLOAD, "--partition-activations": _OFFLOAD,
-    "--checkpoint-in-cpu": _OFFLOAD, "--cpu-offloading-num-layers": _OFFLOAD,
-    "--mhc-recompute-layer-num": _RECOMPUTE,
-    "--fine-grained-activation-offloading": _OFFLOAD, "--remote-device": _OFFLOAD,
-    "--memory-centric-tiled-linear": _OFFLOAD, "--optimizer-cpu-offload": _HOST,
-    "--cpu-optimizer": _HOST,
-    # precision
-    "--fp8-format": _FP8, "--fp8-hybrid": _FP8, "--fp8-e4m3": _FP8, "--fp4-format": _FP8,
-    "--fp8-param-gather": _FP8,
-    "--fp4-param-gather": _FP8, "--reuse-grad-buf-for-mxfp8-param-ag": _FP8, "--fp32-residual-connection":
-    "activations are counted in 16 bits", "--embedding-weights-in-fp32": "weights are counted in 16 bits",
-    # reductions
-    "--ddp-bucket-size": _BUCKETS, "--ddp-num-buckets": _BUCKETS, "--zero-reduce-bucket-size": _BUCKETS,
-    "--zero-allgather-bucket-size": _BUCKETS, "--outer-dp-sharding-strategy": _SHARDS,
-    "--enable-full-sharding-in-hsdp": _SHARDS, "--megatron-fsdp-main-params-dtype": _SHARDS,
-    "--megatron-fsdp-main-grads-dtype": _SHARDS, "--megatron-fsdp-grad-comm-dtype": _SHARDS,
-    "--torch-fsdp2-no-reshard-after-forward": _SHARDS, "--ddp-reduce-scatter-with-fp32-accumulation": _SHARDS,
-    "--overlap-param-gather-with-optimizer-step": _HIDES, "--use-sharp": "SHARP's sums in the switch are not "
-                                                                         "counted",
-    # other programs
-    "--perform-rl-step": "only the training step is counted, not what generates its samples",
-    "--vision-pretraining": _BLOCKS, "--enable-gpt-oss": _BLOCKS,
-    "--export-force-local-attention": _ATTENTION,
-    # ds_config
-    "zero_optimization.offload_optimizer.device": _HOST,
-    "zero_optimization.cpu_offload": _HOST,
-    "zero_optimization.offload_param": _OFFLOAD, "zero_optimization.cpu_offload_params": _OFFLOAD,
-    "zero_optimization.zero_hpz_partition_size": _SHARDS, "zero_optimization.mics_shard_size": _SHARDS,
-    "zero_optimization.zero_quantized_weights": _SHARDS,
-    "zero_optimization.zero_quantized_gradients": _SHARDS,
-    "zero_optimization.reduce_bucket_size": _BUCKETS, "zero_optimization.allgather_bucket_size": _BUCKETS,
-    "pipeline.partition": _STAGES, "activation_checkpointing.partition_activations": _OFFLOAD,
-    "activation_checkpointing.cpu_checkpointing": _OFFLOAD,
-    "activation_checkpointing.number_checkpoints": _RECOMPUTE,
-    "amp": "computing is counted as the other settings say", "compression_training": _BLOCKS,
-    "sparse_attention": _ATTENTION, "curriculum_learning": _LENGTH, "data_efficiency": _LENGTH,
-    "sparse_gradients": _SHARDS, "progressive_layer_drop": _LENGTH, "torch_autocast": _FP8,
-    "communication_data_type_seq_parallel": _SHARDS,
-}
+#: name -> why; written by reason: names of flags, and of ds_config's keys.
+NOT_READ: dict[str, str] = {name: why for why, names in {
+    "the file is not read; give the model with --model FILE": """
+        --yaml-cfg --heterogeneous-layers-config-path""",
+    "the checkpoint's arguments are not read; give the flags themselves": "--use-checkpoint-args",
+    "every layer is counted as the transformer block that the other flags describe": """
+        --heterogeneous-layers-config-encoded-json --is-hybrid-model --hybrid-layer-pattern
+        --hybrid-override-pattern --spec --enable-mhc-connections --encoder-num-layers
+        --decoder-num-layers --retro-add-retriever --vision-pretraining --enable-gpt-oss
+        compression_training""",
+    "computing and activations are counted as in 16 bits; gpu_flops of cluster.toml can say what is "
+    "reached": """
+        --te-precision-config-file --fp8-format --fp8-hybrid --fp8-e4m3 --fp4-format --fp8-param-gather
+        --fp4-param-gather --reuse-grad-buf-for-mxfp8-param-ag torch_autocast""",
+    "holmes chooses each group's network": "--nccl-communicator-config-path",
+    "DeepSpeed's old name for --deepspeed_config is not read": "--deepscale_config",
+    "attention is counted as plain multi-head (or grouped) attention": """
+        --multi-latent-attention --q-lora-rank --kv-lora-rank --experimental-attention-variant
+        --linear-attention-freq --window-size --attention-output-gate --export-force-local-attention
+        sparse_attention""",
+    "layers that predict further tokens are not counted": "--mtp-num-layers",
+    "frozen layers are counted as trained": "--freeze-all-layers",
+    "experts are counted as evenly used, their traffic as all-to-alls in 16 bits": """
+        --moe-latent-size --moe-expert-capacity-factor --moe-train-capacity-factor
+        --moe-pad-expert-input-to-capacity --moe-token-dispatcher-type --moe-enable-deepep
+        --moe-flex-dispatcher-backend --disable-moe-token-dropping --moe-dispatch-fwd-dtype
+        --moe-combine-bwd-dtype --moe-extended-tp --use-tutel""",
+    "the stages' layers are counted as even": """
+        --mtp-standalone --pipeline-model-parallel-split-rank --standalone-embedding-stage
+        pipeline.partition""",
+    "the teacher's forward pass is not counted": """
+        --kd --mos --load-teacher --num-layers-teacher --export-kd-teacher-load""",
+    "every step is counted with the full batch and sequence": """
+        --rampup-batch-size --step-batch-size-schedule --random-ltd --data-efficiency-curriculum-learning
+        --curriculum-learning --decrease-batch-size-if-needed --max-seqlen-per-dp-cp-rank
+        curriculum_learning data_efficiency progressive_layer_drop""",
+    "weights are counted as split by the tensor size": """
+        --expert-tensor-parallel-size --enable-expert-tensor-parallelism
+        --tensor-parallel-num-weight-shards --expert-tensor-parallel-num-weight-shards""",
+    "every layer is counted as recomputed by itself": """
+        --moe-layer-recompute --recompute-num-layers --checkpoint-num-layers --mhc-recompute-layer-num
+        activation_checkpointing.number_checkpoints""",
+    "what it moves to the host is counted as staying on the GPU": """
+        --moe-paged-stash --distribute-saved-activations --distribute-checkpointed-activations
+        --partition-activations --checkpoint-in-cpu --cpu-offloading-num-layers
+        --fine-grained-activation-offloading --remote-device --memory-centric-tiled-linear
+        zero_optimization.offload_param zero_optimization.cpu_offload_params
+        activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing""",
+    "what it hides is counted in full: the step may take less": """
+        --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm
+        --overlap-dispatch-backward-with-experts-wgrad --tp-comm-overlap --delay-wgrad-compute
+        --defer-embedding-wgrad-compute --overlap-p2p-communication-warmup-flush
+        --overlap-param-gather-with-optimizer-step""",
+    "the context group is counted as a ring": """
+        --cp-comm-type --force-ds-sequence-parallel --hierarchical-context-parallel-sizes
+        --hybrid-context-parallel""",
+    "its chunks, and what it moves to the host, are not counted": "--ds-sequence-parallel-fpdt",
+    "an old name of --tensor-model-parallel-size": "--model-parallel-size",
+    "chunks are counted in groups of the pipeline size": """
+        --microbatch-group-size-per-virtual-pipeline-stage""",
+    "the schedule is counted as 1F1B": "--enable-zbh1-pipeline --enable-zbh1-exact-semantics",
+    "only attention is counted as recomputed": "--recompute-modules",
+    "its transfers to the host are not counted": """
+        --optimizer-cpu-offload --cpu-optimizer zero_optimization.offload_optimizer.device
+        zero_optimization.cpu_offload""",
+    "activations are counted in 16 bits": "--fp32-residual-connection",
+    "weights are counted in 16 bits": "--embedding-weights-in-fp32",
+    "buckets are counted as holmes cuts them": """
+        --ddp-bucket-size --ddp-num-buckets --zero-reduce-bucket-size --zero-allgather-bucket-size
+        zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size""",
+    "counted as sharded over all data-parallel ranks, in full width": """
+        --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp --megatron-fsdp-main-params-dtype
+        --megatron-fsdp-main-grads-dtype --megatron-fsdp-grad-comm-dtype
+        --torch-fsdp2-no-reshard-after-forward --ddp-reduce-scatter-with-fp32-accumulation
+        zero_optimization.zero_hpz_partition_size zero_optimization.mics_shard_size
+        zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_gradients
+        sparse_gradients communication_data_type_seq_parallel""",
+    "SHARP's sums in the switch are not counted": "--use-sharp",
+    "only the training step is counted, not what generates its samples": "--perform-rl-step",
+    "computing is counted as the other settings say": "amp",
+}.items() for name in names.split()}
 
 #: Values with which a flag or key of NOT_READ changes nothing.
 UNLESS: dict[str, tuple[str, ...]] = {

@@ -43,8 +43,7 @@ def words(argv: Sequence[str]) -> dict[str, list[str]]:
 
 
 def read(argv: Sequence[str]) -> Settings:
-    """What `argv` and its ds_config say. Values that are no numbers are the script's to refuse: they say
-    nothing."""
+    """What `argv` and its ds_config say. Values that are no numbers, the script's to refuse, say nothing."""
     flags = words(argv)
     values = _values(READ, flags)
     tensor = str(values.get("tensor", 1))

@@ -37,8 +37,7 @@ def turn_on(ddp_config: Any) -> bool:
 
 
 def prepare(ddp: Any) -> None:
-    """A DistributedDataParallel built with turn_on(): reading or loading its weights waits for their
-    gathers."""
+    """A DistributedDataParallel after turn_on(): reading or loading weights waits for their gathers."""
     for group in _groups(ddp):
         group.next_param_gather_bucket_group = None  # step() starts them all
 
@@ -58,8 +57,7 @@ def _groups(ddp: Any) -> Iterator[Any]:
 
 
 def _gather_after_step(wrapped, instance, args, kwargs):
-    """DistributedOptimizer.step_with_ready_grads, which leaves the gather to the forward pass where it is
-    overlapped."""
+    """step_with_ready_grads, which leaves the gather to the forward pass where it is overlapped."""
     done = wrapped(*args, **kwargs)
     if getattr(instance.ddp_config, "gather_by_plan", False):
         # experts have another optimizer
@@ -72,8 +70,6 @@ def _gather_after_step(wrapped, instance, args, kwargs):
 
 
 PATCHES = (
-    Patch(
-        GATHER, "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
-        "the gather is to be under way before anything can read the weights", _gather_after_step,
-    ),
+    Patch(GATHER, "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
+          "the gather is to be under way before anything can read the weights", _gather_after_step),
 )  # fmt: skip

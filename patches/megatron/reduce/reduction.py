@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.engine.wrap import whole, with_session
 from holmes_ext.patches.megatron.core import job
 from holmes_ext.patches.megatron.features import REDUCTION, has
 from holmes_ext.patches.megatron.reduce import buckets as megatron_buckets
@@ -37,8 +37,7 @@ from holmes_ext.runtime.groups.grid import tell
 
 @dataclass(frozen=True)
 class _Planned:
-    """Of the DistributedDataParallel being built: elements of a bucket, and whether the program left them
-    open."""
+    """Of the DistributedDataParallel being built: elements of a bucket; whether they were left open."""
 
     elements: int
     ours: bool
@@ -68,12 +67,10 @@ def tell_that_buckets_stay(current: session.Session, way: str = "") -> None:
 
 @with_session
 def _reduce_as_planned(current, wrapped, instance, args, kwargs):
-    """DistributedDataParallel.__init__ with overlap on and buckets sized for the fabric of this stage's
-    group."""
+    """DistributedDataParallel.__init__ with overlap and buckets for the fabric of this stage's group."""
     if (sizes := job.sizes or current.plan.sizes) is None:
         return wrapped(*args, **kwargs)
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    bound.apply_defaults()
+    bound = whole(wrapped, args, kwargs)
     given = bound.arguments
     ddp_config, group = given["ddp_config"], _reduction_group(given)
     ranks, backend = group_ranks(group), backend_of(group)
@@ -121,8 +118,7 @@ def _reduction_group(given: Mapping[str, Any]) -> Any:
 
 
 def _no_sync_between_micro_batches(config, ddp) -> None:
-    """What megatron-core's schedules need of an overlap that the program did not ask for: when not to
-    reduce."""
+    """What schedules need of an overlap that the program did not ask for: when not to reduce."""
     if config.virtual_pipeline_model_parallel_size:
         config.no_sync_func = [*(config.no_sync_func or []), ddp.no_sync]
     elif config.no_sync_func is None:
@@ -130,8 +126,7 @@ def _no_sync_between_micro_batches(config, ddp) -> None:
 
 
 def _distributed_layout(given: Mapping[str, Any], elements: int):
-    """From 0.18 on the distributed optimizer's buckets are laid out beforehand, in one piece on later
-    stages."""
+    """From 0.18 on its optimizer's buckets are laid out beforehand, in one piece on later stages."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -173,20 +168,15 @@ def _lay_out_unpadded(wrapped, instance, args, kwargs):
 
 
 PATCHES = (
-    Patch(
-        REDUCTION, "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-        "a later stage on a slow fabric must overlap too; megatron-core buckets on the first stage only",
-        _reduce_as_planned, parameters=("config", "ddp_config", "module", "disable_bucketing"),
-    ),
-    Patch(
-        REDUCTION, "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
-        "bucket_size is None on every stage but the first",
-        _bucket_as_planned, parameters=("bucket_size", "ddp_config", "data_parallel_group"),
-    ),
-    Patch(
-        REDUCTION,
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout",
-        "buckets that need no padding: checkpoints of these versions drop it", _lay_out_unpadded,
-        parameters=("params", "bucket_size", "data_parallel_world_size", "ddp_config"), only=">=0.18,<0.20",
-    ),
+    Patch(REDUCTION, "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+          "a later stage on a slow fabric must overlap too; megatron-core buckets on the first stage only",
+          _reduce_as_planned, parameters=("config", "ddp_config", "module", "disable_bucketing")),
+    Patch(REDUCTION, "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
+          "bucket_size is None on every stage but the first", _bucket_as_planned,
+          parameters=("bucket_size", "ddp_config", "data_parallel_group")),
+    Patch(REDUCTION,
+          "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout",
+          "buckets that need no padding: checkpoints of these versions drop it", _lay_out_unpadded,
+          parameters=("params", "bucket_size", "data_parallel_world_size", "ddp_config"),
+          only=">=0.18,<0.20"),
 )  # fmt: skip

@@ -89,9 +89,7 @@ def own_shard(chunk: Any, weight: Any) -> tuple[int, int] | None:
 
 
 PATCHES = (
-    Patch(
-        TIED, "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
-        "every data-parallel rank would send the whole gradient to another cluster", _all_reduce,
-        parameters=("model", "embd_group", "pp_group", "weight_getter"),
-    ),
+    Patch(TIED, "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
+          "every data-parallel rank would send the whole gradient to another cluster", _all_reduce,
+          parameters=("model", "embd_group", "pp_group", "weight_getter")),
 )  # fmt: skip

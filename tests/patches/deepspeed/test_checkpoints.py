@@ -101,7 +101,7 @@ def test_the_way_out_is_what_the_checkpoint_allows(tmp_path):
     record = tmp_path / checkpoints.SPLIT
 
     def way_out():
-        return checkpoints.way_out(tmp_path, checkpoints.saved_split(tmp_path, here, 1), Split((0, 3, 7), 1),
+        return checkpoints.ways_out(tmp_path, checkpoints.saved_split(tmp_path, here, 1), Split((0, 3, 7), 1),
                                    here)
 
     record.write_text(json.dumps({"version": 1, "tensor": 1, "parts": [0, 2, 7]}))

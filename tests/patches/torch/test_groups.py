@@ -139,8 +139,7 @@ def test_a_groups_options_have_torchs_timeout_and_the_planned_network(on_nccl, b
     assert made is not given and given.config.net_name is None and arguments[:6] == head
 
 
-def test_options_by_the_name_that_torch_2_4_and_2_5_have_for_them(on_nccl, monkeypatch):
-    monkeypatch.setitem(torch_distributed._SHORT, "pg_options", "backend_options")
+def test_options_by_the_name_that_torch_2_4_and_2_5_have_for_them(on_nccl):
     got, given = [], Options()
     given.config.max_ctas = 7
     named = dict(group_size=2, group_rank=0, global_ranks_in_group=[], backend="nccl", store="store",
