@@ -112,7 +112,8 @@ class Stages:
         edges = tuple(row[1] for row in self.costs.transfer_s[: self.count - 1])
         mean_s = (sum(self.extra) + self._least_work()) / self.count
         alone = edges, self.costs.hidden
-        ways = [(own, max(mean_s, *sent)) for own, sent in (alone, both_ways(*alone, self.costs.nics, mean_s))]
+        shared = both_ways(*alone, self.costs.nics, mean_s)
+        ways = [(own, max(mean_s, *sent)) for own, sent in (alone, shared)]
         for stage in reversed(range(self.count - 1)):
             more = max(2 * own[stage] / pace if pace else 0.0 for own, pace in ways)
             found[stage] = found[stage + 1] + 1 + ceil(more)
