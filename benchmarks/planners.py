@@ -2,15 +2,17 @@
 same lab.
 
     python benchmarks/planners.py --json FILE [--scenes NAME,...] [--planners NAME,...] [--limit S]
-                                  [--sailor DIR --dtfm DIR --python PYTHON] [--lab [--minutes M]] [--again]
+                                  [--sailor DIR --dtfm DIR --python PYTHON] [--lab [--minutes M]]
+                                  [--again] [--judge]
 
 24 scenes (referee/scenes.toml). Each planner gets a scene in its own format and at most --limit seconds of
 CPU; its first plan that fits the memory is written as sizes, order of nodes and layers, and simulated; --lab
 runs that of the 12 small scenes, too. "typed" is what a careful person types; random plans are a floor.
 Planners of Sailor's repository need --sailor, a clone, DT-FM's own search --dtfm, and both --python, an
 interpreter that has what they import. What FILE has is kept and not run again (--again: these planners, on
-these scenes, are), so that a run can be made in parts; --minutes: no run in the lab begins later. A planner
-that finds nothing in time on CUT of the lab's scenes, or of the larger ones, is not asked about the others.
+these scenes, are; --judge: plans that it has are judged again, after a change of the simulation), so that a
+run can be made in parts; --minutes: no run in the lab begins later. A planner that finds nothing in time on
+CUT of the lab's scenes, or of the larger ones, is not asked about the others.
 """
 
 from __future__ import annotations
@@ -162,6 +164,18 @@ def ask(table: Table, scene: Scene, planner: str, args) -> None:
     table.save()
 
 
+def judge_again(table: Table, scene: Scene) -> None:
+    """The plans that FILE has, and others by the dice."""
+    for planner, note in table.notes.get(scene.name, {}).items():
+        if NONE not in note:
+            steps = [judge.judged(scene, judge.grid_of(note)).step_s]
+            if planner == RANDOM:
+                found = _fitting(judge.random_plans(scene, DICE), scene, every=True)
+                steps = [own.step_s for _, own in found]
+            table.add(scene.name, planner, STEP, steps, "s")
+    table.save()
+
+
 def in_turns(table: Table, scenes: list[Scene]) -> Iterator[tuple[Scene, list[str]]]:
     """The plans of a scene that a turn runs: of all scenes ours first, then the best of the field, then what
     one types, then the others."""
@@ -276,6 +290,7 @@ def main() -> int:
     add("--python", default=sys.executable, help="that has what Sailor's planners import")
     add("--lab", action="store_true", help="run the plans of the small scenes in the lab")
     add("--minutes", type=float, default=inf, metavar="M", help="after which no run in the lab begins")
+    add("--judge", action="store_true", help="judge all plans of FILE again: the simulation has changed")
     add("--again", action="store_true", help="ask these planners on these scenes again")
     add("--picture", type=Path, metavar="PNG", help="draw planners by regret over scenes")
     args, scenes, begin = arguments.parse_args(), load_scenes(), time.monotonic()
@@ -287,6 +302,8 @@ def main() -> int:
             tell(f"left out: {', '.join(theirs)}: {how}")
             planners = [name for name in planners if name not in theirs]
     for name in names:
+        if args.judge:
+            judge_again(table, scenes[name])
         for planner in planners:
             if args.again:
                 table.forget(name, planner)

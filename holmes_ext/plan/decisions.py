@@ -9,7 +9,7 @@ from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.buckets import bucket_bytes
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.cost.pipeline import schedule
+from holmes_ext.plan.cost.pipeline import both_ways, schedule
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.reductions.tied import twins
@@ -189,6 +189,9 @@ class Decisions:
         forward = tuple(load.forward_s for load in plan.loads) or (work.forward_s,) * sizes.pipeline
         backward = tuple(load.backward_s for load in plan.loads) or (work.backward_s,) * sizes.pipeline
         seconds, sent = self.edge_seconds()
+        if not any(load.edge_s for load in plan.loads):  # measured ones have met others
+            busy_s = max(map(sum, zip(forward, backward)))
+            seconds, sent = both_ways(seconds, sent, self.prices.nics(self.placement), busy_s)
         most = tuple(load.most for load in plan.loads)
         return schedule(forward, backward, seconds, work.micro_batches, sent, most)
 

@@ -92,6 +92,22 @@ def quickest_in_flight(
     return more if then < now * (1 - WORTH_MORE) else found
 
 
+def both_ways(
+    transfer: Seconds, load: Seconds, nics: Sequence[tuple[int, int]], busy_s: float
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """`transfer` and `load` where stages first..final of `nics` send to both sides through one NIC, and that
+    takes longer than the slowest stage is busy: it carries both for each micro-batch, so nearly every message
+    meets one of the other edge and takes longer by the shorter of both. (The longer one may be limited by a
+    link, not by the NIC.)"""
+    seconds, loads = list(transfer), list(load)
+    for first, final in nics:
+        shared = min(load[first - 1], load[final])
+        for edge in (first - 1, final) if 2 * shared > busy_s else ():
+            seconds[edge] = max(seconds[edge], transfer[edge] + shared)
+            loads[edge] = max(loads[edge], 2 * shared)
+    return tuple(seconds), tuple(loads)
+
+
 def schedule(
     forward: tuple[float, ...], backward: tuple[float, ...], transfer: tuple[float, ...], micro_batches: int,
     load: tuple[float, ...] = (), most: tuple[float, ...] = (),

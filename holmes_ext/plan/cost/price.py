@@ -59,7 +59,7 @@ class Prices(StageSums):
             load_s=self._load_s(placement, edges) if rules.virtual > 1 else 0.0,
             places=tuple(place for place, _ in places),
             hidden=tuple(edge.byte_s * size for edge in edges) if self.hide_edges and edges else None,
-            nics=self._nics(placement) if self.hide_edges else (), weights_s=weights,
+            nics=self.nics(placement) if self.hide_edges else (), weights_s=weights,
         )
 
     def step_s(self, placement: Placement) -> float:
@@ -138,9 +138,9 @@ class Prices(StageSums):
         key = "edge", id(fold), stages, slices, share, id(self.job.gpus)
         return max(self.network.remember(key, prices), key=lambda price: price.seconds(size or 1.0))
 
-    def _nics(self, placement: Placement) -> tuple[tuple[int, int], ...]:
-        """Of stages on the same nodes the first and the last, where edges before and after are on one
-        network."""
+    def nics(self, placement: Placement) -> tuple[tuple[int, int], ...]:
+        """StageCosts.nics: of stages that lie on the same nodes the first and the last, where the edges
+        before and after them are on one network."""
         last, found, first = placement.sizes.pipeline - 1, [], 0
         fabrics = [self._fabrics(placement, stage) for stage in range(last)]
         for stage in range(1, last):

@@ -18,6 +18,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.memory import in_flight
 from holmes_ext.plan.cost.pipeline import (
     Estimate,
+    both_ways,
     formula_ends,
     schedule,
     step_of,
@@ -194,9 +195,11 @@ class StageCosts:
         """On each stage, with so many blocks; () where the framework's own schedule will do."""
         if self.hidden is None:
             return ()
-        loads, transfer = self.loads(stage_layers), self.edges_s(stage_layers)
+        loads = self.loads(stage_layers)
         forward, backward, most = zip(*((load.forward_s, load.backward_s, load.most) for load in loads))
-        return schedule(forward, backward, transfer, self.micro_batches, self.hidden, most)
+        busy_s = max(map(sum, zip(forward, backward)))
+        transfer, sent = both_ways(self.edges_s(stage_layers), self.hidden, self.nics, busy_s)
+        return schedule(forward, backward, transfer, self.micro_batches, sent, most)
 
     def edges_s(self, stage_layers: Sequence[int]) -> Row:
         """Of an activation over each edge, with so many blocks on each stage."""

@@ -9,6 +9,7 @@ import pytest
 from holmes_ext.plan.cost.pipeline import (
     SETTLED,
     WORTH_MORE,
+    both_ways,
     formula_ends,
     in_flight,
     passes,
@@ -159,3 +160,11 @@ def test_nobody_waits_for_ever(seed):
 
 def test_fewer_in_front_than_behind_would_wait_for_ever():
     assert walk(orders_of((1, 3, 2), 4), [1.0] * 3, [1.0] * 3, [0.0] * 2) is None
+
+
+def test_messages_both_ways_through_one_nic_that_sets_the_pace_take_longer():
+    transfer, load, nics = (1.0, 1.0, 3.0), (0.5, 0.5, 2.0), [(1, 1), (2, 2)]
+    assert both_ways(transfer, load, [], 0.1) == (transfer, load)
+    assert both_ways(transfer, load, nics, 0.9) == ((1.5, 1.5, 3.5), (1.0, 1.0, 2.0))
+    assert both_ways(transfer, load, nics, 1.0) == (transfer, load)  # a stage is as busy: few of them meet
+    assert both_ways(transfer, load, [(1, 2)], 0.9) == ((1.5, 1.0, 3.5), (1.0, 0.5, 2.0))

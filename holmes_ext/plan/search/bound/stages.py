@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from holmes_ext.cluster.site import ETHERNET
 from holmes_ext.plan.cost.network import FREE, Load, Price
+from holmes_ext.plan.cost.pipeline import both_ways
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.reductions.reduction import PricedReduction
 from holmes_ext.plan.cost.reductions.two_levels import WORTH, TwoLevels, two_levels
@@ -108,10 +109,14 @@ class Stages:
         found = [self.count - stage for stage in range(self.count)]
         if self.costs.hidden is None:
             return found
-        pace = max((sum(self.extra) + self._least_work()) / self.count, *self.costs.hidden)
+        edges = tuple(row[1] for row in self.costs.transfer_s[: self.count - 1])
+        mean_s = (sum(self.extra) + self._least_work()) / self.count
+        alone = edges, self.costs.hidden
+        shared = both_ways(*alone, self.costs.nics, mean_s)
+        ways = [(own, max(mean_s, *sent)) for own, sent in (alone, shared)]
         for stage in reversed(range(self.count - 1)):
-            edge = self.costs.transfer_s[stage][1]
-            found[stage] = found[stage + 1] + 1 + ceil(2 * edge / pace if pace else 0)
+            more = max(2 * own[stage] / pace if pace else 0.0 for own, pace in ways)
+            found[stage] = found[stage + 1] + 1 + ceil(more)
         return found
 
     def _least_work(self) -> float:
