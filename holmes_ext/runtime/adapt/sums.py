@@ -13,7 +13,7 @@ from typing import Any
 
 from holmes_ext.plan.adapt_sums import SumChange
 from holmes_ext.plan.cost.buckets import UNDER_WAY
-from holmes_ext.runtime.adapt.window import MARGIN
+from holmes_ext.runtime.adapt.window import MARGIN, waited_s
 from holmes_ext.runtime.measure.telemetry import Op, Recorder
 from holmes_ext.runtime.session import DoneReduction, Session
 from holmes_ext.units import union_s
@@ -30,7 +30,8 @@ class SumWindow:
         self._steps: list[tuple[float, float, dict[str, float]]] = []  # (seconds, exposed, by network)
         self._done: DoneReduction | None = None
 
-    def step(self, done: Sequence[Op], reduction: dict[str, Any] | None) -> None:
+    def step(self, done: Sequence[Op], spans: Sequence[tuple[str, float, float]],
+             reduction: dict[str, Any] | None) -> None:
         ways = [(ranks, one) for ranks, one in self.current.reductions.items() if one.follows]
         if not ways or reduction is None:
             return
@@ -45,7 +46,7 @@ class SumWindow:
             by_network.setdefault(op.group.transport.fabric, []).append((op.start, op.end))
         busy = {name: union_s(spans) for name, spans in by_network.items()}
         seconds = union_s([(op.start, op.end) for op in ops])
-        exposed = reduction.get("exposed", sum(op.waited for op in ops))
+        exposed = reduction.get("exposed", waited_s(ops, spans))
         self._steps.append((seconds, exposed, busy))
 
     def report(self) -> dict[str, Any] | None:
