@@ -44,5 +44,5 @@ def test_the_sums_of_a_job_go_another_way(told_slow, tmp_path):
         assert bool(re.search(CHANGED, text)) == (name == "learned"), text
         found[name] = losses(log)
     assert same(found["stock"], found["learned"], 1e-5) and same(found["off"], found["learned"], 1e-5)
-    (plan,) = load(tmp_path / "telemetry").ranks[0].plans
+    plan, *_ = load(tmp_path / "telemetry").ranks[0].plans
     assert "in one ring" in plan["sums"] and 3 <= plan["step"] < 14
