@@ -62,7 +62,8 @@ class SumWindow:
 
 
 def fits(change: SumChange, recorder: Recorder) -> bool:
-    """Whether this rank's GPU has room for buckets and chunks that are larger than before."""
+    """Whether this rank's GPU has room for buckets and chunks that are larger than before: by what torch tells,
+    and by asking it for them once (memory in pieces, another program on the same GPU)."""
     if not recorder.spans_on_device:
         return True
     import torch
@@ -73,4 +74,10 @@ def fits(change: SumChange, recorder: Recorder) -> bool:
     device = recorder.device_index
     free, _ = torch.cuda.mem_get_info(device)
     room = MARGIN * (torch.cuda.memory_reserved(device) + free) - torch.cuda.max_memory_allocated(device)
-    return UNDER_WAY * more <= room
+    if more <= 0 or UNDER_WAY * more > room:
+        return more <= 0
+    try:
+        torch.empty(round(UNDER_WAY * more), dtype=torch.uint8, device=f"cuda:{device}")
+    except torch.cuda.OutOfMemoryError:
+        return False
+    return True
