@@ -9,7 +9,7 @@ import pytest
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import Lab
-from integration_tests.jobs import SCRIPTS, LabOf, said
+from integration_tests.jobs import SCRIPTS, LabOf, full, said
 
 CLUSTER = """version = 1
 [ethernet]
@@ -55,6 +55,7 @@ def torchrun(nodes, save, *flags, env=None, **options):
     return result, {entry["step"]: entry["loss"] for entry in map(json.loads, log)}
 
 
+@full
 def test_a_job_starts_again_with_better_layers(two_nodes, tmp_path):
     _, stock = torchrun(two_nodes, tmp_path / "stock", env={"GLOO_SOCKET_IFNAME": "eth0"})
     result, losses = torchrun(two_nodes, tmp_path / "again", *two_nodes.holmes, "--holmes-restart", "auto",

@@ -62,8 +62,8 @@ class SumWindow:
 
 
 def fits(change: SumChange, recorder: Recorder) -> bool:
-    """Whether this rank's GPU has room for buckets and chunks that are larger than before: by what torch tells,
-    and by asking it for them once (memory in pieces, another program on the same GPU)."""
+    """Whether this rank's GPU has room for buckets and chunks that are larger than before: by what torch
+    tells, and by asking it for them once (memory in pieces, another program on the same GPU)."""
     if not recorder.spans_on_device:
         return True
     import torch
