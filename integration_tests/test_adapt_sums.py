@@ -4,11 +4,12 @@ than the cluster file told: on all ranks from one step on, with stock's losses, 
 import re
 
 import pytest
+from carriers import gloo_only
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import Lab
 from holmes_ext.report.files import load
-from integration_tests.jobs import CLUSTER, ON_GPUS, ROOT, LabOf, losses, over_nccl, same
+from integration_tests.jobs import CLUSTER, ON_GPUS, ROOT, SCRIPTS, LabOf, losses, over_nccl, same
 
 SCRIPT = str(ROOT / "examples" / "plain_torch" / "train.py")
 JOB = "--layers 2 --hidden 128 --sequence 16 --micro-batch 1 --steps 16".split()
@@ -28,6 +29,22 @@ def told_slow(tmp_path_factory):
         for node in lab.nodes:
             lab.set_rate(node.name, "eth0", 2_500_000_000)
         yield LabOf(file, lab)
+
+
+@gloo_only
+def test_distributed_data_parallel_goes_another_way_too(told_slow, tmp_path):
+    found = {}
+    ways = {"stock": ((), {"GLOO_SOCKET_IFNAME": "eth0"}),
+            "learned": ((*told_slow.holmes, "--holmes-telemetry", str(tmp_path / "telemetry")), None)}
+    for name, (flags, env) in ways.items():
+        log = tmp_path / f"{name}.jsonl"
+        result = told_slow.run(str(SCRIPTS / "ddp.py"), "16", str(log), *flags, env=env)
+        assert result.returncode == 0, result.outputs
+        found[name] = losses(log)
+    assert re.search(CHANGED, "".join(result.outputs.values())), result.outputs
+    assert same(found["stock"], found["learned"], 1e-5)
+    plan, *_ = load(tmp_path / "telemetry").ranks[0].plans
+    assert "in one ring" in plan["sums"] and 3 <= plan["step"] < 14
 
 
 @over_nccl

@@ -14,7 +14,7 @@ from typing import Any
 from holmes_ext.plan.adapt_sums import SumChange
 from holmes_ext.plan.cost.buckets import UNDER_WAY
 from holmes_ext.runtime.adapt.window import MARGIN, waited_s
-from holmes_ext.runtime.measure.telemetry import Op, Recorder
+from holmes_ext.runtime.measure.telemetry import LAST_BUCKET, Op, Recorder
 from holmes_ext.runtime.session import DoneReduction, Session
 from holmes_ext.units import union_s
 
@@ -33,7 +33,8 @@ class SumWindow:
     def step(self, done: Sequence[Op], spans: Sequence[tuple[str, float, float]],
              reduction: dict[str, Any] | None) -> None:
         ways = [(ranks, one) for ranks, one in self.current.reductions.items() if one.follows]
-        if not ways or reduction is None:
+        launched = [end for kind, _, end in spans if kind == LAST_BUCKET]
+        if not ways or (reduction is None and not launched):
             return
         ranks, self._done = max(ways, key=lambda pair: pair[1].bytes)
         flat = [op for op in done if op.peer is None and op.group.ranks == ranks and op.name == "all_reduce"]
@@ -46,7 +47,10 @@ class SumWindow:
             by_network.setdefault(op.group.transport.fabric, []).append((op.start, op.end))
         busy = {name: union_s(spans) for name, spans in by_network.items()}
         seconds = union_s([(op.start, op.end) for op in ops])
-        exposed = reduction.get("exposed", waited_s(ops, spans))
+        if reduction is None:  # DistributedDataParallel waits where nobody sees it
+            exposed = max(0.0, max((op.end for op in ops), default=0.0) - launched[-1])
+        else:
+            exposed = reduction.get("exposed", waited_s(ops, spans))
         self._steps.append((seconds, exposed, busy))
 
     def report(self) -> dict[str, Any] | None:
